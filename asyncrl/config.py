@@ -1,4 +1,4 @@
-"""The configuration of a run: one typed tree over the packages' own options, and the checks that span packages.
+"""The configuration of a run: one typed tree over the packages' own options, and what follows from it.
 
 Defaults live in the dataclasses; the YAML files under ``configs/`` hold only what an experiment changes. Importing
 this module loads neither torch nor ray nor sglang.
@@ -16,9 +16,9 @@ from typing import Any
 from asyncrl.data.config import DataConfig
 from asyncrl.placement_config import LEARNER_POOL, PlacementConfig, RayConfig
 from asyncrl.protocol.record import ProfileConfig
-from buffer.config import BufferConfig, StoresOn, is_loopback
-from learner.config import GROUP_ADVANTAGES, AlgorithmConfig, LearnerConfig
-from rollout_fleet.config import EngineKind, OnRewardFailure, RolloutFleetConfig
+from buffer.config import BufferConfig, StoresOn
+from learner.config import AlgorithmConfig, LearnerConfig
+from rollout_fleet.config import RolloutFleetConfig
 
 LOOPBACK = "lo"
 _OWN_CLIENTS = 4
@@ -404,92 +404,6 @@ def keeps_stores_on_hosts(config: RunConfig) -> bool:
     return buffer.stores_on is StoresOn.hosts
 
 
-def check_options(config: RunConfig) -> None:
-    """Check what spans packages and needs no file, before anything is made or started; see `check_files`."""
-    algorithm = config.algorithm
-    if algorithm.samples_per_prompt < 2 and algorithm.advantage in GROUP_ADVANTAGES:
-        raise ValueError(
-            "algorithm.samples_per_prompt must be >= 2 for a group advantage, "
-            f"got {algorithm.samples_per_prompt} with algorithm.advantage={algorithm.advantage}"
-        )
-    drops = config.rollout_fleet.on_reward_failure is OnRewardFailure.drop_trajectory
-    if drops and algorithm.greedy_baseline:
-        raise ValueError(
-            "rollout_fleet.on_reward_failure must be retry_group with algorithm.advantage=remax, got drop_trajectory: "
-            "without the reward of its greedy response a group has nothing to be compared with"
-        )
-    _check_roles(config)
-    _check_budget(config)
-    dp_size = max(learner_pools(config).values()) // config.learner.sp_size
-    if algorithm.groups_per_step < dp_size:
-        raise ValueError(
-            f"algorithm.groups_per_step must be >= the {dp_size} data-parallel learner ranks, "
-            f"got {algorithm.groups_per_step}; raise it or lower learner.num_ranks"
-        )
-    if config.rollout_fleet.sampling.temperature == 0 and algorithm.samples_per_prompt > 1:
-        raise ValueError(
-            "rollout_fleet.sampling.temperature must be > 0 to sample different trajectories of a prompt, got 0; "
-            "1.0 is usual"
-        )
-    if config.rollout_fleet.renew_every_s > config.buffer.lease_s / 2:
-        raise ValueError(
-            "rollout_fleet.renew_every_s must be at most half of buffer.lease_s, or leases run out while they are "
-            f"worked on; got {config.rollout_fleet.renew_every_s:g} and {config.buffer.lease_s:g}"
-        )
-    _check_weights(config)
-    if config.stop_timeout_s < (needed_s := stop_deadlines(config).total_s):
-        raise ValueError(
-            f"stop_timeout_s must be at least {needed_s:g} with rollout_fleet.stop_timeout_s="
-            f"{config.rollout_fleet.stop_timeout_s:g}, or engines are killed before they have cleaned up, got "
-            f"{config.stop_timeout_s:g}; raise the first or lower the second"
-        )
-    _check_colocation(config)
-    _check_nodes(config)
-    _check_autoscaling(config)
-    if config.rollout_fleet.engine is EngineKind.scripted:
-        raise ValueError(
-            "rollout_fleet.engine must be sglang or transformers, got scripted; the scripted engine is for tests"
-        )
-
-
-def check_files(config: RunConfig) -> None:
-    """Check the model and data that the run reads, before any process starts.
-
-    Raises:
-        ValueError: names the option, its value, what is expected, and what to do.
-    """
-    check_model(config)
-    if not config.data.train_files:
-        raise ValueError("data.train_files must name at least one parquet or jsonl file, got none")
-    if config.evaluation.enabled and not config.data.eval_files:
-        raise ValueError(
-            "data.eval_files must name at least one file while evaluation.enabled is true, got none; "
-            "set it, or evaluation.enabled=false"
-        )
-    _check_positions(config)
-    for role in ("critic", "reward_model"):
-        path = getattr(config.learner, role).path
-        if path and not Path(path, "config.json").is_file():
-            raise ValueError(f"learner.{role}.path must hold a Hugging Face model, got {path} without config.json")
-
-
-def check_placement(config: RunConfig, *, num_cpus: int, num_gpus: int) -> None:
-    """Check that the run fits the CPUs and GPUs of the cluster; see `check_files`."""
-    gpus, cpus = requested_gpus(config), requested_cpus(config)
-    if gpus > num_gpus:
-        raise ValueError(
-            f"learner.device={config.learner.device} asks for {gpus} GPUs ({config.learner.num_ranks} learner ranks, "
-            f"{config.rollout_fleet.fewest_engines} engines), got {num_gpus}; lower learner.num_ranks or "
-            "rollout_fleet.num_engines, or set learner.device=cpu"
-        )
-    if cpus > num_cpus and (config.ray.address or not config.placement.oversubscribe):
-        raise ValueError(
-            f"placement asks for {cpus:g} CPUs ({config.learner.num_ranks} learner ranks, "
-            f"{config.rollout_fleet.fewest_engines} engines), got {num_cpus}; lower placement.cpus_per_learner_rank, "
-            "placement.cpus_per_engine or the number of workers, or set placement.oversubscribe=true"
-        )
-
-
 def requested_cpus(config: RunConfig, num_engines: int | None = None) -> float:
     """Logical CPUs that the run's workers take, with the engines that it starts with unless told otherwise."""
     num_engines = config.rollout_fleet.fewest_engines if num_engines is None else num_engines
@@ -527,169 +441,6 @@ def learner_pools(config: RunConfig) -> dict[str, int]:
     return {pool: sizes[pool] for pool in dict.fromkeys(learner_roles(config).values())}
 
 
-def _check_roles(config: RunConfig) -> None:
-    """Check that every pool and every role of the learner does something."""
-    used, learner = learner_pools(config), config.learner
-    if idle := sorted(set(config.placement.pools) - set(used)):
-        raise ValueError(
-            f"placement.pools names {idle}, where no role of this run is placed (it has "
-            f"{list(learner_roles(config))}); leave them out, or place a role there"
-        )
-    for pool, size in used.items():
-        if size % learner.sp_size:
-            raise ValueError(
-                f"placement.pools.{pool} must be a multiple of learner.sp_size={learner.sp_size}, got {size}"
-            )
-    if learner.critic.path and not config.algorithm.needs_critic:
-        raise ValueError(
-            f"learner.critic.path={learner.critic.path!r} names a critic, which algorithm.advantage="
-            f"{config.algorithm.advantage} does not use; set algorithm.advantage=gae, or algorithm.critic=true for an "
-            "estimator of your own"
-        )
-    advantage = config.algorithm.advantage
-    if config.algorithm.critic and ":" not in advantage and advantage != "gae":
-        raise ValueError(
-            f"algorithm.critic=true trains a critic that algorithm.advantage={advantage} does not read; set "
-            "algorithm.advantage=gae, name an estimator of your own (file.py:function), or set algorithm.critic=false"
-        )
-    if learner.reward_model.path and (looking := sorted(set(config.buffer.filters) - {"no_tokens"})):
-        raise ValueError(
-            f"buffer.filters={looking} look at rewards when groups are stored, and a reward model scores them after "
-            "they are planned; use the one or the other (no_tokens looks at none, and may stay)"
-        )
-
-
-def _check_budget(config: RunConfig) -> None:
-    """Check that the longest sequence fits a micro-batch; more turns than one are seen when they come."""
-    learner = config.learner
-    longest = config.data.max_prompt_tokens + config.rollout_fleet.sampling.max_new_tokens
-    budget = learner.max_tokens_per_micro_batch * learner.sp_size
-    if longest > budget:
-        raise ValueError(
-            "learner.max_tokens_per_micro_batch x learner.sp_size must hold the longest sequence, "
-            f"data.max_prompt_tokens + rollout_fleet.sampling.max_new_tokens = {longest}, got "
-            f"{learner.max_tokens_per_micro_batch} x {learner.sp_size}; raise it, or lower the two"
-        )
-
-
-def _check_weights(config: RunConfig) -> None:
-    if config.weights.publish_every > config.buffer.max_lag + 1:
-        raise ValueError(
-            f"weights.publish_every must be at most buffer.max_lag + 1 = {config.buffer.max_lag + 1}, got "
-            f"{config.weights.publish_every}: the learner would wait for rollouts under weights that are not published"
-        )
-    if config.weights.full_every > 1 and config.publishes_adapters:
-        raise ValueError(
-            f"weights.full_every must be 1 where adapters are published alone, got {config.weights.full_every}: they "
-            "are smaller than what they change; set it, or weights.adapters=false to publish merged weights"
-        )
-    if config.weights.is_into_engines and config.publishes_adapters:
-        raise ValueError(
-            f"weights.adapters must be false where no host holds the weights ({config.weights.way}): what adapters "
-            "apply to would have to be sent with each of them; set it to publish merged weights, or another transport"
-        )
-    if config.weights.transport is Transport.tensor and config.learner.device == "cuda" != config.rollout_fleet.device:
-        raise ValueError(
-            "rollout_fleet.device must be cuda with weights.transport=tensor and learner.device=cuda, got "
-            f"{config.rollout_fleet.device}: only a GPU maps another one's memory"
-        )
-    if config.weights.transport not in (Transport.auto, Transport.file) and config.learner.keep_snapshots == -1:
-        raise ValueError(
-            "weights.transport must be file to keep all versions (learner.keep_snapshots=-1), got "
-            f"{config.weights.transport}"
-        )
-
-
-def _check_colocation(config: RunConfig) -> None:
-    if not config.placement.colocated:
-        return
-    learner, fleet = config.learner, config.rollout_fleet
-    if config.weights.publish_every != 1:
-        raise ValueError(
-            f"weights.publish_every must be 1 with placement.colocated=true, got {config.weights.publish_every}: "
-            "engines that take their devices back load the newest weights"
-        )
-    if learner.device == "cuda" and fleet.sglang.tp_size > 1:
-        raise ValueError(
-            f"rollout_fleet.sglang.tp_size must be 1 with placement.colocated=true, got {fleet.sglang.tp_size}: an "
-            "engine shares the device of one learner rank"
-        )
-    if fleet.is_elastic:
-        raise ValueError(
-            f"rollout_fleet.num_engines must be a number with placement.colocated=true, got {fleet.num_engines}: an "
-            "engine shares the device of one learner rank, and neither joins nor leaves without it"
-        )
-    if learner.num_ranks != fleet.num_engines:
-        raise ValueError(
-            "learner.num_ranks must equal rollout_fleet.num_engines with placement.colocated=true, one of each "
-            f"per device, got {learner.num_ranks} and {fleet.num_engines}"
-        )
-    if {learner.device.value, fleet.device.value} == {"cpu", "cuda"}:
-        raise ValueError(
-            "learner.device and rollout_fleet.device must be the same with placement.colocated=true, got "
-            f"{learner.device} and {fleet.device}"
-        )
-
-
-def _check_nodes(config: RunConfig) -> None:
-    """Check that a run on several nodes leaves nothing to paths and sockets that only one of them has."""
-    placement, weights, buffer = config.placement, config.weights, config.buffer
-    if placement.num_nodes == 1:
-        return
-    per_node, transport = placement.ranks_per_node, weights.transport
-    is_file, is_collective = transport is Transport.file, transport is Transport.collective
-    own_only = is_loopback(buffer.host) and not buffer.advertised_host
-    checks = {
-        "ray.address": ("none", "auto, or host:port of a Ray cluster of all nodes", not config.ray.address),
-        "placement.colocated": ("true", "false", placement.colocated),
-        "buffer.host": (buffer.host, "an address or interface of this node that the others reach", own_only),
-        "weights.transport": (transport, "file or collective", not (is_file or is_collective)),
-        "weights.directory": ("none", "a folder that all nodes share", is_file and not weights.directory),
-        "weights.interface": (LOOPBACK, "one that all nodes reach", is_collective and weights.interface == LOOPBACK),
-        "placement.ranks_per_node": (
-            per_node,
-            f"a divisor of the processes of each pool ({learner_pools(config)})",
-            per_node and any(size % per_node for size in learner_pools(config).values()),
-        ),
-    }
-    for option, (value, wanted, is_wrong) in checks.items():
-        if is_wrong:
-            raise ValueError(f"{option} must be {wanted} with placement.num_nodes={placement.num_nodes}, got {value}")
-
-
-def _check_autoscaling(config: RunConfig) -> None:
-    if not config.placement.autoscale:
-        return
-    size, num_nodes = config.rollout_fleet.num_engines, config.placement.num_nodes
-    if not config.rollout_fleet.is_elastic:
-        raise ValueError(
-            f"rollout_fleet.num_engines must be {{min: N, max: M}} with placement.autoscale=true, got {size}: a "
-            "fleet of a fixed size asks for no further nodes"
-        )
-    if num_nodes == 1:
-        raise ValueError(
-            "placement.num_nodes must be > 1 with placement.autoscale=true, got 1: the run would use no node that comes"
-        )
-
-
-def check_model(config: RunConfig) -> None:
-    """Check that ``model.path`` holds a model and its tokenizer; see `check_files`."""
-    path = Path(config.model.path)
-    if not config.model.path:
-        raise ValueError("model.path must name a directory in Hugging Face layout, got an empty string")
-    if not path.is_dir():
-        raise ValueError(
-            f"model.path must be a directory on this machine, got {path}; download a model of the Hugging Face hub "
-            f"first: hf download {path} --local-dir DIR, then model.path=DIR"
-        )
-    if not (path / "config.json").is_file():
-        raise ValueError(f"model.path must hold a Hugging Face model, got {path} without config.json; check the path")
-    if not any(path.glob("*.safetensors")) and not any(path.glob("*.bin")):
-        raise ValueError(f"model.path must hold weights (*.safetensors or *.bin), got {path} with none")
-    if not (path / "tokenizer_config.json").is_file():
-        raise ValueError(f"model.path must hold a tokenizer, got {path} without tokenizer_config.json")
-
-
 def num_positions(config: RunConfig) -> float:
     """Longest sequence of the model, in tokens; infinite where it names none."""
     limit = model_settings(config.model.path).get("max_position_embeddings")
@@ -700,13 +451,3 @@ def model_settings(path: str) -> dict[str, Any]:
     """The ``config.json`` of a model; what a model of text and images says of its text stands at the top."""
     settings = json.loads(Path(path, "config.json").read_text())
     return {**settings, **settings.get("text_config", {})}
-
-
-def _check_positions(config: RunConfig) -> None:
-    limit = num_positions(config)
-    longest = config.data.max_prompt_tokens + config.rollout_fleet.sampling.max_new_tokens
-    if longest > limit:
-        raise ValueError(
-            f"data.max_prompt_tokens + rollout_fleet.sampling.max_new_tokens must be <= the model's {limit} positions, "
-            f"got {config.data.max_prompt_tokens} + {config.rollout_fleet.sampling.max_new_tokens} = {longest}"
-        )

@@ -25,11 +25,12 @@ from typing import Any, TypeAlias, cast
 import torch.distributed as dist
 
 from asyncrl.protocol import record
-from asyncrl.protocol.collective import CollectiveOptions, WeightSender
+from asyncrl.protocol.collective import WeightSender
 from asyncrl.protocol.errors import WeightsError
 from asyncrl.protocol.manifest import FROZEN, AdaptedLayer, Adapter, Delta, Manifest, WeightOffer, digest_of
 from asyncrl.protocol.ports import WeightLog
 from asyncrl.protocol.record import SpanKind
+from asyncrl.protocol.weight_rounds import CollectiveOptions
 
 from .fsdp import local_tensor
 from .lent_weights import LendOptions, LentBuffers, LentModel, buffer_bytes, segments_of

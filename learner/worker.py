@@ -23,11 +23,11 @@ import torch
 import torch.distributed as dist
 
 from asyncrl.protocol import record
-from asyncrl.protocol.collective import CollectiveOptions
 from asyncrl.protocol.errors import BatchLost, DeadlineError, StalenessError, UnknownGroup
 from asyncrl.protocol.ports import LearnerBuffer
 from asyncrl.protocol.record import ProfileConfig, SpanKind
 from asyncrl.protocol.trajectory import TrajectoryGroup
+from asyncrl.protocol.weight_rounds import CollectiveOptions
 from asyncrl.single_controller import Dispatch, Worker, make_nd_compute_dataproto_dispatch_fn, register
 
 from .advantages import ADVANTAGES, BatchAdvantages, is_token_level

@@ -35,6 +35,7 @@ from .engines.process_guard import signal_at_parent_death
 logger = logging.getLogger(__name__)
 
 _LENGTH = struct.Struct("<Q")
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 class Reward(Protocol):
@@ -293,7 +294,7 @@ def _answer_to(reward: Reward, prompt: Prompt, text: str) -> float | str:
         number = _to_number(reward(prompt, text))
     except Exception as error:  # noqa: BLE001 - whatever a reward raises costs this group only
         return f"raised {error!r}; fix it, or filter such prompts"
-    if isinstance(number, str) or not math.isfinite(number):
+    if isinstance(number, str) or not abs(number) <= _LARGEST:
         return f"returned {number}; it must return one finite number per response"
     return number
 

@@ -125,6 +125,7 @@ class Settlement:
         prompt, samples = group.lease.prompt, group.samples
         texts = [self._decode(sample.token_ids.tolist()) for sample in samples]
         may_fail = self._config.on_reward_failure is OnRewardFailure.drop_trajectory
+        fewest = FEWEST_SAMPLES if may_fail else len(samples)
         with record.span(SpanKind.reward, lane="/reward", group=prompt.group_id):
             scores = await self._rewards.score(prompt, texts, may_fail=may_fail)
         self._stamp(GroupEvent.reward, group)
@@ -132,10 +133,10 @@ class Settlement:
         has_reward = np.isfinite(scores.total)
         num_failed = len(samples) - int(has_reward.sum())
         if num_failed:
-            if len(samples) - num_failed < FEWEST_SAMPLES:
+            if len(samples) - num_failed < fewest:
                 raise RewardError(
                     f"the reward failed on {num_failed} of {len(samples)} responses to prompt group {prompt.group_id}, "
-                    f"and a group needs {FEWEST_SAMPLES}; the warnings before this say how"
+                    f"and a group needs {fewest}; the warnings before this say how"
                 )
             self._meter.failed("reward_trajectory", num_failed)
             samples = [sample for sample, has in zip(samples, has_reward, strict=True) if has]

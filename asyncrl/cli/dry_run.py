@@ -21,6 +21,7 @@ from asyncrl.config import (
     requested_cpus,
     requested_gpus,
 )
+from asyncrl.metrics import counted
 from asyncrl.profile.device_memory import GIB, ModelSize, engine_memory, kv_tokens, rank_memory
 
 _BYTES_PER_TOKEN = 14
@@ -106,7 +107,7 @@ def _placement(config: RunConfig) -> Iterator[str]:
     for pool, size in learner_pools(config).items():
         hosted = ", ".join(role for role, of in roles.items() if of == pool)
         shape = f"dp {size // learner.sp_size} x sp {learner.sp_size}"
-        yield f"learner pool {pool}: {_count(size, 'rank')} on {learner.device} ({shape}), {hosted}"
+        yield f"learner pool {pool}: {counted(size, 'rank')} on {learner.device} ({shape}), {hosted}"
     size = f" x {fleet.sglang.tp_size} tensor-parallel ranks" if fleet.sglang.tp_size > 1 else ""
     fewest, most = fleet.fewest_groups_in_flight, fleet.most_groups_in_flight
     groups = str(most) if fewest == most else f"{fewest} to {most}"
@@ -116,13 +117,13 @@ def _placement(config: RunConfig) -> Iterator[str]:
     if keeps_stores_on_hosts(config):
         stores = "1 server, and a store on each host of engines"
     elif config.buffer.num_store_servers:
-        stores = f"1 server and {_count(config.buffer.num_store_servers, 'store')}"
+        stores = f"1 server and {counted(config.buffer.num_store_servers, 'store')}"
     else:
         stores = "1 server, which stores the groups itself"
     yield f"buffer: {stores}; durability {config.buffer.durability}"
     cluster = f"the Ray cluster at {config.ray.address}" if config.ray.address else "a Ray cluster of its own"
     have = f"; this machine has {os.cpu_count()} and {visible_gpus()}" if not config.ray.address else ""
-    yield f"{cluster}: {_count(requested_cpus(config), 'CPU')} and {_count(requested_gpus(config), 'GPU')}{have}"
+    yield f"{cluster}: {counted(requested_cpus(config), 'CPU')} and {counted(requested_gpus(config), 'GPU')}{have}"
 
 
 def _tokens(config: RunConfig) -> Iterator[str]:
@@ -134,8 +135,8 @@ def _tokens(config: RunConfig) -> Iterator[str]:
     budget = dp_size * learner.sp_size * learner.max_tokens_per_micro_batch
     yield f"{algorithm.groups_per_step} groups x {algorithm.samples_per_prompt} samples = {samples} trajectories"
     yield f"at most {most:,} tokens: {samples} x ({prompt:,} of a prompt + {response:,} of a response)"
-    micro_batches = _count(-(-most // budget), "micro-batch")
-    yield f"at most {micro_batches} per rank, {_count(algorithm.num_mini_batches, 'optimizer update')}"
+    micro_batches = counted(-(-most // budget), "micro-batch")
+    yield f"at most {micro_batches} per rank, {counted(algorithm.num_mini_batches, 'optimizer update')}"
     yield f"an engine's KV cache holds {kv_tokens(config):,} tokens at most"
 
 
@@ -143,14 +144,14 @@ def _staleness(config: RunConfig) -> Iterator[str]:
     buffer, fleet, batch = config.buffer, config.rollout_fleet, config.algorithm.groups_per_step
     updates = config.algorithm.num_mini_batches
     most_open, places = (buffer.max_lag + 1) * batch, fleet.most_engines * fleet.most_groups_in_flight
-    yield f"no token is trained on more than {_count(buffer.max_lag, 'learner step')} after it was written"
-    yield f"that is at most {_count(buffer.max_lag * updates + updates - 1, 'optimizer update')}"
+    yield f"no token is trained on more than {counted(buffer.max_lag, 'learner step')} after it was written"
+    yield f"that is at most {counted(buffer.max_lag * updates + updates - 1, 'optimizer update')}"
     yield f"at most {most_open} groups are open; the fleet has places for {places}"
     if places > most_open:
         yield f"the fleet can never use {places - most_open} of its places: lower rollout_fleet.groups_in_flight"
     if buffer.max_lag == 0:
         yield "generation and training take turns: nothing overlaps with buffer.max_lag=0"
-    yield f"weights are published every {_count(config.weights.publish_every, 'step')}; a straggler: {buffer.on_stale}"
+    yield f"weights are published every {counted(config.weights.publish_every, 'step')}; a straggler: {buffer.on_stale}"
     longest = config.rollout_fleet.sampling.max_new_tokens * config.algorithm.samples_per_prompt
     held, room = most_open * longest * _BYTES_PER_TOKEN, buffer.max_stored_bytes * max(1, buffer.num_store_servers)
     fits = "fits" if held <= room else "does not fit; leases wait for room where responses are that long"
@@ -162,20 +163,20 @@ def _waits(config: RunConfig) -> Iterator[str]:
     yield f"Ray: ray.start_timeout_s={config.ray.start_timeout_s:g}"
     if config.sft.enabled:
         yield (
-            f"the warm start, {_count(config.sft.max_steps, 'update')} at most: sft.progress_timeout_s="
+            f"the warm start, {counted(config.sft.max_steps, 'update')} at most: sft.progress_timeout_s="
             f"{config.sft.progress_timeout_s:g}"
         )
     ranks, samples = sum(learner_pools(config).values()), config.evaluation.num_samples + 1
-    yield f"{_count(ranks, 'learner rank')}: learner.start_timeout_s={learner.start_timeout_s:g}"
-    yield f"{_count(fleet.fewest_engines, 'engine')}: rollout_fleet.start_timeout_s={fleet.start_timeout_s:g}"
+    yield f"{counted(ranks, 'learner rank')}: learner.start_timeout_s={learner.start_timeout_s:g}"
+    yield f"{counted(fleet.fewest_engines, 'engine')}: rollout_fleet.start_timeout_s={fleet.start_timeout_s:g}"
     if config.evaluation.enabled:
-        yield f"the held-out prompts, {_count(samples, 'sample')} of each, before and after training"
+        yield f"the held-out prompts, {counted(samples, 'sample')} of each, before and after training"
     yield (
-        f"then {_count(config.total_steps, 'step')}: a batch of {_count(config.algorithm.groups_per_step, 'group')}, "
+        f"then {counted(config.total_steps, 'step')}: a batch of {counted(config.algorithm.groups_per_step, 'group')}, "
         f"and its update: learner.step_timeout_s={learner.step_timeout_s:g}"
     )
     if config.checkpoint.every_steps:
-        yield f"a checkpoint every {_count(config.checkpoint.every_steps, 'step')}, written while training goes on"
+        yield f"a checkpoint every {counted(config.checkpoint.every_steps, 'step')}, written while training goes on"
 
 
 def _section(title: str, lines: list[str]) -> list[str]:
@@ -192,9 +193,3 @@ def _table(memory: Mapping[str, Mapping[str, int]]) -> list[str]:
 
 def _amount(size: int) -> str:
     return f"{size / GIB:.2f} GiB" if size >= GIB // 10 else f"{size / (1 << 20):.2f} MiB"
-
-
-def _count(number: float, noun: str) -> str:
-    """A number with its noun, which is plural unless it is one: "1 rank", "2 ranks"."""
-    plural = f"{noun}es" if noun.endswith("ch") else f"{noun}s"
-    return f"{number if isinstance(number, int) else f'{number:g}'} {noun if number == 1 else plural}"

@@ -26,11 +26,12 @@ from rich.table import Table
 from asyncrl.cli.compose import compose_run, dump_yaml
 from asyncrl.cli.preflight import check_folder, check_own_functions, check_vocabulary, try_reward
 from asyncrl.cli.quickstart import with_quickstart_assets
-from asyncrl.config import RunConfig, check_model
+from asyncrl.config import RunConfig
 from asyncrl.controller.evaluator import HeldOutEvaluator
 from asyncrl.data.prompts import load_eval_prompts
 from asyncrl.data.tokenization import load_tokenizer
 from asyncrl.metrics import Evaluation, write_json
+from asyncrl.option_checks import check_model
 from asyncrl.protocol.errors import AsyncRLError
 from asyncrl.protocol.types import AnsweredPrompt, Prompt
 from learner.checkpoint_folder import newest_checkpoint, read_progress

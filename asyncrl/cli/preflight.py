@@ -15,20 +15,13 @@ from dataclasses import replace
 from operator import itemgetter
 from pathlib import Path
 
-from asyncrl.config import (
-    RunConfig,
-    Transport,
-    check_files,
-    check_placement,
-    model_settings,
-    num_buffer_clients,
-    num_store_servers,
-)
+from asyncrl.config import RunConfig, Transport, model_settings, num_buffer_clients, num_store_servers
 from asyncrl.controller.run_folder import SHARED_MEMORY, check_memory
 from asyncrl.data.prompts import PromptStream, load_eval_prompts
 from asyncrl.data.tokenization import Tokenizer, load_tokenizer
 from asyncrl.metrics import check_trackers
 from asyncrl.metrics.prometheus import split_address
+from asyncrl.option_checks import check_files, check_placement
 from asyncrl.protocol.errors import AsyncRLError
 from asyncrl.protocol.types import Prompt
 from asyncrl.supervised.warm_start import finished_warm_start

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from asyncrl.cli.compose import compose_run, describe, option_lines
 from asyncrl.cli.preflight import check_folder
 from asyncrl.cli.quickstart import with_quickstart_assets
-from asyncrl.config import check_model
+from asyncrl.option_checks import check_model
 from asyncrl.supervised import fine_tuning
 
 

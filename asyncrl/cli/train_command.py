@@ -27,10 +27,11 @@ from asyncrl.cli.supervisor import (
     report_fault,
     supervise,
 )
-from asyncrl.config import RunConfig, check_options
+from asyncrl.config import RunConfig
 from asyncrl.controller.resume import check_beginning
 from asyncrl.controller.run_folder import has_trained, make_run_dir, shared_folder
 from asyncrl.metrics import TerminalView
+from asyncrl.option_checks import check_options
 from asyncrl.protocol.errors import AsyncRLError, ClusterDiedError, DeadlineError
 from asyncrl.protocol.remote import last_lines
 from asyncrl.supervised.warm_start import warm_start

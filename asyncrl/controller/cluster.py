@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 
 import ray
 
-from asyncrl.config import RunConfig, check_placement, learner_pools, requested_cpus
+from asyncrl.config import RunConfig, learner_pools, requested_cpus
+from asyncrl.option_checks import check_placement
 from asyncrl.placement_config import Strategy
 from asyncrl.protocol.errors import ClusterDiedError, DeadlineError
 from asyncrl.single_controller import RayResourcePool, ResourcePoolManager, Role

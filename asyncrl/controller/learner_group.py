@@ -15,10 +15,10 @@ from typing import Any, TypeVar
 from asyncrl.config import CollectiveInto, RunConfig, Transport, learner_pools, learner_roles
 from asyncrl.controller.cluster import AllOf, finished_in_thread, learner_layout, stop_groups, worker_env
 from asyncrl.controller.run_folder import RunPaths, remove_published
-from asyncrl.protocol.collective import CollectiveOptions
 from asyncrl.protocol.errors import BatchLost, ClusterDiedError, DeadlineError, LearnerDiedError, WorkerDiedError
 from asyncrl.protocol.remote import StepDeadline, death_among, refs_of, within
 from asyncrl.protocol.types import Plan
+from asyncrl.protocol.weight_rounds import CollectiveOptions
 from asyncrl.single_controller import (
     RayClassWithInitArgs,
     RayResourcePool,

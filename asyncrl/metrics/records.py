@@ -143,7 +143,18 @@ class PoolUse:
 
 
 BUSY = "busy"
-"""Stands for work among the causes of `PoolUse.recent`."""
+"""Stands for work among the causes of `PoolUse.recent`, and of `asyncrl.profile.attribution`."""
+
+
+def in_words(cause: str) -> str:
+    """A cause as it is shown. Example: ``publish_pause`` gives ``publish pause``."""
+    return cause.replace("re_prefill", "re-prefill").replace("_", " ")
+
+
+def counted(number: float, noun: str) -> str:
+    """A number with its noun, which is plural unless it is one: "1 rank", "2 ranks"."""
+    plural = f"{noun}es" if noun.endswith("ch") else f"{noun}s"
+    return f"{number if isinstance(number, int) else f'{number:g}'} {noun if number == 1 else plural}"
 
 
 @dataclass(frozen=True, kw_only=True)

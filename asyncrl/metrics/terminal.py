@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .estimates import Evaluation
-from .records import BUSY, PoolUse, RunUse, StepRecord
+from .records import BUSY, PoolUse, RunUse, StepRecord, in_words
 
 LINE_EVERY_S = 5.0
 RATE_STEPS = 10
@@ -200,7 +200,7 @@ class TerminalView:
                 Text(pool.name, style="dim"),
                 ProgressBar(total=1.0, completed=busy, width=_BAR_WIDTH, complete_style="green"),
                 Text(f"{busy:.0%}", style="bold"),
-                Text(f"{_words(cause[0])} {cause[1]:.0%}" if cause else "", style="yellow"),
+                Text(f"{in_words(cause[0])} {cause[1]:.0%}" if cause else "", style="yellow"),
             )
         return table
 
@@ -228,13 +228,9 @@ def _shares(use: RunUse) -> list[tuple[str, str]]:
 
     def words(pool: PoolUse) -> str:
         cause = pool.top_cause
-        return f"{pool.recent.get(BUSY, 0.0):.0%}" + (f" ({_words(cause[0])} {cause[1]:.0%})" if cause else "")
+        return f"{pool.recent.get(BUSY, 0.0):.0%}" + (f" ({in_words(cause[0])} {cause[1]:.0%})" if cause else "")
 
     return [(f"{pool.name} at work", words(pool)) for pool in (use.learner, use.fleet)]
-
-
-def _words(cause: str) -> str:
-    return cause.replace("re_prefill", "re-prefill").replace("_", " ")
 
 
 def _duration(seconds: float) -> str:

@@ -16,12 +16,10 @@ from heapq import merge
 from itertools import pairwise
 from typing import Self
 
+from asyncrl.metrics import BUSY
 from asyncrl.protocol.record import LevelName, Pool, SpanKind
 
 from .trace import BUFFER_LANE, CONTROLLER_LANE, Span, StepWindow, Trace
-
-BUSY = "busy"
-"""The state of a place that works."""
 
 
 class FleetCause(StrEnum):

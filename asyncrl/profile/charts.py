@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from asyncrl.metrics import in_words
 from asyncrl.protocol.record import NONE, GroupEvent, LevelName, Pool, SpanKind
 
 from .attribution import BUSY, Attribution, PoolTime, Stretch
@@ -56,12 +57,7 @@ def _pool_use(attribution: Attribution, pool: Pool, edges: np.ndarray) -> Chart:
     shares = _shares(attribution.stretches[pool], edges)
     busy = shares.pop(BUSY, np.zeros(len(edges) - 1))
     capacity = round(attribution.total(pool).capacity / (edges[-1] - edges[0]))
-    return {"capacity": capacity, "busy": _short(busy), "idle": {label(c): _short(row) for c, row in shares.items()}}
-
-
-def label(cause: str) -> str:
-    """A cause as it is shown. Example: ``publish_pause`` gives ``publish pause``."""
-    return cause.replace("re_prefill", "re-prefill").replace("_", " ")
+    return {"capacity": capacity, "busy": _short(busy), "idle": {in_words(c): _short(row) for c, row in shares.items()}}
 
 
 def steps(attribution: Attribution, windows: Sequence[StepWindow]) -> Chart:
@@ -88,7 +84,7 @@ def steps(attribution: Attribution, windows: Sequence[StepWindow]) -> Chart:
     return {
         "labels": [name(bar) for bar in bars],
         "busy_s": means(learner, lambda time: time.busy),
-        "idle_s": {label(cause): means(learner, partial(_idle_of, cause)) for cause in causes},
+        "idle_s": {in_words(cause): means(learner, partial(_idle_of, cause)) for cause in causes},
         "fleet_s": means(fleet, lambda time: time.busy),
     }
 
@@ -247,7 +243,7 @@ def _state(trace: Trace, lane: str) -> str:
     if worker is not None and worker.cause not in _UP:
         return f"worker {worker.cause}"
     own = _newest(trace.spans_of(SpanKind.member, f"{lane}/member"))
-    state = "not noted" if own is None else own.cause.replace("_", " ")
+    state = "not noted" if own is None else in_words(own.cause)
     doing = (text for kind, text in _ACTIVITIES.items() for span in trace.spans_of(kind, lane) if span.is_open)
     return ", ".join([state, *doing])
 

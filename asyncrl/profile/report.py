@@ -19,6 +19,7 @@ from typing import Any
 
 import yaml
 
+from asyncrl.metrics import counted, in_words
 from asyncrl.protocol.record import Pool
 from asyncrl.samples import read_samples
 from rollout_fleet.engines.model_files import Decode, load_decoder
@@ -123,7 +124,7 @@ def report_document(
         "run": _facts(trace, bound, options, name=name, state=state),
         "figures": _figures(overlap, bound, options, records),
         "advice": advice,
-        "causes": [charts.label(cause) for cause in causes],
+        "causes": [in_words(cause) for cause in causes],
         "members": charts.members(trace),
         "absent": {name: part for name, part in parts.items() if isinstance(part, str)},
         **{name: part for name, part in parts.items() if not isinstance(part, str)},
@@ -167,7 +168,7 @@ def _figures(
     for pool, time_of in run.pools.items():
         if time_of.idle:
             cause, part = max(time_of.idle.items(), key=itemgetter(1))
-            figures.append((f"{pool}: {charts.label(cause)}", f"{part / time_of.capacity:.1%}", "what cost it most"))
+            figures.append((f"{pool}: {in_words(cause)}", f"{part / time_of.capacity:.1%}", "what cost it most"))
     if records:
         last = records[-1]
         figures += [
@@ -177,10 +178,6 @@ def _figures(
     return [{"name": name, "value": value, "note": note} for name, value, note in figures]
 
 
-def _count(number: int, name: str) -> str:
-    return f"{number} {name}{'' if number == 1 else 's'}"
-
-
 def _facts(trace: Trace, bound: int, options: Mapping[str, Any], *, name: str, state: str) -> dict[str, Any]:
     experiment = options.get("experiment", "run")
     began = time.strftime("%Y-%m-%d %H:%M", time.localtime(min(p.wall_ns for p in trace.processes) / _SECOND))
@@ -188,8 +185,8 @@ def _facts(trace: Trace, bound: int, options: Mapping[str, Any], *, name: str, s
     ranks, engines = len(trace.lanes(Pool.learner)), len(trace.lanes(Pool.fleet))
     facts = [
         f"began {began}",
-        f"{_count(ranks, 'learner rank')} and {_count(engines, 'engine')}",
-        _count(len(hosts), "host") if len(hosts) > 1 else "",
+        f"{counted(ranks, 'learner rank')} and {counted(engines, 'engine')}",
+        counted(len(hosts), "host") if len(hosts) > 1 else "",
         f"buffer.max_lag={bound}",
         f"{trace.num_dropped:,} records lost" if trace.num_dropped else "",
     ]

@@ -152,7 +152,10 @@ class LentWeights:
 
     Attributes:
         manifest: Of the offer.
+        copier: None: each tensor is verified before it is given out.
     """
+
+    copier = None
 
     def __init__(self, offer: WeightOffer, device: torch.device) -> None:
         """Map the memory of all ranks.
@@ -201,14 +204,6 @@ class LentWeights:
             span.append(piece)
         if span:
             yield span
-
-    def pieces_at(self, address: int, num_bytes: int) -> list[Piece]:
-        """None: each tensor is verified before it is given out."""
-        return []
-
-    def copy(self, pieces: Sequence[Piece], target: Any) -> bool:
-        """Never called, since `pieces_at` names no pieces."""
-        raise NotImplementedError
 
     def verify(self) -> None:
         """Raise `WeightsError` unless every tensor was given out."""

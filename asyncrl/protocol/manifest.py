@@ -13,7 +13,7 @@ import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -71,6 +71,7 @@ class WeightOffer:
         base_version: To which a delta applies; `FROZEN` for an adapter, None for a full version.
         incarnation: How often the learner had been started again from a checkpoint. The same version of two
             incarnations may be different weights.
+        access: Keys of who sends the weights, see `ChannelAddress`, never shown; empty where they are read.
     """
 
     version: int
@@ -80,6 +81,7 @@ class WeightOffer:
     kind: OfferKind = "full"
     base_version: int | None = None
     incarnation: int = 0
+    access: str = field(default="", repr=False)
 
     @property
     def name(self) -> str:

@@ -9,13 +9,11 @@ compared with its digest as it arrives. What a round is, and who waits for whom,
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import mmap
 import os
 import queue
 import shutil
-import socket
 import tempfile
 import threading
 import uuid
@@ -29,17 +27,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import collective
+from . import weight_rounds
 from .collective import (
-    MAX_ROUNDS,
-    Round,
     RoundDeadline,
     RoundGroup,
-    connect,
+    RoundStore,
     one_line,
     range_of,
     round_groups,
-    send_message,
     spans_of,
     spans_of_file,
 )
@@ -54,6 +49,8 @@ from .manifest import (
     safetensors_header,
 )
 from .verified_tensors import TensorAssembly
+from .weight_channel import ChannelAddress, ChannelRefused, WeightChannel
+from .weight_rounds import MAX_ROUNDS, Round
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +109,7 @@ async def _received(receiver: WeightReceiver, offer: WeightOffer, timeout_s: flo
 
 def _longest_wait_s(timeout_s: float, num_bytes: int) -> float:
     """Of a host: for the round that runs when it asks, and for its own."""
-    return 2 * (timeout_s + num_bytes / collective.SLOWEST_ROUND + collective.WINDOW_S + collective.CALL_S)
+    return 2 * (timeout_s + num_bytes / weight_rounds.SLOWEST_ROUND + weight_rounds.WINDOW_S + weight_rounds.CALL_S)
 
 
 class WeightReceiver:
@@ -125,27 +122,28 @@ class WeightReceiver:
         """Ask, take part in a round, compare. Blocks; raises as `receive_weights` does."""
         try:
             limit_s = _longest_wait_s(self._timeout_s, self._offer.num_bytes)
-            this, index = admission(self._offer, RoundDeadline(limit_s), holds=self._holds)
-            return self._transfer(this, index, RoundDeadline(this.timeout_s))
+            with WeightChannel(channel_of(self._offer)) as channel:
+                this, index = admission(channel, self._offer, RoundDeadline(limit_s), holds=self._holds)
+                return self._transfer(RoundStore(channel, this, RoundDeadline(this.timeout_s)), index)
         except WeightsGone:
             raise
-        except (RuntimeError, WeightsError) as error:
+        except (RuntimeError, TimeoutError, WeightsError) as error:
             failure = one_line(error)
         # Not from the error, whose frames would keep the connections open.
         raise WeightsError(failure)
 
-    def _transfer(self, this: Round, index: int, deadline: RoundDeadline) -> WeightOffer:
-        offer, manifest = fetch_manifest(this, self._offer, self._folder, deadline)
-        if this.is_delta:
-            self._receive_delta(this, manifest, index, deadline)
+    def _transfer(self, store: RoundStore, index: int) -> WeightOffer:
+        offer, manifest = fetch_manifest(store, self._offer, self._folder)
+        if store.this.is_delta:
+            self._receive_delta(store, manifest, index)
             return offer
         if offer.kind == "delta":  # the whole version that it results in
             offer = replace(offer, kind="full", base_version=None)
         data = self._make_file(manifest)
-        senders = range(len(this.shares))
-        with round_groups(this, senders, index=1 + index, deadline=deadline) as groups:
+        senders = range(len(store.this.shares))
+        with round_groups(store, senders, index=1 + index) as groups:
             arrived: list[list[Piece]] = []
-            for row in zip_longest(*parts_of(this, manifest)):
+            for row in zip_longest(*parts_of(store.this, manifest)):
                 spans = [(group, span) for group, span in zip(groups, row, strict=True) if span]
                 waits = [group.broadcast(data[slice(*range_of(span))]) for group, span in spans]
                 self._check(manifest, data, arrived)  # of the row before, while this one is on its way
@@ -155,14 +153,14 @@ class WeightReceiver:
             self._check(manifest, data, arrived)
         return offer
 
-    def _receive_delta(self, this: Round, manifest: Manifest, index: int, deadline: RoundDeadline) -> None:
+    def _receive_delta(self, store: RoundStore, manifest: Manifest, index: int) -> None:
         """Receive the delta file of each rank; what is in them is verified when they are applied."""
         assert manifest.delta is not None, "a round of a delta"
         ends: dict[int, int] = {}
         for change in manifest.delta.changes:
             ends[change.file] = max(change.at + change.num_bytes, ends.get(change.file, 0))
         files = [self._map_file(name, ends.get(file, 0)) for file, name in enumerate(manifest.delta.files)]
-        with round_groups(this, range(len(files)), index=1 + index, deadline=deadline) as groups:
+        with round_groups(store, range(len(files)), index=1 + index) as groups:
             for row in zip_longest(*(spans_of_file(file.nbytes) for file in files)):
                 waits = [
                     group.broadcast(file[slice(*span)])
@@ -216,7 +214,10 @@ class ArrivingWeights:
 
     Attributes:
         manifest: Of the version.
+        copier: None: each tensor is verified before it is given out.
     """
+
+    copier = None
 
     def __init__(self, offer: WeightOffer, device: torch.device, *, timeout_s: float) -> None:
         """Ask for the version, and wait for its manifest.
@@ -245,14 +246,6 @@ class ArrivingWeights:
         while (arrived := self._next()) is not None:
             yield arrived
         self._is_whole = True
-
-    def pieces_at(self, address: int, num_bytes: int) -> list[Piece]:
-        """None: what arrived is verified already."""
-        return []
-
-    def copy(self, pieces: Sequence[Piece], target: Any) -> bool:
-        """Never called, since `pieces_at` names no pieces."""
-        raise NotImplementedError
 
     def verify(self) -> None:
         """Raise `WeightsError` unless every tensor has arrived."""
@@ -295,15 +288,20 @@ class ArrivingWeights:
         self._hand_over(failure)
 
     def _take_part(self) -> None:
-        this, index = admission(self._offer, self._deadline)
-        deadline = RoundDeadline(min(this.timeout_s, self._deadline.left.total_seconds()))
+        with WeightChannel(channel_of(self._offer)) as channel:
+            this, index = admission(channel, self._offer, self._deadline)
+            deadline = RoundDeadline(min(this.timeout_s, self._deadline.left.total_seconds()))
+            self._receive_round(RoundStore(channel, this, deadline), index)
+
+    def _receive_round(self, store: RoundStore, index: int) -> None:
+        this = store.this
         with tempfile.TemporaryDirectory(prefix="asyncrl-manifest-") as folder:
-            _, manifest = fetch_manifest(this, self._offer, Path(folder), deadline)
+            _, manifest = fetch_manifest(store, self._offer, Path(folder))
         self._hand_over(manifest)
         device = self._device if this.backend == "nccl" else torch.device("cpu")
         assembly = TensorAssembly(manifest, name=self._offer.name, device=device)
         senders = range(len(this.shares))
-        with round_groups(this, senders, index=1 + index, deadline=deadline) as self._groups:
+        with round_groups(store, senders, index=1 + index) as self._groups:
             parts = zip(self._groups, parts_of(this, manifest), strict=True)
             streams = [_RankStream(group, spans, device) for group, spans in parts]
             while under_way := [stream for stream in streams if stream.span]:
@@ -347,39 +345,41 @@ class _RankStream:
             self._wait: Callable[[], None] = self._group.broadcast(self._data)
 
 
-def admission(offer: WeightOffer, deadline: RoundDeadline, *, holds: str = "") -> tuple[Round, int]:
+def channel_of(offer: WeightOffer) -> ChannelAddress:
+    """Where learner rank 0 is asked for what it offers."""
+    return ChannelAddress(endpoint=offer.sender, access=offer.access)
+
+
+def admission(
+    channel: WeightChannel, offer: WeightOffer, deadline: RoundDeadline, *, holds: str = ""
+) -> tuple[Round, int]:
     """Ask rank 0 for a version, and answer its call; returns the round and this receiver's place in it.
 
     Raises:
         WeightsGone: the ranks no longer hold the version, or there is no rank 0 any more.
-        WeightsError: rank 0 did not hear of this receiver.
+        WeightsError: rank 0 did not hear of this receiver, or the connection to it ended.
+        DeadlineError: rank 0 said nothing.
     """
-    host, _, port = offer.sender.rpartition(":")
-    try:  # the store's own client would try again until the deadline
-        socket.create_connection((host, int(port)), deadline.left.total_seconds()).close()
-    except ConnectionRefusedError:
-        raise WeightsGone(f"{offer.name} is no longer sent: nobody listens at {offer.manifest}") from None
-    store, own_id = connect(offer.sender, deadline.left), uuid.uuid4().hex
-    send_message(store, "requests", {"id": own_id, "version": offer.version, "holds": holds})
-    call = store.get(f"call/{own_id}").decode()
-    send_message(store, call, {"id": own_id})
-    answer = json.loads(store.get(f"answer/{own_id}"))
-    for kind in ("call", "answer"):
-        store.delete_key(f"{kind}/{own_id}")
+    channel.send({"kind": "ask", "version": offer.version, "holds": holds})
+    try:
+        while "answer" not in (head := channel.receive(deadline.left.total_seconds()).head):
+            channel.send({"kind": "present", "call": head["call"]})
+    except ChannelRefused as error:
+        raise WeightsGone(f"{offer.name} is no longer sent: {error}") from None
+    except TimeoutError as error:
+        raise DeadlineError(f"{offer.name} was not received: {error}") from None
+    answer = head["answer"]
     if answer.get("gone"):
         raise WeightsGone(f"{offer.name} is no longer sent by {offer.manifest}")
     if answer.get("late"):
-        raise WeightsError(f"rank 0 did not hear of this receiver within {collective.CALL_S} s")
-    index = answer.pop("index")
-    return Round.read(answer), index
+        raise WeightsError(f"rank 0 did not hear of this receiver within {weight_rounds.CALL_S} s")
+    return Round.read(answer), head["index"]
 
 
-def fetch_manifest(
-    this: Round, offer: WeightOffer, folder: Path, deadline: RoundDeadline
-) -> tuple[WeightOffer, Manifest]:
+def fetch_manifest(store: RoundStore, offer: WeightOffer, folder: Path) -> tuple[WeightOffer, Manifest]:
     """Fetch the manifest of a round into ``folder``; returns the offer of it there, and what it says."""
     path = folder / "manifest.json"
-    path.write_bytes(connect(this.store, deadline.left).get("manifest"))
+    path.write_bytes(store.get("manifest"))
     local = replace(offer, manifest=str(path))
     return local, read_manifest(local)
 

@@ -119,7 +119,7 @@ class WeightStager:
         self._held = ""
         frozen = Path(base.manifest).parent
         shutil.rmtree(frozen, ignore_errors=True)
-        sent = replace(base, manifest=offer.manifest)
+        sent = replace(base, manifest=offer.manifest, access=offer.access)
         received = await receive_weights(sent, self._image, timeout_s=self._timeout_s)
         Path(received.manifest).parent.rename(frozen)
         self._held = base.digest

@@ -15,7 +15,7 @@ import json
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -26,11 +26,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
-from asyncrl.protocol.collective import MAX_ROUNDS
 from asyncrl.protocol.errors import WeightsError
 from asyncrl.protocol.lent_memory import LentWeights
-from asyncrl.protocol.manifest import DTYPES, Manifest, Piece, PublishedWeights, WeightOffer, read_manifest
+from asyncrl.protocol.manifest import DTYPES, Manifest, PublishedWeights, WeightOffer, read_manifest
 from asyncrl.protocol.weight_receiver import ArrivingWeights, RoundFailed
+from asyncrl.protocol.weight_rounds import MAX_ROUNDS
 from rollout_fleet.config import SLOWEST_LOAD
 
 from .sglang_server import ORDER_VARIABLE, report_path
@@ -226,12 +226,9 @@ class WeightSource(Protocol):
         """Yield name and tensor of each, once; a tensor stays as it is for as long as somebody refers to it."""
         ...
 
-    def pieces_at(self, address: int, num_bytes: int) -> list[Piece]:
-        """The pieces of host memory that `copy` can verify as it copies; empty where there is no such need."""
-        ...
-
-    def copy(self, pieces: Sequence[Piece], target: Any) -> bool:
-        """See `PublishedWeights.copy`."""
+    @property
+    def copier(self) -> PublishedWeights | None:
+        """Verifies host memory as it copies it; None where each tensor is verified before it is given out."""
         ...
 
     def verify(self) -> None:
@@ -262,6 +259,11 @@ class FileWeights(PublishedWeights):
             # A view needs an aligned start, which safetensors promises only for its header.
             aligned = flat if stored.start % dtype.itemsize == 0 else flat.clone()
             yield stored.name, aligned.view(dtype).view(stored.shape)
+
+    @property
+    def copier(self) -> PublishedWeights:
+        """See `WeightSource.copier`."""
+        return self
 
     def close(self) -> None:
         """Nothing is held but the mapping, which views keep."""
@@ -333,9 +335,9 @@ class ComparedWrites(TorchDispatchMode):
         is_alike = target.dtype == source.dtype and target.shape == source.shape
         is_flat = target.is_contiguous() and source.is_contiguous()
         on_cpu = target.device.type == source.device.type == "cpu"
-        pieces = self._weights.pieces_at(source.data_ptr(), source.nbytes) if is_alike and is_flat and on_cpu else []
-        if pieces:
-            differs = torch.tensor(not self._weights.copy(pieces, _bytes_of(target)))
+        copier = self._weights.copier if is_alike and is_flat and on_cpu else None
+        if copier is not None and (pieces := copier.pieces_at(source.data_ptr(), source.nbytes)):
+            differs = torch.tensor(not copier.copy(pieces, _bytes_of(target)))
         else:
             _copy(target, source)
             # Compared as integers, in which not-a-number equals itself; the result is read once all is loaded.

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from asyncrl.cli.compose import compose_run, describe
-from asyncrl.config import RunConfig, check_options
+from asyncrl.config import RunConfig
+from asyncrl.option_checks import check_options
 from learner.advantages import ADVANTAGES, TokenRewards, is_token_level
 from learner.config import Aggregation, AlgorithmConfig, Correction, KLEstimator
 from learner.losses import LOSSES, policy_objective

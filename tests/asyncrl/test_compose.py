@@ -8,7 +8,8 @@ from omegaconf import OmegaConf
 from asyncrl.cli.compose import COMMON_OPTIONS, compose_run, describe, dump_yaml, help_text
 from asyncrl.cli.quickstart import make_assets
 from asyncrl.cli.train_command import root_cause
-from asyncrl.config import RunConfig, check_files, check_model, check_options, check_placement, stop_deadlines
+from asyncrl.config import RunConfig, stop_deadlines
+from asyncrl.option_checks import check_files, check_model, check_options, check_placement
 from asyncrl.protocol.errors import DeadlineError, WorkerDiedError
 from buffer.config import OnStale
 

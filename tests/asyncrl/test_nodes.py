@@ -4,8 +4,9 @@ from dataclasses import fields
 
 import pytest
 
-from asyncrl.config import RunConfig, Transport, check_options
+from asyncrl.config import RunConfig, Transport
 from asyncrl.controller.cluster import check_nodes, engine_pool, node_shares, pool_of_one, worker_env
+from asyncrl.option_checks import check_options
 from asyncrl.placement_config import PlacementConfig, RayConfig, Strategy
 from learner.config import Device
 from rollout_fleet.config import SGLangConfig

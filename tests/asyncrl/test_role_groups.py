@@ -17,9 +17,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
 from asyncrl.cli.compose import compose_run
-from asyncrl.config import RunConfig, check_options, learner_pools, learner_roles, requested_cpus
+from asyncrl.config import RunConfig, learner_pools, learner_roles, requested_cpus
 from asyncrl.controller.learner_group import LearnerGroup, _or_death
 from asyncrl.controller.run_folder import RunPaths
+from asyncrl.option_checks import check_options
 from asyncrl.protocol.errors import BatchLost, ClusterDiedError, DeadlineError, LearnerDiedError, WorkerDiedError
 from asyncrl.protocol.manifest import WeightOffer
 from asyncrl.protocol.trajectory import TrajectoryGroup

@@ -12,7 +12,12 @@ from typing import Any
 
 import psutil
 
-from tests.support.leftovers import left_in_shared_memory
+from tests.e2e.run_checks import (
+    assert_every_step_is_made_and_no_version_goes_back,
+    assert_every_token_is_accounted_for,
+    assert_trained_tokens_have_the_log_prob_of_their_version,
+)
+from tests.support.leftovers import left_in_shared_memory, shared_memory_of
 from tests.support.training_run import ROOT, RunningTraining
 
 SUPERVISOR, CONTROLLER = "supervisor", "controller"
@@ -302,6 +307,18 @@ def parts_of(engine: str, groups_per_step: int) -> dict[str, str]:
         "learner": "ray::ActorWorker",
     }
     return parts | ({"engine": "sglang::scheduler"} if engine == "sglang" else {})
+
+
+def assert_it_ends_right(run: RunningTraining, *, num_steps: int, groups_per_step: int, timeout_s: float) -> None:
+    """Wait for the end of a run in which many things happened, and check all that must be right although they did."""
+    run.remember_family()
+    shared_memory = shared_memory_of(run.family.values())
+    assert run.finish(timeout_s) == 0, run.output
+    assert_every_step_is_made_and_no_version_goes_back(run, num_steps)
+    assert sum(run.summary["max_lag"]["histogram"].values()) == groups_per_step * num_steps
+    assert_every_token_is_accounted_for(run)
+    assert_trained_tokens_have_the_log_prob_of_their_version(run, every=23)
+    assert_nothing_is_left(run, shared_memory)
 
 
 def assert_nothing_is_left(run: RunningTraining, shared_memory: set[int]) -> None:

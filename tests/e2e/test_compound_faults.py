@@ -9,13 +9,7 @@ import time
 
 import pytest
 
-from tests.e2e.faults import CONTROLLER, STARTED, assert_nothing_is_left, parts_of
-from tests.e2e.run_checks import (
-    assert_every_step_is_made_and_no_version_goes_back,
-    assert_every_token_is_accounted_for,
-    assert_trained_tokens_have_the_log_prob_of_their_version,
-)
-from tests.support.leftovers import shared_memory_of
+from tests.e2e.faults import CONTROLLER, STARTED, assert_it_ends_right, parts_of
 from tests.support.training_run import RunningTraining
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -101,11 +95,4 @@ def goes_on(run: RunningTraining, before: int, what: str) -> None:
 
 def check_end(run: RunningTraining) -> None:
     """The run is right although all this happened."""
-    run.remember_family()
-    shared_memory = shared_memory_of(run.family.values())
-    assert run.finish(RECOVERY_TIMEOUT_S) == 0, run.output
-    assert_every_step_is_made_and_no_version_goes_back(run, STEPS)
-    assert sum(run.summary["max_lag"]["histogram"].values()) == GROUPS_PER_STEP * STEPS
-    assert_every_token_is_accounted_for(run)
-    assert_trained_tokens_have_the_log_prob_of_their_version(run, every=23)
-    assert_nothing_is_left(run, shared_memory)
+    assert_it_ends_right(run, num_steps=STEPS, groups_per_step=GROUPS_PER_STEP, timeout_s=RECOVERY_TIMEOUT_S)

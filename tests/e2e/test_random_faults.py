@@ -10,13 +10,7 @@ import time
 
 import pytest
 
-from tests.e2e.faults import STARTED, assert_nothing_is_left, parts_of
-from tests.e2e.run_checks import (
-    assert_every_step_is_made_and_no_version_goes_back,
-    assert_every_token_is_accounted_for,
-    assert_trained_tokens_have_the_log_prob_of_their_version,
-)
-from tests.support.leftovers import shared_memory_of
+from tests.e2e.faults import STARTED, assert_it_ends_right, parts_of
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(3000)]
 
@@ -61,14 +55,7 @@ def test_a_run_is_right_whatever_dies_or_hangs_when(start, tmp_path):
         run.wait_for_step(FIRST_STEP + number * STEPS_BETWEEN, timeout_s=RECOVERY_TIMEOUT_S)
         time.sleep(draw.uniform(0.0, 1.0))
         strike(run, draw, number)
-    run.remember_family()
-    shared_memory = shared_memory_of(run.family.values())
-    assert run.finish(RECOVERY_TIMEOUT_S) == 0, run.output
-    assert_every_step_is_made_and_no_version_goes_back(run, STEPS)
-    assert sum(run.summary["max_lag"]["histogram"].values()) == GROUPS_PER_STEP * STEPS
-    assert_every_token_is_accounted_for(run)
-    assert_trained_tokens_have_the_log_prob_of_their_version(run, every=23)
-    assert_nothing_is_left(run, shared_memory)
+    assert_it_ends_right(run, num_steps=STEPS, groups_per_step=GROUPS_PER_STEP, timeout_s=RECOVERY_TIMEOUT_S)
 
 
 def strike(run, draw: random.Random, number: int) -> None:

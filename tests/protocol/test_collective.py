@@ -1,7 +1,6 @@
 """Rounds in which learner ranks broadcast a version to receivers on other hosts; here all are on one."""
 
 import asyncio
-import json
 import os
 import signal
 import time
@@ -12,10 +11,9 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch.distributed import DistError, QueueEmptyError, TCPStore
 
-from asyncrl.protocol import collective
-from asyncrl.protocol.collective import CollectiveOptions, RoundGroup, WeightSender, interface_address
+from asyncrl.protocol import collective, weight_rounds
+from asyncrl.protocol.collective import RoundGroup, WeightSender, interface_address
 from asyncrl.protocol.errors import DeadlineError, WeightsError, WeightsGone
 from asyncrl.protocol.manifest import (
     Manifest,
@@ -26,7 +24,9 @@ from asyncrl.protocol.manifest import (
     read_manifest,
     safetensors_header,
 )
-from asyncrl.protocol.weight_receiver import ArrivingWeights, WeightReceiver, receive_weights
+from asyncrl.protocol.weight_channel import WeightChannel
+from asyncrl.protocol.weight_receiver import ArrivingWeights, WeightReceiver, channel_of, receive_weights
+from asyncrl.protocol.weight_rounds import CollectiveOptions, RoundCoordinator
 from rollout_fleet.engines.weight_loader import load_from
 from tests.support.peers import peers
 
@@ -68,7 +68,7 @@ def version_of(number: int) -> tuple[torch.Tensor, list[list[Piece]], Manifest]:
 
 
 def begin(state, rank, address, options=OPTIONS):
-    collective.SPAN_BYTES, collective.CALL_S = SPAN_BYTES, CALL_S
+    collective.SPAN_BYTES, weight_rounds.CALL_S = SPAN_BYTES, CALL_S
     state["rank"] = rank
     state["sender"] = WeightSender(options, rank=rank, num_ranks=2, address=address)
     return state["sender"].address
@@ -88,7 +88,7 @@ def offer(state, version, folder):
 
 
 def receive(state, offered, folder, timeout_s=30.0):
-    collective.SPAN_BYTES, collective.CALL_S = SPAN_BYTES, CALL_S
+    collective.SPAN_BYTES, weight_rounds.CALL_S = SPAN_BYTES, CALL_S
     began = time.monotonic()
     return asyncio.run(receive_weights(offered, Path(folder), timeout_s=timeout_s)), time.monotonic() - began
 
@@ -108,7 +108,7 @@ def fall_at_the_third_broadcast(state, number):
 
 def arrive(state, offered, timeout_s=30.0):
     """Take part in rounds as an engine's rank does; returns what its model was given, by name, and for how long."""
-    collective.SPAN_BYTES, collective.CALL_S = SPAN_BYTES, CALL_S
+    collective.SPAN_BYTES, weight_rounds.CALL_S = SPAN_BYTES, CALL_S
     began = time.monotonic()
 
     def take_all(weights):
@@ -132,7 +132,7 @@ def publish(senders, version, folder):
 
 
 def start_senders(senders, options=OPTIONS):
-    address = senders[0].ask(begin, 0, "", options).answer()
+    address = senders[0].ask(begin, 0, None, options).answer()
     senders[1].ask(begin, 1, address, options).answer()
 
 
@@ -154,17 +154,24 @@ def assert_all_arrived(taken, version):
 
 def both_ranks(options):
     states = [{}, {}]
-    address = begin(states[0], 0, "", options)
+    address = begin(states[0], 0, None, options)
     begin(states[1], 1, address, options)
     yield states
     for state in states:
         state["sender"].close()
 
 
+def receive_in_one_process(folder):
+    """Have two ranks send a version to a receiver beside them; for a process that a test has prepared."""
+    ranks = both_ranks(replace(OPTIONS, num_receivers=1))
+    offered = offered_by(next(ranks), 1, Path(folder))
+    assert_holds(asyncio.run(receive_weights(offered, Path(folder, "r"), timeout_s=30.0)), 1)
+
+
 @pytest.fixture
 def short_rounds(monkeypatch):
     monkeypatch.setattr(collective, "SPAN_BYTES", SPAN_BYTES)
-    monkeypatch.setattr(collective, "CALL_S", CALL_S)
+    monkeypatch.setattr(weight_rounds, "CALL_S", CALL_S)
 
 
 @pytest.fixture
@@ -177,6 +184,16 @@ def ranks(short_rounds):
 def ranks_into_engines(short_rounds):
     """The same; they send to the ranks of engines."""
     yield from both_ranks(replace(OPTIONS, into_engines=True))
+
+
+def lose_answers_to_calls(monkeypatch):
+    take = RoundCoordinator._take
+
+    def losing(self, message):
+        if message.head["kind"] != "present":
+            take(self, message)
+
+    monkeypatch.setattr(RoundCoordinator, "_take", losing)
 
 
 def offered_by(ranks, version, folder):
@@ -272,7 +289,7 @@ async def test_versions_that_nobody_will_ask_for_are_held_by_no_rank(ranks, tmp_
     ranks[0]["sender"].retire(2)
     await receive_weights(offered, tmp_path / "r", timeout_s=30.0)
     assert [list(state["sender"]._parts) for state in ranks] == [[2], [2]]
-    assert list(ranks[0]["sender"]._offers) == [2]
+    assert list(ranks[0]["sender"]._coordinator._offers) == [2]
 
 
 async def test_of_two_versions_that_are_asked_for_at_once_the_newer_is_sent(ranks, tmp_path):
@@ -285,13 +302,14 @@ async def test_of_two_versions_that_are_asked_for_at_once_the_newer_is_sent(rank
 
 async def test_who_asked_and_fell_silent_holds_nobody_up(ranks, tmp_path):
     offered = offered_by(ranks, 1, tmp_path)
-    ranks[0]["sender"]._control.queue_push("requests", json.dumps({"id": "silent", "version": 1}))
-    assert_holds(await receive_weights(offered, tmp_path / "r", timeout_s=30.0), 1)
+    with WeightChannel(channel_of(offered)) as silent:
+        silent.send({"kind": "ask", "version": 1, "holds": ""})
+        assert_holds(await receive_weights(offered, tmp_path / "r", timeout_s=30.0), 1)
 
 
 async def test_who_is_not_heard_in_time_asks_again_and_then_says_so(ranks, tmp_path, monkeypatch):
     offered = offered_by(ranks, 1, tmp_path)
-    monkeypatch.setattr(WeightSender, "_gather", lambda self, queue, messages, count, wait_s: messages)
+    lose_answers_to_calls(monkeypatch)
     with pytest.raises(WeightsError, match=r"in 3 rounds: \['rank 0 did not hear of this receiver within 1\.0 s', .*"):
         await receive_weights(offered, tmp_path / "r", timeout_s=30.0)
 
@@ -330,7 +348,7 @@ def test_an_engines_rank_that_is_not_heard_in_time_asks_again_and_then_says_so(
     ranks_into_engines, tmp_path, monkeypatch
 ):
     offered = offered_by(ranks_into_engines, 1, tmp_path)
-    monkeypatch.setattr(WeightSender, "_gather", lambda self, queue, messages, count, wait_s: messages)
+    lose_answers_to_calls(monkeypatch)
     with pytest.raises(WeightsError, match=r"in 3 rounds: \['rank 0 did not hear of this receiver within 1\.0 s', .*"):
         arrive({}, offered)
 
@@ -370,7 +388,7 @@ def test_into_engines_a_rank_that_stops_is_a_deadline_by_name(tmp_path):
 
 async def test_versions_of_a_learner_that_has_ended_are_gone_at_once(ranks, tmp_path):
     offered = offered_by(ranks, 1, tmp_path)
-    with pytest.raises(WeightsGone, match=r"policy version 1 is no longer sent: nobody listens at gloo://127.0.0.1:1"):
+    with pytest.raises(WeightsGone, match=r"policy version 1 is no longer sent: nobody listens at 127.0.0.1:1"):
         await receive_weights(replace(offered, manifest="gloo://127.0.0.1:1"), tmp_path / "r", timeout_s=30.0)
 
 
@@ -386,46 +404,10 @@ def test_no_room_on_the_receivers_host_is_an_error_by_name(tmp_path, monkeypatch
         receiver._make_file(manifest)
 
 
-def test_the_store_listens_on_the_interface_alone(ranks):
-    port = int(ranks[0]["sender"].address.rpartition(":")[2])
-    TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-    with pytest.raises(DistError):
-        TCPStore("127.0.0.2", port, is_master=False, wait_for_workers=False, timeout=collective.timedelta(seconds=0.3))
-
-
-def test_a_rank_whose_rank_0_is_gone_says_so_and_ends(caplog):
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    sender = WeightSender(OPTIONS, rank=1, num_ranks=2, address=f"127.0.0.1:{store.port}")
-    del store
-    sender._thread.join(10.0)
-    assert not sender._thread.is_alive()
-    assert "rank 1 takes part in no further round of weights" in caplog.text
-
-
 def test_an_interface_that_is_not_there_is_refused_with_those_that_are():
     assert interface_address("lo") == "127.0.0.1"
     with pytest.raises(ValueError, match=r"weights.interface must be .* got 'eth77' .* there are \['lo'"):
         interface_address("eth77")
-
-
-def test_a_bell_without_a_message_does_not_end_the_wait_for_one():
-    """Torch's own wait did, when a rollout worker left in a round: nobody was sent weights any more."""
-
-    class RungTwice:
-        bells = 2
-
-        def queue_pop(self, queue, block):
-            if self.bells:
-                raise QueueEmptyError("queue is empty")
-            return b'{"of": "' + queue.encode() + b'"}'
-
-        def wait(self, keys):
-            assert keys == ["requests/bell"]
-
-        def delete_key(self, key):
-            self.bells -= 1
-
-    assert collective.next_message(RungTwice(), "requests") == {"of": "requests"}
 
 
 def test_closed_senders_leave_no_thread(ranks):

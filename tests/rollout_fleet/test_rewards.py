@@ -38,7 +38,7 @@ def odd(prompt, response_text):
     if response_text == "print":
         print("a" * 100_000)
     return {
-        "nan": float("nan"), "list": [1.0, 0.0], "array": np.array([1.0, 2.0]), "none": None,
+        "nan": float("nan"), "huge": 1e39, "list": [1.0, 0.0], "array": np.array([1.0, 2.0]), "none": None,
         "int": 2, "float32": np.float32(0.5), "bool": True, "print": 3.0,
     }[response_text]
 
@@ -202,7 +202,14 @@ async def test_a_reward_that_is_no_number_is_an_error(user_rewards):
 
 
 @pytest.mark.parametrize(
-    ("text", "what"), [("nan", "nan"), ("list", r"\[1.0, 0.0\]"), ("array", r"array\(\[1., 2.\]\)"), ("none", "None")]
+    ("text", "what"),
+    [
+        ("nan", "nan"),
+        ("huge", "1e\\+39"),
+        ("list", r"\[1.0, 0.0\]"),
+        ("array", r"array\(\[1., 2.\]\)"),
+        ("none", "None"),
+    ],
 )
 async def test_anything_but_one_finite_number_per_response_is_an_error(user_rewards, text, what):
     scorer = await user_rewards("odd")

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.protocol.collective import CollectiveOptions, WeightSender
+from asyncrl.protocol.collective import WeightSender
 from asyncrl.protocol.errors import DeadlineError, WeightsError, WeightsGone
 from asyncrl.protocol.manifest import FROZEN, read_manifest
+from asyncrl.protocol.weight_rounds import CollectiveOptions
 from rollout_fleet.engines import staging
 from rollout_fleet.engines.staging import WeightStager
 from tests.support.published_bytes import bytes_of, changed, publish_bytes, random_bytes
@@ -203,12 +204,13 @@ async def test_what_is_sent_over_the_network_lies_in_the_hosts_memory_until_it_i
     sender = WeightSender(options, rank=0, num_ranks=1)
     sender.hold(0, torch.from_numpy(learner.images[0]), pieces)
     try:
-        async with make_stager().staged(sender.offer(offer, [len(pieces)])) as local:
+        sent = sender.offer(offer, [len(pieces)])
+        async with make_stager().staged(sent) as local:
             learner.remove(0)
             assert Path(local.manifest).is_relative_to(tmp_path / "memory")
             assert np.array_equal(bytes_of(local), learner.images[0])
         with pytest.raises(WeightsGone, match="version 7 is no longer sent"):
-            async with make_stager().staged(replace(offer, version=7, manifest=f"gloo://{sender.address}")):
+            async with make_stager().staged(replace(sent, version=7)):
                 pass
     finally:
         sender.close()
@@ -314,7 +316,12 @@ class NetworkLearner(Learner):
         options = CollectiveOptions(interface="lo", num_receivers=1, timeout_s=10.0, keep=2)
         self.sender = WeightSender(options, rank=0, num_ranks=1)
         self.deltas_sent, send = [], self.sender._send
-        self.sender._send = lambda this: (self.deltas_sent.append(this.is_delta), send(this))
+
+        async def noted(this, address):
+            self.deltas_sent.append(this.is_delta)
+            await send(this, address)
+
+        self.sender._send = noted
 
     def publish(self):
         offer = super().publish()

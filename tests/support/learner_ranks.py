@@ -11,10 +11,12 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from asyncrl.protocol.collective import CollectiveOptions, WeightSender
+from asyncrl.protocol.collective import WeightSender
 from asyncrl.protocol.handles import LentPart
 from asyncrl.protocol.lent_memory import LentBuffer
 from asyncrl.protocol.manifest import Piece, WeightOffer, read_manifest
+from asyncrl.protocol.weight_channel import ChannelAddress
+from asyncrl.protocol.weight_rounds import CollectiveOptions
 from tests.support.peers import Peer, peers
 
 Way = Literal["engine", "tensor"]
@@ -34,7 +36,7 @@ class LearnerRanks:
             options = CollectiveOptions(
                 interface="lo", num_receivers=num_receivers, timeout_s=timeout_s, keep=2, into_engines=True
             )
-            address = ranks[0].ask(_begin, 0, "", options).answer()
+            address = ranks[0].ask(_begin, 0, None, options).answer()
             ranks[1].ask(_begin, 1, address, options).answer()
 
     def offer(self, published: WeightOffer) -> WeightOffer:
@@ -66,7 +68,9 @@ def learner_ranks(way: Way, *, num_receivers: int, timeout_s: float) -> Iterator
 # What a process does
 
 
-def _begin(state: dict[str, Any], rank: int, address: str, options: CollectiveOptions) -> str:
+def _begin(
+    state: dict[str, Any], rank: int, address: ChannelAddress | None, options: CollectiveOptions
+) -> ChannelAddress:
     state["sender"] = WeightSender(options, rank=rank, num_ranks=2, address=address)
     return state["sender"].address
 

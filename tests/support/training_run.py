@@ -2,14 +2,12 @@
 
 import json
 import os
-import queue
 import re
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -18,6 +16,7 @@ from pathlib import Path
 import psutil
 
 from asyncrl.controller.run_folder import shared_folder
+from tests.support.process_output import ProcessOutput
 
 ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 240
@@ -45,13 +44,14 @@ def _words_of(process: psutil.Process) -> str:
     return ""
 
 
-class RunningTraining:
+class RunningTraining(ProcessOutput):
     """``python -m asyncrl.train`` with its output read line by line."""
 
     def __init__(self, output_dir: Path, *overrides: str, cwd: Path = ROOT) -> None:
         self.output_dir = output_dir
         self.scratch = Path(tempfile.mkdtemp(prefix="run-"))  # short: sockets lie in it
-        self.process = subprocess.Popen(
+        self.family: dict[int, psutil.Process] = {}
+        process = subprocess.Popen(
             [sys.executable, "-m", "asyncrl.train", f"output_dir={output_dir}", *overrides],
             cwd=cwd,
             stdout=subprocess.PIPE,
@@ -61,29 +61,11 @@ class RunningTraining:
             env=os.environ
             | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TMPDIR": str(self.scratch), "RAY_TMPDIR": "/tmp"},
         )
-        self.lines: list[str] = []
-        self.family: dict[int, psutil.Process] = {}
-        self._fresh: queue.Queue[str | None] = queue.Queue()
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def _read(self) -> None:
-        for line in self.process.stdout:
-            self._fresh.put(line.rstrip())
-        self._fresh.put(None)
+        super().__init__(process)
 
     def wait_for_line(self, words: str, timeout_s: float = START_TIMEOUT_S) -> str:
         """Wait until a line holds ``words``."""
-        deadline = time.monotonic() + timeout_s
-        while True:
-            try:
-                line = self._fresh.get(timeout=max(0.0, deadline - time.monotonic()))
-            except queue.Empty:
-                raise AssertionError(f"no line with {words!r} within {timeout_s} s:\n{self.output}") from None
-            if line is None:
-                raise AssertionError(f"the run ended before a line with {words!r}:\n{self.output}")
-            self.lines.append(line)
-            if words in line:
-                return line
+        return super().wait_for_line(words, timeout_s)
 
     def wait_for_steps(self, number: int, timeout_s: float = START_TIMEOUT_S) -> None:
         """Wait until ``metrics.jsonl`` has so many records."""
@@ -97,18 +79,6 @@ class RunningTraining:
                 raise AssertionError(f"the run ended before {what}:\n{self.output}")
             assert time.monotonic() < deadline, f"no {what} within {timeout_s} s"
             time.sleep(0.05)
-
-    def finish(self, timeout_s: float) -> int:
-        """Wait for the end; returns the exit status."""
-        self.process.wait(timeout_s)
-        while (line := self._fresh.get(timeout=timeout_s)) is not None:
-            self.lines.append(line)
-        return self.process.returncode
-
-    @property
-    def output(self) -> str:
-        """Everything read so far."""
-        return "\n".join(self.lines)
 
     @property
     def run_dir(self) -> Path:

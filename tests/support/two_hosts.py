@@ -2,11 +2,9 @@
 
 import json
 import os
-import queue
 import shutil
 import subprocess
 import tempfile
-import threading
 import time
 import uuid
 from collections.abc import Iterator
@@ -16,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.support.process_output import ProcessOutput
 from tests.support.training_run import ROOT
 
 SCRIPT = ROOT / "scripts" / "two_hosts.sh"
@@ -63,40 +62,15 @@ def left_of(mark: str, grace_s: float = 0.0) -> list[psutil.Process]:
     return psutil.wait_procs(found, timeout=grace_s)[1] if grace_s else found
 
 
-class RunOnTwoHosts:
+class RunOnTwoHosts(ProcessOutput):
     """The script, its output read line by line, and what runs on its second host."""
 
     def __init__(self, out: Path, *arguments: str) -> None:
-        self.process, self.mark = start_hosts(out, *arguments)
-        self.lines: list[str] = []
-        self._fresh: queue.Queue[str | None] = queue.Queue()
-        threading.Thread(target=self._read, daemon=True).start()
+        process, self.mark = start_hosts(out, *arguments)
+        super().__init__(process)
 
-    def _read(self) -> None:
-        for line in self.process.stdout:
-            self._fresh.put(line.rstrip())
-        self._fresh.put(None)
-
-    @property
-    def output(self) -> str:
-        """Everything read so far."""
-        return "\n".join(self.lines)
-
-    def wait_for_line(self, words: str, timeout_s: float) -> str:
-        """Wait until a line holds ``words``."""
-        deadline = time.monotonic() + timeout_s
-        while True:
-            try:
-                line = self._fresh.get(timeout=max(0.0, deadline - time.monotonic()))
-            except queue.Empty:
-                raise AssertionError(f"no line with {words!r} within {timeout_s} s:\n{self.output}") from None
-            if line is None:
-                self.process.wait(10)
-                skip_unless_permitted(self.process, self.output)
-                raise AssertionError(f"the run ended before a line with {words!r}:\n{self.output}")
-            self.lines.append(line)
-            if words in line:
-                return line
+    def _check_end(self) -> None:
+        skip_unless_permitted(self.process, self.output)
 
     @property
     def num_steps(self) -> int:
@@ -113,13 +87,6 @@ class RunOnTwoHosts:
             assert self.process.poll() is None, f"the run ended before step {number}:\n{self.output}"
             assert time.monotonic() < deadline, f"no step {number} within {timeout_s} s"
             time.sleep(0.1)
-
-    def finish(self, timeout_s: float) -> int:
-        """Wait for the end; returns the exit status."""
-        self.process.wait(timeout_s)
-        while (line := self._fresh.get(timeout=10)) is not None:
-            self.lines.append(line)
-        return self.process.returncode
 
     def pids(self, words: str) -> list[int]:
         """Pids, here, of processes of both hosts with these words in their name or command line."""
