@@ -526,7 +526,8 @@ class Journal:
         if error is not None:
             logger.warning("the old files of the journal stay: %s", error)
             return
-        self._retiring = threading.Thread(target=self._replace, args=(self._log, begin_bytes, self._frames), daemon=True)
+        files = self._log, begin_bytes, self._frames
+        self._retiring = threading.Thread(target=self._replace, args=files, daemon=True)
         self._retiring.start()
 
     def _replace(self, log: AppendOnlyFile, begin_bytes: int, frames: AppendOnlyFile) -> None:
