@@ -96,6 +96,7 @@ class WeightSender:
         self._options, self._rank, self._num_ranks = options, rank, num_ranks
         self._host = interface_address(options.interface) if address is None else ""
         self._parts: dict[int, RankPart] = {}
+        self._oldest = 0
         self._coordinator: RoundCoordinator | None = None
         self._loop = asyncio.new_event_loop()
         self._work: asyncio.Task[None] | None = None
@@ -110,7 +111,7 @@ class WeightSender:
         Those who hold the version before are sent ``delta`` instead, [bytes] uint8 of this rank's delta file.
         """
         self._parts[version] = RankPart(data=data, pieces=tuple(pieces), delta=delta)
-        keep_newest(self._parts, self._options.keep)
+        keep_newest(self._parts, self._options.keep, oldest=self._oldest)
 
     def offer(self, offer: WeightOffer, shares: Sequence[int]) -> WeightOffer:
         """On rank 0, once every rank holds its part: the offer as engines of any host can take it.
@@ -133,9 +134,10 @@ class WeightSender:
         return replace(offer, manifest=f"{scheme}{self.address.endpoint}", access=self.address.access)
 
     def retire(self, oldest: int) -> None:
-        """On rank 0: nobody will ask for a version before ``oldest``. The other ranks hear of it in the next round."""
-        assert self._coordinator is not None, "rank 0 knows what is asked for"
-        self._coordinator.retire(oldest)
+        """Nobody will ask for a version before ``oldest``, which engines are still offered."""
+        self._oldest = oldest
+        if self._coordinator is not None:
+            self._coordinator.retire(oldest)
         forget_before(self._parts, oldest)
 
     def close(self) -> None:
