@@ -20,9 +20,8 @@ from tests.support.training_run import RunningTraining
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(2400)]
 
-STEPS = 360
+STEPS = 300
 START_S = 600  # of an engine, on a machine that has other work
-PAUSE_S = 5.0
 CHECKED_EVERY = 97  # samples; each is recomputed under every version that it names
 
 
@@ -33,7 +32,7 @@ def run(tmp_path_factory):
         tmp_path_factory.mktemp("faults"),
         f"total_steps={STEPS}",
         "rollout_fleet.num_engines=2",
-        "rollout_fleet.silence_timeout_s=12",
+        "rollout_fleet.silence_timeout_s=6",
         "rollout_fleet.load_timeout_s=15",
         "learner.keep_snapshots=-1",
         "record_trajectories=true",
@@ -43,7 +42,6 @@ def run(tmp_path_factory):
     )
     try:
         running.wait_for_line("step 1/")
-        pause(running, "sglang::scheduler", PAUSE_S)
         strike(running, "sglang::scheduler", signal.SIGKILL, "serves version")
         strike(running, "sglang::scheduler", signal.SIGSTOP, "serves version")
         strike(running, "ray::RolloutWorker", signal.SIGKILL, "is back after")
@@ -51,17 +49,6 @@ def run(tmp_path_factory):
         yield running
     finally:
         running.end()
-
-
-def pause(run: RunningTraining, words: str, seconds: float) -> None:
-    """Stop the first process of this name for less than `silence_timeout_s`: it goes on, and so does the run."""
-    pid, num_lines = run.pid_of(words), len(run.lines)
-    os.kill(pid, signal.SIGSTOP)
-    time.sleep(seconds)
-    os.kill(pid, signal.SIGCONT)
-    run.wait_for_step(run.num_steps + 3)
-    assert run.pid_of(words) == pid
-    assert not [line for line in run.lines[num_lines:] if "serves version" in line], "no engine was started again"
 
 
 def strike(run: RunningTraining, words: str, number: signal.Signals, back: str) -> None:
