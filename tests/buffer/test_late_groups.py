@@ -146,6 +146,15 @@ def test_a_group_is_handed_on_at_the_last_moment_from_which_a_faster_engine_is_i
     assert 20.5 < asked_at < 21.0
 
 
+def test_a_group_that_ends_as_soon_as_it_begins_does_not_say_how_fast_its_engine_is():
+    watched = Watched(slow_took_s=20.0)
+    slow = watched.late._workers[b"slow"]
+    slow.is_tried = True
+    watched.lease(b"slow", 30.0)
+    watched.put(2, 30.0)
+    assert (slow.is_tried, slow.took_s) == (True, pytest.approx(16.0)), "it is as slow as before, and still to be tried"
+
+
 def test_a_group_is_looked_at_again_soon_though_nobody_is_known_who_could_finish_it():
     watched = Watched(slow_took_s=20.0)
     watched.late.forget(b"fast")
