@@ -92,7 +92,7 @@ class Ledger(LedgerState):
         """
         is_put = type(command) is commands.Put
         outcome: Any = _DECIDE[type(command)](self, command, now)
-        if self.log is not None and (is_put or self._has_effect(outcome)):
+        if self.log is not None and self._has_effect(outcome):
             is_dropped = is_put and outcome.result is not commands.PutResult.stored
             self.log.record(command, outcome, {} if is_dropped or frames is None else frames)
         self.enact(command, outcome)
@@ -104,7 +104,7 @@ class Ledger(LedgerState):
 
     def _has_effect(self, outcome: commands.Outcome) -> bool:
         match outcome:
-            case commands.Saved():
+            case commands.PutOutcome() | commands.Saved():
                 return True
             case commands.Renewed():
                 return False
