@@ -1,5 +1,6 @@
 """Groups that would hold up their batch are handed on in time: whole fleets in simulated time, and the estimates."""
 
+import math
 import random
 
 import pytest
@@ -160,6 +161,17 @@ def test_a_group_that_ends_as_soon_as_it_begins_does_not_say_how_fast_its_engine
     watched.lease(b"slow", 30.0)
     watched.put(2, 30.0)
     assert (slow.is_tried, slow.took_s) == (True, pytest.approx(16.0)), "it is as slow as before, and still to be tried"
+
+
+def test_an_engine_may_be_tried_in_vain_for_as_long_as_a_run_lasts():
+    watched = Watched(slow_took_s=20.0)
+    slow = watched.late._workers[b"slow"]
+    slow.patience, slow.is_tried = 1e308, True
+    watched.lease(b"slow", 30.0)
+    watched.lease(b"fast", 49.5)
+    watched.put(2, 50.0)
+    assert (slow.patience, slow.is_tried) == (math.inf, False)
+    watched.late.is_worth(b"slow", 0, 51.0)
 
 
 def test_a_group_is_looked_at_again_soon_though_nobody_is_known_who_could_finish_it():
