@@ -203,11 +203,13 @@ class LateGroups:
             self._unmeasured.clear()
 
     def _measure(self, running: _RunningGroup, worker: _Worker, num_tokens: int, now: float) -> None:
-        memory = 0.0 if worker.is_tried else _MEMORY
-        worker.num_tokens = memory * worker.num_tokens + max(0, num_tokens - running.num_inherited)
-        worker.took_s = memory * worker.took_s + now - running.began
+        num_written, took_s = max(0, num_tokens - running.num_inherited), now - running.began
+        ends_trial = worker.is_tried and num_written > 0 and took_s > 0
+        memory = 0.0 if ends_trial else _MEMORY
+        worker.num_tokens = memory * worker.num_tokens + num_written
+        worker.took_s = memory * worker.took_s + took_s
         worker.since = now
-        if worker.is_tried:
+        if ends_trial:
             worker.is_tried = False
             is_slow = self._estimate(now).fastest_beside(running.worker) >= _FASTER * _measured(worker)
             worker.num_trials = worker.num_trials + 1 if is_slow else 0

@@ -181,15 +181,14 @@ class WeightSender:
     async def _follow(self, address: ChannelAddress) -> None:
         """Say which round was the last one, and wait for the next."""
         with closing(RankChannel(address, self._rank)) as channel:
-            number = 0
+            number, is_sent = 0, True
             while True:
-                await channel.send({"kind": "done", "rank": self._rank, "round": number})
+                await channel.send({"kind": "done", "rank": self._rank, "round": number, "failed": not is_sent})
                 this = Round.read(await channel.receive())
-                await self._send(this, address)
-                number = this.number
+                number, is_sent = this.number, await self._send(this, address)
 
-    async def _send(self, this: Round, address: ChannelAddress) -> None:
-        """Broadcast this rank's part to the receivers. What fails there is theirs to repeat."""
+    async def _send(self, this: Round, address: ChannelAddress) -> bool:
+        """Broadcast this rank's part to the receivers; returns whether it was sent. What fails is theirs to repeat."""
         began_s = time.monotonic()
         try:
             forget_before(self._parts, this.oldest)
@@ -200,8 +199,9 @@ class WeightSender:
                 await asyncio.wrap_future(sending)
         except Exception as error:  # noqa: BLE001 - a member that is gone, in whatever way the group says it
             logger.warning("round %d of policy version %d failed: %s", this.number, this.version, one_line(error))
-        else:
-            logger.debug("round %d: sent in %.3f s", this.number, time.monotonic() - began_s)
+            return False
+        logger.debug("round %d: sent in %.3f s", this.number, time.monotonic() - began_s)
+        return True
 
     def _transfer(self, this: Round, part: RankPart, address: ChannelAddress, deadline: RoundDeadline) -> None:
         data, spans = part.data, map(range_of, spans_of(part.pieces))

@@ -200,6 +200,8 @@ class RoundCoordinator:
             case "present" if head["call"] == self._call:
                 self._present.put_nowait(sender)
             case "done":
+                if head["failed"]:
+                    self._break_up(head["round"])
                 self._done[head["rank"]] = head["round"]
                 self._rank_done.set()
             case "leave":
@@ -214,6 +216,12 @@ class RoundCoordinator:
     def _meeting(self, number: int) -> Meeting | None:
         meeting = self._meetings.get(number)
         return meeting if meeting is not None and asyncio.get_running_loop().time() < meeting.ends_s else None
+
+    def _break_up(self, number: int) -> None:
+        """End a round in which a rank failed: nobody waits until its deadline for what does not come."""
+        meeting = self._meetings.pop(number, None)
+        for member, _, _ in meeting.pending if meeting is not None else []:
+            self._server.send(member, {"over": number})
 
     def _hand_out(self, answers: Iterable[tuple[bytes, dict[str, bytes]]]) -> None:
         for member, values in answers:

@@ -314,6 +314,15 @@ async def test_who_is_not_heard_in_time_asks_again_and_then_says_so(ranks, tmp_p
         await receive_weights(offered, tmp_path / "r", timeout_s=30.0)
 
 
+async def test_a_rank_that_no_longer_holds_a_version_ends_its_round_at_once(ranks, tmp_path):
+    """Receivers waited for the round's deadline, a minute, before they could ask for a newer version."""
+    offered, began = offered_by(ranks, 1, tmp_path), time.monotonic()
+    del ranks[1]["sender"]._parts[1]
+    with pytest.raises(WeightsError, match=r"in 3 rounds: \['round 1 of weights is over', 'round 2"):
+        await receive_weights(offered, tmp_path / "r", timeout_s=30.0)
+    assert time.monotonic() - began < 15.0
+
+
 async def test_bytes_that_change_on_the_way_are_never_received(ranks, tmp_path):
     offered = offered_by(ranks, 1, tmp_path)
     change_what_is_sent(ranks[1], 1)
