@@ -104,14 +104,14 @@ class _Worker:
 
     ``since`` is when a group of it last ended, or when it had one again; ``most_held`` how many it held at once. One
     that ``is_tried`` was refused before. It counts as the fastest until that cannot be true, and is measured afresh by
-    the group it has; ``num_trials`` were in vain since it was fast.
+    the group it has; ``patience`` is how many groups' time it waits for that, more after each trial in vain.
     """
 
     since: float
     num_tokens: float = 0.0
     took_s: float = 0.0
     most_held: float = 0.0
-    num_trials: int = 0
+    patience: float = 1.0
     is_tried: bool = False
 
 
@@ -203,14 +203,16 @@ class LateGroups:
             self._unmeasured.clear()
 
     def _measure(self, running: _RunningGroup, worker: _Worker, num_tokens: int, now: float) -> None:
-        memory = 0.0 if worker.is_tried else _MEMORY
-        worker.num_tokens = memory * worker.num_tokens + max(0, num_tokens - running.num_inherited)
-        worker.took_s = memory * worker.took_s + now - running.began
+        num_written, took_s = max(0, num_tokens - running.num_inherited), now - running.began
+        ends_trial = worker.is_tried and num_written > 0 and took_s > 0
+        memory = 0.0 if ends_trial else _MEMORY
+        worker.num_tokens = memory * worker.num_tokens + num_written
+        worker.took_s = memory * worker.took_s + took_s
         worker.since = now
-        if worker.is_tried:
+        if ends_trial:
             worker.is_tried = False
             is_slow = self._estimate(now).fastest_beside(running.worker) >= _FASTER * _measured(worker)
-            worker.num_trials = worker.num_trials + 1 if is_slow else 0
+            worker.patience = _TRY_LESS * worker.patience if is_slow else 1.0
 
     def _forget_ended(self) -> None:
         """Leases that ran out or were taken back are not heard of: let them be at most half of what is kept."""
@@ -284,7 +286,7 @@ class LateGroups:
             return True
         if known is None or self._ledger.num_leases_of(worker):
             return False
-        patience_s = min(_TRY_LESS**known.num_trials * mean / fastest, _TRY_EVERY * mean / rate)
+        patience_s = min(known.patience * mean / fastest, _TRY_EVERY * mean / rate)
         known.is_tried = now - known.since >= patience_s
         return known.is_tried
 
