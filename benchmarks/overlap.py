@@ -163,10 +163,10 @@ def train_pinned(folder: Path, *overrides: str, engine: str) -> Path:
             command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"}
         )
     try:
-        pinned: set[int] = set()
+        seen: set[Path] = set()
         end_s = time.monotonic() + _RUN_TIMEOUT_S
         while process.poll() is None and time.monotonic() < end_s:
-            pinned |= _pin(folder, pinned)
+            seen |= _pin(folder, seen)
             time.sleep(_LOOK_EVERY_S)
     finally:
         if process.poll() is None:
@@ -177,18 +177,18 @@ def train_pinned(folder: Path, *overrides: str, engine: str) -> Path:
     return next(path for path in (folder / "quickstart").iterdir() if (path / FOLDER).is_dir())
 
 
-def _pin(folder: Path, pinned: set[int]) -> set[int]:
-    """Pin processes that began to record: engines to the first core, ranks to the last."""
+def _pin(folder: Path, seen: set[Path]) -> set[Path]:
+    """Pin processes that began to record: engines to the first core, ranks to the last; their files are read once."""
     cores, found = sorted(os.sched_getaffinity(0)), set()
-    for path in folder.glob(f"quickstart/*/{FOLDER}/*.msgpack"):
+    for path in set(folder.glob(f"quickstart/*/{FOLDER}/*.msgpack")) - seen:
         header = next(iter(msgpack.Unpacker(path.open("rb"))), None)
-        if header is None or header[1]["pid"] in pinned or header[1]["pool"] not in (Pool.fleet, Pool.learner):
+        if header is None:
             continue
-        pid = header[1]["pid"]
-        core = cores[0] if header[1]["pool"] == Pool.fleet else cores[-1]
-        for task in Path(f"/proc/{pid}/task").iterdir():  # threads made later inherit it
-            os.sched_setaffinity(int(task.name), {core})
-        found.add(pid)
+        found.add(path)
+        if header[1]["pool"] in (Pool.fleet, Pool.learner):
+            core = cores[0] if header[1]["pool"] == Pool.fleet else cores[-1]
+            for task in Path(f"/proc/{header[1]['pid']}/task").iterdir():  # threads made later inherit it
+                os.sched_setaffinity(int(task.name), {core})
     return found
 
 

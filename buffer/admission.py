@@ -362,12 +362,21 @@ class Admission:
                 self._relieve(now)
         self._relief.at(self._next_look())
 
+    def grant_saved(self) -> None:
+        """Lease what was handed on at the head of the queue, and nothing else."""
+        if self._pending and self._is_saved_first() and (versions := self._admitted(self._pending.versions)):
+            self._grant_to_waiting(versions, self._clock.time(), only_saved=True)
+
+    def _is_saved_first(self) -> bool:
+        first = self._ledger.first_queued
+        return first is not None and first.progress is not None
+
     def _next_look(self) -> float | None:
         """When a group may be late, or a worker may be known to be slow."""
         moments = (self._late.next_look(), self._relieve_at)
         return min((when for when in moments if when is not None), default=None)
 
-    def _grant_to_waiting(self, versions: set[int], now: float) -> None:
+    def _grant_to_waiting(self, versions: set[int], now: float, *, only_saved: bool = False) -> None:
         waiting = [entry for version in versions for entry in self._pending.at_version(version)]
         line = [
             (self._delay_s(request, now), self._turns.turn_of(request.client), place, request)
@@ -378,9 +387,10 @@ class Admission:
         heapify(line)
         served: list[PendingRequest] = []
         try:
-            while line and versions:
+            while line and versions and (self._is_saved_first() or not only_saved):
                 _, turn, place, request = heappop(line)
-                if request.fields["version"] in versions and self._grant_one(request, served):
+                is_admitted = request.fields["version"] in versions
+                if is_admitted and self._grant_one(request, served, only_saved=only_saved):
                     heappush(line, (self._delay_s(request, now), turn + 1, place, request))
                 versions = self._admitted(versions)
         finally:  # also where the journal could not be written for one more
@@ -451,10 +461,11 @@ class Admission:
         else:
             self._balance.released(client, now)
 
-    def _grant_one(self, request: PendingRequest, served: list[PendingRequest]) -> bool:
+    def _grant_one(self, request: PendingRequest, served: list[PendingRequest], *, only_saved: bool) -> bool:
         """Grant a group if its engine is admitted; whether the worker wants more and may get it."""
         granted, now = request.fields["granted"], self._clock.time()
-        if (command := self._command_for(request, now)) is None:
+        command = self._command_for(request, now)
+        if command is None or (only_saved and command.skip_saved):
             return False
         num_held = self._ledger.num_leases_of(request.client)
         new = self._ledger.apply(command, now).leases

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 from asyncrl.protocol import record
@@ -54,6 +55,7 @@ logger = logging.getLogger(__name__)
 
 _PROMPTS_AT_ONCE = 128
 _GROUPS_AT_ONCE = 16
+_FIRST_AND_LAST = 4
 _GOODBYE_S = 1.0
 
 
@@ -385,12 +387,13 @@ class BufferClient:
         """Stored groups in the order asked for; arrays are read-only views of the received bytes.
 
         One fetch runs at a time, because the server bounds what one client has not read yet. It asks for a few groups
-        per request, so that those that have come are decoded while the others are on their way.
+        per request, so that those that have come are decoded while the others are on their way; for fewer at both ends,
+        where either has to wait for the other.
         """
         async with self._fetching:
             if record.current() is not None and self._is_elsewhere is not False:
                 await self._hello({}, "fetch")
-            some = (group_ids[start : start + _GROUPS_AT_ONCE] for start in range(0, len(group_ids), _GROUPS_AT_ONCE))
+            some = (group_ids[start:stop] for start, stop in pairwise(_cuts(len(group_ids))))
             parts = await asyncio.gather(*map(self._fetch, some), return_exceptions=True)
             groups: list[TrajectoryGroup] = []
             for part in parts:  # where one fails, none is left on its way to the next fetch
@@ -587,6 +590,15 @@ def _within_a_chunk(encoded: Sequence[Sequence[Any]]) -> list[Sequence[Any]]:
             break
         chosen.append(frames)
     return chosen
+
+
+def _cuts(num_groups: int) -> list[int]:
+    """Where a fetch is cut into requests. Example: 40 groups are asked for as 4, 12, 16, 4 and 4."""
+    cuts = {0, num_groups}
+    if num_groups > 2 * _FIRST_AND_LAST:
+        last = num_groups - _FIRST_AND_LAST
+        cuts |= {_FIRST_AND_LAST, *range(_GROUPS_AT_ONCE, last, _GROUPS_AT_ONCE), last}
+    return sorted(cuts)
 
 
 def _split_by_store(

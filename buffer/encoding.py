@@ -28,8 +28,9 @@ _PACKED = b"prcl"
 _ALIGN = 16
 _PADDING = [bytes(n) for n in range(_ALIGN)]
 _GROUP = b"grp\x02"
+_GROUP_HEAD = struct.Struct("<4sqq")
+"""What a group begins with, its id and its attempt; the schema follows."""
 _NUMERIC = frozenset("biufc")
-_IDS = struct.Struct("<qq")
 _MALFORMED = (
     *(ValueError, TypeError, KeyError, IndexError, OverflowError, AttributeError, StopIteration, RuntimeError),
     *(struct.error, msgpack.exceptions.UnpackException),
@@ -75,7 +76,7 @@ def group_frames(group: TrajectoryGroup) -> list[Any]:
             described.append((name, column.dtype, column.shape[1:]))
             buffers.append(buffer_of(column))
         schema.append(tuple(described))
-    return pack([_GROUP + _IDS.pack(group.group_id, group.attempt) + _schema_bytes(tuple(schema)), *buffers])
+    return pack([_GROUP_HEAD.pack(_GROUP, group.group_id, group.attempt) + _schema_bytes(tuple(schema)), *buffers])
 
 
 def group_of(frames: Sequence[Any]) -> TrajectoryGroup:
@@ -84,9 +85,10 @@ def group_of(frames: Sequence[Any]) -> TrajectoryGroup:
     if head[: len(_GROUP)] != _GROUP:
         raise WireError(f"payload is not a TrajectoryGroup of this release: it begins with {bytes(head[:4])!r}")
     try:
-        group_id, attempt = _IDS.unpack_from(head, len(_GROUP))
-        schema = _schema_of(bytes(head[len(_GROUP) + _IDS.size :]))
-        turns, rest = _array(TURN_DTYPE, (), TURN_DTYPE.itemsize, buffers[0]), iter(buffers[1:])
+        _, group_id, attempt = _GROUP_HEAD.unpack_from(head)
+        schema = _schema_of(bytes(head[_GROUP_HEAD.size :]))
+        rest = iter(buffers)
+        turns = _array(TURN_DTYPE, (), TURN_DTYPE.itemsize, next(rest))
         token, trajectory, turn = (
             {name: _array(dtype, shape, row_bytes, next(rest)) for name, dtype, shape, row_bytes in scope}
             for scope in schema

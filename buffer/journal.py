@@ -9,6 +9,7 @@ to be written over, which takes a third of the time of growing a file.
 """
 
 import asyncio
+import errno
 import fcntl
 import logging
 import mmap
@@ -49,6 +50,7 @@ _GROW_BYTES = 4 * 1024**2
 _MAX_PUT_BYTES = 4096
 """Room for a put without its frames; what a group of very many samples takes beyond is reserved when it is written."""
 _MAX_PARTS = 1024
+_SYNC_BYTES = 1024**2
 _HEADER = struct.Struct("<QIQ")
 """Checksum (xxh3, seeded with the file's number) of head and frames, bytes of the head, bytes of the frames."""
 
@@ -195,6 +197,21 @@ class AppendOnlyFile:
         """Wait until everything is on the disk."""
         os.fsync(self._descriptor)
 
+    def sync_first(self, num_bytes: int) -> None:
+        """Wait until the first ``num_bytes`` are on the disk, which nobody writes meanwhile.
+
+        They are written once more, each write waiting for the disk: `sync` would also write all that an earlier use of
+        the file left behind them, which is still in memory alone. Where a file system knows no such write it is `sync`.
+        """
+        try:
+            for offset in range(0, num_bytes, _SYNC_BYTES):
+                piece = os.pread(self._descriptor, min(_SYNC_BYTES, num_bytes - offset), offset)
+                write_all(self._descriptor, [piece], offset, os.RWF_DSYNC)
+        except OSError as error:
+            if error.errno != errno.EOPNOTSUPP:
+                raise
+            self.sync()
+
     def close(self) -> None:
         """Close the file, without the room that is reserved behind its records."""
         with suppress(OSError):
@@ -207,14 +224,14 @@ class AppendOnlyFile:
         self.close()
 
 
-def write_all(descriptor: int, parts: list[Any], offset: int) -> None:
+def write_all(descriptor: int, parts: list[Any], offset: int, flags: int = 0) -> None:
     """Write bytes and views of bytes end to end from ``offset`` on, however few the system takes at once.
 
-    Raises `OSError` if the disk is full; some bytes may have been written.
+    ``flags`` are those of `os.pwritev`. Raises `OSError` if the disk is full; some bytes may have been written.
     """
     first = 0
     while first < len(parts):
-        written = os.pwritev(descriptor, parts[first : first + _MAX_PARTS], offset)
+        written = os.pwritev(descriptor, parts[first : first + _MAX_PARTS], offset, flags)
         offset += written
         while first < len(parts) and written >= len(parts[first]):
             written -= len(parts[first])
@@ -363,8 +380,9 @@ class Journal:
         if type(command) is not commands.Put:
             self._append("command", pack((command, outcome)), frames)
             return
-        inline = (sum(map(len, parts)) for parts in frames.values() if not isinstance(parts, int))
-        num_bytes = self._num_later_bytes + sum(inline) + _MAX_PUT_BYTES
+        num_bytes = self._num_later_bytes + _MAX_PUT_BYTES
+        for parts in frames.values():
+            num_bytes += 0 if isinstance(parts, int) else sum(map(len, parts))
         try:
             self._log.reserve(num_bytes)
         except OSError as error:
@@ -495,24 +513,28 @@ class Journal:
         self._number += 1
         self._places = {key: self._places[key] for key in held}
         self._is_compacting = True
-        self._pending.insert(0, _Write(frames=base, then=self._retire))
+        self._pending.insert(0, _Write(frames=base, then=partial(self._retire, self._log.num_bytes)))
         self._schedule()
 
-    def _retire(self, error: ReplayBufferError | None) -> None:
-        """The new files are whole: delete the old ones when they are on the disk, which a thread waits for."""
+    def _retire(self, begin_bytes: int, error: ReplayBufferError | None) -> None:
+        """The new files are whole: delete the old ones when they are on the disk, which a thread waits for.
+
+        The new log is whole with its first ``begin_bytes``; what follows may be lost, as whatever was written last.
+        """
         self._is_compacting = False
         self._base_bytes = self._log.num_bytes + self._frames.num_bytes
         if error is not None:
             logger.warning("the old files of the journal stay: %s", error)
             return
-        self._retiring = threading.Thread(target=self._replace, args=[(self._log, self._frames)], daemon=True)
+        files = self._log, begin_bytes, self._frames
+        self._retiring = threading.Thread(target=self._replace, args=files, daemon=True)
         self._retiring.start()
 
-    def _replace(self, new: Sequence[AppendOnlyFile]) -> None:
+    def _replace(self, log: AppendOnlyFile, begin_bytes: int, frames: AppendOnlyFile) -> None:
         """A log goes after its frames: where this is cut short it leads the next server to both."""
         try:
-            for file in new:
-                file.sync()
+            log.sync_first(begin_bytes)
+            frames.sync()
             _sync_directory(self._path.parent)
             while self._former:
                 file = self._former[-1]

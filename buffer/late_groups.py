@@ -34,6 +34,8 @@ _HAND_OVER_S = 0.05
 """What it costs to hand a group on: cutting it off, saving, leasing, computing its cache again."""
 _TRY_EVERY = 10.0
 """A worker that is refused for being too slow is tried after so many times the seconds that it takes per group."""
+_TRY_LESS = 4.0
+"""Before, it is tried after the seconds of a group on the fastest worker, and each time in vain so many times later."""
 ASK_AGAIN_S = 10.0
 _LONGEST_S = 10.0
 """Every group is looked at after so long at the latest: whoever was not known to be faster may be by then."""
@@ -100,13 +102,17 @@ class GroupLengths:
 class _Worker:
     """What a worker wrote of single groups, and in how many seconds, both fading.
 
-    ``since`` is when a group of it last ended, or when it had one again; ``most_held`` how many it held at once.
+    ``since`` is when a group of it last ended, or when it had one again; ``most_held`` how many it held at once. One
+    that ``is_tried`` was refused before. It counts as the fastest until that cannot be true, and is measured afresh by
+    the group it has; ``patience`` is how many groups' time it waits for that, more after each trial in vain.
     """
 
     since: float
     num_tokens: float = 0.0
     took_s: float = 0.0
     most_held: float = 0.0
+    patience: float = 1.0
+    is_tried: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,11 +131,17 @@ class _RunningGroup:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _FleetEstimate:
-    """The most tokens per second that a worker writes of one group, and the groups per second of all workers."""
+    """Tokens per second of one group on the fastest worker and on the next one, and the groups per second of all."""
 
     fastest: float
+    fastest_worker: bytes
+    second: float
     groups_per_s: float
     until: float
+
+    def fastest_beside(self, worker: bytes) -> float:
+        """The most tokens per second that any other worker writes of one group: nothing is handed on to oneself."""
+        return self.second if worker == self.fastest_worker else self.fastest
 
 
 class LateGroups:
@@ -183,14 +195,24 @@ class LateGroups:
         if running is None:
             return
         if (worker := self._workers.get(running.worker)) is not None:
-            worker.num_tokens = _MEMORY * worker.num_tokens + max(0, num_tokens - running.num_inherited)
-            worker.took_s = _MEMORY * worker.took_s + now - running.began
-            worker.since = now
+            self._measure(running, worker, num_tokens, now)
         if is_whole:
             self._lengths.add(num_tokens)
             for key in self._unmeasured:
                 heappush(self._looks, (now, key))
             self._unmeasured.clear()
+
+    def _measure(self, running: _RunningGroup, worker: _Worker, num_tokens: int, now: float) -> None:
+        num_written, took_s = max(0, num_tokens - running.num_inherited), now - running.began
+        ends_trial = worker.is_tried and num_written > 0 and took_s > 0
+        memory = 0.0 if ends_trial else _MEMORY
+        worker.num_tokens = memory * worker.num_tokens + num_written
+        worker.took_s = memory * worker.took_s + took_s
+        worker.since = now
+        if ends_trial:
+            worker.is_tried = False
+            is_slow = self._estimate(now).fastest_beside(running.worker) >= _FASTER * _measured(worker)
+            worker.patience = _TRY_LESS * worker.patience if is_slow else 1.0
 
     def _forget_ended(self) -> None:
         """Leases that ran out or were taken back are not heard of: let them be at most half of what is kept."""
@@ -249,27 +271,34 @@ class LateGroups:
     def is_worth(self, worker: bytes, engine_version: int, now: float) -> bool:
         """Whether this worker should begin a group: it is in time, or writes enough before it hands it on.
 
-        One that has nothing is tried now and then: it may have become faster.
+        One that has nothing is tried now and then: it may have become faster, or was slow for a moment only.
         """
         if not self._lengths:
             return True
-        fastest, rate = self._estimate(now).fastest, self._rate(worker, now)
+        fleet, known = self._estimate(now), self._workers.get(worker)
+        fastest = fleet.fastest_beside(worker)
+        rate = self._rate(worker, now) if known is None or not known.took_s else _measured(known)
         if fastest < _FASTER * rate:  # as for most workers of most fleets: nobody could finish it much sooner
             return True
         deadline, mean = self._ledger.rule.deadline(engine_version), self._lengths.mean
         slack_s = self._slack_s(worker, mean, self._due_s(deadline, now), now, rate=rate)
         if slack_s == math.inf or slack_s * rate >= _HAND_OVER_S * fastest:
             return True
-        since = self._workers[worker].since
-        return not self._ledger.num_leases_of(worker) and now - since >= _TRY_EVERY * mean / rate
+        if known is None or self._ledger.num_leases_of(worker):
+            return False
+        patience_s = min(known.patience * mean / fastest, _TRY_EVERY * mean / rate)
+        known.is_tried = now - known.since >= patience_s
+        return known.is_tried
 
     # Estimates
 
     def _rate(self, worker: bytes, now: float) -> float:
-        """Tokens per second of one group; one that has ended none counts as the fastest until that cannot be true."""
-        known = self._workers.get(worker)
-        rate = self._estimate(now).fastest if known is None or not known.took_s else _measured(known)
-        return min(rate, self._limit(worker, now))
+        """Tokens per second of one group; one that is not measured counts as the fastest until that cannot be true."""
+        known, limit = self._workers.get(worker), self._limit(worker, now)
+        fastest = self._estimate(now).fastest
+        if known is None or not known.took_s or (known.is_tried and _MARGIN * limit >= fastest):
+            return min(fastest, limit)
+        return min(_measured(known), limit)
 
     def _limit(self, worker: bytes, now: float) -> float:
         """What a worker that has ended nothing for a while can be writing at most, by the longest group known."""
@@ -287,7 +316,8 @@ class LateGroups:
     def _measured_fleet(self, now: float) -> _FleetEstimate:
         """All workers that are there: each is looked at once, since there may be thousands."""
         mean, longest = self._lengths.mean, self._lengths.longest
-        fastest, tokens_per_s, num_there = 0.0, 0.0, 0
+        fastest, second, tokens_per_s, num_there = 0.0, 0.0, 0.0, 0
+        fastest_worker = b""
         unmeasured: list[tuple[float, float]] = []
         for name, worker in self._workers.items():
             num_held, since_s = self._ledger.num_leases_of(name), now - worker.since
@@ -299,7 +329,10 @@ class LateGroups:
             limit = longest / max(since_s, 1e-6) if num_held else math.inf
             if measured:
                 rate = min(measured, limit)
-                fastest = max(fastest, rate)
+                if rate > fastest:
+                    fastest, second, fastest_worker = rate, fastest, name
+                elif rate > second:
+                    second = rate
                 tokens_per_s += worker.most_held * rate
             else:
                 unmeasured.append((worker.most_held, limit))
@@ -307,6 +340,8 @@ class LateGroups:
         group_s = mean / fastest if fastest else 0.0
         return _FleetEstimate(
             fastest=max(fastest, 1e-6),
+            fastest_worker=fastest_worker,
+            second=max(second, 1e-6),
             groups_per_s=max(tokens_per_s / mean, 1e-9),
             until=now + max(_ESTIMATE_S, _ESTIMATE_GROUPS * group_s) * num_there,
         )
@@ -323,10 +358,10 @@ class LateGroups:
         Infinite where it is in time with this worker, or nobody is faster.
         """
         fleet, rate = self._estimate(now), self._rate(worker, now) if rate is None else rate
-        if fleet.fastest < _FASTER * rate:
+        if (fastest := fleet.fastest_beside(worker)) < _FASTER * rate:
             return math.inf
         num_before = self._ledger.num_leases_of(worker) + 1  # handed on together, for which places must become free
-        elsewhere_s = _MARGIN * num_left / fleet.fastest + num_before / fleet.groups_per_s + _HAND_OVER_S
+        elsewhere_s = _MARGIN * num_left / fastest + num_before / fleet.groups_per_s + _HAND_OVER_S
         if num_left / rate - max(due_s, elsewhere_s) < _HAND_OVER_S:
             return math.inf
         return due_s - elsewhere_s
@@ -337,7 +372,8 @@ class LateGroups:
         rate, took_s = self._rate(running.worker, now), now - running.began
         written = running.num_inherited + rate * took_s
         num_left = self._lengths.left(written)
-        if written > self._lengths.longest:  # it should have ended: expect it to take as long again
+        # It should have ended: expect it to take as long again. One that was long already may become twice as long.
+        if written > max(self._lengths.longest, 2 * running.num_inherited):
             num_left = self._lengths.mean
             rate = min(rate, num_left / max(took_s, 1e-6))
         due_s = min(running.due_at - now, self._due_s(running.deadline, now))

@@ -287,10 +287,15 @@ class ServerSocket:
     # What goes
 
     def send(self, client: bytes, message: Message) -> None:
-        """Send to a client when the messages that have come are read, so that acknowledgements travel together."""
-        if self._flush_handle is None:
-            self._flush_handle = asyncio.get_running_loop().call_soon(self._flush)
+        """Send to a client when the messages that have come are read, so that acknowledgements travel together.
+
+        What brings a payload goes at once, so that its reader need not wait until the others are looked up.
+        """
         self._outbox.setdefault(client, []).append(message)
+        if message.payload:
+            self._flush()
+        elif self._flush_handle is None:
+            self._flush_handle = asyncio.get_running_loop().call_soon(self._flush)
 
     def _flush(self) -> None:
         if self._flush_handle is not None:

@@ -202,6 +202,7 @@ class BufferService:
             while before != (
                 before := (ledger.num_queued, ledger.num_leased, ledger.num_stored, self._intake.num_waiting)
             ):
+                self._admission.grant_saved()  # else a batch is made without a group that it waited for
                 self._batches.make()
                 self._forget_finished()
                 self._intake.fill()

@@ -293,6 +293,8 @@ class WeightPublisher:
             gathered: list[Any] = [None] * self._num_ranks
             dist.all_gather_object(gathered, (own, self._oldest), group=self._group)
             shares, self._oldest = [share for share, _ in gathered], gathered[0][1]  # rank 0 hears of it
+            if self._sender is not None:
+                self._sender.retire(self._oldest)
         if self._is_elsewhere and not isinstance(files, Exception):  # what is held there needs no name
             for part in files:
                 shutil.rmtree(part.folder, ignore_errors=True)

@@ -194,12 +194,17 @@ class RolloutLoop:
                 return
 
     async def _next_after(self, offer: WeightOffer, gone: WeightsGone) -> WeightOffer:
-        """The version to which a removed one made way; raises ``gone`` if there is none: somebody else removed it."""
-        try:
+        """The version to which a removed one made way; raises ``gone`` if there is none: somebody else removed it.
+
+        A learner that starts again withdraws its offers first: then the next one is waited for, however long it takes.
+        """
+        with suppress(TimeoutError):
             async with asyncio.timeout(self._config.load_timeout_s):
                 return await self._buffer.next_offer(offer.version)
-        except TimeoutError:
-            raise gone from None
+        shown = await self._buffer.next_offer(offer.version - 1)
+        if shown == offer:
+            raise gone
+        return shown
 
     async def load_weights(self, offer: WeightOffer) -> None:
         """Load offered weights, which are staged first, while samples go on.

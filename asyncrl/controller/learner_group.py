@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from asyncrl.config import CollectiveInto, RunConfig, Transport, learner_pools, learner_roles
 from asyncrl.controller.cluster import AllOf, finished_in_thread, learner_layout, stop_groups, worker_env
@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _DEATH_NOTICED_S = 10.0
+_CALLS_FAIL_S = 5.0
+"""How long after a rank's death a call on the ranks takes to fail, at most."""
 """How long Ray may take to report a rank's death after another rank has felt it."""
 
 WORKER_CLASSES = {"actor": ActorWorker, "critic": CriticWorker, "ref": ReferenceWorker, "rm": RewardModelWorker}
@@ -89,6 +91,15 @@ class LearnerGroup:
         pending = AllOf([group.init_model() for group in self._roles])
         loading = within(pending, timeout_s, "the learner's models", "learner.start_timeout_s")
         await _or_death(loading, pending)
+
+    async def death(self) -> NoReturn:
+        """Wait until a rank's process has ended, also while nothing is asked of the ranks. Raises `LearnerDiedError`.
+
+        A call that is pending on the ranks tells more of a death, and is given time to.
+        """
+        death = await self._roles.death()
+        await asyncio.sleep(_CALLS_FAIL_S)
+        raise LearnerDiedError(str(death))
 
     async def end(self) -> None:
         """Kill what is left of a group of which a rank died; `begin_again` comes next, or `stop`."""
@@ -358,6 +369,17 @@ class RoleGroups:
 
     def __iter__(self) -> Any:
         return iter(self._groups.values())
+
+    async def death(self) -> WorkerDiedError:
+        """Wait until a process of any role has died; returns the error that names it."""
+        watching = {asyncio.ensure_future(host.death()) for host in self._hosts}
+        try:
+            ended, _ = await asyncio.wait(watching, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for watch in watching:
+                watch.cancel()
+            await asyncio.gather(*watching, return_exceptions=True)
+        return ended.pop().result()
 
     def share_a_pool(self, one: str, other: str) -> bool:
         """Whether two roles live in the same processes."""

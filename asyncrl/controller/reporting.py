@@ -38,6 +38,7 @@ class Reporter:
         self._last_tokens = 0
         self._publish_s = 0.0
         self._max_lag = 0
+        self._num_samples = self._num_groups = 0
         self._step_span = record.NO_SPAN
 
     def begin(self) -> None:
@@ -75,6 +76,8 @@ class Reporter:
         self._last_record_s, self._last_tokens = now_s, counts.tokens_generated
         batch = self._batch_numbers(plan)
         self._max_lag = max(self._max_lag, batch["lag_max"])
+        self._num_groups += len(plan.groups)
+        self._num_samples += sum(self._numbers_of_samples(plan))
         self._on_step(
             StepRecord(
                 step=plan.version,
@@ -121,7 +124,12 @@ class Reporter:
             lag_histogram=dict(sorted(lags.items())),
             tokens_dropped=dict(dropped),
             groups_failed=dict(counts.groups_failed),
+            samples_per_group=self._num_samples / max(1, self._num_groups),
         )
+
+    def _numbers_of_samples(self, plan: Plan) -> list[int]:
+        """Samples that each group is trained on: all that were asked for, unless the rewards of some failed."""
+        return [len(group.rewards[self._trained]) for group in plan.groups]
 
     def _batch_numbers(self, plan: Plan) -> dict[str, Any]:
         """The numbers of a record that follow from the batch alone."""
@@ -134,6 +142,7 @@ class Reporter:
             "reward_std": statistics.pstdev(rewards),
             "equal_reward_groups": statistics.mean(len(set(group.rewards[self._trained])) == 1 for group in groups),
             "truncated_samples": sum(group.num_truncated for group in groups) / len(rewards),
+            "samples_per_group": statistics.fmean(self._numbers_of_samples(plan)),
             "metrics": _means(groups),
             "response_length": statistics.fmean(lengths),
             "lag_mean": statistics.fmean(lags),

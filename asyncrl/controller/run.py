@@ -320,7 +320,7 @@ class Run:
     async def _train_and_save(self, controller: AnyController, learner: LearnerGroup) -> None:
         """Save the policy as soon as it is trained: whatever goes wrong later, it is there."""
         gc.freeze()  # what was imported stays: each look at all of it would stop training for a second
-        await controller.train()
+        await _unless(controller.train(), [learner.death()])
         await self._save_policy(learner)
 
     async def _save_policy(self, learner: LearnerGroup) -> None:

@@ -29,6 +29,8 @@ class StepRecord:
         reward_std: Standard deviation of the rewards over the batch's samples.
         equal_reward_groups: Share of groups with equal rewards, which carry no signal for a group advantage.
         truncated_samples: Share of samples that hit the length limit.
+        samples_per_group: Mean number of samples that a group of the batch holds: below ``samples_per_prompt`` where
+            samples were dropped because their reward failed.
         response_length: Mean response length, in tokens.
         lag_mean: Mean lag of the batch's groups, in learner steps.
         lag_max: Largest lag of the batch.
@@ -58,6 +60,7 @@ class StepRecord:
     reward_std: float
     equal_reward_groups: float
     truncated_samples: float
+    samples_per_group: float
     response_length: float
     lag_mean: float
     lag_max: int
@@ -100,6 +103,7 @@ class TrainingResult:
         lag_histogram: Lag in learner steps to number of consumed groups.
         tokens_dropped: Dropped tokens by reason.
         groups_failed: Failed attempts of this run by reason; see `StepRecord`.
+        samples_per_group: See `StepRecord`; over all steps that this run took, 0 where it took none.
     """
 
     policy_version: int
@@ -110,6 +114,7 @@ class TrainingResult:
     lag_histogram: Mapping[int, int]
     tokens_dropped: Mapping[str, int]
     groups_failed: Mapping[str, int] = field(default_factory=dict)
+    samples_per_group: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,6 +216,7 @@ def summary_document(
         "max_lag": {"bound": max_lag, **_lags(result)},
         "tokens": asdict(result.tokens) | {"dropped_by_reason": dict(result.tokens_dropped)},
         "groups_failed": dict(result.groups_failed),
+        "samples_per_group": result.samples_per_group,
         "restarts": dict(restarts or {}),
         "overlap": overlap,
         "advice": advice,

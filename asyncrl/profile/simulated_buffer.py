@@ -125,7 +125,9 @@ class SimulatedBuffer:
             self._deliver(*self._outbox.popleft())
 
     def _send(self, client: bytes, message: Message) -> None:
+        """Hand a message out at the end of this burst; what a timer of the service sends is a burst of its own."""
         self._outbox.append((client, message))
+        self._wake()
 
     def _deliver(self, client: bytes, message: Message) -> None:
         if message.name == REVOKED:

@@ -96,6 +96,7 @@ class WeightSender:
         self._options, self._rank, self._num_ranks = options, rank, num_ranks
         self._host = interface_address(options.interface) if address is None else ""
         self._parts: dict[int, RankPart] = {}
+        self._oldest = 0
         self._coordinator: RoundCoordinator | None = None
         self._loop = asyncio.new_event_loop()
         self._work: asyncio.Task[None] | None = None
@@ -110,7 +111,7 @@ class WeightSender:
         Those who hold the version before are sent ``delta`` instead, [bytes] uint8 of this rank's delta file.
         """
         self._parts[version] = RankPart(data=data, pieces=tuple(pieces), delta=delta)
-        keep_newest(self._parts, self._options.keep)
+        keep_newest(self._parts, self._options.keep, oldest=self._oldest)
 
     def offer(self, offer: WeightOffer, shares: Sequence[int]) -> WeightOffer:
         """On rank 0, once every rank holds its part: the offer as engines of any host can take it.
@@ -133,9 +134,10 @@ class WeightSender:
         return replace(offer, manifest=f"{scheme}{self.address.endpoint}", access=self.address.access)
 
     def retire(self, oldest: int) -> None:
-        """On rank 0: nobody will ask for a version before ``oldest``. The other ranks hear of it in the next round."""
-        assert self._coordinator is not None, "rank 0 knows what is asked for"
-        self._coordinator.retire(oldest)
+        """Nobody will ask for a version before ``oldest``, which engines are still offered."""
+        self._oldest = oldest
+        if self._coordinator is not None:
+            self._coordinator.retire(oldest)
         forget_before(self._parts, oldest)
 
     def close(self) -> None:
@@ -181,15 +183,14 @@ class WeightSender:
     async def _follow(self, address: ChannelAddress) -> None:
         """Say which round was the last one, and wait for the next."""
         with closing(RankChannel(address, self._rank)) as channel:
-            number = 0
+            number, is_sent = 0, True
             while True:
-                await channel.send({"kind": "done", "rank": self._rank, "round": number})
+                await channel.send({"kind": "done", "rank": self._rank, "round": number, "failed": not is_sent})
                 this = Round.read(await channel.receive())
-                await self._send(this, address)
-                number = this.number
+                number, is_sent = this.number, await self._send(this, address)
 
-    async def _send(self, this: Round, address: ChannelAddress) -> None:
-        """Broadcast this rank's part to the receivers. What fails there is theirs to repeat."""
+    async def _send(self, this: Round, address: ChannelAddress) -> bool:
+        """Broadcast this rank's part to the receivers; returns whether it was sent. What fails is theirs to repeat."""
         began_s = time.monotonic()
         try:
             forget_before(self._parts, this.oldest)
@@ -200,8 +201,9 @@ class WeightSender:
                 await asyncio.wrap_future(sending)
         except Exception as error:  # noqa: BLE001 - a member that is gone, in whatever way the group says it
             logger.warning("round %d of policy version %d failed: %s", this.number, this.version, one_line(error))
-        else:
-            logger.debug("round %d: sent in %.3f s", this.number, time.monotonic() - began_s)
+            return False
+        logger.debug("round %d: sent in %.3f s", this.number, time.monotonic() - began_s)
+        return True
 
     def _transfer(self, this: Round, part: RankPart, address: ChannelAddress, deadline: RoundDeadline) -> None:
         data, spans = part.data, map(range_of, spans_of(part.pieces))

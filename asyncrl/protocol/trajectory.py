@@ -13,7 +13,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import repeat
 
 import numpy as np
@@ -162,36 +162,38 @@ class TrajectoryGroup:
 
     def check(self) -> None:
         """Raise `ValueError` for columns that do not fit together, with which and what was expected."""
-        where = f"prompt group {self.group_id}"
-        for columns, needed in ((self.token_columns, _TOKEN_COLUMNS), (self.trajectory_columns, _TRAJECTORY_COLUMNS)):
+        token, trajectory = self.token_columns, self.trajectory_columns
+        for columns, needed in ((token, _TOKEN_COLUMNS), (trajectory, _TRAJECTORY_COLUMNS)):
             for name, dtype in needed.items():
                 column = columns.get(name)
                 if column is None or column.dtype != dtype or column.ndim != 1:
                     got = "none" if column is None else column.dtype
-                    raise ValueError(f"{where}: column {name!r} must be one-dimensional {dtype}, got {got}")
-        for scope, columns, length in (
-            ("token", self.token_columns, len(self.token_ids)),
-            ("turn", self.turn_columns, len(self.turns)),
-            ("trajectory", self.trajectory_columns, self.num_trajectories),
-        ):
-            for name, values in columns.items():
-                if values.ndim == 0 or len(values) != length:
-                    raise ValueError(f"{where}: {scope} column {name!r} must have {length} rows, got {values.shape}")
-        if not self._is_flat():
-            self._check_tree(where)
+                    raise ValueError(f"{self._where}: column {name!r} must be one-dimensional {dtype}, got {got}")
+        num_tokens, num_trajectories = len(token["token_ids"]), len(trajectory["rewards"])
+        self._check_rows("token", token, num_tokens)
+        self._check_rows("turn", self.turn_columns, len(self.turns))
+        self._check_rows("trajectory", trajectory, num_trajectories)
+        if not self._is_flat(num_tokens, num_trajectories):
+            self._check_tree(self._where)
 
-    def _is_flat(self) -> bool:
+    @property
+    def _where(self) -> str:
+        return f"prompt group {self.group_id}"
+
+    def _check_rows(self, scope: str, columns: Mapping[str, np.ndarray], length: int) -> None:
+        for name, values in columns.items():
+            if values.ndim == 0 or len(values) != length:
+                raise ValueError(f"{self._where}: {scope} column {name!r} must have {length} rows, got {values.shape}")
+
+    def _is_flat(self, num_tokens: int, num_trajectories: int) -> bool:
         """Whether it is a whole tree of a prompt and one sampled turn per trajectory, as most are: seen at a glance."""
-        number = self.num_trajectories
-        if len(self._rows) != number + 1:
+        if len(self.turns) != num_trajectories + 1:
             return False
         trajectories, parents, lengths, sampled, reasons = zip(*self._rows, strict=True)
         return (
-            trajectories == (SHARED, *range(number))
-            and parents == (ROOT, *repeat(0, number))
-            and sampled == (0, *repeat(1, number))
+            (trajectories, parents, sampled) == _flat_skeleton(num_trajectories)
             and min(lengths) >= 0
-            and lengths[0] < sum(lengths) == len(self.token_ids)
+            and lengths[0] < sum(lengths) == num_tokens
             and min(reasons) >= -1
             and max(reasons) < len(FINISH_REASONS)
         )
@@ -412,6 +414,16 @@ class TrajectoryGroup:
             num_branches[branch.trajectory] += 1
         is_plain = branch_tokens == [self._lengths[0] + length for length in lengths] and set(num_branches) == {1}
         return (tuple(lengths), (), ()) if is_plain else (tuple(lengths), tuple(branch_tokens), tuple(num_branches))
+
+
+@lru_cache(maxsize=64)
+def _flat_skeleton(num_trajectories: int) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Trajectory, parent and whether it was sampled, of each turn, where every trajectory has one."""
+    return (
+        (SHARED, *range(num_trajectories)),
+        (ROOT, *repeat(0, num_trajectories)),
+        (0, *repeat(1, num_trajectories)),
+    )
 
 
 _METRICS = "metrics/"

@@ -215,14 +215,16 @@ class WeightChannel:
         if event == zmq.EVENT_CONNECTED:
             self._is_reached = True
         elif event & _FAILURES:
+            self._check_listening()  # else it ended before it had answered
             raise ChannelRefused(f"another sender listens at {self.address.endpoint}")
         elif self._is_reached:
             raise WeightsError(f"the connection to learner rank 0 at {self.address.endpoint} ended")
         else:
-            self._check_reachable()
+            self._check_listening()
+            raise WeightsError(f"learner rank 0 at {self.address.endpoint} was not there at first")
 
-    def _check_reachable(self) -> None:
-        """Raise why no connection could be made, which ZMQ does not tell."""
+    def _check_listening(self) -> None:
+        """Raise why no connection can be made, which ZMQ does not tell."""
         host, _, port = self.address.endpoint.rpartition(":")
         try:
             socket.create_connection((host, int(port)), SILENCE_S).close()
@@ -230,7 +232,6 @@ class WeightChannel:
             raise ChannelRefused(f"nobody listens at {self.address.endpoint}") from None
         except OSError as error:
             raise WeightsError(f"learner rank 0 at {self.address.endpoint} cannot be reached: {error}") from None
-        raise WeightsError(f"learner rank 0 at {self.address.endpoint} was not there at first")
 
 
 def rank_id(rank: int) -> bytes:

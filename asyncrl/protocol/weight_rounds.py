@@ -48,6 +48,7 @@ class CollectiveOptions:
         num_receivers: A round begins as soon as so many ask.
         timeout_s: Of a round; a second per 100 MB comes on top. Rounds into engines have `ENGINE_SHARE` of both.
         keep: Newest versions that each rank holds in memory for those who ask, unless it is told that fewer will do.
+            The oldest one that engines are still offered stays beside them.
         into_engines: The receivers are the ranks of the engines, in the middle of a load, and not their hosts.
         backend: ``gloo`` broadcasts in host memory, ``nccl`` between GPUs, each of which has one member at most.
     """
@@ -169,10 +170,10 @@ class RoundCoordinator:
     def hold(self, held: HeldOffer) -> None:
         """Send a version to those who ask; every rank holds its part of it."""
         self._offers[held.offer.version] = held
-        keep_newest(self._offers, self._options.keep)
+        keep_newest(self._offers, self._options.keep, oldest=self._oldest)
 
     def retire(self, oldest: int) -> None:
-        """Nobody will ask for a version before ``oldest``. The other ranks hear of it in the next round."""
+        """Nobody will ask for a version before ``oldest``, which engines are still offered."""
         self._oldest = oldest
         forget_before(self._offers, oldest)
 
@@ -200,6 +201,8 @@ class RoundCoordinator:
             case "present" if head["call"] == self._call:
                 self._present.put_nowait(sender)
             case "done":
+                if head["failed"]:
+                    self._break_up(head["round"])
                 self._done[head["rank"]] = head["round"]
                 self._rank_done.set()
             case "leave":
@@ -214,6 +217,12 @@ class RoundCoordinator:
     def _meeting(self, number: int) -> Meeting | None:
         meeting = self._meetings.get(number)
         return meeting if meeting is not None and asyncio.get_running_loop().time() < meeting.ends_s else None
+
+    def _break_up(self, number: int) -> None:
+        """End a round in which a rank failed: nobody waits until its deadline for what does not come."""
+        meeting = self._meetings.pop(number, None)
+        for member, _, _ in meeting.pending if meeting is not None else []:
+            self._server.send(member, {"over": number})
 
     def _hand_out(self, answers: Iterable[tuple[bytes, dict[str, bytes]]]) -> None:
         for member, values in answers:
@@ -306,10 +315,11 @@ async def _gathered(queue: asyncio.Queue[T], count: int, wait_s: float) -> list[
     return found
 
 
-def keep_newest(held: dict[int, Any], count: int) -> None:
-    """Forget all but the newest versions, and frozen weights."""
+def keep_newest(held: dict[int, Any], count: int, *, oldest: int) -> None:
+    """Forget all but the newest versions, the oldest one that is still offered, and frozen weights."""
     for version in sorted(held.keys() - {FROZEN})[:-count]:
-        held.pop(version, None)
+        if version != oldest:
+            held.pop(version, None)
 
 
 def forget_before(held: dict[int, Any], oldest: int) -> None:

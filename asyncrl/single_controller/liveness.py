@@ -12,7 +12,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import psutil
 import ray
@@ -142,6 +142,32 @@ class DeathWatch:
             return None
 
 
+async def first_to_end(workers: Sequence[Any], is_alive: Callable[[Any], bool]) -> int:
+    """Wait until the process of one of the workers, all alive by now, has ended; returns its index.
+
+    The kernel tells of those on this node, and a `DeathWatch` of the others.
+    """
+    here = ray.get_runtime_context().get_node_id()
+    actors = [ray_state.actors(worker._actor_id.hex()) for worker in workers]
+    elsewhere = [index for index, actor in enumerate(actors) if actor["Address"]["NodeID"] != here]
+    waiting: dict[asyncio.Future[Any], int] = {
+        asyncio.ensure_future(process_end(actor["Pid"])): index
+        for index, actor in enumerate(actors)
+        if index not in elsewhere
+    }
+    watch = DeathWatch([workers[index] for index in elsewhere], is_alive) if elsewhere else None
+    afar = None if watch is None else asyncio.ensure_future(asyncio.to_thread(watch.wait, _ASKED_EVERY_S))
+    try:
+        ended, _ = await asyncio.wait({*waiting, *([afar] if afar else [])}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in waiting:
+            task.cancel()
+        if watch is not None:
+            await asyncio.to_thread(watch.close)
+    first = ended.pop()
+    return waiting[first] if first in waiting else elsewhere[cast("int", first.result())]
+
+
 def _watch_on(node_id: str, pids: list[int]) -> Any:
     there = NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)
     return _first_to_end.options(scheduling_strategy=there).remote(pids)
@@ -150,6 +176,7 @@ def _watch_on(node_id: str, pids: list[int]) -> Any:
 _first_to_end = ray.remote(num_cpus=0, max_retries=0)(wait_for_first_end)
 
 
+_ASKED_EVERY_S = 5.0
 _REMOTE_READ_TIMEOUT_S = 10.0
 _RAY_MARKS = (":job_id:", ":actor_name:", ":task_name:")  # begin the lines in which Ray names job and actor
 

@@ -20,7 +20,7 @@ from asyncrl.protocol.remote import WorkerIdentity, death_of, fetch, identities
 
 from .calls import PendingResult, PendingResults, Route, deadline_s, func_generator, shared
 from .dispatch import MAGIC_ATTR, Dispatch, Execute, get_predefined_dispatch_fn, get_predefined_execute_fn
-from .liveness import DeathWatch, address_of, last_words, state_of
+from .liveness import DeathWatch, address_of, first_to_end, last_words, state_of
 from .placement import RayClassWithInitArgs, Slot, master_address_port, slots_of, unwrap
 from .resource_pool import (
     RayResourcePool,
@@ -97,12 +97,20 @@ class WorkerGroup:
             self._checker_thread.join()
         self._watch = self._checker_thread = None
 
+    async def death(self) -> WorkerDiedError:
+        """Wait until a worker has died, though nobody calls it; returns the error that names it."""
+        rank = await first_to_end(self._workers, self._is_worker_alive)
+        return self._death_of(rank)
+
+    def _death_of(self, rank: int) -> WorkerDiedError:
+        return death_of(identities[self._workers[rank]._actor_id.hex()], "Its process ended.")
+
     def _tell_of_death(
         self, watch: DeathWatch, every_n_seconds: float, on_death: Callable[[WorkerDiedError], None]
     ) -> None:
         rank = watch.wait(every_n_seconds)
         if rank is not None:
-            on_death(death_of(identities[self._workers[rank]._actor_id.hex()], "Its process ended."))
+            on_death(self._death_of(rank))
 
     def _bind_worker_method(self, user_defined_cls: Any, func_generator: Callable[..., Any]) -> list[str]:
         """Give the group each method that the class registered, as `func_generator` makes it. Returns their names."""

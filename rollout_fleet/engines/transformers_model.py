@@ -5,6 +5,8 @@ Synchronous, and used by one thread. Log-probs are taken step by step, so that n
 
 from __future__ import annotations
 
+import logging
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from threading import Event
@@ -13,10 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM, Cache, DynamicCache, GenerationConfig
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.core_model_loading import revert_weight_conversion
 
-from asyncrl.protocol.errors import WeightsError
+from asyncrl.protocol.errors import EngineError, WeightsError
 from asyncrl.protocol.manifest import WeightOffer
 from asyncrl.protocol.types import FinishReason
 from rollout_fleet.config import SamplingConfig
@@ -24,6 +27,11 @@ from rollout_fleet.config import SamplingConfig
 from .engine import SampleOutput, SampleRequest
 from .model_files import ModelFacts
 from .weight_loader import AdaptedModules, ComparedWrites, PublishedAdapter, WeightSource, load_from
+
+logger = logging.getLogger(__name__)
+
+_TRIED_LENGTHS = (3, 11, 11)
+_TRIED_TOKENS = 4
 
 
 class StepRecorder:
@@ -78,6 +86,16 @@ class StepRecorder:
         return ends.to(token_ids.device)
 
 
+class _BeforeSampling:
+    """A logits processor; its signature is looked up at every step, which takes far longer for a plain function."""
+
+    def __init__(self, recorder: StepRecorder) -> None:
+        self._recorder = recorder
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return self._recorder.before_sampling(scores)
+
+
 class GenerationModel:
     """The model, its weights in place, and batches of samples; `load` reads the model.
 
@@ -102,18 +120,20 @@ class GenerationModel:
         self._seed = seed
         self._on_step = on_step
         self._model: Any = None
+        self._may_pad = self._shares_prompts = True
         self._held: dict[str, Tensor] = {}
         self._released: dict[torch.nn.Parameter, torch.Size] = {}
         self._adapted = AdaptedModules()
         self._frozen = ""  # digest of the frozen weights that it holds, where it computes with adapters
 
     def load(self) -> None:
-        """Read the model from disk."""
+        """Read the model from disk. Raises `EngineError` if transformers cannot generate with it rightly."""
         torch.manual_seed(self._seed)
         model: Any = AutoModelForCausalLM.from_pretrained(self._model_path, dtype=self._dtype)
         # What a call leaves at transformers' defaults, generate takes from here: a model's own top_k, for one.
         model.generation_config = GenerationConfig()
         self._model = model.to(self._device).eval().requires_grad_(False)
+        self._check_logprobs()
 
     def release(self) -> None:
         """Free the parameters' memory on the device; `load_weights` takes it again and fills it."""
@@ -192,10 +212,29 @@ class GenerationModel:
         """Sample all requests in one batch; their sampling options differ in ``max_new_tokens`` at most.
 
         Each request has its flag in ``flags``, and its answer at its place in the result; its ``on_first_token`` is
-        called in this thread. Every token carries ``version``, the policy version of the weights.
+        called in this thread. Every token carries ``version``, the policy version of the weights. Where the model does
+        not compute the same for a prompt that is padded, prompts of each length have a batch of their own.
         """
+        batches: dict[int, list[int]] = defaultdict(list)
+        for row, request in enumerate(requests):
+            batches[0 if self._may_pad else len(request.prompt_ids)].append(row)
+        outputs = {
+            row: output
+            for rows in batches.values()
+            for row, output in zip(
+                rows,
+                self._generate_batch([requests[row] for row in rows], [flags[row] for row in rows], version),
+                strict=True,
+            )
+        }
+        return [outputs[row] for row in range(len(requests))]
+
+    def _generate_batch(
+        self, requests: Sequence[SampleRequest], flags: Sequence[Event], version: int
+    ) -> list[SampleOutput]:
         sampling = requests[0].sampling
         max_new_tokens = [request.sampling.max_new_tokens for request in requests]
+        prompts = [request.prompt_ids for request in requests]
         recorder = StepRecorder(
             flags,
             max_new_tokens=max_new_tokens,
@@ -203,26 +242,101 @@ class GenerationModel:
             on_step=self._on_step,
             on_first_step=lambda: _tell_first_tokens(requests),
         )
-        input_ids, attention_mask = self._left_padded(requests)
+        input_ids, attention_mask = self._left_padded(prompts)
         sequences = self._model.generate(
             input_ids,
             attention_mask=attention_mask,
+            past_key_values=self._shared_prefill(prompts),
             generation_config=self._generation_config(sampling, max(max_new_tokens)),
-            logits_processor=[lambda _, logits: recorder.before_sampling(logits)],
+            logits_processor=[_BeforeSampling(recorder)],
             stopping_criteria=[lambda ids, _, **__: recorder.after_sampling(ids[:, -1:])],
         )
         responses = sequences[:, input_ids.shape[1] :].to("cpu", torch.int32).numpy()
         return self._samples(responses, np.asarray(max_new_tokens), recorder, version)
 
-    def _left_padded(self, requests: Sequence[SampleRequest]) -> tuple[Tensor, Tensor]:
+    @torch.inference_mode()
+    def _check_logprobs(self) -> None:
+        """See that what is generated has the log-probs of a plain forward pass, padded or at least alone.
+
+        Raises `EngineError` if it has not.
+        """
+        rng = np.random.default_rng(0)
+        sampling = SamplingConfig(temperature=0.0, max_new_tokens=_TRIED_TOKENS)
+        requests = [
+            SampleRequest(id="", prompt_ids=rng.integers(0, self._facts.vocab_size, length), sampling=sampling)
+            for length in _TRIED_LENGTHS
+        ]
+        name = type(self._model).__name__
+        if "chunked_attention" in (getattr(self._model.config, "layer_types", None) or ()):
+            self._may_pad = False  # a token's chunk would follow from its place in the batch
+        bound = 1e-3 if self._model.dtype == torch.float32 else 0.1
+        try:
+            difference = self._difference(requests)
+            if difference > bound and self._may_pad:
+                logger.warning(
+                    "%s has other log-probs, by %.3g, where prompts are padded: those of each length have a batch of "
+                    "their own",
+                    name,
+                    difference,
+                )
+                self._may_pad = False
+                difference = self._difference(requests)
+        except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
+            raise EngineError(
+                f"transformers cannot generate with {name}: {error!r}; use another engine, or another model"
+            ) from error
+        if difference > bound:
+            raise EngineError(
+                f"what {name} generates has other log-probs than its forward pass, by {difference:.3g}; they must be "
+                f"within {bound}: transformers' generate does not carry its state; use another engine or model"
+            )
+
+    def _difference(self, requests: Sequence[SampleRequest]) -> float:
+        """Largest difference, in nats, between log-probs as generated and those of a plain forward pass."""
+        largest = 0.0
+        outputs = self.generate(requests, [Event() for _ in requests], 0)
+        for request, output in zip(requests, outputs, strict=True):
+            tokens = torch.from_numpy(output.token_ids).to(self._device, torch.int64)
+            prompt = torch.from_numpy(request.prompt_ids).to(self._device)
+            logits = self._model(torch.cat([prompt, tokens])[None]).logits[0, len(prompt) - 1 : -1]
+            expected = logits.float().log_softmax(-1).gather(1, tokens[:, None])[:, 0].cpu()
+            largest = max(largest, float((expected - torch.from_numpy(output.logprobs)).abs().max()))
+        return largest
+
+    def _left_padded(self, prompts: Sequence[np.ndarray]) -> tuple[Tensor, Tensor]:
         """Return [B, P] int64 ids and mask, padded on the left."""
-        longest = max(len(request.prompt_ids) for request in requests)
-        ids = np.full((len(requests), longest), self._facts.pad_id, dtype=np.int64)
+        longest = max(map(len, prompts))
+        ids = np.full((len(prompts), longest), self._facts.pad_id, dtype=np.int64)
         mask = np.zeros_like(ids)
-        for row, request in enumerate(requests):
-            ids[row, longest - len(request.prompt_ids) :] = request.prompt_ids
-            mask[row, longest - len(request.prompt_ids) :] = 1
+        for row, prompt in enumerate(prompts):
+            ids[row, longest - len(prompt) :] = prompt
+            mask[row, longest - len(prompt) :] = 1
         return torch.from_numpy(ids).to(self._device), torch.from_numpy(mask).to(self._device)
+
+    def _shared_prefill(self, prompts: Sequence[np.ndarray]) -> Cache | None:
+        """The KV cache of [B] prompts but for their last token, computed once for those that are equal.
+
+        None where that saves little, or where the model keeps anything but keys and values of its past.
+        """
+        rows = {prompt.tobytes(): row for row, prompt in enumerate(prompts)}
+        if not self._shares_prompts or 2 * len(rows) > len(prompts) or min(map(len, prompts)) == 1:
+            return None
+        distinct = {key: place for place, key in enumerate(rows)}
+        input_ids, attention_mask = self._left_padded([prompts[row] for row in rows.values()])
+        cache = self._model.generate(
+            input_ids[:, :-1],
+            attention_mask=attention_mask[:, :-1],
+            generation_config=GenerationConfig(
+                do_sample=False, max_new_tokens=1, return_dict_in_generate=True, pad_token_id=self._facts.pad_id
+            ),
+        ).past_key_values
+        self._shares_prompts = isinstance(cache, DynamicCache) and all(
+            type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers
+        )
+        if not self._shares_prompts:
+            return None
+        cache.batch_select_indices(torch.tensor([distinct[prompt.tobytes()] for prompt in prompts]).to(self._device))
+        return cache
 
     def _generation_config(self, sampling: SamplingConfig, max_new_tokens: int) -> GenerationConfig:
         greedy = sampling.temperature == 0

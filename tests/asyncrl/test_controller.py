@@ -282,6 +282,8 @@ async def test_a_lost_token_is_an_error_that_says_how_many():
 async def test_a_record_carries_the_batchs_numbers():
     controller, _, fleet, records = make_controller()
     await train(controller, fleet)
+    assert {record.samples_per_group for record in records} == {2.0}
+    assert (await controller.account()).samples_per_group == 2.0
     record = records[3]
     assert (record.reward, record.lag_mean, record.lag_max, record.response_length) == (0.5, 1.0, 1, 5.0)
     assert (record.reward_std, record.equal_reward_groups, record.truncated_samples) == (0.5, 0.0, 0.5)

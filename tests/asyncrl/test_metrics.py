@@ -34,6 +34,7 @@ def make_record(step, reward=0.25):
         reward_std=0.5,
         equal_reward_groups=0.5,
         truncated_samples=0.0,
+        samples_per_group=3.5,
         response_length=7.5,
         lag_mean=1.0,
         lag_max=2,
@@ -60,6 +61,7 @@ def make_result():
         lag_histogram={0: 1, 2: 3},
         tokens_dropped={"drained": 2},
         groups_failed={"reward": 2},
+        samples_per_group=3.5,
     )
 
 
@@ -153,7 +155,7 @@ def test_the_summary_holds_every_promised_number(tmp_path):
     assert summary["eval"]["after"]["greedy"] == 1.0
     assert summary["max_lag"] == {"bound": 2, "realised": 2, "before_resume": 0, "histogram": {"0": 1, "2": 3}}
     assert summary["tokens"]["generated"] == 10
-    assert summary["groups_failed"] == {"reward": 2}
+    assert (summary["groups_failed"], summary["samples_per_group"]) == ({"reward": 2}, 3.5)
     assert summary["overlap"] is None
     assert (summary["policy_version"], summary["wall_s"], summary["train_wall_s"]) == (4, 30.0, 10.0)
 

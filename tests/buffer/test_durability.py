@@ -400,7 +400,7 @@ async def test_a_saved_prefix_that_did_not_survive_is_dropped_and_counted(tmp_pa
 def test_frames_are_written_whole_though_the_system_takes_few_bytes_at_once(tmp_path: Path, monkeypatch):
     """As it does above 2^31 bytes."""
     written = os.pwritev
-    monkeypatch.setattr(os, "pwritev", lambda fd, parts, offset: written(fd, [bytes(parts[0])[:7]], offset))
+    monkeypatch.setattr(os, "pwritev", lambda fd, parts, *at: written(fd, [bytes(parts[0])[:7]], *at))
     file = AppendOnlyFile(tmp_path / "file", 3)
     file.append([(["some", "head"], [b"a" * 20, b"", b"b" * 9]), (["more"], [b"c"])])
     file.close()
@@ -438,7 +438,7 @@ async def test_a_put_is_acknowledged_only_when_it_is_written(tmp_path: Path, mon
         await client.enqueue([prompt(i) for i in range(4)])
         first, second, *_ = await client.lease(0, 4)
         with monkeypatch.context() as patch:
-            patch.setattr(os, "pwritev", lambda fd, parts, offset: os.close(-1))
+            patch.setattr(os, "pwritev", lambda *_: os.close(-1))
             with pytest.raises(ReplayBufferError, match="journal cannot be written: Bad file descriptor; look at the"):
                 await client.put(rollout(first))
         await client.put(rollout(second))
@@ -567,17 +567,48 @@ def test_old_files_that_could_not_be_deleted_are_tried_again_without_a_restart(t
 
 
 def test_new_files_and_their_names_are_on_the_disk_before_an_old_one_goes(tmp_path: Path, monkeypatch):
-    def fsync(descriptor: int) -> None:
-        events.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
-
-    events: list[str] = []
+    events, synced = watch_the_disk(monkeypatch)
     delete_file = AppendOnlyFile.delete
-    monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(AppendOnlyFile, "delete", lambda file: (events.append("deleted"), delete_file(file)))
     only = Journal(tmp_path / "journal")
     compact(only)
+    only.note({("payload", 1): [b"behind it"]})
     only.close()
     assert events == ["journal.2.log", "journal.2.frames", tmp_path.name, "deleted", "deleted"]
+    (tmp_path / "synced").write_bytes(b"".join(synced))
+    [(head, _)] = AppendOnlyFile(tmp_path / "synced", 2).read()
+    assert head[0] == "begin"
+
+
+def test_where_a_file_system_cannot_wait_for_one_write_the_whole_file_is_waited_for(tmp_path: Path, monkeypatch):
+    events, _ = watch_the_disk(monkeypatch, error=errno.EOPNOTSUPP)
+    only = Journal(tmp_path / "journal")
+    compact(only)
+    only.close()
+    assert events == ["journal.2.log", "journal.2.frames", tmp_path.name]
+    assert not (tmp_path / "journal.1.log").exists()
+
+
+def watch_the_disk(monkeypatch, *, error: int = 0) -> tuple[list[str], list[bytes]]:
+    """The names of files that are waited for, and the bytes that single writes wait for, unless they fail."""
+
+    def note(descriptor: int) -> None:
+        events.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+
+    def write(descriptor: int, parts: list[bytes], offset: int, flags: int = 0) -> int:
+        if flags & os.RWF_DSYNC:
+            if error:
+                raise OSError(error, os.strerror(error))
+            note(descriptor)
+            synced.append(b"".join(parts))
+        return pwritev(descriptor, parts, offset, flags)
+
+    events: list[str] = []
+    synced: list[bytes] = []
+    pwritev = os.pwritev
+    monkeypatch.setattr(os, "fsync", note)
+    monkeypatch.setattr(os, "pwritev", write)
+    return events, synced
 
 
 def test_a_file_that_an_earlier_journal_left_to_be_written_over_is_never_read(tmp_path: Path):

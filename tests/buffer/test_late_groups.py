@@ -1,5 +1,6 @@
 """Groups that would hold up their batch are handed on in time: whole fleets in simulated time, and the estimates."""
 
+import math
 import random
 
 import pytest
@@ -70,6 +71,34 @@ def test_groups_in_time_are_left_where_they_are():
     assert sum(worker.num_handed_on for worker in fleet.workers) == 0
 
 
+@pytest.mark.parametrize("num_places", [2, 8])
+def test_an_engine_that_was_slow_once_shares_the_work_of_an_equal_one_again(num_places):
+    speeds = [lambda t: SLOW if t < 1 else FAST, FAST]
+    fleet = SimulatedFleet(speeds, num_places=num_places, groups_per_step=2 * num_places, max_lag=0)
+    assert fleet.rate(20.0, warm_up_s=2.0) >= 0.9 * num_places * 2 * FAST
+    assert fleet.workers[0].num_written >= 0.4 * sum(worker.num_written for worker in fleet.workers)
+
+
+@pytest.mark.parametrize("max_lag", [0, 1, 3])
+def test_a_long_group_is_not_handed_on_to_the_engine_that_has_it(max_lag):
+    fleet = SimulatedFleet([FAST], max_lag=max_lag, length_of=lengths(0, sigma=1.5))
+    fleet.rate(60.0, warm_up_s=10.0)
+    assert fleet.workers[0].num_handed_on == 0
+
+
+def test_a_batch_is_not_made_without_a_group_that_it_waited_for_and_that_was_just_handed_on():
+    fleet = SimulatedFleet(ONE_SLOW, max_lag=1, length_of=lengths(1, sigma=0.8))
+    fleet.rate(60.0, warm_up_s=1.0)
+    assert fleet.workers[3].num_handed_on > 0
+    assert "stale_prefix" not in fleet.buffer.ledger.account.tokens_dropped
+
+
+def test_what_is_late_is_asked_for_though_nothing_else_happens():
+    fleet = SimulatedFleet(ONE_SLOW, max_lag=1)
+    fleet.rate(6.0, warm_up_s=0.1)  # all wait for the eight groups of the slow engine, which takes 8 s for them
+    assert fleet.workers[3].num_handed_on >= 8
+
+
 def test_what_is_still_to_come_of_a_group_is_the_mean_of_the_longer_ones():
     seen = GroupLengths()
     for length in (10, 40, 20):
@@ -123,6 +152,26 @@ def test_a_group_is_handed_on_at_the_last_moment_from_which_a_faster_engine_is_i
         if b"slow" in watched.late.take_late(now):
             asked_at = now
     assert 20.5 < asked_at < 21.0
+
+
+def test_a_group_that_ends_as_soon_as_it_begins_does_not_say_how_fast_its_engine_is():
+    watched = Watched(slow_took_s=20.0)
+    slow = watched.late._workers[b"slow"]
+    slow.is_tried = True
+    watched.lease(b"slow", 30.0)
+    watched.put(2, 30.0)
+    assert (slow.is_tried, slow.took_s) == (True, pytest.approx(16.0)), "it is as slow as before, and still to be tried"
+
+
+def test_an_engine_may_be_tried_in_vain_for_as_long_as_a_run_lasts():
+    watched = Watched(slow_took_s=20.0)
+    slow = watched.late._workers[b"slow"]
+    slow.patience, slow.is_tried = 1e308, True
+    watched.lease(b"slow", 30.0)
+    watched.lease(b"fast", 49.5)
+    watched.put(2, 50.0)
+    assert (slow.patience, slow.is_tried) == (math.inf, False)
+    watched.late.is_worth(b"slow", 0, 51.0)
 
 
 def test_a_group_is_looked_at_again_soon_though_nobody_is_known_who_could_finish_it():

@@ -292,10 +292,10 @@ import os, signal
 number, share = map(int, os.environ.pop("KILL_AT").split())
 pwritev, done = os.pwritev, []
 
-def mortal(descriptor, parts, offset):
+def mortal(descriptor, parts, offset, flags=0):
     done.append(1)
     if len(done) < number:
-        return pwritev(descriptor, parts, offset)
+        return pwritev(descriptor, parts, offset, flags)
     data = b"".join(map(bytes, parts))
     pwritev(descriptor, [data[: len(data) * share // 2]], offset)
     os.kill(os.getpid(), signal.SIGKILL)

@@ -1,6 +1,7 @@
 """The buffer over real sockets."""
 
 import asyncio
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,10 @@ from asyncrl.protocol.errors import (
     VersionTooOld,
 )
 from buffer import BufferClient, BufferConfig, BufferProcess, OnStale, SyncBufferClient
+from buffer.commands import Frames
+from buffer.messages import Message
+from buffer.server import ServerSocket
+from buffer.stores import PayloadStore
 from tests.support.buffer_groups import prompt, rollout, running
 
 
@@ -42,6 +47,36 @@ async def test_a_group_goes_from_prompt_to_commit_and_its_arrays_arrive_unchange
         assert (stats.learner_version, stats.tokens_trained, stats.tokens_buffered) == (1, 10, 0)
         assert stats.stored_bytes == 0
         assert stats.groups == {"queued": 2, "leased": 0, "stored": 0, "planned": 0, "consumed": 2, "dropped": 0}
+
+
+async def test_a_fetch_is_cut_into_requests_small_at_both_ends_whose_replies_leave_one_by_one(monkeypatch):
+    events: list[str] = []
+    look_up, send_now = PayloadStore.trajectories, ServerSocket._send_now
+
+    def looking_up(store: PayloadStore, group_id: int) -> Frames:
+        events.append("looked up")
+        return look_up(store, group_id)
+
+    def sending(socket: ServerSocket, client: bytes, message: Message) -> None:
+        if "counts" in message.fields:
+            events.append("sent")
+        send_now(socket, client, message)
+
+    monkeypatch.setattr(PayloadStore, "trajectories", looking_up)
+    monkeypatch.setattr(ServerSocket, "_send_now", sending)
+    async with running(groups_per_step=40) as run:
+        client, ids = run.client(), [*range(40)]
+        await client.enqueue([prompt(i) for i in ids])
+        for lease in await client.lease(0, 40):
+            await client.put(rollout(lease))
+        assert [group.group_id for group in await client.fetch(ids[::-1])] == ids[::-1]
+        runs = [(event, len([*same])) for event, same in groupby(events)]
+        assert [number for event, number in runs if event == "looked up"] == [4, 12, 16, 4, 4]
+        assert [number for event, number in runs if event == "sent"] == [1] * 5
+        events.clear()
+        assert await client.fetch([]) == []
+        assert len(await client.fetch(ids[:8])) == 8
+        assert events == ["looked up"] * 8 + ["sent"]
 
 
 async def test_with_max_lag_zero_nothing_is_leased_between_plan_and_commit_and_commit_wakes_the_worker():

@@ -19,12 +19,12 @@ def assert_every_step_is_made_and_no_version_goes_back(
 ) -> None:
     """Each step once, in order; engines never serve older weights at a later step; no lag above the bound.
 
-    A run that is interrupted may have made a step that has no line yet.
+    A run that is interrupted may have made steps that have no line yet: those that were queued on the ranks.
     """
     assert [record["step"] for record in run.records] == list(range(num_steps))
     versions = [record["engine_version"] for record in run.records]
     assert versions == sorted(versions)
-    assert run.summary["policy_version"] - num_steps in ((0, 1) if is_interrupted else (0,))
+    assert run.summary["policy_version"] - num_steps in ((0, 1, 2) if is_interrupted else (0,))
     assert run.summary["max_lag"]["realised"] <= run.summary["max_lag"]["bound"]
 
 

@@ -18,6 +18,7 @@ ENGINE = os.environ.get("ASYNCRL_FAULT_ENGINE", "transformers")
 STEPS = 150
 GROUPS_PER_STEP = 8
 PAUSE_S = 5.0
+KILLS_UNTIL_ONE_HITS = 20
 RECOVERY_TIMEOUT_S = 240
 OPTIONS = [
     f"total_steps={STEPS}",
@@ -48,6 +49,22 @@ def test_a_process_that_stands_still_for_five_seconds_costs_nothing_but_time(sta
     assert set(run.summary["restarts"].values()) == {0}
     assert "lost" not in run.summary["tokens"]["dropped_by_reason"]
     assert " is back after " not in run.output
+
+
+def test_a_batch_that_is_lost_between_its_plan_and_its_fetch_is_planned_anew_and_costs_no_learner(start):
+    in_memory = [option for option in OPTIONS if "durability" not in option]
+    run = start(*in_memory, "buffer.stores_on=hosts", "buffer.restarts=100")
+    run.wait_for_line(STARTED)
+    for _ in range(KILLS_UNTIL_ONE_HITS):
+        run.wait_for_step(run.num_steps + 3, timeout_s=RECOVERY_TIMEOUT_S)
+        os.kill(run.pid_at("--store 0"), signal.SIGKILL)
+        run.wait_for_line("it was started again at")
+        if "its batch is planned anew" in run.output:
+            break
+    check_end(run)
+    restarts = run.summary["restarts"]
+    assert restarts["batches"] >= 1
+    assert restarts["learner"] == 0
 
 
 def test_parts_that_die_together_cost_what_each_of_them_would(start, tmp_path):

@@ -1,8 +1,8 @@
 """Rounds in which learner ranks broadcast a version to receivers on other hosts; here all are on one."""
 
 import asyncio
-import os
 import signal
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -100,7 +100,7 @@ def fall_at_the_third_broadcast(state, number):
     def falling(*args):
         calls.append(1)
         if len(calls) == 3:
-            os.kill(os.getpid(), number)
+            signal.pthread_kill(threading.get_ident(), number)  # this very thread goes no further
         return broadcast(*args)
 
     RoundGroup.broadcast = falling
@@ -292,6 +292,17 @@ async def test_versions_that_nobody_will_ask_for_are_held_by_no_rank(ranks, tmp_
     assert list(ranks[0]["sender"]._coordinator._offers) == [2]
 
 
+async def test_a_version_that_engines_are_still_offered_is_sent_however_many_are_newer(ranks, tmp_path):
+    """An evaluation of it waited for an engine that had joined, and that could not have it any more."""
+    pinned = offered_by(ranks, 1, tmp_path)
+    for state in ranks:
+        state["sender"].retire(1)
+    for version in (2, 3, 4):
+        offered_by(ranks, version, tmp_path)
+    assert [list(state["sender"]._parts) for state in ranks] == [[1, 3, 4]] * 2
+    assert_holds(await receive_weights(pinned, tmp_path / "r", timeout_s=30.0), 1)
+
+
 async def test_of_two_versions_that_are_asked_for_at_once_the_newer_is_sent(ranks, tmp_path):
     offers = [offered_by(ranks, version, tmp_path) for version in (1, 2)]
     pending = [receive_weights(offered, tmp_path / "r", timeout_s=30.0) for offered in offers]
@@ -312,6 +323,15 @@ async def test_who_is_not_heard_in_time_asks_again_and_then_says_so(ranks, tmp_p
     lose_answers_to_calls(monkeypatch)
     with pytest.raises(WeightsError, match=r"in 3 rounds: \['rank 0 did not hear of this receiver within 1\.0 s', .*"):
         await receive_weights(offered, tmp_path / "r", timeout_s=30.0)
+
+
+async def test_a_rank_that_no_longer_holds_a_version_ends_its_round_at_once(ranks, tmp_path):
+    """Receivers waited for the round's deadline, a minute, before they could ask for a newer version."""
+    offered, began = offered_by(ranks, 1, tmp_path), time.monotonic()
+    del ranks[1]["sender"]._parts[1]
+    with pytest.raises(WeightsError, match=r"in 3 rounds: \['round 1 of weights is over', 'round 2"):
+        await receive_weights(offered, tmp_path / "r", timeout_s=30.0)
+    assert time.monotonic() - began < 15.0
 
 
 async def test_bytes_that_change_on_the_way_are_never_received(ranks, tmp_path):

@@ -116,6 +116,28 @@ async def test_weights_that_have_left_without_newer_ones_end_the_loop_by_name(ma
     assert buffer.held == set()
 
 
+async def test_a_learner_that_starts_again_for_longer_than_a_load_may_take_costs_no_worker(make_buffer, monkeypatch):
+    buffer = make_buffer(0, groups_per_step=1, max_lag=4)
+    await buffer.advance()
+    asked: asyncio.Queue[int] = asyncio.Queue()
+    next_offer = buffer.next_offer
+
+    async def noted(after):
+        asked.put_nowait(after)
+        return await next_offer(after)
+
+    monkeypatch.setattr(buffer, "next_offer", noted)
+    async with running_loop(buffer, stage=first_is_gone, load_timeout_s=0.2) as (_, engine, run):
+        await buffer.offer(bare_offer(1))
+        assert [await asked.get(), await asked.get()] == [0, 1]
+        await buffer.withdraw_offers()
+        assert await asyncio.wait_for(asked.get(), 5) == 0, "the deadline has passed: is the removed one still offered?"
+        assert (engine.version, run.done()) == (0, False)
+        await buffer.advance()
+        await buffer.offer(bare_offer(2))
+        assert (await buffer.served(0, 1))[0] == 2
+
+
 async def test_a_version_that_could_not_be_published_ends_the_loop_by_name(make_buffer):
     buffer = make_buffer(2)
     async with running_loop(buffer, writes(200, 0.1)) as (_, _, run):

@@ -319,7 +319,7 @@ class NetworkLearner(Learner):
 
         async def noted(this, address):
             self.deltas_sent.append(this.is_delta)
-            await send(this, address)
+            return await send(this, address)
 
         self.sender._send = noted
 

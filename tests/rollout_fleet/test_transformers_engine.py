@@ -21,9 +21,11 @@ from learner.lora import is_adapter
 from learner.packed_model import PackedModel
 from learner.roles import ACTOR
 from learner.weights import WeightPublisher
-from rollout_fleet.config import EngineDevice, RolloutFleetConfig, TransformersConfig
+from rollout_fleet.config import EngineDevice, RolloutFleetConfig, SamplingConfig, TransformersConfig
+from rollout_fleet.engines.engine import SampleRequest
+from rollout_fleet.engines.model_files import ModelFacts
 from rollout_fleet.engines.transformers import TransformersEngine
-from rollout_fleet.engines.transformers_model import StepRecorder
+from rollout_fleet.engines.transformers_model import GenerationModel, StepRecorder
 from tests.support.engine_probes import (
     answer,
     assert_continues,
@@ -33,6 +35,7 @@ from tests.support.engine_probes import (
     requests_of,
 )
 from tests.support.offers import bare_offer
+from tests.support.tiny_models import VOCABULARY, save_tiny_model
 from tests.support.whole_weights import save_whole
 
 pytestmark = pytest.mark.timeout(60)
@@ -70,6 +73,45 @@ async def test_logprobs_equal_a_forward_pass_under_the_sampling_temperature(star
     for request, sample in zip(requests, await answer(engine, requests), strict=True):
         expected = forward_logprobs(model_path, request, sample)
         np.testing.assert_allclose(sample.logprobs, expected, atol=1e-5)
+
+
+def model_of(family: str, folder: Path) -> tuple[str, GenerationModel]:
+    path = save_tiny_model(folder, family, initializer_range=0.3)
+    facts = ModelFacts(vocab_size=VOCABULARY, eos_ids=(), pad_id=0)
+    model = GenerationModel(path, facts=facts, dtype="float32", device="cpu", seed=0)
+    model.load()
+    return path, model
+
+
+@pytest.mark.parametrize(
+    ("family", "is_shared", "may_pad"),
+    [
+        ("qwen3", True, True),
+        ("gemma3_text", True, True),  # a window of fewer tokens than a prompt has
+        ("gpt2", True, True),  # learned positions
+        ("deepseek_v3", True, True),
+        ("lfm2", False, True),  # a convolution's state
+        ("llama4_text", True, False),  # chunks of positions
+    ],
+)
+def test_equal_prompts_of_a_batch_are_read_once_and_no_log_prob_changes(tmp_path, family, is_shared, may_pad):
+    path, model = model_of(family, tmp_path)
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(1, VOCABULARY, length).astype(np.int32) for length in (2, 9, 14, 14)]
+    requests = [
+        SampleRequest(id=str(row), prompt_ids=prompts[row % 4], sampling=SamplingConfig(max_new_tokens=8))
+        for row in range(12)
+    ]
+    samples = model.generate(requests, [threading.Event() for _ in requests], 0)
+    for request, sample in zip(requests, samples, strict=True):
+        np.testing.assert_allclose(sample.logprobs, forward_logprobs(path, request, sample), atol=1e-4)
+    assert (model._shares_prompts, model._may_pad) == (is_shared, may_pad)
+    assert len({tuple(sample.token_ids.tolist()) for sample in samples}) > 9, "samples of one prompt are their own"
+
+
+def test_a_model_whose_generated_log_probs_are_not_those_of_its_forward_pass_is_refused_by_name(tmp_path):
+    with pytest.raises(EngineError, match="what RwkvForCausalLM generates has other log-probs than its forward pass"):
+        model_of("rwkv", tmp_path)
 
 
 async def test_after_a_load_tokens_carry_the_new_version_and_its_logprobs(start, publish):

@@ -56,8 +56,8 @@ async def test_a_worker_rolls_out_across_weight_loads_and_every_token_is_account
         await buffer.stored(8 * version)
         await buffer.commit()
         await buffer.offer(publish_weights(model_path, tmp_path, version))
+        assert (await buffer.served(version - 1, 1))[0] == version, "one that has not begun to load it may skip it"
     await buffer.stored(24)
-    assert (await buffer.served(1, 1))[0] == 2
     counters = await worker.stop()
     assert await run == counters
     assert buffer.closed

@@ -209,6 +209,17 @@ def test_the_liveness_check_reports_a_death_once(cluster):
     group.shutdown()
 
 
+@pytest.mark.parametrize("rank", [0, 1], ids=["on this node", "on another"])
+async def test_a_worker_that_dies_while_nobody_calls_it_is_named(rank, cluster):
+    group = group_on(pool_of(1, 1, num_cpus=7.0), name_prefix="idle")
+    assert [address for *_, address in group.place()] == [HEAD_ADDRESS, SECOND_ADDRESS]
+    death = asyncio.create_task(group.death())
+    await asyncio.sleep(0)
+    ray.kill(group.workers[rank])
+    assert f"'idle', rank {rank}" in str(await asyncio.wait_for(death, 30))
+    group.shutdown()
+
+
 def test_a_watch_can_be_ended_and_begun_again(cluster):
     group = group_on(pool_of(1), name_prefix="watched again")
     told = threading.Event()

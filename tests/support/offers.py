@@ -37,6 +37,11 @@ class OffersInMemory:
         await self._notify()
         return self.log.oldest()
 
+    async def withdraw_offers(self) -> None:
+        """The learner starts again: what it offered is not shown any more."""
+        self.log = OfferLog()
+        await self._notify()
+
     async def publish_failed(self, reason: str) -> None:
         self.log.failure = reason
         await self._notify()
