@@ -87,8 +87,8 @@ def group_on(pool, **options):
 
 @pytest.fixture(scope="module")
 def two_nodes(cluster):
-    """Four CPUs for each process, so that one pair fits on each node."""
-    group = group_on(pool_of(2, 2, num_cpus=4.0), name_prefix="two")
+    """So many CPUs for each process that one pair fits on each node, beside a little."""
+    group = group_on(pool_of(2, 2, num_cpus=3.5), name_prefix="two")
     yield group
     group.shutdown()
 
@@ -211,7 +211,7 @@ def test_the_liveness_check_reports_a_death_once(cluster):
 
 @pytest.mark.parametrize("rank", [0, 1], ids=["on this node", "on another"])
 async def test_a_worker_that_dies_while_nobody_calls_it_is_named(rank, cluster):
-    group = group_on(pool_of(1, 1, num_cpus=7.0), name_prefix="idle")
+    group = group_on(pool_of(1, 1, apart=True), name_prefix="idle")
     assert [address for *_, address in group.place()] == [HEAD_ADDRESS, SECOND_ADDRESS]
     death = asyncio.create_task(group.death())
     await asyncio.sleep(0)
