@@ -29,6 +29,9 @@ SCORE_HEAD = "score"
 _CHANGES_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 """Options of model families whose logits are more than a linear map of the last hidden state."""
 
+_ADDS_TOKENS = frozenset({"cpmant"})
+"""Types of models whose forward pass puts tokens of its own before a sequence, which a backbone alone does not."""
+
 _RANDOM_WHILE_TRAINING = re.compile(r"drop|pdrop|jitter", re.IGNORECASE)
 """Names of numbers in modules of transformers that say how much is left out, or added as noise, while training."""
 
@@ -41,6 +44,11 @@ def load_causal_lm(model_path: str, dtype: torch.dtype, *, on_meta: bool = False
     """
     _check_path(model_path)
     config = AutoConfig.from_pretrained(model_path)
+    if config.model_type in _ADDS_TOKENS:
+        raise ValueError(
+            f"{model_path!r} is of type {config.model_type}, whose forward pass adds tokens of its own to every "
+            "sequence, which the learner does not compute; use another model"
+        )
     for name in _CHANGES_LOGITS:
         if getattr(config, name, None) not in (None, 1, 1.0):
             raise ValueError(f"{model_path!r} sets {name}={getattr(config, name)}, which the learner does not compute")

@@ -2,14 +2,16 @@
 
 import functools
 import os
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from learner.config import AlgorithmConfig, Device, LearnerConfig, OptimizerConfig
+from learner.pretrained import load_causal_lm
 from learner.trainer import Trainer
 from tests.support.policy_step import policy_step
 from tests.support.ranks import run_on_ranks
@@ -97,6 +99,12 @@ def assert_equal_to_the_plain_loop(path: str, ranks: list, dp: int, sp: int) -> 
 @pytest.mark.parametrize("family", TRAINED_FAMILIES)
 def test_one_process_equals_the_plain_loop(family: str, paths: dict[str, str]) -> None:
     assert_equal_to_the_plain_loop(paths[family], [packed(paths[family], 1, 1)], 1, 1)
+
+
+def test_a_model_that_adds_tokens_of_its_own_to_a_sequence_is_refused_by_name(tmp_path: Path) -> None:
+    AutoConfig.for_model("cpmant", num_hidden_layers=1).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="is of type cpmant, whose forward pass adds tokens of its own"):
+        load_causal_lm(str(tmp_path), torch.float32)
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "lfm2"])
