@@ -28,7 +28,7 @@ def read_samples(files: Sequence[Path]) -> list[Sample]:
     """The rows of sample files, in the files' order."""
     import pyarrow.parquet as pq
 
-    return [row for file in files for row in pq.read_table(file).to_pylist()]
+    return [row for file in files for row in pq.ParquetFile(file).read(use_threads=False).to_pylist()]
 
 
 class NewSamples:

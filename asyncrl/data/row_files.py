@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -121,10 +120,11 @@ def _absence(file: Path) -> str:
 
 def _read_parquet(path: str, content: bytes, keys: Iterable[str], section: str) -> Rows:
     try:
-        file = pq.ParquetFile(io.BytesIO(content))
+        file = pq.ParquetFile(pa.BufferReader(content))
         names = file.schema_arrow.names
         columns = [_parquet_column(path, key, names, section) for key in keys]
-        values = file.read(columns=sorted(set(columns))).to_pylist()
+        # Arrow's threads, where it starts any, now and then abort a process that ends soon after.
+        values = file.read(columns=sorted(set(columns)), use_threads=False).to_pylist()
     except pa.ArrowException as error:
         raise ValueError(f"{path}: not a readable parquet file ({error}); write it again") from error
     return Rows(path=path, unit="row", numbers=range(len(values)), values=values, digest=_digest(content))

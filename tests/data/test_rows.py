@@ -1,5 +1,7 @@
 import datetime
 import json
+import subprocess
+import sys
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -145,3 +147,16 @@ def test_an_integer_beyond_64_bits_is_refused_and_the_largest_is_not(tmp_path):
     assert rows.serializable_column("x") == [2**64 - 1]
     with pytest.raises(ValueError, match="write it as a string"):
         rows.serializable_column("y")
+
+
+def test_reading_starts_no_thread_that_may_abort_a_process_which_ends_soon(tmp_path):
+    write_parquet(tmp_path / "a.parquet", x=["1"] * 10)
+    script = (
+        "import os, sys\n"
+        "from asyncrl.data.row_files import read_rows\n"
+        "before = len(os.listdir('/proc/self/task'))\n"
+        "read_rows(sys.argv[1], ['x'])\n"
+        "print(len(os.listdir('/proc/self/task')) - before)\n"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path / "a.parquet")]
+    assert subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.strip() == "0"
