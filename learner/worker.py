@@ -38,8 +38,6 @@ from .trajectory_log import LEARNER_LOGPROBS, TokenLogOptions, TrajectoryLog
 from .types import RankBatch, SampleKey, TokenSequence, group_sequences
 
 if TYPE_CHECKING:
-    from asyncrl.protocol.collective import CollectiveOptions
-
     from .checkpoint import ShardedCheckpointer
     from .lent_weights import LendOptions
     from .packed_model import PackedModel

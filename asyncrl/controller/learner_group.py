@@ -36,7 +36,6 @@ from learner.types import RankBatch
 from learner.verl_api import ActorWorker, CriticWorker, ReferenceWorker, RewardModelWorker
 
 if TYPE_CHECKING:
-    from asyncrl.protocol.collective import CollectiveOptions
     from learner.lent_weights import LendOptions
 
 T = TypeVar("T")
@@ -402,8 +401,6 @@ def _collective_options(config: RunConfig) -> CollectiveOptions | None:
     """How the ranks send weights over the network; None with another transport."""
     if config.weights.transport is not Transport.collective:
         return None
-    from asyncrl.protocol.collective import CollectiveOptions  # needs torch, as little else in the controller
-
     fleet, into_engines = config.rollout_fleet, config.weights.collective_into is CollectiveInto.engine
     own_gpus = config.learner.device == fleet.device == "cuda" and not config.placement.colocated
     return CollectiveOptions(
@@ -421,7 +418,7 @@ def _lend_options(config: RunConfig) -> LendOptions | None:
     """How the ranks lend the memory that holds their weights; None with another transport."""
     if config.weights.transport is not Transport.tensor:
         return None
-    from learner.lent_weights import LendOptions  # as above
+    from learner.lent_weights import LendOptions  # needs torch, as little else in the controller
 
     num_buffers = 3 if config.evaluation.every_steps else 2  # engines that evaluate may still load the oldest
     return LendOptions(num_buffers=num_buffers, timeout_s=config.rollout_fleet.load_timeout_s)

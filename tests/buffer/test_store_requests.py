@@ -198,6 +198,18 @@ async def test_a_payload_that_its_store_lost_before_the_ledger_heard_of_it_is_se
         assert (await of.control.stats()).tokens_dropped == {}
 
 
+def late(reconcile, asked: asyncio.Event, reported: asyncio.Event):
+    """What a store says it lacks, held up on its way until a put was reported."""
+
+    async def answer(*arguments) -> list[int]:
+        missing = await reconcile(*arguments)
+        asked.set()
+        await reported.wait()
+        return missing
+
+    return answer
+
+
 async def test_a_payload_that_comes_while_its_store_says_what_it_holds_is_not_taken_for_lost(monkeypatch):
     """A ledger that was started again asks stores while workers, who do not know of it, go on with their puts."""
     async with hosts("a") as of:
@@ -205,21 +217,14 @@ async def test_a_payload_that_comes_while_its_store_says_what_it_holds_is_not_ta
         await of.control.enqueue([prompt(0)])
         [lease] = await a.lease(0, 1)
         server = of.run.server
-        reconcile, put_reserved = server._links.reconcile, a._put_reserved
-        asked, reported = asyncio.Event(), asyncio.Event()
-
-        async def answer_late(*arguments) -> list[int]:
-            missing = await reconcile(*arguments)
-            asked.set()
-            await reported.wait()
-            return missing
+        asked, reported, put_reserved = asyncio.Event(), asyncio.Event(), a._put_reserved
 
         async def send_when_asked(link, name, *arguments):
             if name == "put_payload":
                 await asked.wait()
             return await put_reserved(link, name, *arguments)
 
-        monkeypatch.setattr(server._links, "reconcile", answer_late)
+        monkeypatch.setattr(server._links, "reconcile", late(server._links.reconcile, asked, reported))
         monkeypatch.setattr(a, "_put_reserved", send_when_asked)
         putting = asyncio.ensure_future(a.put(rollout(lease)))
         while not server._service.ledger.is_reserved(0, 0):
@@ -239,21 +244,14 @@ async def test_a_payload_that_was_lost_while_its_put_was_told_is_found_missing(m
         await of.control.enqueue([prompt(0)])
         [lease] = await a.lease(0, 1)
         server = of.run.server
-        reconcile, report = server._links.reconcile, a._report
-        asked, reported = asyncio.Event(), asyncio.Event()
-
-        async def answer_late(*arguments) -> list[int]:
-            missing = await reconcile(*arguments)
-            asked.set()
-            await reported.wait()
-            return missing
+        asked, reported, report = asyncio.Event(), asyncio.Event(), a._report
 
         async def report_when_the_store_was_asked(*arguments) -> None:
             of.held_by("a").clear()
             await asked.wait()
             await report(*arguments)
 
-        monkeypatch.setattr(server._links, "reconcile", answer_late)
+        monkeypatch.setattr(server._links, "reconcile", late(server._links.reconcile, asked, reported))
         monkeypatch.setattr(a, "_report", report_when_the_store_was_asked)
         putting = asyncio.ensure_future(a.put(rollout(lease)))
         while of.held_by("a") or not server._service.ledger.is_reserved(0, 0):
