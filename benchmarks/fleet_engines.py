@@ -22,11 +22,11 @@ from typing import Any
 import aiohttp
 import numpy as np
 import psutil
-from transformers import AutoModelForCausalLM, Qwen3Config
 
 from asyncrl.protocol.manifest import describe_model
 from asyncrl.protocol.types import Prompt
 from benchmarks.fleet_scripted import running_loop
+from benchmarks.random_models import save_random_qwen3
 from buffer import BufferClient, BufferConfig, BufferProcess
 from rollout_fleet.config import EngineDevice, RolloutFleetConfig, SamplingConfig, SGLangConfig
 from rollout_fleet.engine_supervisor import EngineSupervisor
@@ -48,21 +48,9 @@ _VOCABULARY = 1000
 
 def save_model(directory: Path) -> str:
     """A random Qwen3 of 4 layers and 5 million parameters, which seldom ends a response by itself."""
-    config = Qwen3Config(
-        vocab_size=_VOCABULARY,
-        hidden_size=256,
-        intermediate_size=768,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        tie_word_embeddings=True,
-        eos_token_id=1,
-        bos_token_id=2,
-        pad_token_id=0,
-    )
-    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
-    return str(directory)
+    ids = {"eos_token_id": 1, "bos_token_id": 2, "pad_token_id": 0}
+    shape = {"layers": 4, "hidden": 256, "mlp": 768, "heads": 4, "head_dim": 64, "vocab_size": _VOCABULARY}
+    return save_random_qwen3(directory, **shape, **ids)
 
 
 class _PinnedEngine(SGLangEngine):

@@ -18,9 +18,10 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import AutoModelForCausalLM
 
 from asyncrl.protocol.types import GroupSummary, Plan
+from benchmarks.random_models import save_random_qwen3
 from benchmarks.report import Target, print_report
 from learner.advantages import generalized_advantages
 from learner.attention import ATTENTION_NAME, packed_layout
@@ -40,18 +41,7 @@ VOCABULARY, CLIP, LR = 20, 0.2, 1e-4
 
 def save_model(directory: str) -> str:
     """The quickstart's policy: 76 thousand parameters."""
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        tie_word_embeddings=True,
-    )
-    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
-    return directory
+    return save_random_qwen3(directory, layers=2, hidden=64, mlp=128, heads=4, head_dim=16, vocab_size=VOCABULARY)
 
 
 def sequences_of(prompt_lengths: Sequence[int], response_lengths: Sequence[int]) -> list[TokenSequence]:

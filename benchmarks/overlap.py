@@ -1,11 +1,17 @@
 """How well generation and training overlap: the same work at several ``buffer.max_lag``, against each pool alone.
 
-``python -m benchmarks.overlap`` trains the quickstart's policy, from random weights and with neither warm start nor
+``python -m benchmarks.overlap`` trains a random policy on the quickstart's prompts, with neither warm start nor
 evaluation, at ``buffer.max_lag`` 0, 1, 2 and 4, each run in processes of its own, with the engine and the learner rank
 pinned to a core each; first with the engine in process, then with SGLang (figures that end in ``_sglang``), whose
 server's processes share the engine's core. What each pool takes alone is measured where the two really take turns: in
 the run at max_lag 0 the engine generates while the rank stands still, and the other way round. The ideal step is the
-longer of the two.
+longer of the two. It includes what the last samples of a batch take, which later batches fill where they may overlap,
+so that an efficiency can exceed 1.
+
+The work of a step is chosen so that each pool takes some tenths of a second for it (`Work`). The quickstart's own
+steps (``--work quickstart``) take less than a tenth: there the controller, the buffer and the messages of 256 short
+samples take a seventh of the two cores. A machine's speed drifts by more than the figures' distance from their
+bounds: the runs are made in rounds, each of which compares its own, and medians of the rounds count.
 
 The recorder's cost is measured apart, since it is far below what two runs differ by: the seconds that one record costs
 its process, the writing thread's included, times the records per step of the process that notes most.
@@ -20,16 +26,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgpack
+from transformers import AutoTokenizer
 
+from asyncrl.cli.quickstart import make_assets
 from asyncrl.profile.attribution import Attribution
 from asyncrl.profile.overlap import OverlapReport
 from asyncrl.profile.trace import FOLDER, Span, StepWindow, Trace
 from asyncrl.protocol.record import GroupEvent, LevelName, Pool, Recorder, SpanKind
+from benchmarks.random_models import save_random_qwen3
 from benchmarks.report import Target, print_report
 
 LAGS = (0, 1, 2, 4)
@@ -40,6 +49,42 @@ NUM_WARM_UP = 5
 NUM_RECORDS = 50_000
 _RUN_TIMEOUT_S = 600
 _LOOK_EVERY_S = 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What a step generates and trains on, with a random Qwen3 of two layers.
+
+    Attributes:
+        groups: Prompts of a step, of 8 samples each; so many are in flight.
+        new_tokens: Longest response. Few end earlier: the end is one of `VOCABULARY` tokens that are about as likely.
+    """
+
+    groups: int
+    new_tokens: int
+
+    def overrides(self, folder: Path) -> list[str]:
+        """Make model and data in a folder; returns the options that name them."""
+        assets = make_assets(folder / "assets", seed=0)
+        tokenizer = AutoTokenizer.from_pretrained(assets.model)
+        ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+        shape = {"layers": 2, "hidden": 64, "mlp": 128, "heads": 4, "head_dim": 16, "vocab_size": VOCABULARY}
+        model = save_random_qwen3(folder / "model", **shape, **ids)
+        tokenizer.save_pretrained(model)
+        return [
+            "quickstart=false",
+            f"model.path={model}",
+            f"data.train_files=[{assets.train}]",
+            f"data.eval_files=[{assets.held_out}]",
+            f"algorithm.groups_per_step={self.groups}",
+            f"rollout_fleet.groups_in_flight={self.groups}",
+            f"rollout_fleet.sampling.max_new_tokens={self.new_tokens}",
+        ]
+
+
+VOCABULARY = 256
+WORKS = {"transformers": Work(groups=32, new_tokens=32), "sglang": Work(groups=8, new_tokens=64)}
+"""Of each engine."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,45 +134,69 @@ class Measurement:
 def main() -> int:
     """Measure, print, and return 0 if every target is met."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=30, help="learner steps of each run")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each; medians of the rounds count")
     parser.add_argument("--engine", choices=ENGINES, help="only this one")
     parser.add_argument("--lags", type=int, nargs="+", default=LAGS, help="0 must be among them")
+    parser.add_argument("--work", choices=("long", "quickstart"), default="long", help="what a step is")
     parser.add_argument("--keep", type=Path, help="keep the runs in this directory")
     parser.add_argument("overrides", nargs="*", help="options of every run, such as weights.publish_every=2")
     args = parser.parse_args()
     engines = [args.engine] if args.engine else list(ENGINES)
     with tempfile.TemporaryDirectory(prefix="overlap-") as scratch:
         folder = args.keep or Path(scratch)
-        runs = {
-            engine: {lag: _measured(folder / f"{engine}-lag{lag}", lag, engine, args) for lag in args.lags}
-            for engine in engines
+        rounds = {engine: _rounds(folder / engine, engine, args) for engine in engines}
+        return _report(rounds, record_s=seconds_per_record(folder))
+
+
+def _rounds(folder: Path, engine: str, args: argparse.Namespace) -> list[dict[int, Measurement]]:
+    """The runs of an engine: by round, and in it by max_lag."""
+    work = [] if args.work == "quickstart" else WORKS[engine].overrides(folder / "work")
+    options = [f"total_steps={args.steps}", *work, *args.overrides]
+    return [
+        {
+            lag: _measured(folder / f"lag{lag}-{number}", f"buffer.max_lag={lag}", *options, engine=engine)
+            for lag in args.lags
         }
-        return _report(runs, record_s=seconds_per_record(folder))
+        for number in range(args.rounds)
+    ]
 
 
-def _report(runs: dict[str, dict[int, Measurement]], *, record_s: float) -> int:
+def _report(rounds: dict[str, list[dict[int, Measurement]]], *, record_s: float) -> int:
     rows: dict[str, str] = {}
     figures: dict[str, float | None] = {}
     targets = {"recorder_cost": Target(at_most=0.01), "attribution_error_ns": Target(at_most=0)}
-    for engine, by_lag in runs.items():
-        learner_s, fleet_s = by_lag[0].learner_alone_s(), by_lag[0].fleet_alone_s()
-        rows[f"{engine}: alone"] = f"learner {learner_s:.3f}, fleet {fleet_s:.3f} s per step"
-        for lag, run in by_lag.items():
-            rows[f"{engine}: max_lag {lag}"] = f"{run.step_s:.3f} s per step; {_in_the_way(run)}"
+    for engine, runs in rounds.items():
+        learner = [by_lag[0].learner_alone_s() for by_lag in runs]
+        fleet = [by_lag[0].fleet_alone_s() for by_lag in runs]
+        rows[f"{engine}: alone"] = f"learner {_list(learner)}, fleet {_list(fleet)} s per step"
+        ideal = [max(pair) for pair in zip(learner, fleet, strict=True)]
+        for lag in runs[0]:
+            steps = [by_lag[lag].step_s for by_lag in runs]
+            rows[f"{engine}: max_lag {lag}"] = f"{_list(steps)} s per step; {_in_the_way(runs[-1][lag])}"
             if lag:
-                figures[f"efficiency_lag{lag}{ENGINES[engine]}"] = max(learner_s, fleet_s) / run.step_s
-        if 2 in by_lag:
-            figures[f"speedup_lag2{ENGINES[engine]}"] = by_lag[0].step_s / by_lag[2].step_s
+                figures[f"efficiency_lag{lag}{ENGINES[engine]}"] = _median_ratio(ideal, steps)
+            if lag == 2:
+                alone = [by_lag[0].step_s for by_lag in runs]
+                figures[f"speedup_lag2{ENGINES[engine]}"] = _median_ratio(alone, steps)
         targets[f"efficiency_lag1{ENGINES[engine]}"] = Target(at_least=0.90)
         targets[f"efficiency_lag2{ENGINES[engine]}"] = Target(at_least=0.95)
-    measured = [run for by_lag in runs.values() for run in by_lag.values()]
+    measured = [run for runs in rounds.values() for by_lag in runs for run in by_lag.values()]
     per_step = max(_records_per_step(run) for run in measured)
     rows["records"] = f"{per_step:.0f} per step, {record_s * 1e6:.1f} us each"
     figures["recorder_cost"] = max(_records_per_step(run) * record_s / run.step_s for run in measured)
     figures["attribution_error_ns"] = float(sum(run.attribution_error_ns() for run in measured))
     title = "overlap of generation and training, a core each"
-    baseline = "the slower pool alone, in the run at max_lag 0"
+    baseline = "the slower pool alone, in the same round's run at max_lag 0"
     return 0 if print_report(title, rows, figures, targets, baseline=baseline) else 1
+
+
+def _median_ratio(values: Sequence[float], others: Sequence[float]) -> float:
+    return statistics.median(value / other for value, other in zip(values, others, strict=True))
+
+
+def _list(values: Sequence[float]) -> str:
+    return " ".join(f"{value:.3f}" for value in values)
 
 
 def _in_the_way(run: Measurement) -> str:
@@ -140,8 +209,7 @@ def _in_the_way(run: Measurement) -> str:
     return "; ".join(parts)
 
 
-def _measured(folder: Path, lag: int, engine: str, args: argparse.Namespace) -> Measurement:
-    overrides = (f"buffer.max_lag={lag}", f"total_steps={args.steps}", *args.overrides)
+def _measured(folder: Path, *overrides: str, engine: str) -> Measurement:
     trace = Trace.load(train_pinned(folder, *overrides, engine=engine))
     return Measurement(trace=trace, steps=tuple(step for step in trace.steps[NUM_WARM_UP:] if not step.is_open))
 

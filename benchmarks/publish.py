@@ -18,12 +18,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM, Qwen3Config
 
 from asyncrl.protocol.manifest import describe_model
 from benchmarks import publish_collective, publish_delta
 from benchmarks.publish_log import measure_log
 from benchmarks.publish_steps import NUM_RANKS, measure_steps, run_ranks
+from benchmarks.random_models import save_random_qwen3
 from benchmarks.report import Target, print_report
 from learner.config import Device, LearnerConfig
 from learner.fsdp import local_tensor
@@ -54,21 +54,8 @@ BASELINE = (
 
 def save_model(directory: Path) -> str:
     """A random Qwen3 of 85 million parameters, in float32."""
-    config = Qwen3Config(
-        vocab_size=32000,
-        hidden_size=1024,
-        intermediate_size=3072,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=128,
-        tie_word_embeddings=True,
-        eos_token_id=1,
-        bos_token_id=2,
-        pad_token_id=0,
-    )
-    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
-    return str(directory)
+    ids = {"eos_token_id": 1, "bos_token_id": 2, "pad_token_id": 0}
+    return save_random_qwen3(directory, layers=4, hidden=1024, mlp=3072, heads=8, head_dim=128, vocab_size=32000, **ids)
 
 
 def rank_main(model_path: str, folders: list[str]) -> None:
