@@ -64,8 +64,8 @@ class Outcome:
 class Contest:
     """The competitors on one seed, from one warm start."""
 
-    def __init__(self, seed: int, output_dir: Path, *, total_steps: int, eval_every: int, threads: int) -> None:
-        self._overrides = [f"seed={seed}", f"output_dir={output_dir}", f"total_steps={total_steps}"]
+    def __init__(self, seed: int, output_dir: Path, *overrides: str, eval_every: int, threads: int) -> None:
+        self._overrides = [f"seed={seed}", f"output_dir={output_dir}", *overrides]
         self._config = with_quickstart_assets(compose_run(self._overrides))
         self._eval_every = eval_every
         self._threads = threads
@@ -146,6 +146,7 @@ def main() -> int:
     parser.add_argument("--total-steps", type=int, default=300, help="learner steps of each training")
     parser.add_argument("--eval-every", type=int, default=5, help="steps between evaluations")
     parser.add_argument("--threads", type=int, default=2, help="torch threads of TRL")
+    parser.add_argument("overrides", nargs="*", help="options of all, such as learner.optimizer.lr=5.0e-4")
     options = parser.parse_args()
     outcomes: dict[str, list[Outcome]] = {"asyncrl": [], "asyncrl, max_lag=0": [], "TRL": []}
     with tempfile.TemporaryDirectory(prefix="asyncrl-bench-") as folder:
@@ -153,7 +154,8 @@ def main() -> int:
             contest = Contest(
                 seed,
                 Path(folder),
-                total_steps=options.total_steps,
+                f"total_steps={options.total_steps}",
+                *options.overrides,
                 eval_every=options.eval_every,
                 threads=options.threads,
             )
