@@ -4,10 +4,13 @@ import json
 from dataclasses import replace
 
 import pytest
+from transformers import AutoConfig, AutoTokenizer
 
+from asyncrl.cli.compose import compose_run
 from asyncrl.profile.scenario import EngineModel, Scenario
 from asyncrl.profile.simulator import simulate
 from benchmarks import scale
+from benchmarks.overlap import WORKS
 from benchmarks.plan import CASES
 from benchmarks.published_tables import LAGS, fit, lag_scenario, spread_of, verl_scenario
 
@@ -44,3 +47,14 @@ def test_a_small_system_is_simulated_and_its_first_limit_named(capsys):
     assert "saturates first    store" in page or "saturates first    publish" in page
     figures = json.loads(page.splitlines()[-1])["figures"]
     assert 0 < figures["ledger_share"] < 0.1
+
+
+@pytest.mark.parametrize("engine", WORKS)
+def test_the_work_of_a_step_is_generated_and_trained_whole(engine, tmp_path):
+    config = compose_run([f"output_dir={tmp_path}", *WORKS[engine].overrides(tmp_path)])
+    model, tokenizer = AutoConfig.from_pretrained(config.model.path), AutoTokenizer.from_pretrained(config.model.path)
+    longest = config.data.max_prompt_tokens + config.rollout_fleet.sampling.max_new_tokens
+    assert longest <= model.max_position_embeddings
+    assert len(tokenizer) <= model.vocab_size
+    assert config.rollout_fleet.groups_in_flight == config.algorithm.groups_per_step
+    assert not config.quickstart
