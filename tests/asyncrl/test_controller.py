@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -291,6 +292,27 @@ async def test_a_record_carries_the_batchs_numbers():
     assert record.learner_tokens_per_s == pytest.approx(10 / 0.5, rel=1e-3)
     assert record.flat()["learner.loss"] == 0.25
     assert record.flat()["learner.critic.value_loss"] == 0.5
+
+
+class BufferOfShortGroups(ScriptedBuffer):
+    """A whole group of four samples in each batch; beside it one that lost a sample, at odd versions two."""
+
+    async def plan(self, version):
+        [whole] = (await super().plan(version)).groups
+        whole = replace(whole, response_lengths=(1, 2, 3, 4), rewards=(0.0, 1.0, 0.0, 1.0))
+        lengths = (4, 6) if version % 2 else (2, 3, 5)
+        short = replace(whole, group_id=version + 100, response_lengths=lengths, rewards=(1.0,) * len(lengths))
+        return Plan(version=version, groups=[whole, short])
+
+
+async def test_samples_that_their_groups_lost_show_in_the_mean_number_of_samples_per_group():
+    buffer = BufferOfShortGroups()
+    controller, _, fleet, records = make_controller(buffer=buffer, steps=3)
+    await train(controller, fleet)
+    fleet.tokens_generated = 3 * TOKENS_PER_STEP
+    assert [record.samples_per_group for record in records] == [3.5, 3.0, 3.5]
+    assert records[0].reward == pytest.approx(5 / 7), "the mean over samples, not over groups"
+    assert (await controller.account()).samples_per_group == pytest.approx((7 + 6 + 7) / 6)
 
 
 @pytest.mark.parametrize(("publish_every", "first"), [(1, 3), (2, 4)])

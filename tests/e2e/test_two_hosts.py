@@ -89,6 +89,9 @@ def test_a_run_goes_on_when_parts_of_the_other_host_die_and_its_link_is_cut(on_t
         if back:
             run.wait_for_line(back, timeout_s=300)
             print(f"{part} of the other host is back after {time.monotonic() - began_s:.1f} s")  # noqa: T201
+    for pid in run.pids("buffer.server --groups-per-step 8"):
+        os.kill(pid, signal.SIGKILL)
+    goes_on(run, "the buffer died alone")
     stores = run.pids("--store ")
     assert len(stores) == 2
     for pid in (*run.pids("buffer.server --groups-per-step 8"), *stores):
@@ -108,6 +111,12 @@ def test_a_run_goes_on_when_parts_of_the_other_host_die_and_its_link_is_cut(on_t
     tokens = summary["tokens"]
     assert tokens["generated"] == sum(tokens[name] for name in ("trained", "dropped", "buffered", "in_flight"))
     assert summary["policy_version"] == FAULTY_STEPS
+    assert summary["restarts"]["buffer"] == 2
+    records = [json.loads(line) for line in (out / transport / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == list(range(FAULTY_STEPS))
+    versions = [record["engine_version"] for record in records]
+    assert versions == sorted(versions)
+    assert summary["max_lag"]["realised"] <= summary["max_lag"]["bound"]
     assert left_of(run.mark) == []
 
 
