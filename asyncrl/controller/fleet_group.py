@@ -30,7 +30,7 @@ from asyncrl.controller.host_stores import client_on_this_node
 from asyncrl.controller.run_folder import RunPaths
 from asyncrl.protocol.errors import EngineLost, MembershipRefused
 from asyncrl.protocol.ports import FleetCounts
-from asyncrl.protocol.remote import within
+from asyncrl.protocol.remote import raised_in_worker, within
 from asyncrl.protocol.types import AnsweredPrompt, Prompt
 from asyncrl.single_controller import RayClassWithInitArgs, RayResourcePool
 from buffer import BufferConnection, BufferRole
@@ -207,7 +207,7 @@ class FleetGroup:
         coming = self._bring_up(ranks, waits=self._config.placement.autoscale, node=node)
         await asyncio.wait(coming)  # engines come though who asked for them goes away
         ended = await asyncio.gather(*coming, return_exceptions=True)
-        failures = [str(end) for end in ended if isinstance(end, BaseException)]
+        failures = [str(raised_in_worker(end)) for end in ended if isinstance(end, BaseException)]
         joined = ", ".join(str(rank) for rank, end in zip(ranks, ended, strict=True) if isinstance(end, str))
         if failures:
             raise MembershipRefused(
@@ -234,7 +234,7 @@ class FleetGroup:
             self._forget(member)
             if isinstance(error, Exception):
                 logger.warning("%s did not join: %s", member.member.name, error)
-                self._say(f"{member.member.name} did not join: {str(error).splitlines()[0]}")
+                self._say(f"{member.member.name} did not join: {str(raised_in_worker(error)).splitlines()[0]}")
             raise
         del self._coming[member.rank]
         self._roster.arrived(member.rank)

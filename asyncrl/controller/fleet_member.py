@@ -25,7 +25,7 @@ from ray.exceptions import RayError, RayTaskError
 from asyncrl.config import RunConfig
 from asyncrl.controller.cluster import finished_in_thread
 from asyncrl.protocol.errors import AsyncRLError, ClusterDiedError, DeadlineError, EngineLost, WorkerDiedError
-from asyncrl.protocol.remote import within
+from asyncrl.protocol.remote import raised_in_worker, within
 from asyncrl.protocol.types import AnsweredPrompt, Prompt
 from rollout_fleet.config import EngineKind
 from rollout_fleet.engine_supervisor import engine_limits
@@ -160,7 +160,7 @@ class FleetMember:
         try:
             found = await self._come_up(node, place_timeout_s)
         except BaseException as error:
-            self.member.fail(str(error))
+            self.member.fail(str(raised_in_worker(error)))
             if isinstance(error, Exception):
                 await self._settle(error)
             await asyncio.to_thread(self._places.close, self.rank)
@@ -178,7 +178,8 @@ class FleetMember:
     async def answer(self, prompts: Sequence[Prompt], *, version: int, num_samples: int) -> list[AnsweredPrompt]:
         """See `RolloutWorker.answer`. Raises `AsyncRLError` if the worker is lost over it."""
         if not await self._is_up():
-            raise EngineLost(f"{self.member.name} is {self.member.state}: {self._failure or 'it cannot answer'}")
+            why = "it cannot answer" if self._failure is None else raised_in_worker(self._failure)
+            raise EngineLost(f"{self.member.name} is {self.member.state}: {why}")
         call = self._call("answer", list(prompts), version, num_samples)
         return await self._while_answering(call, f"rollout worker {self.rank}, which answers held-out prompts")
 
@@ -283,7 +284,7 @@ class FleetMember:
         if self.member.state is MemberState.left:
             return None
         if self._failure is not None:
-            raise EngineLost(f"{self.member.name}: {self._failure}") from self._failure
+            raise EngineLost(f"{self.member.name}: {raised_in_worker(self._failure)}") from self._failure
         return self.member.epoch
 
     async def _tried(self, epoch: int, pending: Awaitable[T]) -> tuple[T] | None:
@@ -319,7 +320,7 @@ class FleetMember:
                 try:
                     await self._replace(error)
                 except Exception as failure:  # noqa: BLE001 - told to whoever waits for this member
-                    self.member.fail(str(failure))
+                    self.member.fail(str(raised_in_worker(failure)))
                     self._failure = failure
                     await self._notify()
 
@@ -340,13 +341,14 @@ class FleetMember:
         failure: Exception | None = error
         while failure is not None:
             is_final = isinstance(failure, EngineLost) and not self._is_in_process
-            member.fault(member.epoch, str(failure), time.monotonic())
+            words = str(raised_in_worker(failure))
+            member.fault(member.epoch, words, time.monotonic())
             await self._notify()
-            self._tell(f"{member.name} has ended, epoch {member.epoch} begins: {failure}")
+            self._tell(f"{member.name} has ended, epoch {member.epoch} begins: {words}")
             await self._settle(failure)
             member.stopped(time.monotonic())
             if is_final:
-                member.fail(str(failure))
+                member.fail(words)
             if member.has_ended:
                 self._failure = failure
                 break

@@ -159,6 +159,13 @@ def translated(error: Exception) -> Exception:
     return error if identity is None else death_of(identity, str(cause))
 
 
+def raised_in_worker(error: BaseException) -> BaseException:
+    """What a worker's method raised, for a message: without Ray's account of where. Any other error as it is."""
+    while isinstance(inside := getattr(error, "cause", None), BaseException):  # of a RayTaskError
+        error = inside
+    return error
+
+
 def death_of(identity: WorkerIdentity, reason: str) -> WorkerDiedError:
     """The error for a worker's death."""
     return WorkerDiedError(f"worker of {identity} died. {reason.strip()}{identity.log_tail()}")

@@ -5,7 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 
 from asyncrl.cli.compose import compose_run
 from asyncrl.controller import fleet_group
@@ -249,6 +249,32 @@ async def test_a_fleet_goes_on_without_a_worker_that_has_failed_for_good_until_t
     with pytest.raises(EngineLost, match=r"0 of 2 rollout engines are left, .*min_engines is 1. .* rank 0 died of"):
         await asyncio.wait_for(run, 10)
     assert (await fleet.drain()).tokens_generated == 140
+
+
+def raised_by_ray(method, error):
+    """An error of a worker's method, as Ray raises it for who called."""
+    account = f"ray::RolloutWorker.{method}() (pid=1)\n  File worker.py, line 1\n{error}"
+    return RayTaskError(method, account, error).as_instanceof_cause()
+
+
+async def test_words_for_people_say_what_a_worker_raised_and_not_where_ray_was(fleet_of):
+    workers = Workers(takes_s=500.0)
+    fleet = fleet_of(workers, TWO, "rollout_fleet.engine=sglang", "rollout_fleet.restarts=0")
+    await fleet.start()
+    run = asyncio.create_task(fleet.run())
+    await asyncio.sleep(10)
+    workers.die(1, raised_by_ray("next_note", EngineLost("sglang-1 died. Last lines of sglang-1.log:\na line")))
+    await asyncio.sleep(10)
+    headline = "rollout worker 1: sglang-1 died. Last lines of sglang-1.log:"
+    assert f"the run goes on with 1 of 2 rollout engines: {headline}" in workers.said
+    workers.die(0, raised_by_ray("next_note", EngineLost("sglang-0 died. Last lines of sglang-0.log:\na line")))
+    with pytest.raises(EngineLost) as caught:
+        await asyncio.wait_for(run, 10)
+    assert str(caught.value) == (
+        "0 of 2 rollout engines are left, rollout_fleet.min_engines is 1. "
+        "rollout worker 0: sglang-0 died. Last lines of sglang-0.log:\na line"
+    )
+    assert not any("ray::" in words for words in workers.said)
 
 
 async def test_an_engine_that_its_worker_gave_up_is_not_tried_by_another_worker(fleet_of):
