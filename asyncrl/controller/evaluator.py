@@ -18,6 +18,7 @@ from typing import Protocol
 from asyncrl.config import RunConfig
 from asyncrl.metrics import Evaluation, evaluation_of
 from asyncrl.protocol.errors import AsyncRLError, WeightsGone
+from asyncrl.protocol.remote import raised_in_worker
 from asyncrl.protocol.types import AnsweredPrompt, Prompt
 
 logger = logging.getLogger(__name__)
@@ -172,7 +173,7 @@ class _Deal:
             if len(answered) < len(prompts):
                 self.lost[engine] = "it went on to another policy version meanwhile"
         except AsyncRLError as error:
-            self.lost[engine] = str(error)
+            self.lost[engine] = str(raised_in_worker(error))
         self.answers += answered
         known = {one.group_id for one in answered}
         self._left.extend(prompt for prompt in prompts if prompt.group_id not in known)

@@ -20,6 +20,7 @@ from asyncrl.config import RunConfig
 from asyncrl.controller.engine_places import node_id_at
 from asyncrl.placement_config import WORKER_ENV
 from asyncrl.protocol.errors import AsyncRLError, MembershipRefused
+from asyncrl.protocol.remote import raised_in_worker
 from asyncrl.single_controller.resource_pool import current_node
 from rollout_fleet.membership import NAMESPACE, Action, FleetAnswer, FleetDesk, FleetRequest, write_address
 
@@ -52,7 +53,7 @@ async def answered(fleet: ElasticFleet, request: FleetRequest, config: RunConfig
         node = await asyncio.to_thread(_node_id, config, request.node) if request.node else ""
         return FleetAnswer(words=await fleet.join(request.num_engines, node=node))
     except AsyncRLError as error:
-        return FleetAnswer(words=str(error), is_refused=True)
+        return FleetAnswer(words=str(raised_in_worker(error)), is_refused=True)
     except Exception as error:
         logger.exception("the request could not be served: %s", request)
         return FleetAnswer(words=f"{error!r}; the run's logs/controller.log says more", is_refused=True)

@@ -24,7 +24,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from asyncrl.placement_config import WORKER_ENV
 from asyncrl.protocol.errors import AsyncRLError, WorkerDiedError
 from asyncrl.protocol.record import ProfileConfig
-from asyncrl.protocol.remote import fetch_async, within
+from asyncrl.protocol.remote import fetch_async, raised_in_worker, within
 from buffer import BufferClient, BufferConfig, BufferConnection, BufferRole, BufferSupervisor
 from buffer.config import is_loopback
 from buffer.sockets import allow_clients
@@ -199,8 +199,8 @@ class HostStores:
         num_groups = 0 if joined is None else await self._control.drop_store(joined)
         has_failed = not isinstance(error, RayActorError)  # else its actor has died, most likely with the node
         if has_failed and not self._actors:
-            raise WorkerDiedError(f"no store server is left: {error}") from error
-        reason = str(error).splitlines()[0] if has_failed else "its actor or its node has died"
+            raise WorkerDiedError(f"no store server is left: {raised_in_worker(error)}") from error
+        reason = str(raised_in_worker(error)).splitlines()[0] if has_failed else "its actor or its node has died"
         self._say(f"store server {number} is gone, {num_groups} groups are generated again: {reason}")
 
     async def stop(self) -> None:

@@ -10,6 +10,7 @@ from asyncrl.cli.compose import compose_run
 from asyncrl.controller.evaluator import HeldOutEvaluator, num_pinned_engines, slots_of_evaluation
 from asyncrl.protocol.errors import EngineError, WorkerDiedError
 from asyncrl.protocol.types import AnsweredPrompt, Prompt
+from tests.support.ray_cluster import raised_by_ray
 
 pytestmark = pytest.mark.usefixtures("virtual_time")
 PROMPTS = [Prompt(group_id=index, prompt_ids=np.asarray([3], np.int32)) for index in range(40)]
@@ -36,7 +37,7 @@ class Engines:
         await asyncio.sleep(self.takes_s)
         self.running[engine] -= samples
         if self.answered[engine] >= self.dies_after.get(engine, 1 << 30):
-            raise WorkerDiedError(f"engine {engine} died\nits log")
+            raise raised_by_ray(WorkerDiedError(f"engine {engine} died\nits log"))
         if self.answered[engine] >= self.leaves_after.get(engine, 1 << 30):
             prompts = prompts[:1]
         self.answered[engine] += len(prompts)

@@ -5,7 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import RayError
 
 from asyncrl.cli.compose import compose_run
 from asyncrl.controller import fleet_group
@@ -17,6 +17,7 @@ from asyncrl.protocol import remote
 from asyncrl.protocol.errors import DeadlineError, EngineLost, MembershipRefused, RewardError, WorkerDiedError
 from rollout_fleet.membership import Action, FleetAnswer, FleetRequest
 from rollout_fleet.metrics import FleetMeter
+from tests.support.ray_cluster import raised_by_ray
 
 pytestmark = [pytest.mark.timeout(30), pytest.mark.usefixtures("virtual_time")]
 
@@ -251,23 +252,17 @@ async def test_a_fleet_goes_on_without_a_worker_that_has_failed_for_good_until_t
     assert (await fleet.drain()).tokens_generated == 140
 
 
-def raised_by_ray(method, error):
-    """An error of a worker's method, as Ray raises it for who called."""
-    account = f"ray::RolloutWorker.{method}() (pid=1)\n  File worker.py, line 1\n{error}"
-    return RayTaskError(method, account, error).as_instanceof_cause()
-
-
 async def test_words_for_people_say_what_a_worker_raised_and_not_where_ray_was(fleet_of):
     workers = Workers(takes_s=500.0)
     fleet = fleet_of(workers, TWO, "rollout_fleet.engine=sglang", "rollout_fleet.restarts=0")
     await fleet.start()
     run = asyncio.create_task(fleet.run())
     await asyncio.sleep(10)
-    workers.die(1, raised_by_ray("next_note", EngineLost("sglang-1 died. Last lines of sglang-1.log:\na line")))
+    workers.die(1, raised_by_ray(EngineLost("sglang-1 died. Last lines of sglang-1.log:\na line")))
     await asyncio.sleep(10)
     headline = "rollout worker 1: sglang-1 died. Last lines of sglang-1.log:"
     assert f"the run goes on with 1 of 2 rollout engines: {headline}" in workers.said
-    workers.die(0, raised_by_ray("next_note", EngineLost("sglang-0 died. Last lines of sglang-0.log:\na line")))
+    workers.die(0, raised_by_ray(EngineLost("sglang-0 died. Last lines of sglang-0.log:\na line")))
     with pytest.raises(EngineLost) as caught:
         await asyncio.wait_for(run, 10)
     assert str(caught.value) == (

@@ -12,6 +12,7 @@ from asyncrl.controller.host_stores import HostStores, config_of_node
 from asyncrl.placement_config import PlacementConfig
 from asyncrl.protocol.errors import WorkerDiedError
 from buffer import BufferConfig, StoresOn
+from tests.support.ray_cluster import raised_by_ray
 
 pytestmark = [pytest.mark.timeout(30), pytest.mark.usefixtures("virtual_time")]
 
@@ -129,10 +130,10 @@ async def test_a_store_whose_actor_alone_has_died_is_placed_again_as_often_as_it
 
 async def test_a_store_that_may_not_be_started_again_is_dropped_and_the_last_one_ends_the_run(placed):
     await placed.enter("a", "b")
-    placed.actors["a"].events.put_nowait(WorkerDiedError("buffer.restarts=3 are used up: it died\nlog"))
+    placed.actors["a"].events.put_nowait(raised_by_ray(WorkerDiedError("buffer.restarts=3 are used up: it died\nlog")))
     await asyncio.sleep(0.1)
     assert placed.said[-1].endswith("3 groups are generated again: buffer.restarts=3 are used up: it died")
-    placed.actors["b"].events.put_nowait(WorkerDiedError("store server 1 died"))
+    placed.actors["b"].events.put_nowait(raised_by_ray(WorkerDiedError("store server 1 died")))
     with pytest.raises(WorkerDiedError, match="no store server is left: store server 1 died"):
         await placed.watching
 

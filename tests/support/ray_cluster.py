@@ -1,4 +1,4 @@
-"""The Ray cluster that the tests share, and where its nodes are."""
+"""The Ray cluster that the tests share, where its nodes are, and how Ray raises what an actor raised."""
 
 import os
 from collections.abc import Iterator
@@ -16,6 +16,14 @@ ENVIRONMENT = {
     "RAY_prestart_worker_first_driver": "0",
     "OMP_NUM_THREADS": "1",
 }
+
+
+def raised_by_ray(error: Exception) -> Exception:
+    """An error of an actor's method, as Ray raises it for who called: its text begins with where it was."""
+    from ray.exceptions import RayTaskError
+
+    account = f"ray::Worker.method() (pid=1)\n  File worker.py, line 1\n{error}"
+    return RayTaskError("method", account, error).as_instanceof_cause()
 
 
 @contextmanager
