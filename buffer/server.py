@@ -33,6 +33,7 @@ from asyncrl.protocol.errors import (
     WorkerDiedError,
     WrongEpoch,
 )
+from asyncrl.protocol.process_memory import keep_freed_memory
 
 from . import messages
 from .config import BufferConfig, Durability, OnStale, StoresOn
@@ -49,7 +50,8 @@ logger = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG = 1
 _MAX_UNREAD_MESSAGES = 64
-_MALLOC_OPTIONS = {"M_TRIM_THRESHOLD": (-1, 2**31 - 1), "M_TOP_PAD": (-2, 64 << 20), "M_MMAP_THRESHOLD": (-3, 32 << 20)}
+_KEPT_BYTES = 2**31 - 1
+"""Freed bytes that are kept: what was once held, within ``buffer.max_stored_bytes``."""
 
 
 class Service(Protocol):
@@ -527,17 +529,6 @@ def end_with_parent() -> None:
         os._exit(1)
 
 
-def keep_memory() -> None:
-    """Have glibc keep what is freed: a third of the time to receive a frame goes into new pages for its memory.
-
-    What is kept is what was once held, within ``buffer.max_stored_bytes``.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    for name, (option, value) in _MALLOC_OPTIONS.items():
-        if mallopt is None or not mallopt(option, value):
-            logger.info("the C library has no %s; memory goes back to the kernel with each batch", name)
-
-
 def main() -> None:
     """Entry point."""
     parser = argparse.ArgumentParser(prog="python -m buffer.server", description="Serve the replay buffer.")
@@ -550,7 +541,7 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     end_with_parent()
     calm_collector()
-    keep_memory()
+    keep_freed_memory(_KEPT_BYTES)
     name = "buffer" if args.store is None else f"store-{args.store}"
     record.start(record.ProfileConfig(**json.loads(args.profile)), process=name, pool=record.Pool.buffer)
     try:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
+from itertools import accumulate, pairwise
 from typing import TypeAlias, cast
 
 import numpy as np
@@ -474,5 +475,10 @@ def _end_to_end(parts: Iterable[np.ndarray]) -> Tensor:
 
 def _with_column(sequences: Sequence[TokenSequence], name: str, values: Tensor) -> list[TokenSequence]:
     """The sequences with a column that holds [M] values at the tokens in the loss, and 0 elsewhere."""
-    parts = values.float().split([int(np.count_nonzero(s.loss_mask)) for s in sequences])
-    return [sequence.with_tokens(name, part.numpy()) for sequence, part in zip(sequences, parts, strict=True)]
+    if not sequences:
+        return []
+    column = np.zeros(sum(len(sequence.input_ids) for sequence in sequences), dtype=np.float32)
+    column[np.concatenate([sequence.loss_mask for sequence in sequences])] = values.float().numpy()
+    ends = [*accumulate(len(sequence.input_ids) for sequence in sequences)]
+    parts = [column[start:end] for start, end in pairwise([0, *ends])]
+    return [sequence.with_column(name, part) for sequence, part in zip(sequences, parts, strict=True)]

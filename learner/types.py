@@ -118,21 +118,21 @@ def group_sequences(
     branch; prompts and what an environment wrote are in none.
     """
     branches = branches_of(group, range(group.num_trajectories) if samples is None else samples)
+    if not branches:
+        return []
     is_cut = {branch.trajectory: mask_truncated and group.is_truncated(branch) for branch in branches}  # by the last
-    sequences = []
-    for branch in branches:
-        mask = group.trained_mask(branch) & (not is_cut[branch.trajectory])
-        sequences.append(
-            TokenSequence(
-                input_ids=group.along(branch, "token_ids"),
-                loss_mask=mask,
-                columns={"behavior_logprobs": group.along(branch, "logprobs")},
-                mini_batch=mini_batch,
-                trajectory=(group.group_id, branch.trajectory),
-                token_rewards=group.rewards_along(branch),
-            )
+    columns = [group.along_each(branches, "token_ids"), group.along_each(branches, "logprobs")]
+    return [
+        TokenSequence(
+            input_ids=token_ids,
+            loss_mask=np.zeros_like(mask) if is_cut[branch.trajectory] else mask,
+            columns={"behavior_logprobs": logprobs},
+            mini_batch=mini_batch,
+            trajectory=(group.group_id, branch.trajectory),
+            token_rewards=group.rewards_along(branch),
         )
-    return sequences
+        for branch, token_ids, logprobs, mask in zip(branches, *columns, group.trained_masks(branches), strict=True)
+    ]
 
 
 def branches_of(group: TrajectoryGroup, samples: Sequence[int]) -> list[Branch]:

@@ -26,6 +26,7 @@ import numpy as np
 from asyncrl.protocol import record
 from asyncrl.protocol.errors import BatchLost, DeadlineError, StalenessError, UnknownGroup
 from asyncrl.protocol.ports import LearnerBuffer
+from asyncrl.protocol.process_memory import WORKER_BYTES, keep_freed_memory
 from asyncrl.protocol.record import ProfileConfig, SpanKind
 from asyncrl.protocol.trajectory import TrajectoryGroup
 from asyncrl.protocol.weight_rounds import CollectiveOptions
@@ -167,6 +168,7 @@ class ModelWorker(Worker):
         pool: str = "learner",
     ) -> None:
         super().__init__()
+        keep_freed_memory(WORKER_BYTES)
         self._profile = profile or ProfileConfig()
         record.start(self._profile, process=f"{pool}-{self.rank}", pool=record.Pool.learner)
         self.role = role

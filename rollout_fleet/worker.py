@@ -15,6 +15,7 @@ from pathlib import Path
 from asyncrl.protocol import record
 from asyncrl.protocol.errors import AsyncRLError
 from asyncrl.protocol.ports import RolloutBuffer
+from asyncrl.protocol.process_memory import WORKER_BYTES, keep_freed_memory
 from asyncrl.protocol.record import ProfileConfig
 from asyncrl.protocol.types import AnsweredPrompt, Prompt
 from asyncrl.single_controller import Dispatch, Worker, register
@@ -57,6 +58,7 @@ class RolloutWorker(Worker):
         profile: ProfileConfig | None = None,
     ) -> None:
         super().__init__()
+        keep_freed_memory(WORKER_BYTES)
         record.start(profile or ProfileConfig(), process=f"engine-{self.rank}", pool=record.Pool.fleet)
         self._starting = record.span(record.SpanKind.start)
         self._connect_buffer = connect_buffer

@@ -14,7 +14,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from itertools import repeat
+from itertools import accumulate, pairwise, repeat
 
 import numpy as np
 
@@ -257,6 +257,8 @@ class TrajectoryGroup:
     @cached_property
     def branches(self) -> tuple[Branch, ...]:
         """Every path from root to leaf; each sampled turn is trained on exactly once, those of a baseline nowhere."""
+        if self._is_flat(len(self.token_ids), self.num_trajectories) and not self.is_baseline.any():
+            return _flat_branches(self.num_trajectories)
         parents, sampled = self.turns["parent"].tolist(), self.turns["sampled"].tolist()
         inner, seen, branches = set(parents), set[int](), []
         for leaf, trajectory in enumerate(self.turns["trajectory"].tolist()):
@@ -273,13 +275,29 @@ class TrajectoryGroup:
 
     def along(self, branch: Branch, name: str) -> np.ndarray:
         """[T, …] of a token column along a branch."""
-        column, ends = self.token_columns[name], self._ends
-        return np.concatenate([column[ends[turn] - self._lengths[turn] : ends[turn]] for turn in branch.turns])
+        return self.along_each([branch], name)[0]
+
+    def along_each(self, branches: Sequence[Branch], name: str) -> list[np.ndarray]:
+        """[T, …] of a token column along each of some branches, one or more; parts of one array."""
+        column, ends, lengths = self.token_columns[name], self._ends, self._lengths
+        spans = [column[ends[turn] - lengths[turn] : ends[turn]] for branch in branches for turn in branch.turns]
+        return self._apart(np.concatenate(spans), branches)
 
     def trained_mask(self, branch: Branch) -> np.ndarray:
         """[T] bool, True at the tokens of a branch that are trained on there."""
-        lengths = [self._lengths[turn] for turn in branch.turns]
-        return np.repeat([turn in branch.trained for turn in branch.turns], lengths)
+        return self.trained_masks([branch])[0]
+
+    def trained_masks(self, branches: Sequence[Branch]) -> list[np.ndarray]:
+        """[T] bool of each of some branches, as `trained_mask`; parts of one array."""
+        is_trained = [turn in branch.trained for branch in branches for turn in branch.turns]
+        lengths = [self._lengths[turn] for branch in branches for turn in branch.turns]
+        return self._apart(np.repeat(is_trained, lengths), branches)
+
+    def _apart(self, joined: np.ndarray, branches: Sequence[Branch]) -> list[np.ndarray]:
+        """Cut what lies end to end into one part per branch."""
+        lengths = self._lengths
+        ends = [*accumulate([sum([lengths[turn] for turn in branch.turns]) for branch in branches])]
+        return [joined[start:end] for start, end in pairwise([0, *ends])]
 
     @cached_property
     def turn_sums(self) -> np.ndarray:
@@ -423,6 +441,15 @@ def _flat_skeleton(num_trajectories: int) -> tuple[tuple[int, ...], tuple[int, .
         (SHARED, *range(num_trajectories)),
         (ROOT, *repeat(0, num_trajectories)),
         (0, *repeat(1, num_trajectories)),
+    )
+
+
+@lru_cache(maxsize=64)
+def _flat_branches(num_trajectories: int) -> tuple[Branch, ...]:
+    """The branches of a group in which every trajectory has one turn behind the prompt, which is trained on."""
+    return tuple(
+        Branch(trajectory=index, turns=(0, index + 1), trained=frozenset([index + 1]))
+        for index in range(num_trajectories)
     )
 
 

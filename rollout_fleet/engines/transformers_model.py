@@ -79,8 +79,9 @@ class StepRecorder:
         if num_steps == 1:
             self._on_first_step()
         ends = self._max_new_tokens <= num_steps
-        aborted = torch.tensor([flag.is_set() for flag in self._flags])
-        if aborted.any():
+        is_set = [flag.is_set() for flag in self._flags]
+        if any(is_set):
+            aborted = torch.tensor(is_set)
             self.num_steps_kept[aborted] = self.num_steps_kept[aborted].clamp(max=num_steps)
             ends = ends | aborted
         return ends.to(token_ids.device)
