@@ -40,8 +40,9 @@ NUM_ENGINES = 2
 PLACES = 8  # per engine
 SAMPLES = 2
 NEW_TOKENS = 256
-GROUPS_PER_ROUND = 32
-NUM_ROUNDS = 3
+GROUPS_PER_ROUND = 64
+NUM_ROUNDS = 5
+NUM_KILLS = 3
 USUAL_S = 8.0
 _VOCABULARY = 1000
 
@@ -141,11 +142,14 @@ async def _measure(scratch: Path) -> dict[str, float]:
                 if turn:  # the first is a warm-up
                     rates[side].append(rate)
                     logger.info("%s: %.0f tokens/s", side, rate)
+        paired = [fleet_rate / bare for fleet_rate, bare in zip(rates["fleet"], rates["bare"], strict=True)]
         figures = {
-            "fleet_vs_bare_client": statistics.median(rates["fleet"]) / statistics.median(rates["bare"]),
+            "fleet_vs_bare_client": statistics.median(paired),
             "fleet_tokens_per_s": statistics.median(rates["fleet"]),
         }
-        return figures | await _recovery(fleet)
+        await fleet.enqueue(NUM_KILLS * 20 * GROUPS_PER_ROUND)
+        kills = [await _recovery(fleet) for _ in range(NUM_KILLS)]
+        return figures | {name: statistics.median(kill[name] for kill in kills) for name in kills[0]}
 
 
 async def _start(stack: AsyncExitStack, scratch: Path) -> _Fleet:
@@ -234,7 +238,7 @@ async def _recovery(fleet: _Fleet) -> dict[str, float]:
     struck, survivor = fleet.supervisors[0], fleet.supervisors[1].engine
     assert isinstance(survivor, _PinnedEngine)
     epoch = struck.member.epoch
-    await fleet.enqueue(40 * GROUPS_PER_ROUND)
+    lost = await _lost(fleet)
     await asyncio.sleep(USUAL_S / 2)
     usual = await _rate(survivor, lambda: False, at_most_s=USUAL_S)
     engine = struck.engine
@@ -248,13 +252,19 @@ async def _recovery(fleet: _Fleet) -> dict[str, float]:
     died_s = time.perf_counter()
     rate = await _rate(survivor, lambda: struck.member.epoch > epoch and struck.member.may_lease, at_most_s=200.0)
     took_s = time.perf_counter() - died_s
-    dropped = (await fleet.client.stats()).tokens_dropped
-    lost = dropped.get("engine_failed", 0) + dropped.get("lost", 0)
-    return {
+    figures = {
         "recovery_vs_engine_start": took_s / fleet.start_s,
         "survivors_during_recovery": rate / usual,
-        "tokens_lost_per_kill": lost / (STREAM_INTERVAL * max(1, num_running)),
+        "tokens_lost_per_kill": (await _lost(fleet) - lost) / (STREAM_INTERVAL * max(1, num_running)),
     }
+    logger.info("killed: %s", figures)
+    return figures
+
+
+async def _lost(fleet: _Fleet) -> int:
+    """Tokens that the account dropped for the sake of an engine."""
+    dropped = (await fleet.client.stats()).tokens_dropped
+    return dropped.get("engine_failed", 0) + dropped.get("lost", 0)
 
 
 async def _rate(engine: _PinnedEngine, until: Callable[[], bool], *, at_most_s: float) -> float:
