@@ -78,9 +78,10 @@ class InMemoryBuffer(OffersInMemory):
         return sum(group.summary.num_tokens for group in self.groups)
 
     async def commit(self) -> None:
-        """The learner consumes a batch: it is one version further."""
+        """The learner consumes a batch, once running groups that must be in it have come: it is one version further."""
         version = self.ledger.learner_version
-        self.ledger.apply(PlanBatch(version=version))
+        async with asyncio.timeout(20), self._changed:
+            await self._changed.wait_for(lambda: self.ledger.apply(PlanBatch(version=version)).group_ids)
         self.ledger.apply(Commit(version=version))
         await self._notify()
 
