@@ -137,16 +137,16 @@ async def test_a_held_out_prompt_whose_reward_fails_says_so_and_costs_no_other(m
 
 async def test_answers_that_mix_policy_versions_are_repeated_or_left_to_another_engine(make_prompts):
     """The scripted engine loads weights while the samples are written, as a server does between two tokens."""
-    engine = ScriptedEngine(lambda request, version: ScriptedAnswer(response=[3, 3], token_delay_s=0.01))
+    engine = ScriptedEngine(lambda request, version: ScriptedAnswer(response=[3, 3], token_delay_s=0.4))
     await engine.start()
     await engine.load_weights(bare_offer(4))
     call = asyncio.ensure_future(held_out(engine).answer(make_prompts(2), version=4, num_samples=1))
-    await asyncio.sleep(0.015)
+    await asyncio.sleep(0.6)
     await engine.load_weights(bare_offer(5))
     assert await call == [], "no answer is of version 4 alone"
     assert len(engine.requests) == 4, "the engine has gone on: asking it again is no use"
 
     call = asyncio.ensure_future(held_out(engine).answer(make_prompts(2), version=5, num_samples=1))
-    await asyncio.sleep(0.005)
+    await asyncio.sleep(0.2)
     await engine.abort([request.id for request in engine.requests[-2:]])
     assert sorted(one.group_id for one in await call) == [0, 1], "what was cut off is answered again"
