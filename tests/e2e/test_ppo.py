@@ -36,8 +36,10 @@ def test_ppo_learns_with_a_critic_and_accounts_for_every_token(start):
     cost = [record["learner.critic.value_loss"] / record["learner.critic.return_mean"] for record in records]
     assert np.mean(cost[3:6]) < 0.97 * cost[0]
     assert records[0]["learner.critic.value_mean"] == 0
-    off = [abs(record["learner.critic.value_mean"] - record["learner.critic.return_mean"]) for record in records]
-    assert np.mean(off[2:]) < off[0] / 2
+    # It follows the returns as the policy improves: a value that stays 0 is off by all of them.
+    returns = [record["learner.critic.return_mean"] for record in records]
+    off = [abs(record["learner.critic.value_mean"] - mean) for record, mean in zip(records, returns, strict=True)]
+    assert np.mean(off[2:]) < np.mean(returns[2:]) / 3
     assert np.isfinite([record["learner.critic.explained_variance"] for record in records]).all()
     assert records[0]["learner.reward_kl"] == pytest.approx(0.0, abs=1e-4)
     assert records[-1]["learner.reward_kl"] > 1e-3
