@@ -2,7 +2,7 @@
 
 The parts: `scripted` (engines of different speeds, samples of two lengths, an engine that dies; two minutes of little
 work), `leases` (a thousand simulated workers on the real buffer server; half a minute) and `engines` (two real SGLang
-servers against a bare client, one of them killed; six minutes, on a quiet machine with two cores or more).
+servers against a bare client, one of them killed three times; six minutes, on a quiet machine with two cores or more).
 """
 
 from __future__ import annotations
