@@ -13,9 +13,9 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +40,13 @@ NUM_ENGINES = 2
 PLACES = 8  # per engine
 SAMPLES = 2
 NEW_TOKENS = 256
+SHORT_TOKENS = 64
+"""Where a server is killed: what the other one takes over, and computes again, is little then beside what it does."""
 GROUPS_PER_ROUND = 64
 NUM_ROUNDS = 5
-NUM_KILLS = 3
-USUAL_S = 8.0
+NUM_KILLS = 4
+USUAL_S = 10.0  # seconds of both at work, before and after each kill
+SPREAD_S = 4.0  # until the samples of an engine are at different places
 _VOCABULARY = 1000
 
 
@@ -83,13 +86,18 @@ class _PinnedEngine(SGLangEngine):
 
 @dataclass(kw_only=True)
 class _Fleet:
-    """Two loops on two servers, and the buffer."""
+    """Two loops on two servers, and the buffer. ``run_loop`` runs the loop of a supervisor that has started."""
 
     client: BufferClient
     supervisors: list[EngineSupervisor]
-    loops: list[RolloutLoop]
-    start_s: float
+    run_loop: Callable[[EngineSupervisor], Awaitable[RolloutLoop]]
+    loops: list[RolloutLoop] = field(default_factory=list)
     num_prompts: int = 0
+
+    async def start(self, supervisor: EngineSupervisor) -> None:
+        """Start an engine, and its loop."""
+        await supervisor.start()
+        self.loops.append(await self.run_loop(supervisor))
 
     async def roll_out(self, number: int) -> float:
         """Roll groups out; returns the tokens per second until the last is stored."""
@@ -133,30 +141,38 @@ def measure_engines() -> dict[str, float]:
 
 async def _measure(scratch: Path) -> dict[str, float]:
     async with AsyncExitStack() as stack:
-        fleet = await _start(stack, scratch)
-        rates: dict[str, list[float]] = {"fleet": [], "bare": []}
-        for turn in range(NUM_ROUNDS + 1):
-            sides = ["fleet", "bare"] if turn % 2 else ["bare", "fleet"]
-            for side in sides:
-                rate = await (fleet.roll_out(GROUPS_PER_ROUND) if side == "fleet" else _bare(fleet, GROUPS_PER_ROUND))
-                if turn:  # the first is a warm-up
-                    rates[side].append(rate)
-                    logger.info("%s: %.0f tokens/s", side, rate)
-        paired = [fleet_rate / bare for fleet_rate, bare in zip(rates["fleet"], rates["bare"], strict=True)]
-        figures = {
-            "fleet_vs_bare_client": statistics.median(paired),
-            "fleet_tokens_per_s": statistics.median(rates["fleet"]),
-        }
-        await fleet.enqueue(NUM_KILLS * 20 * GROUPS_PER_ROUND)
-        kills = [await _recovery(fleet) for _ in range(NUM_KILLS)]
-        return figures | {name: statistics.median(kill[name] for kill in kills) for name in kills[0]}
+        fleet = await _make_fleet(stack, scratch / "rates", NEW_TOKENS)
+        await asyncio.gather(*map(fleet.start, fleet.supervisors))
+        figures = await _rates(fleet)
+    kills = _Kills()
+    for turn in range(NUM_KILLS):
+        async with AsyncExitStack() as stack:
+            await kills.strike(await _make_fleet(stack, scratch / f"kill-{turn}", SHORT_TOKENS))
+    return figures | kills.figures()
 
 
-async def _start(stack: AsyncExitStack, scratch: Path) -> _Fleet:
+async def _rates(fleet: _Fleet) -> dict[str, float]:
+    """Both sides in turns."""
+    rates: dict[str, list[float]] = {"fleet": [], "bare": []}
+    for turn in range(NUM_ROUNDS + 1):
+        sides = ["fleet", "bare"] if turn % 2 else ["bare", "fleet"]
+        for side in sides:
+            rate = await (fleet.roll_out(GROUPS_PER_ROUND) if side == "fleet" else _bare(fleet, GROUPS_PER_ROUND))
+            if turn:  # the first is a warm-up
+                rates[side].append(rate)
+                logger.info("%s: %.0f tokens/s", side, rate)
+    paired = [fleet_rate / bare for fleet_rate, bare in zip(rates["fleet"], rates["bare"], strict=True)]
+    return {
+        "fleet_vs_bare_client": statistics.median(paired),
+        "fleet_tokens_per_s": statistics.median(rates["fleet"]),
+    }
+
+
+async def _make_fleet(stack: AsyncExitStack, scratch: Path, new_tokens: int) -> _Fleet:
     model_path = save_model(scratch / "model")
     config = RolloutFleetConfig(
         groups_in_flight=PLACES,
-        sampling=SamplingConfig(max_new_tokens=NEW_TOKENS),
+        sampling=SamplingConfig(max_new_tokens=new_tokens),
         sglang=SGLangConfig(dtype="float32", max_total_tokens=16384),
     )
     process = BufferProcess(
@@ -195,14 +211,11 @@ async def _start(stack: AsyncExitStack, scratch: Path) -> _Fleet:
     ]
     for supervisor in supervisors:
         stack.push_async_callback(supervisor.stop)
-    began_s = time.perf_counter()
-    await asyncio.gather(*(supervisor.start() for supervisor in supervisors))
-    start_s = time.perf_counter() - began_s
-    loops = [
-        await running_loop(stack, config, supervisor, process.address, num_samples=SAMPLES)
-        for supervisor in supervisors
-    ]
-    return _Fleet(client=client, supervisors=supervisors, loops=loops, start_s=start_s)
+    return _Fleet(
+        client=client,
+        supervisors=supervisors,
+        run_loop=lambda supervisor: running_loop(stack, config, supervisor, process.address, num_samples=SAMPLES),
+    )
 
 
 async def _bare(fleet: _Fleet, number: int) -> float:
@@ -224,8 +237,7 @@ async def _bare(fleet: _Fleet, number: int) -> float:
     async with AsyncExitStack() as stack:
         sessions = []
         for supervisor in fleet.supervisors:
-            engine = supervisor.engine
-            assert isinstance(engine, _PinnedEngine)
+            engine = _engine(supervisor)
             session = aiohttp.ClientSession(engine.server.url, headers=engine.server.headers)
             sessions.append(await stack.enter_async_context(session))
         began_s = time.perf_counter()
@@ -233,43 +245,91 @@ async def _bare(fleet: _Fleet, number: int) -> float:
         return num_tokens / (time.perf_counter() - began_s)
 
 
-async def _recovery(fleet: _Fleet) -> dict[str, float]:
-    """One server is killed: how long until its engine serves again, what is lost, and how the other does meanwhile."""
-    struck, survivor = fleet.supervisors[0], fleet.supervisors[1].engine
-    assert isinstance(survivor, _PinnedEngine)
-    epoch = struck.member.epoch
-    lost = await _lost(fleet)
-    await asyncio.sleep(USUAL_S / 2)
-    usual = await _rate(survivor, lambda: False, at_most_s=USUAL_S)
-    engine = struck.engine
-    assert isinstance(engine, _PinnedEngine)
-    num_running = len(engine._running)
-    port = engine.server.url.rpartition(":")[2]
+@dataclass
+class _Heard:
+    """Tokens that came from an engine, and in how many seconds."""
+
+    tokens: int = 0
+    seconds: float = 0.0
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second."""
+        return self.tokens / self.seconds
+
+    async def listen(self, engine: _PinnedEngine, event: Awaitable[object]) -> float:
+        """Count until something has happened; returns the seconds that it took."""
+        began_s, before = time.perf_counter(), engine.num_heard
+        await event
+        took_s = time.perf_counter() - began_s
+        self.tokens += engine.num_heard - before
+        self.seconds += took_s
+        return took_s
+
+
+class _Kills:
+    """A server is killed in each of several fleets: until its engine serves again, what is lost, how the other does.
+
+    A core's speed changes by a fifth within minutes: each recovery is compared with the same engine's start before it,
+    the other one at work. Tokens arrive in chunks of `STREAM_INTERVAL` per sample, so that ten seconds hold a few dozen
+    bursts: the survivor's rates are those of all recoveries together, and of the stretches before and after them. What
+    an ordinary start beside it leaves of that rate is reported, too.
+    """
+
+    def __init__(self) -> None:
+        self._beside_start, self._usual, self._beside_recovery = _Heard(), _Heard(), _Heard()
+        self._vs_start: list[float] = []
+        self._lost: list[float] = []
+
+    async def strike(self, fleet: _Fleet) -> None:
+        """Start the second engine, then the first beside it, whose server is killed while both are at work."""
+        struck, other = fleet.supervisors
+        await fleet.start(other)
+        survivor = _engine(other)
+        for _ in range(NUM_ENGINES * PLACES):  # one by one, as responses of many lengths end and others begin
+            await fleet.enqueue(1)
+            await asyncio.sleep(SPREAD_S / (NUM_ENGINES * PLACES))
+        await fleet.enqueue(40 * GROUPS_PER_ROUND)
+        start_s = await self._beside_start.listen(survivor, fleet.start(struck))
+        await asyncio.sleep(SPREAD_S)
+        await self._usual.listen(survivor, asyncio.sleep(USUAL_S))
+        lost, num_running = await _lost(fleet), len(_engine(struck)._running)
+        took_s = await self._beside_recovery.listen(survivor, _kill_and_wait(struck))
+        self._vs_start.append(took_s / start_s)
+        self._lost.append((await _lost(fleet) - lost) / (STREAM_INTERVAL * max(1, num_running)))
+        await asyncio.sleep(SPREAD_S)
+        await self._usual.listen(survivor, asyncio.sleep(USUAL_S))
+        logger.info("started in %.1f s, served again after %.1f s", start_s, took_s)
+
+    def figures(self) -> dict[str, float]:
+        """What came of all kills."""
+        return {
+            "recovery_vs_engine_start": statistics.median(self._vs_start),
+            "survivors_during_recovery": self._beside_recovery.rate / self._usual.rate,
+            "survivors_during_start": self._beside_start.rate / self._usual.rate,
+            "tokens_lost_per_kill": max(self._lost),
+        }
+
+
+def _engine(supervisor: EngineSupervisor) -> _PinnedEngine:
+    assert isinstance(supervisor.engine, _PinnedEngine)
+    return supervisor.engine
+
+
+async def _kill_and_wait(supervisor: EngineSupervisor) -> None:
+    """SIGKILL to a server, not to its guard; returns when its engine serves again."""
+    member = supervisor.member
+    epoch, port = member.epoch, _engine(supervisor).server.url.rpartition(":")[2]
     for process in psutil.process_iter(["cmdline"]):
         words = process.info["cmdline"] or ()
         if {"sglang.launch_server", "--port", port} <= set(words) and str(GUARD) not in words:
             process.kill()
-    died_s = time.perf_counter()
-    rate = await _rate(survivor, lambda: struck.member.epoch > epoch and struck.member.may_lease, at_most_s=200.0)
-    took_s = time.perf_counter() - died_s
-    figures = {
-        "recovery_vs_engine_start": took_s / fleet.start_s,
-        "survivors_during_recovery": rate / usual,
-        "tokens_lost_per_kill": (await _lost(fleet) - lost) / (STREAM_INTERVAL * max(1, num_running)),
-    }
-    logger.info("killed: %s", figures)
-    return figures
+    async with asyncio.timeout(200):
+        while member.epoch == epoch or not member.may_lease:  # noqa: ASYNC110 - measured from outside
+            await asyncio.sleep(0.01)
 
 
 async def _lost(fleet: _Fleet) -> int:
     """Tokens that the account dropped for the sake of an engine."""
     dropped = (await fleet.client.stats()).tokens_dropped
     return dropped.get("engine_failed", 0) + dropped.get("lost", 0)
-
-
-async def _rate(engine: _PinnedEngine, until: Callable[[], bool], *, at_most_s: float) -> float:
-    """Tokens per second of an engine until something has happened, or for so long."""
-    began_s, before = time.perf_counter(), engine.num_heard
-    while not until() and time.perf_counter() - began_s < at_most_s:  # noqa: ASYNC110 - measured from outside
-        await asyncio.sleep(0.01)
-    return (engine.num_heard - before) / (time.perf_counter() - began_s)
