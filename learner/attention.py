@@ -49,6 +49,8 @@ class PackedLayout:
         buckets: (number of sequences, padded length) of every SDPA call, in packed order.
         pad_index: [padded tokens] int64, packed token of every padded place; None when nothing is padded.
         unpad_index: [N] int64, padded place of every packed token; None when nothing is padded.
+        token_index: [sum of lengths] int64, packed token of every token of the sequences; None where none is shared.
+        first_index: [N] int64, the first token of the sequences that each packed token is; None likewise.
         cu_seqlens: [number of sequences + 1] int32, starts and end of the sequences.
         max_length: Tokens of the longest sequence.
         lengths: Tokens of every sequence.
@@ -62,17 +64,20 @@ class PackedLayout:
     max_length: int
     lengths: tuple[int, ...]
     kernel: AttentionKernel = AttentionKernel.sdpa
+    token_index: Tensor | None = None
+    first_index: Tensor | None = None
 
     def cut(self, chunk: int) -> PackedLayout:
         """The layout for attention within chunks: every sequence is cut into pieces of ``chunk`` tokens and a rest."""
         pieces = [min(chunk, length - start) for length in self.lengths for start in range(0, length, chunk)]
-        return packed_layout(pieces, self.cu_seqlens.device, self.kernel)
+        return packed_layout(pieces, self.cu_seqlens.device, self.kernel, self.token_index)
 
     def positions(self) -> Tensor:
         """[N] int64, place of every token in its sequence."""
         device = self.cu_seqlens.device
         starts, sizes = self.cu_seqlens[:-1].long(), torch.tensor(self.lengths, device=device)
-        return torch.arange(sum(self.lengths), device=device) - starts.repeat_interleave(sizes)
+        places = torch.arange(sum(self.lengths), device=device) - starts.repeat_interleave(sizes)
+        return places if self.first_index is None else places[self.first_index]
 
 
 def attention_kernel(asked: AttentionKernel, device: torch.device, dtype: torch.dtype) -> AttentionKernel:
@@ -95,12 +100,16 @@ def attention_kernel(asked: AttentionKernel, device: torch.device, dtype: torch.
 
 
 def packed_layout(
-    lengths: Sequence[int], device: torch.device, kernel: AttentionKernel = AttentionKernel.sdpa
+    lengths: Sequence[int],
+    device: torch.device,
+    kernel: AttentionKernel = AttentionKernel.sdpa,
+    token_index: Tensor | None = None,
 ) -> PackedLayout:
     """Plan the attention calls for sequences laid end to end; the indices are on ``device``.
 
     ``lengths`` are in packed order; longest first needs the fewest calls. ``kernel`` is not ``auto``. Padded batches
-    waste at most a quarter of their places, or `FREE_PADDING_TOKENS`.
+    waste at most a quarter of their places, or `FREE_PADDING_TOKENS`. ``token_index`` [sum of lengths] int64 says where
+    the tokens are packed, if some sequences share some.
     """
     sizes = np.asarray(lengths)
     starts = np.cumsum(sizes) - sizes
@@ -115,15 +124,31 @@ def packed_layout(
         unpad.append(places + np.flatnonzero(real.reshape(-1)))
         places += rows.size
     whole = places == int(sizes.sum())
+    pad_index = None if whole else torch.from_numpy(np.concatenate(pad)).to(device)
+    unpad_index = None if whole else torch.from_numpy(np.concatenate(unpad)).to(device)
+    first_index = None
+    if token_index is not None:
+        token_index = token_index.to(device)
+        first_index = _first_of_each(token_index)
+        pad_index = token_index if pad_index is None else token_index[pad_index]
+        unpad_index = first_index if unpad_index is None else unpad_index[first_index]
     return PackedLayout(
         buckets=tuple(buckets),
-        pad_index=None if whole else torch.from_numpy(np.concatenate(pad)).to(device),
-        unpad_index=None if whole else torch.from_numpy(np.concatenate(unpad)).to(device),
+        pad_index=pad_index,
+        unpad_index=unpad_index,
+        token_index=token_index,
+        first_index=first_index,
         cu_seqlens=torch.from_numpy(np.append(starts, sizes.sum()).astype(np.int32)).to(device),
         max_length=int(sizes.max()),
         lengths=tuple(sizes.tolist()),
         kernel=kernel,
     )
+
+
+def _first_of_each(token_index: Tensor) -> Tensor:
+    """[N] int64, the first place of each packed token; packed tokens first occur in their order."""
+    highest = torch.cummax(token_index, dim=0).values
+    return torch.nonzero(highest.diff(prepend=highest.new_full((1,), -1))).squeeze(1)
 
 
 def _runs(lengths: Sequence[int]) -> list[tuple[int, int]]:
@@ -182,9 +207,11 @@ def packed_attention(
     if chunk is not None and chunk < packed.max_length:
         packed = packed.cut(chunk)
     if packed.kernel is AttentionKernel.flash_attn and sinks is None and q.size(2) == v.size(2):
-        out = _flash(q, k, v, packed, scaling, dropout, window)
+        q, k, v = (_laid_out(x, packed) for x in (q, k, v))
+        out = _own(_flash(q, k, v, packed, scaling, dropout, window), packed)
     elif packed.kernel is not AttentionKernel.sdpa and dropout == 0.0 and sinks is None and _has_varlen():
-        out = _varlen(q, k, v, packed, scaling, window)
+        q, k, v = (_laid_out(x, packed) for x in (q, k, v))
+        out = _own(_varlen(q, k, v, packed, scaling, window), packed)
     else:
         out = _bucketed(q, k, v, packed, scaling, dropout, window, sinks)
     return gather_heads_scatter_seq(out.unsqueeze(0), head_dim=2, seq_dim=1), None
@@ -281,6 +308,16 @@ def _band(length: int, window: int, device: torch.device) -> Tensor:
     """[length, length] bool, True where a token sees another: itself and the ``window - 1`` before it."""
     distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)[None]
     return (distance >= 0) & (distance < window)
+
+
+def _laid_out(tokens: Tensor, packed: PackedLayout) -> Tensor:
+    """[sum of lengths, H, D] of [N, H, D]: each sequence with all its tokens, also those that it shares."""
+    return tokens if packed.token_index is None else tokens.index_select(0, packed.token_index)
+
+
+def _own(laid_out: Tensor, packed: PackedLayout) -> Tensor:
+    """[N, H, D] of [sum of lengths, H, D]: what is shared is the same in each."""
+    return laid_out if packed.first_index is None else laid_out.index_select(0, packed.first_index)
 
 
 def _has_varlen() -> bool:

@@ -314,6 +314,8 @@ class LearnerConfig:
         attention: What computes attention. ``auto``: on CUDA in half precision flash-attn's variable-length kernel
             where it is installed, else torch's; elsewhere torch's scaled dot product attention.
         max_tokens_per_micro_batch: Token budget of one forward-backward on one rank.
+        share_prompts: Compute the tokens of a prompt once for those of its samples that are in one micro-batch, in
+            models where the self-test finds that right; a model whose layers carry a state from token to token cannot.
         logprob_chunk_tokens: Tokens whose logits are held in float32 at a time.
         activation_checkpointing: Recompute layers in the backward pass.
         torch_compile: Compile the decoder layers with ``torch.compile``; the first steps take longer.
@@ -353,6 +355,7 @@ class LearnerConfig:
     frozen_dtype: Dtype = Dtype.auto
     attention: AttentionKernel = AttentionKernel.auto
     max_tokens_per_micro_batch: int = 16384
+    share_prompts: bool = True
     logprob_chunk_tokens: int = 1024
     activation_checkpointing: bool = False
     torch_compile: bool = False

@@ -64,7 +64,12 @@ class PackedHead(nn.Module):
         input_ids, position_ids, padding = ulysses_pad_and_slice_inputs(
             batch.input_ids[None], batch.position_ids[None], sp_size
         )
-        layout = packed_layout(batch.lengths + (1,) * padding, batch.input_ids.device, self.attention)
+        token_index = batch.token_index
+        if token_index is not None:
+            added = len(batch.input_ids) + torch.arange(padding, device=token_index.device)
+            token_index = torch.cat((token_index, added))
+        lengths = batch.lengths + (1,) * padding
+        layout = packed_layout(lengths, batch.input_ids.device, self.attention, token_index)
         self.recurrent.use(layout)
         inputs = {"input_ids": input_ids, "position_ids": position_ids, "packed": layout}
         return _backbone(self.pretrained)(**inputs, use_cache=False).last_hidden_state[0]
@@ -136,7 +141,7 @@ class RewardHead(PackedHead):
 
     def forward(self, batch: MicroBatch) -> tuple[Tensor, ...]:
         """Scores [number of sequences] float32."""
-        return _scores_at(self, batch, torch.tensor(batch.lengths, device=batch.input_ids.device).cumsum(0) - 1)
+        return _scores_at(self, batch, batch.last_index())
 
 
 def _scores_at(head: PackedHead, batch: MicroBatch, places: Tensor) -> tuple[Tensor, ...]:

@@ -180,10 +180,17 @@ class PackedModel:
             max_tokens=self.config.max_tokens_per_micro_batch * self.mesh.sp_size,
             whole=whole,
             together=self.selftest is None or self.selftest.packs,
+            share_prompts=self._shares_prompts,
             keep_branches=keep_branches,
             agree=lambda needed: int(self.mesh.largest(torch.tensor(needed))),
         )
         return PackedBatch(micro_batches=micro_batches, num_tokens=num_tokens, num_trajectories=num_trajectories)
+
+    @property
+    def _shares_prompts(self) -> bool:
+        """Whether the samples of a prompt can share its tokens. A layer that carries a state would have to copy it."""
+        can = not self.head.recurrent.layers if self.selftest is None else self.selftest.shares
+        return self.config.share_prompts and can
 
     def _reduce(self, sums: Sequence[dict[str, Tensor]]) -> dict[str, float]:
         """Add this rank's micro-batches up, then the ranks, in one collective."""

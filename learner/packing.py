@@ -1,4 +1,8 @@
-"""Unpadded sequences laid end to end in micro-batches of a token budget. No padding, and nothing is truncated."""
+"""Unpadded sequences laid end to end in micro-batches of a token budget. No padding, and nothing is truncated.
+
+Samples of one prompt can share its tokens: they are packed once, and each sample's attention reads them from there. The
+last token before a sequence's first token in the loss is its own, so that each packed token predicts one token at most.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,9 @@ class MicroBatch:
     Attributes:
         input_ids: [N] int64.
         position_ids: [N] int64, counted from 0 in every sequence.
-        lengths: Tokens of every sequence; they sum to N.
+        lengths: Tokens of every sequence; they sum to N, or to more where tokens are shared.
+        token_index: [sum of lengths] int64, packed position of every token of every sequence; None where nothing is
+            shared, and the sequences are packed as they are.
         predict_index: [M] int64, packed position whose next token is in the loss.
         targets: [M] int64, that next token.
         trajectory_index: [M] int64, trajectory (within this micro-batch) of each token in the loss.
@@ -39,6 +45,12 @@ class MicroBatch:
     trajectory_lengths: Tensor
     columns: dict[str, Tensor] = field(default_factory=dict)
     source: tuple[int, ...] = ()
+    token_index: Tensor | None = None
+
+    def last_index(self) -> Tensor:
+        """[number of sequences] int64, packed position of the last token of each."""
+        last = torch.tensor(self.lengths, device=self.input_ids.device).cumsum(0) - 1
+        return last if self.token_index is None else self.token_index[last]
 
     def to(self, device: torch.device) -> MicroBatch:
         """Copy of the micro-batch on a device; itself where it is there already."""
@@ -65,6 +77,7 @@ def pack(
     max_tokens: int,
     whole: bool = True,
     together: bool = True,
+    share_prompts: bool = False,
     keep_branches: bool = False,
     agree: Callable[[int], int] = lambda needed: needed,
 ) -> list[MicroBatch]:
@@ -76,6 +89,8 @@ def pack(
         whole: Pack every token. Otherwise each sequence ends before its last token in the loss: under causal attention
             no other prediction needs that token, or what follows it. One without such a token keeps its first.
         together: Sequences share micro-batches. Otherwise each gets its own, for models that cannot tell them apart.
+        share_prompts: What sequences of a micro-batch have in common before their first token in the loss is packed
+            once. The budget counts it for each.
         keep_branches: The loss reads whole trajectories: refuse those whose branches cannot share a micro-batch.
         agree: Called once with the number of micro-batches that this rank needs; returns how many are made, at least
             that. What is left over becomes empty micro-batches: one token that is in no loss, so that every rank takes
@@ -96,7 +111,10 @@ def pack(
         parts = units + [[] for _ in range(count - len(units))]
     in_loss = tokens_in_loss(sequences)
     ordered = [sorted(part, key=lambda i: -lengths[i]) for part in parts]
-    return [_micro_batch(sequences, source, [lengths[i] for i in source] or [1], in_loss) for source in ordered]
+    return [
+        _micro_batch(sequences, source, [lengths[i] for i in source] or [1], in_loss, share_prompts)
+        for source in ordered
+    ]
 
 
 def _units(
@@ -139,7 +157,11 @@ def _kept_or_split(
 
 
 def _micro_batch(
-    sequences: Sequence[TokenSequence], source: Sequence[int], packed: Sequence[int], totals: Mapping[SampleKey, int]
+    sequences: Sequence[TokenSequence],
+    source: Sequence[int],
+    packed: Sequence[int],
+    totals: Mapping[SampleKey, int],
+    share_prompts: bool,
 ) -> MicroBatch:
     """Lay sequences end to end, the first ``packed`` tokens of each; ``totals`` are the trajectories' tokens."""
     chosen = [sequences[index] for index in source] or [_BLANK]
@@ -152,8 +174,8 @@ def _micro_batch(
     positions = np.arange(len(input_ids)) - starts[of_sequence]
     places: dict[SampleKey, int] = {}
     trajectory = np.array([places.setdefault(sequence.trajectory, len(places)) for sequence in chosen])
-    kept, ends = positions < np.asarray(packed)[of_sequence], np.cumsum(packed)
-    moved = starts - (ends - packed)
+    kept, ends = positions < np.asarray(packed)[of_sequence], np.cumsum(packed, dtype=np.int64)
+    moved = starts - (ends - np.asarray(packed))
     columns = {
         name: torch.from_numpy(
             np.concatenate([s.columns[name] for s in chosen])[in_loss].astype(np.float32, copy=False)
@@ -162,17 +184,43 @@ def _micro_batch(
         else torch.zeros(0)
         for name in (sequences[0].columns if sequences else ())
     }
+    tokens, positions = input_ids[kept], positions[kept]
+    predict_index, token_index = in_loss - 1 - moved[of_sequence[in_loss]], None
+    leads = _leading_tokens(chosen, packed) if share_prompts else None
+    if leads is not None:
+        is_packed = leads == np.arange(len(leads))
+        tokens, positions = tokens[is_packed], positions[is_packed]
+        token_index = np.flatnonzero(is_packed).searchsorted(leads)
+        predict_index = token_index[predict_index]
     return MicroBatch(
-        input_ids=torch.from_numpy(input_ids[kept].astype(np.int64)),
-        position_ids=torch.from_numpy(positions[kept]),
+        input_ids=torch.from_numpy(tokens.astype(np.int64)),
+        position_ids=torch.from_numpy(positions),
         lengths=tuple(packed),
-        predict_index=torch.from_numpy(in_loss - 1 - moved[of_sequence[in_loss]]),
+        token_index=None if token_index is None else torch.from_numpy(token_index),
+        predict_index=torch.from_numpy(predict_index),
         targets=torch.from_numpy(input_ids[in_loss].astype(np.int64)),
         trajectory_index=torch.from_numpy(trajectory[of_sequence[in_loss]]),
         trajectory_lengths=torch.tensor([totals.get(key, 0) for key in places]),
         columns=columns,
         source=tuple(source),
     )
+
+
+def _leading_tokens(chosen: Sequence[TokenSequence], packed: Sequence[int]) -> np.ndarray | None:
+    """Which token each token of the sequences, laid end to end, is packed as: [sum of ``packed``] int64, or None.
+
+    That is itself, or the same token of the first sequence with the same prompt. None: no two have one in common.
+    """
+    leads, leaders, start, shares = np.arange(sum(packed)), dict[bytes, int](), 0, False
+    for sequence, length in zip(chosen, packed, strict=True):
+        num_shared = sequence.loss_mask.tobytes().find(1) - 1
+        if num_shared > 0:
+            leader = leaders.setdefault(sequence.input_ids[:num_shared].tobytes(), start)
+            if leader != start:
+                leads[start : start + num_shared] = np.arange(leader, leader + num_shared)
+                shares = True
+        start += length
+    return leads if shares else None
 
 
 _BLANK = TokenSequence(input_ids=np.zeros(1, dtype=np.int32), loss_mask=np.zeros(1, dtype=bool))

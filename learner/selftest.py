@@ -34,6 +34,9 @@ log = logging.getLogger(__name__)
 LENGTHS = (23, 11, 11, 7, 3, 2)
 """Tokens of the sequences: equal and unequal ones, so that some share a padded batch."""
 
+SHARED_TOKENS = 6
+"""First tokens that two sequences have in common, which may be computed once for both."""
+
 FIRST_TOKENS = 4
 """A convolution leaks into the first tokens of a sequence only: they are averaged on their own."""
 
@@ -50,11 +53,13 @@ class SelfTestResult:
 
     Attributes:
         packs: Sequences may share a micro-batch; otherwise each needs its own.
+        shares: Sequences of a micro-batch may share the tokens of a prompt that they have in common.
         difference: Largest relative difference of hidden states to Hugging Face's forward.
         seconds: Wall time.
     """
 
     packs: bool
+    shares: bool
     difference: float
     seconds: float
 
@@ -76,6 +81,7 @@ class SelfTest:
         self._logit_difference = 0.0
         # Low ids are often special, such as the padding, which some models treat differently.
         self._tokens = [rng.integers(self._vocabulary // 2, self._vocabulary, length) for length in LENGTHS]
+        self._tokens[2][:SHARED_TOKENS] = self._tokens[0][:SHARED_TOKENS]
 
     def run(self) -> SelfTestResult:
         """How the model can be run; nothing of it changes. Raises `ValueError` with layer and remedy otherwise."""
@@ -85,13 +91,14 @@ class SelfTest:
         try:
             with torch.no_grad(), torch.random.fork_rng(devices):
                 packs, difference = self._decide()
+                shares = packs and self._shares()
         finally:
             self._head.recurrent.use(None)
             self._head.train(training)
             for unit in self._head.modules():
                 if isinstance(unit, FSDPModule):
                     unit.reshard()  # the root stays whole after a forward: an optimizer would take its whole parameters
-        return SelfTestResult(packs=packs, difference=difference, seconds=time.perf_counter() - start)
+        return SelfTestResult(packs=packs, shares=shares, difference=difference, seconds=time.perf_counter() - start)
 
     def _decide(self) -> tuple[bool, float]:
         """Whether sequences may share a micro-batch, and the difference; the fastest way that is right is taken."""
@@ -121,6 +128,21 @@ class SelfTest:
             )
             return False, alone
         raise ValueError(self._refusal(culprit, difference, expected))
+
+    def _shares(self) -> bool:
+        """Whether what two sequences have in common can be computed once for both."""
+        if self._head.recurrent.layers:
+            return False
+        expected, found = self._together(), self._attempted("the packed forward", self._sharing)
+        difference = self._difference(found, expected)
+        if difference > self._leak_tolerance:
+            log.warning(
+                "%s: hidden states differ by %.3g (relative) where samples share the tokens of their prompt; each "
+                "computes its own",
+                self._name,
+                difference,
+            )
+        return difference <= self._leak_tolerance
 
     def _check_logits(self) -> None:
         """Check that the logits are what the learner computes: a linear map of the last hidden states."""
@@ -198,12 +220,19 @@ class SelfTest:
         """Each sequence in its own micro-batch, on the run's own path."""
         return torch.cat([self._through_root(lambda ids=ids: self._packed_forward([ids])) for ids in self._tokens])
 
-    def _packed_forward(self, tokens: Sequence[np.ndarray]) -> Tensor:
-        sequences = [TokenSequence(input_ids=ids.astype(np.int32), loss_mask=np.arange(len(ids)) > 0) for ids in tokens]
-        batch = pack(sequences, max_tokens=sum(map(len, tokens)))[0].to(self._mesh.device)
+    def _sharing(self) -> Tensor:
+        """All sequences in one micro-batch, two of which share their first tokens."""
+        return self._through_root(lambda: self._packed_forward(self._tokens, num_prompt=SHARED_TOKENS + 1))
+
+    def _packed_forward(self, tokens: Sequence[np.ndarray], *, num_prompt: int = 1) -> Tensor:
+        sequences = [
+            TokenSequence(input_ids=ids.astype(np.int32), loss_mask=np.arange(len(ids)) >= num_prompt) for ids in tokens
+        ]
+        (batch,) = pack(sequences, max_tokens=sum(map(len, tokens)), share_prompts=num_prompt > 1)
+        batch = batch.to(self._mesh.device)
         with self._sharding:
             hidden = gather_sequence(self._head.hidden_states(batch), dim=0)
-        return hidden[: len(batch.input_ids)].float()
+        return (hidden[: len(batch.input_ids)] if batch.token_index is None else hidden[batch.token_index]).float()
 
     def _through_root(self, function: Callable[[], Tensor]) -> Tensor:
         """Call a function inside the root's forward: FSDP gathers the parameters around it."""

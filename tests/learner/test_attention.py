@@ -39,14 +39,18 @@ def test_a_kernel_that_cannot_run_is_refused_by_name(kernel: AttentionKernel) ->
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="compares CUDA kernels; there is no GPU here")
 @pytest.mark.parametrize("kernel", [AttentionKernel.flash_attn, AttentionKernel.torch_varlen])
 @pytest.mark.parametrize("window", [None, 7])
-def test_every_kernel_computes_what_sdpa_computes(kernel: AttentionKernel, window: int | None) -> None:
+@pytest.mark.parametrize("shares", [False, True])
+def test_every_kernel_computes_what_sdpa_computes(kernel: AttentionKernel, window: int | None, shares: bool) -> None:
     try:
         attention_kernel(kernel, CUDA, torch.bfloat16)
     except ValueError as error:
         pytest.skip(str(error))
     lengths, outputs = (40, 33, 12, 1), []
-    q, k, v = (torch.randn(1, heads, 86, 64, device=CUDA, dtype=torch.bfloat16) for heads in (8, 2, 2))
+    shared = torch.cat((torch.arange(40), torch.arange(10), torch.arange(40, 76)))  # the second has ten of the first's
+    token_index = shared if shares else None
+    num_tokens = 76 if shares else 86
+    q, k, v = (torch.randn(1, heads, num_tokens, 64, device=CUDA, dtype=torch.bfloat16) for heads in (8, 2, 2))
     for name in (kernel, AttentionKernel.sdpa):
-        layout = packed_layout(lengths, CUDA, name)
+        layout = packed_layout(lengths, CUDA, name, token_index)
         outputs.append(packed_attention(nn.Module(), q, k, v, None, packed=layout, sliding_window=window)[0])
     torch.testing.assert_close(outputs[0], outputs[1], atol=2e-2, rtol=2e-2)

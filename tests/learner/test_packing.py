@@ -1,10 +1,12 @@
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.protocol.types import FinishReason
-from learner.packing import pack
+from learner.attention import packed_layout
+from learner.packing import MicroBatch, pack
 from learner.types import TokenSequence, group_sequences
 from tests.support.trajectories import make_group
 
@@ -41,6 +43,48 @@ def test_every_token_is_packed_once_within_the_budget(lengths: list[int], budget
             assert batch.input_ids[span].tolist() == sequences[source].input_ids.tolist()
             assert batch.position_ids[span].tolist() == list(range(length))
             start += length
+
+
+@given(
+    prompts=st.lists(st.tuples(st.integers(1, 12), st.lists(st.integers(1, 9), min_size=1, max_size=5)), max_size=5),
+    budget=st.integers(40, 90),
+    whole=st.booleans(),
+)
+def test_samples_of_a_prompt_share_its_tokens_and_predict_each_from_a_token_of_its_own(
+    prompts: list[tuple[int, list[int]]], budget: int, whole: bool
+) -> None:
+    ids = iter(range(1_000_000))
+    sequences = []
+    for num_prompt, responses in prompts:
+        prompt = [next(ids) for _ in range(num_prompt)]
+        for length in responses:
+            tokens = np.array([*prompt, *(next(ids) for _ in range(length))])
+            sequences.append(TokenSequence(input_ids=tokens, loss_mask=np.arange(len(tokens)) >= num_prompt))
+    apart = pack(sequences, max_tokens=budget, whole=whole)
+    for batch, alone in zip(pack(sequences, max_tokens=budget, whole=whole, share_prompts=True), apart, strict=True):
+        # Laid out again, it is what it is without sharing; and nothing that could be shared is packed twice.
+        index = torch.arange(sum(batch.lengths)) if batch.token_index is None else batch.token_index
+        assert batch.lengths == alone.lengths
+        assert torch.equal(batch.input_ids[index], alone.input_ids)
+        assert torch.equal(batch.position_ids[index], alone.position_ids)
+        assert torch.equal(batch.predict_index, index[alone.predict_index])
+        assert torch.equal(batch.last_index(), index[alone.last_index()])
+        assert len(batch.predict_index.unique()) == len(batch.predict_index)
+        masks = [sequences[source].loss_mask for source in batch.source]
+        shared = {
+            (int(row[0]), place)
+            for row, mask in zip(rows(alone), masks, strict=False)
+            for place in range(mask.argmax() - 1)
+        }
+        own = sum(length - max(0, mask.argmax() - 1) for length, mask in zip(batch.lengths, masks, strict=False))
+        assert len(batch.input_ids) == max(1, own + len(shared))
+        layout = packed_layout(batch.lengths, torch.device("cpu"), token_index=batch.token_index)
+        assert torch.equal(layout.positions(), batch.position_ids)
+
+
+def rows(batch: MicroBatch) -> tuple[torch.Tensor, ...]:
+    """The tokens of each sequence of a micro-batch that shares none."""
+    return batch.input_ids.split(list(batch.lengths))
 
 
 @given(lengths=LENGTHS, budget=st.integers(40, 90))

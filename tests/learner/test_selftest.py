@@ -19,6 +19,7 @@ from learner import pretrained, recurrent
 from learner.attention import ATTENTION_NAME
 from learner.config import Device, LearnerConfig
 from learner.packed_model import PackedModel
+from learner.packing import MicroBatch
 from learner.roles import ACTOR, CRITIC, REFERENCE
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny_models import plain_log_probs, random_sequences, save_tiny_model
@@ -249,6 +250,41 @@ def test_kernels_that_take_boundaries_are_handed_them_and_checked(
     assert model.selftest is not None
     assert model.selftest.packs
     assert model.head.recurrent.takes_boundaries is honours
+
+
+def test_samples_share_their_prompt_where_no_layer_carries_a_state(hybrid: str, tmp_path: Path) -> None:
+    for path, shares in ((saved(tmp_path, "qwen3"), True), (hybrid, False)):
+        found = load(path).selftest
+        assert found is not None
+        assert found.packs
+        assert found.shares is shares
+        untested = load(path, skip_selftest="checked by hand")
+        assert [model_shares(model) for model in (load(path), untested)] == [shares, shares]
+        assert not model_shares(load(path, share_prompts=False))
+
+
+def model_shares(model: PackedModel) -> bool:
+    """Whether some token of these sequences, of which some have a prompt in common, is packed for two."""
+    return any(batch.token_index is not None for batch in model._pack(random_sequences(9)).micro_batches)
+
+
+def test_a_shared_prompt_that_is_computed_otherwise_is_computed_for_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    without_positions = MicroBatch.to
+
+    def to(batch: MicroBatch, device: torch.device) -> MicroBatch:
+        moved = without_positions(batch, device)
+        if moved.token_index is not None:
+            moved = replace(moved, position_ids=torch.arange(len(moved.position_ids)))
+        return moved
+
+    monkeypatch.setattr(MicroBatch, "to", to)
+    path = saved(tmp_path, "qwen3")
+    model = load(path)
+    assert not model_shares(model)
+    assert "each computes its own" in caplog.text
+    assert_right(model, path)
 
 
 def test_what_the_layers_run_on_is_logged(hybrid: str, caplog: pytest.LogCaptureFixture) -> None:

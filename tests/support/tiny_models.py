@@ -136,9 +136,25 @@ def plain_log_probs(model: torch.nn.Module, sequence: TokenSequence, *, temperat
 
 
 def random_sequences(num: int, seed: int = 0, *, longest: int = 24) -> list[TokenSequence]:
-    """Sequences of 2 to ``longest`` tokens with responses, behaviour log-probs and advantages of many magnitudes."""
+    """Sequences of 2 to ``longest`` tokens with responses, behaviour log-probs and advantages of many magnitudes.
+
+    Every second one has the prompt of the one before it, where that leaves it a response.
+    """
     rng = np.random.default_rng(seed)
-    return [_sequence(rng, int(rng.integers(2, longest + 1))) for _ in range(num)]
+    return _with_common_prompts([_sequence(rng, int(rng.integers(2, longest + 1))) for _ in range(num)])
+
+
+def _with_common_prompts(sequences: list[TokenSequence]) -> list[TokenSequence]:
+    for index in range(1, len(sequences), 2):
+        before, own = sequences[index - 1], sequences[index]
+        num_prompt = int(np.argmax(before.loss_mask))
+        if num_prompt < len(own.input_ids):
+            sequences[index] = replace(
+                own,
+                input_ids=np.concatenate((before.input_ids[:num_prompt], own.input_ids[num_prompt:])),
+                loss_mask=np.arange(len(own.input_ids)) >= num_prompt,
+            )
+    return sequences
 
 
 def _sequence(rng: np.random.Generator, length: int) -> TokenSequence:
@@ -156,7 +172,7 @@ def _sequence(rng: np.random.Generator, length: int) -> TokenSequence:
 def awkward_sequences(seed: int = 0) -> list[TokenSequence]:
     """What splits get wrong: sequences of one token, without loss, in strided arrays, and of very unlike values."""
     rng = np.random.default_rng(seed)
-    sequences = [_sequence(rng, int(rng.integers(2, 25))) for _ in range(13)]
+    sequences = _with_common_prompts([_sequence(rng, int(rng.integers(2, 25))) for _ in range(13)])
     alone = TokenSequence(
         input_ids=np.array([5], dtype=np.int32),
         loss_mask=np.zeros(1, dtype=bool),
