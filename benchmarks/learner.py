@@ -63,7 +63,11 @@ def sequences_of(prompt_lengths: Sequence[int], response_lengths: Sequence[int])
 def quickstart_batch() -> list[TokenSequence]:
     """32 prompt groups of 8 samples, 15 tokens on the average."""
     digits = np.random.default_rng(1).integers(5, 9, 32).repeat(8)
-    return sequences_of((digits + 2).tolist(), (digits + 1).tolist())
+    sequences = sequences_of((digits + 2).tolist(), (digits + 1).tolist())
+    for index, sequence in enumerate(sequences):
+        num_prompt = digits[index] + 2
+        sequence.input_ids[:num_prompt] = sequences[index - index % 8].input_ids[:num_prompt]
+    return sequences
 
 
 def long_tailed_batch() -> list[TokenSequence]:
@@ -72,9 +76,9 @@ def long_tailed_batch() -> list[TokenSequence]:
     return sequences_of([8] * 96, lengths.tolist())
 
 
-def our_step(model_path: str, sequences: list[TokenSequence]) -> Callable[[], object]:
+def our_step(model_path: str, sequences: list[TokenSequence], *, share_prompts: bool = True) -> Callable[[], object]:
     """A learner step, from sequences to updated weights."""
-    config = LearnerConfig(device=Device.cpu, optimizer=OptimizerConfig(lr=LR))
+    config = LearnerConfig(device=Device.cpu, optimizer=OptimizerConfig(lr=LR), share_prompts=share_prompts)
     trainer = Trainer(config, model_path=model_path, total_updates=10_000)
     step = LearnerStep(trainer, policy_objective(AlgorithmConfig()))
     return lambda: step.run(sequences)
@@ -243,6 +247,7 @@ def measure(rounds: int, num_tokens: int, vocabulary: int) -> tuple[dict[str, st
         path, batch, tailed = save_model(directory), quickstart_batch(), long_tailed_batch()
         comparisons = {
             "step_vs_plain_loop": (batch, plain_step(path, batch)),
+            "shared_vs_own_prompts": (batch, our_step(path, batch, share_prompts=False)),
             "packed_vs_padded": (tailed, padded_step(path, tailed)),
             "step_vs_trl": (batch, trl_step(path, batch)),
         }
@@ -275,6 +280,7 @@ TARGETS = {
     "selftest_s": Target(at_most=1.0),
     "step_vs_plain_loop": Target(at_least=0.95),
     "logprob_memory_vs_naive": Target(at_most=0.25),
+    "shared_vs_own_prompts": Target(at_least=1.2),
     "packed_vs_padded": Target(at_least=1.8),
     "step_vs_trl": Target(at_least=1.5),
 }
@@ -296,7 +302,13 @@ def main() -> None:
     vocabulary = 16_000 if args.quick else args.vocabulary
     rows, figures = measure(5 if args.quick else 21, 8192, vocabulary)
     title = f"the learner on one thread; log-probs of 8192 tokens, vocabulary {vocabulary}"
-    print_report(title, rows, figures, TARGETS, baseline="a plain loop, a padded loop, naive log-probs, TRL's step")
+    print_report(
+        title,
+        rows,
+        figures,
+        TARGETS,
+        baseline="a plain loop, a padded loop, a step without shared prompts, naive log-probs, TRL's step",
+    )
 
 
 if __name__ == "__main__":
