@@ -47,8 +47,8 @@ class PackedLayout:
 
     Attributes:
         buckets: (number of sequences, padded length) of every SDPA call, in packed order.
-        pad_index: [padded tokens] int64, packed token of every padded place; None when nothing is padded.
-        unpad_index: [N] int64, padded place of every packed token; None when nothing is padded.
+        pad_index: [padded tokens] int64, packed token of every padded place; None when nothing is padded or shared.
+        unpad_index: [N] int64, padded place of every packed token; None likewise.
         token_index: [sum of lengths] int64, packed token of every token of the sequences; None where none is shared.
         first_index: [N] int64, the first token of the sequences that each packed token is; None likewise.
         cu_seqlens: [number of sequences + 1] int32, starts and end of the sequences.
