@@ -13,6 +13,7 @@ deadline, collectives wait for the other ranks under the process group's.
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -221,6 +222,7 @@ class ModelWorker(Worker):
             )
         self._offload = OffloadPolicy(self._config, self._model.head, optimizer)
         self.cache.open_roles.add(self.role.name)
+        gc.freeze()  # what was loaded stays: a step would wait for each look at all of it
 
     @register(dispatch_mode=PER_DP_RANK, blocking=False)
     @_recorded

@@ -60,7 +60,7 @@ class SampleLog:
 
     async def add(self, prompt: Prompt, samples: Sequence[SampleOutput], texts: Sequence[str], scores: Scores) -> None:
         """Keep a finished group of training where one is due; the last of a set writes the file."""
-        version = max(int(sample.versions.max(initial=0)) for sample in samples)
+        version = max(int(sample.versions[-1]) for sample in samples)
         if not self._config.every_steps or version < self._next_version:
             return
         self._rows += self.rows(prompt, samples, texts, scores)

@@ -7,6 +7,7 @@ engine that fails is replaced by `EngineSupervisor`, and `run` goes on.
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -103,6 +104,7 @@ class RolloutWorker(Worker):
         self._buffer = self._connect_buffer(str(self.rank))
         engine, stage = self._supervisor.engine, self._stager.staged
         self._loop = self._make_loop(engine=engine, buffer=self._buffer, stage=stage)
+        gc.freeze()  # what was loaded stays: the engine and the event loop would stand still for each look at all of it
         return await self._buffer.enter()
 
     async def _prepare_samples(self) -> None:

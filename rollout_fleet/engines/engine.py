@@ -255,10 +255,9 @@ def check_prompt(request: SampleRequest, vocab_size: int) -> None:
     """Raise `RequestRefused` for a prompt that would kill an engine: empty, or with an id outside the vocabulary."""
     if len(request.prompt_ids) == 0:
         raise RequestRefused(f"request {request.id} has an empty prompt; a prompt needs at least one token")
-    low, high = int(request.prompt_ids.min()), int(request.prompt_ids.max())
-    if low < 0 or high >= vocab_size:
+    if not _in_vocabulary(request.prompt_ids, vocab_size):
         raise RequestRefused(
-            f"request {request.id}: prompt token ids must be in 0..{vocab_size - 1}, got {low}..{high}; "
+            f"request {request.id}: prompt token ids must be in 0..{vocab_size - 1}, got {_range(request.prompt_ids)}; "
             "the prompts were tokenized with another model's tokenizer"
         )
 
@@ -279,10 +278,9 @@ def check_output(
         if output.finish_reason is not None:
             raise EngineError(f"{where}: the engine finished ({output.finish_reason}) without a single token")
         return
-    low, high = int(output.token_ids.min()), int(output.token_ids.max())
-    if low < 0 or high >= vocab_size:
-        raise EngineError(f"{where}: sampled ids must be in 0..{vocab_size - 1}, got {low}..{high}")
-    largest = float(output.logprobs.max())  # not a number where one of them is not
+    if not _in_vocabulary(output.token_ids, vocab_size):
+        raise EngineError(f"{where}: sampled ids must be in 0..{vocab_size - 1}, got {_range(output.token_ids)}")
+    largest = float(np.maximum.reduce(output.logprobs))  # not a number where one of them is not
     if not largest <= LOGPROB_ROUNDING:
         raise EngineError(f"{where}: log-probs must be numbers <= 0, got a largest of {largest}")
     unknown = set(output.versions.tolist()).difference(loaded_versions)
@@ -290,6 +288,15 @@ def check_output(
         raise EngineError(
             f"{where}: the engine reports policy versions {sorted(unknown)}, which it never loaded and verified"
         )
+
+
+def _in_vocabulary(token_ids: np.ndarray, vocab_size: int) -> bool:
+    """Whether all of one or more int32 ids are; as an unsigned number, a negative one is larger than any."""
+    return int(np.maximum.reduce(token_ids.view(np.uint32))) < vocab_size
+
+
+def _range(token_ids: np.ndarray) -> str:
+    return f"{token_ids.min()}..{token_ids.max()}"
 
 
 class SilenceWatch:

@@ -14,7 +14,6 @@ from collections.abc import AsyncIterator, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
-from threading import Event
 
 from asyncrl.protocol.errors import DeadlineError, EngineError, WorkerDiedError
 from asyncrl.protocol.manifest import WeightOffer
@@ -22,20 +21,20 @@ from rollout_fleet.config import EngineDevice, RolloutFleetConfig
 
 from .engine import EngineFailure, EngineLoad, SampleOutput, SampleRequest, SilenceWatch, check_output, check_prompt
 from .model_files import read_model_facts
-from .transformers_model import GenerationModel
+from .transformers_model import AbortFlag, GenerationModel
 
 logger = logging.getLogger(__name__)
 
 _Answers = asyncio.Queue[tuple[SampleRequest, SampleOutput] | Exception]
 
 
-@dataclass(eq=False, kw_only=True)
+@dataclass(eq=False, kw_only=True, slots=True)
 class PendingSample:
     """A sample that waits for a batch, or is in one; its answer, or its failure, is put into ``answers`` once."""
 
     request: SampleRequest
     answers: _Answers
-    flag: Event = field(default_factory=Event)
+    flag: AbortFlag = field(default_factory=AbortFlag)
     is_answered: bool = False
 
     def answer(self, outcome: tuple[SampleRequest, SampleOutput] | Exception) -> None:
@@ -95,7 +94,7 @@ class TransformersEngine:
         self._failure.check()
         if not requests:
             return
-        for request in requests:
+        for request in {id(request.prompt_ids): request for request in requests}.values():
             check_prompt(request, self._facts.vocab_size)
         answers: _Answers = asyncio.Queue()
         samples = [PendingSample(request=request, answers=answers) for request in requests]
@@ -111,7 +110,7 @@ class TransformersEngine:
                     yield answer
         finally:
             for sample in samples:
-                sample.flag.set()
+                sample.flag.is_set = True
                 if self._pending.get(sample.request.id) is sample:
                     del self._pending[sample.request.id]
 
@@ -144,7 +143,7 @@ class TransformersEngine:
         """See `Engine.abort`."""
         for request_id in request_ids:
             if request_id in self._pending:
-                self._pending[request_id].flag.set()
+                self._pending[request_id].flag.is_set = True
 
     async def read_load(self) -> EngineLoad:
         """See `Engine.read_load`."""
@@ -157,7 +156,7 @@ class TransformersEngine:
     async def stop(self) -> None:
         """See `Engine.stop`."""
         for sample in self._pending.values():
-            sample.flag.set()
+            sample.flag.is_set = True
         for task in self._tasks:
             task.cancel()
         if self._tasks:
@@ -194,8 +193,8 @@ class TransformersEngine:
         sampling = self._waiting[0].request.sampling
         batch: list[PendingSample] = []
         for sample in self._waiting:
-            length = sample.request.sampling.max_new_tokens
-            if sample.request.sampling == replace(sampling, max_new_tokens=length):
+            own = sample.request.sampling
+            if own is sampling or own == replace(sampling, max_new_tokens=own.max_new_tokens):
                 batch.append(sample)
             if len(batch) == self._config.transformers.max_rows:
                 break
@@ -229,5 +228,5 @@ class TransformersEngine:
 
     def _tell(self, error: Exception) -> None:
         for sample in self._pending.values():
-            sample.flag.set()
+            sample.flag.is_set = True
             sample.answer(error)

@@ -8,8 +8,8 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from threading import Event
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,13 @@ _TRIED_LENGTHS = (3, 11, 11)
 _TRIED_TOKENS = 4
 
 
+@dataclass(eq=False, slots=True)
+class AbortFlag:
+    """Set where a sample is to end. The generating thread reads it after every token."""
+
+    is_set: bool = False
+
+
 class StepRecorder:
     """Sees every step twice: the logits before sampling and the tokens after. Records log-probs, stops rows.
 
@@ -44,7 +51,7 @@ class StepRecorder:
 
     def __init__(
         self,
-        flags: Sequence[Event],
+        flags: Sequence[AbortFlag],
         *,
         max_new_tokens: Sequence[int],
         temperature: float,
@@ -79,7 +86,7 @@ class StepRecorder:
         if num_steps == 1:
             self._on_first_step()
         ends = self._max_new_tokens <= num_steps
-        is_set = [flag.is_set() for flag in self._flags]
+        is_set = [flag.is_set for flag in self._flags]
         if any(is_set):
             aborted = torch.tensor(is_set)
             self.num_steps_kept[aborted] = self.num_steps_kept[aborted].clamp(max=num_steps)
@@ -209,7 +216,9 @@ class GenerationModel:
         writes.check(version)
 
     @torch.inference_mode()
-    def generate(self, requests: Sequence[SampleRequest], flags: Sequence[Event], version: int) -> list[SampleOutput]:
+    def generate(
+        self, requests: Sequence[SampleRequest], flags: Sequence[AbortFlag], version: int
+    ) -> list[SampleOutput]:
         """Sample all requests in one batch; their sampling options differ in ``max_new_tokens`` at most.
 
         Each request has its flag in ``flags``, and its answer at its place in the result; its ``on_first_token`` is
@@ -231,7 +240,7 @@ class GenerationModel:
         return [outputs[row] for row in range(len(requests))]
 
     def _generate_batch(
-        self, requests: Sequence[SampleRequest], flags: Sequence[Event], version: int
+        self, requests: Sequence[SampleRequest], flags: Sequence[AbortFlag], version: int
     ) -> list[SampleOutput]:
         sampling = requests[0].sampling
         max_new_tokens = [request.sampling.max_new_tokens for request in requests]
@@ -295,7 +304,7 @@ class GenerationModel:
     def _difference(self, requests: Sequence[SampleRequest]) -> float:
         """Largest difference, in nats, between log-probs as generated and those of a plain forward pass."""
         largest = 0.0
-        outputs = self.generate(requests, [Event() for _ in requests], 0)
+        outputs = self.generate(requests, [AbortFlag() for _ in requests], 0)
         for request, output in zip(requests, outputs, strict=True):
             tokens = torch.from_numpy(output.token_ids).to(self._device, torch.int64)
             prompt = torch.from_numpy(request.prompt_ids).to(self._device)

@@ -25,7 +25,7 @@ from rollout_fleet.config import EngineDevice, RolloutFleetConfig, SamplingConfi
 from rollout_fleet.engines.engine import SampleRequest
 from rollout_fleet.engines.model_files import ModelFacts
 from rollout_fleet.engines.transformers import TransformersEngine
-from rollout_fleet.engines.transformers_model import GenerationModel, StepRecorder
+from rollout_fleet.engines.transformers_model import AbortFlag, GenerationModel, StepRecorder
 from tests.support.engine_probes import (
     answer,
     assert_continues,
@@ -102,7 +102,7 @@ def test_equal_prompts_of_a_batch_are_read_once_and_no_log_prob_changes(tmp_path
         SampleRequest(id=str(row), prompt_ids=prompts[row % 4], sampling=SamplingConfig(max_new_tokens=8))
         for row in range(12)
     ]
-    samples = model.generate(requests, [threading.Event() for _ in requests], 0)
+    samples = model.generate(requests, [AbortFlag() for _ in requests], 0)
     for request, sample in zip(requests, samples, strict=True):
         np.testing.assert_allclose(sample.logprobs, forward_logprobs(path, request, sample), atol=1e-4)
     assert (model._shares_prompts, model._may_pad) == (is_shared, may_pad)
@@ -259,13 +259,13 @@ def record_batches(engine, monkeypatch):
 
 
 def test_an_aborted_row_keeps_the_tokens_up_to_the_step_that_saw_the_abort():
-    flags = [threading.Event() for _ in range(3)]
+    flags = [AbortFlag() for _ in range(3)]
     recorder = StepRecorder(flags, max_new_tokens=[9, 9, 9], temperature=1.0)
     stops = []
     for step in range(3):
         if step == 1:
-            flags[1].set()
-            flags[2].set()
+            flags[1].is_set = True
+            flags[2].is_set = True
         recorder.before_sampling(torch.zeros(3, 5))
         stops.append(recorder.after_sampling(torch.zeros(3, 1, dtype=torch.int64)).tolist())
     assert stops == [[False, False, False], [False, True, True], [False, True, True]]
