@@ -1,8 +1,8 @@
 """The in-process engine: transformers' own ``generate`` on batches of whatever samples are waiting.
 
 One task takes waiting samples, up to a budget of rows, and generates them in one thread, so that the event loop stays
-free; it is woken when samples arrive. A batch is answered when its longest sample ends. Weights are swapped between two
-batches.
+free; it is woken when samples arrive. A batch is answered when its longest sample ends; rows that ended before are
+dropped on the way. Weights are swapped between two batches.
 """
 
 from __future__ import annotations

@@ -42,11 +42,16 @@ class AbortFlag:
 
 
 class StepRecorder:
-    """Sees every step twice: the logits before sampling and the tokens after. Records log-probs, stops rows.
+    """Sees every step twice: the logits before sampling and the tokens after. Records both, and ends rows.
 
-    A row ends at its ``max_new_tokens``, or at its next token once its flag is set. Under ``temperature`` 0 (greedy)
-    log-probs are those of temperature 1. ``on_step`` is called after every step, ``on_first_step`` after the first.
-    ``num_steps_kept`` are [B] int64 steps before a row was aborted, very large where it was not.
+    A row ends with one of ``eos_ids``, at its ``max_new_tokens``, or at its next token once its flag is set. A batch is
+    written in rounds (`begin_round`), of which each has the rows that are left; under ``drops_rows`` a round ends when
+    no more than half of its rows are. Under ``temperature`` 0 (greedy) log-probs are those of temperature 1.
+    ``on_step`` is called after every step, ``on_first_step`` after the first.
+
+    Attributes:
+        num_tokens: [B] int64, written so far.
+        is_stopped: [B] bool, True where the last token is one of ``eos_ids``.
     """
 
     def __init__(
@@ -54,44 +59,73 @@ class StepRecorder:
         flags: Sequence[AbortFlag],
         *,
         max_new_tokens: Sequence[int],
+        eos_ids: Sequence[int],
         temperature: float,
+        drops_rows: bool = False,
         on_step: Callable[[], None] = lambda: None,
         on_first_step: Callable[[], None] = lambda: None,
     ) -> None:
         self._flags = flags
         self._max_new_tokens = torch.tensor(max_new_tokens)
+        self._eos_ids = torch.tensor(eos_ids, dtype=torch.int64)
         self._temperature = temperature or 1.0
+        self._drops_rows = drops_rows
         self._on_step, self._on_first_step = on_step, on_first_step
         self._step_logprobs: Tensor | None = None
-        self._sampled_logprobs: list[Tensor] = []
-        self.num_steps_kept = torch.full((len(flags),), torch.iinfo(torch.int64).max)
+        self._token_ids: list[Tensor] = []
+        self._logprobs: list[Tensor] = []
+        self._rows = torch.arange(len(flags))
+        self._is_left = torch.ones(len(flags), dtype=torch.bool)
+        self.num_tokens = torch.zeros(len(flags), dtype=torch.int64)
+        self.is_stopped = torch.zeros(len(flags), dtype=torch.bool)
+
+    @property
+    def num_steps(self) -> int:
+        """T, steps so far."""
+        return len(self._token_ids)
+
+    @property
+    def token_ids(self) -> np.ndarray:
+        """[B, T] int32 sampled tokens; anything behind the end of a row."""
+        return torch.stack(self._token_ids, dim=1).to(torch.int32).numpy()
 
     @property
     def logprobs(self) -> np.ndarray:
         """[B, T] float32 log-probs of the sampled tokens."""
-        return torch.stack(self._sampled_logprobs, dim=1).cpu().numpy()
+        return torch.stack(self._logprobs, dim=1).numpy()
+
+    def begin_round(self) -> Tensor:
+        """Go on with the rows that are left: [b] int64, their places in the round that has ended."""
+        is_left = self._is_left[self._rows]
+        self._rows = self._rows[is_left]
+        return is_left.nonzero().squeeze(1)
 
     def before_sampling(self, logits: Tensor) -> Tensor:
-        """Keep the log-probs under the temperature until the tokens are sampled; returns the [B, V] logits."""
+        """Keep the log-probs under the temperature until the tokens are sampled; returns the [b, V] logits."""
         scaled = logits.float() if self._temperature == 1.0 else logits.float() / self._temperature
         self._step_logprobs = scaled.log_softmax(-1)
         return logits
 
     def after_sampling(self, token_ids: Tensor) -> Tensor:
-        """Record the log-probs of the [B, 1] tokens just sampled; return [B] bool, True where a row is to end."""
+        """Record the log-probs of the [b, 1] tokens just sampled; return [b] bool, True where a row is to end."""
         assert self._step_logprobs is not None
-        self._sampled_logprobs.append(self._step_logprobs.gather(1, token_ids).squeeze(1))
+        rows, new_ids = self._rows, token_ids.squeeze(1).cpu()
+        self._token_ids.append(new_ids.new_zeros(len(self._flags)).index_copy_(0, rows, new_ids))
+        logprobs = self._step_logprobs.gather(1, token_ids).squeeze(1).cpu()
+        self._logprobs.append(logprobs.new_zeros(len(self._flags)).index_copy_(0, rows, logprobs))
         self._on_step()
-        num_steps = len(self._sampled_logprobs)
-        if num_steps == 1:
+        if self.num_steps == 1:
             self._on_first_step()
-        ends = self._max_new_tokens <= num_steps
-        is_set = [flag.is_set for flag in self._flags]
-        if any(is_set):
-            aborted = torch.tensor(is_set)
-            self.num_steps_kept[aborted] = self.num_steps_kept[aborted].clamp(max=num_steps)
-            ends = ends | aborted
-        return ends.to(token_ids.device)
+        was_left = self._is_left[rows]
+        self.num_tokens[rows] += was_left
+        is_eos = torch.isin(new_ids, self._eos_ids) & was_left
+        self.is_stopped[rows] |= is_eos
+        is_aborted = torch.tensor([self._flags[row].is_set for row in rows.tolist()])
+        is_left = was_left & ~(is_eos | is_aborted | (self._max_new_tokens[rows] <= self.num_steps))
+        self._is_left[rows] = is_left
+        if self._drops_rows and 2 * int(is_left.sum()) <= len(rows):
+            is_left = torch.zeros_like(is_left)
+        return ~is_left.to(token_ids.device)
 
 
 class _BeforeSampling:
@@ -128,7 +162,7 @@ class GenerationModel:
         self._seed = seed
         self._on_step = on_step
         self._model: Any = None
-        self._may_pad = self._shares_prompts = True
+        self._may_pad, self._cuts_cache = True, False
         self._held: dict[str, Tensor] = {}
         self._released: dict[torch.nn.Parameter, torch.Size] = {}
         self._adapted = AdaptedModules()
@@ -242,40 +276,48 @@ class GenerationModel:
     def _generate_batch(
         self, requests: Sequence[SampleRequest], flags: Sequence[AbortFlag], version: int
     ) -> list[SampleOutput]:
+        """Sample a batch; when half of its rows have ended, go on with the others, where the cache can be cut."""
         sampling = requests[0].sampling
         max_new_tokens = [request.sampling.max_new_tokens for request in requests]
         prompts = [request.prompt_ids for request in requests]
         recorder = StepRecorder(
             flags,
             max_new_tokens=max_new_tokens,
+            eos_ids=self._facts.eos_ids,
             temperature=sampling.temperature,
+            drops_rows=self._cuts_cache,
             on_step=self._on_step,
             on_first_step=lambda: _tell_first_tokens(requests),
         )
-        input_ids, attention_mask = self._left_padded(prompts)
-        sequences = self._model.generate(
-            input_ids,
-            attention_mask=attention_mask,
-            past_key_values=self._shared_prefill(prompts),
-            generation_config=self._generation_config(sampling, max(max_new_tokens)),
-            logits_processor=[_BeforeSampling(recorder)],
-            stopping_criteria=[lambda ids, _, **__: recorder.after_sampling(ids[:, -1:])],
-        )
-        responses = sequences[:, input_ids.shape[1] :].to("cpu", torch.int32).numpy()
-        return self._samples(responses, np.asarray(max_new_tokens), recorder, version)
+        (ids, mask), cache = self._left_padded(prompts), self._shared_prefill(prompts)
+        while len(rows := recorder.begin_round()):
+            if recorder.num_steps:
+                assert cache is not None
+                rows = rows.to(self._device)
+                mask = torch.nn.functional.pad(mask, (0, ids.shape[1] - mask.shape[1]), value=1)
+                ids, mask = ids[rows], mask[rows]
+                cache.batch_select_indices(rows)
+            written = self._model.generate(
+                ids,
+                attention_mask=mask,
+                past_key_values=cache,
+                generation_config=self._generation_config(sampling, max(max_new_tokens) - recorder.num_steps),
+                logits_processor=[_BeforeSampling(recorder)],
+                stopping_criteria=[lambda ids, _, **__: recorder.after_sampling(ids[:, -1:])],
+            )
+            ids, cache = written.sequences, written.past_key_values
+        return _samples(recorder, max_new_tokens, version)
 
     @torch.inference_mode()
     def _check_logprobs(self) -> None:
         """See that what is generated has the log-probs of a plain forward pass, padded or at least alone.
 
-        Raises `EngineError` if it has not.
+        Then see whether it has them, too, where equal prompts share and rows that have ended are dropped. Raises
+        `EngineError` if it never has.
         """
         rng = np.random.default_rng(0)
-        sampling = SamplingConfig(temperature=0.0, max_new_tokens=_TRIED_TOKENS)
-        requests = [
-            SampleRequest(id="", prompt_ids=rng.integers(0, self._facts.vocab_size, length), sampling=sampling)
-            for length in _TRIED_LENGTHS
-        ]
+        prompts = [rng.integers(0, self._facts.vocab_size, length) for length in _TRIED_LENGTHS]
+        requests = [_greedy(prompt, _TRIED_TOKENS) for prompt in prompts]
         name = type(self._model).__name__
         if "chunked_attention" in (getattr(self._model.config, "layer_types", None) or ()):
             self._may_pad = False  # a token's chunk would follow from its place in the batch
@@ -291,6 +333,12 @@ class GenerationModel:
                 )
                 self._may_pad = False
                 difference = self._difference(requests)
+            if difference <= bound and self._can_cut_cache(requests[0]):
+                self._cuts_cache = True
+                twice = [_greedy(prompt, 1 + row % _TRIED_TOKENS) for row, prompt in enumerate(2 * prompts)]
+                if (cut := self._difference(twice)) > bound:
+                    logger.warning("%s has other log-probs, by %.3g, where rows of its cache are moved", name, cut)
+                    self._cuts_cache = False
         except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
             raise EngineError(
                 f"transformers cannot generate with {name}: {error!r}; use another engine, or another model"
@@ -313,6 +361,15 @@ class GenerationModel:
             largest = max(largest, float((expected - torch.from_numpy(output.logprobs)).abs().max()))
         return largest
 
+    def _can_cut_cache(self, request: SampleRequest) -> bool:
+        """Whether rows of the model's cache can be dropped and doubled: it holds nothing but keys and values."""
+        ids, mask = self._left_padded([request.prompt_ids])
+        config = self._generation_config(request.sampling, 1)
+        cache = self._model.generate(ids, attention_mask=mask, generation_config=config).past_key_values
+        return isinstance(cache, DynamicCache) and all(
+            type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers
+        )
+
     def _left_padded(self, prompts: Sequence[np.ndarray]) -> tuple[Tensor, Tensor]:
         """Return [B, P] int64 ids and mask, padded on the left."""
         longest = max(map(len, prompts))
@@ -329,22 +386,12 @@ class GenerationModel:
         None where that saves little, or where the model keeps anything but keys and values of its past.
         """
         rows = {prompt.tobytes(): row for row, prompt in enumerate(prompts)}
-        if not self._shares_prompts or 2 * len(rows) > len(prompts) or min(map(len, prompts)) == 1:
+        if not self._cuts_cache or 2 * len(rows) > len(prompts) or min(map(len, prompts)) == 1:
             return None
         distinct = {key: place for place, key in enumerate(rows)}
-        input_ids, attention_mask = self._left_padded([prompts[row] for row in rows.values()])
-        cache = self._model.generate(
-            input_ids[:, :-1],
-            attention_mask=attention_mask[:, :-1],
-            generation_config=GenerationConfig(
-                do_sample=False, max_new_tokens=1, return_dict_in_generate=True, pad_token_id=self._facts.pad_id
-            ),
-        ).past_key_values
-        self._shares_prompts = isinstance(cache, DynamicCache) and all(
-            type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers
-        )
-        if not self._shares_prompts:
-            return None
+        ids, mask = self._left_padded([prompts[row] for row in rows.values()])
+        config = self._generation_config(SamplingConfig(temperature=0.0), 1)
+        cache = self._model.generate(ids[:, :-1], attention_mask=mask[:, :-1], generation_config=config).past_key_values
         cache.batch_select_indices(torch.tensor([distinct[prompt.tobytes()] for prompt in prompts]).to(self._device))
         return cache
 
@@ -356,32 +403,31 @@ class GenerationModel:
         return GenerationConfig(
             do_sample=not greedy,
             max_new_tokens=max_new_tokens,
-            eos_token_id=list(self._facts.eos_ids) or None,
             pad_token_id=self._facts.pad_id,
+            return_dict_in_generate=True,
             **options,
         )
 
-    def _samples(
-        self, responses: np.ndarray, max_new_tokens: np.ndarray, recorder: StepRecorder, version: int
-    ) -> list[SampleOutput]:
-        """Cut [B, T] padded responses into samples of at most [B] ``max_new_tokens``."""
-        num_steps = responses.shape[1]
-        is_eos = np.isin(responses, self._facts.eos_ids) & (np.arange(num_steps) < max_new_tokens[:, None])
-        stopped = is_eos.any(1)
-        lengths = np.where(stopped, is_eos.argmax(1) + 1, np.minimum(num_steps, max_new_tokens))
-        kept = recorder.num_steps_kept.numpy()
-        aborted = kept < lengths
-        stopped, lengths = stopped & ~aborted, np.minimum(lengths, kept)
-        logprobs, versions = recorder.logprobs, np.full(num_steps, version, dtype=np.int32)
-        return [
-            SampleOutput(
-                token_ids=responses[row, :length],
-                logprobs=logprobs[row, :length],
-                versions=versions[:length],
-                finish_reason=None if aborted[row] else FinishReason.stop if stopped[row] else FinishReason.length,
-            )
-            for row, length in enumerate(lengths.tolist())
-        ]
+
+def _greedy(prompt: np.ndarray, max_new_tokens: int) -> SampleRequest:
+    sampling = SamplingConfig(temperature=0.0, max_new_tokens=max_new_tokens)
+    return SampleRequest(id="", prompt_ids=prompt, sampling=sampling)
+
+
+def _samples(recorder: StepRecorder, max_new_tokens: Sequence[int], version: int) -> list[SampleOutput]:
+    """The samples of a batch, all of whose rows have ended."""
+    token_ids, logprobs = recorder.token_ids, recorder.logprobs
+    versions = np.full(recorder.num_steps, version, dtype=np.int32)
+    ends = zip(recorder.num_tokens.tolist(), recorder.is_stopped.tolist(), max_new_tokens, strict=True)
+    return [
+        SampleOutput(
+            token_ids=token_ids[row, :length],
+            logprobs=logprobs[row, :length],
+            versions=versions[:length],
+            finish_reason=FinishReason.stop if is_stopped else FinishReason.length if length == most else None,
+        )
+        for row, (length, is_stopped, most) in enumerate(ends)
+    ]
 
 
 def _tell_first_tokens(requests: Sequence[SampleRequest]) -> None:

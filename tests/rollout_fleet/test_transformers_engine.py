@@ -5,6 +5,7 @@ import shutil
 import threading
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -75,16 +76,16 @@ async def test_logprobs_equal_a_forward_pass_under_the_sampling_temperature(star
         np.testing.assert_allclose(sample.logprobs, expected, atol=1e-5)
 
 
-def model_of(family: str, folder: Path) -> tuple[str, GenerationModel]:
+def model_of(family: str, folder: Path, eos_ids: Sequence[int] = ()) -> tuple[str, GenerationModel]:
     path = save_tiny_model(folder, family, initializer_range=0.3)
-    facts = ModelFacts(vocab_size=VOCABULARY, eos_ids=(), pad_id=0)
+    facts = ModelFacts(vocab_size=VOCABULARY, eos_ids=tuple(eos_ids), pad_id=0)
     model = GenerationModel(path, facts=facts, dtype="float32", device="cpu", seed=0)
     model.load()
     return path, model
 
 
 @pytest.mark.parametrize(
-    ("family", "is_shared", "may_pad"),
+    ("family", "cuts_cache", "may_pad"),
     [
         ("qwen3", True, True),
         ("gemma3_text", True, True),  # a window of fewer tokens than a prompt has
@@ -94,19 +95,58 @@ def model_of(family: str, folder: Path) -> tuple[str, GenerationModel]:
         ("llama4_text", True, False),  # chunks of positions
     ],
 )
-def test_equal_prompts_of_a_batch_are_read_once_and_no_log_prob_changes(tmp_path, family, is_shared, may_pad):
+def test_equal_prompts_are_read_once_and_rows_that_end_are_dropped_and_no_log_prob_changes(
+    tmp_path, family, cuts_cache, may_pad
+):
     path, model = model_of(family, tmp_path)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(1, VOCABULARY, length).astype(np.int32) for length in (2, 9, 14, 14)]
     requests = [
-        SampleRequest(id=str(row), prompt_ids=prompts[row % 4], sampling=SamplingConfig(max_new_tokens=8))
+        SampleRequest(id=str(row), prompt_ids=prompts[row % 4], sampling=SamplingConfig(max_new_tokens=8 + row))
         for row in range(12)
     ]
+    sizes = batch_sizes(model)
     samples = model.generate(requests, [AbortFlag() for _ in requests], 0)
     for request, sample in zip(requests, samples, strict=True):
+        assert (len(sample.token_ids), sample.finish_reason) == (request.sampling.max_new_tokens, FinishReason.length)
         np.testing.assert_allclose(sample.logprobs, forward_logprobs(path, request, sample), atol=1e-4)
-    assert (model._shares_prompts, model._may_pad) == (is_shared, may_pad)
-    assert len({tuple(sample.token_ids.tolist()) for sample in samples}) > 9, "samples of one prompt are their own"
+    assert (model._cuts_cache, model._may_pad) == (cuts_cache, may_pad)
+    assert (len(set(sizes)) > 3) == (cuts_cache or not may_pad), f"batches of {sizes} rows"
+    assert len({tuple(sample.token_ids[:8].tolist()) for sample in samples}) > 9, "samples of one prompt are their own"
+
+
+def batch_sizes(model):
+    """The rows of each forward pass from now on."""
+    sizes = []
+    model._model.register_forward_pre_hook(
+        lambda _, __, options: sizes.append(len(options["input_ids"])), with_kwargs=True
+    )
+    return sizes
+
+
+def test_rows_are_dropped_whether_they_end_with_a_token_at_their_length_or_by_an_abort(tmp_path):
+    path, model = model_of("qwen3", tmp_path, eos_ids=range(8))
+    prompts = np.random.default_rng(1).integers(8, VOCABULARY, (64, 5)).astype(np.int32)
+    requests = [
+        SampleRequest(id=str(row), prompt_ids=prompt, sampling=SamplingConfig(max_new_tokens=40 if row % 4 else 9))
+        for row, prompt in enumerate(prompts)
+    ]
+    flags = [AbortFlag(is_set=row < 5) for row in range(64)]
+    sizes = batch_sizes(model)
+    samples = model.generate(requests, flags, 0)
+    assert sizes[0] == 64
+    assert sorted(set(sizes), reverse=True)[-1] < 16, f"batches of {sizes} rows"
+    reasons = [sample.finish_reason for sample in samples]
+    assert {*reasons[5:]} == {FinishReason.stop, FinishReason.length}
+    for request, sample, flag in zip(requests, samples, flags, strict=True):
+        is_eos = sample.token_ids < 8
+        assert not is_eos[:-1].any()
+        assert (sample.finish_reason is FinishReason.stop) == is_eos[-1]
+        if flag.is_set:
+            assert len(sample.token_ids) == 1
+        elif not is_eos[-1]:
+            assert len(sample.token_ids) == request.sampling.max_new_tokens
+        np.testing.assert_allclose(sample.logprobs, forward_logprobs(path, request, sample), atol=1e-4)
 
 
 def test_a_model_whose_generated_log_probs_are_not_those_of_its_forward_pass_is_refused_by_name(tmp_path):
@@ -260,7 +300,7 @@ def record_batches(engine, monkeypatch):
 
 def test_an_aborted_row_keeps_the_tokens_up_to_the_step_that_saw_the_abort():
     flags = [AbortFlag() for _ in range(3)]
-    recorder = StepRecorder(flags, max_new_tokens=[9, 9, 9], temperature=1.0)
+    recorder = StepRecorder(flags, max_new_tokens=[9, 9, 9], eos_ids=(), temperature=1.0)
     stops = []
     for step in range(3):
         if step == 1:
@@ -269,8 +309,7 @@ def test_an_aborted_row_keeps_the_tokens_up_to_the_step_that_saw_the_abort():
         recorder.before_sampling(torch.zeros(3, 5))
         stops.append(recorder.after_sampling(torch.zeros(3, 1, dtype=torch.int64)).tolist())
     assert stops == [[False, False, False], [False, True, True], [False, True, True]]
-    assert recorder.num_steps_kept[0] > 3
-    assert recorder.num_steps_kept[1:].tolist() == [2, 2]
+    assert recorder.num_tokens.tolist() == [3, 2, 2]
     np.testing.assert_allclose(recorder.logprobs, np.full((3, 3), -np.log(5)), atol=1e-6)
 
 
