@@ -393,7 +393,7 @@ def num_store_servers(config: RunConfig) -> int:
     """Most store servers that a run reaches: those beside the ledger, or one on each host of its engines."""
     if not keeps_stores_on_hosts(config):
         return config.buffer.num_store_servers
-    return config.rollout_fleet.most_engines if config.rollout_fleet.is_elastic else config.placement.num_nodes
+    return 1 if config.placement.num_nodes == 1 else config.rollout_fleet.most_engines  # all nodes that Ray has
 
 
 def keeps_stores_on_hosts(config: RunConfig) -> bool:

@@ -6,12 +6,13 @@ from types import SimpleNamespace
 import pytest
 from ray.exceptions import ActorDiedError
 
-from asyncrl.config import RunConfig, keeps_stores_on_hosts
+from asyncrl.config import RunConfig, keeps_stores_on_hosts, num_store_servers
 from asyncrl.controller import host_stores
 from asyncrl.controller.host_stores import HostStores, config_of_node
 from asyncrl.placement_config import PlacementConfig
 from asyncrl.protocol.errors import WorkerDiedError
 from buffer import BufferConfig, StoresOn
+from rollout_fleet.config import RolloutFleetConfig
 from tests.support.ray_cluster import raised_by_ray
 
 pytestmark = [pytest.mark.timeout(30), pytest.mark.usefixtures("virtual_time")]
@@ -172,3 +173,18 @@ def test_stores_are_on_hosts_where_there_are_several_unless_the_options_say_othe
     assert keeps_stores_on_hosts(RunConfig(buffer=BufferConfig(stores_on=StoresOn.hosts)))
     assert not keeps_stores_on_hosts(RunConfig(placement=several, buffer=BufferConfig(num_store_servers=2)))
     assert not keeps_stores_on_hosts(RunConfig(placement=several, buffer=BufferConfig(stores_on=StoresOn.ledger)))
+
+
+@pytest.mark.parametrize(
+    ("num_nodes", "buffer", "most"),
+    [
+        (1, BufferConfig(), 0),
+        (1, BufferConfig(num_store_servers=3), 3),
+        (1, BufferConfig(stores_on=StoresOn.hosts), 1),
+        (2, BufferConfig(), 9),  # two nodes are needed, and all that are in the cluster are used
+    ],
+)
+def test_files_are_counted_for_a_store_on_every_host_that_can_have_an_engine(num_nodes, buffer, most):
+    fleet = RolloutFleetConfig(num_engines=9)
+    run = RunConfig(placement=PlacementConfig(num_nodes=num_nodes), buffer=buffer, rollout_fleet=fleet)
+    assert num_store_servers(run) == most
