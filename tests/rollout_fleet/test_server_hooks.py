@@ -14,9 +14,11 @@ from rollout_fleet.engines.server_hooks import (
     PAUSED,
     PLUGIN,
     PREPARED,
+    RETRACTED,
     fork_on_cpu,
     register,
     rest_while_paused,
+    skip_known_logprobs,
     write_plugin,
 )
 
@@ -49,6 +51,41 @@ def test_a_scheduler_that_stands_still_sleeps_where_it_has_a_socket():
     rest_while_paused(None, SimpleNamespace(idle_sleeper=SimpleNamespace(maybe_sleep=lambda: naps.append(1))))
     rest_while_paused(None, SimpleNamespace(idle_sleeper=None))
     assert naps == [1]
+
+
+def retracted(*, prompt: int, written: int, start: int) -> SimpleNamespace:
+    return SimpleNamespace(origin_input_ids=[1] * prompt, output_ids=[2] * written, logprob_start_len=start)
+
+
+@pytest.mark.parametrize(("start", "expected"), [(5, 12), (9, 12), (0, 0), (4, 4), (-1, -1)])
+def test_a_retracted_request_asks_for_log_probs_of_its_prompt_alone_and_only_where_it_did(start, expected):
+    request = retracted(prompt=5, written=7, start=start)
+    skip_known_logprobs(None, request)
+    assert request.logprob_start_len == expected
+
+
+def test_the_installed_sglang_then_computes_the_log_probs_of_one_position():
+    module, _, method = RETRACTED.partition(".Req.")
+    source = source_of(module)
+    assert f"    def {method}(self)" in source
+    function = re.search(r"^def compute_extend_logprob_start_len\(.*?(?=^def )", source, re.MULTILINE | re.DOTALL)
+    assert function, "it says from where on log-probs are computed"
+    names: dict = {}
+    exec(function.group(), names)
+    request = retracted(prompt=5, written=7, start=5)
+
+    def skipped(prefix: int, chunk: int) -> int:
+        return names["compute_extend_logprob_start_len"](
+            logprob_start_len=request.logprob_start_len,
+            prefix_len=prefix,
+            extend_len=chunk,
+            full_untruncated_fill_len=12,
+        )
+
+    assert skipped(0, 12) == 5, "SGLang leaves out the prompt alone now: this hook is still needed"
+    skip_known_logprobs(None, request)
+    assert skipped(0, 12) == 12
+    assert [skipped(0, 8), skipped(8, 4)] == [8, 4], "in chunks"
 
 
 def source_of(module: str) -> str:
