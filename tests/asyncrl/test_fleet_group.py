@@ -379,6 +379,25 @@ async def test_engines_that_find_no_place_at_the_start_do_not_come_and_join_late
     run.cancel()
 
 
+async def test_who_asked_for_an_engine_that_does_not_come_up_is_told_what_it_said_and_not_where_ray_was(fleet_of):
+    workers = Workers()
+    workers.fill()
+    fleet = fleet_of(workers, ELASTIC)
+    run = await started(fleet, workers)
+    workers.full.set()
+    joining = asyncio.create_task(fleet.join(1))
+    await asyncio.sleep(0.05)
+    workers.die(3, raised_by_ray(EngineLost("sglang-3 ended with 1. Last lines of sglang-3.log:\na line")))
+    with pytest.raises(MembershipRefused) as caught:
+        await joining
+    words = "sglang-3 ended with 1. Last lines of sglang-3.log:"
+    assert str(caught.value) == f"1 of 1 engines did not join: {words}\na line"
+    assert f"rollout worker 3 did not join: {words}" in workers.said
+    assert not any("ray::" in said for said in workers.said)
+    assert fleet.engines() == ["0"]
+    run.cancel()
+
+
 async def test_who_leaves_hands_on_what_it_has_and_counts_with_what_it_has_done(fleet_of):
     workers = Workers()
     fleet = fleet_of(workers, ELASTIC)
