@@ -390,10 +390,14 @@ def num_buffer_clients(config: RunConfig) -> int:
 
 
 def num_store_servers(config: RunConfig) -> int:
-    """Most store servers that a run reaches: those beside the ledger, or one on each host of its engines."""
+    """Most store servers that a run reaches at a time: those beside the ledger, or one on each host of its engines."""
+    fleet, placement = config.rollout_fleet, config.placement
     if not keeps_stores_on_hosts(config):
         return config.buffer.num_store_servers
-    return 1 if config.placement.num_nodes == 1 else config.rollout_fleet.most_engines  # all nodes that Ray has
+    if placement.num_nodes == 1:
+        return 1
+    per_node = 1 if fleet.is_elastic else placement.engines_per_node or 1  # else each may have a host of its own
+    return len(placement.on_nodes(fleet.most_engines, per_node))
 
 
 def keeps_stores_on_hosts(config: RunConfig) -> bool:

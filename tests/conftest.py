@@ -4,6 +4,7 @@ With ``pytest -n 2``, as `scripts/test.sh` runs it, a test file stays on one pro
 shared cluster, and all that start whole training runs: two of those at once would starve each other.
 """
 
+import gc
 import os
 import signal
 import subprocess
@@ -80,6 +81,13 @@ def pytest_xdist_make_scheduler(config, log):
             return group_of(nodeid)
 
     return ByGroupOrFile(config, log)
+
+
+@pytest.fixture(autouse=True)
+def collects_garbage():
+    """What a test's worker or server exempts from garbage collection, for a process of its own, is collected here."""
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")

@@ -291,8 +291,10 @@ def check_output(
 
 
 def _in_vocabulary(token_ids: np.ndarray, vocab_size: int) -> bool:
-    """Whether all of one or more int32 ids are; as an unsigned number, a negative one is larger than any."""
-    return int(np.maximum.reduce(token_ids.view(np.uint32))) < vocab_size
+    """Whether all of one or more ids are; as an unsigned number, a negative one of int32 is larger than any."""
+    if token_ids.dtype == np.int32:
+        return int(np.maximum.reduce(token_ids.view(np.uint32))) < vocab_size
+    return int(token_ids.min()) >= 0 and int(token_ids.max()) < vocab_size
 
 
 def _range(token_ids: np.ndarray) -> str:

@@ -6,8 +6,9 @@ Synchronous, and used by one thread. Log-probs are taken step by step, so that n
 from __future__ import annotations
 
 import logging
+import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -163,6 +164,7 @@ class GenerationModel:
         self._on_step = on_step
         self._model: Any = None
         self._may_pad, self._cuts_cache = True, False
+        self._eos_ids: tuple[int, ...] = ()  # none ends a row until the model has been tried
         self._held: dict[str, Tensor] = {}
         self._released: dict[torch.nn.Parameter, torch.Size] = {}
         self._adapted = AdaptedModules()
@@ -176,6 +178,7 @@ class GenerationModel:
         model.generation_config = GenerationConfig()
         self._model = model.to(self._device).eval().requires_grad_(False)
         self._check_logprobs()
+        self._eos_ids = self._facts.eos_ids
 
     def release(self) -> None:
         """Free the parameters' memory on the device; `load_weights` takes it again and fills it."""
@@ -257,14 +260,12 @@ class GenerationModel:
 
         Each request has its flag in ``flags``, and its answer at its place in the result; its ``on_first_token`` is
         called in this thread. Every token carries ``version``, the policy version of the weights. Where the model does
-        not compute the same for a prompt that is padded, prompts of each length have a batch of their own.
+        not compute the same for a prompt that is padded, prompts of each length have a batch of their own. What a seed
+        gives depends on the requests of a batch, and on when they end.
         """
-        batches: dict[int, list[int]] = defaultdict(list)
-        for row, request in enumerate(requests):
-            batches[0 if self._may_pad else len(request.prompt_ids)].append(row)
         outputs = {
             row: output
-            for rows in batches.values()
+            for rows in self._batches(requests)
             for row, output in zip(
                 rows,
                 self._generate_batch([requests[row] for row in rows], [flags[row] for row in rows], version),
@@ -272,6 +273,22 @@ class GenerationModel:
             )
         }
         return [outputs[row] for row in range(len(requests))]
+
+    def _batches(self, requests: Sequence[SampleRequest]) -> Iterator[list[int]]:
+        """Places of the requests that may be written together.
+
+        A row that has ended is written on until a round ends: none may then need a position that the model lacks.
+        """
+        left: dict[int, list[int]] = defaultdict(list)
+        for row, request in enumerate(requests):
+            left[0 if self._may_pad else len(request.prompt_ids)].append(row)
+        limit = getattr(self._model.config.get_text_config(), "max_position_embeddings", None) or math.inf
+        for rows in left.values():
+            while rows:
+                longest = max(requests[row].sampling.max_new_tokens for row in rows)
+                fit = [row for row in rows if len(requests[row].prompt_ids) + longest <= limit]
+                yield fit or rows
+                rows = [row for row in rows if row not in fit] if fit else []
 
     def _generate_batch(
         self, requests: Sequence[SampleRequest], flags: Sequence[AbortFlag], version: int
@@ -283,7 +300,7 @@ class GenerationModel:
         recorder = StepRecorder(
             flags,
             max_new_tokens=max_new_tokens,
-            eos_ids=self._facts.eos_ids,
+            eos_ids=self._eos_ids,
             temperature=sampling.temperature,
             drops_rows=self._cuts_cache,
             on_step=self._on_step,
@@ -366,8 +383,10 @@ class GenerationModel:
         ids, mask = self._left_padded([request.prompt_ids])
         config = self._generation_config(request.sampling, 1)
         cache = self._model.generate(ids, attention_mask=mask, generation_config=config).past_key_values
-        return isinstance(cache, DynamicCache) and all(
-            type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers
+        return (
+            isinstance(cache, DynamicCache)
+            and all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers)
+            and cache.is_initialized
         )
 
     def _left_padded(self, prompts: Sequence[np.ndarray]) -> tuple[Tensor, Tensor]:

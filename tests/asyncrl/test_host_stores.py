@@ -176,15 +176,16 @@ def test_stores_are_on_hosts_where_there_are_several_unless_the_options_say_othe
 
 
 @pytest.mark.parametrize(
-    ("num_nodes", "buffer", "most"),
+    ("placement", "buffer", "most"),
     [
-        (1, BufferConfig(), 0),
-        (1, BufferConfig(num_store_servers=3), 3),
-        (1, BufferConfig(stores_on=StoresOn.hosts), 1),
-        (2, BufferConfig(), 9),  # two nodes are needed, and all that are in the cluster are used
+        ({"num_nodes": 1}, BufferConfig(), 0),
+        ({"num_nodes": 1}, BufferConfig(num_store_servers=3), 3),
+        ({"num_nodes": 1}, BufferConfig(stores_on=StoresOn.hosts), 1),
+        ({"num_nodes": 2}, BufferConfig(), 9),  # two nodes are needed, and all that are in the cluster are used
+        ({"num_nodes": 5, "engines_per_node": 2}, BufferConfig(), 5),
     ],
 )
-def test_files_are_counted_for_a_store_on_every_host_that_can_have_an_engine(num_nodes, buffer, most):
+def test_files_are_counted_for_a_store_on_every_host_that_can_have_an_engine(placement, buffer, most):
     fleet = RolloutFleetConfig(num_engines=9)
-    run = RunConfig(placement=PlacementConfig(num_nodes=num_nodes), buffer=buffer, rollout_fleet=fleet)
+    run = RunConfig(placement=PlacementConfig(**placement), buffer=buffer, rollout_fleet=fleet)
     assert num_store_servers(run) == most

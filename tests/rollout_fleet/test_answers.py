@@ -1,5 +1,7 @@
 """Checks that every engine's prompts and answers pass, and how an answer becomes a trajectory."""
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 
@@ -60,6 +62,15 @@ def test_an_answer_that_breaks_the_contract_is_refused(sample, message):
 def test_a_prompt_that_would_kill_an_engine_is_refused(ids, message):
     with pytest.raises(EngineError, match=message):
         check_prompt(request_of(ids), 10)
+
+
+@pytest.mark.parametrize(("ids", "is_refused"), [([0, 9], False), ([-1], True), ([10], True), ([2**32 + 5], True)])
+@pytest.mark.parametrize("stride", [1, 2])
+def test_token_ids_are_checked_whatever_their_type_and_layout(ids, is_refused, stride):
+    prompt_ids = np.repeat(np.asarray(ids, dtype=np.int64), stride)[::stride]
+    request = SampleRequest(id="a", prompt_ids=prompt_ids, sampling=SamplingConfig())
+    with pytest.raises(EngineError, match=r"0\.\.9") if is_refused else nullcontext():
+        check_prompt(request, 10)
 
 
 def test_a_trajectory_lays_the_samples_end_to_end():

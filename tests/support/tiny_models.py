@@ -101,6 +101,8 @@ _FAMILIES: dict[str, dict] = {
     "rwkv": {"attention_hidden_size": 32, "context_length": 256},
     "nemotron": {},
     "gpt2": {"n_embd": 32, "n_head": 4, "n_layer": 2},
+    "openai-gpt": {"n_embd": 32, "n_head": 4, "n_layer": 2},
+    "recurrent_gemma": {"lru_width": 32, "attention_window_size": 16, "block_types": ["recurrent", "attention"]},
     "opt": {"dropout": 0.3, "layerdrop": 0.5, "ffn_dim": 48, "word_embed_proj_dim": 32},
     "mixtral": {"router_jitter_noise": 0.3, "num_local_experts": 4, "num_experts_per_tok": 2},
     "phimoe": {"router_jitter_noise": 0.3, "num_local_experts": 4, "num_experts_per_tok": 2},
