@@ -8,10 +8,10 @@ the run at max_lag 0 the engine generates while the rank stands still, and the o
 longer of the two. It includes what the last samples of a batch take, which later batches fill where they may overlap,
 so that an efficiency can exceed 1.
 
-The work of a step is chosen so that each pool takes some tenths of a second for it (`Work`). The quickstart's own
-steps (``--work quickstart``) take less than a tenth: there the controller, the buffer and the messages of 256 short
-samples take a seventh of the two cores. A machine's speed drifts by more than the figures' distance from their
-bounds: the runs are made in rounds, each of which compares its own, and medians of the rounds count.
+The work of a step is chosen so that each pool takes some tenths of a second for it, or more (`Work`). The
+quickstart's own steps (``--work quickstart``) take less than a tenth: there the controller, the buffer and the messages
+of 256 short samples take a seventh of the two cores. A machine's speed drifts by more than the figures' distance from
+their bounds: the runs are made in rounds, each of which compares its own, and medians of the rounds count.
 
 The recorder's cost is measured apart, since it is far below what two runs differ by: the seconds that one record costs
 its process, the writing thread's included, times the records per step of the process that notes most.
@@ -44,6 +44,7 @@ from benchmarks.report import Target, print_report
 LAGS = (0, 1, 2, 4)
 ENGINES = {"transformers": "", "sglang": "_sglang"}
 """What the figures of an engine end in."""
+NUM_STEPS = 30
 NUM_WARM_UP = 5
 """Steps at the begin that do not count: code is loaded, memory is touched first."""
 NUM_RECORDS = 50_000
@@ -60,12 +61,14 @@ class Work:
         in_flight: Prompts that are generated at once.
         hidden: Width of the model.
         new_tokens: Longest response. Few end earlier: the end is one of `VOCABULARY` tokens that are about as likely.
+        steps: Of a run.
     """
 
     groups: int
     in_flight: int
     hidden: int
     new_tokens: int
+    steps: int = NUM_STEPS
 
     def overrides(self, folder: Path) -> list[str]:
         """Make model and data in a folder; returns the options that name them."""
@@ -89,7 +92,7 @@ class Work:
 VOCABULARY = 256
 WORKS = {
     "transformers": Work(groups=32, in_flight=32, hidden=64, new_tokens=48),
-    "sglang": Work(groups=32, in_flight=4, hidden=256, new_tokens=64),
+    "sglang": Work(groups=32, in_flight=4, hidden=256, new_tokens=64, steps=12),
 }
 """Of each engine. In process both pools take about the same time, which is where overlap gains most, and loses most to
 any gap. SGLang computes what is in flight again at each update, on a CPU in about a fourth of the time that it took to
@@ -143,7 +146,7 @@ class Measurement:
 def main() -> int:
     """Measure, print, and return 0 if every target is met."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=30, help="learner steps of each run")
+    parser.add_argument("--steps", type=int, help="learner steps of each run, in place of the work's own")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each; medians of the rounds count")
     parser.add_argument("--engine", choices=ENGINES, help="only this one")
     parser.add_argument("--lags", type=int, nargs="+", default=LAGS, help="0 must be among them")
@@ -160,8 +163,10 @@ def main() -> int:
 
 def _rounds(folder: Path, engine: str, args: argparse.Namespace) -> list[dict[int, Measurement]]:
     """The runs of an engine: by round, and in it by max_lag."""
-    work = [] if args.work == "quickstart" else WORKS[engine].overrides(folder / "work")
-    options = [f"total_steps={args.steps}", *work, *args.overrides]
+    work = None if args.work == "quickstart" else WORKS[engine]
+    steps = args.steps or (NUM_STEPS if work is None else work.steps)
+    own = [] if work is None else work.overrides(folder / "work")
+    options = [f"total_steps={steps}", *own, *args.overrides]
     return [
         {
             lag: _measured(folder / f"lag{lag}-{number}", f"buffer.max_lag={lag}", *options, engine=engine)
