@@ -10,7 +10,7 @@ from asyncrl.cli.compose import compose_run
 from asyncrl.profile.scenario import EngineModel, Scenario
 from asyncrl.profile.simulator import simulate
 from benchmarks import scale
-from benchmarks.overlap import WORKS
+from benchmarks.overlap import NUM_WARM_UP, WORKS
 from benchmarks.plan import CASES
 from benchmarks.published_tables import LAGS, fit, lag_scenario, spread_of, verl_scenario
 
@@ -56,5 +56,6 @@ def test_the_work_of_a_step_is_generated_and_trained_whole(engine, tmp_path):
     longest = config.data.max_prompt_tokens + config.rollout_fleet.sampling.max_new_tokens
     assert longest <= model.max_position_embeddings
     assert len(tokenizer) <= model.vocab_size
-    assert config.rollout_fleet.groups_in_flight == config.algorithm.groups_per_step
+    assert config.algorithm.groups_per_step % config.rollout_fleet.groups_in_flight == 0
+    assert WORKS[engine].steps >= NUM_WARM_UP + 5
     assert not config.quickstart
