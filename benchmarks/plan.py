@@ -6,13 +6,15 @@ that all engines share one core, the rank has another, and the other processes t
 ``--again DIR`` compares runs that ``--keep DIR`` has kept.
 
 A machine's speed changes over minutes, by more than the figures' bounds. So this is done in rounds: each predicts its
-own runs from its own record, and the median error of the rounds counts. What equal runs of two rounds differ by stands
-beside it (``equal_runs_differ_by``, ``equal_lags_differ_by``): no prediction can be known to be better than that.
+own runs from its own record, and the median error of the rounds counts. Each round makes its runs in an order of its
+own, so that none always follows the same other one. What equal runs of two rounds differ by stands beside it
+(``equal_runs_differ_by``, ``equal_lags_differ_by``): no prediction can be known to be better than that.
 """
 
 from __future__ import annotations
 
 import argparse
+import random
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -116,10 +118,16 @@ def main() -> int:
         folder = options.again or options.keep or Path(scratch)
         num_made = 0 if options.again else options.repeats
         for number in range(num_made):
-            for case in (RECORDED, *CASES):
+            for case in order_of_runs(number):
                 _make(folder / case.folder / str(number), case, options.steps)
         num_rounds = num_made or len(list((folder / RECORDED.folder).iterdir()))
         return _report([Round.of(folder, number) for number in range(num_rounds)])
+
+
+def order_of_runs(number: int) -> Sequence[Case]:
+    """The runs of a round, each once, in an order that differs from round to round and not from day to day."""
+    cases = (RECORDED, *CASES)
+    return random.Random(number).sample(cases, len(cases))
 
 
 def _make(folder: Path, case: Case, num_steps: int) -> None:

@@ -11,7 +11,7 @@ from asyncrl.profile.scenario import EngineModel, Scenario
 from asyncrl.profile.simulator import simulate
 from benchmarks import scale
 from benchmarks.overlap import NUM_WARM_UP, WORKS
-from benchmarks.plan import CASES
+from benchmarks.plan import CASES, RECORDED, order_of_runs
 from benchmarks.published_tables import LAGS, fit, lag_scenario, spread_of, verl_scenario
 
 
@@ -38,6 +38,16 @@ def test_a_fit_takes_the_candidate_whose_worst_row_is_best():
 def test_a_case_changes_the_recorded_scenario_in_its_own_options_alone():
     recorded = Scenario(engine=EngineModel(step_s=0.03))
     assert CASES[-1].scenario(recorded) == replace(recorded, max_lag=2, num_engines=2, num_steps=150)
+
+
+def test_the_runs_of_each_round_are_made_in_an_order_of_its_own():
+    """Else each is always made after the same other one, on a machine whose speed depends on what it has just done."""
+    runs = (RECORDED, *CASES)
+    rounds = [order_of_runs(number) for number in range(9)]
+    assert all(sorted(map(runs.index, order)) == list(range(len(runs))) for order in rounds)
+    for run in runs:
+        assert len({order.index(run) for order in rounds}) >= 3
+        assert len({order[order.index(run) - 1] for order in rounds if order[0] != run}) >= 3
 
 
 def test_a_small_system_is_simulated_and_its_first_limit_named(capsys):
