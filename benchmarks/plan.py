@@ -110,7 +110,7 @@ def main() -> int:
     """Record, predict, run, compare; returns 0 if every target is met."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plan", description="Predictions against reality.")
     parser.add_argument("--steps", type=int, default=60, help="learner steps of each run")
-    parser.add_argument("--repeats", type=int, default=3, help="rounds; the median of their errors counts")
+    parser.add_argument("--repeats", type=int, default=7, help="rounds; the median of their errors counts")
     parser.add_argument("--keep", type=Path, help="keep the runs in this directory")
     parser.add_argument("--again", type=Path, help="compare the runs in this directory, and make none")
     options = parser.parse_args()
