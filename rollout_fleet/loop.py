@@ -119,6 +119,7 @@ class RolloutLoop:
         self._state = LoopState.idle
         self._failure: Exception | None = None
         self._has_device = True
+        self._is_loading = False
         self._is_asking = False
         self._released = record.NO_SPAN
         self._is_noting = False
@@ -150,6 +151,7 @@ class RolloutLoop:
                 raise self._failure
             await _cancel(pump_tasks)
             await self._put_down()
+            await self._let_load()
         finally:
             await _cancel(self._tasks)
             await self._release_all()
@@ -221,7 +223,7 @@ class RolloutLoop:
                 staging.close()
                 if self._config.save_progress is SaveProgress.at_updates:
                     await self._park(self._config.load_timeout_s)
-                self._meter.loaded(await self._engine.load_weights(local))
+                await self._load_staged(local)
         except WeightsGone:
             member.skipped(epoch, version)
             raise
@@ -234,6 +236,14 @@ class RolloutLoop:
         self._has_device = True
         self._continue_parked()
         await self._notify()
+
+    async def _load_staged(self, offer: WeightOffer) -> None:
+        self._is_loading = True
+        try:
+            self._meter.loaded(await self._engine.load_weights(offer))
+        finally:
+            self._is_loading = False
+            await self._notify()
 
     async def release_device(self) -> None:
         """Ask for no more work, let what runs end, and have the engine give up its device until the next weights.
@@ -624,6 +634,12 @@ class RolloutLoop:
             logger.warning("%d prompt groups did not end within stop_timeout_s; giving them back", len(self._groups))
         except AsyncRLError as error:
             logger.warning("%d prompt groups are given back as they are: %s", len(self._groups), error)
+
+    async def _let_load(self) -> None:
+        """Let a load that has begun come to its end: an engine whose load is cut off has failed."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._config.stop_timeout_s):
+                await self._until(lambda: not self._is_loading)
 
     async def _release_all(self) -> None:
         """Give back what is still held, with the tokens that were answered, as far as the buffer is there."""

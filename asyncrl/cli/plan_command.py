@@ -19,7 +19,7 @@ from typing import Any
 
 from asyncrl.cli.compose import read_config
 from asyncrl.metrics.records import write_json
-from asyncrl.profile.advice import Advice, advice_file, advise
+from asyncrl.profile.advice import MAX_REPLAY_ERROR, Advice, advice_file, advise, misses
 from asyncrl.profile.calibration import Calibration, calibrate
 from asyncrl.profile.planner import NUM_REPLICATES, Choices, Prediction, RunPlan, make_plan, splits_of
 from asyncrl.profile.scenario import Scenario, load_spec
@@ -33,6 +33,7 @@ _MAX_RECORD_BYTES = 64 << 20
 """A record that is larger is read on request only, not beside the run: it takes ten times as much memory."""
 _STEPS_BESIDE = 30
 """Learner steps of each simulation beside a run."""
+_SAY_EVERY_S = 3.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -41,16 +42,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     target = Path(options.target)
     if options.only_advice:
         return _advise_beside(target, options)
+    folder = Path(options.out or (target if target.is_dir() else target.parent))
     try:
         calibration = _read_run(target, options.steps) if target.is_dir() else None
         base = _read_spec(target, options.steps) if calibration is None else calibration.scenario
         notes = () if calibration is None else calibration.notes
-        plan = make_plan(base, _choices(options, base), replicates=options.replicates, seed=options.seed, notes=notes)
-        advice = None if calibration is None else _advised(target, calibration, options.seed)
-    except (ValueError, AsyncRLError) as error:
+        folder.mkdir(parents=True, exist_ok=True)  # before minutes of work
+        plan = make_plan(
+            base,
+            _choices(options, base),
+            replicates=options.replicates,
+            seed=options.seed,
+            notes=notes,
+            on_progress=_Progress(),
+        )
+        advice = None if calibration is None else _advised(target, calibration, options)
+    except (ValueError, AsyncRLError, OSError) as error:
         sys.stderr.write(f"error: {error}\n")
         return EXIT_USAGE
-    folder = Path(options.out or (target if target.is_dir() else target.parent))
     document = {**plan.to_dict(), "advice": advice and advice.to_dict()}
     write_json(folder / "plan.json", document)
     chart = folder / "plan.png" if draw(plan, folder / "plan.png") else None
@@ -70,13 +79,38 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--batch", type=int, nargs="+", default=[], help="groups per step; default: the run's own")
     parser.add_argument("--on-stale", nargs="+", choices=list(OnStale), default=["wait", "requeue"], type=OnStale)
     parser.add_argument("--keep-split", action="store_true", help="do not share the devices out otherwise")
-    parser.add_argument("--replicates", type=int, default=NUM_REPLICATES, help="simulations per interval")
+    parser.add_argument("--replicates", type=_positive, default=NUM_REPLICATES, help="simulations per interval")
     parser.add_argument("--steps", type=int, help="learner steps to simulate")
-    parser.add_argument("--seed", type=int, default=0, help="of the lengths")
+    parser.add_argument("--seed", type=_natural, default=0, help="of the lengths")
     parser.add_argument("--out", help="folder of plan.json and plan.png; default: the run's, or beside the scenario")
     parser.add_argument("--only-advice", type=int, metavar="S", help="only advice, with S seconds of CPU at most")
     parser.add_argument("--json", action="store_true", help="print plan.json in the place of the table")
     return parser
+
+
+def _natural(text: str) -> int:
+    if (number := int(text)) < 0:
+        raise argparse.ArgumentTypeError(f"must be >= 0, got {number}")
+    return number
+
+
+def _positive(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"must be >= 1, got {number}")
+    return number
+
+
+class _Progress:
+    """Says what is simulated on stderr, a line every few seconds; nothing where the plan is there before."""
+
+    def __init__(self) -> None:
+        self._said_at = time.monotonic()
+
+    def __call__(self, what: str) -> None:
+        now = time.monotonic()
+        if now - self._said_at >= _SAY_EVERY_S:
+            self._said_at = now
+            sys.stderr.write(f"plan: simulating {what}\n")
 
 
 def _read_spec(path: Path, num_steps: int | None) -> Scenario:
@@ -110,9 +144,15 @@ def _choices(options: argparse.Namespace, base: Scenario) -> Choices:
     )
 
 
-def _advised(run_dir: Path, calibration: Calibration, seed: int) -> Advice | None:
+def _advised(run_dir: Path, calibration: Calibration, options: argparse.Namespace) -> Advice | None:
     """Look for advice on a run, and write down what was found."""
-    advice = advise(calibration.scenario, measured_step_s=calibration.step_s, health=calibration.health, seed=seed)
+    advice = advise(
+        calibration.scenario,
+        measured_step_s=calibration.step_s,
+        health=calibration.health,
+        seed=options.seed,
+        keep_split=options.keep_split,
+    )
     write_json(advice_file(run_dir), {"advice": advice and advice.to_dict(), "cpu_s": time.process_time()})
     return advice
 
@@ -125,7 +165,7 @@ def _advise_beside(run_dir: Path, options: argparse.Namespace) -> int:
         sys.stderr.write(f"error: the record has {num_bytes >> 20} MiB, more than is read beside a run\n")
         return EXIT_USAGE
     try:
-        advice = _advised(run_dir, _read_run(run_dir, options.steps or _STEPS_BESIDE), options.seed)
+        advice = _advised(run_dir, _read_run(run_dir, options.steps or _STEPS_BESIDE), options)
     except (ValueError, AsyncRLError) as error:
         sys.stderr.write(f"error: {error}\n")
         return EXIT_USAGE
@@ -145,6 +185,11 @@ def _page(plan: RunPlan, calibration: Calibration | None, advice: Advice | None)
             f"measured {calibration.step_s:.3g} s per step at mean lag {calibration.lag_mean:.2f}; replayed "
             f"{current.step_s:.3g} s at {current.lag_mean:.2f}"
         )
+        if misses(plan.current, calibration.step_s):
+            lines.append(
+                f"note: the replay misses what was measured by more than {MAX_REPLAY_ERROR:.0%}, so no advice follows "
+                "from it, and what is recommended is for a system like the replayed one"
+            )
     lines += [f"note: {note}" for note in plan.notes]
     lines += ["", *_table(plan), ""]
     best = plan.recommended

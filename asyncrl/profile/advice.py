@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-from asyncrl.profile.planner import Prediction, predict
+from asyncrl.profile.planner import Prediction, can_have_ranks, engines_at_once, predict
 from asyncrl.profile.scenario import Scenario, overrides
 from asyncrl.protocol.errors import ReplayBufferError
 
@@ -91,7 +91,9 @@ class Health:
         return not (self.num_errors or self.num_fenced or self.num_dropped)
 
 
-def advise(scenario: Scenario, *, measured_step_s: float, health: Health, seed: int = 0) -> Advice | None:
+def advise(
+    scenario: Scenario, *, measured_step_s: float, health: Health, seed: int = 0, keep_split: bool = False
+) -> Advice | None:
     """The best single change, or None.
 
     Args:
@@ -99,13 +101,17 @@ def advise(scenario: Scenario, *, measured_step_s: float, health: Health, seed: 
         measured_step_s: What it took per step.
         health: Whether it is sound.
         seed: Of the lengths.
+        keep_split: Share the devices out between engines and ranks as they are.
     """
     if not health.is_sound:
         return None
     now = predict(scenario, replicates=_REPLICATES, seed=seed)
-    if abs(now.outcome.step_s / measured_step_s - 1) > MAX_REPLAY_ERROR:
+    if misses(now, measured_step_s):
         return None
-    paying = [found for changed in _changes(scenario) if (found := _paying(changed, now, seed)) is not None]
+    changes = (
+        changed for changed in _changes(scenario) if not (keep_split and changed.num_ranks != scenario.num_ranks)
+    )
+    paying = [found for changed in changes if (found := _paying(changed, now, seed)) is not None]
     best = min(paying, key=lambda found: found.outcome.step_s, default=None)
     if best is None or best.outcome.step_s > measured_step_s * (1 - MIN_GAIN):  # it gains less than the replay misses
         return None
@@ -118,6 +124,11 @@ def advise(scenario: Scenario, *, measured_step_s: float, health: Health, seed: 
     )
 
 
+def misses(replayed: Prediction, measured_step_s: float) -> bool:
+    """Whether a replay is too far from the run to say anything about changes."""
+    return abs(replayed.outcome.step_s / measured_step_s - 1) > MAX_REPLAY_ERROR
+
+
 def _changes(scenario: Scenario) -> Iterator[Scenario]:
     """One option at a time, to a neighbouring value, on the same devices."""
     for max_lag in {scenario.max_lag + 1, max(2, 2 * scenario.max_lag)}:
@@ -128,9 +139,9 @@ def _changes(scenario: Scenario) -> Iterator[Scenario]:
         yield replace(scenario, publish_every=scenario.publish_every + 1)
     if scenario.publish_every > 1:
         yield replace(scenario, publish_every=scenario.publish_every - 1)
-    for engines in (scenario.num_engines - 1, scenario.num_engines + 1):
+    for engines in (scenario.num_engines - engines_at_once(scenario), scenario.num_engines + engines_at_once(scenario)):
         ranks = scenario.num_devices - engines * scenario.devices_per_engine
-        if engines >= 1 and 1 <= ranks <= scenario.groups_per_step:
+        if engines >= 1 and can_have_ranks(scenario, ranks):
             yield replace(scenario, num_engines=engines, num_ranks=ranks)
 
 

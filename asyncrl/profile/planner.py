@@ -6,7 +6,8 @@ that are as fast as the fastest, at the batch that the scenario trains on.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
@@ -75,7 +76,7 @@ class Prediction:
     Attributes:
         scenario: The choice.
         outcome: Of the scenario's own lengths.
-        step_s: 5th and 95th percentile of the step time, over lengths drawn anew.
+        step_s: 5th and 95th percentile of the step time over lengths drawn anew, or the outcome's own beyond them.
         lag_mean: The same of the mean lag.
     """
 
@@ -184,22 +185,26 @@ def make_plan(
     replicates: int = NUM_REPLICATES,
     seed: int = 0,
     notes: Sequence[str] = (),
+    on_progress: Callable[[str], None] = lambda _: None,
 ) -> RunPlan:
     """Predict every choice; intervals only for the base and those that may be recommended.
+
+    ``on_progress`` is told in words what is about to be simulated.
 
     Raises:
         ReplayBufferError: the base cannot run. A choice that cannot is left out.
     """
+    on_progress(f"the options as they are, {replicates} times")
     current = predict(base, replicates=replicates, seed=seed)
     found = [current]
-    for scenario in choices.of(base):
-        if scenario != base:
-            found.extend(_if_possible(scenario, seed))
-    fast = _as_fast(found)
-    found = [
-        predict(one.scenario, replicates=replicates, seed=seed) if one in fast and one is not current else one
-        for one in found
-    ]
+    others = [scenario for scenario in choices.of(base) if scenario != base]
+    for number, scenario in enumerate(others, start=1):
+        on_progress(f"choice {number} of {len(others)}")
+        found.extend(_if_possible(scenario, seed))
+    fast = [one for one in _as_fast(found) if one is not current]
+    for number, one in enumerate(fast, start=1):
+        on_progress(f"fast choice {number} of {len(fast)}, {replicates} times")
+        found[found.index(one)] = predict(one.scenario, replicates=replicates, seed=seed)
     return RunPlan(base=base, predictions=found, recommended=recommend(found), notes=notes)
 
 
@@ -238,12 +243,23 @@ def _if_possible(scenario: Scenario, seed: int) -> Iterable[Prediction]:
 def splits_of(base: Scenario) -> list[tuple[int, int]]:
     """Ways to share the scenario's devices out between engines and ranks, the present one among them."""
     total, size = base.num_devices, base.devices_per_engine
-    candidates = {(engines, total - engines * size) for engines in range(1, (total - 1) // size + 1)}
-    possible = sorted(split for split in candidates if 1 <= split[1] <= base.groups_per_step)
+    candidates = ((engines, total - engines * size) for engines in range(1, (total - 1) // size + 1))
+    possible = [split for split in candidates if can_have_ranks(base, split[1])]
     if len(possible) > 9:  # as many as tell the shape of the curve
         possible = [possible[round(place * (len(possible) - 1) / 8)] for place in range(9)]
     return sorted({*possible, (base.num_engines, base.num_ranks)})
 
 
+def can_have_ranks(base: Scenario, num_ranks: int) -> bool:
+    """Whether a run like this can be started with so many ranks."""
+    return 1 <= num_ranks <= base.groups_per_step and num_ranks % base.ranks_at_once == 0
+
+
+def engines_at_once(base: Scenario) -> int:
+    """By how many engines a neighbouring split differs, so that the devices make up whole ranks again."""
+    return base.ranks_at_once // math.gcd(base.ranks_at_once, base.devices_per_engine)
+
+
 def _interval(values: Sequence[float]) -> tuple[float, float]:
-    return float(np.quantile(values, _LOW)), float(np.quantile(values, _HIGH))
+    """Of few values a percentile may lie on the other side of the first, which is the prediction."""
+    return min(values[0], float(np.quantile(values, _LOW))), max(values[0], float(np.quantile(values, _HIGH)))

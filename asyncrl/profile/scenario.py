@@ -18,6 +18,9 @@ from asyncrl.config import RunConfig
 from buffer.config import OnStale
 from rollout_fleet.config import EngineKind, OnUpdate, SaveProgress
 
+_MOST_TOKENS, _MOST_SPREAD, _MOST_LAG, _MOST_BYTES = 1e9, 10.0, 10_000, 2**62
+"""Beyond these, and a million of anything else, a simulation would not end or not fit into its numbers."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class LengthModel:
@@ -41,11 +44,15 @@ class LengthModel:
     prompt_tokens: float = 0.0
 
     def __post_init__(self) -> None:
-        for name, low in (("mean_tokens", 1.0), ("spread", 0.0), ("prompt_spread", 0.0), ("max_tokens", 1.0)):
-            _check(f"lengths.{name}", getattr(self, name), low)
-        _check("lengths.prompt_tokens", self.prompt_tokens, 0.0)
-        if any(not lengths or min(lengths) < 1 for lengths in self.recorded):
-            raise ValueError("lengths.recorded must hold groups of lengths >= 1, got an empty one or a length below 1")
+        for name, low in (("mean_tokens", 1.0), ("max_tokens", 1.0), ("prompt_tokens", 0.0)):
+            _check(f"lengths.{name}", getattr(self, name), low, _MOST_TOKENS)
+        for name in ("spread", "prompt_spread"):
+            _check(f"lengths.{name}", getattr(self, name), 0.0, _MOST_SPREAD)
+        for lengths in self.recorded:
+            if not lengths:
+                raise ValueError("lengths.recorded must hold groups of lengths, got an empty one; leave it out")
+            for length in lengths:
+                _check("lengths.recorded", length, 1, _MOST_TOKENS)
 
     def draw(self, rng: np.random.Generator, num_groups: int, num_samples: int) -> np.ndarray:
         """[num_groups, num_samples] int64 lengths; recorded groups are drawn with replacement."""
@@ -93,11 +100,11 @@ class EngineModel:
     def __post_init__(self) -> None:
         for name in ("step_s", "step_s_per_sample", "prefill_s_per_token", "batch_s"):
             _check(f"engine.{name}", getattr(self, name), 0.0)
-        _check("engine.variation", min(self.variation, default=0.0), 0.0)
+        for times in self.variation:
+            _check("engine.variation", times, 0.0)
         if self.step_s + self.step_s_per_sample <= 0:
             raise ValueError("engine.step_s + engine.step_s_per_sample must be > 0, got 0; a token takes some time")
-        if self.max_running < 1:
-            raise ValueError(f"engine.max_running must be >= 1, got {self.max_running}")
+        _check("engine.max_running", self.max_running, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +135,8 @@ class LearnerModel:
     def __post_init__(self) -> None:
         for name in ("step_s", "rank_s_per_token", "copy_s", "publish_s", "load_s"):
             _check(f"learner.{name}", getattr(self, name), 0.0)
-        _check("learner.variation", min(self.variation, default=0.0), 0.0)
+        for times in self.variation:
+            _check("learner.variation", times, 0.0)
         if self.step_s + self.rank_s_per_token <= 0:
             raise ValueError("learner.step_s + learner.rank_s_per_token must be > 0, got 0; a step takes some time")
 
@@ -167,6 +175,7 @@ class Scenario:
         num_engines: Engines.
         devices_per_engine: Devices of one engine; ``rollout_fleet.sglang.tp_size``.
         num_ranks: Learner ranks, one device each.
+        ranks_at_once: Other numbers of ranks must be multiples of it, as ``learner.sp_size`` and ``fsdp_size`` ask.
         groups_in_flight: Prompt groups that one engine generates at a time; as many again may be scored and stored.
         groups_per_step: B.
         samples_per_prompt: G.
@@ -181,8 +190,8 @@ class Scenario:
         plan_s: From a batch that is complete to the start of the step: plan, fetch, scores of a reference.
         pipeline_steps: Batches planned and not yet consumed, at most; asyncrl has 2.
         equal_rewards: Share of groups that ``buffer.filters=[equal_rewards]`` drops, where that is set; 0 elsewhere.
-        queue_groups: Finished groups that may wait for a batch; the one stored first gives way to one more. 0 has no
-            such bound: asyncrl drops none, other systems do.
+        queue_groups: Finished groups that may wait for a batch, at least as many as a batch has; the one stored first
+            gives way to one more. 0 has no such bound: asyncrl drops none, other systems do.
         num_steps: Learner steps to simulate.
         warm_up_steps: First steps that no figure counts.
         hands_on: Running groups are handed on where the buffer asks for it: ``rollout_fleet.save_progress`` is not
@@ -197,6 +206,7 @@ class Scenario:
     num_engines: int = 1
     devices_per_engine: int = 1
     num_ranks: int = 1
+    ranks_at_once: int = 1
     groups_in_flight: int = 32
     groups_per_step: int = 32
     samples_per_prompt: int = 8
@@ -228,13 +238,20 @@ class Scenario:
 
     def __post_init__(self) -> None:
         at_least_one = (
-            *("num_engines", "devices_per_engine", "num_ranks", "groups_in_flight", "groups_per_step"),
-            *("samples_per_prompt", "publish_every", "max_stored_bytes", "pipeline_steps", "num_steps"),
+            *("num_engines", "devices_per_engine", "num_ranks", "ranks_at_once", "groups_in_flight", "groups_per_step"),
+            *("samples_per_prompt", "publish_every", "pipeline_steps", "num_steps"),
         )
         for name in at_least_one:
             _check(name, getattr(self, name), 1)
-        for name in ("max_lag", "bytes_per_token", "settle_s", "ask_s", "plan_s", "queue_groups", "warm_up_steps"):
+        _check("max_stored_bytes", self.max_stored_bytes, 1, _MOST_BYTES)
+        _check("max_lag", self.max_lag, 0, _MOST_LAG)
+        for name in ("bytes_per_token", "settle_s", "ask_s", "plan_s", "queue_groups", "warm_up_steps"):
             _check(name, getattr(self, name), 0)
+        if 0 < self.queue_groups < self.groups_per_step:
+            raise ValueError(
+                f"queue_groups must be 0 or at least groups_per_step={self.groups_per_step}, got {self.queue_groups}: "
+                "no batch would ever be whole"
+            )
         if not 0 <= self.equal_rewards < 1:
             raise ValueError(f"equal_rewards must be in [0, 1), got {self.equal_rewards}; 1 keeps no group")
         if self.host.is_shared and not self.engine.takes_batches:
@@ -267,6 +284,7 @@ def load_spec(path: Path) -> Scenario:
     """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
 
     if not path.is_file():
         raise ValueError(f"there is no run and no scenario at {path}; name a run's folder, or a YAML file")
@@ -275,8 +293,8 @@ def load_spec(path: Path) -> Scenario:
         for node in (schema, schema.lengths, schema.engine, schema.learner, schema.host):
             OmegaConf.set_readonly(node, False)  # it maps a frozen dataclass to a read-only node
         scenario = OmegaConf.to_object(OmegaConf.merge(schema, OmegaConf.load(path)))
-    except OmegaConfBaseException as error:
-        raise ValueError(f"{path}: {' '.join(str(error).split())}") from error
+    except (OmegaConfBaseException, YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is no scenario: {' '.join(str(error).split())}") from error
     assert isinstance(scenario, Scenario)
     return scenario
 
@@ -296,6 +314,7 @@ def configured(scenario: Scenario, config: RunConfig) -> Scenario:
         num_engines=fleet.most_engines,
         devices_per_engine=fleet.sglang.tp_size,
         num_ranks=config.learner.num_ranks,
+        ranks_at_once=math.lcm(config.learner.sp_size, max(1, config.learner.fsdp_size)),
         groups_in_flight=fleet.most_groups_in_flight,
         groups_per_step=config.algorithm.groups_per_step,
         samples_per_prompt=config.algorithm.samples_per_prompt,
@@ -329,6 +348,6 @@ def overrides(changed: Scenario, base: Scenario) -> list[str]:
     return [f"{OVERRIDES[name]}={getattr(changed, name)}" for name in names]
 
 
-def _check(name: str, value: float, low: float) -> None:
-    if not low <= value < math.inf:
-        raise ValueError(f"{name} must be finite and >= {low:g}, got {value}")
+def _check(name: str, value: float, low: float, high: float = 1e6) -> None:
+    if not low <= value <= high:
+        raise ValueError(f"{name} must be from {low:g} to {high:g}, got {value}")

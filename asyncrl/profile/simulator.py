@@ -379,12 +379,12 @@ class SimulatedLearner:
 
     def start(self) -> simpy.Process:
         """Start the loops; the process ends with the last step."""
-        self._feed()
+        self.feed()
         self._env.process(self._plan())
         return self._env.process(self._train())
 
-    def _feed(self) -> None:
-        """Keep prompts queued; called whenever a batch was planned."""
+    def feed(self) -> None:
+        """Keep prompts queued: called whenever a batch was planned, and where filters leave too few for the fleet."""
         scenario, ledger = self._scenario, self._buffer.ledger
         capacity = scenario.num_engines * scenario.groups_in_flight
         missing = _QUEUED_STEPS * scenario.groups_per_step + capacity - ledger.num_queued
@@ -416,14 +416,20 @@ class SimulatedLearner:
             yield self._places.get(1)
             made = self._env.event()
 
-            def on_plan(fields: Mapping[str, Any], made: simpy.Event = made) -> None:
-                self._simulation.planned({group["group_id"] for group in fields["groups"]})
-                made.succeed(fields["groups"])
-
-            self._buffer.request(_CONTROLLER, "plan", {"version": version}, on_reply=on_plan)
+            self._ask_plan(version, made)
             groups = yield made
-            self._feed()
+            self.feed()
             yield self._planned.put(groups)
+
+    def _ask_plan(self, version: int, made: simpy.Event) -> None:
+        def on_plan(fields: Mapping[str, Any]) -> None:
+            if "groups" not in fields:  # a warning that filters drop much: ask again, as the buffer's client does
+                self._ask_plan(version, made)
+                return
+            self._simulation.planned({group["group_id"] for group in fields["groups"]})
+            made.succeed(fields["groups"])
+
+        self._buffer.request(_CONTROLLER, "plan", {"version": version}, on_reply=on_plan)
 
     def _train(self) -> ProcessGenerator:
         scenario = self._scenario
@@ -525,6 +531,7 @@ class Simulation:
             max_stored_bytes=scenario.max_stored_bytes,
             queue_size=2 * (_QUEUED_STEPS * scenario.groups_per_step + self.capacity),
             filters=["equal_rewards"] if scenario.equal_rewards else [],
+            max_filtered_steps=0,
         )
         self._loop = SimulatedLoop(self.env)
         with self._loop.running():
@@ -552,6 +559,8 @@ class Simulation:
         if self.scenario.queue_groups:
             self._queue[group.group_id] = group.attempt
             call_after(self.env, 0.0, self._bound_queue)  # when a batch that takes some of them is known
+        if self.scenario.equal_rewards and self.buffer.ledger.num_queued < self.capacity:
+            self.learner.feed()
         self.learner.account()
 
     def _bound_queue(self) -> None:

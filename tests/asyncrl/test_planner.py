@@ -9,8 +9,8 @@ from asyncrl.cli import plan_command
 from asyncrl.cli.compose import compose_run, dump_yaml, read_config
 from asyncrl.profile.advice import Advice, Health, advice_file, advise, read_advice
 from asyncrl.profile.calibration import calibrate, fair_shares, united
-from asyncrl.profile.planner import Choices, Prediction, make_plan, recommend, splits_of
-from asyncrl.profile.scenario import EngineModel, LearnerModel, LengthModel, Scenario
+from asyncrl.profile.planner import Choices, Prediction, make_plan, predict, recommend, splits_of
+from asyncrl.profile.scenario import EngineModel, LearnerModel, LengthModel, Scenario, configured
 from asyncrl.profile.simulator import Outcome, simulate
 from buffer.config import OnStale
 from tests.support.traces import record_run
@@ -77,6 +77,33 @@ def test_splits_share_out_the_devices_there_are():
     large = replace(BASE, num_engines=48, num_ranks=16, groups_per_step=1024)
     assert len(splits_of(large)) <= 10
     assert (48, 16) in splits_of(large)
+
+
+def test_splits_are_those_that_the_sequence_parallel_ranks_allow():
+    base = replace(BASE, num_engines=4, num_ranks=4, groups_per_step=8)
+    assert splits_of(replace(base, ranks_at_once=2)) == [(2, 6), (4, 4), (6, 2)]
+    assert splits_of(replace(base, ranks_at_once=4)) == [(4, 4)]
+    config = compose_run(["learner.num_ranks=4", "learner.sp_size=2", "learner.fsdp_size=4"])
+    assert configured(BASE, config).ranks_at_once == 4
+
+
+def test_advice_moves_as_many_engines_as_make_up_whole_ranks():
+    one_engine = replace(BASE, num_engines=5, num_ranks=2, groups_per_step=8, groups_in_flight=8, max_lag=1)
+    slow_ranks = replace(one_engine, learner=LearnerModel(step_s=0.1, rank_s_per_token=0.05), ranks_at_once=2)
+    measured_s = simulate(slow_ranks).step_s
+    advice = advise(slow_ranks, measured_step_s=measured_s, health=Health())
+    assert advice is not None
+    assert advice.change == "rollout_fleet.num_engines=3 learner.num_ranks=4"
+    kept = advise(slow_ranks, measured_step_s=measured_s, health=Health(), keep_split=True)
+    assert kept is None or "num_ranks" not in kept.change
+
+
+def test_a_prediction_lies_in_its_own_interval():
+    uneven = replace(BASE, lengths=LengthModel(mean_tokens=100, spread=1.0))
+    for seed in range(6):
+        found = predict(uneven, replicates=3, seed=seed)
+        assert found.step_s[0] <= found.outcome.step_s <= found.step_s[1]
+        assert found.lag_mean[0] <= found.outcome.lag_mean <= found.lag_mean[1]
 
 
 def test_advice_names_the_change_that_pays_and_why():
@@ -186,6 +213,33 @@ def test_the_command_plans_from_a_run_and_leaves_what_the_report_shows(tmp_path,
     assert read_advice(tmp_path).to_dict() == Advice.from_dict(document["advice"]).to_dict()
     assert document["curves"][0]["points"][0].keys() == {"lag", "step_s", "max_lag", "interval"}
     assert (tmp_path / "plan.png").stat().st_size > 0
+
+
+def test_the_command_makes_its_folder_says_how_far_it_is_and_where_the_replay_is_not_the_run(
+    tmp_path, capsys, monkeypatch
+):
+    run, out = tmp_path / "run", tmp_path / "plans" / "first"
+    run.mkdir()
+    record_run(run, max_lag=0, **RECORDED)
+    (run / "config.yaml").write_text(dump_yaml(recorded_config(0)))
+    monkeypatch.setattr(plan_command, "_SAY_EVERY_S", 0.0)
+    monkeypatch.setattr(plan_command, "misses", lambda *_: True)
+    few = ["--max-lag", "0", "1", "--publish-every", "1", "--on-stale", "wait", "--replicates", "1", "--keep-split"]
+    assert plan_command.main([str(run), *few, "--steps", "14", "--out", str(out)]) == 0
+    said = capsys.readouterr()
+    assert "plan: simulating choice 1 of 1" in said.err
+    assert "the replay misses what was measured by more than 20%" in said.out
+    assert (out / "plan.json").is_file()
+    (tmp_path / "file").touch()
+    assert plan_command.main([str(run), "--out", str(tmp_path / "file")]) == 2
+    assert f"{tmp_path / 'file'}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", [("--replicates", "0"), ("--seed", "-1")])
+def test_the_command_refuses_numbers_that_mean_nothing(option, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        plan_command.main([str(tmp_path), *option])
+    assert f"{option[0]}: must be >=" in capsys.readouterr().err
 
 
 def test_beside_a_run_only_advice_is_looked_for_under_a_limit_of_the_kernels(tmp_path, capsys, monkeypatch):

@@ -192,6 +192,12 @@ def test_groups_of_equal_rewards_are_written_and_not_trained_on():
     assert outcome.step_s > 5
 
 
+@pytest.mark.parametrize("share", [0.9, 0.99])
+def test_prompts_go_on_where_nearly_all_groups_have_equal_rewards(share):
+    outcome = simulate(scenario(max_lag=0, equal_rewards=share))
+    assert outcome.dropped == pytest.approx(share, abs=0.05)
+
+
 def test_a_group_is_simulated_whole_by_its_longest_sample():
     uneven = scenario(max_lag=0, lengths=LengthModel(recorded=[[50, 100]]))
     whole = simulate(replace(uneven, whole_groups=True))
@@ -224,6 +230,30 @@ def test_a_scenario_is_read_from_yaml_and_refused_by_the_name_of_its_mistake(tmp
         load_spec(path)
     path.write_text("max_lag: 1\npublish_every: 3\n")
     with pytest.raises(ValueError, match="publish_every must be at most max_lag"):
+        load_spec(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("learner: {variation: [1.0, .nan]}", "learner.variation"),
+        ("engine: {variation: [1.0, .inf]}", "engine.variation"),
+        ("engine: {step_s: 1.0e300}", "engine.step_s"),
+        ("lengths: {spread: 1.0e200}", "lengths.spread"),
+        ("lengths: {recorded: [[100000000000000000000000]]}", "lengths.recorded"),
+        ("lengths: {recorded: [[]]}", "lengths.recorded"),
+        ("queue_groups: 1", "queue_groups must be 0 or at least groups_per_step=32"),
+        ("max_lag: 1000000000", "max_lag"),
+        ("num_engines: 1000000000000000000000", "num_engines"),
+        ("num_engines: 2\nnum_engines: 3", "duplicate key"),
+        ("engine: {step_s: ", "spec.yaml is no scenario"),
+        ("\tnum_engines: 2", "spec.yaml is no scenario"),
+    ],
+)
+def test_a_scenario_that_could_not_be_simulated_is_refused_by_name(tmp_path, text, named):
+    path = tmp_path / "spec.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=named):
         load_spec(path)
 
 

@@ -171,6 +171,30 @@ async def test_stopping_gives_every_lease_back_with_its_tokens(make_buffer):
     assert counters.tokens_in_flight == 0
 
 
+async def test_a_load_that_has_begun_ends_before_a_stop_and_leaves_the_engine_whole(make_buffer):
+    buffer = make_buffer(2)
+    async with running_loop(buffer, writes(300)) as (loop, engine, run):
+        engine.load_delay_s = 0.5
+        await buffer.offer(bare_offer(1))
+        await asyncio.sleep(0.1)
+        await loop.stop()
+        await run
+        assert (engine.version, engine.has_failed) == (1, False)
+    assert buffer.held == set()
+
+
+async def test_a_load_that_does_not_end_holds_up_a_stop_for_its_deadline_only(make_buffer):
+    buffer = make_buffer(2)
+    async with running_loop(buffer, writes(300), stop_timeout_s=0.3) as (loop, engine, run):
+        engine.load_delay_s = 60.0
+        await buffer.offer(bare_offer(1))
+        await asyncio.sleep(0.1)
+        await asyncio.wait_for(loop.stop(), 5)
+        await run
+        assert engine.version == 0
+    assert buffer.held == set()
+
+
 async def test_a_revoked_group_is_aborted_and_its_tokens_reported(make_buffer):
     buffer = make_buffer(2)
     async with running_loop(buffer, writes(40)) as (loop, _, run):
