@@ -23,6 +23,8 @@ from asyncrl.config import (
 )
 from asyncrl.metrics import counted
 from asyncrl.profile.device_memory import GIB, ModelSize, engine_memory, kv_tokens, rank_memory
+from rollout_fleet.config import EngineDevice
+from rollout_fleet.engines import resolve_device
 
 _BYTES_PER_TOKEN = 14
 """Of a stored token: id, log-prob and version, and its share of the rest."""
@@ -107,11 +109,11 @@ def _placement(config: RunConfig) -> Iterator[str]:
     for pool, size in learner_pools(config).items():
         hosted = ", ".join(role for role, of in roles.items() if of == pool)
         shape = f"dp {size // learner.sp_size} x sp {learner.sp_size}"
-        yield f"learner pool {pool}: {counted(size, 'rank')} on {learner.device} ({shape}), {hosted}"
+        yield f"learner pool {pool}: {counted(size, 'rank')} on {_device(config, learner.device)} ({shape}), {hosted}"
     size = f" x {fleet.sglang.tp_size} tensor-parallel ranks" if fleet.sglang.tp_size > 1 else ""
     fewest, most = fleet.fewest_groups_in_flight, fleet.most_groups_in_flight
     groups = str(most) if fewest == most else f"{fewest} to {most}"
-    where = "the learner's devices, in turns" if config.placement.colocated else f"{fleet.device}"
+    where = "the learner's devices, in turns" if config.placement.colocated else _device(config, fleet.device)
     count = f"{fleet.fewest_engines} to {fleet.most_engines}" if fleet.is_elastic else fleet.num_engines
     yield f"fleet: {count} {fleet.engine} engines{size} on {where}, {groups} groups each"
     if keeps_stores_on_hosts(config):
@@ -122,8 +124,17 @@ def _placement(config: RunConfig) -> Iterator[str]:
         stores = "1 server, which stores the groups itself"
     yield f"buffer: {stores}; durability {config.buffer.durability}"
     cluster = f"the Ray cluster at {config.ray.address}" if config.ray.address else "a Ray cluster of its own"
+    more = f" ({requested_cpus(config, fleet.most_engines):g} with all engines)" if fleet.is_elastic else ""
     have = f"; this machine has {os.cpu_count()} and {visible_gpus()}" if not config.ray.address else ""
-    yield f"{cluster}: {counted(requested_cpus(config), 'CPU')} and {counted(requested_gpus(config), 'GPU')}{have}"
+    gpus = counted(requested_gpus(config), "GPU")
+    yield f"{cluster}: {counted(requested_cpus(config), 'CPU')}{more} and {gpus}{have}"
+
+
+def _device(config: RunConfig, asked: str) -> str:
+    """What ``auto`` comes to here; on a cluster each node finds that out for itself."""
+    if asked != EngineDevice.auto:
+        return asked
+    return "what its node has" if config.ray.address else f"{resolve_device(EngineDevice.auto)} (auto)"
 
 
 def _tokens(config: RunConfig) -> Iterator[str]:

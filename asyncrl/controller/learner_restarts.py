@@ -56,6 +56,7 @@ class LearnerRestarts:
         say: Callable[[str], None],
     ) -> None:
         self._limit = config.learner.restarts
+        self._checkpoint_steps = config.checkpoint.every_steps
         self._is_colocated = config.placement.colocated
         self._controller = controller
         self._learner = learner
@@ -111,8 +112,9 @@ class LearnerRestarts:
         if self.num_restarts >= self._limit:
             raise _with_reason(death, f"learner.restarts={self._limit} are used up")
         if self._newest() is None:
-            reason = "the run has no checkpoint to start the learner again from; set checkpoint.every_steps"
-            raise _with_reason(death, reason)
+            steps = self._checkpoint_steps
+            what = f"none is whole yet with checkpoint.every_steps={steps}" if steps else "set checkpoint.every_steps"
+            raise _with_reason(death, f"the run has no checkpoint to start the learner again from; {what}")
 
     def _newest(self) -> Resumed | None:
         return self._controller.newest_checkpoint(self._learner.checkpoints) or self._resumed

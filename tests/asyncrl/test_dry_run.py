@@ -51,6 +51,17 @@ def test_every_experiment_says_what_it_would_take(name, qwen, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_devices_are_what_this_machine_has_and_an_elastic_fleet_says_what_all_of_it_would_take(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    own = [f"output_dir={tmp_path}", "rollout_fleet.engine=transformers", "learner.device=auto"]
+    page = dry_run(compose_run([*own, "rollout_fleet.num_engines={min:1,max:3}"])).page()
+    assert "learner pool learner: 1 rank on cpu (auto)" in page
+    assert "1 to 3 transformers engines on cpu (auto)" in page
+    assert "2 CPUs (4 with all engines) and 0 GPUs" in page
+    page = dry_run(compose_run([*own, "ray.address=host:1", "placement.num_nodes=2"])).page()
+    assert "1 transformers engines on what its node has" in page
+
+
 def test_the_quickstart_passes_every_check_and_leaves_nothing(tmp_path, capsys):
     options = [f"output_dir={tmp_path / 'out'}", "rollout_fleet.engine=transformers"]
     assert train_command.main(["dry_run=true", *options]) == 0

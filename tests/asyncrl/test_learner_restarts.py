@@ -272,6 +272,11 @@ async def test_a_learner_dies_again_in_another_restart(tmp_path: Path):
         (
             [1],
             [],
+            r"rank 1 died; the run has no checkpoint to start .* from; none is whole yet with checkpoint.every_steps=2",
+        ),
+        (
+            [1],
+            ["checkpoint.every_steps=0"],
             r"rank 1 died; the run has no checkpoint to start the learner again from; set checkpoint.every_steps",
         ),
         ([3], ["placement.colocated=true"], "with placement.colocated=true no learner is started again within a run"),
