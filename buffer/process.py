@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 _PROBES_PER_DEADLINE = 6
 _PAYLOADS_LOST = "; its payloads are lost, buffer.durability=disk would keep them"
+_LEDGER_LOST = "; with buffer.durability=disk it would be started again with all that it held"
 
 
 class BufferProcess:
@@ -244,7 +245,7 @@ class BufferSupervisor:
             dead = self._server
             how = await dead.end(notices_silence=may_restart, role=self._role)
             what = f"{name} (pid {dead.process.pid}) {how}"
-            lost = "" if is_kept or self._store is None else _PAYLOADS_LOST
+            lost = "" if is_kept else _LEDGER_LOST if self._store is None else _PAYLOADS_LOST
             fault = WorkerDiedError(f"{what}{lost}; its log ends:\n{dead.log_tail()}")
             if not may_restart:
                 raise fault
