@@ -66,6 +66,15 @@ def test_a_wrong_override_fails_with_the_option_and_the_value(override, words):
     ("overrides", "words"),
     [
         (["algorithm.samples_per_prompt=1"], ["algorithm.samples_per_prompt must be >= 2", "grpo"]),
+        (
+            ["total_steps=5", "profile.torch_steps=[4,5,10]"],
+            [
+                "profile.torch_steps must be below total_steps=5",
+                "got [5, 10]",
+                "the last step is 4",
+                "raise total_steps",
+            ],
+        ),
         (["learner.num_ranks=64"], ["algorithm.groups_per_step must be >= the 64"]),
         (
             ["learner.device=cuda", "rollout_fleet.sglang.tp_size=2", "placement.colocated=true"],
