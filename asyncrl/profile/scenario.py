@@ -263,10 +263,11 @@ def load_spec(path: Path) -> Scenario:
     """Read a scenario from a YAML file; what it leaves out has its default.
 
     Raises:
-        ValueError: there is no such file, or an option is unknown, of the wrong type or out of range.
+        ValueError: there is no such file or no YAML in it, or an option is unknown, of the wrong type or out of range.
     """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
 
     if not path.is_file():
         raise ValueError(f"there is no run and no scenario at {path}; name a run's folder, or a YAML file")
@@ -275,7 +276,7 @@ def load_spec(path: Path) -> Scenario:
         for node in (schema, schema.lengths, schema.engine, schema.learner, schema.host):
             OmegaConf.set_readonly(node, False)  # it maps a frozen dataclass to a read-only node
         scenario = OmegaConf.to_object(OmegaConf.merge(schema, OmegaConf.load(path)))
-    except OmegaConfBaseException as error:
+    except (OmegaConfBaseException, YAMLError, OSError) as error:
         raise ValueError(f"{path}: {' '.join(str(error).split())}") from error
     assert isinstance(scenario, Scenario)
     return scenario
