@@ -359,6 +359,11 @@ class RunConfig:
     def __post_init__(self) -> None:
         if self.total_steps < 1:
             raise ValueError(f"total_steps must be >= 1, got {self.total_steps}")
+        if late := [step for step in self.profile.torch_steps if step >= self.total_steps]:
+            raise ValueError(
+                f"profile.torch_steps must be below total_steps={self.total_steps}, got {late}; the last step is "
+                f"{self.total_steps - 1}: name others, or raise total_steps"
+            )
         for name in ("save_timeout_s", "stop_timeout_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be > 0, got {getattr(self, name)}")

@@ -25,10 +25,21 @@ _LINE_CHARACTERS = 70
 
 
 def read_samples(files: Sequence[Path]) -> list[Sample]:
-    """The rows of sample files, in the files' order."""
+    """The rows of sample files, in the files' order. Raises `ValueError` that names a file that is no whole one."""
+    return [row for file in files for row in _rows_of(file)]
+
+
+def _rows_of(file: Path) -> list[Sample]:
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
-    return [row for file in files for row in pq.ParquetFile(file).read(use_threads=False).to_pylist()]
+    try:
+        return pq.ParquetFile(file).read(use_threads=False).to_pylist()
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(
+            f"{file} must be a whole parquet file, got {' '.join(str(error).split())}; restore it from a copy, or "
+            "delete it to go without"
+        ) from error
 
 
 class NewSamples:
@@ -61,7 +72,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"kind {options.kind or ' or '.join(_KINDS)}; see rollout_fleet.samples.every_steps\n"
         )
         return 2
-    samples = [sample for sample in read_samples(files) if options.contains in sample["prompt"] + sample["response"]]
+    try:
+        samples = read_samples(files)
+    except ValueError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    samples = [sample for sample in samples if options.contains in sample["prompt"] + sample["response"]]
     samples.sort(key=_ORDERS[options.order])
     text = "\n".join(map(_page, samples[: options.num or None]))
     if sys.stdout.isatty():

@@ -69,7 +69,7 @@ class TrajectoryLog:
         *,
         rank: int,
     ) -> Path:
-        """Write the samples of one step and data-parallel rank; returns the file.
+        """Write the samples of one step and data-parallel rank, whole or not at all; returns the file.
 
         The rewards of ``batch`` are those that were trained on, a reward model's for one. ``sequences`` are one per
         branch, in the order of the batch's shares, with ``advantages``; all of them, or the first ones.
@@ -85,7 +85,9 @@ class TrajectoryLog:
             for (group, branch), sequence in zip(branches, sequences, strict=False)
         ]
         path = self._directory / f"step_{batch.version:08d}_rank{rank}.parquet"
-        pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), path)
+        partial = path.with_name(f".{path.name}.partial")
+        pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), partial)
+        partial.replace(path)
         return path
 
 

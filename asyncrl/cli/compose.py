@@ -22,6 +22,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+from yaml import YAMLError
 
 from asyncrl.config import RunConfig
 from asyncrl.protocol.registry import absolute_name
@@ -97,13 +98,20 @@ def read_config(run_folder: Path) -> RunConfig:
     """The configuration of a run, from the ``config.yaml`` in its folder.
 
     Raises:
-        ValueError: there is none, or another release wrote it with other options.
+        ValueError: there is none, it is damaged, or another release wrote it with other options.
     """
     path = run_folder / "config.yaml"
     if not path.is_file():
         raise ValueError(f"{run_folder} must be the folder of a run, got one without config.yaml; check the path")
     try:
-        config = OmegaConf.to_object(OmegaConf.merge(_schema(), OmegaConf.load(path)))
+        options = OmegaConf.load(path)
+        got = f"{options!r:.80}"
+    except (YAMLError, OSError, UnicodeDecodeError) as error:
+        options, got = None, " ".join(str(error).split())
+    if not isinstance(options, DictConfig) or not options:
+        raise ValueError(f"{path} must hold the options of the run as YAML, got {got}; restore it from a copy")
+    try:
+        config = OmegaConf.to_object(OmegaConf.merge(_schema(), options))
     except OmegaConfBaseException as error:
         raise ValueError(f"{path}: {_explain(error, ())}; read it with the release that wrote it") from error
     assert isinstance(config, RunConfig)

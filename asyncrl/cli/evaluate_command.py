@@ -8,7 +8,6 @@ stop the engine, and then the command.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 import signal
@@ -30,7 +29,7 @@ from asyncrl.config import RunConfig
 from asyncrl.controller.evaluator import HeldOutEvaluator
 from asyncrl.data.prompts import load_eval_prompts
 from asyncrl.data.tokenization import load_tokenizer
-from asyncrl.metrics import Evaluation, write_json
+from asyncrl.metrics import Evaluation, read_json, write_json
 from asyncrl.option_checks import check_model
 from asyncrl.protocol.errors import AsyncRLError
 from asyncrl.protocol.types import AnsweredPrompt, Prompt
@@ -140,8 +139,8 @@ def _checkpoints_of(run_dir: Path) -> Path:
 
 def _version_of(run_dir: Path | None) -> int:
     """The policy version of a run that has ended."""
-    summary = run_dir / "summary.json" if run_dir is not None else None
-    return json.loads(summary.read_text())["policy_version"] if summary is not None and summary.is_file() else 0
+    summary = read_json(run_dir / "summary.json", "policy_version") if run_dir is not None else None
+    return summary["policy_version"] if summary is not None else 0
 
 
 def _composed(policy: EvaluatedPolicy, overrides: Sequence[str]) -> RunConfig:

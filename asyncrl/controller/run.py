@@ -380,7 +380,7 @@ class Run:
             logger.exception("the profile could not be written")
             self._view.say(f"the profile could not be written: {error!r}; logs/controller.log says more")
             return None
-        for step, figures in report.steps.items():
+        for step, figures in dict(report.steps).items():  # of one that was taken again the last
             writer.profile(step, figures.flat())
         return report.summary()
 

@@ -10,7 +10,9 @@ from .records import (
     TrainingResult,
     counted,
     in_words,
+    json_object,
     plot_reward,
+    read_json,
     summary_document,
     write_json,
 )
@@ -33,7 +35,9 @@ __all__ = [
     "counted",
     "evaluation_of",
     "in_words",
+    "json_object",
     "plot_reward",
+    "read_json",
     "summary_document",
     "write_json",
 ]

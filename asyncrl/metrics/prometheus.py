@@ -43,7 +43,7 @@ class PrometheusTracker:
         except OSError as error:
             raise ValueError(f"prometheus_address={address} cannot be listened at: {error.strerror}") from error
         self.port: int = self._server.server_port
-        self.place = f"http://{host}:{self.port}/metrics"
+        self.place = f"http://{in_url(host)}:{self.port}/metrics"
 
     def _make_pipeline(self) -> None:
         from prometheus_client import Counter, Gauge, Histogram
@@ -133,3 +133,8 @@ def split_address(address: str, option: str) -> tuple[str, int]:
     if not host or not port.isdigit() or int(port) > 65535:
         raise ValueError(f"{option} must be HOST:PORT, got {address!r}; 127.0.0.1:0 is loopback on any free port")
     return host.strip("[]"), int(port)
+
+
+def in_url(host: str) -> str:
+    """A host as a URL has it: an IPv6 address in brackets."""
+    return f"[{host}]" if ":" in host else host

@@ -334,6 +334,35 @@ def _move_lost(path: Path, is_lost: Callable[[dict[str, Any]], bool]) -> None:
         os.replace(partial_path, path)
 
 
+def read_json(path: Path, *keys: str) -> dict[str, Any] | None:
+    """The object in a JSON file of a run; None where there is no file. Raises as `json_object`."""
+    return json_object(path.read_text(errors="replace"), str(path), *keys) if path.is_file() else None
+
+
+def json_object(text: str, place: str, *keys: str) -> dict[str, Any]:
+    """The JSON object that stands in a place of a run's folder.
+
+    Args:
+        text: What stands there.
+        place: Named by the error. Example: ``line 3 of RUN/metrics.jsonl``.
+        keys: That it must have.
+
+    Raises:
+        ValueError: it is no JSON object with these keys.
+    """
+    try:
+        document = json.loads(text)
+        got = "one without them" if isinstance(document, dict) else repr(document)
+    except ValueError as error:
+        document, got = None, f"no JSON: {error}"
+    if isinstance(document, dict) and document.keys() >= set(keys):
+        return document
+    raise ValueError(
+        f"{place} must hold a JSON object with {', '.join(keys)}, got {got}; restore it from a copy, or "
+        "delete it to go without"
+    )
+
+
 def write_json(path: Path, document: dict[str, Any]) -> None:
     """Write a JSON file whole or not at all."""
     partial = path.with_suffix(path.suffix + ".partial")

@@ -6,12 +6,12 @@ silent while something is broken, and where the replay does not reproduce what w
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
+from asyncrl.metrics import read_json
 from asyncrl.profile.planner import Prediction, can_have_ranks, engines_at_once, predict
 from asyncrl.profile.scenario import Scenario, overrides
 from asyncrl.protocol.errors import ReplayBufferError
@@ -65,10 +65,22 @@ def advice_file(run_dir: Path) -> Path:
 
 
 def read_advice(run_dir: Path) -> Advice | None:
-    """The newest advice on a run; None where there is none, or nobody has looked for any yet."""
+    """The newest advice on a run; None where there is none, or nobody has looked for any yet.
+
+    Raises:
+        ValueError: the file is damaged; named.
+    """
     path = advice_file(run_dir)
-    values = json.loads(path.read_text())["advice"] if path.is_file() else None
-    return None if values is None else Advice.from_dict(values)
+    document = read_json(path, "advice")
+    if document is None or document["advice"] is None:
+        return None
+    try:
+        return Advice.from_dict(document["advice"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{path} must hold the fields of Advice under advice, got {document['advice']!r}; asyncrl plan writes it "
+            "anew, or delete it to go without"
+        ) from error
 
 
 @dataclass(frozen=True, kw_only=True)

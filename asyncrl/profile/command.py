@@ -92,7 +92,7 @@ def _causes_table(run: Figures, pool: str) -> Table:
 
 def _steps_table(report: OverlapReport) -> Table:
     table = Table("step", "s", "learner", "waits most for", "fleet", "waits most for", "lag", title_justify="left")
-    for version, step in list(report.steps.items())[-_SHOWN_STEPS:]:
+    for version, step in report.steps[-_SHOWN_STEPS:]:
         cells: list[str] = []
         for pool in POOLS:
             cells += [f"{step.pools[pool].utilisation:.0%}", _first(step.pools[pool].idle)]

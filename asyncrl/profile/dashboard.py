@@ -25,7 +25,7 @@ from pathlib import Path
 
 from aiohttp import web
 
-from asyncrl.metrics.prometheus import split_address
+from asyncrl.metrics.prometheus import in_url, split_address
 from asyncrl.profile.page import render
 from asyncrl.profile.report import RunReport
 
@@ -203,8 +203,7 @@ async def serve(run_dir: Path, address: str, *, token: str, with_parent: bool) -
         site = web.TCPSite(runner, host, port)
         await site.start()
         bound = runner.addresses[0]
-        shown = f"[{bound[0]}]" if ":" in bound[0] else bound[0]
-        sys.stdout.write(f"http://{shown}:{bound[1]}/\n")
+        sys.stdout.write(f"http://{in_url(bound[0])}:{bound[1]}/\n")
         sys.stdout.flush()
         if with_parent:
             await asyncio.to_thread(sys.stdin.buffer.read)

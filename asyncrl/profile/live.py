@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
+from dataclasses import replace
 from pathlib import Path
 
 from asyncrl.metrics import BUSY, PoolUse, RunUse
@@ -36,8 +37,9 @@ class LiveUse:
         """The use up to the last finished step; None before the first. Raises as `TraceReader.read`."""
         trace: Trace = self._reader.read()
         # By time: a learner that goes back to a checkpoint takes steps again.
-        new = [step for step in trace.steps if not step.is_open and (self._upto is None or step.start >= self._upto)]
+        new = [step for step in trace.steps if not step.is_open and (self._upto is None or step.end > self._upto)]
         if new:
+            new[0] = replace(new[0], start=new[0].start if self._upto is None else self._upto)
             self._upto = new[-1].end
             attribution = Attribution.of(trace, (new[0].start, new[-1].end))
             for pool in self._idle:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, Self
@@ -116,10 +116,17 @@ class Figures:
 
 @dataclass(frozen=True, kw_only=True)
 class OverlapReport:
-    """The figures of a run, and of each of its finished steps by version: the last, where one was taken again."""
+    """The figures of a run, and of its finished steps, which add up to it.
+
+    Attributes:
+        run: From the begin of the first step to the end of the last.
+        steps: Version and figures of each, in order of time; a version comes again where its step was taken again.
+        attribution: What they are made of.
+        recorded: How much was recorded.
+    """
 
     run: Figures
-    steps: Mapping[int, Figures]
+    steps: Sequence[tuple[int, Figures]]
     attribution: Attribution
     recorded: Mapping[str, Any]
 
@@ -131,8 +138,8 @@ class OverlapReport:
         lags = _lags(trace, steps)
         per_step = {pool: attribution.per_step(pool, steps) for pool in POOLS}
         num_lanes = {pool: attribution.num_lanes(pool) for pool in POOLS}
-        figures = {
-            step.version: Figures(
+        figures = [
+            Figures(
                 duration=step.duration,
                 num_steps=1,
                 pools={pool: per_step[pool][index] for pool in POOLS},
@@ -140,7 +147,7 @@ class OverlapReport:
                 lag=_mean_lag(lags[step.version]),
             )
             for index, step in enumerate(steps)
-        }
+        ]
         run = Figures(
             duration=attribution.window[1] - attribution.window[0],
             num_steps=len(steps),
@@ -148,11 +155,13 @@ class OverlapReport:
             num_lanes=num_lanes,
             lag=_mean_lag(lag for of_step in lags.values() for lag in of_step),
         )
-        return cls(run=run, steps=figures, attribution=attribution, recorded=_recorded(trace))
+        versions = [step.version for step in steps]
+        by_time = tuple(zip(versions, figures, strict=True))
+        return cls(run=run, steps=by_time, attribution=attribution, recorded=_recorded(trace))
 
     def to_dict(self) -> dict[str, Any]:
         """``overlap.json``."""
-        steps = [{"step": version, **figures.to_dict()} for version, figures in self.steps.items()]
+        steps = [{"step": version, **figures.to_dict()} for version, figures in self.steps]
         return {"run": self.run.to_dict(), "steps": steps, "recorded": dict(self.recorded)}
 
     def summary(self) -> dict[str, Any]:

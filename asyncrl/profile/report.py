@@ -15,11 +15,11 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
-from asyncrl.metrics import counted, in_words
+from asyncrl.metrics import counted, in_words, json_object, read_json
 from asyncrl.protocol.record import Pool
 from asyncrl.samples import read_samples
 from rollout_fleet.engines.model_files import Decode, load_decoder
@@ -35,6 +35,7 @@ _MAX_FILES = 12
 _MAX_SAMPLES = 160
 _QUIET_S = 30.0
 _SECOND = 1_000_000_000
+_T = TypeVar("_T")
 
 
 class RunReport:
@@ -58,18 +59,20 @@ class RunReport:
 
         Raises:
             FileNotFoundError: the run recorded nothing.
+            ValueError: its configuration is damaged. Any other file that cannot be read costs its own part only,
+                which says why in its place.
         """
         known: Trace = self._reader.read() if trace is None else trace
-        options, summary = _options(self._run_dir), _read_json(self._run_dir / "summary.json")
-        state = "the run has ended" if summary else "live" if self._is_fresh() else "nothing was noted for a while"
+        has_ended = (self._run_dir / "summary.json").is_file()
+        state = "the run has ended" if has_ended else "live" if self._is_fresh() else "nothing was noted for a while"
         return report_document(
             known,
             overlap or OverlapReport.of(known),
-            options=options,
-            records=read_lines(self._run_dir / "metrics.jsonl"),
-            predictions=_read_json(self._run_dir / "plan.json"),
-            advice=str(read_advice(self._run_dir) or ""),
-            samples=self._samples.newest(_MAX_SAMPLES),
+            options=_options(self._run_dir),
+            record=_or_reason(lambda: _last_record(self._run_dir / "metrics.jsonl")),
+            predictions=_or_reason(lambda: read_json(self._run_dir / "plan.json", "curves")),
+            advice=_or_reason(lambda: str(read_advice(self._run_dir) or "")),
+            samples=_or_reason(lambda: self._samples.newest(_MAX_SAMPLES)),
             name=self._run_dir.name,
             state=state,
         )
@@ -96,20 +99,22 @@ def report_document(
     overlap: OverlapReport,
     *,
     options: Mapping[str, Any],
-    records: Sequence[Mapping[str, Any]] = (),
-    predictions: Mapping[str, Any] | None = None,
+    record: Mapping[str, Any] | str | None = None,
+    predictions: Mapping[str, Any] | str | None = None,
     advice: str = "",
-    samples: Sequence[Mapping[str, Any]] = (),
+    samples: Sequence[Mapping[str, Any]] | str = (),
     name: str = "run",
     state: str = "",
 ) -> dict[str, Any]:
     """The document of a trace and of what else a run's folder holds.
 
+    A text in the place of ``record``, ``predictions`` or ``samples`` says why they cannot be shown.
+
     Args:
         trace: What the run recorded.
         overlap: Its figures.
         options: Its resolved configuration.
-        records: Lines of ``metrics.jsonl``.
+        record: The last line of ``metrics.jsonl``; None where there is none yet.
         predictions: ``plan.json``; None where nothing was predicted.
         advice: What to change, in a line; empty where there is none.
         samples: Rows of sample files; see `SampleFiles`.
@@ -119,10 +124,10 @@ def report_document(
     bound = _bound(trace, options)
     causes = dict.fromkeys(cause for pool in overlap.run.pools.values() for cause in pool.idle)
     parts = _charts(trace, overlap, bound, predictions)
-    parts["samples"] = list(samples) or "No samples were kept; rollout_fleet.samples.every_steps keeps some."
+    parts["samples"] = samples or "No samples were kept; rollout_fleet.samples.every_steps keeps some."
     return {
         "run": _facts(trace, bound, options, name=name, state=state),
-        "figures": _figures(overlap, bound, options, records),
+        "figures": _figures(overlap, bound, options, record),
         "advice": advice,
         "causes": [in_words(cause) for cause in causes],
         "members": charts.members(trace),
@@ -131,27 +136,30 @@ def report_document(
     }
 
 
-def _charts(trace: Trace, overlap: OverlapReport, bound: int, predictions: Mapping[str, Any] | None) -> dict[str, Any]:
+def _charts(
+    trace: Trace, overlap: OverlapReport, bound: int, predictions: Mapping[str, Any] | str | None
+) -> dict[str, Any]:
     """Each chart by its name; of one that is absent, why."""
     finished = [step for step in trace.steps if not step.is_open]
     if not finished:
         early = "No learner step is finished yet."
         return dict.fromkeys(("timeline", "steps", "fill", "lag", "frontier", "lengths", "publishes"), early)
     fill, lengths, publishes = charts.fill(trace), charts.lengths(trace), charts.publishes(trace)
-    absent = "Nothing is predicted: python -m asyncrl.plan RUN replays the run under other options."
+    predictions = predictions or "Nothing is predicted: python -m asyncrl.plan RUN replays the run under other options."
+    here = overlap.run.lag.mean, overlap.run.step_s
     return {
         "timeline": charts.timeline(trace, overlap.attribution),
         "steps": charts.steps(overlap.attribution, finished),
         "fill": fill if fill["curves"] else "No stored group of a trained batch is recorded.",
         "lag": charts.lag(trace, bound=bound),
-        "frontier": charts.frontier(predictions, (overlap.run.lag.mean, overlap.run.step_s)) if predictions else absent,
+        "frontier": predictions if isinstance(predictions, str) else charts.frontier(predictions, here),
         "lengths": lengths if any(lengths["generated"]) else "No response lengths are recorded.",
         "publishes": publishes if publishes["versions"] else "No version was both published and served yet.",
     }
 
 
 def _figures(
-    overlap: OverlapReport, bound: int, options: Mapping[str, Any], records: Sequence[Mapping[str, Any]]
+    overlap: OverlapReport, bound: int, options: Mapping[str, Any], record: Mapping[str, Any] | str | None
 ) -> list[dict[str, str]]:
     """The numbers at the top of the page: name, value, and how to read it."""
     run = overlap.run
@@ -169,11 +177,12 @@ def _figures(
         if time_of.idle:
             cause, part = max(time_of.idle.items(), key=itemgetter(1))
             figures.append((f"{pool}: {in_words(cause)}", f"{part / time_of.capacity:.1%}", "what cost it most"))
-    if records:
-        last = records[-1]
+    if isinstance(record, str):
+        figures.append(("reward", "not known", record))
+    elif record is not None:
         figures += [
-            ("reward", f"{last['reward']:.3f}", f"of the batch of step {last['step']}"),
-            ("tokens generated", f"{last['generated_tokens']:,}", "policy tokens, since training began"),
+            ("reward", f"{record['reward']:.3f}", f"of the batch of step {record['step']}"),
+            ("tokens generated", f"{record['generated_tokens']:,}", "policy tokens, since training began"),
         ]
     return [{"name": name, "value": value, "note": note} for name, value, note in figures]
 
@@ -201,21 +210,35 @@ def _bound(trace: Trace, options: Mapping[str, Any]) -> int:
     return known if known is not None else max((life.lag for life in charts.trained_groups(trace)), default=0)
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a ``jsonl`` file; none where there is no file."""
-    if not path.is_file():
-        return []
-    lines = path.read_text().split("\n")
-    return [json.loads(line) for line in lines[:-1] if line]
+def _or_reason(read: Callable[[], _T]) -> _T | str:
+    """What ``read`` returns; where a file of the run cannot be read, why, for the place of its part."""
+    try:
+        return read()
+    except (OSError, ValueError) as error:
+        return str(error)
+
+
+def _last_record(path: Path) -> dict[str, Any] | None:
+    """The last whole line of ``metrics.jsonl``; None where there is none yet. Raises as `json_object`."""
+    lines = path.read_text(errors="replace").split("\n")[:-1] if path.is_file() else []
+    if not lines:
+        return None
+    return json_object(lines[-1], f"line {len(lines)} of {path}", "step", "reward", "generated_tokens")
 
 
 def _options(run_dir: Path) -> dict[str, Any]:
+    """The resolved configuration; empty where there is no file."""
     path = run_dir / "config.yaml"
-    return yaml.safe_load(path.read_text()) if path.is_file() else {}
-
-
-def _read_json(path: Path) -> dict[str, Any] | None:
-    return json.loads(path.read_text()) if path.is_file() else None
+    if not path.is_file():
+        return {}
+    try:
+        options = yaml.safe_load(path.read_text(errors="replace"))
+        got = f"{options!r:.80}"
+    except yaml.YAMLError as error:
+        options, got = None, " ".join(str(error).split())
+    if not isinstance(options, dict) or not all(isinstance(options.get(n, {}), dict) for n in ("buffer", "model")):
+        raise ValueError(f"{path} must hold the options of the run as YAML, got {got}; restore it from a copy")
+    return options
 
 
 class SampleFiles:

@@ -280,7 +280,7 @@ def load_spec(path: Path) -> Scenario:
     """Read a scenario from a YAML file; what it leaves out has its default.
 
     Raises:
-        ValueError: there is no such file, or an option is unknown, of the wrong type or out of range.
+        ValueError: there is no such file or no YAML in it, or an option is unknown, of the wrong type or out of range.
     """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -293,7 +293,7 @@ def load_spec(path: Path) -> Scenario:
         for node in (schema, schema.lengths, schema.engine, schema.learner, schema.host):
             OmegaConf.set_readonly(node, False)  # it maps a frozen dataclass to a read-only node
         scenario = OmegaConf.to_object(OmegaConf.merge(schema, OmegaConf.load(path)))
-    except (OmegaConfBaseException, YAMLError, UnicodeDecodeError) as error:
+    except (OmegaConfBaseException, YAMLError, UnicodeDecodeError, OSError) as error:
         raise ValueError(f"{path} is no scenario: {' '.join(str(error).split())}") from error
     assert isinstance(scenario, Scenario)
     return scenario

@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Self
 
@@ -156,7 +157,10 @@ class GroupLife:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepWindow:
-    """The time of a learner step: from the end of the one before to its own."""
+    """The time of a learner step: from the end of the one before to its own.
+
+    So what lies between them, a restart of the learner for one, belongs to the later. The first begins with training.
+    """
 
     version: int
     start: int
@@ -202,15 +206,25 @@ class Trace:
 
     @cached_property
     def steps(self) -> tuple[StepWindow, ...]:
-        """The learner steps, which follow one another without a gap; the last may be open."""
+        """The learner steps, which follow one another without a gap; the last may be open.
+
+        One that was broken off, because the learner went back to a checkpoint, is among them; its version comes again.
+        """
+        noted = self.spans_of(SpanKind.step, CONTROLLER_LANE)
+        taken = [span for span in noted if not span.is_open or span is noted[-1]]
+        ends = list(accumulate((span.end for span in taken), max))  # clocks of two hosts may disagree a little
+        starts = [span.start for span in taken[:1]] + ends
         return tuple(
-            StepWindow(version=span.step, start=span.start, end=span.end, is_open=span.is_open)
-            for span in self.spans_of(SpanKind.step, CONTROLLER_LANE)
+            StepWindow(version=span.step, start=start, end=end, is_open=span.is_open)
+            for span, start, end in zip(taken, starts, ends, strict=False)
         )
 
     @property
     def window(self) -> tuple[int, int]:
-        """From the begin of training to the end of its last step, the open one left out; empty without steps."""
+        """From the begin of the first step to the end of the last, the open one left out; empty without steps.
+
+        It is the time of all finished steps: start-up comes before it, the last evaluation and shutdown after it.
+        """
         done = [step for step in self.steps if not step.is_open]
         return (done[0].start, done[-1].end) if done else (self.start, self.start)
 

@@ -49,13 +49,16 @@ def load_decoder(model_path: str, *, special_tokens: bool = False) -> Decode:
     """Return a function from token ids to text, without special tokens unless they are asked for.
 
     A ``tokenizer.json`` is read with the tokenizers library alone, so that the worker loads neither transformers nor
-    torch.
+    torch. Raises `ValueError` that names the file if it is damaged.
     """
     tokenizer_file = Path(model_path) / "tokenizer.json"
     if tokenizer_file.is_file():
         from tokenizers import Tokenizer
 
-        fast = Tokenizer.from_file(str(tokenizer_file))
+        try:
+            fast = Tokenizer.from_file(str(tokenizer_file))
+        except Exception as error:  # the library raises nothing narrower
+            raise ValueError(f"{tokenizer_file} must be a tokenizer, got {error}; restore it from a copy") from error
         return lambda token_ids: fast.decode(list(token_ids), skip_special_tokens=not special_tokens)
     from transformers import AutoTokenizer
 

@@ -5,7 +5,7 @@ import sys
 import pytest
 from omegaconf import OmegaConf
 
-from asyncrl.cli.compose import COMMON_OPTIONS, compose_run, describe, dump_yaml, help_text
+from asyncrl.cli.compose import COMMON_OPTIONS, compose_run, describe, dump_yaml, help_text, read_config
 from asyncrl.cli.quickstart import make_assets
 from asyncrl.cli.train_command import root_cause
 from asyncrl.config import RunConfig, stop_deadlines
@@ -66,6 +66,15 @@ def test_a_wrong_override_fails_with_the_option_and_the_value(override, words):
     ("overrides", "words"),
     [
         (["algorithm.samples_per_prompt=1"], ["algorithm.samples_per_prompt must be >= 2", "grpo"]),
+        (
+            ["total_steps=5", "profile.torch_steps=[4,5,10]"],
+            [
+                "profile.torch_steps must be below total_steps=5",
+                "got [5, 10]",
+                "the last step is 4",
+                "raise total_steps",
+            ],
+        ),
         (["learner.num_ranks=64"], ["algorithm.groups_per_step must be >= the 64"]),
         (
             ["learner.device=cuda", "rollout_fleet.sglang.tp_size=2", "placement.colocated=true"],
@@ -292,3 +301,13 @@ def test_a_log_on_a_full_disk_is_told_once_in_one_line():
         "warning: the controller cannot write /dev/full: [Errno 28] No space left on device"
     )
     assert "Logging error" not in done.stderr
+
+
+@pytest.mark.parametrize("text", ["", '{"a": ', "3\n", "- 1\n"])
+def test_a_damaged_configuration_of_a_run_is_refused_by_name(tmp_path, text):
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(
+        ValueError, match=rf"^{tmp_path}/config\.yaml must hold the options of the run.*restore it"
+    ) as got:
+        read_config(tmp_path)
+    assert "\n" not in str(got.value)

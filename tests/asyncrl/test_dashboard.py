@@ -73,11 +73,13 @@ def test_beyond_loopback_a_token_is_wanted(tmp_path, monkeypatch, capsys):
     assert "dashboard_address=0.0.0.0:0 is not loopback" in capsys.readouterr().err
 
 
-def test_the_process_says_where_it_is_and_ends_with_its_parent(tmp_path):
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
+def test_the_process_says_where_it_is_and_ends_with_its_parent(tmp_path, host):
     record_run(tmp_path)
-    command = [sys.executable, "-m", "asyncrl.profile.dashboard", str(tmp_path), "--address", "127.0.0.1:0"]
+    command = [sys.executable, "-m", "asyncrl.profile.dashboard", str(tmp_path), "--address", f"{host}:0"]
     process = subprocess.Popen([*command, "--with-parent"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     url = process.stdout.readline().strip()
+    assert url.startswith(f"http://{host}:")
     with urllib.request.urlopen(url, timeout=10) as answer:
         assert b"echarts" in answer.read()
     process.communicate(timeout=10)  # closes its stdin, as the end of its parent does

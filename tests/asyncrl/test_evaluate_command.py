@@ -89,3 +89,13 @@ def test_a_run_is_evaluated_with_its_own_options_and_keeps_every_answer(tmp_path
     output = capsys.readouterr().out
     assert "policy version 7, 24 prompts" in output
     assert "pass@2" in output
+
+
+@pytest.mark.parametrize("text", ["", "{}", "null"])
+def test_a_damaged_summary_is_refused_by_name(tmp_path, text):
+    run_dir = make_run(tmp_path / "run")
+    (run_dir / "summary.json").write_text(text)
+    with pytest.raises(
+        ValueError, match=rf"^{run_dir}/summary\.json must hold a JSON object with policy_version, got "
+    ):
+        find_policy(run_dir)

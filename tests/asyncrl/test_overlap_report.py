@@ -1,11 +1,13 @@
 """What ``asyncrl profile`` says of a run, and the files that it writes."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from asyncrl.profile.command import main
 from asyncrl.profile.overlap import OverlapReport
+from asyncrl.profile.trace import Span
 from tests.support.traces import record_run, trace_of
 
 
@@ -52,6 +54,26 @@ def test_each_step_has_its_own_figures_and_they_add_up_to_the_run(tmp_path):
     }
 
 
+def test_steps_add_up_to_the_run_also_with_time_between_them_and_with_one_that_is_taken_again():
+    fleet = [("engine-0", "capacity", 0, 2), ("engine-0", "running", 0, 1)]
+    learner = [("learner-0", "update", start, start + 60) for start in (40, 140, 500)]
+    trace = trace_of(fleet=fleet, learner=learner)
+    noted = [
+        Span(lane="controller", kind="step", step=step, start=start, end=end, process="controller")
+        for step, start, end in ((0, 0, 100), (1, 103, 200), (2, 207, 230), (1, 450, 600))
+    ]
+    document = OverlapReport.of(replace(trace, spans=(*trace.spans, *noted))).to_dict()
+    assert [step["step"] for step in document["steps"]] == [0, 1, 2, 1]
+    assert [round(step["duration_s"] * 1e9) for step in document["steps"]] == [100, 100, 30, 370]
+    for pool, capacity in (("learner", 600), ("fleet", 1200)):
+        run, steps = document["run"][pool], [step[pool] for step in document["steps"]]
+        assert run["capacity_ns"] == sum(step["capacity_ns"] for step in steps) == capacity
+        for step in steps:
+            assert step["capacity_ns"] == step["busy_ns"] + sum(step["idle_ns"].values())
+        for cause, total in run["idle_ns"].items():
+            assert total == sum(step["idle_ns"].get(cause, 0) for step in steps)
+
+
 def test_the_command_prints_a_table_and_writes_both_files(tmp_path, capsys):
     record_run(tmp_path, num_steps=3, max_lag=0)
     assert main([str(tmp_path)]) == 0
@@ -65,6 +87,15 @@ def test_the_command_prints_a_table_and_writes_both_files(tmp_path, capsys):
 def test_the_command_says_what_is_wrong_with_a_folder(tmp_path, capsys):
     assert main([str(tmp_path)]) == 1
     assert "holds no record" in capsys.readouterr().err
+
+
+def test_the_command_names_a_configuration_that_is_cut_off(tmp_path, capsys):
+    record_run(tmp_path)
+    (tmp_path / "config.yaml").write_text('{"a": ')
+    assert main([str(tmp_path)]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {tmp_path}/config.yaml must hold the options of the run")
+    assert error.count("\n") == 1
 
 
 def test_a_run_without_a_finished_step_is_explained_as_far_as_it_goes(tmp_path, capsys):

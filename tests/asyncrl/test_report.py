@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -18,8 +19,8 @@ from asyncrl.profile.advice import Advice, advice_file
 from asyncrl.profile.attribution import Attribution
 from asyncrl.profile.live import LiveUse
 from asyncrl.profile.report import RunReport, write_report
-from asyncrl.profile.trace import Span
-from asyncrl.protocol.record import Pool
+from asyncrl.profile.trace import FOLDER, Span, Trace
+from asyncrl.protocol.record import Pool, Recorder
 from learner.trajectory_log import SCHEMA
 from tests.asyncrl.test_samples import keep
 from tests.support.traces import record_run, trace_of
@@ -37,6 +38,13 @@ def run_dir(tmp_path_factory):
 @pytest.fixture(scope="module")
 def document(run_dir):
     return RunReport(run_dir).document()
+
+
+def until(condition):
+    deadline = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def columns_of(pool):
@@ -236,3 +244,98 @@ def test_one_rank_and_one_engine_are_not_called_several(run_dir, document):
     ranks, engines = (len(charts.Trace.load(run_dir).lanes(pool)) for pool in (Pool.learner, Pool.fleet))
     expected = f"{ranks} learner rank{'s' * (ranks > 1)} and {engines} engine{'s' * (engines > 1)}"
     assert expected in document["run"]["facts"].split(" · ")
+
+
+def test_a_torn_sample_file_stands_by_name_in_the_samples_place_and_costs_no_other_part(tmp_path):
+    record_run(tmp_path)
+    (tmp_path / "tokens").mkdir()
+    torn = tmp_path / "tokens" / "step_00000004_rank0.parquet"
+    torn.write_bytes(b"PAR1")
+    document = RunReport(tmp_path).document()
+    assert set(document["absent"]) == {"frontier", "samples"}
+    assert f"{torn} must be a whole parquet file" in document["absent"]["samples"]
+    assert "delete it" in document["absent"]["samples"]
+
+
+def test_a_torn_tokenizer_is_named_in_the_samples_place(tmp_path):
+    record_run(tmp_path)
+    (tmp_path / "policy").mkdir()
+    (tmp_path / "policy" / "tokenizer.json").write_text("{")
+    (tmp_path / "tokens").mkdir()
+    pq.write_table(SCHEMA.empty_table(), tmp_path / "tokens" / "step_00000004_rank0.parquet")
+    assert f"{tmp_path}/policy/tokenizer.json" in RunReport(tmp_path).document()["absent"]["samples"]
+
+
+DAMAGED = ["", '{"a": ', "null", "{}", "[]"]
+
+
+@pytest.mark.parametrize("text", DAMAGED)
+def test_a_damaged_plan_stands_by_name_in_the_frontiers_place(tmp_path, text):
+    record_run(tmp_path)
+    (tmp_path / "plan.json").write_text(text)
+    absent = RunReport(tmp_path).document()["absent"]
+    assert absent["frontier"].startswith(f"{tmp_path}/plan.json must hold a JSON object with curves, got ")
+    assert set(absent) == {"frontier", "samples"}
+
+
+@pytest.mark.parametrize("text", [*DAMAGED, '{"advice": {}}', '{"advice": 3}'])
+def test_damaged_advice_is_named_where_advice_stands(tmp_path, text):
+    record_run(tmp_path)
+    advice_file(tmp_path).write_text(text)
+    document = RunReport(tmp_path).document()
+    assert document["advice"].startswith(f"{tmp_path}/advice.json must hold ")
+    assert "timeline" in document
+
+
+@pytest.mark.parametrize("line", ['{"step": 0}', '{"step": ', "null"])
+def test_a_damaged_last_line_of_metrics_is_named_among_the_figures(tmp_path, line):
+    record_run(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text(f"{line}\n")
+    document = RunReport(tmp_path).document()
+    (reward,) = (figure for figure in document["figures"] if figure["name"] == "reward")
+    assert reward["value"] == "not known"
+    assert reward["note"].startswith(f"line 1 of {tmp_path}/metrics.jsonl must hold a JSON object with step, reward")
+
+
+def test_a_line_of_metrics_that_is_still_being_written_is_left_out(tmp_path):
+    record_run(tmp_path)
+    whole = {"step": 3, "reward": 0.5, "generated_tokens": 1200}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(whole) + '\n{"step": 4, "rew')
+    figures = {figure["name"]: figure["value"] for figure in RunReport(tmp_path).document()["figures"]}
+    assert (figures["reward"], figures["tokens generated"]) == ("0.500", "1,200")
+
+
+def test_a_torn_summary_says_all_the_same_that_the_run_has_ended(tmp_path):
+    record_run(tmp_path)
+    (tmp_path / "summary.json").write_text("")
+    assert RunReport(tmp_path).document()["run"]["state"] == "the run has ended"
+
+
+@pytest.mark.parametrize("text", ["", '{"a": ', "buffer:\n", "model: 3\n", "- 1\n"])
+def test_a_damaged_configuration_is_refused_by_name(tmp_path, text):
+    record_run(tmp_path)
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(
+        ValueError, match=rf"^{tmp_path}/config\.yaml must hold the options of the run.*restore it"
+    ) as got:
+        write_report(tmp_path)
+    assert "\n" not in str(got.value)
+
+
+def test_the_live_use_has_the_time_between_steps_too(tmp_path):
+    now = second = 1_000_000_000
+    controller = Recorder(tmp_path / FOLDER, process="controller", pool=Pool.controller, clock=lambda: now)
+    learner = Recorder(tmp_path / FOLDER, process="learner-0", pool=Pool.learner, clock=lambda: now)
+    learner.span("update", lane="learner-0").close()
+    until(lambda: (tmp_path / FOLDER).is_dir())
+    live = LiveUse(tmp_path)
+    for step in range(3):
+        span = controller.span("step", step=step, lane="controller")
+        now += second
+        span.close()
+        now += 1000
+        until(lambda num=step + 1: sum(not one.is_open for one in Trace.load(tmp_path).steps) == num)
+        use = live.read()
+    for recording in (controller, learner):
+        recording.close()
+    assert use.learner.busy_s + sum(use.learner.idle_s.values()) == pytest.approx(3.000002, abs=1e-9)

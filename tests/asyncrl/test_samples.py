@@ -71,3 +71,11 @@ def test_the_terminal_gets_the_worst_and_the_best_of_what_is_new(run_dir):
     assert [sample["reward"] for sample in new.extremes(1)] == [0.0]
     line = samples.sample_line({**samples.read_samples(sorted((run_dir / "samples").iterdir()))[0], "prompt": "x" * 90})
     assert line.endswith(f": {'x' * 35 + ' … ' + 'x' * 35!r} -> 'greedy 0 0'")
+
+
+def test_a_torn_file_is_told_by_name(tmp_path, capsys):
+    keep(tmp_path, "train", 3, 0.5)
+    (torn,) = tmp_path.glob("samples/*.parquet")
+    torn.write_bytes(torn.read_bytes()[:-9])
+    assert samples.main([str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {torn} must be a whole parquet file, got ")

@@ -3,7 +3,7 @@
 import pytest
 
 from asyncrl.profile import Trace, TraceReader
-from asyncrl.profile.trace import FOLDER, UNMEASURED_ERROR_NS, ClockOffsets
+from asyncrl.profile.trace import FOLDER, UNMEASURED_ERROR_NS, ClockOffsets, Span
 from asyncrl.protocol.record import Pool, Recorder, clock_id
 from tests.support.traces import record_run, trace_of
 
@@ -20,6 +20,38 @@ def test_a_run_comes_back_as_steps_that_follow_one_another(tmp_path):
     assert trace.lanes("fleet") == ("engine-0", "engine-1")
     assert trace.lanes("learner") == ("learner-0", "learner-1")
     assert all(process.is_whole for process in trace.processes)
+
+
+def steps_noted(*spans):
+    """The steps of (version, start, end) spans; one of end 0 is open, until the next or to the end of the trace."""
+    noted = [
+        Span(lane="controller", kind="step", step=step, start=start, end=end or 99, is_open=not end)
+        for step, start, end in spans
+    ]
+    trace = Trace(spans=tuple(noted), end=99)
+    return [(step.version, step.start, step.end, step.is_open) for step in trace.steps], trace.window
+
+
+def test_the_time_between_two_steps_belongs_to_the_second():
+    steps, window = steps_noted((0, 10, 20), (1, 23, 30), (2, 31, 0))
+    assert steps == [(0, 10, 20, False), (1, 20, 30, False), (2, 30, 99, True)]
+    assert window == (10, 30)
+
+
+def test_a_step_that_is_taken_again_begins_where_the_one_that_was_broken_off_ended():
+    steps, window = steps_noted((4, 10, 20), (5, 20, 26), (4, 60, 70))
+    assert steps == [(4, 10, 20, False), (5, 20, 26, False), (4, 26, 70, False)]
+    assert window == (10, 70)
+
+
+def test_a_step_of_a_controller_that_died_is_none_and_its_time_belongs_to_the_next():
+    steps, _ = steps_noted((0, 10, 20), (1, 21, 0), (1, 40, 50))
+    assert steps == [(0, 10, 20, False), (1, 20, 50, False)]
+
+
+def test_steps_that_overlap_by_an_error_of_the_clocks_have_no_negative_time():
+    steps, _ = steps_noted((0, 10, 30), (1, 25, 28), (2, 29, 40))
+    assert steps == [(0, 10, 30, False), (1, 30, 30, False), (2, 30, 40, False)]
 
 
 def test_a_trained_group_has_its_events_in_order_and_its_lag_in_two_parts(tmp_path):

@@ -173,3 +173,13 @@ def test_wandb_keeps_a_run_offline(tmp_path, monkeypatch):
     (written,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
     logged = written.read_bytes()
     assert all(name in logged for name in (b"learner/loss", b"evaluation/greedy", b"use/fleet/busy"))
+
+
+def test_the_url_of_an_ipv6_address_has_its_host_in_brackets():
+    pytest.importorskip("prometheus_client")
+    tracker = PrometheusTracker("[::1]:0", "sorting")
+    try:
+        assert tracker.place == f"http://[::1]:{tracker.port}/metrics"
+        assert page_of(tracker)
+    finally:
+        tracker.close()
