@@ -267,5 +267,5 @@ def test_the_command_says_what_it_needs(tmp_path, capsys):
 @pytest.mark.parametrize("text", ['{"a": ', "3\n", "- 1\n"])
 def test_a_damaged_scenario_is_refused_by_name(tmp_path, text):
     (tmp_path / "spec.yaml").write_text(text)
-    with pytest.raises(ValueError, match=rf"^{tmp_path}/spec\.yaml: "):
+    with pytest.raises(ValueError, match=rf"^{tmp_path}/spec\.yaml is no scenario: "):
         load_spec(tmp_path / "spec.yaml")
