@@ -1,6 +1,8 @@
 """``asyncrl evaluate``: what a path means, and an evaluation of a real model on the in-process engine."""
 
 import json
+import os
+import shutil
 
 import pyarrow.parquet as pq
 import pytest
@@ -70,6 +72,16 @@ def test_a_mistake_is_told_by_name_before_anything_starts(tmp_path, assets, caps
         arguments = [argument.replace(name, value) for argument in arguments]
     assert main([*arguments, *([f"output_dir={tmp_path}"] if arguments else [])]) == 2
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "size"), [("model.safetensors", 5000), ("config.json", 20)])
+def test_a_model_cut_in_half_is_told_by_its_file_in_one_line(tmp_path, assets, capsys, name, size):
+    shutil.copytree(assets.model, tmp_path / "model")
+    os.truncate(tmp_path / "model" / name, size)
+    held_out = f"data.eval_files=[{assets.held_out}]"
+    assert main([str(tmp_path / "model"), held_out, f"output_dir={tmp_path}", "rollout_fleet.engine=transformers"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: model.path: {tmp_path}/model/{name} must be whole")
 
 
 def test_a_run_is_evaluated_with_its_own_options_and_keeps_every_answer(tmp_path, assets, capsys):
