@@ -5,7 +5,10 @@ What one package can say of its own options stands in the ``__post_init__`` of i
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
 
 from asyncrl.config import (
     LOOPBACK,
@@ -21,6 +24,8 @@ from asyncrl.config import (
 from buffer.config import is_loopback
 from learner.config import GROUP_ADVANTAGES
 from rollout_fleet.config import EngineKind, OnRewardFailure
+
+_READ_AS_JSON = {"config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json"}
 
 
 def check_options(config: RunConfig) -> None:
@@ -90,6 +95,8 @@ def check_files(config: RunConfig) -> None:
         path = getattr(config.learner, role).path
         if path and not Path(path, "config.json").is_file():
             raise ValueError(f"learner.{role}.path must hold a Hugging Face model, got {path} without config.json")
+        if path:
+            _check_whole(f"learner.{role}.path", Path(path))
 
 
 def check_model(config: RunConfig) -> None:
@@ -108,6 +115,22 @@ def check_model(config: RunConfig) -> None:
         raise ValueError(f"model.path must hold weights (*.safetensors or *.bin), got {path} with none")
     if not (path / "tokenizer_config.json").is_file():
         raise ValueError(f"model.path must hold a tokenizer, got {path} without tokenizer_config.json")
+    _check_whole("model.path", path)
+
+
+def _check_whole(option: str, model: Path) -> None:
+    """Check that a model's files can be read; of the weights the headers, which say how long each file must be."""
+    for file in sorted(model.iterdir()):
+        try:
+            if file.suffix == ".safetensors":
+                with safe_open(file, framework="np"):
+                    pass
+            elif file.name in _READ_AS_JSON and not isinstance(json.loads(file.read_text("utf-8")), dict):
+                raise ValueError("no JSON object")
+        except (OSError, ValueError, SafetensorError) as error:
+            raise ValueError(
+                f"{option}: {file} must be whole, got a damaged file ({error}); download or export the model again"
+            ) from error
 
 
 def check_placement(config: RunConfig, *, num_cpus: int, num_gpus: int) -> None:

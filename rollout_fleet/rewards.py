@@ -2,7 +2,8 @@
 
 A group waits for a free process; its deadline starts when it has one. A process that hangs or dies is replaced. The
 processes (``python -m rollout_fleet.rewards NAME PARENT_PID``) are plain children that speak over pipes, so that a
-killed worker leaves no semaphores behind; they end when their pipe closes.
+killed worker leaves no semaphores behind; they end when their pipe closes. Each leads a session of its own: what a
+reward starts ends with its process, unless it makes a session for itself.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ class RewardProcesses:
         self._start_timeout_s = start_timeout_s
         self._reward = REWARDS.get(name)
         self._free: asyncio.Queue[Process | None] = asyncio.Queue()  # None: one is to be started
-        self._processes: set[Process] = set()
+        self._processes: dict[Process, asyncio.Task[None]] = {}  # each with what clears up after it
 
     async def start(self) -> None:
         """Start processes for a user's function; `WorkerDiedError` or `DeadlineError` if one does not come up."""
@@ -180,8 +181,9 @@ class RewardProcesses:
             stdin=PIPE,
             stdout=PIPE,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            start_new_session=True,
         )
-        self._processes.add(process)
+        self._processes[process] = asyncio.create_task(_end_group_after(process))
         try:
             async with asyncio.timeout(self._start_timeout_s):
                 await _read(process)
@@ -201,10 +203,11 @@ class RewardProcesses:
         return process
 
     async def _kill(self, process: Process) -> None:
-        self._processes.discard(process)
+        clearing_up = self._processes.pop(process, None)
         with suppress(ProcessLookupError):
             process.kill()
-        await process.wait()
+        if clearing_up is not None:
+            await asyncio.shield(clearing_up)
 
     def _failure(self, prompt: Prompt, what: str) -> RewardError:
         return RewardError(f"reward {self._name!r} on prompt group {prompt.group_id} {what}")
@@ -258,6 +261,13 @@ class WeightedRewards:
     async def close(self) -> None:
         """Kill the scoring processes."""
         await asyncio.gather(*(reward.close() for reward in self._rewards))
+
+
+async def _end_group_after(process: Process) -> None:
+    """Kill what a process has started as soon as it has ended: later its id may be another's."""
+    await process.wait()
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 async def _ask(process: Process, question: tuple[Prompt, list[str], bool], answers: list[float | str]) -> None:
@@ -316,8 +326,12 @@ def main() -> None:
     name, parent_pid = sys.argv[1:]
     if os.getppid() != int(parent_pid):
         return
-    questions, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    questions, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)  # what the function, or a program that it starts, reads is empty
     os.dup2(2, 1)  # what the function prints goes to the log
+    for pipe in (questions.raw, answers.raw):  # with one of a forked child's, the worker would not see this process end
+        os.register_at_fork(after_in_child=pipe.close)
     reward = REWARDS.get(name)
     _write(answers, "ready")
     while header := questions.read(_LENGTH.size):

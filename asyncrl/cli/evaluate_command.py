@@ -22,11 +22,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from asyncrl.cli.compose import compose_run, dump_yaml
+from asyncrl.cli.compose import compose_run, dump_yaml, read_config
 from asyncrl.cli.preflight import check_folder, check_own_functions, check_vocabulary, try_reward
 from asyncrl.cli.quickstart import with_quickstart_assets
 from asyncrl.config import RunConfig
 from asyncrl.controller.evaluator import HeldOutEvaluator
+from asyncrl.controller.run_folder import RunPaths
 from asyncrl.data.prompts import load_eval_prompts
 from asyncrl.data.tokenization import load_tokenizer
 from asyncrl.metrics import Evaluation, read_json, write_json
@@ -49,7 +50,7 @@ Evaluates a policy on data.eval_files: mean@k and pass@k with 95% intervals, and
 
   a model in Hugging Face layout: its options come from the experiment and from OPTION=VALUE
   a run, or an experiment's folder (its newest run): its policy/, else its newest checkpoint, with the run's options
-  a checkpoint, or a folder of them (the newest): with the options of the run that it lies in
+  a checkpoint, or a folder of them (the newest): with the options of the run that it lies in, else as for a model
 
 Options that matter: data.eval_files, data.eval_max_prompts, evaluation.num_samples, evaluation.pass_reward,
 rollout_fleet.engine, rollout_fleet.reward, rollout_fleet.sampling.*; asyncrl train --help-all explains them.
@@ -88,6 +89,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     try:
         policy = find_policy(Path(arguments[0]).expanduser().resolve())
+        if policy.checkpoint is not None and policy.run_dir is None:
+            sys.stderr.write(
+                f"{policy.checkpoint} lies in no run, so its options are those of this command line; to have its "
+                "run's, name the run's folder\n"
+            )
         config = _composed(policy, arguments[1:])
         folder = _make_folder(policy, config)
         with _as_model(policy, folder) as model:
@@ -112,29 +118,29 @@ def find_policy(path: Path) -> EvaluatedPolicy:
     """What a path means.
 
     Raises:
-        ValueError: it holds neither a model, nor a checkpoint, nor a run that has kept one.
+        ValueError: it holds neither a model, nor a checkpoint, nor a run that has kept one; or another release wrote
+            the run's options.
     """
     if (path / "config.json").is_file():
         run_dir = path.parent if path.name == "policy" and (path.parent / "config.yaml").is_file() else None
         return EvaluatedPolicy(model=path, run_dir=run_dir, version=_version_of(run_dir))
     runs = [path] if (path / "config.yaml").is_file() else sorted(path.glob("*/config.yaml"), reverse=True)
+    looked_in: list[Path] = []
     for run_dir in (run if run.is_dir() else run.parent for run in runs):
         if (run_dir / "policy" / "config.json").is_file():
             return EvaluatedPolicy(model=run_dir / "policy", run_dir=run_dir, version=_version_of(run_dir))
-        if checkpoint := newest_checkpoint(_checkpoints_of(run_dir)):
+        looked_in.append(RunPaths.checkpoints_of(read_config(run_dir), run_dir))
+        if checkpoint := newest_checkpoint(looked_in[-1]):
             return EvaluatedPolicy(checkpoint=checkpoint, run_dir=run_dir, version=read_progress(checkpoint).version)
     if path.is_dir() and (checkpoint := newest_checkpoint(path)):
         near = [folder for folder in checkpoint.parents[:2] if (folder / "config.yaml").is_file()]
         version = read_progress(checkpoint).version
         return EvaluatedPolicy(checkpoint=checkpoint, run_dir=next(iter(near), None), version=version)
+    would_be = f" (the run's checkpoints would be in {looked_in[0]})" if looked_in else ""
     raise ValueError(
         f"asyncrl evaluate: {path} must hold a model (config.json), a checkpoint, or a run that has kept one, got none "
-        "of them; check the path"
+        f"of them{would_be}; check the path"
     )
-
-
-def _checkpoints_of(run_dir: Path) -> Path:
-    return run_dir / "checkpoints"
 
 
 def _version_of(run_dir: Path | None) -> int:

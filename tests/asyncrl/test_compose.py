@@ -211,6 +211,32 @@ def test_a_model_that_is_not_whole_is_refused_by_name(assets, tmp_path, missing,
         check_model(compose_run(["experiment=custom", f"model.path={tmp_path / 'model'}"]))
 
 
+def cut(file):
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "words"),
+    [
+        ("model.safetensors", cut, "must be whole, got .*file not fully covered.*; download"),
+        ("model.safetensors", lambda file: file.write_bytes(b""), "must be whole, got .*; download"),
+        ("config.json", lambda file: file.write_text("{oops"), "must be whole, got .*Expecting property.*; download"),
+        ("config.json", lambda file: file.write_text("[1]"), "must be whole, got .*no JSON object.*; download"),
+        ("tokenizer_config.json", cut, "must be whole, got .*; download"),
+        ("tokenizer.json", cut, "must be whole, got .*; download"),
+    ],
+)
+def test_a_damaged_file_of_a_model_is_refused_by_name(assets, tmp_path, name, damage, words):
+    shutil.copytree(assets.model, tmp_path / "model")
+    damage(tmp_path / "model" / name)
+    files = [f"data.train_files=[{assets.train}]", f"data.eval_files=[{assets.held_out}]"]
+    fits = ["data.max_prompt_tokens=9", "rollout_fleet.sampling.max_new_tokens=12", "algorithm.advantage=gae"]
+    for option in ("model.path", "learner.critic.path"):
+        models = [f"model.path={assets.model}", f"{option}={tmp_path / 'model'}"]
+        with pytest.raises(ValueError, match=f"{option}: .*/model/{name} {words}"):
+            check_files(compose_run(["experiment=custom", *files, *fits, *models]))
+
+
 def test_a_model_of_the_hub_has_to_be_downloaded_first():
     config = compose_run(["experiment=custom", "model.path=Qwen/Qwen3-0.6B"])
     with pytest.raises(ValueError, match=r"hf download Qwen/Qwen3-0\.6B --local-dir DIR"):

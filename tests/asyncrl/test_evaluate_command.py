@@ -1,6 +1,8 @@
 """``asyncrl evaluate``: what a path means, and an evaluation of a real model on the in-process engine."""
 
 import json
+import os
+import shutil
 
 import pyarrow.parquet as pq
 import pytest
@@ -20,16 +22,17 @@ def assets(tmp_path_factory):
     )
 
 
-def make_run(folder, *, version=0, policy=True, checkpoints=()):
-    """A run's folder with what it has kept."""
+def make_run(folder, *, version=0, policy=True, checkpoints=(), directory=None):
+    """A run's folder with what it has kept; its checkpoints in ``directory`` where that is given."""
     folder.mkdir(parents=True)
-    (folder / "config.yaml").write_text(dump_yaml(compose_run(["quickstart=false", *OPTIONS])))
+    options = [f"checkpoint.directory={directory}"] if directory else []
+    (folder / "config.yaml").write_text(dump_yaml(compose_run(["quickstart=false", *OPTIONS, *options])))
     if policy:
         (folder / "policy").mkdir()
         (folder / "policy" / "config.json").write_text("{}")
         (folder / "summary.json").write_text(json.dumps({"policy_version": version}))
     for saved in checkpoints:
-        path = checkpoint_path(folder / "checkpoints", saved)
+        path = checkpoint_path(directory or folder / "checkpoints", saved)
         path.mkdir(parents=True)
         write_progress(path, SavedProgress(version=saved, num_updates=saved, num_ranks=1, sp_size=1, dtype="float32"))
     return folder
@@ -53,6 +56,26 @@ def test_a_path_means_a_model_a_run_or_a_checkpoint(tmp_path, assets):
         find_policy(tmp_path / "empty")
 
 
+def test_a_runs_checkpoints_are_looked_for_where_its_options_say(tmp_path):
+    elsewhere, nothing = tmp_path / "elsewhere", tmp_path / "nothing"
+    run = make_run(tmp_path / "mine" / "2026-01-01", policy=False, checkpoints=(3, 12), directory=elsewhere)
+    for path in (run, tmp_path / "mine"):
+        found = find_policy(path)
+        assert (found.checkpoint, found.run_dir, found.version) == (elsewhere / "v00000012", run, 12)
+    without = make_run(tmp_path / "without", policy=False, directory=nothing)
+    with pytest.raises(ValueError, match=rf"without must hold .* \(the run's .* would be in {nothing}\); check"):
+        find_policy(without)
+
+
+def test_that_nothing_says_with_which_options_a_checkpoint_was_trained_is_told(tmp_path, capsys):
+    elsewhere = tmp_path / "else" / "where"
+    run = make_run(tmp_path / "run", policy=False, checkpoints=(12,), directory=elsewhere)
+    words = f"{elsewhere}/v00000012 lies in no run, so its options are"
+    for path, is_told in ((elsewhere, True), (elsewhere / "v00000012", True), (run, False)):
+        assert main([str(path), "evaluation.samples=3"]) == 2
+        assert (words in capsys.readouterr().err) is is_told
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -70,6 +93,16 @@ def test_a_mistake_is_told_by_name_before_anything_starts(tmp_path, assets, caps
         arguments = [argument.replace(name, value) for argument in arguments]
     assert main([*arguments, *([f"output_dir={tmp_path}"] if arguments else [])]) == 2
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "size"), [("model.safetensors", 5000), ("config.json", 20)])
+def test_a_model_cut_in_half_is_told_by_its_file_in_one_line(tmp_path, assets, capsys, name, size):
+    shutil.copytree(assets.model, tmp_path / "model")
+    os.truncate(tmp_path / "model" / name, size)
+    held_out = f"data.eval_files=[{assets.held_out}]"
+    assert main([str(tmp_path / "model"), held_out, f"output_dir={tmp_path}", "rollout_fleet.engine=transformers"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: model.path: {tmp_path}/model/{name} must be whole")
 
 
 def test_a_run_is_evaluated_with_its_own_options_and_keeps_every_answer(tmp_path, assets, capsys):

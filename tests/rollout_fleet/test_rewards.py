@@ -2,6 +2,8 @@ import asyncio
 import os
 import subprocess
 import sys
+import time
+from contextlib import suppress
 
 import numpy as np
 import psutil
@@ -16,7 +18,7 @@ from tests.support.leftovers import left_in_shared_memory, shared_memory_of
 pytestmark = pytest.mark.timeout(60)
 PROMPT = Prompt(group_id=7, prompt_ids=np.asarray([3, 4], dtype=np.int32), ground_truth="42")
 USER_REWARDS = """
-import os, time
+import os, subprocess, sys, time
 import numpy as np
 
 def length(prompt, response_text):
@@ -33,6 +35,27 @@ def by_kind(prompt, response_text):
 
 def own_pid(prompt, response_text):
     return float(os.getpid())
+
+def reads_input(prompt, response_text):
+    if response_text == "program":
+        subprocess.Popen(["cat"])
+        return float(len(subprocess.run(["cat"], capture_output=True).stdout))
+    if response_text == "close":
+        sys.stdin.close()
+        return 0.0
+    return float(len(sys.stdin.read()))
+
+def starts(prompt, response_text):
+    how, pid_file = response_text.split()
+    pid = os.fork()
+    if pid == 0:
+        time.sleep(600)
+    with open(pid_file, "w") as file:
+        file.write(str(pid))
+    if how == "exit":
+        os._exit(1)
+    time.sleep(600 if how == "hang" else 0)
+    return 1.0
 
 def odd(prompt, response_text):
     if response_text == "print":
@@ -153,6 +176,39 @@ async def test_a_reward_that_ends_its_process_is_an_error(user_rewards):
     assert (await scorer.score(PROMPT, ["fine"])).tolist() == [1.0], "by another process"
 
 
+async def test_a_reward_and_the_programs_that_it_starts_have_an_empty_standard_input(user_rewards):
+    scorer = await user_rewards("reads_input", timeout_s=10.0)
+    (process,) = scorer._processes
+    for _ in range(2):
+        assert (await scorer.score(PROMPT, ["itself", "program"])).tolist() == [0.0, 0.0]
+    for _ in range(2):
+        assert (await scorer.score(PROMPT, ["close", "program"])).tolist() == [0.0, 0.0]
+    assert list(scorer._processes) == [process]
+
+
+@pytest.mark.parametrize(
+    ("how", "words"), [("exit", "ended its process"), ("hang", "did not score it within"), ("return", "")]
+)
+async def test_what_a_reward_has_started_ends_with_its_process(user_rewards, tmp_path, how, words):
+    scorer = await user_rewards("starts", timeout_s=2.0)
+    text = f"{how} {tmp_path / 'pid'}"
+    if words:
+        with pytest.raises(RewardError, match=words):
+            await scorer.score(PROMPT, [text])
+    else:
+        assert (await scorer.score(PROMPT, [text])).tolist() == [1.0]
+        await scorer.close()
+    started = int((tmp_path / "pid").read_text())
+    await asyncio.to_thread(_await_end, started)
+
+
+def _await_end(pid):
+    with suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        while process.status() != psutil.STATUS_ZOMBIE:  # nobody may be there to reap it
+            time.sleep(0.05)
+
+
 async def test_a_score_that_is_cancelled_ends_at_once_and_a_process_that_does_not_come_back_costs_the_attempt(
     user_rewards, tmp_path
 ):
@@ -163,7 +219,7 @@ async def test_a_score_that_is_cancelled_ends_at_once_and_a_process_that_does_no
     scoring.cancel()
     with pytest.raises(asyncio.CancelledError):
         await scoring
-    assert scorer._processes == set(), "nothing was started meanwhile"
+    assert not scorer._processes, "nothing was started meanwhile"
     for _ in range(2):
         with pytest.raises(RewardError, match=r"group 7 could not be scored: .* exit status 1 before it could score"):
             await scorer.score(PROMPT, ["fine"])
