@@ -151,7 +151,6 @@ class RolloutLoop:
                 raise self._failure
             await _cancel(pump_tasks)
             await self._put_down()
-            await self._let_load()
         finally:
             await _cancel(self._tasks)
             await self._release_all()
@@ -214,6 +213,13 @@ class RolloutLoop:
         Leases are asked for at their version from then on. Raises as `Engine.load_weights`, and `WeightsGone` if they
         were removed before they were staged.
         """
+        try:
+            await self._load_weights(offer)
+        finally:
+            self._is_loading = False
+            await self._notify()
+
+    async def _load_weights(self, offer: WeightOffer) -> None:
         member, epoch, now_s = self._member, self._member.epoch, time.monotonic()
         version = member.version
         member.offered(epoch, offer.version, now_s, within_s=self._config.update_timeout_s(offer.num_bytes))
@@ -223,7 +229,8 @@ class RolloutLoop:
                 staging.close()
                 if self._config.save_progress is SaveProgress.at_updates:
                     await self._park(self._config.load_timeout_s)
-                await self._load_staged(local)
+                self._is_loading = True
+                self._meter.loaded(await self._engine.load_weights(local))
         except WeightsGone:
             member.skipped(epoch, version)
             raise
@@ -235,15 +242,6 @@ class RolloutLoop:
         record.cpu()
         self._has_device = True
         self._continue_parked()
-        await self._notify()
-
-    async def _load_staged(self, offer: WeightOffer) -> None:
-        self._is_loading = True
-        try:
-            self._meter.loaded(await self._engine.load_weights(offer))
-        finally:
-            self._is_loading = False
-            await self._notify()
 
     async def release_device(self) -> None:
         """Ask for no more work, let what runs end, and have the engine give up its device until the next weights.
@@ -622,24 +620,22 @@ class RolloutLoop:
             logger.warning("%d prompt groups of a failed engine are given back as they are", len(self._groups))
 
     async def _put_down(self) -> None:
-        """Cut running groups off and wait for what they wrote so far, so that their tokens are accounted for."""
+        """Cut running groups off and wait for what they wrote so far, so that their tokens are accounted for.
+
+        A load that has begun comes to its end meanwhile: an engine of which it is cut off has failed.
+        """
         for group in list(self._groups.values()):
             if group.phase is not GroupPhase.settling:
                 await self._end(group, "stopped")
         try:
             async with asyncio.timeout(self._config.stop_timeout_s):
                 await self._abort_all(GroupPhase.ending)
-                await self._until(lambda: not self._groups)
+                await self._until(lambda: not self._groups and not self._is_loading)
         except TimeoutError:
-            logger.warning("%d prompt groups did not end within stop_timeout_s; giving them back", len(self._groups))
+            loading = " and the load of weights" if self._is_loading else ""
+            logger.warning("%d prompt groups%s did not end within stop_timeout_s", len(self._groups), loading)
         except AsyncRLError as error:
             logger.warning("%d prompt groups are given back as they are: %s", len(self._groups), error)
-
-    async def _let_load(self) -> None:
-        """Let a load that has begun come to its end: an engine whose load is cut off has failed."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(self._config.stop_timeout_s):
-                await self._until(lambda: not self._is_loading)
 
     async def _release_all(self) -> None:
         """Give back what is still held, with the tokens that were answered, as far as the buffer is there."""

@@ -180,6 +180,7 @@ async def test_a_load_that_has_begun_ends_before_a_stop_and_leaves_the_engine_wh
         await loop.stop()
         await run
         assert (engine.version, engine.has_failed) == (1, False)
+        assert (loop._member.version, loop._member.may_lease) == (1, True), "it goes on to answer held-out prompts"
     assert buffer.held == set()
 
 
