@@ -98,8 +98,8 @@ async def test_admission_is_shared_between_waiting_workers():
     async with running(groups_per_step=4, max_lag=0) as run:
         workers, control = [run.client(), run.client()], run.client()
         waits = [asyncio.ensure_future(worker.lease(0, 4)) for worker in workers]
-        await workers[0].stats()
-        await workers[1].stats()
+        while (await control.stats()).leases_waiting < 2:  # each worker enters before it asks
+            pass
         await control.enqueue([prompt(i) for i in range(8)])
         assert [len(leases) for leases in await asyncio.gather(*waits)] == [2, 2]
 
