@@ -352,7 +352,7 @@ def json_object(text: str, place: str, *keys: str) -> dict[str, Any]:
     """
     try:
         document = json.loads(text)
-        got = "one without them" if isinstance(document, dict) else repr(document)
+        got = f"one with {', '.join(document) or 'nothing'}" if isinstance(document, dict) else f"{document!r:.80}"
     except ValueError as error:
         document, got = None, f"no JSON: {error}"
     if isinstance(document, dict) and document.keys() >= set(keys):

@@ -385,9 +385,8 @@ class SimulatedLearner:
 
     def feed(self) -> None:
         """Keep prompts queued: called whenever a batch was planned, and where filters leave too few for the fleet."""
-        scenario, ledger = self._scenario, self._buffer.ledger
-        capacity = scenario.num_engines * scenario.groups_in_flight
-        missing = _QUEUED_STEPS * scenario.groups_per_step + capacity - ledger.num_queued
+        wanted = _QUEUED_STEPS * self._scenario.groups_per_step + self._simulation.capacity
+        missing = wanted - self._buffer.ledger.num_queued
         if missing > 0:
             first = self._simulation.num_prompts
             self._simulation.num_prompts += missing

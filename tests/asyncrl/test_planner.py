@@ -10,7 +10,7 @@ from asyncrl.cli.compose import compose_run, dump_yaml, read_config
 from asyncrl.profile.advice import Advice, Health, advice_file, advise, read_advice
 from asyncrl.profile.calibration import calibrate, fair_shares, united
 from asyncrl.profile.planner import Choices, Prediction, make_plan, predict, recommend, splits_of
-from asyncrl.profile.scenario import EngineModel, LearnerModel, LengthModel, Scenario, configured, load_spec
+from asyncrl.profile.scenario import EngineModel, LearnerModel, LengthModel, Scenario, configured
 from asyncrl.profile.simulator import Outcome, simulate
 from buffer.config import OnStale
 from tests.support.traces import record_run
@@ -262,10 +262,3 @@ def test_the_command_says_what_it_needs(tmp_path, capsys):
     assert "name a run's folder, or a YAML file" in capsys.readouterr().err
     assert plan_command.main([str(tmp_path)]) == 2
     assert "config.yaml" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("text", ['{"a": ', "3\n", "- 1\n"])
-def test_a_damaged_scenario_is_refused_by_name(tmp_path, text):
-    (tmp_path / "spec.yaml").write_text(text)
-    with pytest.raises(ValueError, match=rf"^{tmp_path}/spec\.yaml is no scenario: "):
-        load_spec(tmp_path / "spec.yaml")

@@ -248,6 +248,8 @@ def test_a_scenario_is_read_from_yaml_and_refused_by_the_name_of_its_mistake(tmp
         ("num_engines: 2\nnum_engines: 3", "duplicate key"),
         ("engine: {step_s: ", "spec.yaml is no scenario"),
         ("\tnum_engines: 2", "spec.yaml is no scenario"),
+        ("3\n", "spec.yaml is no scenario"),
+        ("- 1\n", "spec.yaml is no scenario"),
     ],
 )
 def test_a_scenario_that_could_not_be_simulated_is_refused_by_name(tmp_path, text, named):
