@@ -276,6 +276,7 @@ class Admission:
         self._relieve_from = -math.inf
         self._relieve_at: float | None = None
         self._asked: dict[bytes, tuple[Sequence[tuple[int, int]], float]] = {}
+        self._next_relief: dict[bytes, float] = {}
         self.heartbeats = Heartbeats(silent_s)
         self.operations = {
             "lease": self._lease,
@@ -405,11 +406,19 @@ class Admission:
     def _relieve(self, now: float) -> None:
         """Nothing is admitted: ask the most loaded worker to hand groups on to one that waits and has none.
 
-        Its engine must be as new as theirs began, or they could not begin on it.
+        Its engine must be as new as theirs began, or they could not begin on it. Who gets none of them all the same
+        waits for as long as it takes for a group before they are asked for it again.
         """
         self._relieve_from, self._relieve_at = now + _LOOK_S * self._ledger.num_leased, None
-        idle = next((r for r in self._pending.all() if not self._ledger.num_leases_of(r.client)), None)
+        idle, moments = None, []
+        for request in self._pending.all():
+            if not self._ledger.num_leases_of(request.client):
+                if (when := self._next_relief.get(request.client, now)) <= now:
+                    idle = request
+                    break
+                moments.append(when)
         if idle is None:
+            self._relieve_at = min(moments, default=None)
             return
         leases = self._ledger.leases()
         version, num_held = idle.fields["version"], Counter(lease.owner for lease in leases)
@@ -420,6 +429,7 @@ class Admission:
             worker, number = asked
             begun_last = [(lease.group_id, lease.attempt) for lease in leases if lease.owner == worker][-number:]
             self._ask_to_hand_on(worker, begun_last)  # they have most left
+            self._next_relief[idle.client] = now + self._balance.pace_s(idle.client, 0, now)
         elif (when := self._balance.next_hand_on(idle.client, candidates, now)) is not None:
             rest_s = self._balance.pace_s(idle.client, 0, now) / _LOOKS_PER_GROUP
             self._relieve_from = max(self._relieve_from, now + rest_s)
@@ -455,11 +465,8 @@ class Admission:
         """A worker stored a group, or had it filtered, or gave it back unfinished."""
         now, is_whole = self._clock.time(), isinstance(command, Put)
         ended = command.summary if isinstance(command, Put) else command
-        self._late.ended(ended.group_id, ended.attempt, ended.num_tokens, now, is_whole=is_whole)
-        if is_whole:
-            self._balance.done(client, now)
-        else:
-            self._balance.released(client, now)
+        part = self._late.ended(ended.group_id, ended.attempt, ended.num_tokens, now, is_whole=is_whole)
+        self._balance.ended(client, now, part=part)
 
     def _grant_one(self, request: PendingRequest, served: list[PendingRequest], *, only_saved: bool) -> bool:
         """Grant a group if its engine is admitted; whether the worker wants more and may get it."""
@@ -474,6 +481,7 @@ class Admission:
                 self._store.prefixes.remove(lease.group_id)
             self._late.granted(lease, num_held, now)
         if new:
+            self._next_relief.pop(request.client, None)
             self._turns.take(request.client)
             self._balance.granted(request.client, num_held, now)
         granted.extend(new)
@@ -544,15 +552,19 @@ class Admission:
                 self._give_back(lease, "undelivered")
         if not self._ledger.leases_of(client):
             self.heartbeats.leave(client)
-            self._late.forget(client)
+            self._forget(client)
         self._replies.reply(client, message.request_id)
 
     def take_from(self, client: bytes) -> None:
         """Take the leases of a producer that is gone, before they run out."""
         self._pending.withdraw(client)
-        self._late.forget(client)
+        self._forget(client)
         if taken := self._ledger.apply(TakeBack(owner=client)).group_ids:
             logger.warning("producer %s is silent; %d leases were taken back", client.hex()[:8], len(taken))
+
+    def _forget(self, client: bytes) -> None:
+        self._late.forget(client)
+        self._next_relief.pop(client, None)
 
     def bury(self, client: bytes) -> int:
         """A producer is dead: take its leases, and count what it can no longer report; returns all that it generated.
@@ -561,7 +573,7 @@ class Admission:
         """
         self._pending.withdraw(client)
         self._balance.forget(client)
-        self._late.forget(client)
+        self._forget(client)
         account = self._ledger.account
         settled, before = account.settled_by(client), account.num_tokens
         taken = self._ledger.apply(TakeBack(owner=client, num_generated=self.heartbeats.leave(client)))

@@ -29,9 +29,12 @@ class _Pace:
     took_s: float = 0.0
     average_s: float = _LEAST_S
 
-    def count(self, took_s: float, now: float) -> None:
-        self.took_s, self.since = took_s, now
-        self.average_s = max(took_s / max(self.num_groups, 1.0), _LEAST_S)
+    def count(self, part: float, now: float) -> None:
+        memory = _MEMORY**part
+        self.num_groups = memory * self.num_groups + part
+        self.took_s = memory * self.took_s + now - self.since
+        self.since = now
+        self.average_s = max(self.took_s / max(self.num_groups, 1.0), _LEAST_S)
 
 
 class WorkBalance:
@@ -47,17 +50,10 @@ class WorkBalance:
         if num_held == 0:
             pace.since = now
 
-    def done(self, worker: bytes, now: float) -> None:
-        """A worker stored a group."""
+    def ended(self, worker: bytes, now: float, *, part: float = 1.0) -> None:
+        """A worker stored a group, or gave it back, of which it wrote ``part``; the time counts in any case."""
         if (pace := self._paces.get(worker)) is not None:
-            pace.num_groups = _MEMORY * pace.num_groups + 1
-            pace.count(_MEMORY * pace.took_s + now - pace.since, now)
-            self._known_fastest_s = None
-
-    def released(self, worker: bytes, now: float) -> None:
-        """A worker gave a group back unfinished: the time that it had it for counts all the same."""
-        if (pace := self._paces.get(worker)) is not None:
-            pace.count(pace.took_s + now - pace.since, now)
+            pace.count(part, now)
             self._known_fastest_s = None
 
     def forget(self, worker: bytes) -> None:
@@ -100,7 +96,7 @@ class WorkBalance:
         busiest = max(busy, key=busy.__getitem__)
         theirs_s = busy[busiest] / num_held[busiest]
         number = int(busy[busiest] / (theirs_s + own_s))
-        if number == 0 and theirs_s > _WORTH_IT * own_s:
+        if number == 0 and theirs_s > _WORTH_IT * own_s and self._is_known:
             number = 1
         if number == 0:
             return None
@@ -111,16 +107,21 @@ class WorkBalance:
 
         The longer a worker ends nothing, the slower it is known to be.
         """
-        own_s = self.pace_s(idle, 0, now)
+        own_s, least = self.pace_s(idle, 0, now), 1 if self._is_known else 2
         moments = [
             self._paces[worker].since + (own_s / (number - 1) if number > 1 else _WORTH_IT * own_s)
             for worker, number in num_held.items()
-            if worker != idle and number and worker in self._paces
+            if worker != idle and number >= least and worker in self._paces
         ]
         return min(moments, default=None)
 
+    @property
+    def _is_known(self) -> bool:
+        """Whether any worker has done a whole group: before, nobody could be slower than others."""
+        return any(pace.num_groups >= 1 for pace in self._paces.values())
+
     def _fastest_s(self) -> float:
         if self._known_fastest_s is None:
-            paces = (pace.average_s for pace in self._paces.values() if pace.num_groups)
+            paces = (pace.average_s for pace in self._paces.values() if pace.num_groups >= 1)
             self._known_fastest_s = min(paces, default=_UNKNOWN_S)
         return self._known_fastest_s

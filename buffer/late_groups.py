@@ -15,7 +15,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from heapq import heappop, heappush
+from heapq import heappop, heappush, nlargest
 from itertools import accumulate
 
 from .commands import GrantedLease
@@ -26,24 +26,35 @@ _MEMORY = 0.8
 """Weight of the past at each group that ends: about the last five count."""
 _PLACES_MEMORY = 0.98
 _LENGTHS_KEPT = 128
+_UNSEEN = 4.0
+"""Of n known lengths the longest counts (1 + this / n) times: the fewer there are, the likelier is a longer one."""
+_FASTEST_SHARE = 0.05
+"""A worker is compared with the slowest of this part of the workers, the fastest ones: of thousands of estimates, the
+highest one is mostly luck."""
 _FASTER = 2.0
 """A group is handed on to an engine that writes so many times as fast, or to none."""
 _MARGIN = 1.25
 """Room for a group that is longer than expected, in the time that the faster engine needs for it."""
 _HAND_OVER_S = 0.05
 """What it costs to hand a group on: cutting it off, saving, leasing, computing its cache again."""
+_WORTH_BEGINNING = 0.05
+"""A worker begins a group that it will hand on where it writes this part of one until then, and not less."""
 _TRY_EVERY = 10.0
 """A worker that is refused for being too slow is tried after so many times the seconds that it takes per group."""
 _TRY_LESS = 4.0
 """Before, it is tried after the seconds of a group on the fastest worker, and each time in vain so many times later."""
 ASK_AGAIN_S = 10.0
 _LONGEST_S = 10.0
-"""Every group is looked at after so long at the latest: whoever was not known to be faster may be by then."""
+_LONGEST_GROUPS = 0.25
+"""Every group is looked at after so long at the latest, in seconds and as a part of the time that the fastest worker
+takes for one, whichever is longer: whoever was not known to be faster may be by then."""
 _STEP_MEMORY = 0.7
 _ESTIMATE_S = 2.5e-4
 """Seconds, per worker, for which the estimates of the whole fleet are good; computing them takes a fiftieth of it."""
-_ESTIMATE_GROUPS = 5e-6
+_ESTIMATE_GROUPS = 2e-5
 """The same as a part of the time that the fastest worker takes for a group: of many workers one changes little."""
+_ESTIMATE_LONGEST = 0.1
+"""But no more than this part of it, however many workers there are."""
 
 Key = tuple[int, int]
 """A group and its attempt."""
@@ -70,10 +81,10 @@ class GroupLengths:
         self._sorted = []
 
     @property
-    def longest(self) -> int:
-        """The most tokens of any."""
+    def longest(self) -> float:
+        """The most tokens that a group is expected to have: those of the longest, and more while few are known."""
         self._sort()
-        return self._sorted[-1]
+        return self._sorted[-1] * (1 + _UNSEEN / len(self._sorted))
 
     @property
     def mean(self) -> float:
@@ -131,17 +142,22 @@ class _RunningGroup:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _FleetEstimate:
-    """Tokens per second of one group on the fastest worker and on the next one, and the groups per second of all."""
+    """Tokens per second of one group on a fast worker, and the groups per second of all.
+
+    A worker is compared with the slowest of the ``fastest_workers``; each of these with the next one, whose tokens per
+    second are ``second``. ``group_s`` is what a fast one takes for a group; 0 while none has ended one.
+    """
 
     fastest: float
-    fastest_worker: bytes
+    fastest_workers: frozenset[bytes]
     second: float
     groups_per_s: float
+    group_s: float
     until: float
 
     def fastest_beside(self, worker: bytes) -> float:
-        """The most tokens per second that any other worker writes of one group: nothing is handed on to oneself."""
-        return self.second if worker == self.fastest_worker else self.fastest
+        """Tokens per second that others write of one group, if they are fast: nothing is handed on to oneself."""
+        return self.second if worker in self.fastest_workers else self.fastest
 
 
 class LateGroups:
@@ -188,27 +204,45 @@ class LateGroups:
             self._unmeasured[key] = None
             self._forget_ended()
 
-    def ended(self, group_id: int, attempt: int, num_tokens: int, now: float, *, is_whole: bool) -> None:
-        """A worker stored a group of so many tokens, or gave it back."""
+    def ended(self, group_id: int, attempt: int, num_tokens: int, now: float, *, is_whole: bool) -> float:
+        """A worker stored a group of so many tokens, or gave it back; which part of a group it wrote, as far as known.
+
+        Example: of a group with 80 tokens, 20 of which another worker had written, 0.75.
+        """
         running = self._running.pop((group_id, attempt), None)
         self._unmeasured.pop((group_id, attempt), None)
         if running is None:
-            return
+            return float(is_whole)
         if (worker := self._workers.get(running.worker)) is not None:
-            self._measure(running, worker, num_tokens, now)
+            self._measure(running, worker, num_tokens, now, is_whole=is_whole)
         if is_whole:
             self._lengths.add(num_tokens)
             for key in self._unmeasured:
                 heappush(self._looks, (now, key))
             self._unmeasured.clear()
+        num_expected = num_tokens if is_whole else max(num_tokens, self._lengths.mean) if self._lengths else math.inf
+        return max(0, num_tokens - running.num_inherited) / num_expected if num_tokens else float(is_whole)
 
-    def _measure(self, running: _RunningGroup, worker: _Worker, num_tokens: int, now: float) -> None:
-        num_written, took_s = max(0, num_tokens - running.num_inherited), now - running.began
+    def _measure(self, running: _RunningGroup, worker: _Worker, num_tokens: int, now: float, *, is_whole: bool) -> None:
+        """Count what a worker wrote of a group, as far as that says how fast it writes a whole one.
+
+        The samples of a group end one after another, so its beginning is written faster than all of it, and its end
+        slower. So who continued a group is no slower for it, and one that was handed on makes nobody the fastest.
+        """
+        num_written, took_s = max(0.0, num_tokens - running.num_inherited), now - running.began
         ends_trial = worker.is_tried and num_written > 0 and took_s > 0
+        worker.since = now
+        if running.num_inherited and not ends_trial:
+            is_lower = num_written < _measured(worker) * took_s if worker.took_s else is_whole
+            if is_lower:
+                return
+        if not is_whole:
+            if not self._lengths:
+                return
+            num_written = min(num_written, self._estimate(now).fastest_beside(running.worker) * took_s)
         memory = 0.0 if ends_trial else _MEMORY
         worker.num_tokens = memory * worker.num_tokens + num_written
         worker.took_s = memory * worker.took_s + took_s
-        worker.since = now
         if ends_trial:
             worker.is_tried = False
             is_slow = self._estimate(now).fastest_beside(running.worker) >= _FASTER * _measured(worker)
@@ -282,7 +316,7 @@ class LateGroups:
             return True
         deadline, mean = self._ledger.rule.deadline(engine_version), self._lengths.mean
         slack_s = self._slack_s(worker, mean, self._due_s(deadline, now), now, rate=rate)
-        if slack_s == math.inf or slack_s * rate >= _HAND_OVER_S * fastest:
+        if slack_s == math.inf or slack_s * rate >= max(_HAND_OVER_S * fastest, _WORTH_BEGINNING * mean):
             return True
         if known is None or self._ledger.num_leases_of(worker):
             return False
@@ -316,8 +350,8 @@ class LateGroups:
     def _measured_fleet(self, now: float) -> _FleetEstimate:
         """All workers that are there: each is looked at once, since there may be thousands."""
         mean, longest = self._lengths.mean, self._lengths.longest
-        fastest, second, tokens_per_s, num_there = 0.0, 0.0, 0.0, 0
-        fastest_worker = b""
+        tokens_per_s, num_there = 0.0, 0
+        rates: list[tuple[float, bytes]] = []
         unmeasured: list[tuple[float, float]] = []
         for name, worker in self._workers.items():
             num_held, since_s = self._ledger.num_leases_of(name), now - worker.since
@@ -329,21 +363,22 @@ class LateGroups:
             limit = longest / max(since_s, 1e-6) if num_held else math.inf
             if measured:
                 rate = min(measured, limit)
-                if rate > fastest:
-                    fastest, second, fastest_worker = rate, fastest, name
-                elif rate > second:
-                    second = rate
+                rates.append((rate, name))
                 tokens_per_s += worker.most_held * rate
             else:
                 unmeasured.append((worker.most_held, limit))
+        num_fastest = 1 + int(_FASTEST_SHARE * len(rates))
+        fastest_ones = nlargest(num_fastest + 1, rates)
+        fastest = fastest_ones[:num_fastest][-1][0] if rates else 0.0
         tokens_per_s += sum(most_held * min(fastest, limit) for most_held, limit in unmeasured)
         group_s = mean / fastest if fastest else 0.0
         return _FleetEstimate(
             fastest=max(fastest, 1e-6),
-            fastest_worker=fastest_worker,
-            second=max(second, 1e-6),
+            fastest_workers=frozenset(name for _, name in fastest_ones[:num_fastest]),
+            second=fastest_ones[num_fastest][0] if len(rates) > num_fastest else 1e-6,
             groups_per_s=max(tokens_per_s / mean, 1e-9),
-            until=now + max(_ESTIMATE_S, _ESTIMATE_GROUPS * group_s) * num_there,
+            group_s=group_s,
+            until=now + max(_ESTIMATE_S * num_there, min(_ESTIMATE_GROUPS * num_there, _ESTIMATE_LONGEST) * group_s),
         )
 
     def _due_s(self, deadline: int, now: float) -> float:
@@ -379,7 +414,8 @@ class LateGroups:
         due_s = min(running.due_at - now, self._due_s(running.deadline, now))
         slack_s = self._slack_s(running.worker, num_left, due_s, now, rate=rate)
         if slack_s == math.inf:
-            return now + min(max(num_left / rate, took_s / 4, _HAND_OVER_S), _LONGEST_S)
+            longest_s = max(_LONGEST_S, _LONGEST_GROUPS * self._estimate(now).group_s)
+            return now + min(max(num_left / rate, took_s / 4, _HAND_OVER_S), longest_s)
         return now if slack_s < _HAND_OVER_S / 2 else now + slack_s / 2
 
 

@@ -17,7 +17,7 @@ def measured(**paces_s: float) -> WorkBalance:
         worker = name.encode()
         balance.granted(worker, 0, 100.0 - 10 * pace_s)
         for number in range(10):
-            balance.done(worker, 100.0 - (9 - number) * pace_s)
+            balance.ended(worker, 100.0 - (9 - number) * pace_s)
     return balance
 
 
@@ -25,7 +25,7 @@ def test_a_pace_is_the_time_per_group_while_any_is_held():
     balance = measured(fast=2.0)
     assert balance.pace_s(FAST, 1, 100.0) == pytest.approx(2.0)
     balance.granted(FAST, 0, 500.0)  # it had nothing to do for 400 s
-    balance.done(FAST, 502.0)
+    balance.ended(FAST, 502.0)
     assert balance.pace_s(FAST, 1, 502.0) == pytest.approx(2.0)
 
 
@@ -33,8 +33,26 @@ def test_a_worker_that_stalls_is_slow_before_its_group_is_done_or_when_it_is_tak
     balance = measured(fast=2.0)
     assert balance.pace_s(FAST, 1, 130.0) == 30.0
     balance.granted(SLOW, 0, 100.0)
-    balance.released(SLOW, 140.0)
+    balance.ended(SLOW, 140.0, part=0.0)
     assert balance.pace_s(SLOW, 0, 150.0) == 40.0
+
+
+def test_a_worker_that_hands_on_every_group_is_as_fast_as_the_parts_that_it_wrote():
+    balance = WorkBalance()
+    balance.granted(SLOW, 0, 0.0)
+    for number in range(1, 21):
+        balance.ended(SLOW, 10.0 * number, part=0.25)
+    assert balance.pace_s(SLOW, 0, 200.0) == pytest.approx(40.0)
+
+
+def test_nobody_is_asked_for_his_only_group_before_any_worker_has_done_one():
+    balance = WorkBalance()
+    balance.granted(SLOW, 0, 0.0)
+    assert balance.hand_on(FAST, {SLOW: 1}, 60.0) is None
+    assert balance.next_hand_on(FAST, {SLOW: 1}, 60.0) is None
+    balance.granted(b"other", 0, 0.0)
+    balance.ended(b"other", 10.0)
+    assert balance.hand_on(FAST, {SLOW: 1}, 60.0) == (SLOW, 1)
 
 
 def test_leases_follow_the_pace_and_a_slow_worker_is_tried_again_now_and_then():

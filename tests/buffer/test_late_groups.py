@@ -5,10 +5,13 @@ import random
 
 import pytest
 
+from asyncrl.profile.scenario import EngineModel, LearnerModel, LengthModel, Scenario
+from asyncrl.profile.simulator import Simulation
 from asyncrl.protocol.types import GroupSummary
 from buffer import Ledger, StalenessRule
 from buffer.commands import Enqueue, Expire, LeaseGroups, Put
 from buffer.late_groups import GroupLengths, LateGroups
+from buffer.messages import HAND_ON
 from tests.support.simulated_fleet import SimulatedFleet
 
 FAST, SLOW = 100.0, 10.0
@@ -93,6 +96,46 @@ def test_a_batch_is_not_made_without_a_group_that_it_waited_for_and_that_was_jus
     assert "stale_prefix" not in fleet.buffer.ledger.account.tokens_dropped
 
 
+@pytest.mark.parametrize(
+    ("num_engines", "max_lag", "spread"), [(16, 4, 0.5), (8, 1, 0.5), (8, 1, 1.0), (40, 1, 1.0), (512, 1, 0.5)]
+)
+def test_equal_engines_hand_on_next_to_nothing_however_long_they_run(num_engines, max_lag, spread):
+    scenario = Scenario(
+        num_engines=num_engines,
+        groups_in_flight=1,
+        groups_per_step=num_engines // 4,
+        samples_per_prompt=16,
+        max_lag=max_lag,
+        num_steps=16 + 2400 // num_engines,
+        whole_groups=True,
+        lengths=LengthModel(mean_tokens=8000, spread=spread, prompt_spread=0.3, prompt_tokens=500),
+        engine=EngineModel(step_s=0.012, step_s_per_sample=0.0002, prefill_s_per_token=5e-6),
+        learner=LearnerModel(step_s=40.0, rank_s_per_token=0.0, copy_s=0.5, publish_s=5.0, load_s=1.0),
+    )
+    simulation, num_handed_on = Simulation(scenario), 0
+    push = simulation.buffer._service._replies.push
+
+    def counted(client, name, fields):
+        nonlocal num_handed_on
+        num_handed_on += len(fields["groups"]) if name == HAND_ON else 0
+        push(client, name, fields)
+
+    simulation.buffer._service._replies.push = counted
+    simulation.run()
+    assert num_handed_on <= 0.1 * scenario.num_steps * scenario.groups_per_step
+
+
+def test_nobody_is_asked_again_and_again_for_an_idle_worker_that_gets_nothing_of_it(monkeypatch):
+    fleet = SimulatedFleet([FAST, SLOW, FAST], num_places=1, groups_per_step=2, max_lag=0)
+    late = fleet.buffer._service._admission._late
+    monkeypatch.setattr(late, "is_worth", lambda worker, *_: worker != b"engine-2")
+    monkeypatch.setattr(late, "is_late", lambda worker, *_: worker == b"engine-2")
+    monkeypatch.setattr(late, "take_late", lambda _: {})
+    monkeypatch.setattr(late, "next_look", lambda: None)
+    fleet.rate(40.0, warm_up_s=5.0)
+    assert 0 < sum(worker.num_handed_on for worker in fleet.workers) <= 45 / 0.8
+
+
 def test_what_is_late_is_asked_for_though_nothing_else_happens():
     fleet = SimulatedFleet(ONE_SLOW, max_lag=1)
     fleet.rate(6.0, warm_up_s=0.1)  # all wait for the eight groups of the slow engine, which takes 8 s for them
@@ -103,20 +146,20 @@ def test_what_is_still_to_come_of_a_group_is_the_mean_of_the_longer_ones():
     seen = GroupLengths()
     for length in (10, 40, 20):
         seen.add(length)
-    assert (seen.mean, seen.longest) == (pytest.approx(70 / 3), 40)
+    assert (seen.mean, seen.longest) == (pytest.approx(70 / 3), pytest.approx(40 * (1 + 4 / 3)))
     assert [seen.left(written) for written in (0, 10, 25, 40, 1000)] == pytest.approx([70 / 3, 20, 15, 4, 4])
 
 
 class Watched:
     """Two workers on a ledger with steps of 4 groups and a lag of 1, which both have done a group of 100 tokens."""
 
-    def __init__(self, *, slow_took_s: float) -> None:
+    def __init__(self, *, slow_took_s: float, fast_took_s: float = 1.0) -> None:
         self.ledger = Ledger(StalenessRule(max_lag=1, groups_per_step=4))
         self.ledger.apply(Enqueue(group_ids=tuple(range(20))))
         self.late = LateGroups(self.ledger, is_waiting=lambda _: False)
         self.lease(b"fast", 0.0)
         self.lease(b"slow", 0.0)
-        self.put(0, 1.0)
+        self.put(0, fast_took_s)
         self.put(1, slow_took_s)
 
     def lease(self, owner: bytes, now: float) -> None:
@@ -180,6 +223,17 @@ def test_a_group_is_looked_at_again_soon_though_nobody_is_known_who_could_finish
     watched.late.forget(b"slow")
     watched.lease(b"slow", 20.0)
     assert watched.late.next_look() <= 30.0
+
+
+@pytest.mark.parametrize("took_s", [1.0, 4000.0])
+def test_how_often_a_group_is_looked_at_does_not_grow_with_the_seconds_that_it_takes(took_s):
+    watched = Watched(fast_took_s=took_s, slow_took_s=1.5 * took_s)
+    watched.lease(b"fast", 2 * took_s)
+    num_looks = 0
+    while (now := watched.late.next_look()) < 3 * took_s:
+        assert not watched.late.take_late(now)
+        num_looks += 1
+    assert num_looks <= 5
 
 
 @pytest.mark.parametrize(("slow_took_s", "handed_on"), [(20.0, {b"slow"}), (1.5, set())])
