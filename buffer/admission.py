@@ -276,7 +276,7 @@ class Admission:
         self._relieve_from = -math.inf
         self._relieve_at: float | None = None
         self._asked: dict[bytes, tuple[Sequence[tuple[int, int]], float]] = {}
-        self._next_relief: dict[bytes, float] = {}
+        self._not_relieved_before: dict[bytes, float] = {}
         self.heartbeats = Heartbeats(silent_s)
         self.operations = {
             "lease": self._lease,
@@ -406,20 +406,23 @@ class Admission:
     def _relieve(self, now: float) -> None:
         """Nothing is admitted: ask the most loaded worker to hand groups on to one that waits and has none.
 
-        Its engine must be as new as theirs began, or they could not begin on it. Who gets none of them all the same
-        waits for as long as it takes for a group before they are asked for it again.
+        Its engine must be as new as theirs began, or they could not begin on it. A worker that gets none of them all
+        the same is considered again only after the time that it takes for a group.
         """
-        self._relieve_from, self._relieve_at = now + _LOOK_S * self._ledger.num_leased, None
+        self._relieve_from = now + _LOOK_S * self._ledger.num_leased
         idle, moments = None, []
         for request in self._pending.all():
             if not self._ledger.num_leases_of(request.client):
-                if (when := self._next_relief.get(request.client, now)) <= now:
+                if (when := self._not_relieved_before.get(request.client, now)) <= now:
                     idle = request
                     break
                 moments.append(when)
-        if idle is None:
-            self._relieve_at = min(moments, default=None)
-            return
+        if idle is not None and (when := self._relieve_one(idle, now)) is not None:
+            moments.append(when)
+        self._relieve_at = max(min(moments), self._relieve_from) if moments else None
+
+    def _relieve_one(self, idle: PendingRequest, now: float) -> float | None:
+        """Ask for one idle worker; when to look again where nobody is known to be slow yet."""
         leases = self._ledger.leases()
         version, num_held = idle.fields["version"], Counter(lease.owner for lease in leases)
         too_new = {lease.owner for lease in leases if lease.engine_version > version}
@@ -429,11 +432,13 @@ class Admission:
             worker, number = asked
             begun_last = [(lease.group_id, lease.attempt) for lease in leases if lease.owner == worker][-number:]
             self._ask_to_hand_on(worker, begun_last)  # they have most left
-            self._next_relief[idle.client] = now + self._balance.pace_s(idle.client, 0, now)
-        elif (when := self._balance.next_hand_on(idle.client, candidates, now)) is not None:
+            self._not_relieved_before[idle.client] = now + self._balance.pace_s(idle.client, 0, now)
+            return None
+        when = self._balance.next_hand_on(idle.client, candidates, now)
+        if when is not None:
             rest_s = self._balance.pace_s(idle.client, 0, now) / _LOOKS_PER_GROUP
             self._relieve_from = max(self._relieve_from, now + rest_s)
-            self._relieve_at = max(when, self._relieve_from)
+        return when
 
     def _look_again(self) -> None:
         """A moment has come at which a group may be late, or a worker is known to be slow. Grants nothing.
@@ -463,9 +468,13 @@ class Admission:
 
     def ended(self, client: bytes, command: Put | Release) -> None:
         """A worker stored a group, or had it filtered, or gave it back unfinished."""
-        now, is_whole = self._clock.time(), isinstance(command, Put)
-        ended = command.summary if isinstance(command, Put) else command
-        part = self._late.ended(ended.group_id, ended.attempt, ended.num_tokens, now, is_whole=is_whole)
+        now = self._clock.time()
+        if isinstance(command, Put):
+            ended, num_left_out, num_saved = command.summary, command.num_left_out, None
+        else:
+            ended, num_left_out, num_saved = command, 0, self._ledger.num_saved(command.group_id)
+        num_tokens = ended.num_tokens + num_left_out
+        part = self._late.ended(ended.group_id, ended.attempt, num_tokens, now, num_saved=num_saved)
         self._balance.ended(client, now, part=part)
 
     def _grant_one(self, request: PendingRequest, served: list[PendingRequest], *, only_saved: bool) -> bool:
@@ -481,7 +490,7 @@ class Admission:
                 self._store.prefixes.remove(lease.group_id)
             self._late.granted(lease, num_held, now)
         if new:
-            self._next_relief.pop(request.client, None)
+            self._not_relieved_before.pop(request.client, None)
             self._turns.take(request.client)
             self._balance.granted(request.client, num_held, now)
         granted.extend(new)
@@ -564,7 +573,7 @@ class Admission:
 
     def _forget(self, client: bytes) -> None:
         self._late.forget(client)
-        self._next_relief.pop(client, None)
+        self._not_relieved_before.pop(client, None)
 
     def bury(self, client: bytes) -> int:
         """A producer is dead: take its leases, and count what it can no longer report; returns all that it generated.

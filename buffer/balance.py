@@ -51,7 +51,7 @@ class WorkBalance:
             pace.since = now
 
     def ended(self, worker: bytes, now: float, *, part: float = 1.0) -> None:
-        """A worker stored a group, or gave it back, of which it wrote ``part``; the time counts in any case."""
+        """A worker stored or gave back a group, of which it wrote ``part``; the time counts in any case."""
         if (pace := self._paces.get(worker)) is not None:
             pace.count(part, now)
             self._known_fastest_s = None
@@ -72,11 +72,13 @@ class WorkBalance:
         return usual_s if usual_s > held_s else held_s
 
     def delay_s(self, worker: bytes, num_held: int, now: float) -> float:
-        """Seconds until a worker is done with what it holds and one group more.
+        """Seconds until a worker is done with what it holds and one group more; 0 for one that never had any.
 
         A part of the time for which an idle one has waited is taken off: a slow one is tried again now and then.
         """
         pace = self._paces.get(worker)
+        if pace is None and not num_held:
+            return 0.0
         idle_s = now - pace.since if pace is not None and not num_held else 0.0
         return (num_held + 1) * self.pace_s(worker, num_held, now) - idle_s / _TRY_EVERY
 
@@ -85,7 +87,6 @@ class WorkBalance:
 
         ``num_held`` are the leases of each worker that may be asked.
         """
-        own_s = self.pace_s(idle, 0, now)
         busy = {
             worker: number * self.pace_s(worker, number, now)
             for worker, number in num_held.items()
@@ -95,8 +96,9 @@ class WorkBalance:
             return None
         busiest = max(busy, key=busy.__getitem__)
         theirs_s = busy[busiest] / num_held[busiest]
+        own_s = self.pace_s(idle, 0, now) if self._has_measured_any else theirs_s
         number = int(busy[busiest] / (theirs_s + own_s))
-        if number == 0 and theirs_s > _WORTH_IT * own_s and self._is_known:
+        if number == 0 and theirs_s > _WORTH_IT * own_s:
             number = 1
         if number == 0:
             return None
@@ -107,17 +109,17 @@ class WorkBalance:
 
         The longer a worker ends nothing, the slower it is known to be.
         """
-        own_s, least = self.pace_s(idle, 0, now), 1 if self._is_known else 2
+        own_s, fewest = self.pace_s(idle, 0, now), 1 if self._has_measured_any else 2
         moments = [
             self._paces[worker].since + (own_s / (number - 1) if number > 1 else _WORTH_IT * own_s)
             for worker, number in num_held.items()
-            if worker != idle and number >= least and worker in self._paces
+            if worker != idle and number >= fewest and worker in self._paces
         ]
         return min(moments, default=None)
 
     @property
-    def _is_known(self) -> bool:
-        """Whether any worker has done a whole group: before, nobody could be slower than others."""
+    def _has_measured_any(self) -> bool:
+        """Whether any worker has written as much as a group: before, nobody is known to be slower than others."""
         return any(pace.num_groups >= 1 for pace in self._paces.values())
 
     def _fastest_s(self) -> float:

@@ -29,8 +29,8 @@ _LENGTHS_KEPT = 128
 _UNSEEN = 4.0
 """Of n known lengths the longest counts (1 + this / n) times: the fewer there are, the likelier is a longer one."""
 _FASTEST_SHARE = 0.05
-"""A worker is compared with the slowest of this part of the workers, the fastest ones: of thousands of estimates, the
-highest one is mostly luck."""
+"""A worker is compared with the slowest of the fastest ones: of one, and of so many more for each worker that is
+measured. Of thousands of estimates the highest is mostly luck."""
 _FASTER = 2.0
 """A group is handed on to an engine that writes so many times as fast, or to none."""
 _MARGIN = 1.25
@@ -38,7 +38,7 @@ _MARGIN = 1.25
 _HAND_OVER_S = 0.05
 """What it costs to hand a group on: cutting it off, saving, leasing, computing its cache again."""
 _WORTH_BEGINNING = 0.05
-"""A worker begins a group that it will hand on where it writes this part of one until then, and not less."""
+"""A worker begins a group that it will hand on only if it writes at least this part of one until then."""
 _TRY_EVERY = 10.0
 """A worker that is refused for being too slow is tried after so many times the seconds that it takes per group."""
 _TRY_LESS = 4.0
@@ -46,15 +46,15 @@ _TRY_LESS = 4.0
 ASK_AGAIN_S = 10.0
 _LONGEST_S = 10.0
 _LONGEST_GROUPS = 0.25
-"""Every group is looked at after so long at the latest, in seconds and as a part of the time that the fastest worker
-takes for one, whichever is longer: whoever was not known to be faster may be by then."""
+"""Every group is looked at after so long at the latest, in seconds and as a part of the time that a fast worker takes
+for one, whichever is longer: whoever was not known to be faster may be by then."""
 _STEP_MEMORY = 0.7
 _ESTIMATE_S = 2.5e-4
 """Seconds, per worker, for which the estimates of the whole fleet are good; computing them takes a fiftieth of it."""
 _ESTIMATE_GROUPS = 2e-5
-"""The same as a part of the time that the fastest worker takes for a group: of many workers one changes little."""
+"""The same as a part of the time that a fast worker takes for a group: of many workers one changes little."""
 _ESTIMATE_LONGEST = 0.1
-"""But no more than this part of it, however many workers there are."""
+"""This part counts of that time at most, however many workers there are."""
 
 Key = tuple[int, int]
 """A group and its attempt."""
@@ -84,7 +84,7 @@ class GroupLengths:
     def longest(self) -> float:
         """The most tokens that a group is expected to have: those of the longest, and more while few are known."""
         self._sort()
-        return self._sorted[-1] * (1 + _UNSEEN / len(self._sorted))
+        return max(1.0, self._sorted[-1]) * (1 + _UNSEEN / len(self._sorted))
 
     @property
     def mean(self) -> float:
@@ -92,7 +92,7 @@ class GroupLengths:
         return max(1.0, self._total / len(self._last))
 
     def left(self, num_written: float) -> float:
-        """Tokens still to come after ``num_written``: the mean over the longer groups; a tenth of the longest else.
+        """Tokens still to come after ``num_written``: the mean over the longer groups, or a tenth of the longest known.
 
         Example: of lengths 10, 20, 40 there are 20 to come after 10, and 4 after 40.
         """
@@ -144,20 +144,25 @@ class _RunningGroup:
 class _FleetEstimate:
     """Tokens per second of one group on a fast worker, and the groups per second of all.
 
-    A worker is compared with the slowest of the ``fastest_workers``; each of these with the next one, whose tokens per
-    second are ``second``. ``group_s`` is what a fast one takes for a group; 0 while none has ended one.
+    Attributes:
+        fastest: Of the slowest of the fastest workers, with which the others are compared.
+        fastest_worker: Whose this is.
+        beside_it: What that one is itself compared with.
+        groups_per_s: Of all workers together.
+        group_s: Seconds that a fast worker takes for a group, by what it ended last; 0 while none has ended one.
+        until: When this is computed again.
     """
 
     fastest: float
-    fastest_workers: frozenset[bytes]
-    second: float
+    fastest_worker: bytes
+    beside_it: float
     groups_per_s: float
     group_s: float
     until: float
 
     def fastest_beside(self, worker: bytes) -> float:
         """Tokens per second that others write of one group, if they are fast: nothing is handed on to oneself."""
-        return self.second if worker in self.fastest_workers else self.fastest
+        return self.beside_it if worker == self.fastest_worker else self.fastest
 
 
 class LateGroups:
@@ -204,12 +209,13 @@ class LateGroups:
             self._unmeasured[key] = None
             self._forget_ended()
 
-    def ended(self, group_id: int, attempt: int, num_tokens: int, now: float, *, is_whole: bool) -> float:
-        """A worker stored a group of so many tokens, or gave it back; which part of a group it wrote, as far as known.
+    def ended(self, group_id: int, attempt: int, num_tokens: int, now: float, *, num_saved: int | None = None) -> float:
+        """A worker stored a group of so many tokens, or gave it back with ``num_saved`` of them kept.
 
-        Example: of a group with 80 tokens, 20 of which another worker had written, 0.75.
+        Returns which part of a group it wrote that is not lost, as far as that is known. Example: of a group with 80
+        tokens, 20 of which another worker had written, 0.75.
         """
-        running = self._running.pop((group_id, attempt), None)
+        running, is_whole = self._running.pop((group_id, attempt), None), num_saved is None
         self._unmeasured.pop((group_id, attempt), None)
         if running is None:
             return float(is_whole)
@@ -220,26 +226,38 @@ class LateGroups:
             for key in self._unmeasured:
                 heappush(self._looks, (now, key))
             self._unmeasured.clear()
-        num_expected = num_tokens if is_whole else max(num_tokens, self._lengths.mean) if self._lengths else math.inf
-        return max(0, num_tokens - running.num_inherited) / num_expected if num_tokens else float(is_whole)
+        if not num_tokens or not self._lengths:
+            return float(is_whole)
+        num_kept = num_tokens if num_saved is None else min(num_saved, num_tokens)
+        return max(0, num_kept - running.num_inherited) / self._num_expected(num_tokens, is_whole=is_whole)
+
+    def _num_expected(self, num_tokens: int, *, is_whole: bool) -> float:
+        """Tokens of a group of which so many are written, as a whole."""
+        return num_tokens if is_whole else max(num_tokens, self._lengths.mean)
 
     def _measure(self, running: _RunningGroup, worker: _Worker, num_tokens: int, now: float, *, is_whole: bool) -> None:
         """Count what a worker wrote of a group, as far as that says how fast it writes a whole one.
 
         The samples of a group end one after another, so its beginning is written faster than all of it, and its end
-        slower. So who continued a group is no slower for it, and one that was handed on makes nobody the fastest.
+        slower. So the beginning makes no worker faster than it was and others are. Who continued a group was at least
+        as fast as the part that it wrote, and no faster than if it had written all in that time: between the two
+        nothing is learned.
         """
         num_written, took_s = max(0.0, num_tokens - running.num_inherited), now - running.began
         ends_trial = worker.is_tried and num_written > 0 and took_s > 0
         worker.since = now
-        if running.num_inherited and not ends_trial:
-            is_lower = num_written < _measured(worker) * took_s if worker.took_s else is_whole
-            if is_lower:
-                return
-        if not is_whole:
-            if not self._lengths:
-                return
-            num_written = min(num_written, self._estimate(now).fastest_beside(running.worker) * took_s)
+        if not is_whole or running.num_inherited:
+            own = _measured(worker) if worker.took_s and not ends_trial else 0.0
+            fleet = self._estimate(now) if self._lengths else None
+            others = fleet.fastest_beside(running.worker) if fleet is not None and fleet.group_s else 0.0
+            usual = own or others
+            if not is_whole:
+                if not usual:
+                    return
+                num_written = min(num_written, max(own, others) * took_s)
+            if running.num_inherited and usual and not ends_trial:
+                num_expected = self._num_expected(num_tokens, is_whole=is_whole)
+                num_written = min(max(num_written, usual * took_s), num_expected)
         memory = 0.0 if ends_trial else _MEMORY
         worker.num_tokens = memory * worker.num_tokens + num_written
         worker.took_s = memory * worker.took_s + took_s
@@ -350,7 +368,7 @@ class LateGroups:
     def _measured_fleet(self, now: float) -> _FleetEstimate:
         """All workers that are there: each is looked at once, since there may be thousands."""
         mean, longest = self._lengths.mean, self._lengths.longest
-        tokens_per_s, num_there = 0.0, 0
+        tokens_per_s, num_there, most_measured = 0.0, 0, 0.0
         rates: list[tuple[float, bytes]] = []
         unmeasured: list[tuple[float, float]] = []
         for name, worker in self._workers.items():
@@ -364,18 +382,20 @@ class LateGroups:
             if measured:
                 rate = min(measured, limit)
                 rates.append((rate, name))
+                most_measured = max(most_measured, measured)
                 tokens_per_s += worker.most_held * rate
             else:
                 unmeasured.append((worker.most_held, limit))
-        num_fastest = 1 + int(_FASTEST_SHARE * len(rates))
-        fastest_ones = nlargest(num_fastest + 1, rates)
-        fastest = fastest_ones[:num_fastest][-1][0] if rates else 0.0
+        last = int(_FASTEST_SHARE * len(rates))
+        fastest_ones = nlargest(max(2, last + 1), rates)
+        fastest, fastest_worker = fastest_ones[last] if rates else (0.0, b"")
+        beside_it = fastest_ones[last - 1 if last else 1][0] if len(rates) > 1 else 0.0
         tokens_per_s += sum(most_held * min(fastest, limit) for most_held, limit in unmeasured)
-        group_s = mean / fastest if fastest else 0.0
+        group_s = mean / most_measured if rates else 0.0
         return _FleetEstimate(
             fastest=max(fastest, 1e-6),
-            fastest_workers=frozenset(name for _, name in fastest_ones[:num_fastest]),
-            second=fastest_ones[num_fastest][0] if len(rates) > num_fastest else 1e-6,
+            fastest_worker=fastest_worker,
+            beside_it=max(beside_it, 1e-6),
             groups_per_s=max(tokens_per_s / mean, 1e-9),
             group_s=group_s,
             until=now + max(_ESTIMATE_S * num_there, min(_ESTIMATE_GROUPS * num_there, _ESTIMATE_LONGEST) * group_s),

@@ -227,6 +227,11 @@ class Ledger(LedgerState):
         leased = (group for group in self._groups.leased() if group.num_bytes)
         return [(group.group_id, group.attempt) for group in leased if group.store == store]
 
+    def num_saved(self, group_id: int) -> int:
+        """Tokens that are saved of a group, queued or leased; 0 where it is not known."""
+        group = self._groups.get(group_id)
+        return 0 if group is None else group.num_saved
+
     def is_reserved(self, group_id: int, attempt: int) -> bool:
         """Whether this attempt runs, and has bytes reserved."""
         group = self._groups.running(group_id, attempt)

@@ -188,8 +188,8 @@ class SimulatedWorker:
     def _request_leases(self) -> None:
         self.account()
         self._is_gathering = False
-        if self._num_free > 0:
-            fields = {"engine_version": self.engine.version, "max_groups": self._num_free}
+        if (num_free := self._num_free) > 0:
+            fields = {"engine_version": self.engine.version, "max_groups": num_free}
             self._asked = self._buffer.request(self._client, "lease", fields, on_reply=self._begin)
 
     @property

@@ -45,11 +45,12 @@ def test_a_worker_that_hands_on_every_group_is_as_fast_as_the_parts_that_it_wrot
     assert balance.pace_s(SLOW, 0, 200.0) == pytest.approx(40.0)
 
 
-def test_nobody_is_asked_for_his_only_group_before_any_worker_has_done_one():
+def test_nobody_is_asked_for_its_only_group_before_any_worker_has_done_one():
     balance = WorkBalance()
     balance.granted(SLOW, 0, 0.0)
     assert balance.hand_on(FAST, {SLOW: 1}, 60.0) is None
     assert balance.next_hand_on(FAST, {SLOW: 1}, 60.0) is None
+    assert balance.hand_on(FAST, {SLOW: 8}, 60.0) == (SLOW, 4), "half of them, as between equal ones"
     balance.granted(b"other", 0, 0.0)
     balance.ended(b"other", 10.0)
     assert balance.hand_on(FAST, {SLOW: 1}, 60.0) == (SLOW, 1)
@@ -70,6 +71,13 @@ def test_leases_follow_the_pace_and_a_slow_worker_is_tried_again_now_and_then():
 def test_a_worker_of_unknown_pace_counts_as_the_fastest_known():
     balance = measured(fast=2.0, slow=10.0)
     assert balance.delay_s(b"new", 3, 100.0) == balance.delay_s(FAST, 3, 100.0) == pytest.approx(8.0)
+
+
+def test_a_worker_that_never_had_a_group_is_tried_before_one_that_is_known():
+    balance = WorkBalance()
+    balance.granted(SLOW, 0, 0.0)
+    balance.ended(SLOW, 24.0)
+    assert balance.delay_s(b"new", 0, 25.0) < balance.delay_s(SLOW, 0, 25.0)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -9,7 +10,7 @@ from asyncrl.profile.scenario import EngineModel, LearnerModel, LengthModel, Sce
 from asyncrl.profile.simulator import Simulation
 from asyncrl.protocol.types import GroupSummary
 from buffer import Ledger, StalenessRule
-from buffer.commands import Enqueue, Expire, LeaseGroups, Put
+from buffer.commands import Enqueue, Expire, LeaseGroups, Progress, Put, Release
 from buffer.late_groups import GroupLengths, LateGroups
 from buffer.messages import HAND_ON
 from tests.support.simulated_fleet import SimulatedFleet
@@ -99,7 +100,7 @@ def test_a_batch_is_not_made_without_a_group_that_it_waited_for_and_that_was_jus
 @pytest.mark.parametrize(
     ("num_engines", "max_lag", "spread"), [(16, 4, 0.5), (8, 1, 0.5), (8, 1, 1.0), (40, 1, 1.0), (512, 1, 0.5)]
 )
-def test_equal_engines_hand_on_next_to_nothing_however_long_they_run(num_engines, max_lag, spread):
+def test_equal_engines_with_a_group_each_hand_on_next_to_nothing_however_long_they_run(num_engines, max_lag, spread):
     scenario = Scenario(
         num_engines=num_engines,
         groups_in_flight=1,
@@ -180,7 +181,7 @@ class Watched:
             rewards=(0.0,),
         )
         self.ledger.apply(Put(summary=summary), now)
-        self.late.ended(group_id, 0, 100, now, is_whole=True)
+        self.late.ended(group_id, 0, 100, now)
 
 
 def test_a_group_is_handed_on_at_the_last_moment_from_which_a_faster_engine_is_in_time():
@@ -215,6 +216,88 @@ def test_an_engine_may_be_tried_in_vain_for_as_long_as_a_run_lasts():
     watched.put(2, 50.0)
     assert (slow.patience, slow.is_tried) == (math.inf, False)
     watched.late.is_worth(b"slow", 0, 51.0)
+
+
+def measured(watched: Watched, worker: bytes) -> float:
+    known = watched.late._workers[worker]
+    return known.num_tokens / known.took_s
+
+
+def continued(watched: Watched, owner: bytes, now: float, *, num_inherited: int) -> None:
+    """Lease a group to a worker, of which others have written so many tokens."""
+    num_held = watched.ledger.num_leases_of(owner)
+    command = LeaseGroups(engine_version=watched.ledger.learner_version, max_groups=1, owner=owner)
+    [lease] = watched.ledger.apply(command, now).leases
+    watched.late.granted(
+        replace(lease, progress=Progress(num_tokens=num_inherited, oldest_version=0, newest_version=0)), num_held, now
+    )
+
+
+def test_a_fast_engine_that_hands_groups_on_is_no_slower_for_it():
+    watched = Watched(slow_took_s=20.0)
+    for number in range(4):
+        watched.lease(b"fast", 30.0 + number)
+        watched.late.ended(2 + number, 0, 50, 30.5 + number, num_saved=50)
+    assert measured(watched, b"fast") == pytest.approx(100.0)
+
+
+def test_who_writes_only_beginnings_is_not_the_fastest_for_it():
+    watched = Watched(slow_took_s=20.0)
+    watched.lease(b"fast", 30.0)
+    for number in range(5):
+        watched.lease(b"slow", 30.0 + number)
+        watched.late.ended(3 + number, 0, 90, 30.1 + number, num_saved=90)
+    assert measured(watched, b"slow") <= 100.0
+
+
+def test_who_continues_a_group_is_slower_only_if_it_takes_longer_than_for_a_whole_one():
+    watched = Watched(slow_took_s=20.0)
+    continued(watched, b"fast", 30.0, num_inherited=90)
+    watched.put(2, 30.8)  # the end of a group may be its slow part
+    assert measured(watched, b"fast") == pytest.approx(100.0)
+    for number in range(5):
+        continued(watched, b"fast", 40.0 + 10 * number, num_inherited=50)
+        watched.put(3 + number, 45.0 + 10 * number)
+    assert measured(watched, b"fast") < 50.0, "who takes 5 s for half of a group writes 20 tokens per second at most"
+
+
+def test_a_new_engine_that_only_continues_groups_is_measured_by_them():
+    watched = Watched(slow_took_s=20.0)
+    watched.lease(b"fast", 34.5)
+    continued(watched, b"new", 30.0, num_inherited=50)
+    watched.put(3, 35.0)
+    assert measured(watched, b"new") == pytest.approx(20.0)
+
+
+@pytest.mark.parametrize(("num_saved", "part"), [(60, 0.3), (30, 0.0), (0, 0.0)])
+def test_of_a_group_that_is_given_back_only_what_is_kept_counts_as_a_part(num_saved, part):
+    watched = Watched(slow_took_s=20.0)
+    continued(watched, b"fast", 30.0, num_inherited=30)
+    assert watched.late.ended(2, 0, 70, 30.4, num_saved=num_saved) == pytest.approx(part)
+
+
+@pytest.mark.parametrize("num_workers", [19, 20])
+def test_one_of_two_fast_engines_that_hangs_is_compared_with_the_other(num_workers):
+    ledger = Ledger(StalenessRule(max_lag=0, groups_per_step=num_workers))
+    ledger.apply(Enqueue(group_ids=tuple(range(num_workers))))
+    late = LateGroups(ledger, is_waiting=lambda _: True)
+    names = [b"%d" % number for number in range(num_workers)]
+    for name in names:
+        [lease] = ledger.apply(LeaseGroups(engine_version=0, max_groups=1, owner=name), 0.0).leases
+        late.granted(lease, 0, 0.0)
+    for number in range(num_workers):
+        late.ended(number, 0, 100, 1.0 if number < 2 else 10.0)
+    ledger.apply(Release(group_id=1, attempt=0, num_tokens=0, reason="aborted"))
+    assert late._estimate(4.0).fastest_beside(names[0]) > 2 * late._rate(names[0], 4.0)
+
+
+def test_groups_without_a_token_do_not_end_the_look_at_others():
+    watched = Watched(slow_took_s=20.0)
+    watched.late._lengths = GroupLengths()
+    watched.lease(b"fast", 30.0)
+    watched.lease(b"slow", 30.0)
+    watched.late.ended(2, 0, 0, 31.0)
+    watched.late.take_late(40.0)
 
 
 def test_a_group_is_looked_at_again_soon_though_nobody_is_known_who_could_finish_it():
