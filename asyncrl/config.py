@@ -310,6 +310,7 @@ class RunConfig:
         experiment: Name of the run, and of its folder under ``output_dir``.
         seed: Seeds prompts, sampling and initialisation.
         output_dir: Results go to ``<output_dir>/<experiment>/<time>/``.
+        run_dir: Folder of this run, new or empty; empty: named by the time, under ``output_dir``.
         total_steps: Learner steps of the run.
         quickstart: Make the quickstart's model, tokenizer and data first, under ``<output_dir>/<experiment>/assets``.
         dry_run: Check the run, and say what it would take and wait for, without starting anything.
@@ -327,6 +328,7 @@ class RunConfig:
     experiment: str = "run"
     seed: int = 0
     output_dir: str = "outputs"
+    run_dir: str = ""
     total_steps: int = 100
     quickstart: bool = False
     dry_run: bool = False

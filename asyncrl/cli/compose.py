@@ -10,7 +10,7 @@ import difflib
 import inspect
 import re
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, is_dataclass, replace
 from enum import StrEnum
@@ -65,6 +65,7 @@ time. Options are Hydra overrides; results go to <output_dir>/<experiment>/<time
 experiments: {experiments}
 
   --help       this page          --help-all   every option          --print-config   the resolved configuration
+  --multirun   one run per combination of values, by Hydra: --multirun buffer.max_lag=0,2,4 seed=0,1
 """
 
 
@@ -79,16 +80,16 @@ def compose_run(overrides: Sequence[str]) -> RunConfig:
         ValueError: an unknown option, a wrong type or a value out of range, by name.
     """
     _check_form(overrides)
-    ConfigStore.instance().store(name="schema", node=_schema())
+    ConfigStore.instance().store(name="schema", node=schema())
     try:
         with (
-            _own_experiments(overrides) as known,
+            with_own_experiments(overrides) as (known, _),
             initialize_config_dir(config_dir=str(CONFIG_DIR), version_base="1.3", job_name="asyncrl"),
         ):
             composed = compose(config_name="run", overrides=known)
         config = OmegaConf.to_object(composed)
     except (HydraException, OmegaConfBaseException) as error:
-        raise ValueError(_explain(error, overrides)) from error
+        raise override_error(error, overrides) from error
     if not isinstance(config, RunConfig):
         raise ValueError(f"configs/run.yaml must compose to a RunConfig, got {type(config).__name__}")
     return _with_whole_paths(config)
@@ -111,7 +112,7 @@ def read_config(run_folder: Path) -> RunConfig:
     if not isinstance(options, DictConfig) or not options:
         raise ValueError(f"{path} must hold the options of the run as YAML, got {got}; restore it from a copy")
     try:
-        config = OmegaConf.to_object(OmegaConf.merge(_schema(), options))
+        config = OmegaConf.to_object(OmegaConf.merge(schema(), options))
     except OmegaConfBaseException as error:
         raise ValueError(f"{path}: {_explain(error, ())}; read it with the release that wrote it") from error
     assert isinstance(config, RunConfig)
@@ -124,32 +125,74 @@ def dump_yaml(config: RunConfig) -> str:
 
 
 def _check_form(overrides: Sequence[str]) -> None:
+    options = describe(RunConfig())
     for override in overrides:
         name, equals, value = override.partition("=")
-        if override.startswith(("+", "~")):
-            raise ValueError(f"options are set as OPTION=VALUE, got {override}; options cannot be added or removed")
         if (name + equals + value) != (tight := name.strip() + equals + value.strip()):
             raise ValueError(
                 f"options are set as OPTION=VALUE without spaces around =, got {override!r}; write {tight}"
             )
+        if name.lstrip("+~").startswith("hydra"):
+            raise ValueError(
+                f"{override}: options of Hydra itself apply to several runs; add --multirun, or leave it out (run_dir "
+                "names the folder of a single run)"
+            )
+        if override.startswith(("+", "~")):
+            _check_addition(override, options)
+
+
+def _check_addition(override: str, options: Mapping[str, tuple[str, Any]]) -> None:
+    """Check that ``+`` and ``~`` name an entry of an option with keys of the user's own, or a group of configurations.
+
+    Every other option exists already, and cannot be removed. ``++option=value`` sets it in any case.
+    """
+    name, value = override.lstrip("+~").partition("=")[::2]
+    if (CONFIG_DIR / name).is_dir():
+        return
+    if name in options and not override.startswith("++"):
+        what = "exists already" if override[0] == "+" else "cannot be removed"
+        raise ValueError(f"{override}: the option {name} {what}; write {name}={value or options[name][1]}")
+    with_own_keys = [option for option, (_, default) in options.items() if isinstance(default, dict)]
+    is_own_key = any(name.startswith(f"{option}.") for option in with_own_keys)
+    if name not in options and not is_own_key:
+        raise ValueError(
+            f"{override}: unknown option {name}; {_nearest(name)}; keys of your own belong into "
+            f"{', '.join(with_own_keys)}"
+        )
 
 
 @contextmanager
-def _own_experiments(overrides: Sequence[str]) -> Iterator[list[str]]:
-    """The overrides with experiments by name only: a user's file is shown to Hydra in a folder as it wants one."""
+def with_own_experiments(overrides: Sequence[str]) -> Iterator[tuple[list[str], dict[str, str]]]:
+    """Show Hydra a user's experiment files in a folder as Hydra expects them, while the block runs.
+
+    Args:
+        overrides: Example: ``["experiment=mine.yaml", "seed=1"]``.
+
+    Yields:
+        The overrides with experiments by name only, and the path of each file by that name.
+
+    Raises:
+        ValueError: a file is missing, or is not an experiment.
+    """
     with ExitStack() as stack:
-        known = []
+        known, paths = [], {}
         for override in overrides:
             name, _, value = override.partition("=")
-            if name == "experiment" and (value := value.strip("'\"")).endswith((".yaml", ".yml")):
-                path = Path(value).expanduser().resolve()
-                folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="asyncrl-"))
-                Path(folder, "experiment").mkdir()
-                Path(folder, "experiment", f"{path.stem}.yaml").write_text(_read_experiment(path, override))
-                known.append(f"hydra.searchpath=['file://{folder}']")
-                override = f"experiment='{path.stem}'"
-            known.append(override)
-        yield known
+            is_one = Path(value.strip("'\"")).is_file()  # a file's name may hold a comma
+            files = [part.strip("'\"") for part in ([value] if is_one else value.split(","))]
+            files = files if name == "experiment" else []
+            for file in [file for file in files if file.endswith((".yaml", ".yml"))]:
+                path = Path(file).expanduser().resolve()
+                text = _read_experiment(path, override)
+                paths[path.stem] = str(path)
+                if len(paths) == 1:
+                    folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="asyncrl-"))
+                    Path(folder, "experiment").mkdir()
+                    known.append(f"hydra.searchpath=['file://{folder}']")
+                Path(folder, "experiment", f"{path.stem}.yaml").write_text(text)
+                files[files.index(file)] = f"'{path.stem}'"
+            known.append(f"experiment={','.join(files)}" if files else override)
+        yield known, paths
 
 
 def _read_experiment(path: Path, override: str) -> str:
@@ -185,10 +228,11 @@ def _with_whole_path(entry: str) -> str:
     return f"{weight}{star}{absolute_name(name)}"
 
 
-def _schema() -> DictConfig:
-    schema = OmegaConf.structured(RunConfig)
-    _make_writable(schema)
-    return schema
+def schema() -> DictConfig:
+    """Return every option with its type and default, for Hydra's ConfigStore."""
+    options = OmegaConf.structured(RunConfig)
+    _make_writable(options)
+    return options
 
 
 def _make_writable(node: DictConfig) -> None:
@@ -200,6 +244,11 @@ def _make_writable(node: DictConfig) -> None:
         child = node._get_node(key)
         if isinstance(child, DictConfig):
             _make_writable(child)
+
+
+def override_error(error: Exception, overrides: Sequence[str]) -> ValueError:
+    """Return what Hydra or OmegaConf raised over ``overrides`` as one line that starts with the option's name."""
+    return ValueError(_explain(error, overrides))
 
 
 def _explain(error: Exception, overrides: Sequence[str]) -> str:

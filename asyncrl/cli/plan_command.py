@@ -33,6 +33,7 @@ _MAX_RECORD_BYTES = 64 << 20
 """A record that is larger is read on request only, not beside the run: it takes ten times as much memory."""
 _STEPS_BESIDE = 30
 """Learner steps of each simulation beside a run."""
+_FRONTIER_REPLICATES = 2
 _SAY_EVERY_S = 3.0
 
 
@@ -84,6 +85,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=_natural, default=0, help="of the lengths")
     parser.add_argument("--out", help="folder of plan.json and plan.png; default: the run's, or beside the scenario")
     parser.add_argument("--only-advice", type=int, metavar="S", help="only advice, with S seconds of CPU at most")
+    parser.add_argument(
+        "--frontier", action="store_true", help="with --only-advice: also write plan.json, for each bound of --max-lag"
+    )
     parser.add_argument("--json", action="store_true", help="print plan.json in the place of the table")
     return parser
 
@@ -165,12 +169,30 @@ def _advise_beside(run_dir: Path, options: argparse.Namespace) -> int:
         sys.stderr.write(f"error: the record has {num_bytes >> 20} MiB, more than is read beside a run\n")
         return EXIT_USAGE
     try:
-        advice = _advised(run_dir, _read_run(run_dir, options.steps or _STEPS_BESIDE), options)
+        calibration = _read_run(run_dir, options.steps or _STEPS_BESIDE)
+        advice = _advised(run_dir, calibration, options)
+        if options.frontier:
+            _write_frontier(run_dir, calibration, options)
     except (ValueError, AsyncRLError) as error:
         sys.stderr.write(f"error: {error}\n")
         return EXIT_USAGE
     sys.stdout.write(f"advice: {advice or 'none'}\n")
     return 0
+
+
+def _write_frontier(run_dir: Path, calibration: Calibration, options: argparse.Namespace) -> None:
+    """Write ``plan.json`` with one prediction per bound and all other options as they are, for the report."""
+    plan = make_plan(
+        calibration.scenario,
+        Choices(max_lag=options.max_lag, publish_every=(), on_stale=()),
+        replicates=_FRONTIER_REPLICATES,
+        seed=options.seed,
+        notes=(*calibration.notes, "only buffer.max_lag is varied; asyncrl plan varies more options"),
+    )
+    if misses(plan.current, calibration.step_s):
+        sys.stderr.write(f"the replay misses the measured step time by more than {MAX_REPLAY_ERROR:.0%}: no frontier\n")
+        return
+    write_json(run_dir / "plan.json", {**plan.to_dict(), "advice": None})
 
 
 # What is shown

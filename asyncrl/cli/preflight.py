@@ -75,6 +75,7 @@ def check_folders(config: RunConfig) -> None:
     own_disk = config.buffer.durability is Durability.disk
     folders = {
         "output_dir": config.output_dir,
+        "run_dir": config.run_dir,
         "checkpoint.directory": config.checkpoint.directory,
         "buffer.directory": config.buffer.directory if own_disk else "",
         "buffer.keys": config.buffer.keys,
@@ -83,6 +84,9 @@ def check_folders(config: RunConfig) -> None:
     }
     for option, folder in folders.items():
         check_folder(option, folder)
+    own_folder = Path(config.run_dir).expanduser()
+    if config.run_dir and own_folder.is_dir() and any(own_folder.iterdir()):
+        raise ValueError(f"run_dir={config.run_dir} must be a new or an empty folder; name another one")
     in_memory = config.weights.transport is not Transport.file and config.learner.keep_snapshots != -1
     if in_memory and SHARED_MEMORY.is_dir() and (reason := _why_not_writable(SHARED_MEMORY)):
         raise ValueError(

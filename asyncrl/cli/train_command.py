@@ -46,6 +46,7 @@ from rollout_fleet.config import EngineDevice, EngineKind
 from rollout_fleet.engines import resolve_device
 
 EXIT_USAGE = 2
+_MULTIRUN = {"--multirun", "-m"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -53,10 +54,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     flags = {argument for argument in arguments if argument.startswith("-")}
     overrides = [argument for argument in arguments if argument not in flags]
-    unknown = flags - {"-h", "--help", "--help-all", "--print-config"}
+    unknown = flags - {"-h", "--help", "--help-all", "--print-config", *_MULTIRUN}
     try:
         if unknown:
             raise ValueError(f"unknown flag {sorted(unknown)[0]}; options are OPTION=VALUE, --help lists them")
+        if flags & _MULTIRUN and not flags - _MULTIRUN:
+            from asyncrl.cli.multirun import multirun  # with Hydra's plugins
+
+            return multirun(overrides)
         config = compose_run(overrides)
         check_options(config)
         check_beginning(config)

@@ -308,7 +308,8 @@ class Run:
             await _unless(work, [parts.fleet.run()])
             result = await controller.account()
             after = await evaluate(result.policy_version)
-            overlap, _ = await asyncio.gather(self._explain(writer), self._watching.last_advice())
+            await self._watching.last_advice()  # the report shows what it finds
+            overlap = await self._explain(writer)
         except asyncio.CancelledError as end:
             if self._records and not is_death(end):  # what is left of the run could not answer
                 await self._keep(controller, parts.learner, writer, before)

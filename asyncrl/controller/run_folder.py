@@ -19,7 +19,15 @@ _VERSION = re.compile(r"v\d{8,}")
 
 
 def make_run_dir(config: RunConfig, config_yaml: str) -> Path:
-    """Make ``<output_dir>/<experiment>/<time>/`` with its logs and ``config.yaml``, the resolved configuration."""
+    """Make the folder of a run, with ``logs/`` and ``config.yaml``, the resolved configuration.
+
+    The folder is ``run_dir``, or ``<output_dir>/<experiment>/<time>/``.
+    """
+    if config.run_dir:
+        run_dir = Path(config.run_dir).expanduser().resolve()
+        (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+        (run_dir / "config.yaml").write_text(config_yaml)
+        return run_dir
     base = Path(config.output_dir, config.experiment).resolve()
     stamp = time.strftime("%Y-%m-%d_%H-%M-%S")
     for suffix in ("", *(f"-{count}" for count in range(2, 100))):

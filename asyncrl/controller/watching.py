@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Self
 
 from asyncrl.config import RunConfig
-from asyncrl.metrics import Evaluation, RunUse, StepRecord, TerminalView, TrackedRun, Trackers
+from asyncrl.metrics import Evaluation, LearningSignals, RunUse, StepRecord, TerminalView, TrackedRun, Trackers
 from asyncrl.profile.advice import advice_file
 from asyncrl.profile.live import LiveUse
 
@@ -55,6 +55,7 @@ class Watching:
         self._dashboard = DashboardProcess(run_dir, config.dashboard_address)
         is_advised = config.profile.enabled and config.profile.advice and not config.placement.colocated
         self._advice = AdviceProcess(run_dir) if is_advised else None
+        self._signals = LearningSignals()
         self._stepped = asyncio.Event()
         self._reading: asyncio.Task[None] | None = None
 
@@ -95,12 +96,14 @@ class Watching:
         """A learner step is done."""
         self._view.step(record)
         self._trackers.step(record)
+        for line in self._signals.step(record):
+            self._view.say(f"warning: {line}")
         if self._advice is not None:
             self._advice.step()
         self._stepped.set()
 
     async def last_advice(self) -> None:
-        """Look for advice once more, on the whole run: nothing trains any more that it could slow down."""
+        """Look for advice once more, on the whole run, and predict the frontier: nothing trains any more."""
         if self._advice is not None:
             await self._advice.last()
 
@@ -197,12 +200,15 @@ class AdviceProcess:
             self._looking = asyncio.create_task(self._look())
 
     async def last(self) -> None:
-        """A look after the last step, within a few seconds; none where there were too few steps."""
+        """Look once more after the last step, and predict each bound for the report's frontier, within a few seconds.
+
+        A run with too few steps is not looked at.
+        """
         if self._num_steps >= MIN_ADVICE_STEPS:
             await self.stop()
             with suppress(TimeoutError):
                 async with asyncio.timeout(_LAST_ADVICE_S):
-                    await self._look()
+                    await self._look("--frontier")
 
     async def stop(self) -> None:
         """End a look that is being taken."""
@@ -210,7 +216,7 @@ class AdviceProcess:
             self._looking.cancel()
             await asyncio.gather(self._looking, return_exceptions=True)
 
-    async def _look(self) -> None:
+    async def _look(self, *flags: str) -> None:
         limit_s = math.ceil(max(10.0, 4 * self._next_s))
         command = ["nice", "-n", "19", sys.executable, "-m", "asyncrl.plan", str(self._run_dir)]
         try:
@@ -218,6 +224,7 @@ class AdviceProcess:
                 process = await asyncio.create_subprocess_exec(
                     *command,
                     *("--only-advice", str(limit_s)),
+                    *flags,
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,

@@ -16,6 +16,7 @@ from .records import (
     summary_document,
     write_json,
 )
+from .signals import LearningSignals
 from .terminal import TerminalView
 from .trackers import TrackedRun, Trackers, check_trackers
 
@@ -23,6 +24,7 @@ __all__ = [
     "BUSY",
     "Estimate",
     "Evaluation",
+    "LearningSignals",
     "MetricsWriter",
     "PoolUse",
     "RunUse",

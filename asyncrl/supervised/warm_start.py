@@ -7,14 +7,16 @@ lines, waits for each under a deadline, and for the one that names the policy th
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import hashlib
 import json
 import os
 import shutil
 import sys
+import threading
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -146,12 +148,36 @@ async def warm_start(
     if not config.sft.enabled:
         return policy
     if (known := finished_warm_start(config)) is None:
-        command = [*python, *_COMMAND, *overrides]
-        await _fine_tune(command, log_path, config.sft.progress_timeout_s, say, policy)
-        return policy
+        async with _lock(policy, say):
+            known = finished_warm_start(config)  # another run may have made it while this one waited
+            if known is None:
+                command = [*python, *_COMMAND, *overrides]
+                await _fine_tune(command, log_path, config.sft.progress_timeout_s, say, policy)
+                return policy
     measured = [f"{name} {known[name]:.3f}" for name in ("accuracy", "val_loss") if known[name] is not None]
     say(f"warm start: reusing {policy} ({', '.join(measured)})")
     return policy
+
+
+@asynccontextmanager
+async def _lock(policy: Path, say: Callable[[str], None]) -> AsyncIterator[None]:
+    """Let one run at a time make the policy at this path; the kernel frees the lock of a run that dies."""
+    policy.parent.mkdir(parents=True, exist_ok=True)
+    with policy.with_name(f".{policy.name}.lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say(f"warm start: another run makes {policy}; waiting for it")
+            loop, locked = asyncio.get_running_loop(), asyncio.Event()
+
+            def wait() -> None:
+                fcntl.flock(file, fcntl.LOCK_EX)
+                loop.call_soon_threadsafe(locked.set)
+
+            # A daemon: a run that is cancelled meanwhile does not wait for the other one.
+            threading.Thread(target=wait, daemon=True).start()
+            await locked.wait()
+        yield
 
 
 async def _fine_tune(

@@ -52,6 +52,10 @@ def test_overrides_reach_nested_options_with_their_types():
         ("sft.prompt_key=''", ["sft.prompt_key must name a column"]),
         ("placement.cpus_per_engine=0", ["placement.cpus_per_engine must be > 0", "got 0"]),
         ("total_steps=0", ["total_steps must be >= 1", "got 0"]),
+        ("+buffer.max_lag=3", ["buffer.max_lag exists already", "write buffer.max_lag=3"]),
+        ("~buffer.max_lag", ["buffer.max_lag cannot be removed"]),
+        ("+buffer.mine=3", ["unknown option buffer.mine", "keys of your own belong into", "data.chat_template_kwargs"]),
+        ("hydra/launcher=joblib", ["hydra/launcher=joblib", "add --multirun"]),
         ("stop_timeout_s=0", ["stop_timeout_s must be > 0", "got 0"]),
     ],
 )
@@ -60,6 +64,14 @@ def test_a_wrong_override_fails_with_the_option_and_the_value(override, words):
         compose_run([override])
     for word in words:
         assert word in str(caught.value)
+
+
+def test_hydras_plus_and_tilde_change_keys_of_the_users_own_and_groups():
+    config = compose_run(
+        ["data.chat_template=true", "+data.chat_template_kwargs.thinking=false", "++buffer.max_lag=3", "~experiment"]
+    )
+    assert (config.data.chat_template_kwargs, config.buffer.max_lag) == ({"thinking": False}, 3)
+    assert config.experiment == "run"
 
 
 @pytest.mark.parametrize(

@@ -252,6 +252,9 @@ def test_beside_a_run_only_advice_is_looked_for_under_a_limit_of_the_kernels(tmp
     assert capsys.readouterr().out.startswith("advice: buffer.max_lag=")
     assert json.loads(advice_file(tmp_path).read_text())["cpu_s"] > 0
     assert not (tmp_path / "plan.json").exists()
+    assert plan_command.main([str(tmp_path), "--only-advice", "7", "--steps", "14", "--frontier"]) == 0
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    assert [point["max_lag"] for point in plan["curves"][0]["points"]] == [0, 1, 2, 4]
     monkeypatch.setattr(plan_command, "_MAX_RECORD_BYTES", 9)
     assert plan_command.main([str(tmp_path), "--only-advice", "7"]) == 2
     assert "more than is read beside a run" in capsys.readouterr().err

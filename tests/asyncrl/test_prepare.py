@@ -1,5 +1,6 @@
 import asyncio
 import dataclasses
+import fcntl
 import json
 import subprocess
 import sys
@@ -50,6 +51,25 @@ def test_a_warm_start_is_reused_for_the_same_settings_only(config):
     policy = asyncio.run(warm_start(config, [], Path("/nowhere/sft.log"), said.append))
     assert policy == same
     assert "accuracy 0.750" in said[0]
+
+
+def test_a_run_waits_for_a_warm_start_that_another_run_makes_and_reuses_it(config):
+    folder = warm_start_path(config)
+    folder.parent.mkdir(parents=True)
+    said = []
+
+    async def reused() -> Path:
+        with folder.with_name(f".{folder.name}.lock").open("w") as held:
+            fcntl.flock(held, fcntl.LOCK_EX)
+            waiting = asyncio.create_task(warm_start(config, [], Path("/nowhere/sft.log"), said.append))
+            while not said:
+                await asyncio.sleep(0.01)
+            write_warm_start(config, {"steps": 9, "accuracy": 0.75, "val_loss": None}, write_nothing)
+        return await waiting
+
+    assert asyncio.run(asyncio.wait_for(reused(), 20)) == folder
+    assert "another run makes" in said[0]
+    assert "accuracy 0.750" in said[1]
 
 
 def write_nothing(directory):

@@ -69,7 +69,7 @@ def advised(tmp_path, monkeypatch):
     (tmp_path / "logs").mkdir()
     looks, process = [], AdviceProcess(tmp_path)
 
-    async def look():
+    async def look(*flags):
         looks.append(process._num_steps)
         process._spent_s, process._next_s = process._spent_s + 3, 3
 

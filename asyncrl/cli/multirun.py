@@ -1,0 +1,207 @@
+"""``asyncrl train --multirun``: one run per combination of option values, started by Hydra's sweepers and launchers.
+
+Hydra expands ``buffer.max_lag=0,2,4`` and its launcher starts the runs, one after another unless ``hydra/launcher``
+names another launcher. Each run is a process of its own (``python -m asyncrl.train``), in the folder that Hydra names.
+`run_one` waits for that process; the process has the deadlines of every run.
+"""
+
+from __future__ import annotations
+
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import hydra
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from hydra.types import TaskFunction
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+from rich.table import Table
+
+from asyncrl.cli.compose import CONFIG_DIR, compose_run, override_error, schema, with_own_experiments
+from asyncrl.config import RunConfig
+from asyncrl.metrics import read_json
+from asyncrl.option_checks import check_options
+from rollout_fleet.engines.process_guard import signal_at_parent_death
+
+_PASSED_ON = (signal.SIGINT, signal.SIGTERM)
+_TABLE_WIDTH = 160
+
+
+def multirun(overrides: Sequence[str]) -> int:
+    """Run every combination of the values in ``overrides``; print one line per run at the end.
+
+    Args:
+        overrides: Hydra's override grammar, with sweeps. Example: ``["buffer.max_lag=0,2,4", "seed=0,1"]`` is six runs.
+
+    Returns:
+        The exit status: 0, 1 if a run failed, or 128 plus the number of the signal that stopped the sweep.
+
+    Raises:
+        ValueError: an option of some combination is wrong; nothing was started.
+    """
+    first = _check_combinations(overrides)
+    folder = Path(first.output_dir, first.experiment, "multirun", time.strftime("%Y-%m-%d_%H-%M-%S")).resolve()
+    own_folder = next((value for name, _, value in map(_split, overrides) if name == "hydra.sweep.dir"), "")
+    folder = Path(own_folder.strip("'\"")).resolve() if own_folder and "$" not in own_folder else folder
+    arguments = ["--multirun", f"hydra.sweep.dir='{folder}'", "hydra/job_logging=none"]
+    with with_own_experiments(overrides) as (known, paths):
+        arguments += [override for override in known if _split(override)[0] != "hydra.sweep.dir"]
+        status = _run_hydra(arguments, _task(paths))
+    if any(folder.glob("*")):
+        sys.stdout.write(overview(folder))
+    return status
+
+
+def _check_combinations(overrides: Sequence[str]) -> RunConfig:
+    """Compose and check each combination, so that none fails hours later; returns the first one's configuration."""
+    own = [override for override in overrides if not _split(override)[0].startswith("hydra")]
+    try:
+        # Other sweepers choose values while they run: what they choose is checked by the run itself.
+        combinations = BasicSweeper.split_arguments(OverridesParser.create().parse_overrides(own), None)[0]
+    except HydraException as error:
+        if any(_split(override)[0] == "hydra/sweeper" for override in overrides):
+            return compose_run([override for override in own if "(" not in override])
+        raise override_error(error, own) from error
+    configs = []
+    for combination in combinations:
+        config = compose_run(
+            [override.removesuffix("=") if override[0] == "~" else override for override in combination]
+        )
+        try:
+            check_options(config)
+        except ValueError as error:
+            raise ValueError(f"{' '.join(combination)}: {error}") from error
+        configs.append(config)
+    return configs[0]
+
+
+def _split(override: str) -> tuple[str, str, str]:
+    return override.lstrip("+~").partition("=")
+
+
+def _task(own_experiments: dict[str, str]) -> TaskFunction:
+    def task(composed: DictConfig) -> float | None:
+        del composed  # the run composes its options itself
+        return run_one(own_experiments)
+
+    return task
+
+
+def _run_hydra(arguments: Sequence[str], task: TaskFunction) -> int:
+    ConfigStore.instance().store(name="schema", node=schema())
+    before, sys.argv = sys.argv, [sys.argv[0], *arguments]
+    try:
+        hydra.main(version_base="1.3", config_path=str(CONFIG_DIR), config_name="run")(task)()
+    except SystemExit as ending:  # Hydra has printed why
+        return ending.code if isinstance(ending.code, int) else 1
+    finally:
+        sys.argv = before
+    return 0
+
+
+def run_one(own_experiments: dict[str, str]) -> float | None:
+    """Train with the options of one combination, as Hydra's launcher asks; SIGINT and SIGTERM are passed on to the run.
+
+    Args:
+        own_experiments: Path of each experiment file of the user, by its name.
+
+    Returns:
+        The reward that the run ended with, which sweepers maximise or minimise; None if the run was not evaluated.
+
+    Raises:
+        RuntimeError: the run failed; names the options and the folder.
+    """
+    job = HydraConfig.get()
+    folder = Path(job.runtime.output_dir)
+    options = [_with_path(override, own_experiments) for override in job.overrides.task]
+    sys.stdout.write(f"\nrun {job.job.num}: {shlex.join(options)}\n")
+    sys.stdout.flush()
+    stopped_by: list[int] = []
+    process = subprocess.Popen(
+        [sys.executable, "-m", "asyncrl.train", *options, f"run_dir='{folder}'"],
+        start_new_session=True,  # a terminal's Ctrl-C reaches this process only, which passes it on once
+        preexec_fn=lambda: signal_at_parent_death(signal.SIGTERM),
+    )
+
+    def pass_on(number: int, _: FrameType | None) -> None:
+        stopped_by.append(number)
+        process.send_signal(number)
+
+    # Launchers that use threads handle signals themselves: only the main thread may.
+    is_main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, pass_on) for number in _PASSED_ON if is_main}
+    try:
+        status = process.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if stopped_by:
+        sys.exit(128 + stopped_by[0])  # ends the sweep too
+    if status != 0:
+        raise RuntimeError(f"the run {shlex.join(options)} ended with status {status}; see {folder}/logs")
+    return _final_reward(folder)
+
+
+def _with_path(override: str, own_experiments: dict[str, str]) -> str:
+    name, _, value = override.partition("=")
+    path = own_experiments.get(value.strip("'\"")) if name == "experiment" else None
+    return f"experiment={path}" if path else override
+
+
+def _final_reward(folder: Path) -> float | None:
+    summary = read_json(folder / "summary.json", "eval") or {"eval": {}}
+    return (summary["eval"].get("after") or {}).get("sampled")
+
+
+def overview(folder: Path) -> str:
+    """Return a table of the runs below ``folder``: what each one changed, and how it ended.
+
+    Runs that did not end have dashes. The table also says which folder holds which run.
+    """
+    runs = sorted(path.parent for path in folder.glob("**/config.yaml") if (path.parent / "logs").is_dir())
+    options = [_leaves(OmegaConf.load(run / "config.yaml")) for run in runs]
+    varied = [
+        name
+        for name in (options[0] if options else ())
+        if name != "run_dir" and len({str(o.get(name)) for o in options}) > 1
+    ]
+    table = Table(box=None, pad_edge=False)
+    for name in (*varied, "greedy", "sampled", "s per step", "largest lag", "folder"):
+        table.add_column(name, justify="left" if name == "folder" else "right", overflow="fold")
+    for run, chosen in zip(runs, options, strict=True):
+        table.add_row(
+            *(str(chosen.get(name, "-")) for name in varied), *_result_cells(run), str(run.relative_to(folder))
+        )
+    with Console(width=_TABLE_WIDTH) as console, console.capture() as shown:
+        console.print(f"\n{len(runs)} runs in {folder}")
+        console.print(table)
+    return shown.get()
+
+
+def _result_cells(run: Path) -> list[str]:
+    summary = read_json(run / "summary.json", "eval", "max_lag", "train_wall_s", "policy_version")
+    if summary is None:
+        return ["-"] * 4
+    after = summary["eval"]["after"] or {}
+    rewards = [f"{after[kind]:.3f}" if after.get(kind) is not None else "-" for kind in ("greedy", "sampled")]
+    step_s = summary["train_wall_s"] / max(1, summary["policy_version"])
+    return [*rewards, f"{step_s:.3g}", str(summary["max_lag"]["realised"])]
+
+
+def _leaves(node: Any, prefix: str = "") -> dict[str, Any]:
+    """Every option by its dotted name. Example: ``{"buffer.max_lag": 2}``."""
+    if not isinstance(node, DictConfig):
+        return {prefix.removesuffix("."): node}
+    return {name: value for key in node for name, value in _leaves(node[key], f"{prefix}{key}.").items()}

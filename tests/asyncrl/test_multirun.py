@@ -1,0 +1,51 @@
+import json
+
+import pytest
+
+from asyncrl.cli.compose import compose_run, dump_yaml
+from asyncrl.cli.multirun import multirun, overview
+from asyncrl.controller.run_folder import make_run_dir
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["buffer.max_lag=0,-2"], ["buffer.max_lag must be >= 0", "-2"]),
+        (["buffer.max_lagg=0,1"], ["unknown option buffer.max_lagg", "buffer.max_lag"]),
+        (["learner.num_ranks=1,2", "learner.sp_size=1,2"], ["learner.sp_size", "2"]),
+        (["buffer.max_lag=[0,1"], ["cannot read", "buffer.max_lag=[0,1"]),
+    ],
+)
+def test_a_multirun_with_one_wrong_combination_starts_nothing(tmp_path, overrides, words):
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the message is checked word by word
+        multirun([f"output_dir={tmp_path}", *overrides])
+    assert all(word in str(caught.value) for word in words)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_overview_of_a_multirun_shows_the_varied_options_and_each_result(tmp_path):
+    for number, (max_lag, reward) in enumerate([(0, 0.5), (2, 0.75)]):
+        config = compose_run([f"buffer.max_lag={max_lag}", "seed=7", f"run_dir={tmp_path / str(number)}"])
+        run = make_run_dir(config, dump_yaml(config))
+        result = {
+            "eval": {"after": {"greedy": reward, "sampled": reward / 2}},
+            "max_lag": {"realised": max_lag},
+            "train_wall_s": 30.0,
+            "policy_version": 20,
+        }
+        (run / "summary.json").write_text(json.dumps(result))
+    unfinished = compose_run(["buffer.max_lag=4", "seed=7", f"run_dir={tmp_path / '2'}"])
+    make_run_dir(unfinished, dump_yaml(unfinished))
+    header, *rows = overview(tmp_path).splitlines()[2:]
+    assert header.split() == ["buffer.max_lag", "greedy", "sampled", "s", "per", "step", "largest", "lag", "folder"]
+    assert [row.split() for row in rows] == [
+        ["0", "0.500", "0.250", "1.5", "0", "0"],
+        ["2", "0.750", "0.375", "1.5", "2", "1"],
+        ["4", "-", "-", "-", "-", "2"],
+    ]
+
+
+def test_run_dir_names_the_folder_of_a_run(tmp_path):
+    config = compose_run([f"run_dir={tmp_path}/here"])
+    assert make_run_dir(config, dump_yaml(config)) == tmp_path / "here"
+    assert (tmp_path / "here" / "logs").is_dir()
