@@ -76,9 +76,9 @@ def _check_combinations(overrides: Sequence[str]) -> RunConfig:
         raise override_error(error, own) from error
     configs = []
     for combination in combinations:
-        config = compose_run(
-            [override.removesuffix("=") if override[0] == "~" else override for override in combination]
-        )
+        # Hydra's sweeper writes the removal ~NAME as ~NAME=.
+        given = [option.removesuffix("=") if option.startswith("~") else option for option in combination]
+        config = compose_run(given)
         try:
             check_options(config)
         except ValueError as error:
@@ -172,18 +172,14 @@ def overview(folder: Path) -> str:
     """
     runs = sorted(path.parent for path in folder.glob("**/config.yaml") if (path.parent / "logs").is_dir())
     options = [_leaves(OmegaConf.load(run / "config.yaml")) for run in runs]
-    varied = [
-        name
-        for name in (options[0] if options else ())
-        if name != "run_dir" and len({str(o.get(name)) for o in options}) > 1
-    ]
+    names = [name for name in (options[0] if options else ()) if name != "run_dir"]
+    varied = [name for name in names if len({str(chosen.get(name)) for chosen in options}) > 1]
     table = Table(box=None, pad_edge=False)
     for name in (*varied, "greedy", "sampled", "s per step", "largest lag", "folder"):
         table.add_column(name, justify="left" if name == "folder" else "right", overflow="fold")
     for run, chosen in zip(runs, options, strict=True):
-        table.add_row(
-            *(str(chosen.get(name, "-")) for name in varied), *_result_cells(run), str(run.relative_to(folder))
-        )
+        values = [str(chosen.get(name, "-")) for name in varied]
+        table.add_row(*values, *_result_cells(run), str(run.relative_to(folder)))
     with Console(width=_TABLE_WIDTH) as console, console.capture() as shown:
         console.print(f"\n{len(runs)} runs in {folder}")
         console.print(table)

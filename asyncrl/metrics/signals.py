@@ -11,7 +11,7 @@ from .records import StepRecord
 
 WINDOW = 5
 """Steps in a row that a condition holds for before it is reported: one batch may be equal by chance."""
-COLLAPSED = 0.02
+COLLAPSED = 0.01
 """Entropy below this share of the first steps' mean: the policy samples almost one answer per prompt."""
 ALL_BUT_EQUAL = 0.9
 """Share of groups with equal rewards from which low entropy leaves nothing to learn from."""
@@ -46,8 +46,8 @@ class LearningSignals:
         rewards = [record.reward for record in self._recent]
         which = f"all are {rewards[-1]:g}" if min(rewards) == max(rewards) else f"on average {rewards[-1]:.3g}"
         return (
-            f"nothing to learn from: in the last {WINDOW} steps the rewards were equal within every group ({which}), so "
-            "group advantages are 0; check the reward on samples/, or choose prompts that the policy solves sometimes"
+            f"nothing to learn from: in the last {WINDOW} steps the rewards were equal within every group ({which}), "
+            "so group advantages are 0; check the reward on samples/ or choose prompts that the policy solves sometimes"
         )
 
     def _entropy(self, entropy: float | None) -> str:
@@ -63,7 +63,7 @@ class LearningSignals:
         if max(recent) >= COLLAPSED * first or is_varied:
             return ""
         return (
-            f"the policy hardly explores any more: its entropy fell from {first:.3g} to {entropy:.3g} nats per token, at "
-            f"reward {self._recent[-1].reward:.3g}; unless that reward is what you want, lower learner.optimizer.lr, "
+            f"the policy hardly explores any more: its entropy fell from {first:.3g} to {entropy:.3g} nats per token, "
+            f"at reward {self._recent[-1].reward:.3g}; unless that is the goal, lower learner.optimizer.lr, "
             "raise algorithm.clip_high or algorithm.entropy_coef, and begin again from an earlier checkpoint"
         )

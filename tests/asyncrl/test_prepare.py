@@ -59,11 +59,16 @@ def test_a_run_waits_for_a_warm_start_that_another_run_makes_and_reuses_it(confi
     said = []
 
     async def reused() -> Path:
+        has_spoken = asyncio.Event()
+
+        def say(line: str) -> None:
+            said.append(line)
+            has_spoken.set()
+
         with folder.with_name(f".{folder.name}.lock").open("w") as held:
             fcntl.flock(held, fcntl.LOCK_EX)
-            waiting = asyncio.create_task(warm_start(config, [], Path("/nowhere/sft.log"), said.append))
-            while not said:
-                await asyncio.sleep(0.01)
+            waiting = asyncio.create_task(warm_start(config, [], Path("/nowhere/sft.log"), say))
+            await has_spoken.wait()
             write_warm_start(config, {"steps": 9, "accuracy": 0.75, "val_loss": None}, write_nothing)
         return await waiting
 
