@@ -11,7 +11,7 @@ import inspect
 import re
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
 from enum import StrEnum
 from pathlib import Path
@@ -174,8 +174,9 @@ def with_own_experiments(overrides: Sequence[str]) -> Iterator[tuple[list[str], 
     Raises:
         ValueError: a file is missing, or is not an experiment.
     """
-    with ExitStack() as stack:
+    with tempfile.TemporaryDirectory(prefix="asyncrl-") as folder:
         known, paths = [], {}
+        (experiments := Path(folder, "experiment")).mkdir()
         for override in overrides:
             name, _, value = override.partition("=")
             is_one = Path(value.strip("'\"")).is_file()  # a file's name may hold a comma
@@ -185,14 +186,10 @@ def with_own_experiments(overrides: Sequence[str]) -> Iterator[tuple[list[str], 
                 path = Path(file).expanduser().resolve()
                 text = _read_experiment(path, override)
                 paths[path.stem] = str(path)
-                if len(paths) == 1:
-                    folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="asyncrl-"))
-                    Path(folder, "experiment").mkdir()
-                    known.append(f"hydra.searchpath=['file://{folder}']")
-                Path(folder, "experiment", f"{path.stem}.yaml").write_text(text)
+                Path(experiments, f"{path.stem}.yaml").write_text(text)
                 files[files.index(file)] = f"'{path.stem}'"
             known.append(f"experiment={','.join(files)}" if files else override)
-        yield known, paths
+        yield ([f"hydra.searchpath=['file://{folder}']", *known] if paths else known), paths
 
 
 def _read_experiment(path: Path, override: str) -> str:
