@@ -289,6 +289,16 @@ def pieces_of(file: int, start: int, num_bytes: int, data: np.ndarray) -> list[P
     return [Piece(file=file, start=at, num_bytes=size, digest=digest_of(data[at : at + size])) for at, size in spans]
 
 
+class DigestThreads(ThreadPoolExecutor):
+    """Threads that digest and copy while a model is loaded.
+
+    A load may replace ``ThreadPoolExecutor.submit`` meanwhile, so that the model's own writes stay on its thread
+    (`rollout_fleet.engines.weight_loader.ComparedWrites`). These threads keep the method as it was imported.
+    """
+
+    submit = ThreadPoolExecutor.submit
+
+
 def describe_model(directory: str) -> Manifest:
     """Read what a model's directory holds and digest it; for weights that no learner has published.
 
@@ -371,7 +381,7 @@ class PublishedWeights:
         self._maps = [map_file(Path(self.manifest.directory, name)) for name in self.manifest.files]
         self._pieces = {(piece.file, piece.start): piece for piece in self.manifest.pieces}
         self._verified: set[Piece] = set()
-        self._threads = ThreadPoolExecutor(DIGEST_THREADS)
+        self._threads = DigestThreads(DIGEST_THREADS)
 
     def tensors(self) -> Iterator[tuple[StoredTensor, np.ndarray]]:
         """Yield each tensor with its [bytes] uint8, a read-only view of the file."""

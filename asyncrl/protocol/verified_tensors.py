@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
 
 from .errors import WeightsError
-from .manifest import DIGEST_THREADS, DTYPES, PIECE_BYTES, Manifest, Piece, StoredTensor, digest_of
+from .manifest import DIGEST_THREADS, DTYPES, PIECE_BYTES, DigestThreads, Manifest, Piece, StoredTensor, digest_of
 
 DEVICE_DIGEST = "splitmix64:"
 """How a digest of `device_digest` begins."""
@@ -90,7 +89,7 @@ class TensorAssembly:
         self._num_left = {stored.name: stored.num_bytes for stored in self._tensors}
         self._begun: dict[str, Tensor] = {}
         self._added: set[int] = set()
-        self._threads = ThreadPoolExecutor(DIGEST_THREADS)
+        self._threads = DigestThreads(DIGEST_THREADS)
 
     def add(self, span: Sequence[Piece], data: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Verify pieces that follow one another in the file; yields name and tensor of what is whole with them.

@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import closing
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -269,11 +271,39 @@ class FileWeights(PublishedWeights):
         """Nothing is held but the mapping, which views keep."""
 
 
+@contextmanager
+def submissions_run_at_once() -> Iterator[None]:
+    """Inside, what this thread submits to a ``ThreadPoolExecutor`` runs on this thread, before ``submit`` returns.
+
+    Other threads submit as before, and so does a subclass with a ``submit`` of its own, such as `DigestThreads`.
+    """
+    this_thread, submit = threading.get_ident(), ThreadPoolExecutor.submit
+
+    def run_at_once(pool: ThreadPoolExecutor, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+        if threading.get_ident() != this_thread:
+            return submit(pool, function, *args, **kwargs)
+        future: Future[T] = Future()
+        try:
+            future.set_result(function(*args, **kwargs))
+        except Exception as error:  # noqa: BLE001 - whoever reads the result gets it, as from a pool
+            future.set_exception(error)
+        return future
+
+    ThreadPoolExecutor.submit = run_at_once  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield
+    finally:
+        ThreadPoolExecutor.submit = submit
+
+
 class ComparedWrites(TorchDispatchMode):
     """Inside, every copy of published weights into one of the parameters is verified once it is done.
 
     A copy of whole pieces on the CPU is compared with the digest of what was published. Any other (part of a piece, of
     another type, on a GPU) is compared with its source, whose own digest is compared in the end.
+
+    A dispatch mode sees the operations of its own thread only. So what this thread submits to a thread pool meanwhile,
+    as SGLang's loaders of some models do with their copies, runs at once on this thread.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], weights: WeightSource) -> None:
@@ -289,6 +319,15 @@ class ComparedWrites(TorchDispatchMode):
             self._sizes[self._names[key]] = max(self._sizes[self._names[key]], parameter.numel())
         self._written: dict[str, dict[tuple[Any, ...], int]] = {name: {} for name in self._sizes}
         self._wrong: dict[str, list[Tensor]] = {}
+
+    def __enter__(self) -> ComparedWrites:
+        self._executors = ExitStack()
+        self._executors.enter_context(submissions_run_at_once())
+        return super().__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        self._executors.close()
 
     @property
     def num_values(self) -> int:

@@ -50,6 +50,7 @@ SHARED_PREFIX = np.asarray([3 + position * 7 % 10 for position in range(60)], dt
         pytest.param("qwen3", 1, "float32", 1e-4, OnUpdate.recompute, {}, id="tied"),
         pytest.param("qwen3_moe", 1, "float32", 1e-4, OnUpdate.recompute, {}, id="experts"),
         pytest.param("qwen2", 1, "bfloat16", 0.1, OnUpdate.recompute, {}, id="bfloat16"),
+        pytest.param("qwen3", 1, "float32", 1e-4, OnUpdate.recompute, {"threads": True}, id="loaded-in-threads"),
         pytest.param("qwen3", 1, "float32", 1e-4, OnUpdate.keep, {}, id="kept-kv-cache"),
         pytest.param("qwen3", 1, "float32", 1e-4, OnUpdate.recompute, {"full_every": 5}, id="deltas"),
         pytest.param("llama", 2, "float32", 1e-4, OnUpdate.recompute, {"collective": NETWORK}, id="over-the-network"),
@@ -64,7 +65,11 @@ SHARED_PREFIX = np.asarray([3 + position * 7 % 10 for position in range(60)], dt
         pytest.param("qwen2", 1, "bfloat16", 0.1, OnUpdate.recompute, LENT, id="lent-bfloat16"),
     ],
 )
-async def test_every_token_is_of_the_version_that_it_names(family, tp_size, dtype, atol, on_update, offers, tmp_path):
+async def test_every_token_is_of_the_version_that_it_names(
+    family, tp_size, dtype, atol, on_update, offers, tmp_path, monkeypatch
+):
+    if offers.pop("threads", False):
+        monkeypatch.setenv("SGLANG_EXTERNAL_MODEL_PACKAGE", "tests.support.threaded_models")
     path = save_tiny_model(tmp_path / "model", family, initializer_range=0.1)
     lora = LoraConfig(rank=4 if "adapters" in offers else 0)
     learner = PackedModel(LearnerConfig(device=Device.cpu, dtype=dtype, lora=lora), ACTOR, model_path=path)

@@ -1,5 +1,7 @@
 """What the loader inside a server proves of a model, on models of a few lines."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
 
 import pytest
@@ -8,8 +10,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from asyncrl.protocol.errors import WeightsError
-from asyncrl.protocol.manifest import FROZEN, AdaptedLayer, Adapter, describe_model
-from rollout_fleet.engines.weight_loader import load_verified
+from asyncrl.protocol.manifest import FROZEN, AdaptedLayer, Adapter, DigestThreads, describe_model
+from rollout_fleet.engines.weight_loader import load_verified, submissions_run_at_once
 
 
 class Model(nn.Module):
@@ -132,3 +134,54 @@ def test_an_adapter_of_a_weight_that_is_not_there_is_refused_by_name(adapter_of)
     offer = adapter_of(torch.randn(2, 3), torch.randn(4, 2), 1.0, name="absent", w=torch.randn(4, 3))
     with pytest.raises(WeightsError, match="1 of 1 adapted weights are not there, first absent"):
         load_verified(model, offer)
+
+
+class ModelThatLoadsInThreads(Model):
+    """Copies on a thread pool, as SGLang's loaders of DeepSeek-V2/V3, GLM, Hunyuan and LongCat do."""
+
+    def load_weights(self, tensors):
+        with ThreadPoolExecutor(4) as threads:
+            copies = [threads.submit(self._load, self.held, name, tensor) for name, tensor in tensors]
+            for copy in as_completed(copies):
+                copy.result()
+
+
+@torch.no_grad()
+def copy_without_gradient(held, name, tensor):
+    held[name].copy_(tensor)
+
+
+def test_a_load_that_copies_in_threads_is_verified(offer_of):
+    whole = {name: torch.randn(3, 5) for name in "abcdef"}
+    model = ModelThatLoadsInThreads(copy_without_gradient, **{name: torch.zeros(3, 5) for name in whole})
+    assert load_verified(model, offer_of(**whole)) == 6 * 15
+    assert all(torch.equal(model.held[name].detach(), value) for name, value in whole.items())
+
+
+def test_a_load_in_threads_that_leaves_a_part_out_is_refused(offer_of):
+    @torch.no_grad()
+    def copy_part(held, name, tensor):
+        held[name][: 2 if name == "b" else None].copy_(tensor[: 2 if name == "b" else None])
+
+    model = ModelThatLoadsInThreads(copy_part, a=torch.zeros(4), b=torch.zeros(4))
+    with pytest.raises(WeightsError, match=r"not loaded whole, first held.b with 2 of 4"):
+        load_verified(model, offer_of(a=torch.randn(4), b=torch.randn(4)))
+
+
+def test_what_a_copy_in_a_thread_raises_is_raised_by_the_load(offer_of):
+    def fail(held, name, tensor):
+        raise KeyError(name)
+
+    with pytest.raises(KeyError, match="a"):
+        load_verified(ModelThatLoadsInThreads(fail, a=torch.zeros(4)), offer_of(a=torch.randn(4)))
+
+
+def test_other_threads_and_our_own_pools_go_on_in_threads_during_a_load():
+    before, this_thread = ThreadPoolExecutor.submit, threading.get_ident()
+    with DigestThreads(1) as digests, ThreadPoolExecutor(1) as models, submissions_run_at_once():
+        assert models.submit(threading.get_ident).result() == this_thread
+        other_thread = digests.submit(threading.get_ident).result()
+        assert this_thread not in {other_thread, *digests.map(lambda _: threading.get_ident(), range(2))}
+        submitted_there = digests.submit(lambda: models.submit(threading.get_ident).result()).result()
+        assert submitted_there not in (this_thread, other_thread)
+    assert ThreadPoolExecutor.submit is before
