@@ -424,13 +424,11 @@ def requested_cpus(config: RunConfig, num_engines: int | None = None) -> float:
 
 
 def requested_gpus(config: RunConfig) -> int:
-    """GPUs that the run's workers take when it starts; 0 unless ``learner.device`` is ``cuda``."""
-    if config.learner.device != "cuda":
-        return 0
-    engines = (
-        0 if config.placement.colocated else config.rollout_fleet.fewest_engines * config.rollout_fleet.sglang.tp_size
-    )
-    return sum(learner_pools(config).values()) + engines
+    """GPUs that the run's workers take when it starts: those of ranks and of engines whose device is ``cuda``."""
+    fleet = config.rollout_fleet
+    ranks = sum(learner_pools(config).values()) if config.learner.device == "cuda" else 0
+    own_gpus = fleet.device == "cuda" and not config.placement.colocated
+    return ranks + (fleet.fewest_engines * fleet.sglang.tp_size if own_gpus else 0)
 
 
 def learner_roles(config: RunConfig) -> dict[str, str]:

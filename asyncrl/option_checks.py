@@ -21,6 +21,7 @@ from asyncrl.config import (
     requested_gpus,
     stop_deadlines,
 )
+from asyncrl.metrics import counted
 from buffer.config import is_loopback
 from learner.config import GROUP_ADVANTAGES
 from rollout_fleet.config import EngineKind, OnRewardFailure
@@ -68,6 +69,7 @@ def check_options(config: RunConfig) -> None:
             f"{config.stop_timeout_s:g}; raise the first or lower the second"
         )
     _check_colocation(config)
+    check_devices(config)
     _check_nodes(config)
     _check_autoscaling(config)
     if config.rollout_fleet.engine is EngineKind.scripted:
@@ -134,13 +136,15 @@ def _check_whole(option: str, model: Path) -> None:
 
 
 def check_placement(config: RunConfig, *, num_cpus: int, num_gpus: int) -> None:
-    """Check that the run fits the CPUs and GPUs of the cluster; see `check_files`."""
+    """Check that the run fits the CPUs and GPUs that it may use; the devices are resolved. See `check_files`."""
     gpus, cpus = requested_gpus(config), requested_cpus(config)
     if gpus > num_gpus:
+        fleet = config.rollout_fleet
         raise ValueError(
-            f"learner.device={config.learner.device} asks for {gpus} GPUs ({config.learner.num_ranks} learner ranks, "
-            f"{config.rollout_fleet.fewest_engines} engines), got {num_gpus}; lower learner.num_ranks or "
-            "rollout_fleet.num_engines, or set learner.device=cpu"
+            f"learner.device={config.learner.device} and rollout_fleet.device={fleet.device} ask for "
+            f"{counted(gpus, 'GPU')} ({config.learner.num_ranks} learner ranks, {fleet.fewest_engines} engines of "
+            f"tp_size={fleet.sglang.tp_size}), got {num_gpus}; lower learner.num_ranks or rollout_fleet.num_engines, "
+            "let them share GPUs with placement.colocated=true, or set the devices to cpu"
         )
     if cpus > num_cpus and (config.ray.address or not config.placement.oversubscribe):
         raise ValueError(
@@ -211,11 +215,6 @@ def _check_weights(config: RunConfig) -> None:
             f"weights.adapters must be false where no host holds the weights ({config.weights.way}): what adapters "
             "apply to would have to be sent with each of them; set it to publish merged weights, or another transport"
         )
-    if config.weights.transport is Transport.tensor and config.learner.device == "cuda" != config.rollout_fleet.device:
-        raise ValueError(
-            "rollout_fleet.device must be cuda with weights.transport=tensor and learner.device=cuda, got "
-            f"{config.rollout_fleet.device}: only a GPU maps another one's memory"
-        )
     if config.weights.transport not in (Transport.auto, Transport.file) and config.learner.keep_snapshots == -1:
         raise ValueError(
             "weights.transport must be file to keep all versions (learner.keep_snapshots=-1), got "
@@ -232,11 +231,6 @@ def _check_colocation(config: RunConfig) -> None:
             f"weights.publish_every must be 1 with placement.colocated=true, got {config.weights.publish_every}: "
             "engines that take their devices back load the newest weights"
         )
-    if learner.device == "cuda" and fleet.sglang.tp_size > 1:
-        raise ValueError(
-            f"rollout_fleet.sglang.tp_size must be 1 with placement.colocated=true, got {fleet.sglang.tp_size}: an "
-            "engine shares the device of one learner rank"
-        )
     if fleet.is_elastic:
         raise ValueError(
             f"rollout_fleet.num_engines must be a number with placement.colocated=true, got {fleet.num_engines}: an "
@@ -246,6 +240,23 @@ def _check_colocation(config: RunConfig) -> None:
         raise ValueError(
             "learner.num_ranks must equal rollout_fleet.num_engines with placement.colocated=true, one of each "
             f"per device, got {learner.num_ranks} and {fleet.num_engines}"
+        )
+
+
+def check_devices(config: RunConfig) -> None:
+    """Check what follows from the devices of learner and engines, before and after ``auto`` is resolved."""
+    learner, fleet = config.learner, config.rollout_fleet
+    if config.weights.transport is Transport.tensor and learner.device == "cuda" and fleet.device == "cpu":
+        raise ValueError(
+            "rollout_fleet.device must be cuda with weights.transport=tensor and learner.device=cuda, got "
+            f"{fleet.device}: only a GPU maps another one's memory"
+        )
+    if not config.placement.colocated:
+        return
+    if learner.device == "cuda" and fleet.sglang.tp_size > 1:
+        raise ValueError(
+            f"rollout_fleet.sglang.tp_size must be 1 with placement.colocated=true, got {fleet.sglang.tp_size}: an "
+            "engine shares the device of one learner rank"
         )
     if {learner.device.value, fleet.device.value} == {"cpu", "cuda"}:
         raise ValueError(

@@ -6,6 +6,9 @@ from enum import StrEnum
 LEARNER_POOL = "learner"
 """The pool of the actor, and of every role that is placed nowhere else."""
 
+RAY_SETS_DEVICES = {f"RAY_EXPERIMENTAL_NOSET_{runtime}_VISIBLE_DEVICES": "" for runtime in ("CUDA", "HIP", "ROCR")}
+"""Environment in which Ray restricts a process to its own GPUs, even if a user's shell says otherwise."""
+
 # One thread per process: on a machine with few cores, threads that compete for them stop every process. The children of
 # a worker that exits end by themselves, after they have removed what it left; Ray would kill them first.
 WORKER_ENV = {
@@ -13,6 +16,7 @@ WORKER_ENV = {
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "RAY_kill_child_processes_on_worker_exit": "0",
+    **RAY_SETS_DEVICES,
 }
 """Environment of the workers of every run."""
 

@@ -306,7 +306,7 @@ class LearnerConfig:
     Attributes:
         num_ranks: Processes of the group, one device each.
         sp_size: Ulysses sequence-parallel ranks; dp = num_ranks ÷ sp_size.
-        device: Where to compute.
+        device: Where to compute. ``auto``: on CUDA if there are enough GPUs for learner and engines, else on the CPU.
         dtype: Parameter type while computing. Trained parameters are always held in float32, and their gradients are
             reduced in float32.
         frozen_dtype: Type that frozen parameters are held in: the reference, the reward model, and the weights below

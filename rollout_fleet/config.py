@@ -157,7 +157,8 @@ class RolloutFleetConfig:
 
     Attributes:
         engine: What generates.
-        device: Where the engines compute.
+        device: Where the engines compute. ``auto``: on CUDA if there are enough GPUs for learner and engines, else on
+            the CPU.
         num_engines: Rollout workers, one engine each. ``{min: 2, max: 8}`` is an elastic fleet: the run starts as soon
             as ``min`` engines are ready, takes more while it goes, up to ``max``, and lets them leave.
         min_engines: The run ends when fewer engines than this are left that have not failed for good; an elastic fleet

@@ -3,7 +3,7 @@
 A group waits for a free process; its deadline starts when it has one. A process that hangs or dies is replaced. The
 processes (``python -m rollout_fleet.rewards NAME PARENT_PID``) are plain children that speak over pipes, so that a
 killed worker leaves no semaphores behind; they end when their pipe closes. Each leads a session of its own: what a
-reward starts ends with its process, unless it makes a session for itself.
+reward starts ends with its process, unless it makes a session for itself. They see no GPUs, which belong to the engine.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ import numpy as np
 from asyncrl.protocol.errors import DeadlineError, RewardError, WorkerDiedError
 from asyncrl.protocol.registry import Registry
 from asyncrl.protocol.types import Prompt
+from asyncrl.protocol.visible_gpus import NO_GPUS
 
 from .config import RolloutFleetConfig, reward_label
 from .engines.process_guard import signal_at_parent_death
@@ -180,7 +181,7 @@ class RewardProcesses:
             str(os.getpid()),
             stdin=PIPE,
             stdout=PIPE,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            env={**os.environ, **NO_GPUS, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
             start_new_session=True,
         )
         self._processes[process] = asyncio.create_task(_end_group_after(process))

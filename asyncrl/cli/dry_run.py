@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from asyncrl.cli.preflight import check_folders, preflight, visible_gpus
+from asyncrl.cli.preflight import check_folders, preflight
 from asyncrl.cli.quickstart import with_quickstart_assets
 from asyncrl.config import (
     RunConfig,
@@ -21,10 +21,10 @@ from asyncrl.config import (
     requested_cpus,
     requested_gpus,
 )
+from asyncrl.devices import resolve_devices
 from asyncrl.metrics import counted
 from asyncrl.profile.device_memory import GIB, ModelSize, engine_memory, kv_tokens, rank_memory
-from rollout_fleet.config import EngineDevice
-from rollout_fleet.engines import resolve_device
+from asyncrl.protocol.visible_gpus import visible_gpus
 
 _BYTES_PER_TOKEN = 14
 """Of a stored token: id, log-prob and version, and its share of the rest."""
@@ -73,6 +73,8 @@ def dry_run(config: RunConfig) -> DryRun:
         with_assets = with_quickstart_assets(replace(config, output_dir=folder)) if config.quickstart else config
         with_assets = replace(with_assets, output_dir=config.output_dir)
         try:
+            if not config.ray.address:
+                with_assets = resolve_devices(with_assets, visible_gpus(), notes.append)
             check_folders(config)
             asyncio.run(preflight(with_assets, notes.append))
         except ValueError as error:
@@ -80,7 +82,7 @@ def dry_run(config: RunConfig) -> DryRun:
         memory = _memory(with_assets, problems)
     return DryRun(
         problems=problems,
-        placement=list(_placement(config)),
+        placement=list(_placement(config, with_assets)),
         memory=memory,
         tokens=list(_tokens(config)),
         staleness=list(_staleness(config)),
@@ -103,17 +105,20 @@ def _memory(config: RunConfig, problems: list[str]) -> dict[str, dict[str, int]]
     return {f"{name} and engine, in turns": {**parts, **engine} for name, parts in ranks.items()}
 
 
-def _placement(config: RunConfig) -> Iterator[str]:
+def _placement(asked: RunConfig, config: RunConfig) -> Iterator[str]:
+    """Who runs where; ``asked`` is the run with the devices that the user named, ``config`` with those it gets."""
     fleet, learner = config.rollout_fleet, config.learner
     roles = learner_roles(config)
+    named = ((asked.learner.device, learner.device), (asked.rollout_fleet.device, fleet.device))
+    devices = [_device(before, after) for before, after in named]
     for pool, size in learner_pools(config).items():
         hosted = ", ".join(role for role, of in roles.items() if of == pool)
         shape = f"dp {size // learner.sp_size} x sp {learner.sp_size}"
-        yield f"learner pool {pool}: {counted(size, 'rank')} on {_device(config, learner.device)} ({shape}), {hosted}"
+        yield f"learner pool {pool}: {counted(size, 'rank')} on {devices[0]} ({shape}), {hosted}"
     size = f" x {fleet.sglang.tp_size} tensor-parallel ranks" if fleet.sglang.tp_size > 1 else ""
     fewest, most = fleet.fewest_groups_in_flight, fleet.most_groups_in_flight
     groups = str(most) if fewest == most else f"{fewest} to {most}"
-    where = "the learner's devices, in turns" if config.placement.colocated else _device(config, fleet.device)
+    where = "the learner's devices, in turns" if config.placement.colocated else devices[1]
     count = f"{fleet.fewest_engines} to {fleet.most_engines}" if fleet.is_elastic else fleet.num_engines
     yield f"fleet: {count} {fleet.engine} engines{size} on {where}, {groups} groups each"
     if keeps_stores_on_hosts(config):
@@ -127,14 +132,16 @@ def _placement(config: RunConfig) -> Iterator[str]:
     more = f" ({requested_cpus(config, fleet.most_engines):g} with all engines)" if fleet.is_elastic else ""
     have = f"; this machine has {os.cpu_count()} and {visible_gpus()}" if not config.ray.address else ""
     gpus = counted(requested_gpus(config), "GPU")
+    if "auto" in (learner.device, fleet.device):
+        gpus = "as many GPUs as its devices come to"
     yield f"{cluster}: {counted(requested_cpus(config), 'CPU')}{more} and {gpus}{have}"
 
 
-def _device(config: RunConfig, asked: str) -> str:
-    """What ``auto`` comes to here; on a cluster each node finds that out for itself."""
-    if asked != EngineDevice.auto:
+def _device(asked: str, resolved: str) -> str:
+    """A device for the terminal; ``auto`` on a cluster is resolved when the run joins it."""
+    if asked != "auto":
         return asked
-    return "what its node has" if config.ray.address else f"{resolve_device(EngineDevice.auto)} (auto)"
+    return "what the cluster has" if resolved == "auto" else f"{resolved} (auto)"
 
 
 def _tokens(config: RunConfig) -> Iterator[str]:

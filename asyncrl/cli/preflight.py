@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
-import subprocess
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,6 +22,7 @@ from asyncrl.metrics.prometheus import split_address
 from asyncrl.option_checks import check_files, check_placement
 from asyncrl.protocol.errors import AsyncRLError
 from asyncrl.protocol.types import Prompt
+from asyncrl.protocol.visible_gpus import visible_gpus
 from asyncrl.supervised.warm_start import finished_warm_start
 from buffer.config import Durability
 from buffer.sockets import allow_clients
@@ -39,7 +38,7 @@ async def preflight(config: RunConfig, say: Callable[[str], None]) -> tuple[Prom
     """Try everything but the folders, which `check_folders` tries before the run has one of its own.
 
     Args:
-        config: The run, with its assets.
+        config: The run, with its assets; with its devices, unless it joins a cluster.
         say: Shows the user a line.
 
     Returns:
@@ -197,15 +196,6 @@ async def try_reward(config: RunConfig, prompt: Prompt) -> None:
         ) from error
     finally:
         await rewards.close()
-
-
-def visible_gpus() -> int:
-    """GPUs that the NVIDIA driver lists on this machine; 0 without a driver. Loads no torch."""
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return 0
-    listed = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=30, check=False)
-    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
 
 
 def _shortened(text: str) -> str:

@@ -16,9 +16,9 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 from asyncrl.cli.compose import CONFIG_DIR, compose_run, dump_yaml, help_text
 from asyncrl.cli.fork_server import ForkServer
@@ -36,14 +36,16 @@ from asyncrl.cli.supervisor import (
 from asyncrl.config import RunConfig, learner_pools
 from asyncrl.controller.resume import check_beginning
 from asyncrl.controller.run_folder import has_trained, make_run_dir, shared_folder
+from asyncrl.devices import resolve_devices
 from asyncrl.metrics import TerminalView
 from asyncrl.option_checks import check_options
 from asyncrl.placement_config import WORKER_ENV
 from asyncrl.protocol.errors import AsyncRLError, ClusterDiedError, DeadlineError
 from asyncrl.protocol.remote import last_lines
-from asyncrl.supervised.warm_start import finished_warm_start, warm_start
-from rollout_fleet.config import EngineDevice, EngineKind
-from rollout_fleet.engines import resolve_device
+from asyncrl.protocol.visible_gpus import NO_GPUS, visible_gpus
+from asyncrl.supervised.warm_start import WarmStart, needs_fine_tuning, warm_start
+from learner.config import Device
+from rollout_fleet.config import EngineKind
 
 EXIT_USAGE = 2
 _MULTIRUN = {"--multirun", "-m"}
@@ -211,6 +213,8 @@ async def _run(
     async with AsyncExitStack() as stack:
         try:
             config = await asyncio.to_thread(with_quickstart_assets, config)
+            if not config.ray.address:  # the devices of a cluster are known when the run has joined it
+                config = resolve_devices(config, await asyncio.to_thread(visible_gpus), view.say)
             with view.waiting_for("preflight"):
                 prompts = await preflight(config, view.say)
         except (ValueError, asyncio.CancelledError):
@@ -219,32 +223,28 @@ async def _run(
         python: Sequence[str] = (sys.executable,)
         if modules := _imported_once(config):
             log_path = run_dir / "logs" / "fork-server.log"
-            server = ForkServer(modules, environment=os.environ | WORKER_ENV, log_path=log_path)
+            server = ForkServer(modules, environment=os.environ | WORKER_ENV | NO_GPUS, log_path=log_path)
             stack.callback(server.stop)
             python = server.command
             config = replace(config, ray=replace(config.ray, python=shlex.join(python)))
-        warming = asyncio.create_task(
-            warm_start(config, overrides, run_dir / "logs" / "sft.log", view.say, python=python)
-        )
-        stack.push_async_callback(_cancelled, warming)
+        log_path = run_dir / "logs" / "sft.log"
+        warming = WarmStart(partial(warm_start, overrides=overrides, log_path=log_path, say=view.say, python=python))
+        stack.push_async_callback(warming.stop)
+        if config.learner.device is Device.cpu:
+            warming.begin(config)
         with view.waiting_for("Ray to be imported"):
             module = await asyncio.to_thread(import_module, "asyncrl.controller.run")
         await module.Run(config, run_dir, prompts, warming, view, on_fault).run()
 
 
-async def _cancelled(task: asyncio.Task[Any]) -> None:
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
-
-
 def _imported_once(config: RunConfig) -> list[str]:
     """What the run's workers are to be forked from; nothing where they start by themselves, as one alone does."""
-    devices = {resolve_device(EngineDevice(device)) for device in (config.learner.device, config.rollout_fleet.device)}
-    if not config.ray.fork_workers or config.ray.python or config.ray.address or devices != {EngineDevice.cpu}:
+    on_cpu = config.learner.device == config.rollout_fleet.device == "cpu"
+    if not config.ray.fork_workers or config.ray.python or config.ray.address or not on_cpu:
         return []
     in_process = config.rollout_fleet.engine is EngineKind.transformers
     num_forked = sum(learner_pools(config).values()) + in_process * config.rollout_fleet.fewest_engines
-    num_forked += config.sft.enabled and finished_warm_start(config) is None
+    num_forked += needs_fine_tuning(config)
     if num_forked < 2:
         return []
     modules = [f"learner.{part}" for part in ("checkpoint", "roles", "trainer", "trajectory_log", "weights")]

@@ -5,19 +5,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Generator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from asyncrl.config import RunConfig, learner_pools, requested_cpus
+from asyncrl.devices import resolve_devices
 from asyncrl.option_checks import check_placement
-from asyncrl.placement_config import WORKER_ENV, Strategy
+from asyncrl.placement_config import RAY_SETS_DEVICES, WORKER_ENV, Strategy
 from asyncrl.protocol.errors import ClusterDiedError, DeadlineError
+from asyncrl.protocol.remote import within
+from asyncrl.protocol.visible_gpus import visible_gpus
 from asyncrl.single_controller import RayResourcePool, ResourcePoolManager, Role
 from asyncrl.single_controller.resource_pool import NODE_ID_LABEL, can_place
+
+logger = logging.getLogger(__name__)
 
 # Ray starts workers at nice 15 by default, which starves them beside any other load; idle workers started ahead of
 # need cost start-up time and memory that a run of a few actors never earns back; a control service that died on the
@@ -35,8 +42,15 @@ T = TypeVar("T")
 
 
 @asynccontextmanager
-async def ray_cluster(config: RunConfig) -> AsyncIterator[None]:
-    """Start or join Ray, check that the run fits, and leave nothing behind.
+async def ray_cluster(config: RunConfig, say: Callable[[str], None] = logger.info) -> AsyncIterator[RunConfig]:
+    """Start or join Ray, resolve the run's devices, check that the run fits, and leave nothing behind.
+
+    Args:
+        config: The run.
+        say: Shows the user a line.
+
+    Yields:
+        The run with its devices; see `resolve_devices`.
 
     Raises:
         ClusterDiedError: Ray does not start, or cannot be joined.
@@ -55,9 +69,7 @@ async def ray_cluster(config: RunConfig) -> AsyncIterator[None]:
         except Exception as error:
             where = f"at ray.address={config.ray.address}" if config.ray.address else "on this machine"
             raise ClusterDiedError(f"Ray {where} did not come up: {error}; look into Ray's session logs") from error
-        if config.ray.address:
-            await asyncio.to_thread(_check_cluster, config)
-        yield
+        yield await asyncio.to_thread(_checked_against_cluster, config, say)
     finally:
         # Ray that is shut down while its thread still starts it ends this process, with a status of its own.
         await asyncio.wait([starting], timeout=config.stop_timeout_s / 2)
@@ -72,6 +84,7 @@ def _start_own(config: RunConfig) -> None:
     ray.init(
         address="local",
         num_cpus=max(cores, int(wanted + 0.999)) if config.placement.oversubscribe else cores,
+        num_gpus=visible_gpus(),
         include_dashboard=False,
         object_store_memory=config.ray.object_store_bytes,
         logging_level=logging.ERROR,
@@ -85,15 +98,60 @@ def _join(config: RunConfig) -> None:
     ray.init(address=config.ray.address, logging_level=logging.ERROR, log_to_driver=False, **own)
 
 
-def _check_cluster(config: RunConfig) -> None:
-    """Check a cluster that was joined; see `check_nodes`. One that grows is not what it will be."""
-    if config.placement.autoscale:
-        return
+def _checked_against_cluster(config: RunConfig, say: Callable[[str], None]) -> RunConfig:
+    """Resolve the devices by the GPUs of the cluster; check a cluster that was joined with `check_nodes`.
+
+    A cluster that grows is not checked: nodes may come. There, ``auto`` is ``cuda`` if any node has a GPU by now.
+    """
     nodes = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
     if config.placement.num_nodes == 1:
         own = ray.get_runtime_context().get_node_id()
         nodes = {own: nodes[own]}
-    check_nodes(config, {node["NodeManagerAddress"]: node["Resources"] for node in nodes.values()})
+    resources = {node["NodeManagerAddress"]: node["Resources"] for node in nodes.values()}
+    num_gpus = sum(node.get("GPU", 0.0) for node in resources.values())
+    if config.placement.autoscale:
+        return resolve_devices(config, math.inf if num_gpus else 0, say)
+    config = resolve_devices(config, num_gpus, say)
+    if config.ray.address:
+        check_nodes(config, resources)
+    return config
+
+
+@asynccontextmanager
+async def gpu_of_this_node(config: RunConfig) -> AsyncIterator[str]:
+    """Reserve one GPU of this node through Ray, for a process that Ray does not start.
+
+    Yields:
+        What ``CUDA_VISIBLE_DEVICES`` must be in that process.
+
+    Raises:
+        DeadlineError: no GPU of this node became free within ``ray.start_timeout_s``.
+        ValueError: this node has no GPU.
+    """
+    own = ray.get_runtime_context().get_node_id()
+    resources = next(node["Resources"] for node in ray.nodes() if node["NodeID"] == own)
+    if not resources.get("GPU"):
+        raise ValueError(
+            "the warm start computes on this node with learner.device=cuda, which must have a GPU, got none; start the "
+            "run on a node with a GPU, or run asyncrl sft there first and name its result in model.path"
+        )
+    environment = {"env_vars": RAY_SETS_DEVICES}
+    here = NodeAffinitySchedulingStrategy(node_id=own, soft=False)
+    holder = _GpuHolder.options(num_cpus=0, num_gpus=1, scheduling_strategy=here, runtime_env=environment).remote()
+    try:
+        asked = holder.visible_devices.remote()
+        yield await within(asked, config.ray.start_timeout_s, "a free GPU of this node", "ray.start_timeout_s")
+    finally:
+        ray.kill(holder)
+
+
+@ray.remote
+class _GpuHolder:
+    """Holds a GPU for as long as it lives; does nothing with it."""
+
+    def visible_devices(self) -> str:
+        """``CUDA_VISIBLE_DEVICES`` as Ray has set it."""
+        return os.environ["CUDA_VISIBLE_DEVICES"]
 
 
 def check_nodes(config: RunConfig, nodes: Mapping[str, Mapping[str, float]]) -> None:
@@ -123,15 +181,14 @@ def check_nodes(config: RunConfig, nodes: Mapping[str, Mapping[str, float]]) -> 
 def node_shares(config: RunConfig) -> list[dict[str, float]]:
     """What a run takes of the cluster, in shares that each lie on one node."""
     placement, fleet = config.placement, config.rollout_fleet
-    on_gpus = config.learner.device == "cuda"
+    gpus_per_rank = 1 if config.learner.device == "cuda" else 0
+    gpus_per_engine = fleet.sglang.tp_size if fleet.device == "cuda" and not placement.colocated else 0
     ranks = [n for size in learner_pools(config).values() for n in placement.on_nodes(size, placement.ranks_per_node)]
     engines = placement.on_nodes(fleet.fewest_engines, placement.engines_per_node or 1)
-    takers = [(count, placement.cpus_per_learner_rank, 1) for count in ranks]
-    takers += [
-        (count, placement.cpus_per_engine, 0 if placement.colocated else fleet.sglang.tp_size) for count in engines
-    ]
+    takers = [(count, placement.cpus_per_learner_rank, gpus_per_rank) for count in ranks]
+    takers += [(count, placement.cpus_per_engine, gpus_per_engine) for count in engines]
     return [
-        {"CPU": count * num_cpus} | ({"GPU": float(count * num_gpus)} if on_gpus and num_gpus else {})
+        {"CPU": count * num_cpus} | ({"GPU": float(count * num_gpus)} if num_gpus else {})
         for count, num_cpus, num_gpus in takers
     ]
 
@@ -163,7 +220,7 @@ def engine_pool(config: RunConfig, num_engines: int | None = None) -> RayResourc
     by_node = placement.engines_per_node > 0 or placement.num_nodes == 1
     return RayResourcePool(
         process_on_nodes=placement.on_nodes(count, placement.engines_per_node),
-        use_gpu=config.learner.device == "cuda",
+        use_gpu=fleet.device == "cuda",
         name_prefix="rollout",
         max_colocate_count=1,
         num_cpus_per_process=placement.cpus_per_engine,
@@ -185,7 +242,7 @@ def pool_of_one(config: RunConfig, *, node_id: str, full: Collection[str]) -> Ra
         labels |= {NODE_ID_LABEL: f"!in({','.join(sorted(full))})"}
     return RayResourcePool(
         process_on_nodes=[1],
-        use_gpu=config.learner.device == "cuda",
+        use_gpu=config.rollout_fleet.device == "cuda",
         max_colocate_count=1,
         num_cpus_per_process=placement.cpus_per_engine,
         num_devices_per_process=config.rollout_fleet.sglang.tp_size,

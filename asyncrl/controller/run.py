@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 from asyncrl.config import RunConfig, keeps_stores_on_hosts, num_buffer_clients, stop_deadlines
-from asyncrl.controller.cluster import finished_in_thread, ray_cluster
+from asyncrl.controller.cluster import finished_in_thread, gpu_of_this_node, ray_cluster
 from asyncrl.controller.controller import ColocatedController, Controller
 from asyncrl.controller.evaluator import HeldOutEvaluator, PinnedEngines
 from asyncrl.controller.fleet_group import FleetGroup
@@ -58,8 +58,9 @@ from asyncrl.protocol.ports import PromptSource
 from asyncrl.protocol.types import Prompt
 from asyncrl.samples import NewSamples, sample_line
 from asyncrl.single_controller import ray_death
-from asyncrl.supervised.warm_start import policy_path
+from asyncrl.supervised.warm_start import WarmStart, needs_fine_tuning, policy_path
 from buffer import BufferClient, BufferConfig, BufferConnection, BufferSupervisor, StoresOn
+from learner.config import Device
 
 logger = logging.getLogger(__name__)
 
@@ -85,14 +86,14 @@ class Run:
         config: RunConfig,
         run_dir: Path,
         prompts: tuple[PromptStream, list[Prompt]],
-        warming: asyncio.Task[Path],
+        warming: WarmStart,
         view: TerminalView,
         on_fault: Callable[[BaseException], None],
     ) -> None:
         """Take the run, checked, with its assets: ``prompts`` are those to train on, and the held-out ones.
 
-        ``warming`` ends in the directory of the policy to start from. ``on_fault`` hears of a fault before the parts
-        are stopped, so that stopping can be given a deadline.
+        ``warming`` makes the policy to start from; it has begun unless it may compute on a GPU. ``on_fault`` hears of a
+        fault before the parts are stopped, so that stopping can be given a deadline.
         """
         self._config = replace(config, profile=replace(config.profile, directory=str(run_dir / "profile")))
         self._run_dir = run_dir
@@ -125,7 +126,7 @@ class Run:
                 options = self._buffer_options()
                 server = self._start_buffer(stack, options)
                 with self._view.waiting_for("Ray"):
-                    await stack.enter_async_context(ray_cluster(self._config))
+                    self._config = await stack.enter_async_context(ray_cluster(self._config, self._view.say))
                 folders = node_folders(self._config, self._run_dir, self._view.say)
                 self._nodes = await stack.enter_async_context(folders)
                 several = self._config.placement.num_nodes > 1
@@ -211,6 +212,8 @@ class Run:
     ) -> dict[str, Any]:
         buffer = server.connection.client()
         stack.push_async_callback(buffer.close)
+        if not self._warming.has_begun:
+            await self._warm_up()
         if self._config.placement.colocated:
             learner, fleet = await self._start_in_turn(stack, server.connection)
         else:
@@ -263,10 +266,19 @@ class Run:
                 await learner.load(self._resumed.checkpoint)
         return learner
 
+    async def _warm_up(self) -> None:
+        """Begin the warm start; one on a GPU ends before learner and engines take their GPUs, maybe the same one."""
+        if self._config.learner.device is Device.cpu or not needs_fine_tuning(self._config):
+            self._warming.begin(self._config)
+            return
+        async with gpu_of_this_node(self._config) as visible_devices:
+            self._warming.begin(self._config, visible_devices)
+            await self._warmed()
+
     async def _warmed(self) -> Path:
         """The policy that training starts from, once it is there."""
-        with nullcontext() if self._warming.done() else self._view.waiting_for("warm start"):
-            return await self._warming
+        with nullcontext() if self._warming.is_done else self._view.waiting_for("warm start"):
+            return await self._warming.policy()
 
     @property
     def _state(self) -> RunState:

@@ -228,6 +228,9 @@ def _unify_rocm(env_vars: MutableMapping[str, str]) -> None:
     """Move what ROCm's own variables say into CUDA_VISIBLE_DEVICES, which torch reads on ROCm too."""
     hip = env_vars.pop("HIP_VISIBLE_DEVICES", None)
     cuda = env_vars.get("CUDA_VISIBLE_DEVICES")
+    if cuda == "":  # all are hidden
+        env_vars.pop("ROCR_VISIBLE_DEVICES", None)
+        return
     if hip and cuda and hip != cuda:
         raise UsageError(f"HIP_VISIBLE_DEVICES is {hip!r} and CUDA_VISIBLE_DEVICES {cuda!r}; set one, or both alike")
     if hip:
@@ -240,15 +243,20 @@ def _unify_rocm(env_vars: MutableMapping[str, str]) -> None:
 
 
 def _choose_device_within_node(env_vars: MutableMapping[str, str]) -> None:
-    """If a worker sees all devices of its node, its local rank is the device that Ray assigned to it."""
+    """If a worker sees all devices of its node, its local rank is the place of its own one among them.
+
+    Ray names a device by its entry in the variable that restricts the node's devices, or else by its index.
+    """
     is_npu = visible_devices_name(env_vars) == "ASCEND_RT_VISIBLE_DEVICES"
     assigned = ray.get_runtime_context().get_accelerator_ids()["NPU" if is_npu else "GPU"]
     if not assigned:
         return
-    env_vars["LOCAL_RANK"] = assigned[0]
+    seen = env_vars.get(visible_devices_name(env_vars), "").split(",")
+    place = seen.index(assigned[0]) if assigned[0] in seen else int(assigned[0])
+    env_vars["LOCAL_RANK"] = str(place)
     device = _device_module(is_npu)
     if device.is_available():
-        device.set_device(int(assigned[0]))
+        device.set_device(place)
 
 
 def _device_module(is_npu: bool) -> Any:

@@ -17,6 +17,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from asyncrl.protocol.errors import UsageError, WorkerDiedError
 from asyncrl.protocol.remote import WorkerIdentity, death_of, fetch, identities
+from asyncrl.protocol.visible_gpus import NO_GPUS
 
 from .calls import PendingResult, PendingResults, Route, deadline_s, func_generator, shared
 from .dispatch import MAGIC_ATTR, Dispatch, Execute, get_predefined_dispatch_fn, get_predefined_execute_fn
@@ -355,13 +356,15 @@ class RayWorkerGroup(WorkerGroup):
         return worker, name
 
     def _environment(self, slot: Slot, world_size: int, log_file: str | None) -> dict[str, str]:
-        """The variables that tell a worker its place, and the user's own."""
+        """The variables that tell a worker its place, the user's own, and those that hide GPUs it did not reserve."""
         env = {
             "WORLD_SIZE": str(world_size),
             "RANK": str(slot.rank),
             "WG_PREFIX": self.name_prefix,
             "WG_BACKEND": "ray",
-            "RAY_LOCAL_WORLD_SIZE": str(slot.local_world_size),
+            "LOCAL_WORLD_SIZE": str(slot.local_world_size),
+            "LOCAL_RANK": str(slot.local_rank),
+            "RAY_LOCAL_WORLD_SIZE": str(slot.local_world_size),  # verl's names for the same
             "RAY_LOCAL_RANK": str(slot.local_rank),
             "MASTER_ADDR": str(self.master_address),
             "MASTER_PORT": str(self.master_port),
@@ -369,7 +372,10 @@ class RayWorkerGroup(WorkerGroup):
         taken = sorted(env.keys() & self.customized_worker_env.keys())
         if taken:
             raise UsageError(f"worker_env sets {taken}, which describe the worker and are the group's to set")
-        return env | self.customized_worker_env | ({} if log_file is None else {"WG_LOG_FILE": log_file})
+        env |= {} if log_file is None else {"WG_LOG_FILE": log_file}
+        # Ray 2.60 leaves the visible devices of an actor without any as they are, so that it would see all of them.
+        hidden = {} if self.use_gpu else NO_GPUS
+        return hidden | self.customized_worker_env | env
 
     def spawn(self, prefix_set: Iterable[str]) -> dict[str, RayWorkerGroup]:
         """One group per role of a colocated class, over the same workers. Raises `UsageError` for an unknown role."""

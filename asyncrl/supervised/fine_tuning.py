@@ -26,15 +26,16 @@ from asyncrl.data.demonstrations import Demonstration, DemonstrationFormat, load
 from asyncrl.data.prompts import load_eval_prompts
 from asyncrl.protocol.errors import RewardError
 from asyncrl.protocol.types import Prompt
+from asyncrl.protocol.visible_gpus import visible_gpus
 from asyncrl.supervised.warm_start import finished_warm_start, warm_start_path, write_warm_start
-from learner.config import LearnerConfig, LoraConfig, Schedule
+from learner.config import Device, LearnerConfig, LoraConfig, Schedule
 from learner.fsdp import LearnerMesh
 from learner.losses import Objective, negative_log_likelihood
 from learner.model_folder import save_policy
 from learner.trainer import Trainer
 from learner.types import TokenSequence
 from learner.weights import WeightPublisher
-from rollout_fleet.config import EngineKind
+from rollout_fleet.config import EngineDevice, EngineKind
 from rollout_fleet.engines import make_engine
 from rollout_fleet.engines.model_files import load_decoder
 from rollout_fleet.evaluation import HeldOutAnswers
@@ -193,8 +194,7 @@ def read_demonstrations(config: RunConfig, tokenizer: Any) -> tuple[list[TokenSe
         chat_template_kwargs=sft.chat_template_kwargs,
     )
     train, validation = (
-        _sequences(load_demonstrations(files, form, tokenizer), num_positions(config))
-        for files in (sft.train_files, sft.val_files)
+        _sequences(load_demonstrations(files, form, tokenizer), num_positions(config)) for files in (sft.train_files, sft.val_files)
     )
     if sft.val_rows >= len(train):
         raise ValueError(
@@ -233,8 +233,21 @@ def _share(sequences: Sequence[TokenSequence], mesh: LearnerMesh) -> list[TokenS
 
 
 def _learner_config(config: RunConfig) -> LearnerConfig:
-    """The learner's options with the warm start's optimizer, on the ranks that this process group has."""
+    """The learner's options with the warm start's optimizer, on the ranks and GPUs that this process group has.
+
+    Raises:
+        ValueError: this node has fewer GPUs than ranks, and the ranks are to compute on GPUs.
+    """
     num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    num_here, num_gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), visible_gpus()
+    device = config.learner.device
+    if device is Device.cuda and num_gpus < num_here:
+        raise ValueError(
+            f"learner.device=cuda needs a GPU for each of the {num_here} ranks on this node, got {num_gpus} visible; "
+            "start fewer ranks, or set learner.device=cpu"
+        )
+    if device is Device.auto:
+        device = Device.cuda if num_gpus >= num_here else Device.cpu
     sft = config.sft
     optimizer = replace(
         config.learner.optimizer,
@@ -246,7 +259,8 @@ def _learner_config(config: RunConfig) -> LearnerConfig:
     )
     sp_size = config.learner.sp_size if num_ranks > 1 else 1
     # A warm start has much to learn: it trains all weights, also where the run then trains adapters.
-    return replace(config.learner, num_ranks=num_ranks, sp_size=sp_size, optimizer=optimizer, lora=LoraConfig())
+    own = {"num_ranks": num_ranks, "sp_size": sp_size, "device": device, "optimizer": optimizer, "lora": LoraConfig()}
+    return replace(config.learner, **own)
 
 
 def _batches(
@@ -266,7 +280,8 @@ class GreedyAccuracy:
     """Answers held-out prompts greedily with the weights of the moment; on rank 0, the other ranks hear the result."""
 
     def __init__(self, config: RunConfig, held_out: Sequence[Prompt]) -> None:
-        self._config = replace(config.rollout_fleet, engine=EngineKind.transformers)
+        device = EngineDevice(_learner_config(config).device.value)  # rank 0 and this engine share one
+        self._config = replace(config.rollout_fleet, engine=EngineKind.transformers, device=device)
         self._model_path = config.model.path
         self._held_out = held_out
         self._is_first = int(os.environ.get("RANK", "0")) == 0

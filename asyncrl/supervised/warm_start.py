@@ -1,7 +1,8 @@
 """The policy that a run starts from: fine-tuned before training, and reused for the same settings only.
 
 The warm start is ``asyncrl sft`` in a process of its own, as a user would run it; the controller's process relays its
-lines, waits for each under a deadline, and for the one that names the policy that it has written.
+lines, waits for each under a deadline, and for the one that names the policy that it has written. On the CPU the
+process starts while the other parts of the run start. On a GPU it starts when Ray has reserved one for it.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ import os
 import shutil
 import sys
 import threading
+from asyncio.subprocess import Process
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -23,6 +25,7 @@ from typing import Any
 
 from asyncrl.config import RunConfig
 from asyncrl.protocol.errors import DeadlineError, WorkerDiedError
+from asyncrl.protocol.visible_gpus import NO_GPUS
 
 _COMMAND = ("-m", "asyncrl.sft")
 _END_TIMEOUT_S = 30.0
@@ -40,6 +43,11 @@ def warm_start_path(config: RunConfig) -> Path:
 def policy_path(config: RunConfig) -> Path:
     """Where the policy lies that training starts from, once it is fine-tuned where ``sft.enabled``."""
     return warm_start_path(config) if config.sft.enabled else Path(config.model.path)
+
+
+def needs_fine_tuning(config: RunConfig) -> bool:
+    """Whether the policy that training starts from is still to be made. Raises as `finished_warm_start` does."""
+    return config.sft.enabled and finished_warm_start(config) is None
 
 
 def finished_warm_start(config: RunConfig) -> dict[str, Any] | None:
@@ -124,6 +132,46 @@ def _digest(files: Sequence[Path]) -> str:
     return digest.hexdigest()
 
 
+class WarmStart:
+    """The policy that a run starts from, made by one process that begins once its device is known.
+
+    Args:
+        warm_start: Makes the policy; takes the run, and ``visible_devices`` as in the function `warm_start`.
+    """
+
+    def __init__(self, warm_start: Callable[..., Coroutine[Any, Any, Path]]) -> None:
+        self._warm_start = warm_start
+        self._task: asyncio.Task[Path] | None = None
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether `begin` was called."""
+        return self._task is not None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether `policy` answers at once."""
+        return self._task is not None and self._task.done()
+
+    def begin(self, config: RunConfig, visible_devices: str = "") -> None:
+        """Start the process on these devices, in the notation of ``CUDA_VISIBLE_DEVICES``; none: on the CPU."""
+        if self._task is not None:
+            raise RuntimeError("the warm start has begun already; begin it once")
+        self._task = asyncio.create_task(self._warm_start(config, visible_devices=visible_devices))
+
+    async def policy(self) -> Path:
+        """Wait for the policy's directory. Raises as `warm_start` does."""
+        if self._task is None:
+            raise RuntimeError("the warm start has not begun; call begin first")
+        return await asyncio.shield(self._task)
+
+    async def stop(self) -> None:
+        """End the process, if it runs."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+
 async def warm_start(
     config: RunConfig,
     overrides: Sequence[str],
@@ -131,6 +179,7 @@ async def warm_start(
     say: Callable[[str], None],
     *,
     python: Sequence[str] = (sys.executable,),
+    visible_devices: str = "",
 ) -> Path:
     """Return the directory of the policy that training starts from: fine-tuned where ``sft.enabled``.
 
@@ -140,6 +189,7 @@ async def warm_start(
         log_path: The warm start's log.
         say: Shows the user a line.
         python: What runs Python.
+        visible_devices: The GPUs that the process sees, in the notation of ``CUDA_VISIBLE_DEVICES``; empty: none.
 
     Raises:
         WorkerDiedError: the warm start failed; the message ends with its last lines.
@@ -152,7 +202,9 @@ async def warm_start(
             known = finished_warm_start(config)  # another run may have made it while this one waited
             if known is None:
                 command = [*python, *_COMMAND, *overrides]
-                await _fine_tune(command, log_path, config.sft.progress_timeout_s, say, policy)
+                devices = {"CUDA_VISIBLE_DEVICES": visible_devices} if visible_devices else NO_GPUS
+                process = await _started(command, log_path, devices)
+                await _relay(process, log_path, config.sft.progress_timeout_s, say, policy)
                 return policy
     measured = [f"{name} {known[name]:.3f}" for name in ("accuracy", "val_loss") if known[name] is not None]
     say(f"warm start: reusing {policy} ({', '.join(measured)})")
@@ -180,20 +232,29 @@ async def _lock(policy: Path, say: Callable[[str], None]) -> AsyncIterator[None]
         yield
 
 
-async def _fine_tune(
-    command: Sequence[str], log_path: Path, progress_timeout_s: float, say: Callable[[str], None], policy: Path
-) -> None:
-    """Run the warm start until it names the ``policy`` that it has written; its own end takes a second more."""
-    scratch = log_path.with_name("sft-scratch")  # removed here: what is killed removes nothing itself
+def _scratch(log_path: Path) -> Path:
+    """Folder for the temporary files of the warm start; `_relay` removes it, since a killed process cannot."""
+    return log_path.with_name("sft-scratch")
+
+
+async def _started(command: Sequence[str], log_path: Path, devices: Mapping[str, str]) -> Process:
+    """Start the warm start in an environment with ``devices``."""
+    scratch = _scratch(log_path)
     scratch.mkdir(exist_ok=True)
-    process = await asyncio.create_subprocess_exec(
+    return await asyncio.create_subprocess_exec(
         *command,
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
         start_new_session=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(scratch)},
+        env=os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(scratch)} | devices,
     )
+
+
+async def _relay(
+    process: Process, log_path: Path, progress_timeout_s: float, say: Callable[[str], None], policy: Path
+) -> None:
+    """Relay the lines of the warm start until it names the ``policy`` that it has written; it exits a second later."""
     lines: deque[str] = deque(maxlen=20)
     assert process.stdout is not None
     is_written = False
@@ -212,7 +273,7 @@ async def _fine_tune(
         with suppress(ProcessLookupError):  # it has ended, which is what is wanted
             process.kill()
         status = await process.wait()
-        shutil.rmtree(scratch, ignore_errors=True)
+        shutil.rmtree(_scratch(log_path), ignore_errors=True)
     if status != 0 and not is_written:
         raise WorkerDiedError(
             f"the warm start (python -m asyncrl.sft) ended with status {status}; its last lines, of {log_path}:\n"

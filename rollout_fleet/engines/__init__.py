@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import pkgutil
-from pathlib import Path
 
+from asyncrl.protocol.visible_gpus import visible_gpus
 from rollout_fleet.config import EngineDevice, EngineKind, RolloutFleetConfig
 
 from .engine import Engine
-
-NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def make_engine(config: RolloutFleetConfig, *, model_path: str, rank: int, log_dir: str, seed: int) -> Engine:
@@ -24,7 +21,7 @@ def make_engine(config: RolloutFleetConfig, *, model_path: str, rank: int, log_d
         from .scripted import ScriptedEngine
 
         return ScriptedEngine(pkgutil.resolve_name(config.script))
-    device = resolve_device(config.device)
+    device = resolve_device(config)
     if config.engine is EngineKind.transformers:
         from .transformers import TransformersEngine
 
@@ -44,9 +41,12 @@ def check_engine_installed(config: RolloutFleetConfig) -> None:
         )
 
 
-def resolve_device(device: EngineDevice) -> EngineDevice:
-    """Return ``cpu`` or ``cuda`` for the device asked for, without importing torch."""
-    if device is not EngineDevice.auto:
-        return device
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    return EngineDevice.cuda if NVIDIA_DRIVER.exists() and not hidden else EngineDevice.cpu
+def resolve_device(config: RolloutFleetConfig) -> EngineDevice:
+    """Return ``cpu`` or ``cuda`` for one engine of this process; ``auto`` is ``cuda`` where its GPUs are visible.
+
+    A run resolves ``auto`` for all its engines before it places them; see `asyncrl.devices`.
+    """
+    if config.device is not EngineDevice.auto:
+        return config.device
+    num_gpus = config.sglang.tp_size if config.engine is EngineKind.sglang else 1
+    return EngineDevice.cuda if visible_gpus() >= num_gpus else EngineDevice.cpu

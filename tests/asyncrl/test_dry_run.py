@@ -59,7 +59,7 @@ def test_devices_are_what_this_machine_has_and_an_elastic_fleet_says_what_all_of
     assert "1 to 3 transformers engines on cpu (auto)" in page
     assert "2 CPUs (4 with all engines) and 0 GPUs" in page
     page = dry_run(compose_run([*own, "ray.address=host:1", "placement.num_nodes=2"])).page()
-    assert "1 transformers engines on what its node has" in page
+    assert "1 transformers engines on what the cluster has" in page
 
 
 def test_the_quickstart_passes_every_check_and_leaves_nothing(tmp_path, capsys):

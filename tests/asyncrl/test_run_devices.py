@@ -1,0 +1,283 @@
+"""The GPUs that each process of a run sees, on a Ray that is told of GPUs which this machine does not have."""
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import ray
+from ray import cloudpickle
+
+from asyncrl.cli import dry_run, train_command
+from asyncrl.cli.compose import compose_run
+from asyncrl.config import learner_pools, learner_roles
+from asyncrl.controller.cluster import gpu_of_this_node, learner_layout, pool_of_one, ray_cluster, worker_env
+from asyncrl.controller.engine_places import EnginePlaces
+from asyncrl.devices import resolve_devices
+from asyncrl.protocol.types import Prompt
+from asyncrl.protocol.visible_gpus import visible_gpus
+from asyncrl.single_controller import RayClassWithInitArgs, RayWorkerGroup, Role, Worker
+from asyncrl.supervised.warm_start import warm_start
+from learner.config import Device
+from rollout_fleet.config import EngineDevice
+from rollout_fleet.rewards import WeightedRewards
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+VARIABLES = ("CUDA_VISIBLE_DEVICES", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+SEPARATE = ["learner.num_ranks=4", "rollout_fleet.num_engines=4"]
+
+
+class Probe(Worker):
+    """Stands in for a rank or a rollout worker."""
+
+    def environment(self):
+        return {name: os.environ.get(name) for name in VARIABLES}
+
+
+@pytest.fixture
+def gpus(monkeypatch, tmp_path):
+    """Makes this machine one with so many GPUs, of which ``visible`` are shown."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+    def make(num_gpus, visible=None):
+        tool = tmp_path / f"driver-{num_gpus}" / "nvidia-smi"
+        tool.parent.mkdir(exist_ok=True)
+        lines = [f"GPU {index}: NVIDIA H100 80GB HBM3 (UUID: GPU-{index:08d}-aa)" for index in range(num_gpus)]
+        tool.write_text("#!/bin/sh\n" + "".join(f"echo '{line}'\n" for line in lines))
+        tool.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tool.parent}{os.pathsep}{os.environ['PATH']}")
+        if visible is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def ray_with_8_gpus():
+    hidden = os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+    ray.init(address="local", num_cpus=32, num_gpus=8, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+    if hidden is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = hidden
+
+
+def run(*options):
+    return compose_run(["experiment=quickstart", "learner.device=auto", *options])
+
+
+def seen_by_all(config, num_joining=0):
+    """What each process of a run sees, by its name; the groups are started as a run starts them."""
+    probe = RayClassWithInitArgs(ray.remote(Probe))
+    layout = learner_layout(config, learner_pools(config), learner_roles(config))
+    groups = {
+        name: RayWorkerGroup(pool, probe, worker_env=worker_env(config))
+        for name, pool in layout.resource_pool_dict.items()
+    }
+    shared = layout.get_resource_pool(Role.from_string("actor")) if config.placement.colocated else None
+    places = EnginePlaces(config, worker=probe, logs=Path(config.output_dir), pool=shared)
+    groups["engine"] = places.first
+    groups |= {
+        f"joined-{index}": RayWorkerGroup(pool_of_one(config, node_id="", full=()), probe)
+        for index in range(num_joining)
+    }
+    try:
+        return {
+            f"{name}-{rank}": environment
+            for name, group in groups.items()
+            for rank, environment in enumerate(group.execute_all_sync("environment"))
+        }
+    finally:
+        places.shutdown()
+        for group in groups.values():
+            group.shutdown()
+
+
+def devices_of(seen, kind):
+    return [one["CUDA_VISIBLE_DEVICES"] for name, one in seen.items() if name.startswith(kind)]
+
+
+async def test_a_run_takes_only_the_visible_gpus_of_this_machine(gpus):
+    gpus(8, visible="3,5")
+    asked = run("learner.num_ranks=1", "rollout_fleet.num_engines=1")
+    config = resolve_devices(asked, visible_gpus(), print)
+    async with ray_cluster(config) as config:
+        assert ray.cluster_resources()["GPU"] == 2
+        seen = await asyncio.to_thread(seen_by_all, config)
+        assert sorted(one["CUDA_VISIBLE_DEVICES"] for one in seen.values()) == ["3", "5"]
+        async with gpu_of_this_node(config) as reserved:
+            assert reserved in ("3", "5")
+            assert (await asyncio.to_thread(ray.available_resources)).get("GPU", 0) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "ranks", "engines"),
+    [
+        pytest.param(SEPARATE, [1] * 4, [1] * 4, id="separate"),
+        pytest.param(["learner.num_ranks=2", "rollout_fleet.num_engines=3", "rollout_fleet.sglang.tp_size=2"],
+                     [1] * 2, [2] * 3, id="tp=2"),
+        pytest.param(["learner.device=cpu", "rollout_fleet.num_engines=4", "rollout_fleet.sglang.tp_size=2"],
+                     [0], [2] * 4, id="learner-on-cpu"),
+        pytest.param(["rollout_fleet.device=cpu", "learner.num_ranks=8"], [1] * 8, [0], id="engines-on-cpu"),
+        pytest.param(["learner.device=cpu", "rollout_fleet.device=cpu"], [0], [0], id="cpu"),
+        pytest.param([*SEPARATE, "rollout_fleet.num_engines=5"], [0] * 4, [0] * 5, id="auto-with-too-few"),
+    ],
+)  # fmt: skip
+def test_no_two_separate_processes_see_one_gpu(ray_with_8_gpus, options, ranks, engines):
+    said = []
+    seen = seen_by_all(resolve_devices(run(*options), 8, said.append))
+    assert [len(found.split(",")) if found else 0 for found in devices_of(seen, "learner")] == ranks
+    assert [len(found.split(",")) if found else 0 for found in devices_of(seen, "engine")] == engines
+    taken = [gpu for one in seen.values() for gpu in one["CUDA_VISIBLE_DEVICES"].split(",") if gpu]
+    assert len(set(taken)) == len(taken) == sum(ranks) + sum(engines)
+    assert bool(said) == (sum(ranks) + sum(engines) == 0 and "learner.device=cpu" not in options)
+
+
+def test_a_colocated_engine_sees_the_gpu_of_its_learner_rank(ray_with_8_gpus):
+    options = ["placement.colocated=true", "learner.num_ranks=8", "rollout_fleet.num_engines=8"]
+    seen = seen_by_all(resolve_devices(run(*options), 8, print))
+    assert sorted(devices_of(seen, "learner")) == [str(gpu) for gpu in range(8)]
+    assert devices_of(seen, "engine") == devices_of(seen, "learner")
+
+
+def test_critic_reference_and_reward_model_pools_have_gpus_of_their_own(ray_with_8_gpus, tmp_path):
+    pools = ["placement.pools={critic:2,judge:1,ref:1}", "placement.critic=critic", "placement.reference=ref"]
+    options = [*pools, "placement.reward_model=judge", f"learner.reward_model.path={tmp_path}", "algorithm.kl_coef=0.1"]
+    config = resolve_devices(
+        run("algorithm.advantage=gae", *options, "learner.num_ranks=2", "rollout_fleet.num_engines=1"), 8, print
+    )
+    seen = seen_by_all(config)
+    assert sorted(map(len, learner_pools(config))) == sorted(map(len, ("judge", "critic", "learner", "ref")))
+    taken = [one["CUDA_VISIBLE_DEVICES"] for one in seen.values()]
+    assert all(taken)
+    assert len(set(taken)) == len(taken) == 2 + 2 + 1 + 1 + 1
+
+
+def test_engines_that_join_have_gpus_of_their_own(ray_with_8_gpus):
+    fleet = ["rollout_fleet.num_engines={min:2,max:4}", "learner.num_ranks=2"]
+    seen = seen_by_all(resolve_devices(run(*fleet), 8, print), num_joining=2)
+    taken = [one["CUDA_VISIBLE_DEVICES"] for one in seen.values()]
+    assert all(taken)
+    assert len(set(taken)) == len(taken) == 6
+
+
+def test_each_rank_knows_its_place_on_the_node(ray_with_8_gpus):
+    seen = seen_by_all(resolve_devices(run(*SEPARATE), 8, print))
+    places = [(one["RANK"], one["LOCAL_RANK"], one["LOCAL_WORLD_SIZE"]) for one in seen.values()]
+    assert places == [(str(rank), str(rank), "4") for rank in range(4)] * 2
+
+
+async def test_auto_in_a_cluster_that_is_joined_is_resolved_by_its_gpus(ray_with_8_gpus):
+    found = await asyncio.to_thread(lambda: ray.get_runtime_context().gcs_address)
+    assert found
+    from asyncrl.controller.cluster import _checked_against_cluster
+
+    asked = run(*SEPARATE, f"ray.address={found}")
+    config = await asyncio.to_thread(_checked_against_cluster, asked, print)
+    assert (config.learner.device, config.rollout_fleet.device) == (Device.cuda, EngineDevice.cuda)
+    with pytest.raises(ValueError, match=r"ask for 9 GPUs .* got 8"):
+        await asyncio.to_thread(
+            _checked_against_cluster, run("learner.device=cuda", "rollout_fleet.device=cuda", "learner.num_ranks=8",
+            f"ray.address={found}"), print,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("visible", "count"),
+    [
+        (None, 8),
+        ("", 0),
+        ("-1", 0),
+        ("2,5", 2),
+        ("7, 0 ,3", 3),
+        ("1,9,2", 1),
+        ("GPU-00000003-aa,GPU-00000001", 2),
+        ("GPU-f", 0),
+        ("MIG-1a2b", 1),
+    ],
+)
+def test_gpus_are_counted_as_cuda_shows_them(gpus, visible, count):
+    gpus(8, visible=visible)
+    assert visible_gpus() == count
+
+
+def test_a_machine_without_a_driver_shows_no_gpus(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    assert visible_gpus() == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "num_gpus", "devices"),
+    [
+        ([], 8, "cuda cuda"),
+        ([], 1, "cpu cpu"),
+        ([], 0, "cpu cpu"),
+        (["placement.colocated=true"], 1, "cuda cuda"),
+        (["placement.colocated=true", "learner.device=cpu"], 8, "cpu cpu"),
+        (["placement.colocated=true", "rollout_fleet.device=cuda"], 0, "cuda cuda"),
+        (["learner.device=cpu"], 1, "cpu cuda"),
+        (["learner.device=cuda"], 1, "cuda cpu"),
+        (["rollout_fleet.num_engines={min:1,max:9}"], 2, "cuda cuda"),
+    ],
+)
+def test_auto_is_cuda_where_all_gpus_of_the_run_are_there(options, num_gpus, devices):
+    said = []
+    config = resolve_devices(run(*options), num_gpus, said.append)
+    assert f"{config.learner.device} {config.rollout_fleet.device}" == devices
+    assert bool(said) == (num_gpus == 1 and "colocated" not in str(options) and options != ["learner.device=cpu"])
+    assert resolve_devices(config, 0, pytest.fail) is config
+
+
+def test_resolved_devices_are_held_against_the_other_options():
+    with pytest.raises(ValueError, match=r"tp_size must be 1 with placement\.colocated=true"):
+        resolve_devices(run("placement.colocated=true", "rollout_fleet.sglang.tp_size=2"), 8, print)
+
+
+def test_a_dry_run_counts_visible_gpus(gpus, tmp_path):
+    gpus(8, visible="6,7")
+    page = dry_run.dry_run(run(f"output_dir={tmp_path}", "rollout_fleet.engine=transformers")).page()
+    assert "1 rank on cuda (auto)" in page
+    assert "and 2 GPUs; this machine has" in page
+    assert page.count("and 2") == 2
+    page = dry_run.dry_run(run(f"output_dir={tmp_path}", "learner.device=cuda", "learner.num_ranks=3")).page()
+    assert "ask for 3 GPUs" in page
+    assert "got 2" in page
+
+
+def test_a_run_on_gpus_forks_nothing(gpus):
+    gpus(2)
+    options = ["rollout_fleet.engine=transformers", "sft.enabled=false"]
+    on_gpus = resolve_devices(run(*options), visible_gpus(), print)
+    assert train_command._imported_once(on_gpus) == []
+    assert train_command._imported_once(resolve_devices(run(*options), 0, print))
+
+
+@pytest.mark.parametrize("devices", ["", "3"])
+async def test_the_warm_start_sees_the_gpu_that_was_reserved_for_it(gpus, tmp_path, monkeypatch, devices):
+    gpus(8)
+    code = (
+        f"import os, pathlib; pathlib.Path({str(tmp_path / 'seen')!r}).write_text(os.environ['CUDA_VISIBLE_DEVICES'])"
+    )
+    monkeypatch.setattr("asyncrl.supervised.warm_start._COMMAND", ("-c", code))
+    config = run(f"output_dir={tmp_path}")
+    await warm_start(config, [], tmp_path / "sft.log", print, visible_devices=devices)
+    assert (tmp_path / "seen").read_text() == devices
+
+
+async def test_a_reward_does_not_see_the_gpu_of_its_engine(monkeypatch, tmp_path):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    file = tmp_path / "own_reward.py"
+    file.write_text(
+        "import os\n\ndef hidden(prompt, response_text):\n    return float(os.environ['CUDA_VISIBLE_DEVICES'] == '')\n"
+    )
+    rewards = WeightedRewards(run(f"rollout_fleet.reward={file}:hidden").rollout_fleet)
+    await rewards.start()
+    try:
+        prompt = Prompt(group_id=0, prompt_ids=np.array([1], dtype=np.int32), ground_truth="")
+        assert [score.total for score in await rewards.score(prompt, ["x"])] == [1.0]
+    finally:
+        await rewards.close()
