@@ -1,13 +1,12 @@
 """Causal attention over packed sequences, entered through transformers' attention registry.
 
-No token sees another sequence. On a GPU in half precision a variable-length kernel does it, flash-attn's or torch's.
+No token sees another sequence. On a GPU in half precision a variable-length kernel does it (`attention_kernels`).
 Elsewhere sequences of equal or like length go through one SDPA call, padded on the right: under a causal mask no real
 token sees the padding, so the result is exact, and many short sequences cost one call instead of one each.
 """
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -16,8 +15,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
+from .attention_kernels import call_kernel, takes_soft_cap
 from .config import AttentionKernel
 from .ulysses import (
     gather_heads_scatter_seq,
@@ -39,6 +40,10 @@ TOKENS_PER_CALL = 200
 
 FREE_PADDING_TOKENS = 128
 """Padding in all that costs less than one more SDPA call (measured on a CPU); up to it, any lengths share a batch."""
+
+
+CAPPED_QUERIES = 512
+"""Queries whose soft-capped scores are held at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,25 +83,6 @@ class PackedLayout:
         starts, sizes = self.cu_seqlens[:-1].long(), torch.tensor(self.lengths, device=device)
         places = torch.arange(sum(self.lengths), device=device) - starts.repeat_interleave(sizes)
         return places if self.first_index is None else places[self.first_index]
-
-
-def attention_kernel(asked: AttentionKernel, device: torch.device, dtype: torch.dtype) -> AttentionKernel:
-    """Resolve ``learner.attention`` for a device and type; `ValueError` if the kernel asked for cannot run there."""
-    fits = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
-    available = {
-        AttentionKernel.flash_attn: fits and importlib.util.find_spec("flash_attn") is not None,
-        AttentionKernel.torch_varlen: fits and importlib.util.find_spec("torch.nn.attention.varlen") is not None,
-        AttentionKernel.sdpa: True,
-    }
-    if asked is AttentionKernel.auto:
-        return next(kernel for kernel, is_there in available.items() if is_there)
-    if not available[asked]:
-        raise ValueError(
-            f"learner.attention={asked} needs CUDA, half precision and its package, got {device.type} and {dtype}, "
-            f"where {[str(kernel) for kernel, is_there in available.items() if is_there]} can run; use "
-            "learner.attention=auto"
-        )
-    return asked
 
 
 def packed_layout(
@@ -191,13 +177,15 @@ def packed_attention(
         scaling: Factor on the scores; None is D ** -0.5.
         dropout: Dropout of the attention weights.
         sliding_window: A token sees this many tokens, itself included; None sees all before it.
-        extra: What the model passes besides. ``s_aux`` [H] are attention sinks (GPT-OSS).
+        extra: What the model passes besides. ``s_aux`` [H] are attention sinks (GPT-OSS). ``softcap`` c makes
+            c · tanh(s ÷ c) of each score s (Gemma 2, arXiv 2408.00118).
 
     Returns:
-        [1, N, H, Dv], and None for the weights. Raises `ValueError` for ``softcap``, which is not computed here.
+        [1, N, H, Dv], and None for the weights. Raises `ValueError` for sinks beside a soft cap, which no model has.
     """
-    if extra.get("softcap") is not None:
-        raise ValueError(f"packed attention does not know softcap, which {type(module).__name__} needs")
+    cap = extra.get("softcap")
+    if cap is not None and extra.get("s_aux") is not None:
+        raise ValueError(f"packed attention does not compute sinks beside a soft cap, as {type(module).__name__} asks")
     window, chunk = _span(module, sliding_window)
     num_local, sinks = query.size(2), extra.get("s_aux")
     q, k, v = (x.transpose(1, 2)[0] for x in _all_tokens(query, key, value))
@@ -206,14 +194,13 @@ def packed_attention(
         sinks = sinks.chunk(get_ulysses_sequence_parallel_world_size())[get_ulysses_sequence_parallel_rank()]
     if chunk is not None and chunk < packed.max_length:
         packed = packed.cut(chunk)
-    if packed.kernel is AttentionKernel.flash_attn and sinks is None and q.size(2) == v.size(2):
+    is_plain = dropout == 0.0 and sinks is None and (cap is None or takes_soft_cap(packed.kernel))
+    if packed.kernel is not AttentionKernel.sdpa and is_plain:
         q, k, v = (_laid_out(x, packed) for x in (q, k, v))
-        out = _own(_flash(q, k, v, packed, scaling, dropout, window), packed)
-    elif packed.kernel is not AttentionKernel.sdpa and dropout == 0.0 and sinks is None and _has_varlen():
-        q, k, v = (_laid_out(x, packed) for x in (q, k, v))
-        out = _own(_varlen(q, k, v, packed, scaling, window), packed)
+        spans = {"starts": packed.cu_seqlens, "longest": packed.max_length}
+        out = _own(call_kernel(packed.kernel, q, k, v, **spans, scale=scaling, window=window, soft_cap=cap), packed)
     else:
-        out = _bucketed(q, k, v, packed, scaling, dropout, window, sinks)
+        out = _bucketed(q, k, v, packed, scaling=scaling, dropout=dropout, window=window, sinks=sinks, cap=cap)
     return gather_heads_scatter_seq(out.unsqueeze(0), head_dim=2, seq_dim=1), None
 
 
@@ -261,12 +248,14 @@ def _bucketed(
     k: Tensor,
     v: Tensor,
     packed: PackedLayout,
+    *,
     scaling: float | None,
     dropout: float,
     window: int | None,
     sinks: Tensor | None,
+    cap: float | None,
 ) -> Tensor:
-    """[N, H, Dv] attention by one SDPA call per bucket."""
+    """[N, H, Dv] attention by one SDPA call per bucket; SDPA knows no soft cap, so that is written out."""
     num_tokens, num_heads, head_dim = q.size(0), q.size(1), v.size(2)
     scale = q.size(2) ** -0.5 if scaling is None else scaling
     if packed.pad_index is not None:
@@ -280,14 +269,41 @@ def _bucketed(
         mask = _band(length, window or length, q.device) if sinks is not None or (window or length) < length else None
         if mask is not None and sinks is not None:
             batched, mask = _with_sinks(*batched, mask=mask, sinks=sinks / scale)
-        out = F.scaled_dot_product_attention(
-            *batched, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=scale, enable_gqa=True
-        )
+        if cap is not None:
+            out = _capped(*batched, scale=scale, dropout=dropout, window=window or length, cap=cap)
+        else:
+            out = F.scaled_dot_product_attention(
+                *batched, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=scale, enable_gqa=True
+            )
         outputs.append(out.transpose(1, 2).reshape(count * length, num_heads * head_dim))
     merged = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     if packed.unpad_index is not None:
         merged = merged.index_select(0, packed.unpad_index)
     return merged.view(num_tokens, num_heads, head_dim)
+
+
+def _capped(q: Tensor, k: Tensor, v: Tensor, *, scale: float, dropout: float, window: int, cap: float) -> Tensor:
+    """[count, H, L, Dv] causal attention with soft-capped scores, c · tanh(s ÷ c), in blocks of queries.
+
+    q is [count, H, L, D], k [count, kv heads, L, D], v [count, kv heads, L, Dv]. The backward pass computes each block
+    again, so that the scores of one block are held at a time.
+    """
+    groups, outputs = q.size(1) // k.size(1), []
+    k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
+
+    def attend(queries: Tensor, keys: Tensor, values: Tensor, seen: Tensor) -> Tensor:
+        scores = torch.tanh((queries @ keys.transpose(2, 3)).float() * (scale / cap)) * cap
+        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1).to(values.dtype)
+        return F.dropout(weights, dropout) @ values
+
+    for start in range(0, q.size(2), CAPPED_QUERIES):
+        end = min(start + CAPPED_QUERIES, q.size(2))
+        first = max(0, start - window + 1)
+        distance = torch.arange(start, end, device=q.device)[:, None] - torch.arange(first, end, device=q.device)[None]
+        seen = (distance >= 0) & (distance < window)
+        block = (q[:, :, start:end], k[:, :, first:end], v[:, :, first:end], seen)
+        outputs.append(checkpoint(attend, *block, use_reentrant=False))
+    return torch.cat(outputs, dim=2)
 
 
 def _with_sinks(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor, sinks: Tensor) -> tuple[list[Tensor], Tensor]:
@@ -318,35 +334,6 @@ def _laid_out(tokens: Tensor, packed: PackedLayout) -> Tensor:
 def _own(laid_out: Tensor, packed: PackedLayout) -> Tensor:
     """[N, H, D] of [sum of lengths, H, D]: what is shared is the same in each."""
     return laid_out if packed.first_index is None else laid_out.index_select(0, packed.first_index)
-
-
-def _has_varlen() -> bool:
-    return importlib.util.find_spec("torch.nn.attention.varlen") is not None
-
-
-def _flash(
-    q: Tensor, k: Tensor, v: Tensor, packed: PackedLayout, scaling: float | None, dropout: float, window: int | None
-) -> Tensor:
-    """[N, H, D] attention by flash-attn's variable-length kernel."""
-    from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]  # only with the gpu extra
-
-    starts, longest = packed.cu_seqlens, packed.max_length
-    span = (-1, -1) if window is None else (window - 1, 0)
-    options = {"dropout_p": dropout, "softmax_scale": scaling, "causal": True, "window_size": span}
-    return flash_attn_varlen_func(q, k, v, starts, starts, longest, longest, **options)
-
-
-def _varlen(q: Tensor, k: Tensor, v: Tensor, packed: PackedLayout, scaling: float | None, window: int | None) -> Tensor:
-    """[N, H, Dv] attention by torch's variable-length kernel."""
-    from torch.nn.attention.varlen import varlen_attn  # only there with CUDA support
-
-    span = (-1, 0) if window is None else (window - 1, 0)
-    starts, longest, value_dim = packed.cu_seqlens, packed.max_length, v.size(2)
-    if value_dim < q.size(2):
-        v = F.pad(v, (0, q.size(2) - value_dim))  # the kernel has one head size
-    out = varlen_attn(q, k, v, starts, starts, longest, longest, window_size=span, scale=scaling, enable_gqa=True)
-    assert isinstance(out, Tensor)
-    return out[..., :value_dim]
 
 
 # Its calls differ from batch to batch: traced, they would be compiled anew each time. Compiled layers call it as it is.

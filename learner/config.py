@@ -25,6 +25,8 @@ class AttentionKernel(StrEnum):
     """What computes attention; see `learner.attention`."""
 
     auto = "auto"
+    flash_attn_4 = "flash_attn_4"
+    flash_attn_3 = "flash_attn_3"
     flash_attn = "flash_attn"
     torch_varlen = "torch_varlen"
     sdpa = "sdpa"
@@ -311,8 +313,10 @@ class LearnerConfig:
             reduced in float32.
         frozen_dtype: Type that frozen parameters are held in: the reference, the reward model, and the weights below
             adapters. ``auto``: that of ``dtype``.
-        attention: What computes attention. ``auto``: on CUDA in half precision flash-attn's variable-length kernel
-            where it is installed, else torch's; elsewhere torch's scaled dot product attention.
+        attention: What computes attention. ``auto``: on CUDA in half precision the fastest of these kernels that can be
+            imported and computes what attention in float32 does: flash-attn 3 or 4 on Hopper, 4 on Blackwell,
+            flash-attn 2 (``flash_attn``), torch's variable-length kernel. Elsewhere torch's scaled dot product
+            attention (``sdpa``). A kernel that is named here and fails this test is refused.
         max_tokens_per_micro_batch: Token budget of one forward-backward on one rank.
         share_prompts: Compute the tokens of a prompt once for those of its samples that are in one micro-batch, in
             models where the self-test finds that right; a model whose layers carry a state from token to token cannot.

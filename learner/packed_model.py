@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .attention import attention_kernel
+from .attention_kernels import AttentionShape, attention_kernel
 from .config import LearnerConfig
 from .fsdp import LearnerMesh, open_mesh, parameter_types, shard_model
 from .heads import LogProbHead, PackedHead
@@ -87,7 +87,8 @@ class PackedModel:
         if is_adapted:
             add_adapters(pretrained, config.lora, dtype=self.types.trained)
         self.head: PackedHead = role.head(pretrained, config, temperature)
-        self.head.attention = attention_kernel(config.attention, self.mesh.device, self.types.compute)
+        shape = AttentionShape.of(pretrained.config)
+        self.head.attention = attention_kernel(config.attention, self.mesh.device, self.types.compute, shape)
         validate_ulysses_config(getattr(pretrained.config, "num_attention_heads", config.sp_size), config.sp_size)
         if config.activation_checkpointing:
             pretrained.gradient_checkpointing_enable({"use_reentrant": False})

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import pkgutil
 
 from asyncrl.protocol.visible_gpus import visible_gpus
 from rollout_fleet.config import EngineDevice, EngineKind, RolloutFleetConfig
 
 from .engine import Engine
+
+logger = logging.getLogger(__name__)
 
 
 def make_engine(config: RolloutFleetConfig, *, model_path: str, rank: int, log_dir: str, seed: int) -> Engine:
@@ -49,4 +52,12 @@ def resolve_device(config: RolloutFleetConfig) -> EngineDevice:
     if config.device is not EngineDevice.auto:
         return config.device
     num_gpus = config.sglang.tp_size if config.engine is EngineKind.sglang else 1
-    return EngineDevice.cuda if visible_gpus() >= num_gpus else EngineDevice.cpu
+    num_visible = visible_gpus()
+    if 0 < num_visible < num_gpus:
+        logger.warning(
+            "rollout_fleet.device: auto is cpu, because rollout_fleet.sglang.tp_size=%d needs as many GPUs and %d is "
+            "visible",
+            num_gpus,
+            num_visible,
+        )
+    return EngineDevice.cuda if num_visible >= num_gpus else EngineDevice.cpu

@@ -1,32 +1,178 @@
 """Which kernel computes attention, and that all of them compute the same."""
 
-import importlib.util
+import importlib
+import os
+import sys
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from learner.attention import attention_kernel, packed_attention, packed_layout
+from learner import attention_kernels
+from learner.attention import packed_attention, packed_layout
+from learner.attention_kernels import AttentionShape, attention_kernel, check_kernel, first_right
 from learner.config import AttentionKernel
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
+FA2, FA3, FA4 = AttentionKernel.flash_attn, AttentionKernel.flash_attn_3, AttentionKernel.flash_attn_4
+KERNELS = (FA4, FA3, FA2, AttentionKernel.torch_varlen)
+MODULES = {FA4: "flash_attn/cute/__init__.py", FA3: "flash_attn_interface.py", FA2: "flash_attn/__init__.py"}
+WHEEL = os.environ.get("FLASH_ATTN_4_WHEEL", "")
+"""The wheel of flash-attn-4, where a developer has it: pip download --no-deps --pre flash-attn-4."""
+
+# A kernel with the interface of flash-attn, on the CPU; what it gets wrong is filled in.
+FLASH_ATTN = """
+import torch
+import torch.nn.functional as F
+
+def flash_attn_varlen_func(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal,
+                           window_size, softcap=0.0):
+    {fault}
+    assert causal and cu_seqlens_q is cu_seqlens_k and max_seqlen_q == max_seqlen_k
+    left, outputs = window_size[0], []
+    for start, end in zip(cu_seqlens_q[:-1].tolist(), cu_seqlens_q[1:].tolist()):
+        one, keys, values = (x[start:end].float().transpose(0, 1) for x in (q, k, v))
+        keys, values = (x.repeat_interleave(q.size(1) // k.size(1), dim=0) for x in (keys, values))
+        scores = one @ keys.transpose(1, 2) * softmax_scale
+        scores = softcap * torch.tanh(scores / softcap) if softcap else scores
+        seen = torch.ones(end - start, end - start, dtype=torch.bool).tril()
+        if left is not None and left >= 0:
+            seen = seen.triu(-left)
+        outputs.append((scores.masked_fill(~seen, -torch.inf).softmax(-1) @ values).transpose(0, 1).to(q.dtype))
+    return torch.cat(outputs)
+"""
+RIGHT = "pass"
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Puts files of packages onto the path of this process, until the test ends."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def make(**files: str) -> None:
+        for name, text in files.items():
+            path = tmp_path / MODULES[AttentionKernel(name)]
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        forget()
+
+    def forget() -> None:
+        importlib.invalidate_caches()
+        attention_kernels._function.cache_clear()
+        for name in [name for name in sys.modules if name.partition(".")[0].startswith("flash_attn")]:
+            del sys.modules[name]
+
+    yield make
+    forget()
+
+
+def chosen(shape: AttentionShape | None = None) -> AttentionKernel:
+    return first_right(KERNELS, CPU, torch.bfloat16, shape or AttentionShape())
+
+
+def test_the_layout_of_the_wheel_flash_attn_4_is_no_flash_attn_2(install: Callable[..., None], caplog) -> None:
+    """The wheel holds flash_attn/cute alone, so that ``import flash_attn`` finds a namespace without functions."""
+    install(flash_attn_4="from .interface import flash_attn_func, flash_attn_varlen_func\n")
+    assert importlib.util.find_spec("flash_attn") is not None
+    assert chosen() is AttentionKernel.sdpa
+    assert "flash_attn.flash_attn_varlen_func, which cannot be imported" in caplog.text
+    assert "flash_attn.cute.flash_attn_varlen_func, which cannot be imported" in caplog.text
+    with pytest.raises(
+        ValueError, match=r"learner\.attention=flash_attn needs flash_attn\.flash_attn_varlen_func, which"
+    ):
+        check_kernel(FA2, CPU, torch.bfloat16, AttentionShape())
+
+
+@pytest.mark.skipif(not WHEEL, reason="FLASH_ATTN_4_WHEEL does not name the wheel of flash-attn-4")
+def test_the_real_wheel_flash_attn_4_is_no_flash_attn_2(install: Callable[..., None], tmp_path: Path, caplog) -> None:
+    with zipfile.ZipFile(WHEEL) as wheel:
+        wheel.extractall(tmp_path)
+    install()
+    assert importlib.util.find_spec("flash_attn.cute") is not None
+    assert chosen() is AttentionKernel.sdpa
+    assert "flash_attn.flash_attn_varlen_func, which cannot be imported" in caplog.text
+
+
+@pytest.mark.parametrize("shape", [AttentionShape(), AttentionShape(has_window=True, soft_cap=0.7, head_dim=24)])
+def test_the_fastest_kernel_that_is_right_is_taken(install: Callable[..., None], shape: AttentionShape) -> None:
+    right = FLASH_ATTN.format(fault=RIGHT)
+    install(flash_attn=right)
+    assert chosen(shape) is FA2
+    install(flash_attn_3=right)
+    assert chosen(shape) is FA3
+    install(flash_attn_4=right)
+    assert chosen(shape) is FA4
 
 
 @pytest.mark.parametrize(
-    ("installed", "device", "dtype", "want"),
+    ("fault", "said"),
     [
-        ({"flash_attn", "torch.nn.attention.varlen"}, CUDA, torch.bfloat16, "flash_attn"),
-        ({"torch.nn.attention.varlen"}, CUDA, torch.bfloat16, "torch_varlen"),
-        ({"flash_attn", "torch.nn.attention.varlen"}, CUDA, torch.float32, "sdpa"),
-        ({"flash_attn", "torch.nn.attention.varlen"}, CPU, torch.bfloat16, "sdpa"),
-        (set(), CUDA, torch.bfloat16, "sdpa"),
+        ("softmax_scale *= 1.2", "differs from attention in float32 by"),
+        ("q = q.detach()", "cannot run here"),  # no gradient
+        ("raise RuntimeError('no kernel image is available')", "no kernel image is available"),
+        ("cu_seqlens_q = cu_seqlens_k = cu_seqlens_q[[0, -1]]", "differs from attention in float32 by"),
+        ("return q * float('nan')", "cannot run here|differs from"),
+        ("window_size = (-1, -1)", "differs from attention in float32 by"),
+        ("softcap = 0.0", "differs from attention in float32 by"),
     ],
 )
-def test_auto_takes_the_best_kernel_there_is(
-    installed: set[str], device: torch.device, dtype: torch.dtype, want: str, monkeypatch: pytest.MonkeyPatch
+def test_a_kernel_that_computes_something_else_is_passed_over_and_refused_by_name(
+    install: Callable[..., None], fault: str, said: str
 ) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name in installed else None)
-    assert attention_kernel(AttentionKernel.auto, device, dtype) == want
+    shape = AttentionShape(has_window=True, soft_cap=0.7)
+    install(flash_attn_3=FLASH_ATTN.format(fault=fault), flash_attn=FLASH_ATTN.format(fault=RIGHT))
+    assert chosen(shape) is FA2
+    with pytest.raises(ValueError, match=rf"learner\.attention=flash_attn_3 .*({said}).*use learner\.attention=auto"):
+        check_kernel(FA3, CPU, torch.bfloat16, shape)
+
+
+@pytest.mark.parametrize(("capability", "first"), [((8, 0), FA2), ((9, 0), FA3), ((10, 0), FA4), ((12, 0), FA4)])
+def test_the_order_of_kernels_follows_the_gpu(
+    capability: tuple[int, int], first: AttentionKernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    order = attention_kernels._fastest_first(CUDA)
+    assert order[0] is first
+    assert order[-2:] == (FA2, AttentionKernel.torch_varlen)
+
+
+@pytest.mark.parametrize(("device", "dtype"), [(CPU, torch.bfloat16), (CPU, torch.float32), (CUDA, torch.float32)])
+def test_auto_is_sdpa_on_the_cpu_and_in_float32(device: torch.device, dtype: torch.dtype) -> None:
+    assert attention_kernel(AttentionKernel.auto, device, dtype) is AttentionKernel.sdpa
+
+
+@pytest.mark.parametrize("shares", [False, True])
+@pytest.mark.parametrize(("window", "cap", "value_dim"), [(None, None, 8), (7, None, 8), (7, 0.5, 8), (None, None, 6)])
+def test_a_flash_attn_interface_computes_what_sdpa_computes(
+    install: Callable[..., None], shares: bool, window: int | None, cap: float | None, value_dim: int
+) -> None:
+    install(flash_attn_4=FLASH_ATTN.format(fault=RIGHT))
+    outputs = both_outputs(FA4, CPU, torch.float32, shares, window, cap, value_dim)
+    torch.testing.assert_close(*outputs, atol=1e-5, rtol=1e-5)
+
+
+def both_outputs(
+    kernel: AttentionKernel,
+    device: torch.device,
+    dtype: torch.dtype,
+    shares: bool,
+    window: int | None,
+    cap: float | None,
+    value_dim: int,
+) -> list[Tensor]:
+    """Attention by a kernel, and by SDPA."""
+    shared = torch.cat((torch.arange(40), torch.arange(10), torch.arange(40, 76)))  # the second has ten of the first's
+    num_tokens, outputs = (76 if shares else 86), []
+    sizes = ((8, 64), (2, 64), (2, 64)) if value_dim > 8 else ((8, 8), (2, 8), (2, value_dim))
+    q, k, v = (torch.randn(1, heads, num_tokens, size, device=device, dtype=dtype) for heads, size in sizes)
+    for name in (kernel, AttentionKernel.sdpa):
+        layout = packed_layout((40, 33, 12, 1), device, name, shared if shares else None)
+        options = {"sliding_window": window, "softcap": cap, "scaling": q.size(3) ** -0.5}
+        outputs.append(packed_attention(nn.Module(), q, k, v, None, packed=layout, **options)[0])
+    return outputs
 
 
 @pytest.mark.parametrize("kernel", [AttentionKernel.flash_attn, AttentionKernel.torch_varlen])
@@ -37,7 +183,7 @@ def test_a_kernel_that_cannot_run_is_refused_by_name(kernel: AttentionKernel) ->
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="compares CUDA kernels; there is no GPU here")
-@pytest.mark.parametrize("kernel", [AttentionKernel.flash_attn, AttentionKernel.torch_varlen])
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("window", [None, 7])
 @pytest.mark.parametrize("shares", [False, True])
 def test_every_kernel_computes_what_sdpa_computes(kernel: AttentionKernel, window: int | None, shares: bool) -> None:
@@ -45,12 +191,6 @@ def test_every_kernel_computes_what_sdpa_computes(kernel: AttentionKernel, windo
         attention_kernel(kernel, CUDA, torch.bfloat16)
     except ValueError as error:
         pytest.skip(str(error))
-    lengths, outputs = (40, 33, 12, 1), []
-    shared = torch.cat((torch.arange(40), torch.arange(10), torch.arange(40, 76)))  # the second has ten of the first's
-    token_index = shared if shares else None
-    num_tokens = 76 if shares else 86
-    q, k, v = (torch.randn(1, heads, num_tokens, 64, device=CUDA, dtype=torch.bfloat16) for heads in (8, 2, 2))
-    for name in (kernel, AttentionKernel.sdpa):
-        layout = packed_layout(lengths, CUDA, name, token_index)
-        outputs.append(packed_attention(nn.Module(), q, k, v, None, packed=layout, sliding_window=window)[0])
-    torch.testing.assert_close(outputs[0], outputs[1], atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(
+        *both_outputs(kernel, CUDA, torch.bfloat16, shares, window, None, 64), atol=2e-2, rtol=2e-2
+    )
