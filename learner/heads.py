@@ -20,7 +20,7 @@ from .attention import packed_layout
 from .config import AttentionKernel
 from .losses import LossInputs, TokenInputs, ValueInputs
 from .packing import MicroBatch
-from .pretrained import SCORE_HEAD
+from .pretrained import SCORE_HEAD, LogitShape, logit_shape
 from .recurrent import RecurrentLayers
 from .ulysses import (
     gather_outputs_and_unpad,
@@ -28,6 +28,9 @@ from .ulysses import (
     get_ulysses_sequence_parallel_world_size,
     ulysses_pad_and_slice_inputs,
 )
+
+LINEAR = LogitShape()
+"""Logits that are the products of hidden states and output embedding."""
 
 
 class TrainableHead(Protocol):
@@ -90,6 +93,7 @@ class LogProbHead(PackedHead):
 
     def __init__(self, causal_lm: PreTrainedModel, *, temperature: float, chunk_tokens: int) -> None:
         super().__init__(causal_lm)
+        self.logit_shape = logit_shape(causal_lm.config)
         self.temperature = temperature
         self.chunk_tokens = chunk_tokens
 
@@ -106,6 +110,7 @@ class LogProbHead(PackedHead):
                 temperature=self.temperature,
                 chunk_tokens=self.chunk_tokens,
                 entropy=entropy,
+                shape=self.logit_shape,
             )
             return (log_probs,) if entropies is None else (log_probs, entropies)
 
@@ -190,6 +195,7 @@ def chunked_log_probs(
     temperature: float,
     chunk_tokens: int,
     entropy: bool = True,
+    shape: LogitShape = LINEAR,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-prob of each target, and the entropy of the distribution it was drawn from.
 
@@ -199,12 +205,15 @@ def chunked_log_probs(
 
     The targets [M] int64 are predicted by the states ``hidden`` [M, h] of any float type, and ``weight`` [V, h] and
     ``bias`` [V] or None are the output embedding. Logits of ``chunk_tokens`` tokens are held in float32 at a time;
-    ``entropy`` takes one more pass over them.
+    ``entropy`` takes one more pass over them. ``shape`` makes logits of the products of states and embedding.
 
     Returns:
         Log-probs [M] float32, each <= 0, and entropies [M] float32 in nats, or None.
     """
-    log_probs, entropies = _ChunkedLogProbs.apply(hidden, weight, bias, targets, temperature, chunk_tokens, entropy)  # type: ignore[misc]
+    if shape.soft_cap is None:  # a scale is a temperature
+        shape, temperature = LINEAR, temperature / shape.scale
+    options = (temperature, shape, chunk_tokens, entropy)
+    log_probs, entropies = _ChunkedLogProbs.apply(hidden, weight, bias, targets, *options)  # type: ignore[misc]
     return log_probs, entropies if entropy else None
 
 
@@ -217,6 +226,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         bias: Tensor | None,
         targets: Tensor,
         temperature: float,
+        shape: LogitShape,
         chunk: int,
         entropy: bool,
     ) -> tuple[Tensor, Tensor]:
@@ -224,14 +234,14 @@ class _ChunkedLogProbs(torch.autograd.Function):
         factor = _factor(weight)
         for start in range(0, len(hidden), chunk):
             part = slice(start, start + chunk)
-            logits = _logits(hidden[part], factor, bias, temperature)
+            logits = _logits(hidden[part], factor, bias, shape).div_(temperature)
             normalizer[part] = logits.logsumexp(-1)
             log_probs[part] = logits.gather(-1, targets[part, None]).squeeze(-1) - normalizer[part]
             if entropy:
                 probs = torch.exp(logits - normalizer[part, None])
                 entropies[part] = normalizer[part] - torch.einsum("nv,nv->n", probs, logits)
         ctx.save_for_backward(hidden, weight, bias, targets, normalizer, entropies)
-        ctx.temperature, ctx.chunk = temperature, chunk
+        ctx.temperature, ctx.shape, ctx.chunk = temperature, shape, chunk
         ctx.set_materialize_grads(False)
         return log_probs, entropies
 
@@ -247,21 +257,27 @@ class _ChunkedLogProbs(torch.autograd.Function):
         factor = _factor(weight)
         for start in range(0, len(hidden), ctx.chunk):
             part = slice(start, start + ctx.chunk)
-            logits = _logits(hidden[part], factor, bias, ctx.temperature)
-            grad_logits = _logits_gradient(
-                logits.sub_(normalizer[part, None]),
-                targets[part],
-                entropy[part],
-                None if grad_log_probs is None else grad_log_probs[part],
-                None if grad_entropy is None else grad_entropy[part],
-            ).div_(ctx.temperature)
+            logits = _logits(hidden[part], factor, bias, ctx.shape)
+            slope = ctx.shape.slope(logits)
+            logits.div_(ctx.temperature)
+            grad_logits = (
+                _logits_gradient(
+                    logits.sub_(normalizer[part, None]),
+                    targets[part],
+                    entropy[part],
+                    None if grad_log_probs is None else grad_log_probs[part],
+                    None if grad_entropy is None else grad_entropy[part],
+                )
+                .mul_(slope)
+                .div_(ctx.temperature)
+            )
             if grad_bias is not None:
                 grad_bias += grad_logits.sum(0)
             grad_logits = grad_logits.to(hidden.dtype)
             grad_hidden[part] = grad_logits @ weight
             grad_weight += _product(grad_logits.t(), hidden[part])
         grad_bias = None if grad_bias is None else grad_bias.to(weight.dtype)
-        return grad_hidden, grad_weight.to(weight.dtype), grad_bias, None, None, None, None
+        return grad_hidden, grad_weight.to(weight.dtype), grad_bias, None, None, None, None, None
 
 
 def _factor(weight: Tensor) -> Tensor:
@@ -276,12 +292,12 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
     return left.float() @ right.float()
 
 
-def _logits(hidden: Tensor, factor: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
-    """[n, V] float32, divided by the temperature."""
+def _logits(hidden: Tensor, factor: Tensor, bias: Tensor | None, shape: LogitShape) -> Tensor:
+    """[n, V] float32 logits, before the temperature."""
     logits = _product(hidden, factor.t())
     if bias is not None:
         logits += bias
-    return logits if temperature == 1.0 else logits.div_(temperature)
+    return shape(logits)
 
 
 def _logits_gradient(

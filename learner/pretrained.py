@@ -10,11 +10,12 @@ import logging
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
@@ -26,8 +27,8 @@ log = logging.getLogger(__name__)
 SCORE_HEAD = "score"
 """Attribute of a classifier that holds its linear head."""
 
-_CHANGES_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
-"""Options of model families whose logits are more than a linear map of the last hidden state."""
+_MULTIPLIES_BY_LOGITS_SCALING = frozenset({"hyperclovax"})
+"""Types of models whose logits are multiplied by ``logits_scaling``; those of all others are divided by it."""
 
 _ADDS_TOKENS = frozenset({"cpmant"})
 """Types of models whose forward pass puts tokens of its own before a sequence, which a backbone alone does not."""
@@ -49,9 +50,6 @@ def load_causal_lm(model_path: str, dtype: torch.dtype, *, on_meta: bool = False
             f"{model_path!r} is of type {config.model_type}, whose forward pass adds tokens of its own to every "
             "sequence, which the learner does not compute; use another model"
         )
-    for name in _CHANGES_LOGITS:
-        if getattr(config, name, None) not in (None, 1, 1.0):
-            raise ValueError(f"{model_path!r} sets {name}={getattr(config, name)}, which the learner does not compute")
     if on_meta:
         with torch.device("meta"), _refused_by_name(model_path):
             empty = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION_NAME)
@@ -68,6 +66,37 @@ def load_causal_lm(model_path: str, dtype: torch.dtype, *, on_meta: bool = False
             model_path, config=config, dtype=dtype, attn_implementation=ATTENTION_NAME
         )
     return _deterministic(_own_storage(cast("PreTrainedModel", model)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogitShape:
+    """What a family computes from the product z of hidden state and output embedding: c · tanh(scale · z ÷ c).
+
+    Attributes:
+        scale: Factor on z; Granite divides by ``logits_scaling``, Cohere multiplies by ``logit_scale``.
+        soft_cap: c; None: the logits are scale · z. Gemma 2 has 30 (arXiv 2408.00118, section 2).
+    """
+
+    scale: float = 1.0
+    soft_cap: float | None = None
+
+    def __call__(self, products: Tensor) -> Tensor:
+        """The logits of [..., V] float32 products, which are overwritten."""
+        logits = products if self.scale == 1.0 else products.mul_(self.scale)
+        return logits if self.soft_cap is None else logits.div_(self.soft_cap).tanh_().mul_(self.soft_cap)
+
+    def slope(self, logits: Tensor) -> Tensor | float:
+        """Derivative of the logits by the products, at [..., V] logits."""
+        return self.scale if self.soft_cap is None else self.scale * (1 - (logits / self.soft_cap).square())
+
+
+def logit_shape(config: PreTrainedConfig) -> LogitShape:
+    """What a model's configuration says of its logits; the self-test compares it with the model's own."""
+    text = config.get_text_config()
+    scale = getattr(text, "logit_scale", None) or 1.0
+    if divisor := getattr(text, "logits_scaling", None):
+        scale *= divisor if text.model_type in _MULTIPLIES_BY_LOGITS_SCALING else 1 / divisor
+    return LogitShape(scale=float(scale), soft_cap=getattr(text, "final_logit_softcapping", None) or None)
 
 
 def load_critic(model_path: str, dtype: torch.dtype, *, on_meta: bool = False) -> PreTrainedModel:

@@ -145,15 +145,22 @@ class SelfTest:
         return difference <= self._leak_tolerance
 
     def _check_logits(self) -> None:
-        """Check that the logits are what the learner computes: a linear map of the last hidden states."""
+        """Check that the logits are what the learner computes of the last hidden states; see `LogitShape`."""
         difference = self._largest([torch.tensor(self._logit_difference)])
         if difference > self._tolerance:
             raise ValueError(
                 self._message(
-                    f"its logits differ by {difference:.3g} (relative) from a linear map of the last hidden states, as "
-                    "with a soft cap or a scale, which the learner does not compute"
+                    f"its logits differ by {difference:.3g} (relative) from {self._computed_logits()}, which is what "
+                    "the learner computes"
                 )
             )
+
+    def _computed_logits(self) -> str:
+        """The logits that the learner computes, in words."""
+        shape = cast("LogProbHead", self._head).logit_shape
+        scale = f", times {shape.scale:g}" if shape.scale != 1.0 else ""
+        cap = f", with a soft cap of {shape.soft_cap:g}" if shape.soft_cap is not None else ""
+        return f"a linear map of the last hidden states{scale}{cap}"
 
     def _check_training(self, forward: Callable[[], Tensor]) -> None:
         """Check that training computes what scoring does: nothing is left out at random, and no noise is added."""
@@ -203,7 +210,7 @@ class SelfTest:
         if not reached:
             raise RuntimeError(f"{type(pretrained).__name__} does not call its output layer")
         if isinstance(self._head, LogProbHead):
-            ours = F.linear(reached[0], output.weight, output.bias).float()
+            ours = self._head.logit_shape(F.linear(reached[0], output.weight, output.bias).float())
             self._logit_difference = max(self._logit_difference, float(_relative(ours[0], logits[0].float()).max()))
         return reached[0][0].float()
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, MistralConfig
 from learner.attention import packed_layout
 from learner.config import Device, LearnerConfig
 from learner.heads import chunked_log_probs
-from learner.pretrained import load_causal_lm
+from learner.pretrained import LogitShape, load_causal_lm
 from learner.trainer import Trainer
 from learner.types import TokenSequence
 from tests.support.tiny_models import FAMILIES, VOCABULARY, random_sequences, save_tiny_model
@@ -83,15 +83,21 @@ def test_short_sequences_share_calls_and_padding_is_bounded() -> None:
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 1000])
-def test_chunked_log_probs_have_the_values_and_gradients_of_log_softmax(chunk: int) -> None:
+@pytest.mark.parametrize(("scale", "cap"), [(1.0, None), (0.25, None), (1.0, 1.5), (3.0, 2.0)])
+def test_chunked_log_probs_have_the_values_and_gradients_of_log_softmax(
+    chunk: int, scale: float, cap: float | None
+) -> None:
     torch.manual_seed(0)
     hidden, weight, bias = torch.randn(13, 6), torch.randn(9, 6), torch.randn(9)
     targets = torch.randint(0, 9, (13,))
     leaves = [x.double().requires_grad_() for x in (hidden, weight, bias)]
-    all_log_probs = F.log_softmax(F.linear(*leaves) / 0.7, dim=-1)
+    logits = F.linear(*leaves) * scale
+    logits = logits if cap is None else torch.tanh(logits / cap) * cap
+    all_log_probs = F.log_softmax(logits / 0.7, dim=-1)
     want = all_log_probs.gather(-1, targets[:, None])[:, 0], -(all_log_probs.exp() * all_log_probs).sum(-1)
     ours = [x.requires_grad_() for x in (hidden.t().contiguous().t(), weight, bias)]  # hidden is not contiguous
-    got = chunked_log_probs(*ours, targets, temperature=0.7, chunk_tokens=chunk)
+    shape = LogitShape(scale=scale, soft_cap=cap)
+    got = chunked_log_probs(*ours, targets, temperature=0.7, chunk_tokens=chunk, shape=shape)
     factors = torch.randn(2, 13)
     for one, other in zip(got, want, strict=True):
         torch.testing.assert_close(one.double(), other, atol=1e-5, rtol=1e-5)

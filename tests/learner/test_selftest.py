@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig
 from transformers.models.qwen3_next import modeling_qwen3_next
 
-from learner import pretrained, recurrent
+from learner import heads, pretrained, recurrent
 from learner.attention import ATTENTION_NAME
 from learner.config import Device, LearnerConfig
 from learner.packed_model import PackedModel
@@ -94,9 +94,7 @@ def test_layers_that_see_a_part_of_the_tokens_are_refused_with_the_remedy(hybrid
     [
         ("bloom", "BloomAttention (transformer.h.0.self_attention)"),  # its biases come with a mask
         ("falcon_h1", "FalconH1Attention"),  # does not pass on where sequences lie
-        ("gemma2", "Gemma2Attention"),  # a soft cap inside attention
         ("nemotron", "AttentionInterface"),
-        ("granite", "logits_scaling"),
     ],
 )
 def test_what_the_learner_would_compute_wrongly_is_refused_by_name(family: str, culprit: str, tmp_path: Path) -> None:
@@ -106,12 +104,13 @@ def test_what_the_learner_would_compute_wrongly_is_refused_by_name(family: str, 
     assert culprit in str(refused.value)
 
 
-def test_logits_that_are_not_linear_are_refused_whatever_the_option_is_called(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("family", ["granite", "cohere", "gemma2"])
+def test_logits_that_the_learner_does_not_know_are_refused_whatever_the_option_is_called(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pretrained, "_CHANGES_LOGITS", ())
-    with pytest.raises(ValueError, match="linear map of the last hidden states"):
-        load(saved(tmp_path, "granite"))
+    monkeypatch.setattr(heads, "logit_shape", lambda _config: pretrained.LogitShape())
+    with pytest.raises(ValueError, match=r"its logits differ by .* from a linear map of the last hidden states, which"):
+        load(saved(tmp_path, family))
 
 
 def test_an_output_layer_that_takes_other_than_the_last_hidden_states_is_refused_by_name(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -88,14 +89,21 @@ _FAMILIES: dict[str, dict] = {
         "num_experts_per_tok": 1,
         "shared_intermediate_size": 16,
     },
+    "granite": {"logits_scaling": 0.25, "attention_multiplier": 0.5, "residual_multiplier": 0.7},
+    "cohere": {"logit_scale": 3.0},
+    "cohere2": {"logit_scale": 0.3, **_WINDOW_THEN_ALL},
+    "gemma2": {
+        **_WINDOW_THEN_ALL,
+        "query_pre_attn_scalar": 8,
+        "attn_logit_softcapping": 0.5,
+        "final_logit_softcapping": 1.5,
+    },
     "minimax": {
         "head_dim": 8,
         "num_local_experts": 2,
         "num_experts_per_tok": 1,
         "layer_types": ["linear_attention", "full_attention"],
     },
-    "granite": {"logits_scaling": 8.0},
-    "gemma2": {**_WINDOW, "query_pre_attn_scalar": 8, "final_logit_softcapping": None},
     "falcon_h1": {**_MAMBA, "head_dim": 8, "mamba_d_ssm": 64},
     "bloom": {"n_head": 4, "n_layer": 2},
     "rwkv": {"attention_hidden_size": 32, "context_length": 256},
@@ -115,17 +123,19 @@ TRAINED_FAMILIES = [*list(_FAMILIES)[: list(_FAMILIES).index("minimax") + 1]]
 """Families that the learner trains, with and without sequence parallelism; the others it refuses, or runs otherwise."""
 
 
-def tiny_config(family: str, *, initializer_range: float) -> PreTrainedConfig:
-    """The configuration of a family's smallest model."""
+def tiny_config(family: str, *, initializer_range: float, **options: Any) -> PreTrainedConfig:
+    """The configuration of a family's smallest model, with these ``options`` of its own."""
     special = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
-    own = {**_SHAPE, **special, "initializer_range": initializer_range, **_FAMILIES[family]}
+    own = {**_SHAPE, **special, "initializer_range": initializer_range, **_FAMILIES[family], **options}
     return AutoConfig.for_model(family, **own)
 
 
-def save_tiny_model(directory: Path, family: str = "qwen3", seed: int = 0, *, initializer_range: float = 0.2) -> str:
-    """Weights are spread out, so that a wrong mask or position is far from right."""
+def save_tiny_model(
+    directory: Path, family: str = "qwen3", seed: int = 0, *, initializer_range: float = 0.2, **options: Any
+) -> str:
+    """Weights are spread out, so that a wrong mask or position is far from right; ``options`` are the family's."""
     torch.manual_seed(seed)
-    config = tiny_config(family, initializer_range=initializer_range)
+    config = tiny_config(family, initializer_range=initializer_range, **options)
     AutoModelForCausalLM.from_config(config).save_pretrained(directory)
     return str(directory)
 
