@@ -18,6 +18,7 @@ from asyncrl.placement_config import LEARNER_POOL, PlacementConfig, RayConfig
 from asyncrl.protocol.record import ProfileConfig
 from buffer.config import BufferConfig, StoresOn
 from learner.config import AlgorithmConfig, LearnerConfig
+from learner.rope import rope_limit
 from rollout_fleet.config import RolloutFleetConfig
 
 LOOPBACK = "lo"
@@ -451,9 +452,25 @@ def learner_pools(config: RunConfig) -> dict[str, int]:
 
 
 def num_positions(config: RunConfig) -> float:
-    """Longest sequence of the model, in tokens; infinite where it names none."""
-    limit = model_settings(config.model.path).get("max_position_embeddings")
-    return math.inf if limit is None else limit
+    """Longest sequence that the model can be trained on, in tokens; infinite where it names none.
+
+    That is its ``max_position_embeddings``, or less: see `learner.rope.rope_limit`.
+    """
+    settings = model_settings(config.model.path)
+    limits = (settings.get("max_position_embeddings"), rope_limit(settings))
+    return min((limit for limit in limits if limit is not None), default=math.inf)
+
+
+def why_positions_end(config: RunConfig) -> str:
+    """What a message adds to `num_positions` where the model itself takes longer sequences; else empty."""
+    settings = model_settings(config.model.path)
+    longest, limit = settings.get("max_position_embeddings"), rope_limit(settings)
+    if limit is None or (longest is not None and limit >= longest):
+        return ""
+    return (
+        f" (it takes {longest}; beyond {limit} its rotary embeddings depend on the longest sequence of a batch, so "
+        "that learner and engines would compute different log-probs)"
+    )
 
 
 def model_settings(path: str) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from asyncrl.config import (
     requested_cpus,
     requested_gpus,
     stop_deadlines,
+    why_positions_end,
 )
 from asyncrl.metrics import counted
 from buffer.config import is_loopback
@@ -308,9 +309,9 @@ def _check_autoscaling(config: RunConfig) -> None:
 
 def _check_positions(config: RunConfig) -> None:
     limit = num_positions(config)
-    longest = config.data.max_prompt_tokens + config.rollout_fleet.sampling.max_new_tokens
-    if longest > limit:
+    prompt, response = config.data.max_prompt_tokens, config.rollout_fleet.sampling.max_new_tokens
+    if prompt + response > limit:
         raise ValueError(
-            f"data.max_prompt_tokens + rollout_fleet.sampling.max_new_tokens must be <= the model's {limit} positions, "
-            f"got {config.data.max_prompt_tokens} + {config.rollout_fleet.sampling.max_new_tokens} = {longest}"
+            f"data.max_prompt_tokens + rollout_fleet.sampling.max_new_tokens must be <= the model's {limit} positions"
+            f"{why_positions_end(config)}, got {prompt} + {response} = {prompt + response}"
         )

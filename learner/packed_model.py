@@ -24,6 +24,7 @@ from .heads import LogProbHead, PackedHead
 from .lora import adapters_off, add_adapters
 from .packing import MicroBatch, pack, tokens_in_loss
 from .roles import Role
+from .rope import rope_limit
 from .selftest import SelfTest, SelfTestResult
 from .types import TokenSequence
 from .ulysses import UlyssesShardingManager, validate_ulysses_config
@@ -92,6 +93,7 @@ class PackedModel:
         validate_ulysses_config(getattr(pretrained.config, "num_attention_heads", config.sp_size), config.sp_size)
         if config.activation_checkpointing:
             pretrained.gradient_checkpointing_enable({"use_reentrant": False})
+        self._rope_limit = rope_limit(pretrained.config.get_text_config().to_dict())
         shard_model(self.head, self.mesh, config)
         self.selftest = self._tested()
 
@@ -173,6 +175,7 @@ class PackedModel:
         self, sequences: Sequence[TokenSequence], *, whole: bool = False, keep_branches: bool = False
     ) -> PackedBatch:
         """Micro-batches, as many on every rank; see `learner.packing.pack`."""
+        self._check_lengths(sequences)
         in_loss = tokens_in_loss(sequences).values()
         counts = torch.tensor([sum(in_loss), sum(map(bool, in_loss))], device=self.mesh.device)
         num_tokens, num_trajectories = self.mesh.sum_over_dp(counts).tolist()
@@ -198,6 +201,19 @@ class PackedModel:
         names = list(sums[0])
         table = torch.stack([torch.stack([row[name].double() for name in names]) for row in sums]).sum(0)
         return dict(zip(names, self.mesh.sum_over_dp(table).tolist(), strict=True))
+
+    def _check_lengths(self, sequences: Sequence[TokenSequence]) -> None:
+        """Refuse, on all ranks at once, sequences whose rotary embeddings depend on others; see `rope_limit`."""
+        if self._rope_limit is None:
+            return
+        longest = max((len(sequence.input_ids) for sequence in sequences), default=0)
+        longest = int(self.mesh.largest(torch.tensor(longest)))
+        if longest > self._rope_limit:
+            raise ValueError(
+                f"{self.model_path!r} has rotary embeddings that depend on the longest sequence of a batch beyond "
+                f"{self._rope_limit} tokens, so sequences must not be longer, got {longest}; lower "
+                "data.max_prompt_tokens or rollout_fleet.sampling.max_new_tokens"
+            )
 
 
 def _check_temperature(temperature: float) -> None:

@@ -26,13 +26,20 @@ from .fsdp import LearnerMesh, decoder_layers
 from .heads import LogProbHead, PackedHead
 from .packing import pack
 from .pretrained import SCORE_HEAD
+from .rope import rope_limit
 from .types import TokenSequence
 from .ulysses import UlyssesShardingManager, gather_sequence
 
 log = logging.getLogger(__name__)
 
 LENGTHS = (23, 11, 11, 7, 3, 2)
-"""Tokens of the sequences: equal and unequal ones, so that some share a padded batch."""
+"""Tokens of the sequences: equal and unequal ones, so that some share a padded batch. A model may allow fewer only."""
+
+THRESHOLDS = ("sliding_window", "attention_chunk_size")
+"""Options that change what a token sees beyond so many tokens. The test lowers them below its longest sequences."""
+
+LOWERED = 5
+"""What the test lowers a threshold to."""
 
 SHARED_TOKENS = 6
 """First tokens that two sequences have in common, which may be computed once for both."""
@@ -80,7 +87,9 @@ class SelfTest:
         rng, self._vocabulary = np.random.default_rng(0), embeddings.num_embeddings
         self._logit_difference = 0.0
         # Low ids are often special, such as the padding, which some models treat differently.
-        self._tokens = [rng.integers(self._vocabulary // 2, self._vocabulary, length) for length in LENGTHS]
+        limit = rope_limit(head.pretrained.config.get_text_config().to_dict()) or max(LENGTHS)
+        self._lengths = tuple(min(length, limit) for length in LENGTHS)
+        self._tokens = [rng.integers(self._vocabulary // 2, self._vocabulary, length) for length in self._lengths]
         self._tokens[2][:SHARED_TOKENS] = self._tokens[0][:SHARED_TOKENS]
 
     def run(self) -> SelfTestResult:
@@ -89,7 +98,7 @@ class SelfTest:
         devices = [self._mesh.device] if self._mesh.device.type == "cuda" else []
         self._head.train(False)
         try:
-            with torch.no_grad(), torch.random.fork_rng(devices):
+            with torch.no_grad(), torch.random.fork_rng(devices), _lowered_thresholds(self._head.pretrained):
                 packs, difference = self._decide()
                 shares = packs and self._shares()
         finally:
@@ -269,13 +278,17 @@ class SelfTest:
                 )
             )
         relative = _relative(found, expected)
-        return self._largest([relative[_places() < FIRST_TOKENS].mean(), relative.mean()])
+        return self._largest([relative[self._places() < FIRST_TOKENS].mean(), relative.mean()])
+
+    def _places(self) -> Tensor:
+        """[N] int64, place of every token in its sequence."""
+        return torch.cat([torch.arange(length) for length in self._lengths])
 
     def _leak(self, together: Tensor) -> float:
         """The same for the unchanged sequences, between micro-batches whose other sequences differ."""
         relative = _relative(self._together(changed=True), together)
-        sequence = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))
-        same, first = sequence % 2 == 1, _places() < FIRST_TOKENS
+        sequence = torch.arange(len(self._lengths)).repeat_interleave(torch.tensor(self._lengths))
+        same, first = sequence % 2 == 1, self._places() < FIRST_TOKENS
         return self._largest([relative[same & first].mean(), relative[same].mean()])
 
     def _largest(self, differences: list[Tensor]) -> float:
@@ -317,7 +330,7 @@ class SelfTest:
         finally:
             for handle in handles:
                 handle.remove()
-        num_tokens = sum(LENGTHS)
+        num_tokens = sum(self._lengths)
         return {name: (kind, torch.cat(tensors)[:num_tokens]) for name, (kind, tensors) in outputs.items()}
 
     # What is said.
@@ -348,15 +361,33 @@ def _output_layer(head: PackedHead) -> nn.Linear:
     return cast("nn.Linear", getattr(head.pretrained, SCORE_HEAD))
 
 
-def _places() -> Tensor:
-    """[N] int64, place of every token in its sequence."""
-    return torch.cat([torch.arange(length) for length in LENGTHS])
-
-
 def _relative(found: Tensor, expected: Tensor) -> Tensor:
     """[N] norms of the differences of rows, divided by the norms of what is expected."""
     norms = expected.norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
     return ((found - expected).norm(dim=-1) / norms).cpu()
+
+
+@contextmanager
+def _lowered_thresholds(pretrained: PreTrainedModel) -> Iterator[None]:
+    """Inside, windows and chunks that are longer than the test's sequences are shorter than most of them.
+
+    A window of 4,096 tokens would need sequences as long, and their scores in transformers' eager attention. Layers and
+    configurations hold such a length under the same names; all of them are changed together.
+    """
+    modules = list(pretrained.modules())
+    configs = {id(config): config for module in modules if (config := getattr(module, "config", None)) is not None}
+    changed: list[tuple[Any, str, int]] = []
+    for holder in (*configs.values(), *modules):
+        for name in THRESHOLDS:
+            value = vars(holder).get(name)
+            if isinstance(value, int) and not isinstance(value, bool) and value >= max(LENGTHS):
+                changed.append((holder, name, value))
+                setattr(holder, name, LOWERED)
+    try:
+        yield
+    finally:
+        for holder, name, value in changed:
+            setattr(holder, name, value)
 
 
 @contextmanager

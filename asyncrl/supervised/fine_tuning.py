@@ -21,7 +21,7 @@ import numpy as np
 import torch.distributed as dist
 from transformers import AutoTokenizer
 
-from asyncrl.config import RunConfig, StopMetric, WarmStartConfig, num_positions
+from asyncrl.config import RunConfig, StopMetric, WarmStartConfig, num_positions, why_positions_end
 from asyncrl.data.demonstrations import Demonstration, DemonstrationFormat, load_demonstrations
 from asyncrl.data.prompts import load_eval_prompts
 from asyncrl.protocol.errors import RewardError
@@ -194,7 +194,7 @@ def read_demonstrations(config: RunConfig, tokenizer: Any) -> tuple[list[TokenSe
         chat_template_kwargs=sft.chat_template_kwargs,
     )
     train, validation = (
-        _sequences(load_demonstrations(files, form, tokenizer), num_positions(config)) for files in (sft.train_files, sft.val_files)
+        _sequences(load_demonstrations(files, form, tokenizer), config) for files in (sft.train_files, sft.val_files)
     )
     if sft.val_rows >= len(train):
         raise ValueError(
@@ -205,13 +205,14 @@ def read_demonstrations(config: RunConfig, tokenizer: Any) -> tuple[list[TokenSe
     return train, validation
 
 
-def _sequences(demonstrations: Sequence[Demonstration], num_positions: float) -> list[TokenSequence]:
-    overlong = [one for one in demonstrations if len(one.token_ids) > num_positions]
+def _sequences(demonstrations: Sequence[Demonstration], config: RunConfig) -> list[TokenSequence]:
+    limit = num_positions(config)
+    overlong = [one for one in demonstrations if len(one.token_ids) > limit]
     if overlong:
         raise ValueError(
             f"{overlong[0].where}: a demonstration of {len(overlong[0].token_ids)} tokens, expected at most the "
-            f"model's {num_positions} positions ({len(overlong)} of {len(demonstrations)} rows are longer); shorten or "
-            "drop it"
+            f"model's {limit} positions{why_positions_end(config)} ({len(overlong)} of {len(demonstrations)} rows are "
+            "longer); shorten or drop it"
         )
     return [TokenSequence(input_ids=one.token_ids, loss_mask=one.learned) for one in demonstrations]
 
@@ -248,6 +249,8 @@ def _learner_config(config: RunConfig) -> LearnerConfig:
         )
     if device is Device.auto:
         device = Device.cuda if num_gpus >= num_here else Device.cpu
+        if 0 < num_gpus < num_here:
+            logger.warning("learner.device: auto is cpu, because %d ranks see %d GPUs", num_here, num_gpus)
     sft = config.sft
     optimizer = replace(
         config.learner.optimizer,

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig
 from transformers.models.qwen3_next import modeling_qwen3_next
 
-from learner import heads, pretrained, recurrent
+from learner import attention, heads, pretrained, recurrent
 from learner.attention import ATTENTION_NAME
 from learner.config import Device, LearnerConfig
 from learner.packed_model import PackedModel
@@ -290,3 +290,23 @@ def test_what_the_layers_run_on_is_logged(hybrid: str, caplog: pytest.LogCapture
     with caplog.at_level(logging.INFO):
         load(hybrid)
     assert "1 x Qwen3NextGatedDeltaNet runs on padded sequences" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("family", "option"),
+    [
+        ("mistral", {"sliding_window": 4096}),
+        ("gemma3_text", {"sliding_window": 1024}),
+        ("llama4_text", {"attention_chunk_size": 8192}),
+    ],
+)
+def test_a_window_longer_than_the_tests_sequences_is_crossed_nevertheless(
+    family: str, option: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = save_tiny_model(tmp_path / "model", family, initializer_range=0.3, **option)
+    model = load(path)
+    held = [vars(part)[name] for part in model.pretrained.modules() for name in option if vars(part).get(name)]
+    assert {*held, *(getattr(model.pretrained.config, name) for name in option)} == {*option.values()}
+    monkeypatch.setattr(attention, "_span", lambda _module, _window: (None, None))
+    with pytest.raises(ValueError, match="computes other values for packed sequences than for each alone"):
+        load(path)

@@ -1,0 +1,117 @@
+"""Rotary embeddings that depend on the longest sequence of a batch: right up to a length, refused beyond it."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from asyncrl.cli.compose import compose_run
+from asyncrl.config import num_positions, why_positions_end
+from learner.config import Device, LearnerConfig
+from learner.packed_model import PackedModel
+from learner.roles import REFERENCE
+from learner.rope import rope_limit
+from tests.support.ranks import run_on_ranks
+from tests.support.tiny_models import plain_log_probs, random_sequences, save_tiny_model
+
+LIMIT = 16
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 100.0,
+    "short_factor": [1.0, 1.2, 1.5, 2.0],
+    "long_factor": [8.0, 9.0, 10.0, 12.0],
+    "original_max_position_embeddings": LIMIT,
+}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "longrope": (
+        "phi3",
+        {"rope_parameters": LONGROPE, "original_max_position_embeddings": LIMIT, "partial_rotary_factor": 1.0},
+    ),
+    "dynamic": (
+        "llama",
+        {
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 8.0},
+            "max_position_embeddings": LIMIT,
+        },
+    ),
+}
+
+
+def saved(folder: Path, kind: str) -> str:
+    family, options = KINDS[kind]
+    return save_tiny_model(folder / kind, family, initializer_range=0.3, **options)
+
+
+def differences(path: str, num_ranks: int, sp_size: int) -> list[float]:
+    """How far packed log-probs are from those of each sequence alone, and what a longer sequence is told."""
+    config = LearnerConfig(device=Device.cpu, max_tokens_per_micro_batch=60, num_ranks=num_ranks, sp_size=sp_size)
+    model = PackedModel(config, REFERENCE, model_path=path)
+    plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    sequences = random_sequences(7, longest=LIMIT)
+    found = [
+        float(np.abs(scores[one.loss_mask] - plain_log_probs(plain, one).detach().numpy()).max(initial=0.0))
+        for one, scores in zip(sequences, model.scores(sequences), strict=True)
+    ]
+    longer = next(one for one in random_sequences(20) if len(one.input_ids) > LIMIT)
+    own = [longer, *sequences] if model.mesh.rank == 0 or sp_size > 1 else sequences  # one data-parallel rank has it
+    with pytest.raises(ValueError, match=rf"beyond {LIMIT} tokens, so sequences must not be longer, got \d\d"):
+        model.scores(own)
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sequences_up_to_the_original_length_are_right_and_longer_ones_are_refused(kind: str, tmp_path: Path) -> None:
+    assert max(differences(saved(tmp_path, kind), 1, 1)) < 3e-5
+
+
+@pytest.mark.parametrize("sp_size", [1, 2])
+def test_two_ranks_agree_on_what_is_right_and_what_is_refused(sp_size: int, tmp_path: Path) -> None:
+    for found in run_on_ranks(2, every_kind, [saved(tmp_path, kind) for kind in KINDS], sp_size):
+        assert max(found) < 3e-5
+
+
+def every_kind(paths: list[str], sp_size: int) -> list[float]:
+    return [difference for path in paths for difference in differences(path, 2, sp_size)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "limit"),
+    [
+        ({"max_position_embeddings": 32768}, None),
+        ({"rope_scaling": None, "max_position_embeddings": 32768}, None),
+        ({"rope_scaling": {"rope_type": "yarn", "original_max_position_embeddings": 4096}}, None),
+        ({"rope_scaling": {"rope_type": "llama3", "original_max_position_embeddings": 8192}}, None),
+        ({"rope_scaling": {"type": "su"}, "original_max_position_embeddings": 4096}, 4096),
+        ({"rope_scaling": {"type": "longrope"}, "original_max_position_embeddings": 4096}, 4096),
+        ({"rope_parameters": LONGROPE, "max_position_embeddings": 256}, LIMIT),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}, "max_position_embeddings": 2048}, 2048),
+        (
+            {
+                "max_position_embeddings": 9,
+                "rope_parameters": {"full_attention": {"rope_type": "dynamic"}, "other": {"rope_type": "default"}},
+            },
+            9,
+        ),
+    ],
+)
+def test_the_limit_is_the_original_length_of_rope_that_depends_on_the_longest(
+    settings: dict[str, Any], limit: int | None
+) -> None:
+    assert rope_limit(settings) == limit
+
+
+def test_a_run_is_refused_before_it_starts_by_the_original_length(tmp_path: Path) -> None:
+    settings = {"max_position_embeddings": 131072, "original_max_position_embeddings": 4096}
+    (tmp_path / "config.json").write_text(json.dumps(settings | {"rope_scaling": {"type": "longrope"}}))
+    config = compose_run(["experiment=custom"])
+    config = replace(config, model=replace(config.model, path=str(tmp_path)))
+    assert num_positions(config) == 4096
+    assert "it takes 131072; beyond 4096 its rotary embeddings depend on" in why_positions_end(config)
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    assert num_positions(config) == 131072
+    assert why_positions_end(config) == ""
