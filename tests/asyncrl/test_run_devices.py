@@ -3,6 +3,7 @@
 import asyncio
 import os
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -15,11 +16,13 @@ from asyncrl.cli.compose import compose_run
 from asyncrl.config import learner_pools, learner_roles
 from asyncrl.controller.cluster import gpu_of_this_node, learner_layout, pool_of_one, ray_cluster, worker_env
 from asyncrl.controller.engine_places import EnginePlaces
+from asyncrl.controller.run import Run
 from asyncrl.devices import resolve_devices
+from asyncrl.metrics import TerminalView
 from asyncrl.protocol.types import Prompt
 from asyncrl.protocol.visible_gpus import visible_gpus
 from asyncrl.single_controller import RayClassWithInitArgs, RayWorkerGroup, Role, Worker
-from asyncrl.supervised.warm_start import warm_start
+from asyncrl.supervised.warm_start import WarmStart, warm_start
 from learner.config import Device
 from rollout_fleet.config import EngineDevice
 from rollout_fleet.rewards import WeightedRewards
@@ -111,6 +114,51 @@ async def test_a_run_takes_only_the_visible_gpus_of_this_machine(gpus):
         async with gpu_of_this_node(config) as reserved:
             assert reserved in ("3", "5")
             assert (await asyncio.to_thread(ray.available_resources)).get("GPU", 0) == 1
+
+
+class Reached(Exception):
+    """The run came to where learner and engines start."""
+
+
+async def test_a_warm_start_on_a_gpu_ends_before_learner_and_engines_take_theirs(gpus, tmp_path, monkeypatch):
+    gpus(2, visible="4,6")
+    free = []
+
+    async def fine_tuned(config, *, visible_devices):
+        free.append((visible_devices, await asyncio.to_thread(free_gpus)))
+        return tmp_path
+
+    def free_gpus(wanted=1):
+        for _ in range(100):  # Ray counts a GPU as free some time after its process has ended
+            if (count := ray.available_resources().get("GPU", 0)) == wanted:
+                break
+            time.sleep(0.1)
+        return count
+
+    async def start_groups(run, *_):
+        free.append(await asyncio.to_thread(free_gpus, 2))
+        raise Reached
+
+    monkeypatch.setattr(Run, "_start_groups", start_groups)
+    config = resolve_devices(run(f"output_dir={tmp_path}"), visible_gpus(), print)
+    assert config.learner.device is Device.cuda
+    (tmp_path / "run" / "logs").mkdir(parents=True)
+    view = TerminalView(title="", total_steps=1)
+    made = Run(config, tmp_path / "run", (None, []), WarmStart(fine_tuned), view, lambda fault: None)
+    with pytest.raises(Reached):
+        await made.run()
+    assert free in ([("4", 1), 2], [("6", 1), 2])
+
+
+async def test_a_warm_start_on_a_gpu_needs_one_on_the_node_of_the_controller(gpus, tmp_path):
+    gpus(0)
+    config = run(f"output_dir={tmp_path}", "learner.device=cuda", "rollout_fleet.device=cpu")
+    async with ray_cluster(config):
+        with pytest.raises(
+            ValueError, match=r"the warm start .* must have a GPU, got none; start the run on a node with"
+        ):
+            async with gpu_of_this_node(config):
+                pass
 
 
 @pytest.mark.parametrize(
