@@ -177,6 +177,7 @@ async def test_a_warm_start_on_a_gpu_needs_one_on_the_node_of_the_controller(gpu
 def test_no_two_separate_processes_see_one_gpu(ray_with_8_gpus, options, ranks, engines):
     said = []
     seen = seen_by_all(resolve_devices(run(*options), 8, said.append))
+    assert None not in (*devices_of(seen, "learner"), *devices_of(seen, "engine")), "a process sees every GPU"
     assert [len(found.split(",")) if found else 0 for found in devices_of(seen, "learner")] == ranks
     assert [len(found.split(",")) if found else 0 for found in devices_of(seen, "engine")] == engines
     taken = [gpu for one in seen.values() for gpu in one["CUDA_VISIBLE_DEVICES"].split(",") if gpu]

@@ -74,6 +74,30 @@ def test_told_to_leave_the_variables_alone_a_worker_takes_the_device_that_ray_as
     assert chosen == [{"GPU": 3, "NPU": 5}[device]]
 
 
+@pytest.mark.parametrize(
+    ("visible", "assigned", "place"),
+    [("4,5", "5", 1), ("GPU-aa,GPU-bb", "GPU-bb", 1), ("7,6", "7", 0)],
+)
+def test_the_assigned_device_is_a_place_among_those_that_the_node_shows(
+    environment, monkeypatch, visible, assigned, place
+):
+    chosen = []
+    runtime = SimpleNamespace(is_available=lambda: True, set_device=chosen.append)
+    context = SimpleNamespace(get_accelerator_ids=lambda: {"GPU": [assigned], "NPU": []})
+    monkeypatch.setattr(worker, "_device_module", lambda is_npu: runtime)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
+    environment |= {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1", "CUDA_VISIBLE_DEVICES": visible}
+    worker.set_up_visible_devices(environment)
+    assert (environment["LOCAL_RANK"], chosen) == (str(place), [place])
+
+
+@pytest.mark.parametrize("other", ["HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"])
+def test_devices_that_are_hidden_from_a_worker_stay_hidden_on_rocm(environment, other):
+    environment |= {"CUDA_VISIBLE_DEVICES": "", other: "0,1"}
+    worker.set_up_visible_devices(environment)
+    assert environment == {"CUDA_VISIBLE_DEVICES": ""}
+
+
 def test_without_the_flag_rays_choice_stands():
     assert not ray_noset_visible_devices({"CUDA_VISIBLE_DEVICES": "0"})
 
