@@ -142,10 +142,10 @@ def check_placement(config: RunConfig, *, num_cpus: int, num_gpus: int) -> None:
     if gpus > num_gpus:
         fleet = config.rollout_fleet
         raise ValueError(
-            f"learner.device={config.learner.device} and rollout_fleet.device={fleet.device} ask for "
-            f"{counted(gpus, 'GPU')} ({config.learner.num_ranks} learner ranks, {fleet.fewest_engines} engines of "
-            f"tp_size={fleet.sglang.tp_size}), got {num_gpus}; lower learner.num_ranks or rollout_fleet.num_engines, "
-            "let them share GPUs with placement.colocated=true, or set the devices to cpu"
+            f"the run asks for {counted(gpus, 'GPU')} with learner.device={config.learner.device} and "
+            f"rollout_fleet.device={fleet.device} ({config.learner.num_ranks} learner ranks, {fleet.fewest_engines} "
+            f"engines of tp_size={fleet.sglang.tp_size}), got {num_gpus}; lower learner.num_ranks or "
+            "rollout_fleet.num_engines, let them share GPUs with placement.colocated=true, or set the devices to cpu"
         )
     if cpus > num_cpus and (config.ray.address or not config.placement.oversubscribe):
         raise ValueError(

@@ -262,7 +262,8 @@ def test_a_model_path_without_a_model_is_refused_by_name(tmp_path):
 
 
 def test_an_impossible_placement_names_what_is_asked_and_what_there_is():
-    gpus = compose_run(["learner.device=cuda", "learner.num_ranks=8", "rollout_fleet.num_engines=4"])
+    devices = ["learner.device=cuda", "rollout_fleet.device=cuda"]
+    gpus = compose_run([*devices, "learner.num_ranks=8", "rollout_fleet.num_engines=4"])
     with pytest.raises(ValueError, match=r"asks for 12 GPUs .* got 2"):
         check_placement(gpus, num_cpus=64, num_gpus=2)
     cpus = compose_run(["placement.oversubscribe=false", "learner.num_ranks=4", "rollout_fleet.num_engines=2"])

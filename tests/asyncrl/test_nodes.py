@@ -9,7 +9,7 @@ from asyncrl.controller.cluster import check_nodes, engine_pool, node_shares, po
 from asyncrl.option_checks import check_options
 from asyncrl.placement_config import PlacementConfig, RayConfig, Strategy
 from learner.config import Device
-from rollout_fleet.config import SGLangConfig
+from rollout_fleet.config import EngineDevice, SGLangConfig
 
 FILE = {"transport": Transport.file, "directory": "/mnt/weights"}
 COLLECTIVE = {"transport": Transport.collective, "interface": "eth0"}
@@ -97,7 +97,7 @@ def on_gpus(**placement):
     return config_of(
         weights=COLLECTIVE,
         learner={"device": Device.cuda, "num_ranks": 8},
-        rollout_fleet={"num_engines": 4, "sglang": SGLangConfig(tp_size=2)},
+        rollout_fleet={"device": EngineDevice.cuda, "num_engines": 4, "sglang": SGLangConfig(tp_size=2)},
         placement={"num_nodes": 2, **placement},
     )
 

@@ -227,7 +227,7 @@ async def test_auto_in_a_cluster_that_is_joined_is_resolved_by_its_gpus(ray_with
     asked = run(*SEPARATE, f"ray.address={found}")
     config = await asyncio.to_thread(_checked_against_cluster, asked, print)
     assert (config.learner.device, config.rollout_fleet.device) == (Device.cuda, EngineDevice.cuda)
-    with pytest.raises(ValueError, match=r"ask for 9 GPUs .* got 8"):
+    with pytest.raises(ValueError, match=r"asks for 9 GPUs .* got 8"):
         await asyncio.to_thread(
             _checked_against_cluster, run("learner.device=cuda", "rollout_fleet.device=cuda", "learner.num_ranks=8",
             f"ray.address={found}"), print,
@@ -293,7 +293,7 @@ def test_a_dry_run_counts_visible_gpus(gpus, tmp_path):
     assert "and 2 GPUs; this machine has" in page
     assert page.count("and 2") == 2
     page = dry_run.dry_run(run(f"output_dir={tmp_path}", "learner.device=cuda", "learner.num_ranks=3")).page()
-    assert "ask for 3 GPUs" in page
+    assert "asks for 3 GPUs" in page
     assert "got 2" in page
 
 

@@ -42,7 +42,7 @@ def test_an_sglang_server_that_does_not_come_up_ends_the_run_with_its_own_words(
         ("buffer.max_lag=-1", "buffer.max_lag must be >= 0"),
         ("buffer.maxlag=1", "unknown option buffer.maxlag; did you mean buffer.max_lag?"),
         ("data.max_prompt_tokens=3", "max_prompt_tokens"),
-        ("learner.device=cuda", "asks for 2 GPUs"),
+        ("learner.device=cuda", "asks for 1 GPU"),
     ],
 )
 def test_a_wrong_option_ends_the_run_before_any_process_starts(start, override, words):
