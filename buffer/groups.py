@@ -172,6 +172,8 @@ class GroupTable:
         plans: Version to the group ids of its batch.
         stored_bytes: Bytes of trajectories by store, reserved ones among them.
         stores: Where each store is.
+        ended_attempts: Group and number of attempts whose trajectories may lie in a store and are never trained on;
+            whoever keeps the trajectories takes them out.
         prefix_bytes: Bytes of saved prefixes.
         expected_bytes: What a group's trajectories take: the largest seen, forgotten within some dozens of groups.
     """
@@ -179,6 +181,7 @@ class GroupTable:
     def __init__(self, *, num_stores: int = 1) -> None:
         self.stored_bytes = [0] * num_stores
         self.stores = [StorePlace() for _ in range(num_stores)]
+        self.ended_attempts: list[tuple[int, int]] = []
         self.prefix_bytes = self.expected_bytes = 0
         self.open_by_deadline: dict[int, int] = {}
         self.plans: dict[int, tuple[int, ...]] = {}
@@ -308,6 +311,8 @@ class GroupTable:
     def enqueue(self, group_id: int, *, num_attempts: int = 0) -> None:
         """Queue a group that is new at the tail, or one that was finished, with its attempts."""
         self._groups[group_id] = Group(group_id=group_id, place=self._place(), num_attempts=num_attempts)
+        if num_attempts:
+            self.ended_attempts.append((group_id, num_attempts - 1))
         self._queue.append(group_id)
 
     def requeue(self, group: Group, *, keeps_progress: bool) -> None:
@@ -319,6 +324,8 @@ class GroupTable:
         self._queue.appendleft(group.group_id)
         group.state, group.place, group.owner = GroupState.queued, self._head_place, b""
         group.num_inherited = 0
+        if group.num_bytes:
+            self.ended_attempts.append((group.group_id, group.attempt))
         self.set_bytes(group, 0)
         if not keeps_progress:
             self.set_progress(group, None, 0)

@@ -227,6 +227,11 @@ class Ledger(LedgerState):
         leased = (group for group in self._groups.leased() if group.num_bytes)
         return [(group.group_id, group.attempt) for group in leased if group.store == store]
 
+    def ended_attempts(self) -> list[tuple[int, int]]:
+        """The unfinished groups that had attempts before the one that runs or is stored, and the last of those."""
+        ended = ((g.group_id, g.attempt - (g.state is not GroupState.queued)) for g in self._groups)
+        return [(group_id, attempt) for group_id, attempt in ended if attempt >= 0]
+
     def num_saved(self, group_id: int) -> int:
         """Tokens that are saved of a group, queued or leased; 0 where it is not known."""
         group = self._groups.get(group_id)

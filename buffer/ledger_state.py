@@ -311,6 +311,11 @@ class LedgerState:
         revocations, self._revocations = self._revocations, []
         return revocations
 
+    def drain_ended(self) -> list[tuple[int, int]]:
+        """Groups and attempts that ended since the last call, and whose trajectories a store may still hold."""
+        ended, self._groups.ended_attempts = self._groups.ended_attempts, []
+        return ended
+
     def drain_finished(self) -> list[int]:
         """Groups consumed or dropped since the last call; nobody needs their prompts and trajectories."""
         finished, self._finished = self._finished, []

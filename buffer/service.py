@@ -247,6 +247,7 @@ class BufferService:
         ledger.renew_all(self._clock.time())
         ledger.drain_revocations()
         ledger.drain_finished()
+        ledger.drain_ended()
         ledger.log = journal
         self._stores.recover()
         self._offers.recover(journal)
@@ -288,8 +289,8 @@ class BufferService:
         return not was_reserved.isdisjoint(now_stored)
 
     def _forget_finished(self) -> None:
-        """Drop the frames of finished groups, and tell those whose put or prompts did not fit."""
-        if self._store.forget(self.ledger.drain_finished()):
+        """Drop the frames of what is over, and tell those whose put or prompts did not fit."""
+        if self._store.forget(self.ledger.drain_finished(), self.ledger.drain_ended()):
             for client in self._refused_for_space:
                 self._replies.push(client, SPACE)
             self._refused_for_space.clear()

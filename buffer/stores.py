@@ -6,7 +6,7 @@ server keeps their sizes.
 
 import struct
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import xxhash
@@ -72,11 +72,15 @@ class FrameTable:
 class PayloadStore:
     """All frames: trajectories and prefixes under the bound ``max_bytes``, prompts under another.
 
-    ``remove_elsewhere``, where store servers hold the trajectories, tells them to forget a group, and whether it is
-    finished. Prompts count from before they are queued until their groups are finished.
+    ``remove_elsewhere``, where store servers hold the trajectories, tells them what `forget` is told.
+    Prompts count from before they are queued until their groups are finished.
     """
 
-    def __init__(self, max_prompt_bytes: int, remove_elsewhere: Callable[[int, bool], None] | None = None) -> None:
+    def __init__(
+        self,
+        max_prompt_bytes: int,
+        remove_elsewhere: Callable[[Sequence[int], Sequence[tuple[int, int]]], None] | None = None,
+    ) -> None:
         self.prompts, self.prefixes, self.payloads = FrameTable(), FrameTable(), FrameTable()
         self.max_prompt_bytes = max_prompt_bytes
         self._remove_elsewhere = remove_elsewhere
@@ -137,24 +141,24 @@ class PayloadStore:
         self.prefixes.remove(group_id)
 
     def evict(self, group_ids: Iterable[int]) -> None:
-        """Drop the trajectories and prefixes of groups that gave way; their prompts are leased again."""
+        """Drop the trajectories and prefixes that are held here of groups that gave way."""
         for group_id in group_ids:
-            self._remove(group_id, is_finished=False)
+            self.prefixes.remove(group_id)
+            self.payloads.remove(group_id)
 
-    def forget(self, group_ids: Iterable[int]) -> bool:
-        """Drop all frames of groups that are consumed or dropped; whether there were any such groups."""
-        is_any = False
-        for group_id in group_ids:
-            is_any = True
+    def forget(self, finished: Sequence[int], ended: Sequence[tuple[int, int]]) -> bool:
+        """Drop all frames of finished groups, and what store servers hold of attempts that ended.
+
+        ``ended`` are groups and attempts. Returns whether there is more room now.
+        """
+        for group_id in finished:
             self.prompts.remove(group_id)
-            self._remove(group_id, is_finished=True)
-        return is_any
-
-    def _remove(self, group_id: int, *, is_finished: bool) -> None:
-        self.prefixes.remove(group_id)
-        self.payloads.remove(group_id)
+        self.evict(finished)
+        if not finished and not ended:
+            return False
         if self._remove_elsewhere is not None:
-            self._remove_elsewhere(group_id, is_finished)
+            self._remove_elsewhere(finished, ended)
+        return True
 
     def check_prompts(self, size: int, *, num_waiting_bytes: int) -> None:
         """Refuse prompts of ``size`` bytes that do not fit beside those held and ``num_waiting_bytes`` of waiting ones.
