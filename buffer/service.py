@@ -116,6 +116,7 @@ class BufferService:
         self._stores = StoreRequests(shared, links=links)
         self._reserving = PendingRequests()
         self._refused_for_space: set[bytes] = set()
+        self._refused_prompts: set[bytes] = set()
         self._buried: dict[bytes, int] = {}
         self._journal = journal
         self._expiry = Deadline(self._expire, self._clock)
@@ -173,7 +174,8 @@ class BufferService:
 
     def _refuse(self, client: bytes, request: Message, error: AsyncRLError) -> None:
         if isinstance(error, StoreFull):
-            self._refused_for_space.add(client)
+            refused = self._refused_prompts if request.name == "enqueue" else self._refused_for_space
+            refused.add(client)
         self._replies.fail(client, request.request_id, error)
 
     def _when_kept(self, client: bytes, request: Message, store: Callable[[Frames | int], None]) -> None:
@@ -291,9 +293,13 @@ class BufferService:
     def _forget_finished(self) -> None:
         """Drop the frames of what is over, and tell those whose put or prompts did not fit."""
         if self._store.forget(self.ledger.drain_finished(), self.ledger.drain_ended()):
-            for client in self._refused_for_space:
-                self._replies.push(client, SPACE)
-            self._refused_for_space.clear()
+            self._tell_of_space(self._refused_for_space)
+            self._tell_of_space(self._refused_prompts)
+
+    def _tell_of_space(self, clients: set[bytes]) -> None:
+        for client in clients:
+            self._replies.push(client, SPACE)
+        clients.clear()
 
     def _compact(self, *, is_urgent: bool = True) -> None:
         """Put a snapshot in the place of the journal's commands, when these have grown long."""
@@ -400,6 +406,7 @@ class BufferService:
             self._batches.note_filtered()
         elif result is PutResult.stored:
             self._store.keep_payload(group_id, request.payload, command.num_bytes)
+            self._tell_of_space(self._refused_prompts)
             self._admission.heartbeats.count_put(client, command.summary.num_tokens)
         self._replies.reply(client, request.request_id)
 
@@ -522,7 +529,7 @@ class BufferService:
     def _totals(self) -> BufferStats:
         return self.ledger.stats(
             stored_bytes=self._store.payloads.num_bytes,
-            held_bytes=self._store.held_bytes + self._store.prompts.num_bytes + self._intake.num_waiting_bytes,
+            held_bytes=self._store.held_bytes + self._store.prompt_bytes + self._intake.num_waiting_bytes,
             leases_waiting=self._admission.num_waiting,
         )
 
