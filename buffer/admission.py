@@ -575,20 +575,23 @@ class Admission:
         self._late.forget(client)
         self._not_relieved_before.pop(client, None)
 
-    def bury(self, client: bytes) -> int:
-        """A producer is dead: take its leases, and count what it can no longer report; returns all that it generated.
+    def bury(self, client: bytes, num_generated: int) -> int:
+        """A producer has ended: take its leases, and count what it can no longer report; returns all that it generated.
 
-        What of that was only in its memory counts as lost.
+        ``num_generated`` is what its owner knows of that; the producer's last beat may know more. What of that was only
+        in the producer's memory counts as lost. Asking again returns the same.
         """
+        buried = self._ledger.account.buried
+        if client not in buried:
+            num_generated = max(num_generated, self.heartbeats.num_generated(client))
+            taken = self._ledger.apply(TakeBack(owner=client, num_generated=num_generated))
+            name, num_leases = client.hex()[:8], len(taken.group_ids)
+            logger.warning("producer %s has ended; %d leases, and %d tokens lost", name, num_leases, taken.num_lost or 0)
         self._pending.withdraw(client)
+        self.heartbeats.leave(client)
         self._balance.forget(client)
         self._forget(client)
-        account = self._ledger.account
-        settled, before = account.settled_by(client), account.num_tokens
-        taken = self._ledger.apply(TakeBack(owner=client, num_generated=self.heartbeats.leave(client)))
-        name, num_leases = client.hex()[:8], len(taken.group_ids)
-        logger.warning("producer %s is dead; %d leases, and %d tokens lost", name, num_leases, taken.num_lost or 0)
-        return settled + account.num_tokens - before
+        return buried[client]
 
 
 def _groups_and_attempts(message: Message) -> tuple[list[int], list[int]]:

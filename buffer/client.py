@@ -320,9 +320,10 @@ class BufferClient:
             pass
         return integer(reply.fields, "version"), seconds(reply.fields, "seconds")
 
-    async def bury(self, worker: str) -> int:
+    async def bury(self, worker: str, num_generated: int = 0) -> int:
         """See `ControlBuffer.bury`."""
-        return integer((await self._connect().request("bury", {"worker": worker})).fields, "generated")
+        fields = {"worker": worker, "generated": num_generated}
+        return integer((await self._connect().request("bury", fields)).fields, "generated")
 
     async def store_wanted(self, known: Collection[str]) -> str:
         """Wait until a rollout worker enters from a host that is not ``known``; the host.

@@ -335,8 +335,8 @@ class Expire(Command[TakenBack]):
 class TakeBack(Command[TakenBack]):
     """Take back every lease of an owner that is gone.
 
-    ``num_generated`` are the tokens of one that has died for certain: what it has not reported of them is lost. None
-    for one that is only silent.
+    ``num_generated`` are the tokens of an owner that has ended for certain: what it has not reported of them is lost,
+    and nothing that it reports later counts. None for an owner that is only silent. Burying it again changes nothing.
     """
 
     owner: bytes

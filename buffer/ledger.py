@@ -425,6 +425,8 @@ class Ledger(LedgerState):
         return commands.TakenBack(group_ids=tuple(group.group_id for group in self._groups.expired(now)))
 
     def _decide_take_back(self, command: commands.TakeBack, now: float) -> commands.TakenBack:
+        if command.owner in self.account.buried:
+            return commands.TakenBack(group_ids=())
         groups = self.leases_of(command.owner)
         group_ids, num_lost = tuple(group.group_id for group in groups), None
         if command.num_generated is not None:

@@ -59,7 +59,6 @@ from .stores import PayloadStore, size_of
 logger = logging.getLogger(__name__)
 
 _BEATS_TO_SILENCE = 4
-_MAX_BURIED = 4096
 
 
 class BufferService:
@@ -117,7 +116,6 @@ class BufferService:
         self._reserving = PendingRequests()
         self._refused_for_space: set[bytes] = set()
         self._refused_prompts: set[bytes] = set()
-        self._buried: dict[bytes, int] = {}
         self._journal = journal
         self._expiry = Deadline(self._expire, self._clock)
         self._silence = Deadline(self._take_from_silent, self._clock)
@@ -164,7 +162,7 @@ class BufferService:
         self._admission.heartbeats.hear(client, self._clock.time())
         operation = self._operations.get(request.name)
         try:
-            if client in self._buried:
+            if client in self.ledger.account.buried:
                 raise DeclaredDead(f"{request.name} came from a worker that was declared dead and replaced; end it")
             if operation is None:
                 raise WireError(f"unknown operation {request.name!r:.40}; known are {sorted(self._operations)}")
@@ -501,17 +499,14 @@ class BufferService:
         self._admission.leave(client, request)
 
     def _bury(self, client: bytes, request: Message) -> None:
-        """A worker is dead, says the controller, who started it."""
+        """A worker has ended, says the controller, who started it."""
         try:
             dead = bytes.fromhex(text(request.fields, "worker"))
         except ValueError as error:
             raise WireError(f"a worker is named by the hexadecimal digits of its identity: {error}") from error
-        if dead not in self._buried:
-            self._offers.forget(dead)
-            self._buried[dead] = self._admission.bury(dead)
-            if len(self._buried) > _MAX_BURIED:
-                del self._buried[next(iter(self._buried))]
-        self._replies.reply(client, request.request_id, {"generated": self._buried[dead]})
+        num_generated = self._admission.bury(dead, count(request.fields, "generated"))
+        self._offers.forget(dead)
+        self._replies.reply(client, request.request_id, {"generated": num_generated})
 
     def _hello(self, client: bytes, request: Message) -> None:
         """What a client must know; a producer says so, and is heard of from then on."""

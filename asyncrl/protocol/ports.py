@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -154,11 +154,12 @@ class ControlBuffer(Protocol):
         """
         ...
 
-    async def bury(self, worker: str) -> int:
-        """A rollout worker is dead: take its leases back, and accept nothing of it any more.
+    async def bury(self, worker: str, num_generated: int = 0) -> int:
+        """A rollout worker is dead, or ended with leases: take these back, and accept nothing of it any more.
 
-        Returns all tokens that it generated, as far as they are known; those that nobody can report count as lost.
-        ``worker`` is what `RolloutBuffer.enter` returned to it. Asking again returns the same.
+        ``worker`` is what `RolloutBuffer.enter` returned to it. ``num_generated`` are the tokens that it is known to
+        have generated; its last heartbeat may know of more. Returns all of them. Those that were neither stored nor
+        released count as lost. Asking again returns the same.
         """
         ...
 
