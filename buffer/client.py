@@ -88,7 +88,7 @@ class BufferClient:
         incarnation: int = 0,
     ) -> None:
         self.address = address
-        self.num_generated = 0
+        self.count_generated: Callable[[], int] = lambda: 0
         self._name = name
         self._host = host
         self._epoch = epoch
@@ -524,7 +524,7 @@ class BufferClient:
     def _say_beat(self) -> None:
         """Also at once to a server that was started again: it knows neither this producer nor its engine's version."""
         if self._beat_s and self._link is not None:
-            fields = {**self._serves, **self._where, "generated": self.num_generated}
+            fields = {**self._serves, **self._where, "generated": self.count_generated()}
             self._link.post("beat", fields, partial(self._note_clock, time.monotonic_ns()))
 
     def _send_beat(self) -> None:

@@ -15,10 +15,11 @@ class RolloutBuffer(Protocol):
     """What a rollout worker needs of the replay buffer. Every call is awaited under the client's deadline.
 
     Attributes:
-        num_generated: Policy tokens that this worker has generated; the worker keeps it, and each beat reports it.
+        count_generated: Returns the policy tokens that this worker has generated, those of running samples among them.
+            The worker sets it, and each beat reports what it returns.
     """
 
-    num_generated: int
+    count_generated: Callable[[], int]
 
     async def enter(self) -> str:
         """Connect, and be heard of from now on; returns the name that `ControlBuffer.bury` knows this worker by."""
