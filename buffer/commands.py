@@ -144,12 +144,13 @@ class TakenBack:
 class Lost:
     """The groups that were lost; ``dissolved`` are the versions whose batches are planned anew.
 
-    ``unsent`` are the running groups whose reservations are void.
+    ``unsent`` are the running groups whose reservations are void; ``missing`` are lost when their batch is dissolved.
     """
 
     group_ids: tuple[int, ...]
     dissolved: tuple[int, ...]
     unsent: tuple[int, ...] = ()
+    missing: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -348,10 +349,12 @@ class LoseGroups(Command[Lost]):
     """The trajectories of stored or planned groups are gone, and their prompts are queued again; or saved prefixes.
 
     ``unsent`` are running groups and attempts whose reserved trajectories are not in their store: they are sent again.
+    ``missing`` are planned groups that are not in their store. Their batch stays, for its ranks may have them.
     """
 
     group_ids: tuple[int, ...]
     unsent: tuple[tuple[int, int], ...] = ()
+    missing: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -63,6 +63,7 @@ class Group:
         num_bytes: What its trajectories take, from their reservation on.
         store: Which store they are in.
         digest: XXH3 of them, 16 bytes, where that is a store server.
+        is_missing: No store has them any more, though a batch holds the group.
         prefix_bytes: What its saved prefix takes.
         is_evicted: Its saved prefix gave way to trajectories: it is counted, and cannot be continued.
     """
@@ -86,6 +87,7 @@ class Group:
     num_bytes: int = 0
     store: int = 0
     digest: bytes = b""
+    is_missing: bool = False
     prefix_bytes: int = 0
     is_evicted: bool = False
 
@@ -323,7 +325,7 @@ class GroupTable:
     def _to_head(self, group: Group, *, keeps_progress: bool) -> None:
         self._queue.appendleft(group.group_id)
         group.state, group.place, group.owner = GroupState.queued, self._head_place, b""
-        group.num_inherited = 0
+        group.num_inherited, group.is_missing = 0, False
         if group.num_bytes:
             self.ended_attempts.append((group.group_id, group.attempt))
         self.set_bytes(group, 0)

@@ -119,6 +119,8 @@ class LedgerState:
             self._evict(self._get(group_id), STORE_LOST)
         for group_id in outcome.unsent:
             self._groups.set_bytes(self._get(group_id), 0)
+        for group_id in outcome.missing:
+            self._get(group_id).is_missing = True
 
     def _add_store(self, command: commands.AddStore, outcome: commands.AddedStore) -> None:
         if outcome.is_new:
@@ -126,6 +128,8 @@ class LedgerState:
 
     def _drop_store(self, command: commands.DropStore, outcome: commands.DroppedStore) -> None:
         self._groups.stores[command.store].is_gone = True
+        for group in self._groups.of_state(GroupState.planned):
+            group.is_missing = group.is_missing or group.store == command.store
         for group_id in outcome.reserved:
             self._groups.set_bytes(self._get(group_id), 0)
         for group_id in outcome.group_ids:

@@ -259,9 +259,12 @@ class BufferService:
         self._expiry.at(ledger.next_expiry())
         self._silence.at(self._admission.heartbeats.next_silence())
 
-    def _lose(self, group_ids: Iterable[int], *, unsent: Iterable[tuple[int, int]] = ()) -> None:
+    def _lose(
+        self, group_ids: Iterable[int], *, unsent: Iterable[tuple[int, int]] = (), missing: Iterable[int] = ()
+    ) -> None:
         """Groups whose frames did not survive with their record are generated again, ``unsent`` ones sent again."""
-        if lost := self.ledger.apply(LoseGroups(group_ids=tuple(group_ids), unsent=tuple(unsent))).group_ids:
+        command = LoseGroups(group_ids=tuple(group_ids), unsent=tuple(unsent), missing=tuple(missing))
+        if lost := self.ledger.apply(command).group_ids:
             logger.warning("the trajectories or saved prefixes of %d groups are lost", len(lost))
             self._store.evict(group_id for group_id in lost if group_id in self._store.payloads)
 
@@ -275,16 +278,20 @@ class BufferService:
     ) -> bool:
         """A store server does not hold these groups: generate again what was ``stored`` as it was asked for them.
 
-        Groups and attempts. A batch stays as it was planned: its ranks may have its groups; one that has not is refused
-        them, and says so. What was ``reserved`` is sent again. Returns whether such a group was stored meanwhile: its
+        Groups and attempts. A batch stays as it was planned: its ranks may have its groups. A rank that lacks them is
+        refused them and says so; then whatever is missing of that batch and later ones is generated again, at once.
+        What was ``reserved`` is sent again. Returns whether such a group was stored meanwhile: its
         payload may have come to the store behind the question, which has to be asked again.
         """
         ledger, missing = self.ledger, set(group_ids)
         was_reserved = {key for key in reserved if key[0] in missing}
         now_stored = set(ledger.stored_groups(store))
-        found_lost = (group_id for group_id, _ in now_stored.intersection(stored) if group_id in missing)
-        lost = [group_id for group_id in found_lost if not ledger.is_planned(group_id)]
-        self._lose(lost, unsent=was_reserved.intersection(ledger.reserved_groups(store)))
+        found = [group_id for group_id, _ in now_stored.intersection(stored) if group_id in missing]
+        self._lose(
+            (group_id for group_id in found if not ledger.is_planned(group_id)),
+            unsent=was_reserved.intersection(ledger.reserved_groups(store)),
+            missing=filter(ledger.is_planned, found),
+        )
         self.settle()
         return not was_reserved.isdisjoint(now_stored)
 

@@ -157,6 +157,27 @@ async def test_a_batch_whose_store_died_before_it_was_fetched_is_planned_anew_fr
         assert (stats.tokens_trained, stats.tokens_dropped) == (20, {"store_lost": 5})
 
 
+async def test_a_store_that_dies_with_two_planned_batches_costs_one_new_plan_of_each():
+    """The learner names what it lacked of the first batch alone; the second batch lost its group with the same store."""
+    async with hosts("a", "b", max_lag=3) as of:
+        a, b = of.worker("a"), of.worker("b")
+        await of.control.enqueue([prompt(i) for i in range(8)])
+        for worker in (a, b, a, b, b, b):  # groups 0 and 2 are on the host a
+            [lease] = await worker.lease(0, 1)
+            await worker.put(rollout(lease))
+        for version in range(2):
+            planned = [group.group_id for group in (await of.control.plan(version)).groups]
+            assert planned == [2 * version, 2 * version + 1]
+        of.stores["a"].close()
+        await of.control.drop_store(0)
+        await of.control.lose([0])
+        for version in range(2):
+            planned = [group.group_id for group in (await of.control.plan(version)).groups]
+            assert {*planned} <= {1, 3, 4, 5}
+            assert [group.group_id for group in await of.control.fetch(planned)] == planned
+        assert (await of.control.stats()).tokens_dropped == {"store_lost": 10}
+
+
 async def test_a_put_whose_store_is_gone_on_the_way_goes_to_another():
     async with hosts("a", "b") as of:
         a = of.worker("a", request_timeout_s=0.5)
