@@ -1,7 +1,7 @@
 """Store servers: processes that hold the payloads, beside the ledger's server or on the hosts that produce them.
 
-A payload is stored before the ledger hears of it and removed when the ledger is done with its group. If a client dies
-in between, its payload leaves with the ledger's next removal. `buffer.store_links` is the ledger's side.
+A payload is stored before the ledger hears of it. It is removed when its attempt has ended or its group is finished;
+the ledger says so, also of an attempt whose worker died before it reported. `buffer.store_links` is the ledger's side.
 """
 
 import asyncio

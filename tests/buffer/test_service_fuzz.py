@@ -285,7 +285,8 @@ class Life:
         worker, group = found
         fields = {"group_id": group.group_id, "attempt": group.attempt, "continued": group.continued}
         fields |= {"num_tokens": group.num_tokens, "oldest_version": group.oldest, "newest_version": group.newest}
-        self.ask(worker.name, "save", fields, [b"%d %d %d" % (group.num_tokens, group.oldest, group.newest)])
+        reply = self.ask(worker.name, "save", fields, [b"%d %d %d" % (group.num_tokens, group.oldest, group.newest)])
+        group.continued = group.continued or reply.name == "ok"  # what is saved now took the place of the prefix
 
     def a_lease_is_released(self) -> None:
         if (found := self.any_group()) is not None:
