@@ -586,7 +586,9 @@ class Admission:
             num_generated = max(num_generated, self.heartbeats.num_generated(client))
             taken = self._ledger.apply(TakeBack(owner=client, num_generated=num_generated))
             name, num_leases = client.hex()[:8], len(taken.group_ids)
-            logger.warning("producer %s has ended; %d leases, and %d tokens lost", name, num_leases, taken.num_lost or 0)
+            logger.warning(
+                "producer %s has ended; %d leases, and %d tokens lost", name, num_leases, taken.num_lost or 0
+            )
         self._pending.withdraw(client)
         self.heartbeats.leave(client)
         self._balance.forget(client)

@@ -82,7 +82,9 @@ class StoreLinks:
         """
         groups, numbers = zip(*attempts, strict=True) if attempts else ((), ())
         fields = {"groups": groups, "attempts": numbers}
-        fields |= {name: [n for pair in part for n in pair] for name, part in (("finished", finished), ("ended", ended))}
+        fields |= {
+            name: [n for pair in part for n in pair] for name, part in (("finished", finished), ("ended", ended))
+        }
         link = self._links[number]
         if link is None:
             raise ReplayBufferError(f"store {number} is gone")

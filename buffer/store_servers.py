@@ -143,7 +143,7 @@ class StoreService:
             self._journal.keep(request.payload, then)
 
     def _is_wanted(self, group_id: int, attempt: int) -> bool:
-        """False for what is stored, for a finished group and an ended attempt: the ledger says what became of the put."""
+        """False for what is stored, and for what is over by the ledger's account, which says what became of the put."""
         is_over = group_id in self._finished or attempt <= self._ended.get(group_id, -1)
         return not is_over and attempt not in self._payloads.get(group_id, {})
 

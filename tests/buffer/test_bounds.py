@@ -54,7 +54,9 @@ async def test_a_batch_whose_prompts_exceed_their_bound_together_is_planned():
             await feeding
             assert len((await client.plan(0)).groups) == 8
         stats = await client.stats()
-        assert stats.held_bytes - stats.stored_bytes == 8 * size, "prompts of stored groups are held, and counted as held"
+        assert stats.held_bytes - stats.stored_bytes == 8 * size, (
+            "prompts of stored groups are held, and counted as held"
+        )
         await client.commit(0)
         assert (await client.stats()).held_bytes == 0
 

@@ -376,7 +376,10 @@ class Life:
             lags.update(version - self.written[key].oldest for key in keys)
         finished = [bound for part in self.server.service.ledger.finished() for bound in part]
         return Checkpoint(
-            version=self.version, finished=finished, tokens_trained=self.tokens_trained(), lags=dict(sorted(lags.items()))
+            version=self.version,
+            finished=finished,
+            tokens_trained=self.tokens_trained(),
+            lags=dict(sorted(lags.items())),
         )
 
     def the_learner_goes_back(self) -> None:
@@ -526,7 +529,8 @@ def check_lives(seeds: range, tmp_path: Path) -> None:
     for seed in seeds:
         life = live(seed, tmp_path / str(seed))
         totals.update(life.counts, kills=life.server.num_kills, rewinds=life.incarnation, steps=life.version)
-    assert len(seeds) == 1 or min(totals[name] for name in ("kills", "rewinds", "steps", "LeaseExpired")) > len(seeds) // 4
+    seldom = min(totals[name] for name in ("kills", "rewinds", "steps", "LeaseExpired"))
+    assert len(seeds) == 1 or seldom > len(seeds), f"too little happens in a life: {totals}"
 
 
 def test_the_account_of_the_service_balances_and_nothing_stands_still_in_any_life(tmp_path: Path):

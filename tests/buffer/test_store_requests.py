@@ -158,7 +158,7 @@ async def test_a_batch_whose_store_died_before_it_was_fetched_is_planned_anew_fr
 
 
 async def test_a_store_that_dies_with_two_planned_batches_costs_one_new_plan_of_each():
-    """The learner names what it lacked of the first batch alone; the second batch lost its group with the same store."""
+    """The learner names what it lacked of the first batch alone; the second batch lost a group on the same store."""
     async with hosts("a", "b", max_lag=3) as of:
         a, b = of.worker("a"), of.worker("b")
         await of.control.enqueue([prompt(i) for i in range(8)])
@@ -351,7 +351,7 @@ async def test_a_store_that_was_away_hears_which_attempts_ended_when_it_is_reach
         await of.control.enqueue([prompt(0)])
         await send_and_fall_silent(of, a)
         server = of.run.server
-        monkeypatch.setattr(server._links._links[0], "post", lambda *_: None)  # it is not there, and its link starts anew
+        monkeypatch.setattr(server._links._links[0], "post", lambda *_: None)  # it is not reached
         await of.control.bury(await a.enter())
         await of.control.stats()
         assert of.held_by("a").keys() == {0}
