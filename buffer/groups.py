@@ -107,6 +107,19 @@ class Group:
         assert self.summary is not None
         return self.summary
 
+    def granted(self) -> GrantedLease:
+        """The lease of the current attempt, which stays as it is when the group goes on to another attempt."""
+        return GrantedLease(
+            group_id=self.group_id,
+            attempt=self.attempt,
+            engine_version=self.engine_version,
+            deadline=self.deadline,
+            owner=self.owner,
+            request_id=self.request_id,
+            expires_at=self.expires_at,
+            progress=self.progress,
+        )
+
     def to_row(self) -> list[Any]:
         """The record as plain values."""
         row: list[Any] = [*values_of(self)]

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from asyncrl.protocol.errors import DeclaredDead, LeaseExpired, NotLeaseOwner, WireError
 from buffer import BufferClient, BufferConfig, BufferProcess, Durability
 from buffer.admission import FairQueue
+from buffer.commands import GrantedLease
 from buffer.heartbeats import LoopClock
 from buffer.server import BufferServer
 from tests.support.buffer_groups import prompt, rollout, running
@@ -289,6 +291,31 @@ async def test_a_put_that_the_journal_still_writes_when_its_worker_is_buried_cou
         with pytest.raises((LeaseExpired, DeclaredDead)):
             await asyncio.wait_for(putting, 20)
         assert (await control.stats()).tokens_dropped == {"lost": 100_000}
+
+
+async def test_a_lease_whose_prefix_gave_way_before_it_was_sent_begins_afresh_in_the_account():
+    """A server that was started again answers a request anew, and the saved prefix did not survive."""
+    async with running(groups_per_step=4, max_lag=2) as run:
+        first, second = run.client(), run.client()
+        await first.enqueue([prompt(0)])
+        [lease] = await first.lease(0, 1)
+        await first.save_progress(lease, rollout(lease, num_tokens=7))
+        await first.release(lease, num_tokens=7, reason="stopped")
+        service = run.server._service
+        answer = service._admission._answer
+
+        def answer_without_prefix(client: bytes, request_id: int, granted: Sequence[GrantedLease]) -> None:
+            for granted_lease in granted:
+                service._lose([granted_lease.group_id])
+                service._store.evict([granted_lease.group_id])
+            answer(client, request_id, granted)
+
+        service._admission._answer = answer_without_prefix
+        [again] = await second.lease(0, 1)
+        assert second.take_progress(again) is None
+        await second.put(rollout(again, num_tokens=9))
+        stats = await second.stats()
+        assert (stats.tokens_buffered, stats.tokens_dropped) == (9, {"discarded_prefix": 7})
 
 
 async def test_a_name_that_is_no_workers_is_refused_and_an_unknown_worker_has_generated_nothing():

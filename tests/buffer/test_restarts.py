@@ -123,6 +123,25 @@ async def test_the_log_of_offers_and_a_pinned_engine_outlive_their_server(tmp_pa
             await client.close()
 
 
+async def test_a_late_message_about_a_lease_of_the_server_before_touches_no_later_attempt(tmp_path: Path):
+    """Copies of a request and of its cancellation come after its group was leased to another worker."""
+    server = MortalServer(BufferConfig(max_lag=1, request_timeout_s=60.0), tmp_path, groups_per_step=2)
+    script, other = Script(server), b"other"
+    parts = prompt_frames(prompt(0))
+    script.ask(CONTROLLER, "enqueue", {"groups": [0], "counts": [len(parts)]}, [*parts])
+    wanted = {"engine_version": 0, "max_groups": 1}
+    assert script.ask(WORKER, "lease", wanted).fields["leases"][0][:2] == [0, 0]
+    lease = Message(name="lease", request_id=script._next_id, fields=wanted, payload=[])
+    server.kill()
+    released = {"group_id": 0, "attempt": 0, "num_tokens": 0, "reason": "aborted", "max_failures": 0}
+    script.ask(WORKER, "release", released)
+    assert script.ask(other, "lease", wanted).fields["leases"][0][:2] == [0, 1]
+    assert server.ask(WORKER, lease).fields["leases"] == []
+    script.ask(WORKER, "cancel", {"request": lease.request_id})
+    assert server.service.ledger.holds(0, 1)
+    server.close()
+
+
 async def test_a_request_that_was_held_by_the_server_before_is_due_as_if_it_were_new(tmp_path: Path):
     options = {"durability": Durability.disk, "directory": str(tmp_path)}
     async with running(**options) as run:

@@ -221,7 +221,8 @@ class Life:
                 for _ in range(num_prompt):
                     next(frames)
                 group = HeldGroup(group_id=group_id, attempt=attempt, engine_version=version, oldest=version)
-                if num_prefix:
+                group.continued = num_prefix >= 0
+                if num_prefix > 0:
                     num_tokens, oldest, newest = map(int, bytes(next(frames)).split())
                     assert oldest >= version
                     group.continued = self.rng.random() < 0.8
