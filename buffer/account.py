@@ -178,6 +178,9 @@ class Account:
     A saved prefix counts as buffered from the end of the attempt that saved it until the attempt that continues it
     reports it as its own, or it is dropped. What each owner of leases has settled is counted too, so that what a worker
     had generated and can no longer report, because it died, can be counted as lost.
+
+    Attributes:
+        buried: Dead worker to all tokens that it generated. Nothing that it reports later counts.
     """
 
     def __init__(self) -> None:
@@ -189,6 +192,7 @@ class Account:
         self.groups_consumed = 0
         self.groups_dropped: Counter[str] = Counter()
         self.filtered_in_a_row = 0
+        self.buried: dict[bytes, int] = {}
         self._settled: Counter[bytes] = Counter()
         self._kept_lengths = self._kept_samples = 0
         self._dropped_lengths: Counter[str] = Counter()
@@ -212,10 +216,12 @@ class Account:
         """Tokens that an owner has accounted for."""
         return self._settled[owner]
 
-    def lose(self, owner: bytes, num_tokens: int) -> None:
-        """An owner died before it could report so many of its tokens; nothing of it comes any more."""
-        self._drop_tokens(num_tokens, LOST)
-        del self._settled[owner]
+    def bury(self, owner: bytes, num_lost: int) -> None:
+        """An owner died before it could report so many of its tokens; nothing of it counts any more."""
+        self._drop_tokens(num_lost, LOST)
+        self.buried[owner] = self._settled.pop(owner, 0) + num_lost
+        if len(self.buried) > MAX_REMEMBERED:
+            del self.buried[next(iter(self.buried))]
 
     def store(self, summary: GroupSummary, *, num_inherited: int) -> None:
         """A put was accepted; the prefix it continued is part of it."""
@@ -291,7 +297,7 @@ class Account:
     def snapshot(self) -> dict[str, Any]:
         """Every total, as plain values, but for ``filtered_in_a_row``, which each server counts for itself."""
         totals = {name: value for name, value in vars(self).items() if name != "filtered_in_a_row"}
-        return {name: dict(value) if isinstance(value, Counter) else value for name, value in totals.items()}
+        return {name: dict(value) if isinstance(value, dict) else value for name, value in totals.items()}
 
     def restore(self, values: Mapping[str, Any]) -> None:
         """Take the totals of a snapshot."""

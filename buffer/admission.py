@@ -268,7 +268,7 @@ class Admission:
         self._hold_s = shared.hold_s
         self._clock = clock
         self._pending = PendingLeases()
-        self._granted: OrderedDict[tuple[bytes, int], list[GrantedLease | Group]] = OrderedDict()
+        self._granted: OrderedDict[tuple[bytes, int], list[GrantedLease]] = OrderedDict()
         self._turns = FairQueue()
         self._balance = WorkBalance()
         self._late = LateGroups(self._ledger, is_waiting=lambda worker: worker in self._pending.clients)
@@ -297,7 +297,7 @@ class Admission:
     def recover(self, leases: Iterable[Group]) -> None:
         """Take up the leases of the server before this one; their owners get the same timeout as everyone else."""
         for lease in leases:
-            self._granted.setdefault((lease.owner, lease.request_id), []).append(lease)
+            self._granted.setdefault((lease.owner, lease.request_id), []).append(lease.granted())
             self._late.granted(lease, self._ledger.num_leases_of(lease.owner) - 1, self._clock.time())
             self.heartbeats.enter(lease.owner, self._clock.time())
 
@@ -518,7 +518,7 @@ class Admission:
         if len(self._granted) > _MAX_REMEMBERED:
             self._granted.popitem(last=False)
 
-    def _answer(self, client: bytes, request_id: int, granted: Sequence[GrantedLease | Group]) -> None:
+    def _answer(self, client: bytes, request_id: int, granted: Sequence[GrantedLease]) -> None:
         payload: list[Any] = []
         leases = []
         for lease in granted:
@@ -526,8 +526,10 @@ class Admission:
                 continue
             prompt = self._store.prompts.get(lease.group_id)
             prefix = () if lease.progress is None else self._store.prefixes.get(lease.group_id)
+            # -1: the prefix gave way or was lost since it was granted, and its worker has to begin afresh.
+            num_frames = len(prefix) if prefix or lease.progress is None else -1
             leases.append(
-                [lease.group_id, lease.attempt, lease.engine_version, lease.deadline, len(prompt), len(prefix)]
+                [lease.group_id, lease.attempt, lease.engine_version, lease.deadline, len(prompt), num_frames]
             )
             payload += [*prompt, *prefix]
         self._replies.reply(client, request_id, {"leases": leases}, payload)
@@ -540,7 +542,7 @@ class Admission:
                 self._give_back(lease, "cancelled")
         self._replies.reply(client, message.request_id)
 
-    def _give_back(self, lease: GrantedLease | Group, reason: str) -> None:
+    def _give_back(self, lease: GrantedLease, reason: str) -> None:
         """A lease whose worker will report nothing of it."""
         if self._ledger.holds(lease.group_id, lease.attempt):
             self._ledger.apply(Release(group_id=lease.group_id, attempt=lease.attempt, num_tokens=0, reason=reason))
@@ -575,20 +577,25 @@ class Admission:
         self._late.forget(client)
         self._not_relieved_before.pop(client, None)
 
-    def bury(self, client: bytes) -> int:
-        """A producer is dead: take its leases, and count what it can no longer report; returns all that it generated.
+    def bury(self, client: bytes, num_generated: int) -> int:
+        """A producer has ended: take its leases, and count what it can no longer report; returns all that it generated.
 
-        What of that was only in its memory counts as lost.
+        ``num_generated`` is what its owner knows of that; the producer's last beat may know more. What of that was only
+        in the producer's memory counts as lost. Asking again returns the same.
         """
+        buried = self._ledger.account.buried
+        if client not in buried:
+            num_generated = max(num_generated, self.heartbeats.num_generated(client))
+            taken = self._ledger.apply(TakeBack(owner=client, num_generated=num_generated))
+            name, num_leases = client.hex()[:8], len(taken.group_ids)
+            logger.warning(
+                "producer %s has ended; %d leases, and %d tokens lost", name, num_leases, taken.num_lost or 0
+            )
         self._pending.withdraw(client)
+        self.heartbeats.leave(client)
         self._balance.forget(client)
         self._forget(client)
-        account = self._ledger.account
-        settled, before = account.settled_by(client), account.num_tokens
-        taken = self._ledger.apply(TakeBack(owner=client, num_generated=self.heartbeats.leave(client)))
-        name, num_leases = client.hex()[:8], len(taken.group_ids)
-        logger.warning("producer %s is dead; %d leases, and %d tokens lost", name, num_leases, taken.num_lost or 0)
-        return settled + account.num_tokens - before
+        return buried[client]
 
 
 def _groups_and_attempts(message: Message) -> tuple[list[int], list[int]]:

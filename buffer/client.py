@@ -88,7 +88,7 @@ class BufferClient:
         incarnation: int = 0,
     ) -> None:
         self.address = address
-        self.num_generated = 0
+        self.count_generated: Callable[[], int] = lambda: 0
         self._name = name
         self._host = host
         self._epoch = epoch
@@ -106,6 +106,7 @@ class BufferClient:
         self._revocations: deque[tuple[int, int]] = deque()
         self._held: set[tuple[int, int]] = set()
         self._prefixes: dict[tuple[int, int], TrajectoryGroup] = {}
+        self._begun_afresh: set[tuple[int, int]] = set()  # leases whose prefix was gone before it was sent
         self._pushed = asyncio.Event()
         self._hand_on: asyncio.Queue[list[tuple[int, int]]] = asyncio.Queue()
         self._space = asyncio.Event()
@@ -143,7 +144,9 @@ class BufferClient:
             prompt = prompt_of([next(frames) for _ in range(num_prompt_frames)])
             leases.append(Lease(prompt=prompt, attempt=attempt, engine_version=version, deadline_version=deadline))
             self._held.add((group_id, attempt))
-            if num_prefix_frames:
+            if num_prefix_frames < 0:
+                self._begun_afresh.add((group_id, attempt))
+            elif num_prefix_frames:
                 self._prefixes[group_id, attempt] = group_of([next(frames) for _ in range(num_prefix_frames)])
         return leases
 
@@ -154,11 +157,16 @@ class BufferClient:
     async def save_progress(self, lease: Lease, group: TrajectoryGroup) -> None:
         """See `RolloutBuffer.save_progress`."""
         key, summary = (lease.prompt.group_id, lease.attempt), group.summary
-        fields = {"group_id": key[0], "attempt": key[1], "continued": key not in self._prefixes}
+        fields = {"group_id": key[0], "attempt": key[1], "continued": self._has_continued(key)}
         fields |= {"num_tokens": summary.num_tokens, "oldest_version": summary.oldest_version}
         fields["newest_version"] = summary.newest_version
         await self._connect().request("save", fields, group_frames(group))
         self._prefixes.pop(key, None)
+        self._begun_afresh.discard(key)
+
+    def _has_continued(self, key: tuple[int, int]) -> bool:
+        """Whether a lease goes on from the prefix that it was granted with, if there was one."""
+        return key not in self._prefixes and key not in self._begun_afresh
 
     async def renew(self, leases: Sequence[Lease]) -> None:
         """See `RolloutBuffer.renew`."""
@@ -220,7 +228,7 @@ class BufferClient:
         self, name: str, key: tuple[int, int], fields: dict[str, Any], payload: Sequence[Any] = ()
     ) -> Message:
         """Send what ends an attempt; once it is answered for good, nothing is known of the attempt here."""
-        if key in self._prefixes:
+        if not self._has_continued(key):
             fields["continued"] = False
         try:
             reply = await self._put_reserved(self._connect(), name, fields, payload)
@@ -233,6 +241,7 @@ class BufferClient:
     def _forget(self, key: tuple[int, int]) -> None:
         self._held.discard(key)
         self._prefixes.pop(key, None)
+        self._begun_afresh.discard(key)
 
     async def revocation(self) -> tuple[int, int]:
         """See `RolloutBuffer.revocation`."""
@@ -320,9 +329,10 @@ class BufferClient:
             pass
         return integer(reply.fields, "version"), seconds(reply.fields, "seconds")
 
-    async def bury(self, worker: str) -> int:
+    async def bury(self, worker: str, num_generated: int = 0) -> int:
         """See `ControlBuffer.bury`."""
-        return integer((await self._connect().request("bury", {"worker": worker})).fields, "generated")
+        fields = {"worker": worker, "generated": num_generated}
+        return integer((await self._connect().request("bury", fields)).fields, "generated")
 
     async def store_wanted(self, known: Collection[str]) -> str:
         """Wait until a rollout worker enters from a host that is not ``known``; the host.
@@ -523,7 +533,7 @@ class BufferClient:
     def _say_beat(self) -> None:
         """Also at once to a server that was started again: it knows neither this producer nor its engine's version."""
         if self._beat_s and self._link is not None:
-            fields = {**self._serves, **self._where, "generated": self.num_generated}
+            fields = {**self._serves, **self._where, "generated": self.count_generated()}
             self._link.post("beat", fields, partial(self._note_clock, time.monotonic_ns()))
 
     def _send_beat(self) -> None:

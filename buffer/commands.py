@@ -144,12 +144,13 @@ class TakenBack:
 class Lost:
     """The groups that were lost; ``dissolved`` are the versions whose batches are planned anew.
 
-    ``unsent`` are the running groups whose reservations are void.
+    ``unsent`` are the running groups whose reservations are void; ``missing`` are lost when their batch is dissolved.
     """
 
     group_ids: tuple[int, ...]
     dissolved: tuple[int, ...]
     unsent: tuple[int, ...] = ()
+    missing: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -335,8 +336,8 @@ class Expire(Command[TakenBack]):
 class TakeBack(Command[TakenBack]):
     """Take back every lease of an owner that is gone.
 
-    ``num_generated`` are the tokens of one that has died for certain: what it has not reported of them is lost. None
-    for one that is only silent.
+    ``num_generated`` are the tokens of an owner that has ended for certain: what it has not reported of them is lost,
+    and nothing that it reports later counts. None for an owner that is only silent. Burying it again changes nothing.
     """
 
     owner: bytes
@@ -348,10 +349,12 @@ class LoseGroups(Command[Lost]):
     """The trajectories of stored or planned groups are gone, and their prompts are queued again; or saved prefixes.
 
     ``unsent`` are running groups and attempts whose reserved trajectories are not in their store: they are sent again.
+    ``missing`` are planned groups that are not in their store. Their batch stays, for its ranks may have them.
     """
 
     group_ids: tuple[int, ...]
     unsent: tuple[tuple[int, int], ...] = ()
+    missing: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

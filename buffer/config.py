@@ -58,8 +58,8 @@ class BufferConfig:
             is leased to others, however long its leases would still run.
         max_stored_bytes: Bound on trajectories and saved prefixes, in bytes, for each server. At it leases are refused
             until a batch leaves; nothing stored is dropped.
-        max_prompt_bytes: Bound on prompts, in bytes, from before they are queued until their groups are finished; at it
-            enqueueing waits.
+        max_prompt_bytes: Bound on prompts, in bytes, from before they are queued until their groups are stored; at it
+            enqueueing waits. A stored group contains its prompt and counts against ``max_stored_bytes``.
         request_timeout_s: Deadline of a client's call, and how long the server may hold a call before it answers.
         filters: Dynamic-sampling filters: ``equal_rewards``, ``no_tokens``, or ``module:function`` of your own, which
             says of a `GroupSummary` whether to keep it. A group that one drops is counted under the filter's name and

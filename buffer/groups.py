@@ -63,6 +63,7 @@ class Group:
         num_bytes: What its trajectories take, from their reservation on.
         store: Which store they are in.
         digest: XXH3 of them, 16 bytes, where that is a store server.
+        is_missing: No store has them any more, though a batch holds the group.
         prefix_bytes: What its saved prefix takes.
         is_evicted: Its saved prefix gave way to trajectories: it is counted, and cannot be continued.
     """
@@ -86,6 +87,7 @@ class Group:
     num_bytes: int = 0
     store: int = 0
     digest: bytes = b""
+    is_missing: bool = False
     prefix_bytes: int = 0
     is_evicted: bool = False
 
@@ -104,6 +106,19 @@ class Group:
         """Its metadata, where it is stored or planned."""
         assert self.summary is not None
         return self.summary
+
+    def granted(self) -> GrantedLease:
+        """The lease of the current attempt, which stays as it is when the group goes on to another attempt."""
+        return GrantedLease(
+            group_id=self.group_id,
+            attempt=self.attempt,
+            engine_version=self.engine_version,
+            deadline=self.deadline,
+            owner=self.owner,
+            request_id=self.request_id,
+            expires_at=self.expires_at,
+            progress=self.progress,
+        )
 
     def to_row(self) -> list[Any]:
         """The record as plain values."""
@@ -172,6 +187,8 @@ class GroupTable:
         plans: Version to the group ids of its batch.
         stored_bytes: Bytes of trajectories by store, reserved ones among them.
         stores: Where each store is.
+        ended_attempts: Group and number of attempts whose trajectories may lie in a store and are never trained on;
+            whoever keeps the trajectories takes them out.
         prefix_bytes: Bytes of saved prefixes.
         expected_bytes: What a group's trajectories take: the largest seen, forgotten within some dozens of groups.
     """
@@ -179,6 +196,7 @@ class GroupTable:
     def __init__(self, *, num_stores: int = 1) -> None:
         self.stored_bytes = [0] * num_stores
         self.stores = [StorePlace() for _ in range(num_stores)]
+        self.ended_attempts: list[tuple[int, int]] = []
         self.prefix_bytes = self.expected_bytes = 0
         self.open_by_deadline: dict[int, int] = {}
         self.plans: dict[int, tuple[int, ...]] = {}
@@ -308,6 +326,8 @@ class GroupTable:
     def enqueue(self, group_id: int, *, num_attempts: int = 0) -> None:
         """Queue a group that is new at the tail, or one that was finished, with its attempts."""
         self._groups[group_id] = Group(group_id=group_id, place=self._place(), num_attempts=num_attempts)
+        if num_attempts:
+            self.ended_attempts.append((group_id, num_attempts - 1))
         self._queue.append(group_id)
 
     def requeue(self, group: Group, *, keeps_progress: bool) -> None:
@@ -318,7 +338,9 @@ class GroupTable:
     def _to_head(self, group: Group, *, keeps_progress: bool) -> None:
         self._queue.appendleft(group.group_id)
         group.state, group.place, group.owner = GroupState.queued, self._head_place, b""
-        group.num_inherited = 0
+        group.num_inherited, group.is_missing = 0, False
+        if group.num_bytes:
+            self.ended_attempts.append((group.group_id, group.attempt))
         self.set_bytes(group, 0)
         if not keeps_progress:
             self.set_progress(group, None, 0)

@@ -41,7 +41,7 @@ from .groups import record_from, values_of
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 7
+FORMAT = 8
 _MAGIC = b"asyncrl buffer journal %d\n" % FORMAT
 _BEGINNING = struct.Struct(f"<{len(_MAGIC)}sI")
 """The magic and the number of the file; what an earlier use of the file left has another."""
@@ -133,7 +133,7 @@ class AppendOnlyFile:
             with mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_READ) as data:
                 beginning = data[: _BEGINNING.size]
                 magic = beginning[: len(_MAGIC)]
-                if not _MAGIC.startswith(magic):
+                if not _MAGIC.startswith(magic.rstrip(b"\0")):  # room that was reserved and not written holds zeros
                     raise ValueError(
                         f"{self.path} is not a journal of format {FORMAT}: it begins with {magic!r}; use the release "
                         "that wrote it, or another buffer.directory"

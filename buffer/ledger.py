@@ -117,7 +117,7 @@ class Ledger(LedgerState):
             case commands.Reserved():
                 return bool(outcome.evicted) or not self._room.is_shared
             case commands.Lost():
-                return bool(outcome.group_ids or outcome.unsent)
+                return bool(outcome.group_ids or outcome.unsent or outcome.missing)
             case commands.Rewound() | commands.AddedStore() | commands.DroppedStore():
                 return outcome.is_new
             case commands.Released():
@@ -226,6 +226,11 @@ class Ledger(LedgerState):
         """The running groups that have bytes reserved in a store, and their attempts."""
         leased = (group for group in self._groups.leased() if group.num_bytes)
         return [(group.group_id, group.attempt) for group in leased if group.store == store]
+
+    def ended_attempts(self) -> list[tuple[int, int]]:
+        """The unfinished groups that had attempts before the one that runs or is stored, and the last of those."""
+        ended = ((g.group_id, g.attempt - (g.state is not GroupState.queued)) for g in self._groups)
+        return [(group_id, attempt) for group_id, attempt in ended if attempt >= 0]
 
     def num_saved(self, group_id: int) -> int:
         """Tokens that are saved of a group, queued or leased; 0 where it is not known."""
@@ -420,6 +425,8 @@ class Ledger(LedgerState):
         return commands.TakenBack(group_ids=tuple(group.group_id for group in self._groups.expired(now)))
 
     def _decide_take_back(self, command: commands.TakeBack, now: float) -> commands.TakenBack:
+        if command.owner in self.account.buried:
+            return commands.TakenBack(group_ids=())
         groups = self.leases_of(command.owner)
         group_ids, num_lost = tuple(group.group_id for group in groups), None
         if command.num_generated is not None:
@@ -510,13 +517,19 @@ class Ledger(LedgerState):
         )
 
     def _decide_lose(self, command: commands.LoseGroups, now: float) -> commands.Lost:
-        """A batch with a lost group, and those after it, are planned anew."""
+        """A batch with a lost group, and those after it, are planned anew, without what no store has any more."""
         groups = [group for group_id in command.group_ids if (group := self._groups.get(group_id)) is not None]
-        group_ids = tuple(group.group_id for group in groups if group.summary is not None or group.prefix_bytes)
         planned = [group.planned_for for group in groups if group.state is GroupState.planned]
         dissolved = tuple(version for version in self._groups.plans if planned and version >= min(planned))
-        unsent = tuple(group_id for group_id, attempt in command.unsent if self.holds(group_id, attempt))
-        return commands.Lost(group_ids=group_ids, dissolved=dissolved, unsent=unsent)
+        with_them = (self._groups.stored(group_id) for version in dissolved for group_id in self._groups.plans[version])
+        groups += [group for group in with_them if group.is_missing]
+        found = (group.group_id for group in groups if group.summary is not None or group.prefix_bytes)
+        return commands.Lost(
+            group_ids=tuple(dict.fromkeys(found)),
+            dissolved=dissolved,
+            unsent=tuple(group_id for group_id, attempt in command.unsent if self.holds(group_id, attempt)),
+            missing=tuple(group_id for group_id in command.missing if self.is_planned(group_id)),
+        )
 
     def _decide_plan(self, command: commands.PlanBatch, now: float) -> commands.Planned:
         """A batch once made stays as it is; no groups while it must wait."""

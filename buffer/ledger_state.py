@@ -21,7 +21,7 @@ from .account import (
 )
 from .groups import Group, GroupState, GroupTable
 
-SNAPSHOT_FORMAT = 8
+SNAPSHOT_FORMAT = 9
 
 
 class LedgerState:
@@ -91,7 +91,7 @@ class LedgerState:
             with self.account.settling(group.owner):
                 self._hand_on(group)
         if isinstance(command, commands.TakeBack) and outcome.num_lost is not None:
-            self.account.lose(command.owner, outcome.num_lost)
+            self.account.bury(command.owner, outcome.num_lost)
 
     def _hand_on(self, group: Group) -> None:
         """Queue the prompt of a lease that ended, with what was saved of it."""
@@ -119,6 +119,8 @@ class LedgerState:
             self._evict(self._get(group_id), STORE_LOST)
         for group_id in outcome.unsent:
             self._groups.set_bytes(self._get(group_id), 0)
+        for group_id in outcome.missing:
+            self._get(group_id).is_missing = True
 
     def _add_store(self, command: commands.AddStore, outcome: commands.AddedStore) -> None:
         if outcome.is_new:
@@ -126,6 +128,8 @@ class LedgerState:
 
     def _drop_store(self, command: commands.DropStore, outcome: commands.DroppedStore) -> None:
         self._groups.stores[command.store].is_gone = True
+        for group in self._groups.of_state(GroupState.planned):
+            group.is_missing = group.is_missing or group.store == command.store
         for group_id in outcome.reserved:
             self._groups.set_bytes(self._get(group_id), 0)
         for group_id in outcome.group_ids:
@@ -182,11 +186,19 @@ class LedgerState:
 
     def _count_late(self, command: commands.Put) -> None:
         """A put whose lease was taken away: its tokens are dropped, the first time that it comes."""
-        owed = self._history.settle(command.summary.group_id, command.summary.attempt)
+        owed = self._settle_owed(command.summary.group_id, command.summary.attempt)
         if owed is not None:
             with self.account.settling(owed.owner):
                 num_counted = owed.num_counted if command.continued else 0
                 self.account.refuse(command.summary, owed.reason, num_counted=num_counted - command.num_left_out)
+
+    def _settle_owed(self, group_id: int, attempt: int) -> EndedAttempt | None:
+        """What an attempt owed, whose report came now; None if it owed nothing, or its owner is buried.
+
+        The tokens of a buried owner are in the account already.
+        """
+        owed = self._history.settle(group_id, attempt)
+        return None if owed is None or owed.owner in self.account.buried else owed
 
     def _release(self, command: commands.Release, outcome: commands.Released) -> None:
         group = self._groups.running(command.group_id, command.attempt)
@@ -209,7 +221,7 @@ class LedgerState:
                 self._drop(group, stored=False)
             else:
                 self._hand_on(group)
-        elif outcome.was_owed and (owed := self._history.settle(command.group_id, command.attempt)) is not None:
+        elif outcome.was_owed and (owed := self._settle_owed(command.group_id, command.attempt)) is not None:
             num_counted, reason = owed.num_counted, owed.reason
         else:
             return
@@ -310,6 +322,11 @@ class LedgerState:
         """Leases taken away since the last call."""
         revocations, self._revocations = self._revocations, []
         return revocations
+
+    def drain_ended(self) -> list[tuple[int, int]]:
+        """Groups and attempts that ended since the last call, and whose trajectories a store may still hold."""
+        ended, self._groups.ended_attempts = self._groups.ended_attempts, []
+        return ended
 
     def drain_finished(self) -> list[int]:
         """Groups consumed or dropped since the last call; nobody needs their prompts and trajectories."""

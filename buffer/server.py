@@ -453,7 +453,9 @@ class BufferServer:
         try:
             while is_unsure:
                 stored, reserved = ledger.stored_groups(number), ledger.reserved_groups(number)
-                missing = await self._links.reconcile(number, stored + reserved, ledger.finished())
+                missing = await self._links.reconcile(
+                    number, stored + reserved, finished=ledger.finished(), ended=ledger.ended_attempts()
+                )
                 is_unsure = self._service.lose_from_store(number, missing, stored=stored, reserved=reserved)
         except AsyncRLError as error:
             logger.warning("store server %d does not say what it holds: %s", number, error)

@@ -59,7 +59,6 @@ from .stores import PayloadStore, size_of
 logger = logging.getLogger(__name__)
 
 _BEATS_TO_SILENCE = 4
-_MAX_BURIED = 4096
 
 
 class BufferService:
@@ -116,7 +115,7 @@ class BufferService:
         self._stores = StoreRequests(shared, links=links)
         self._reserving = PendingRequests()
         self._refused_for_space: set[bytes] = set()
-        self._buried: dict[bytes, int] = {}
+        self._refused_prompts: set[bytes] = set()
         self._journal = journal
         self._expiry = Deadline(self._expire, self._clock)
         self._silence = Deadline(self._take_from_silent, self._clock)
@@ -163,7 +162,7 @@ class BufferService:
         self._admission.heartbeats.hear(client, self._clock.time())
         operation = self._operations.get(request.name)
         try:
-            if client in self._buried:
+            if client in self.ledger.account.buried:
                 raise DeclaredDead(f"{request.name} came from a worker that was declared dead and replaced; end it")
             if operation is None:
                 raise WireError(f"unknown operation {request.name!r:.40}; known are {sorted(self._operations)}")
@@ -173,7 +172,8 @@ class BufferService:
 
     def _refuse(self, client: bytes, request: Message, error: AsyncRLError) -> None:
         if isinstance(error, StoreFull):
-            self._refused_for_space.add(client)
+            refused = self._refused_prompts if request.name == "enqueue" else self._refused_for_space
+            refused.add(client)
         self._replies.fail(client, request.request_id, error)
 
     def _when_kept(self, client: bytes, request: Message, store: Callable[[Frames | int], None]) -> None:
@@ -247,6 +247,7 @@ class BufferService:
         ledger.renew_all(self._clock.time())
         ledger.drain_revocations()
         ledger.drain_finished()
+        ledger.drain_ended()
         ledger.log = journal
         self._stores.recover()
         self._offers.recover(journal)
@@ -258,9 +259,12 @@ class BufferService:
         self._expiry.at(ledger.next_expiry())
         self._silence.at(self._admission.heartbeats.next_silence())
 
-    def _lose(self, group_ids: Iterable[int], *, unsent: Iterable[tuple[int, int]] = ()) -> None:
+    def _lose(
+        self, group_ids: Iterable[int], *, unsent: Iterable[tuple[int, int]] = (), missing: Iterable[int] = ()
+    ) -> None:
         """Groups whose frames did not survive with their record are generated again, ``unsent`` ones sent again."""
-        if lost := self.ledger.apply(LoseGroups(group_ids=tuple(group_ids), unsent=tuple(unsent))).group_ids:
+        command = LoseGroups(group_ids=tuple(group_ids), unsent=tuple(unsent), missing=tuple(missing))
+        if lost := self.ledger.apply(command).group_ids:
             logger.warning("the trajectories or saved prefixes of %d groups are lost", len(lost))
             self._store.evict(group_id for group_id in lost if group_id in self._store.payloads)
 
@@ -274,25 +278,33 @@ class BufferService:
     ) -> bool:
         """A store server does not hold these groups: generate again what was ``stored`` as it was asked for them.
 
-        Groups and attempts. A batch stays as it was planned: its ranks may have its groups; one that has not is refused
-        them, and says so. What was ``reserved`` is sent again. Returns whether such a group was stored meanwhile: its
+        Groups and attempts. A batch stays as it was planned: its ranks may have its groups. A rank that lacks them is
+        refused them and says so; then whatever is missing of that batch and later ones is generated again, at once.
+        What was ``reserved`` is sent again. Returns whether such a group was stored meanwhile: its
         payload may have come to the store behind the question, which has to be asked again.
         """
         ledger, missing = self.ledger, set(group_ids)
         was_reserved = {key for key in reserved if key[0] in missing}
         now_stored = set(ledger.stored_groups(store))
-        found_lost = (group_id for group_id, _ in now_stored.intersection(stored) if group_id in missing)
-        lost = [group_id for group_id in found_lost if not ledger.is_planned(group_id)]
-        self._lose(lost, unsent=was_reserved.intersection(ledger.reserved_groups(store)))
+        found = [group_id for group_id, _ in now_stored.intersection(stored) if group_id in missing]
+        self._lose(
+            (group_id for group_id in found if not ledger.is_planned(group_id)),
+            unsent=was_reserved.intersection(ledger.reserved_groups(store)),
+            missing=filter(ledger.is_planned, found),
+        )
         self.settle()
         return not was_reserved.isdisjoint(now_stored)
 
     def _forget_finished(self) -> None:
-        """Drop the frames of finished groups, and tell those whose put or prompts did not fit."""
-        if self._store.forget(self.ledger.drain_finished()):
-            for client in self._refused_for_space:
-                self._replies.push(client, SPACE)
-            self._refused_for_space.clear()
+        """Drop the frames of what is over, and tell those whose put or prompts did not fit."""
+        if self._store.forget(self.ledger.drain_finished(), self.ledger.drain_ended()):
+            self._tell_of_space(self._refused_for_space)
+            self._tell_of_space(self._refused_prompts)
+
+    def _tell_of_space(self, clients: set[bytes]) -> None:
+        for client in clients:
+            self._replies.push(client, SPACE)
+        clients.clear()
 
     def _compact(self, *, is_urgent: bool = True) -> None:
         """Put a snapshot in the place of the journal's commands, when these have grown long."""
@@ -399,6 +411,7 @@ class BufferService:
             self._batches.note_filtered()
         elif result is PutResult.stored:
             self._store.keep_payload(group_id, request.payload, command.num_bytes)
+            self._tell_of_space(self._refused_prompts)
             self._admission.heartbeats.count_put(client, command.summary.num_tokens)
         self._replies.reply(client, request.request_id)
 
@@ -493,17 +506,14 @@ class BufferService:
         self._admission.leave(client, request)
 
     def _bury(self, client: bytes, request: Message) -> None:
-        """A worker is dead, says the controller, who started it."""
+        """A worker has ended, says the controller, who started it."""
         try:
             dead = bytes.fromhex(text(request.fields, "worker"))
         except ValueError as error:
             raise WireError(f"a worker is named by the hexadecimal digits of its identity: {error}") from error
-        if dead not in self._buried:
-            self._offers.forget(dead)
-            self._buried[dead] = self._admission.bury(dead)
-            if len(self._buried) > _MAX_BURIED:
-                del self._buried[next(iter(self._buried))]
-        self._replies.reply(client, request.request_id, {"generated": self._buried[dead]})
+        num_generated = self._admission.bury(dead, count(request.fields, "generated"))
+        self._offers.forget(dead)
+        self._replies.reply(client, request.request_id, {"generated": num_generated})
 
     def _hello(self, client: bytes, request: Message) -> None:
         """What a client must know; a producer says so, and is heard of from then on."""
@@ -521,7 +531,7 @@ class BufferService:
     def _totals(self) -> BufferStats:
         return self.ledger.stats(
             stored_bytes=self._store.payloads.num_bytes,
-            held_bytes=self._store.held_bytes + self._store.prompts.num_bytes + self._intake.num_waiting_bytes,
+            held_bytes=self._store.held_bytes + self._store.prompt_bytes + self._intake.num_waiting_bytes,
             leases_waiting=self._admission.num_waiting,
         )
 

@@ -59,21 +59,32 @@ class StoreLinks:
         if link is not None:
             link.close()
 
-    def remove(self, group_id: int, is_finished: bool) -> None:
-        """Have every store forget a group: attempts that were given up may have left it on others than its own."""
+    def remove(self, finished: Sequence[int], ended: Sequence[tuple[int, int]]) -> None:
+        """Have every store forget finished groups, and what attempts up to the ``ended`` ones brought of others.
+
+        Every store: an attempt that was sent twice may have left its payload on two of them.
+        """
         for link in self._links:
             if link is not None:
-                link.post("remove", {"groups": [group_id], "finished": is_finished})
+                link.post("remove", {"groups": [*finished], "ended": [number for pair in ended for number in pair]})
 
     async def reconcile(
-        self, number: int, attempts: Sequence[tuple[int, int]], finished: Sequence[tuple[int, int]]
+        self,
+        number: int,
+        attempts: Sequence[tuple[int, int]],
+        *,
+        finished: Sequence[tuple[int, int]],
+        ended: Sequence[tuple[int, int]],
     ) -> list[int]:
-        """Have a store forget finished groups, given as ranges; which of the groups and attempts it does not hold.
+        """Have a store forget as `remove` does; returns which of the groups and attempts it does not hold.
 
-        Raises `AsyncRLError` if it does not answer.
+        ``finished`` are ranges [start, end) of groups. Raises `AsyncRLError` if the store does not answer.
         """
         groups, numbers = zip(*attempts, strict=True) if attempts else ((), ())
-        fields = {"groups": groups, "attempts": numbers, "finished": [bound for part in finished for bound in part]}
+        fields = {"groups": groups, "attempts": numbers}
+        fields |= {
+            name: [n for pair in part for n in pair] for name, part in (("finished", finished), ("ended", ended))
+        }
         link = self._links[number]
         if link is None:
             raise ReplayBufferError(f"store {number} is gone")

@@ -1,11 +1,12 @@
 """Store servers: processes that hold the payloads, beside the ledger's server or on the hosts that produce them.
 
-A payload is stored before the ledger hears of it and removed when the ledger is done with its group. If a client dies
-in between, its payload leaves with the ledger's next removal. `buffer.store_links` is the ledger's side.
+A payload is stored before the ledger hears of it. It is removed when its attempt has ended or its group is finished;
+the ledger says so, also of an attempt whose worker died before it reported. `buffer.store_links` is the ledger's side.
 """
 
 import asyncio
 import logging
+import math
 import uuid
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,7 +28,7 @@ from .commands import Frames
 from .config import BufferConfig, Durability
 from .encoding import JOIN_BELOW_BYTES
 from .journal import Journal
-from .messages import Message, Replies, Send, flag, integer, integers, pairs
+from .messages import Message, Replies, Send, integer, integers, pairs
 from .process import BufferSupervisor
 from .stores import FetchWindow, size_of
 
@@ -44,6 +45,7 @@ class StoreService:
         self._payloads: dict[int, dict[int, Frames]] = {}
         self._unread = FetchWindow(self._limit)
         self._finished = IdSet()
+        self._ended: dict[int, int] = {}  # unfinished group to the last of its attempts that is over
         self._unwritten_removals: set[int] = set()
         self._stored_bytes = 0
         self._reserved: dict[tuple[int, int], int] = {}
@@ -81,7 +83,7 @@ class StoreService:
             group_id, attempt, size = pending.fields.values()
             if self._held_bytes(group_id, attempt) + size > self._limit:
                 return
-            if group_id not in self._finished:
+            if self._is_wanted(group_id, attempt):
                 self._reserved[group_id, attempt] = size
             self._reserving.remove(pending.client, pending.request_id)
             self._replies.reply(pending.client, pending.request_id, {"granted": True, "is_held": True})
@@ -141,8 +143,9 @@ class StoreService:
             self._journal.keep(request.payload, then)
 
     def _is_wanted(self, group_id: int, attempt: int) -> bool:
-        """False for what is stored, and for a finished group: the ledger says what became of the put."""
-        return group_id not in self._finished and attempt not in self._payloads.get(group_id, {})
+        """False for what is stored, and for what is over by the ledger's account, which says what became of the put."""
+        is_over = group_id in self._finished or attempt <= self._ended.get(group_id, -1)
+        return not is_over and attempt not in self._payloads.get(group_id, {})
 
     def _store(
         self,
@@ -184,29 +187,40 @@ class StoreService:
         self._replies.reply(client, request.request_id, {"counts": counts}, payload)
 
     def _reconcile(self, client: bytes, request: Message) -> None:
-        """Forget what is finished by the ledger's account, and say which groups are not here that it knows here."""
-        self._finished = IdSet(pairs(request.fields, "finished"))
-        for group_id in [group_id for group_id in self._payloads if group_id in self._finished]:
-            self._forget(group_id)
+        """Forget what is over by the ledger's account, and say which groups are not here that it knows here."""
+        self._finished, self._ended = IdSet(pairs(request.fields, "finished")), dict(pairs(request.fields, "ended"))
+        held = {*self._payloads, *(group_id for group_id, _ in self._reserved)}
+        for group_id in held:
+            if group_id in self._finished:
+                self._forget(group_id)
+            elif group_id in self._ended:
+                self._forget(group_id, last=self._ended[group_id])
         missing = [
             group_id for group_id, attempt in _attempts(request) if attempt not in self._payloads.get(group_id, {})
         ]
         self._replies.reply(client, request.request_id, {"groups": missing})
 
     def _remove(self, client: bytes, request: Message) -> None:
-        is_finished = flag(request.fields, "finished", default=True)
         for group_id in integers(request.fields, "groups"):
-            if is_finished:
-                self._finished.add(group_id)
+            self._finished.add(group_id)
+            self._ended.pop(group_id, None)
             self._forget(group_id)
+        for group_id, attempt in pairs(request.fields, "ended"):
+            if group_id not in self._finished:
+                self._ended[group_id] = max(attempt, self._ended.get(group_id, -1))
+            self._forget(group_id, last=attempt)
         self._replies.reply(client, request.request_id)
 
-    def _forget(self, group_id: int) -> None:
+    def _forget(self, group_id: int, *, last: float = math.inf) -> None:
+        """Drop what attempts up to ``last`` brought of a group, and what they have reserved."""
         attempts = self._payloads.pop(group_id, {})
-        self._stored_bytes -= sum(map(size_of, attempts.values()))
-        if self._journal is not None:
-            self._unwritten_removals.update(_key(group_id, attempt) for attempt in attempts)
-        for key in [key for key in self._reserved if key[0] == group_id]:
+        if kept := {attempt: payload for attempt, payload in attempts.items() if attempt > last}:
+            self._payloads[group_id] = kept
+        for attempt in attempts.keys() - kept.keys():
+            self._stored_bytes -= size_of(attempts[attempt])
+            if self._journal is not None:
+                self._unwritten_removals.add(_key(group_id, attempt))
+        for key in [key for key in self._reserved if key[0] == group_id and key[1] <= last]:
             del self._reserved[key]
 
     def _write_removals(self) -> None:

@@ -6,7 +6,7 @@ server keeps their sizes.
 
 import struct
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import xxhash
@@ -68,16 +68,28 @@ class FrameTable:
         """Forget the frames of a group, if there are any."""
         self.num_bytes -= self._frames.pop(group_id, ((), 0))[1]
 
+    def move_to(self, other: "FrameTable", group_id: int) -> None:
+        """Let another table keep the frames of a group, if there are any."""
+        if group_id in self:
+            other.put(group_id, *self._frames[group_id])
+            self.remove(group_id)
+
 
 class PayloadStore:
     """All frames: trajectories and prefixes under the bound ``max_bytes``, prompts under another.
 
-    ``remove_elsewhere``, where store servers hold the trajectories, tells them to forget a group, and whether it is
-    finished. Prompts count from before they are queued until their groups are finished.
+    Prompts count against ``max_prompt_bytes`` from before they are queued until their groups are stored. A stored group
+    contains its prompt, so ``max_bytes`` bounds the prompts of stored groups, and these keep no other prompt waiting.
+    ``remove_elsewhere``, where store servers hold the trajectories, tells them what `forget` is told.
     """
 
-    def __init__(self, max_prompt_bytes: int, remove_elsewhere: Callable[[int, bool], None] | None = None) -> None:
+    def __init__(
+        self,
+        max_prompt_bytes: int,
+        remove_elsewhere: Callable[[Sequence[int], Sequence[tuple[int, int]]], None] | None = None,
+    ) -> None:
         self.prompts, self.prefixes, self.payloads = FrameTable(), FrameTable(), FrameTable()
+        self._stored_prompts = FrameTable()
         self.max_prompt_bytes = max_prompt_bytes
         self._remove_elsewhere = remove_elsewhere
 
@@ -85,6 +97,11 @@ class PayloadStore:
     def held_bytes(self) -> int:
         """Bytes of trajectories and prefixes."""
         return self.prefixes.num_bytes + self.payloads.num_bytes
+
+    @property
+    def prompt_bytes(self) -> int:
+        """Bytes of all prompts, those of stored groups among them."""
+        return self.prompts.num_bytes + self._stored_prompts.num_bytes
 
     @property
     def is_elsewhere(self) -> bool:
@@ -114,18 +131,19 @@ class PayloadStore:
 
     def frames(self) -> Iterator[tuple[str, int, Frames]]:
         """Kind, group id and frames of all that is held, for a journal."""
-        for kind, table in (("prompt", self.prompts), ("progress", self.prefixes), ("payload", self.payloads)):
+        prompts = (("prompt", self.prompts), ("prompt", self._stored_prompts))
+        for kind, table in (*prompts, ("progress", self.prefixes), ("payload", self.payloads)):
             for group_id, frames in table:
                 yield kind, group_id, frames
 
     def recover(self, frames: Mapping[str, Mapping[int, Frames]], ledger: Ledger) -> None:
         """Take up what a journal kept of unfinished groups."""
-        for group_id, parts in frames.get("payload", {}).items():
-            if ledger.is_stored(group_id):
-                self.keep_payload(group_id, parts, self.receipt_of(parts).size)
         for group_id, parts in frames.get("prompt", {}).items():
             if ledger.is_unfinished(group_id):
                 self.prompts.put(group_id, parts)
+        for group_id, parts in frames.get("payload", {}).items():
+            if ledger.is_stored(group_id):
+                self.keep_payload(group_id, parts, self.receipt_of(parts).size)
         with_prefix = set(ledger.groups_with_prefix())
         for group_id, parts in frames.get("progress", {}).items():
             if group_id in with_prefix:
@@ -135,31 +153,33 @@ class PayloadStore:
         """Keep a stored group of ``size`` bytes; its prefix, if one was saved, is part of it."""
         self.payloads.put(group_id, payload, size)
         self.prefixes.remove(group_id)
+        self.prompts.move_to(self._stored_prompts, group_id)
 
     def evict(self, group_ids: Iterable[int]) -> None:
-        """Drop the trajectories and prefixes of groups that gave way; their prompts are leased again."""
+        """Drop the trajectories and prefixes that are held here of groups that gave way."""
         for group_id in group_ids:
-            self._remove(group_id, is_finished=False)
+            self.prefixes.remove(group_id)
+            self.payloads.remove(group_id)
+            self._stored_prompts.move_to(self.prompts, group_id)
 
-    def forget(self, group_ids: Iterable[int]) -> bool:
-        """Drop all frames of groups that are consumed or dropped; whether there were any such groups."""
-        is_any = False
-        for group_id in group_ids:
-            is_any = True
+    def forget(self, finished: Sequence[int], ended: Sequence[tuple[int, int]]) -> bool:
+        """Drop all frames of finished groups, and what store servers hold of attempts that ended.
+
+        ``ended`` are groups and attempts. Returns whether there is more room now.
+        """
+        self.evict(finished)
+        for group_id in finished:
             self.prompts.remove(group_id)
-            self._remove(group_id, is_finished=True)
-        return is_any
-
-    def _remove(self, group_id: int, *, is_finished: bool) -> None:
-        self.prefixes.remove(group_id)
-        self.payloads.remove(group_id)
+        if not finished and not ended:
+            return False
         if self._remove_elsewhere is not None:
-            self._remove_elsewhere(group_id, is_finished)
+            self._remove_elsewhere(finished, ended)
+        return True
 
     def check_prompts(self, size: int, *, num_waiting_bytes: int) -> None:
         """Refuse prompts of ``size`` bytes that do not fit beside those held and ``num_waiting_bytes`` of waiting ones.
 
-        Raises `StoreFull` if they fit when groups have left, `ReplayBufferError` if they never will.
+        Raises `StoreFull` if they fit when groups are stored or have left, `ReplayBufferError` if they never will.
         """
         limit = self.max_prompt_bytes
         if size > limit:
@@ -170,7 +190,7 @@ class PayloadStore:
         if held + size > limit:
             raise StoreFull(
                 f"{size} bytes of prompts do not fit beside {held} of others, buffer.max_prompt_bytes is {limit}; they "
-                "are sent again when groups have left"
+                "are sent again when groups are stored or have left"
             )
 
 

@@ -115,6 +115,12 @@ class InflightGroup:
         return list(self._outstanding)
 
     @property
+    def outstanding_policy(self) -> list[str]:
+        """Those of them whose tokens are to be accounted for: all but that of the baseline."""
+        num_trained = len(self.samples) - self.num_baselines
+        return [request_id for request_id, index in self._outstanding.items() if index < num_trained]
+
+    @property
     def num_outstanding(self) -> int:
         """Requests that the engine has not answered."""
         return len(self._outstanding)

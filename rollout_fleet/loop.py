@@ -123,6 +123,7 @@ class RolloutLoop:
         self._is_asking = False
         self._released = record.NO_SPAN
         self._is_noting = False
+        buffer.count_generated = self._count_generated
         self._limit = GroupLimit(config.fewest_groups_in_flight, config.most_groups_in_flight)
         self._note_capacity()
 
@@ -494,13 +495,17 @@ class RolloutLoop:
             group.end_reason = group.end_reason or ENGINE_FAILED
         num_tokens = group.take(request.id, output)
         self._meter.generated(num_tokens)
-        self._buffer.num_generated += num_tokens
         self._places_changed()
         if output.is_stalled and not group.end_reason:
             await self._end(group, STALLED)
             self._spawn(self._engine.abort, group.outstanding)
         if not group.outstanding:
             await self._leave_engine(group)
+
+    def _count_generated(self) -> int:
+        """Policy tokens of all samples that have ended, and of those that run as far as they have come."""
+        running = [request_id for group in self._groups.values() for request_id in group.outstanding_policy]
+        return self._meter.counters().tokens_generated + self._engine.num_written(running)
 
     async def _leave_engine(self, group: InflightGroup) -> None:
         """See to what becomes of a group that the engine is done with."""

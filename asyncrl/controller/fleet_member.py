@@ -74,7 +74,7 @@ class MemberParts:
     """
 
     places: WorkerPlaces
-    bury: Callable[[str], Awaitable[int]]
+    bury: Callable[[str, int], Awaitable[int]]
     supply: Callable[[str], Awaitable[str]]
     on_change: Callable[[], None]
     say: Callable[[str], None]
@@ -200,7 +200,7 @@ class FleetMember:
         """End `run`, give all leases back; the worker stays for `answer`. Returns the final counters."""
         while await self._is_up():
             if found := await self._tried(self.member.epoch, self._call("drain")):
-                self._last = found[0]
+                self._last = await self._closed(found[0])
                 break
         return self.total
 
@@ -225,7 +225,7 @@ class FleetMember:
             try:
                 async with asyncio.timeout(self._leave_s):
                     if found := await self._tried(epoch, leaving):
-                        self._before.append(found[0] or FleetCounters())
+                        self._before.append(await self._closed(found[0] or FleetCounters()))
                         self._last, self._worker = FleetCounters(), ""
                         member.drained(epoch)
                     else:
@@ -367,19 +367,26 @@ class FleetMember:
             except AsyncRLError as error:
                 logger.warning("%s did not stop: %s", self.member.name, error)
             else:
-                self._before.append(last or FleetCounters())
+                self._before.append(await self._closed(last or FleetCounters()))
                 self._last, self._worker = FleetCounters(), ""
                 return
         if self._worker:
-            num_tokens = await self._buried(self._worker)
-            self._before.append(replace(self._last, tokens_generated=num_tokens, tokens_in_flight=0))
+            self._before.append(await self._buried(self._last))
         self._last, self._worker = FleetCounters(), ""
 
-    async def _buried(self, worker: str) -> int:
-        """See `ControlBuffer.bury`; asks until the buffer answers."""
+    async def _closed(self, last: FleetCounters) -> FleetCounters:
+        """The final counters of a worker that ended by itself. It is buried if it could not give everything back."""
+        return await self._buried(last) if last.tokens_in_flight and self._worker else last
+
+    async def _buried(self, last: FleetCounters) -> FleetCounters:
+        """Bury the worker with what it is known to have done; its counters by the account of the buffer.
+
+        Asks until the buffer answers; see `ControlBuffer.bury`.
+        """
         while True:
             try:
-                return await self._bury(worker)
+                num_tokens = await self._bury(self._worker, last.tokens_generated)
+                return replace(last, tokens_generated=num_tokens, tokens_in_flight=0)
             except DeadlineError as error:
                 logger.warning("%s is not buried yet: %s", self.member.name, error)
 

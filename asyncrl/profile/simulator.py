@@ -204,7 +204,7 @@ class SimulatedWorker:
         new = []
         for group_id, attempt, version, _, _, num_prefix_frames in fields["leases"]:
             saved = self._simulation.saved.pop(group_id, None)
-            if saved is None or not num_prefix_frames:
+            if saved is None or num_prefix_frames <= 0:
                 lengths = self._simulation.lengths.next()
                 group = SimulatedGroup(group_id=group_id, attempt=attempt, lengths=lengths, to_write=lengths)
             else:

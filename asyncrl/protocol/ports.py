@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -15,10 +15,11 @@ class RolloutBuffer(Protocol):
     """What a rollout worker needs of the replay buffer. Every call is awaited under the client's deadline.
 
     Attributes:
-        num_generated: Policy tokens that this worker has generated; the worker keeps it, and each beat reports it.
+        count_generated: Returns the policy tokens that this worker has generated, those of running samples among them.
+            The worker sets it, and each beat reports what it returns.
     """
 
-    num_generated: int
+    count_generated: Callable[[], int]
 
     async def enter(self) -> str:
         """Connect, and be heard of from now on; returns the name that `ControlBuffer.bury` knows this worker by."""
@@ -154,11 +155,12 @@ class ControlBuffer(Protocol):
         """
         ...
 
-    async def bury(self, worker: str) -> int:
-        """A rollout worker is dead: take its leases back, and accept nothing of it any more.
+    async def bury(self, worker: str, num_generated: int = 0) -> int:
+        """A rollout worker is dead, or ended with leases: take these back, and accept nothing of it any more.
 
-        Returns all tokens that it generated, as far as they are known; those that nobody can report count as lost.
-        ``worker`` is what `RolloutBuffer.enter` returned to it. Asking again returns the same.
+        ``worker`` is what `RolloutBuffer.enter` returned to it. ``num_generated`` are the tokens that it is known to
+        have generated; its last heartbeat may know of more. Returns all of them. Those that were neither stored nor
+        released count as lost. Asking again returns the same.
         """
         ...
 

@@ -140,6 +140,10 @@ class Engine(Protocol):
         """Cut running requests off; their answers arrive as aborted. Unknown ids are ignored."""
         ...
 
+    def num_written(self, request_ids: Collection[str]) -> int:
+        """Tokens that have come of these requests and that `generate` has not yielded yet; unknown ids have none."""
+        ...
+
     async def read_load(self) -> EngineLoad:
         """What the engine is loaded with now.
 

@@ -111,6 +111,7 @@ class ScriptedEngine:
                             yield request, self._so_far(request)
                     raise finished
                 del running[finished[0].id]
+                self._written.pop(finished[0].id, None)
                 yield finished
         finally:
             self._waiting_for_answers.remove(answers)
@@ -139,6 +140,10 @@ class ScriptedEngine:
     async def abort(self, request_ids: Collection[str]) -> None:
         """See `Engine.abort`."""
         self._aborted |= self._running.intersection(request_ids)
+
+    def num_written(self, request_ids: Collection[str]) -> int:
+        """See `Engine.num_written`."""
+        return sum(len(self._written[request_id][1]) for request_id in request_ids if request_id in self._written)
 
     async def read_load(self) -> EngineLoad:
         """See `Engine.read_load`. Beyond ``num_slots`` samples wait; without it there is room for all."""

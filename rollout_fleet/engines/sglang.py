@@ -88,7 +88,7 @@ class SGLangEngine:
         self._version = 0
         self._verified = {0}
         self._loading = asyncio.Lock()
-        self._running: set[str] = set()
+        self._running: dict[str, _StreamedSample] = {}
         self._waiting_for_answers: set[_Answers] = set()
         self._is_released = False
         self._has_said_it_keeps = False
@@ -123,7 +123,7 @@ class SGLangEngine:
         answers: _Answers = asyncio.Queue()
         self._waiting_for_answers.add(answers)
         running = {request.id: (request, _StreamedSample(self._version)) for request in requests}
-        self._running |= running.keys()
+        self._running |= {request_id: sample for request_id, (_, sample) in running.items()}
         tasks = [
             asyncio.create_task(self._generate_batch(batch, [running[request.id][1] for request in batch], answers))
             for batch in batches
@@ -139,13 +139,14 @@ class SGLangEngine:
                         raise finished
                     for request, output in finished:
                         del running[request.id]
-                        self._running.discard(request.id)
+                        self._running.pop(request.id, None)
                         yield request, output
             # The server ends each stream at once; a connection that is closed before that cannot be used again.
             if tasks:
                 await asyncio.wait(tasks, timeout=STREAM_END_S)
         finally:
-            self._running -= running.keys()
+            for request_id in running:
+                self._running.pop(request_id, None)
             self._waiting_for_answers.remove(answers)
             for task in tasks:
                 task.cancel()
@@ -180,15 +181,19 @@ class SGLangEngine:
 
         Without a deadline of its own: a server that does not answer falls silent, or misses the deadline of a load.
         """
-        ids = self._running.intersection(request_ids)
+        ids = self._running.keys() & request_ids
         bodies: list[dict[str, Any]] = [{"rid": _server_id(request_id)} for request_id in ids]
-        if ids and ids == self._running:
+        if ids and ids == self._running.keys():
             bodies = [{"abort_all": True}]
 
         async def send() -> None:
             await asyncio.gather(*(self._post("/abort_request", body) for body in bodies))
 
         await self._failure.unless_failed(send())
+
+    def num_written(self, request_ids: Collection[str]) -> int:
+        """See `Engine.num_written`."""
+        return sum(self._running[request_id].num_tokens for request_id in self._running.keys() & request_ids)
 
     async def read_load(self) -> EngineLoad:
         """See `Engine.read_load`. The scheduler leaves the numbers beside it every 15 steps, and is not asked."""
@@ -307,12 +312,12 @@ class SGLangEngine:
             raise RequestRefused(f"{self._name} answered POST /generate with {str(event['error'])[:500]}")
         try:
             index = event.get("index", 0)
-            had_begun = samples[index].has_begun
+            had_begun = samples[index].num_tokens > 0
             output = samples[index].add(event)
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise EngineError(f"{self._name} answered against its contract: {error!r} in {str(event)[:500]}") from error
         on_first_token = requests[index].on_first_token
-        if on_first_token is not None and samples[index].has_begun and not had_begun:
+        if on_first_token is not None and samples[index].num_tokens and not had_begun:
             on_first_token()
         if output is None:
             return []
@@ -446,9 +451,9 @@ class _StreamedSample:
         self._num_certain = 0
 
     @property
-    def has_begun(self) -> bool:
-        """Whether a token has come."""
-        return bool(self._token_ids)
+    def num_tokens(self) -> int:
+        """Tokens that have come."""
+        return len(self._token_ids)
 
     def add(self, chunk: Any) -> SampleOutput | None:
         """Take a chunk; returns the sample if it was the last."""

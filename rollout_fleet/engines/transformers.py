@@ -145,6 +145,10 @@ class TransformersEngine:
             if request_id in self._pending:
                 self._pending[request_id].flag.is_set = True
 
+    def num_written(self, request_ids: Collection[str]) -> int:
+        """See `Engine.num_written`."""
+        return sum(self._pending[request_id].flag.num_tokens for request_id in self._pending.keys() & request_ids)
+
     async def read_load(self) -> EngineLoad:
         """See `Engine.read_load`."""
         raise EngineError("the in-process engine reports no load; set rollout_fleet.groups_in_flight to a number")

@@ -37,9 +37,10 @@ _TRIED_TOKENS = 4
 
 @dataclass(eq=False, slots=True)
 class AbortFlag:
-    """Set where a sample is to end. The generating thread reads it after every token."""
+    """Set where a sample is to end. The generating thread reads it after every token, and notes how many it wrote."""
 
     is_set: bool = False
+    num_tokens: int = 0
 
 
 class StepRecorder:
@@ -121,7 +122,10 @@ class StepRecorder:
         self.num_tokens[rows] += was_left
         is_eos = torch.isin(new_ids, self._eos_ids) & was_left
         self.is_stopped[rows] |= is_eos
-        is_aborted = torch.tensor([self._flags[row].is_set for row in rows.tolist()])
+        flags = [self._flags[row] for row in rows.tolist()]
+        for flag, is_writing in zip(flags, was_left.tolist(), strict=True):
+            flag.num_tokens += is_writing
+        is_aborted = torch.tensor([flag.is_set for flag in flags])
         is_left = was_left & ~(is_eos | is_aborted | (self._max_new_tokens[rows] <= self.num_steps))
         self._is_left[rows] = is_left
         if self._drops_rows and 2 * int(is_left.sum()) <= len(rows):

@@ -32,6 +32,7 @@ class Workers:
         closed: Ranks whose places were given back.
         made_with: What the last worker was made with.
         calls: Rank and method of every call but `counters`.
+        keeps_leases: Ranks that cannot give everything back when they end.
     """
 
     def __init__(self, takes_s=0.5, hangs=False):
@@ -47,6 +48,7 @@ class Workers:
         self.supplied = []
         self.made_with = {}
         self.lives = {}
+        self.keeps_leases = set()
 
     def execute_rank_async(self, rank, method, *arguments):
         if method != "counters":
@@ -111,22 +113,24 @@ class Workers:
     async def leave(self, rank):
         await asyncio.sleep(1.0)
         self.lives[rank].set()
-        return await self.counters(rank)
+        return await self.counters(rank, is_final=True)
 
     def shutdown(self):
         pass
 
     async def drain(self, rank):
-        return await self.counters(rank)
+        return await self.counters(rank, is_final=True)
 
     async def stop(self, rank):
-        return await self.counters(rank)
+        return await self.counters(rank, is_final=True)
 
-    async def counters(self, rank):
+    async def counters(self, rank, is_final=False):
         await asyncio.sleep(60 if self.hangs else 0)
         meter = FleetMeter()
         meter.generated(100)
         meter.stored(60)
+        if is_final and rank not in self.keeps_leases:
+            meter.released(40)
         meter.failed("reward")
         if rank == 0:
             meter.failed("aborted")
@@ -138,9 +142,11 @@ class Graves:
 
     def __init__(self):
         self.buried = []
+        self.known = []
 
-    async def bury(self, worker):
+    async def bury(self, worker, num_generated=0):
         self.buried.append(worker)
+        self.known.append(num_generated)
         return 70
 
     async def close(self):
@@ -217,6 +223,38 @@ async def test_a_worker_that_dies_is_buried_and_replaced_and_the_run_goes_on(fle
     counts = await fleet.counters()
     assert (counts.tokens_generated, counts.tokens_in_flight) == (100 + 70 + 100, 40 + 40)
     assert "no rollout engine is up; training waits" not in workers.said
+
+
+@pytest.mark.parametrize("end", ["drain", "leave"])
+async def test_a_worker_that_ends_with_leases_left_is_buried_with_its_own_count(fleet_of, end):
+    workers = Workers(takes_s=500.0)
+    fleet = fleet_of(workers, TWO)
+    await fleet.start()
+    run = asyncio.create_task(fleet.run())
+    await asyncio.sleep(10)
+    workers.keeps_leases.add(1)
+    if end == "leave":
+        await fleet.leave(1)
+    counts = await fleet.drain()
+    assert (workers.graves.buried, workers.graves.known) == (["worker-1-0"], [100])
+    assert (counts.tokens_generated, counts.tokens_in_flight) == (100 + 70, 0)
+    run.cancel()
+
+
+async def test_an_engine_that_fails_for_good_with_leases_left_is_buried_with_its_own_count(fleet_of):
+    workers = Workers(takes_s=500.0)
+    fleet = fleet_of(workers, TWO)
+    await fleet.start()
+    run = asyncio.create_task(fleet.run())
+    await asyncio.sleep(10)
+    workers.keeps_leases.add(1)
+    workers.die(1, EngineLost("the engine of rank 1 failed for good"))
+    del workers.deaths[1]  # the worker itself answers
+    await asyncio.sleep(100)
+    assert (workers.graves.buried, workers.graves.known) == (["worker-1-0"], [100])
+    counts = await fleet.drain()
+    assert (counts.tokens_generated, counts.tokens_in_flight) == (100 + 70, 0)
+    run.cancel()
 
 
 async def test_a_worker_that_hangs_is_found_by_its_silence_and_replaced(fleet_of):

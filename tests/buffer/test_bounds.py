@@ -16,23 +16,67 @@ from asyncrl.protocol.types import Prompt
 from buffer import BufferConfig, BufferProcess
 from buffer.admission import PendingRequest, PendingRequests
 from buffer.client import BufferClient
+from buffer.encoding import prompt_frames
 from buffer.sockets import ChunkSender
+from buffer.stores import size_of
 from tests.support.buffer_groups import prompt, rollout, running
 
 
-async def test_prompts_wait_while_others_fill_their_bound_and_go_on_when_groups_are_finished():
-    async with running(groups_per_step=4, max_lag=0, max_prompt_bytes=1000) as run:
-        client = run.client()
+async def test_prompts_wait_while_others_fill_their_bound_and_go_on_when_groups_are_stored():
+    async with running(groups_per_step=4, max_lag=0, max_prompt_bytes=1000, request_timeout_s=60.0) as run:
+        client = run.client(request_timeout_s=60.0)
         await client.enqueue([prompt(i) for i in range(4)])
         more = asyncio.ensure_future(client.enqueue([prompt(i) for i in range(4, 8)]))
+        leases = await client.lease(0, 4)
+        stats = await client.stats()
+        assert 0 < stats.held_bytes <= 1000
+        assert not more.done()
+        for lease in leases:
+            await client.put(rollout(lease))
+        await asyncio.wait_for(more, 20)
+
+
+async def test_a_batch_whose_prompts_exceed_their_bound_together_is_planned():
+    """Eight prompts under a bound that holds three: the plan must not wait for prompts that cannot come."""
+    size = size_of(prompt_frames(prompt(0)))
+    async with running(groups_per_step=8, max_lag=0, max_prompt_bytes=3 * size) as run:
+        client, feeder = run.client(), run.client()
+
+        async def feed() -> None:
+            for number in range(8):
+                await feeder.enqueue([prompt(number)])
+
+        feeding = asyncio.ensure_future(feed())
+        async with asyncio.timeout(20):
+            for _ in range(8):
+                [lease] = await client.lease(0, 1)
+                await client.put(rollout(lease))
+            await feeding
+            assert len((await client.plan(0)).groups) == 8
+        stats = await client.stats()
+        assert stats.held_bytes - stats.stored_bytes == 8 * size, (
+            "prompts of stored groups are held, and counted as held"
+        )
+        await client.commit(0)
+        assert (await client.stats()).held_bytes == 0
+
+
+async def test_the_prompt_of_a_group_that_is_generated_again_counts_again():
+    size = size_of(prompt_frames(prompt(0)))
+    async with running(groups_per_step=2, max_lag=2, max_prompt_bytes=4 * size) as run:
+        client = run.client()
+        await client.enqueue([prompt(i) for i in range(4)])
         for lease in await client.lease(0, 4):
             await client.put(rollout(lease))
-        assert not more.done()
-        stats = await client.stats()
-        assert 0 < stats.held_bytes - stats.stored_bytes <= 1000
-        await client.plan(0)
-        await client.commit(0)
-        await asyncio.wait_for(more, 30)
+        await client.rewind(0, incarnation=1, finished=[], tokens_trained=0, lag_histogram={})
+        more = asyncio.ensure_future(client.enqueue([prompt(4)]))
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(more), 0.5)
+        client._incarnation = 1
+        leases = await client.lease(0, 4)
+        assert [lease.prompt.extra["row"] for lease in leases] == [0, 1, 2, 3]
+        await client.put(rollout(leases[0]))
+        await asyncio.wait_for(more, 20)
 
 
 async def test_prompts_and_groups_that_can_never_fit_are_refused_by_the_options_name():

@@ -28,6 +28,7 @@ from buffer.commands import (
     Granted,
     GrantedLease,
     LeaseGroups,
+    LoseGroups,
     PlanBatch,
     Progress,
     Put,
@@ -253,7 +254,7 @@ def test_what_a_given_up_straggler_had_saved_counts_as_dropped_though_its_worker
 
 def test_a_snapshot_of_another_format_is_refused_by_name():
     of = ledger(1, 1)
-    with pytest.raises(ValueError, match="snapshot has format=1, expected 8"):
+    with pytest.raises(ValueError, match="snapshot has format=1, expected 9"):
         ledger(1, 1).restore({**of.snapshot(), "format": 1})
 
 
@@ -361,3 +362,76 @@ def test_what_a_dead_worker_had_generated_and_nobody_can_report_is_lost(num_gene
     assert (new.account.tokens_buffered, new.account.num_tokens) == (11, 11 + num_lost)
     [again] = new.lease(0, 1, owner=b"b")
     assert (again.group_id, again.attempt) == (2, 1)
+
+
+def test_what_a_buried_worker_reports_later_is_counted_once_also_after_a_restart():
+    """An attempt that expired before the burial owes a report; the burial counts its tokens as lost."""
+    new = ledger(2, 2, lease_s=10.0)
+    expired, running, _ = new.lease(0, 3, owner=b"a")
+    new.renew(running.group_id, running.attempt, now=15.0)
+    assert new.expire(now=12.0) == 2
+    new.apply(TakeBack(owner=b"a", num_generated=20))
+    again = ledger(2, 2)
+    again.restore(new.snapshot())
+    for of in (new, again):
+        assert of.account.buried[b"a"] == 20
+        assert of.apply(TakeBack(owner=b"a", num_generated=30)).num_lost is None
+        for lease in (expired, running):
+            with pytest.raises(LeaseExpired):
+                of.put(summary_of(lease))
+            of.release(lease.group_id, lease.attempt, num_tokens=5)
+        assert of.account.tokens_dropped == {"lost": 20}
+
+
+def test_the_last_ended_attempt_of_each_unfinished_group_is_known():
+    """Group 0 runs in its first attempt, 1 is queued after two, 2 is stored in its second, 3 was never leased."""
+    of = DrivenLedger(StalenessRule(max_lag=3, groups_per_step=4))
+    of.enqueue(range(3))
+    zero, one, two = of.lease(0, 3)
+    of.release(one.group_id, 0, num_tokens=0)
+    [again] = of.lease(0, 1)
+    of.release(again.group_id, again.attempt, num_tokens=0)
+    of.release(two.group_id, 0, num_tokens=0)
+    [again] = of.lease(0, 1)
+    of.put(summary_of(again))
+    of.enqueue([3])
+    assert of.holds(zero.group_id, 0)
+    assert sorted(of.ended_attempts()) == [(1, 1), (2, 0)]
+
+
+def test_only_an_attempt_that_had_bytes_is_named_when_it_ends():
+    of = DrivenLedger(StalenessRule(max_lag=3, groups_per_step=4))
+    of.enqueue(range(2))
+    first, second = of.lease(0, 2)
+    of.reserve(second, 7)
+    for lease in (first, second):
+        of.release(lease.group_id, 0, num_tokens=0)
+    assert of.drain_ended() == [(1, 0)]
+    assert of.drain_ended() == []
+
+
+def test_a_planned_group_that_no_store_has_stays_in_its_batch_until_the_batch_is_dissolved():
+    of = ledger(3, 2)
+    for lease in of.lease(0, 6):
+        of.put(summary_of(lease))
+    for version in range(2):
+        of.plan(version)
+    assert of.apply(LoseGroups(group_ids=(), missing=(3, 99, 5))).missing == (3,)
+    assert [group.group_id for group in of.batch(1).groups] == [2, 3]
+    replayed = ledger(3, 2)
+    replayed.restore(of.snapshot())
+    for each in (of, replayed):
+        lost = each.apply(LoseGroups(group_ids=(0,)))
+        assert (lost.group_ids, lost.dissolved) == ((0, 3), (0, 1))
+        assert {group.group_id for group in each.plan(0).groups} <= {1, 2, 4, 5}
+        assert each.account.tokens_dropped == {"store_lost": 10}
+
+
+def test_a_batch_whose_group_is_missing_may_be_committed():
+    of = ledger(3, 2)
+    for lease in of.lease(0, 2):
+        of.put(summary_of(lease))
+    of.plan(0)
+    of.apply(LoseGroups(group_ids=(), missing=(0,)))
+    assert of.commit(0) == [0, 1]
+    assert of.account.tokens_dropped == {}

@@ -514,14 +514,16 @@ class LedgerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.stored)
     @rule(data=st.data())
     def trajectories_are_lost(self, data: st.DataObject) -> None:
-        """As after a power failure: their prompts are queued again, and batches that held them are planned anew."""
+        """As after a power failure: their prompts are queued again, and batches that held them are planned anew.
+
+        Other groups of these batches that were on a store that is gone are lost with them.
+        """
         lost = data.draw(st.lists(st.sampled_from(sorted(self.stored)), min_size=1, max_size=2, unique=True))
         first = min((version for version, ids in self.planned.items() if set(ids) & set(lost)), default=None)
         dissolved = [version for version in self.planned if first is not None and version >= first]
         assert sorted(self.ledger.lose(lost)) == sorted(dissolved)
-        for version in dissolved:
-            del self.planned[version]
-        for group_id in lost:
+        with_them = {group_id for version in dissolved for group_id in self.planned.pop(version)}
+        for group_id in {*lost, *(group_id for group_id in with_them if self.places[group_id] not in self.hosts)}:
             del self.stored[group_id]
 
     # What must hold

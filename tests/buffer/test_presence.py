@@ -4,14 +4,17 @@ import asyncio
 import itertools
 import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from asyncrl.protocol.errors import DeclaredDead, LeaseExpired, NotLeaseOwner, WireError
-from buffer import BufferClient, BufferConfig, BufferProcess
+from buffer import BufferClient, BufferConfig, BufferProcess, Durability
 from buffer.admission import FairQueue
+from buffer.commands import GrantedLease
 from buffer.heartbeats import LoopClock
+from buffer.server import BufferServer
 from tests.support.buffer_groups import prompt, rollout, running
 
 
@@ -216,7 +219,7 @@ async def test_a_worker_that_is_buried_loses_its_leases_at_once_and_what_it_cann
         await control.enqueue([prompt(0), prompt(1)])
         first, second = await worker.lease(0, 2)
         await worker.put(rollout(first))
-        worker.num_generated = 12
+        worker.count_generated = lambda: 12
         worker._send_beat()
         await worker.stats()  # the beat came before it
         for _ in range(2):
@@ -228,6 +231,91 @@ async def test_a_worker_that_is_buried_loses_its_leases_at_once_and_what_it_cann
         with pytest.raises(DeclaredDead, match="put came from a worker that was declared dead and replaced"):
             await worker.put(rollout(second))
         assert (await control.stats()).tokens_dropped == {"lost": 7}
+
+
+async def test_a_buried_worker_is_refused_by_a_server_that_was_started_again(tmp_path: Path):
+    """Neither its leases nor its reports count twice, and asking again gives the same number of tokens."""
+    options = {"durability": Durability.disk, "directory": str(tmp_path), "lease_s": 600.0, "epoch": "run"}
+    async with running(groups_per_step=4, **options) as run:
+        worker, control = run.client(), run.client()
+        name = await worker.enter()
+        await control.enqueue([prompt(i) for i in range(3)])
+        first, second = await worker.lease(0, 2)
+        await worker.put(rollout(first))
+        worker.count_generated = lambda: 12
+        worker._send_beat()
+        await worker.stats()
+        assert await control.bury(name) == 12
+        before = await control.stats()
+        port, bulk_port = int(run.server.address.rpartition(":")[2]), run.server.bulk_port
+        run.server.close()
+        run.server = BufferServer(BufferConfig(**options, port=port, bulk_port=bulk_port), groups_per_step=4)
+        for call in (worker.put(rollout(second)), worker.lease(0, 1), worker.release(first, num_tokens=5, reason="x")):
+            with pytest.raises(DeclaredDead):
+                await call
+        assert await control.bury(name, 99) == 12
+        after = await control.stats()
+        assert (after.tokens_dropped, after.tokens_buffered) == (before.tokens_dropped, before.tokens_buffered)
+        assert after.groups == before.groups == {**before.groups, "queued": 2, "leased": 0, "stored": 1}
+
+
+async def test_the_count_of_a_worker_that_ended_is_the_larger_of_its_own_and_its_last_beat():
+    async with running(lease_s=600.0) as run:
+        control = run.client()
+        for known, beat, expected in ((20, 12, 20), (3, 12, 12), (20, 0, 20)):
+            worker = run.client()
+            worker.count_generated = lambda beat=beat: beat
+            name = await worker.enter()
+            await worker.stats()
+            assert await control.bury(name, known) == expected
+
+
+async def test_a_put_that_the_journal_still_writes_when_its_worker_is_buried_counts_as_lost_alone(tmp_path: Path):
+    """The put was received before the burial, and is decided after it."""
+    options = {"durability": Durability.disk, "directory": str(tmp_path), "lease_s": 600.0}
+    async with running(groups_per_step=4, **options) as run:
+        worker, control = run.client(), run.client()
+        name = await worker.enter()
+        await control.enqueue([prompt(0)])
+        [lease] = await worker.lease(0, 1)
+        written = []
+        service = run.server._service
+        service._journal.keep = lambda frames, then: written.append(then)
+        putting = asyncio.ensure_future(worker.put(rollout(lease, num_tokens=100_000)))
+        async with asyncio.timeout(20):
+            while not written:
+                await control.stats()
+        assert await control.bury(name, 100_000) == 100_000
+        written[0](1, None)
+        service.settle()
+        with pytest.raises((LeaseExpired, DeclaredDead)):
+            await asyncio.wait_for(putting, 20)
+        assert (await control.stats()).tokens_dropped == {"lost": 100_000}
+
+
+async def test_a_lease_whose_prefix_gave_way_before_it_was_sent_begins_afresh_in_the_account():
+    """A server that was started again answers a request anew, and the saved prefix did not survive."""
+    async with running(groups_per_step=4, max_lag=2) as run:
+        first, second = run.client(), run.client()
+        await first.enqueue([prompt(0)])
+        [lease] = await first.lease(0, 1)
+        await first.save_progress(lease, rollout(lease, num_tokens=7))
+        await first.release(lease, num_tokens=7, reason="stopped")
+        service = run.server._service
+        answer = service._admission._answer
+
+        def answer_without_prefix(client: bytes, request_id: int, granted: Sequence[GrantedLease]) -> None:
+            for granted_lease in granted:
+                service._lose([granted_lease.group_id])
+                service._store.evict([granted_lease.group_id])
+            answer(client, request_id, granted)
+
+        service._admission._answer = answer_without_prefix
+        [again] = await second.lease(0, 1)
+        assert second.take_progress(again) is None
+        await second.put(rollout(again, num_tokens=9))
+        stats = await second.stats()
+        assert (stats.tokens_buffered, stats.tokens_dropped) == (9, {"discarded_prefix": 7})
 
 
 async def test_a_name_that_is_no_workers_is_refused_and_an_unknown_worker_has_generated_nothing():

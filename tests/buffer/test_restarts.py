@@ -14,103 +14,14 @@ from asyncrl.protocol.errors import WorkerDiedError
 from buffer import BufferClient, BufferConfig, BufferSupervisor, Durability, journal
 from buffer.encoding import prompt_frames
 from buffer.journal import Journal
-from buffer.messages import PUSH_ID, Message, stats_of, summary_fields, summary_of
-from buffer.service import BufferService
+from buffer.messages import Message, stats_of, summary_fields, summary_of
 from buffer.store_servers import StoreService
 from tests.support.buffer_groups import prompt, rollout, running
+from tests.support.mortal_buffer import MortalServer, MortalWrites, plain
 from tests.support.offers import bare_offer
 
 WORKER, CONTROLLER = b"worker", b"controller"
 NUM_STEPS = 4
-
-
-class Killed(BaseException):
-    """The process is gone."""
-
-
-class MortalWrites:
-    """Stands for `buffer.journal.write_all`, and ends its process at some of the writes, before, within or after them.
-
-    ``kills`` are the numbers of the write, counted from the last kill on, and how many 32nds of it reach the disk.
-    """
-
-    def __init__(self, kills: list[tuple[int, int]]) -> None:
-        self._kills = list(kills)
-        self._count = 0
-        self._write_all = journal.write_all
-
-    def __call__(self, descriptor: int, parts: list[Any], offset: int) -> None:
-        self._count += 1
-        if not self._kills or self._count < self._kills[0][0]:
-            self._write_all(descriptor, parts, offset)
-            return
-        _, share = self._kills.pop(0)
-        self._count = 0
-        data = b"".join(map(bytes, parts))
-        self._write_all(descriptor, [data[: len(data) * share // 32]], offset)
-        raise Killed
-
-
-class MortalServer:
-    """The service on its journal, without sockets; what was not flushed before a kill is told to nobody."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self.num_kills = 0
-        self._replies: dict[tuple[bytes, int], Message] = {}
-        self._start()
-
-    def _start(self) -> None:
-        while True:
-            self._outbox: list[tuple[bytes, Message]] = []
-            kept = None
-            try:
-                kept = Journal(self._directory / "journal")
-                config = BufferConfig(
-                    durability=Durability.disk, directory=str(self._directory), max_lag=1, request_timeout_s=60.0
-                )
-                self._service = BufferService(config, groups_per_step=2, send=self._send, journal=kept)
-            except Killed:
-                self._bury(kept)
-            else:
-                self._journal = kept
-                return
-
-    def _send(self, client: bytes, message: Message) -> None:
-        self._outbox.append((client, message))
-
-    def _bury(self, kept: Journal | None) -> None:
-        """Release what the kernel would: the lock and the files, as they are."""
-        self.num_kills += 1
-        if kept is not None:
-            os.close(kept._lock)
-            kept._pool.shutdown()
-            for file in (kept._log, kept._frames):
-                os.close(file._descriptor)
-
-    def ask(self, client: bytes, request: Message) -> Message:
-        """Send a request, and again to each server that follows, until one has answered it."""
-        while True:
-            try:
-                self._service.handle(client, request)
-                self._service.settle()
-                self._journal.flush()
-            except Killed:
-                self._service.close()
-                self._bury(self._journal)
-                self._start()
-                continue
-            for receiver, message in self._outbox:
-                if message.request_id != PUSH_ID:
-                    self._replies[receiver, message.request_id] = message
-            self._outbox.clear()
-            reply = self._replies[client, request.request_id]
-            assert reply.name == "ok", reply
-            return reply
-
-    def close(self) -> None:
-        self._service.close()
-        self._journal.close()
 
 
 class Script:
@@ -160,11 +71,6 @@ class Script:
         self.ask(WORKER, "put", plain(summary_fields(group.summary)), [b"trajectories"])
 
 
-def plain(fields: dict[str, Any]) -> dict[str, Any]:
-    """Header fields as they come off the wire: lists, not tuples."""
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
-
-
 MOMENTS = st.lists(st.tuples(st.integers(1, 12), st.sampled_from([0, 1, 16, 31, 32])), max_size=12)
 
 
@@ -172,7 +78,8 @@ MOMENTS = st.lists(st.tuples(st.integers(1, 12), st.sampled_from([0, 1, 16, 31, 
 @given(MOMENTS)
 def test_at_whatever_write_the_server_is_killed_the_steps_are_those_of_a_run_without_kills(tmp_path_factory, kills):
     async def run() -> None:
-        server = MortalServer(tmp_path_factory.mktemp("journal"))
+        config = BufferConfig(max_lag=1, request_timeout_s=60.0)
+        server = MortalServer(config, tmp_path_factory.mktemp("journal"), groups_per_step=2)
         script = Script(server)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(journal, "write_all", MortalWrites(kills))
@@ -214,6 +121,25 @@ async def test_the_log_of_offers_and_a_pinned_engine_outlive_their_server(tmp_pa
         assert (await asyncio.wait_for(waiting, 5)).version == 1
         for client in (worker, control):
             await client.close()
+
+
+async def test_a_late_message_about_a_lease_of_the_server_before_touches_no_later_attempt(tmp_path: Path):
+    """Copies of a request and of its cancellation come after its group was leased to another worker."""
+    server = MortalServer(BufferConfig(max_lag=1, request_timeout_s=60.0), tmp_path, groups_per_step=2)
+    script, other = Script(server), b"other"
+    parts = prompt_frames(prompt(0))
+    script.ask(CONTROLLER, "enqueue", {"groups": [0], "counts": [len(parts)]}, [*parts])
+    wanted = {"engine_version": 0, "max_groups": 1}
+    assert script.ask(WORKER, "lease", wanted).fields["leases"][0][:2] == [0, 0]
+    lease = Message(name="lease", request_id=script._next_id, fields=wanted, payload=[])
+    server.kill()
+    released = {"group_id": 0, "attempt": 0, "num_tokens": 0, "reason": "aborted", "max_failures": 0}
+    script.ask(WORKER, "release", released)
+    assert script.ask(other, "lease", wanted).fields["leases"][0][:2] == [0, 1]
+    assert server.ask(WORKER, lease).fields["leases"] == []
+    script.ask(WORKER, "cancel", {"request": lease.request_id})
+    assert server.service.ledger.holds(0, 1)
+    server.close()
 
 
 async def test_a_request_that_was_held_by_the_server_before_is_due_as_if_it_were_new(tmp_path: Path):
@@ -391,7 +317,7 @@ async def test_a_payload_that_left_while_the_disk_was_full_does_not_come_back(
     for group_id in range(2):
         ask(service, "put_payload", [b"x" * 100], group_id=group_id, attempt=0)
     disk.is_full = True
-    ask(service, "remove", groups=[0])
+    ask(service, "remove", groups=[0], ended=[])
     if not is_restarted_while_full:
         disk.is_full = False
         service.settle()
@@ -401,7 +327,7 @@ async def test_a_payload_that_left_while_the_disk_was_full_does_not_come_back(
     service, kept = start()
     if is_restarted_while_full:
         assert service._stored_bytes == 200
-    missing = ask(service, "reconcile", groups=[1], attempts=[0], finished=[0, 1]).fields["groups"]
+    missing = ask(service, "reconcile", groups=[1], attempts=[0], finished=[0, 1], ended=[]).fields["groups"]
     assert (missing, service._stored_bytes) == ([], 100)
     assert ask(service, "fetch", groups=[0], attempts=[0], read=0).name == "UnknownGroup"
     ask(service, "put_payload", [b"late"], group_id=0, attempt=0)

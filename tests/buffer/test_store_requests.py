@@ -3,14 +3,17 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
 
-from asyncrl.protocol.errors import DeadlineError, ReplayBufferError, UnknownGroup, WireError
+from asyncrl.protocol.errors import DeadlineError, ReplayBufferError, UnknownGroup, VersionTooOld, WireError
+from asyncrl.protocol.types import Lease
 from buffer import BufferConfig, Durability, StoresOn, make_keys
 from buffer.client import BufferClient
+from buffer.commands import Put
+from buffer.encoding import group_frames
 from buffer.keys import BufferRole, client_keys
 from buffer.server import StoreServer
 from tests.support.buffer_groups import Running, prompt, rollout, running
@@ -154,6 +157,27 @@ async def test_a_batch_whose_store_died_before_it_was_fetched_is_planned_anew_fr
         assert (stats.tokens_trained, stats.tokens_dropped) == (20, {"store_lost": 5})
 
 
+async def test_a_store_that_dies_with_two_planned_batches_costs_one_new_plan_of_each():
+    """The learner names what it lacked of the first batch alone; the second batch lost a group on the same store."""
+    async with hosts("a", "b", max_lag=3) as of:
+        a, b = of.worker("a"), of.worker("b")
+        await of.control.enqueue([prompt(i) for i in range(8)])
+        for worker in (a, b, a, b, b, b):  # groups 0 and 2 are on the host a
+            [lease] = await worker.lease(0, 1)
+            await worker.put(rollout(lease))
+        for version in range(2):
+            planned = [group.group_id for group in (await of.control.plan(version)).groups]
+            assert planned == [2 * version, 2 * version + 1]
+        of.stores["a"].close()
+        await of.control.drop_store(0)
+        await of.control.lose([0])
+        for version in range(2):
+            planned = [group.group_id for group in (await of.control.plan(version)).groups]
+            assert {*planned} <= {1, 3, 4, 5}
+            assert [group.group_id for group in await of.control.fetch(planned)] == planned
+        assert (await of.control.stats()).tokens_dropped == {"store_lost": 10}
+
+
 async def test_a_put_whose_store_is_gone_on_the_way_goes_to_another():
     async with hosts("a", "b") as of:
         a = of.worker("a", request_timeout_s=0.5)
@@ -201,8 +225,8 @@ async def test_a_payload_that_its_store_lost_before_the_ledger_heard_of_it_is_se
 def late(reconcile, asked: asyncio.Event, reported: asyncio.Event):
     """What a store says it lacks, held up on its way until a put was reported."""
 
-    async def answer(*arguments) -> list[int]:
-        missing = await reconcile(*arguments)
+    async def answer(*arguments, **known) -> list[int]:
+        missing = await reconcile(*arguments, **known)
         asked.set()
         await reported.wait()
         return missing
@@ -263,6 +287,100 @@ async def test_a_payload_that_was_lost_while_its_put_was_told_is_found_missing(m
         assert (await of.control.stats()).tokens_dropped == {"store_lost": 5}
         [again] = await a.lease(0, 1)
         assert (again.prompt.group_id, again.attempt) == (0, 1)
+
+
+async def send_and_fall_silent(of: Hosts, worker: BufferClient, *, num_tokens: int = 50) -> Lease:
+    """A worker has a store take its payload, and does not report it to the ledger."""
+    [lease] = await worker.lease(0, 1)
+    payload = group_frames(rollout(lease, num_tokens=num_tokens))
+    await worker._put_elsewhere((lease.prompt.group_id, lease.attempt), payload)
+    assert of.held_by("a")[lease.prompt.group_id].keys() == {lease.attempt}
+    return lease
+
+
+ENDS = ["expired", "silent", "buried", "released", "too old", "rewound"]
+
+
+@pytest.mark.parametrize("end", ENDS)
+async def test_a_store_drops_the_payload_of_an_attempt_that_ended(end: str):
+    """The store has room for one payload: without that nobody could store anything any more."""
+    times = {"lease_s": 0.5 if end == "expired" else 600.0, "heartbeat_s": 0.1 if end == "silent" else 5.0}
+    async with hosts("a", groups_per_step=1, max_stored_bytes=1200, max_lag=2, **times) as of:
+        a, other = of.worker("a"), of.worker("a")
+        await of.control.enqueue([prompt(0)])
+        lease = await send_and_fall_silent(of, a)
+        if end == "buried":
+            await of.control.bury(await a.enter())
+        elif end == "silent":
+            a._beat.cancel()
+        elif end == "released":
+            await a.release(lease, num_tokens=50, reason="failed")
+        elif end == "too old":
+            old = replace(rollout(lease).summary, oldest_version=-1)
+            with pytest.raises(VersionTooOld):
+                of.run.server._service.ledger.apply(Put(summary=old))
+        elif end == "rewound":
+            await of.control.rewind(0, incarnation=1, finished=[], tokens_trained=0, lag_histogram={})
+            other._incarnation = 1
+        [again] = await asyncio.wait_for(other.lease(0, 1), 20)
+        assert (again.prompt.group_id, again.attempt) == (0, 1)
+        await asyncio.wait_for(other.put(rollout(again, num_tokens=50)), 20)
+        assert {group_id: {*attempts} for group_id, attempts in of.held_by("a").items()} == {0: {1}}
+        assert [group.attempt for group in await of.control.fetch([0])] == [1]
+
+
+async def test_a_store_keeps_no_payload_that_comes_after_its_attempt_ended():
+    async with hosts("a", groups_per_step=1, max_stored_bytes=1200) as of:
+        a, other = of.worker("a"), of.worker("a")
+        await of.control.enqueue([prompt(0)])
+        lease = await send_and_fall_silent(of, a)
+        address, late = of.stores["a"].address, group_frames(rollout(lease, num_tokens=50))
+        await of.control.bury(await a.enter())
+        await of.control.stats()
+        fields = {"group_id": 0, "attempt": 0}
+        sender = of.worker("a")
+        await sender._put_reserved(sender._link_to_store(address), "put_payload", fields, late)
+        assert of.held_by("a") == {}
+        [again] = await other.lease(0, 1)
+        await asyncio.wait_for(other.put(rollout(again, num_tokens=50)), 20)
+
+
+async def test_a_store_that_was_away_hears_which_attempts_ended_when_it_is_reached(monkeypatch):
+    async with hosts("a", groups_per_step=1, max_stored_bytes=1200) as of:
+        a, other = of.worker("a"), of.worker("a")
+        await of.control.enqueue([prompt(0)])
+        await send_and_fall_silent(of, a)
+        server = of.run.server
+        monkeypatch.setattr(server._links._links[0], "post", lambda *_: None)  # it is not reached
+        await of.control.bury(await a.enter())
+        await of.control.stats()
+        assert of.held_by("a").keys() == {0}
+        await server._requeue_missing(0)
+        assert of.held_by("a") == {}
+        [again] = await other.lease(0, 1)
+        await asyncio.wait_for(other.put(rollout(again, num_tokens=50)), 20)
+        await server._requeue_missing(0)
+        assert of.held_by("a").keys() == {0}, "the attempt that is stored stays"
+
+
+async def test_a_group_that_is_reopened_accepts_no_payload_of_its_earlier_attempts():
+    async with hosts("a", groups_per_step=1, max_lag=2) as of:
+        a = of.worker("a")
+        await of.control.enqueue([prompt(0)])
+        [lease] = await a.lease(0, 1)
+        await a.put(rollout(lease))
+        await of.control.plan(0)
+        await of.control.commit(0)
+        await of.control.rewind(0, incarnation=1, finished=[], tokens_trained=0, lag_histogram={})
+        await of.control.enqueue([prompt(0)])
+        sender, address = of.worker("a"), of.stores["a"].address
+        fields, late = {"group_id": 0, "attempt": 0}, group_frames(rollout(lease))
+        await sender._put_reserved(sender._link_to_store(address), "put_payload", fields, late)
+        assert of.held_by("a") == {}
+        sender._incarnation = 1
+        [again] = await sender.lease(0, 1)
+        await sender.put(rollout(again))
+        assert of.held_by("a")[0].keys() == {1}
 
 
 async def test_other_bytes_than_were_put_are_refused_by_whoever_fetches_them():

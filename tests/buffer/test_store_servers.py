@@ -13,6 +13,7 @@ from asyncrl.protocol.errors import LeaseExpired, UnknownGroup
 from buffer import BufferConfig, BufferProcess, BufferSupervisor, Durability, SyncBufferClient
 from buffer.client import BufferClient
 from buffer.client_socket import ClientSocket
+from buffer.groups import GroupState
 from tests.support.buffer_groups import prompt, rollout, running
 
 
@@ -109,6 +110,31 @@ async def test_the_groups_of_a_store_server_in_memory_that_died_are_generated_ag
         assert [group.group_id for group in await client.fetch([2, 3])] == [2, 3]
 
 
+async def test_a_store_server_that_comes_back_empty_under_two_batches_costs_one_new_plan_of_each():
+    options = {"groups_per_step": 2, "max_lag": 3, "num_store_servers": 1, "request_timeout_s": 20.0}
+    async with running(**options) as run:
+        client = run.client(request_timeout_s=20.0)
+        await client.enqueue([prompt(i) for i in range(8)])
+        for lease in await client.lease(0, 4):
+            await client.put(rollout(lease))
+        for version in range(2):
+            await client.plan(version)
+        [store] = await stores_of(client)
+        os.kill(pid_listening_at(store), signal.SIGKILL)
+        ledger = run.server._service.ledger
+        async with asyncio.timeout(30):
+            while not all(group.is_missing for group in ledger._groups.of_state(GroupState.planned)):
+                await client.stats()
+        assert await client.commit(0), "the ranks have the first batch"
+        await client.lose([2])
+        stats = await client.stats()
+        assert (stats.groups["stored"], stats.groups["planned"], stats.tokens_dropped) == (0, 0, {"store_lost": 10})
+        for lease in await client.lease(0, 2):
+            await client.put(rollout(lease))
+        planned = [group.group_id for group in (await client.plan(1)).groups]
+        assert [group.group_id for group in await client.fetch(planned)] == planned
+
+
 async def test_a_store_server_on_disk_is_started_again_where_it_was_and_its_payloads_are_there(tmp_path: Path):
     config = BufferConfig(num_store_servers=2, durability=Durability.disk, directory=str(tmp_path))
     with BufferProcess(config, groups_per_step=1, log_path=tmp_path / "log") as process:
@@ -149,6 +175,7 @@ async def test_the_ledger_goes_on_while_a_store_server_is_started_again(tmp_path
 
 async def test_what_a_store_server_lost_is_generated_again_and_counted(tmp_path: Path, monkeypatch):
     options = {"num_store_servers": 1, "durability": Durability.disk, "directory": str(tmp_path), "max_lag": 0}
+    options["request_timeout_s"] = 40.0
     launch = BufferSupervisor._launch
 
     def launch_after_a_loss_of_power(server: BufferSupervisor) -> BufferProcess:

@@ -55,7 +55,7 @@ class InMemoryBuffer(OffersInMemory):
         self._continued: set[tuple[int, int]] = set()
         self._now = 0.0
         self._num_others = 0
-        self.num_generated = 0
+        self.count_generated = lambda: 0
         self.hand_on_requests: asyncio.Queue[list[tuple[int, int]]] = asyncio.Queue()
         self._revocations: asyncio.Queue[tuple[int, int]] = asyncio.Queue()
 

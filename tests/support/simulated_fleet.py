@@ -80,7 +80,7 @@ class SimulatedEngineWorker:
     def _begin(self, fields: Mapping[str, Any]) -> None:
         self._asked = None
         for group_id, attempt, version, _, _, num_prefix_frames in fields["leases"]:
-            written = self._fleet.saved.pop(group_id, 0.0) if num_prefix_frames else 0.0
+            written = self._fleet.saved.pop(group_id, 0.0) if num_prefix_frames > 0 else 0.0
             group = _Writing(
                 length=self._fleet.length_of(group_id), num_tokens=written, version=version, since=self._env.now
             )

@@ -1,0 +1,544 @@
+"""Random lives of the real service on its journal: crashes, rewinds, late copies of messages, and deaths of workers.
+
+The model below keeps its own tokens, versions and batches, and never asks the service what is right. Each life goes
+through some hundred events, is left in peace, must then make further batches, and ends with a balanced account.
+"""
+
+import asyncio
+import os
+import random
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.controller.reporting import balanced_account
+from asyncrl.protocol.types import BufferStats, GroupSummary
+from buffer import BufferConfig, journal
+from buffer.config import OnStale
+from buffer.encoding import prompt_frames
+from buffer.heartbeats import LoopClock
+from buffer.messages import Message, stats_of, summary_fields
+from rollout_fleet.metrics import FleetCounters
+from tests.support.buffer_groups import prompt
+from tests.support.mortal_buffer import MortalServer, MortalWrites, plain
+
+CONTROLLER = b"controller"
+LEASE_S = 10.0
+STEP_S = 0.4
+"""What the clock advances at once: a longer gap is a stall of the loop, which does not count."""
+MAX_GROUP_BYTES = 60
+NUM_EVENTS = 300
+HELD = "StoreFull"
+"""The reply after which a worker keeps its lease and sends again."""
+ENDED = ("ok", "LeaseExpired", "VersionTooOld", "UnknownGroup")
+"""The replies after which a worker knows nothing of its lease any more."""
+
+
+@dataclass(kw_only=True, eq=False)
+class HeldGroup:
+    """A lease of a worker, and what is written under it.
+
+    Attributes:
+        num_inherited: Tokens of the prefix that it continues.
+        num_own: Tokens that its worker wrote.
+        oldest: Version of its oldest token, or of the lease while there is none.
+        newest: Version of its newest token.
+        continued: Whether it took the prefix that came with the lease.
+        is_finished: Whether it was put: no more is written then.
+    """
+
+    group_id: int
+    attempt: int
+    engine_version: int
+    num_inherited: int = 0
+    num_own: int = 0
+    oldest: int = 0
+    newest: int = 0
+    continued: bool = True
+    is_finished: bool = False
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.group_id, self.attempt
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_inherited + self.num_own
+
+    def write(self, num_tokens: int, version: int) -> None:
+        self.oldest = min(self.oldest, version) if self.num_tokens else version
+        self.newest = version
+        self.num_own += num_tokens
+
+
+@dataclass(kw_only=True, eq=False)
+class WorkerModel:
+    """A rollout worker: what its engine serves, what it holds, and all that it has generated."""
+
+    name: bytes
+    version: int
+    incarnation: int
+    groups: dict[tuple[int, int], HeldGroup] = field(default_factory=dict)
+    num_generated: int = 0
+    asking: int = 0
+    is_dead: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """What the learner can be taken back to."""
+
+    version: int
+    finished: list[int]
+    tokens_trained: int
+    lags: dict[int, int]
+
+
+class Life:
+    """One life of a buffer: a learner, workers, and what may happen to them."""
+
+    def __init__(self, seed: int, directory: Path) -> None:
+        self.rng = rng = random.Random(seed)
+        self.now = 0.0
+        self.clock = LoopClock(lambda: self.now)
+        self.size, self.max_lag = rng.randint(1, 4), rng.randint(0, 3)
+        num_open = (self.max_lag + 1) * self.size
+        self.config = BufferConfig(
+            max_lag=self.max_lag,
+            on_stale=rng.choice([*OnStale]),
+            order=rng.choice(["fifo", "earliest_deadline", "freshest_first", "shortest_first"]),
+            lease_s=LEASE_S,
+            queue_size=rng.choice([4, 64]),
+            heartbeat_s=rng.choice([1.0, 100.0]),
+            max_stored_bytes=MAX_GROUP_BYTES * rng.choice([self.size + 1, num_open + 1, 1000]),
+            max_prompt_bytes=rng.choice([1000, 100_000]),
+            max_worker_deaths=rng.choice([0, 1, 3]),
+            filters=rng.choice([[], ["equal_rewards"]]),
+            request_timeout_s=10_000.0,
+        )
+        self.server = MortalServer(self.config, directory, groups_per_step=self.size, clock=self.clock)
+        self.next_request = self.num_workers = self.num_prompts = self.incarnation = 0
+        self.version = 0
+        self.workers: list[WorkerModel] = []
+        self.ended_generated = 0
+        self.written: dict[tuple[int, int], HeldGroup] = {}
+        self.planned: dict[int, list[tuple[int, int]]] = {}
+        self.trained: dict[int, list[tuple[int, int]]] = {}
+        self.checkpoints = [Checkpoint(version=0, finished=[], tokens_trained=0, lags={})]
+        self.planning = 0
+        self.sent: list[tuple[bytes, Message]] = []
+        self.counts: Counter[str] = Counter()
+
+    # Messages
+
+    def request(self, name: str, fields: dict[str, Any], payload: list[Any] | None = None) -> Message:
+        self.next_request += 1
+        return Message(name=name, request_id=self.next_request, fields=plain(fields), payload=payload or [])
+
+    def send(self, client: bytes, name: str, fields: dict[str, Any], payload: list[Any] | None = None) -> int:
+        """Send a request; its number."""
+        request = self.request(name, fields, payload)
+        self.sent.append((client, request))
+        self.server.send(client, request)
+        return request.request_id
+
+    def ask(self, client: bytes, name: str, fields: dict[str, Any], payload: list[Any] | None = None) -> Message:
+        """Send a request that is answered at once, maybe by an error."""
+        number = self.send(client, name, fields, payload)
+        return self.server.replies.pop((client, number))
+
+    def control(self, name: str, **fields: Any) -> Message:
+        reply = self.ask(CONTROLLER, name, fields)
+        assert reply.name == "ok", reply
+        return reply
+
+    def stats(self) -> BufferStats:
+        return stats_of(plain(dict(self.control("stats").fields)))
+
+    # What may happen
+
+    def a_worker_enters(self) -> None:
+        if len(self.living()) >= 4:
+            return
+        self.num_workers += 1
+        name = b"worker %d" % self.num_workers
+        worker = WorkerModel(name=name, version=self.version, incarnation=self.incarnation)
+        self.workers.append(worker)
+        assert self.ask(name, "hello", {"produces": True}).name == "ok"
+
+    def living(self) -> list[WorkerModel]:
+        return [worker for worker in self.workers if not worker.is_dead]
+
+    def any_living(self) -> WorkerModel | None:
+        return self.rng.choice(self.living()) if self.living() else None
+
+    def prompts_come(self) -> None:
+        number = self.rng.randint(1, 8)
+        ids = [*range(self.num_prompts, self.num_prompts + number)]
+        self.enqueue(ids)
+        self.num_prompts += number
+
+    def enqueue(self, ids: list[int]) -> None:
+        """What does not fit is sent again when the life is left in peace."""
+        frames = [prompt_frames(prompt(group_id)) for group_id in ids]
+        fields = {"groups": ids, "counts": [len(parts) for parts in frames]}
+        self.send(CONTROLLER, "enqueue", fields, [part for parts in frames for part in parts])
+
+    def an_engine_loads(self) -> None:
+        """A worker whose engine advances while it waits withdraws its request, and asks again."""
+        if (worker := self.any_living()) is not None:
+            self.withdraw(worker)
+            worker.version, worker.incarnation = self.version, self.incarnation
+
+    def withdraw(self, worker: WorkerModel) -> None:
+        if worker.asking:
+            assert self.ask(worker.name, "cancel", {"request": worker.asking}).name == "ok"
+            self.server.forget(worker.name)
+            worker.asking = 0
+
+    def a_worker_asks(self) -> None:
+        worker = self.any_living()
+        if worker is None or worker.asking:
+            return
+        fields = {"engine_version": worker.version, "incarnation": worker.incarnation}
+        worker.asking = self.send(worker.name, "lease", fields | {"max_groups": self.rng.randint(1, 4)})
+
+    def take_grants(self) -> None:
+        """Workers read the answers to their requests for leases."""
+        for worker in self.living():
+            reply = self.server.replies.pop((worker.name, worker.asking), None)
+            if reply is None:
+                continue
+            worker.asking = 0
+            assert reply.name == "ok", reply
+            frames = iter(reply.payload)
+            for group_id, attempt, version, deadline, num_prompt, num_prefix in reply.fields["leases"]:
+                assert deadline == version + self.max_lag
+                for _ in range(num_prompt):
+                    next(frames)
+                group = HeldGroup(group_id=group_id, attempt=attempt, engine_version=version, oldest=version)
+                group.continued = num_prefix >= 0
+                if num_prefix > 0:
+                    num_tokens, oldest, newest = map(int, bytes(next(frames)).split())
+                    assert oldest >= version
+                    group.continued = self.rng.random() < 0.8
+                    if group.continued:
+                        group.num_inherited, group.oldest, group.newest = num_tokens, oldest, newest
+                assert group.key not in self.written, "an attempt is leased once"
+                worker.groups[group.key] = self.written[group.key] = group
+
+    def a_worker_writes(self) -> None:
+        worker = self.any_living()
+        if worker is None or not worker.groups:
+            return
+        group, number = self.rng.choice([*worker.groups.values()]), self.rng.randint(1, 20)
+        if not group.is_finished:
+            group.write(number, worker.version)
+            worker.num_generated += number
+
+    def any_group(self) -> tuple[WorkerModel, HeldGroup] | None:
+        worker = self.any_living()
+        if worker is None or not worker.groups:
+            return None
+        return worker, self.rng.choice([*worker.groups.values()])
+
+    def a_group_is_finished(self) -> None:
+        if (found := self.any_group()) is not None:
+            self.put(*found)
+
+    def put(self, worker: WorkerModel, group: HeldGroup) -> None:
+        if not group.num_tokens:
+            group.write(1, worker.version)
+            worker.num_generated += 1
+        group.is_finished = True
+        rewards = (0.0, self.rng.choice([0.0, 1.0]) if self.config.filters else 1.0)
+        summary = GroupSummary(
+            group_id=group.group_id,
+            attempt=group.attempt,
+            num_prompt_tokens=3,
+            response_lengths=(group.num_tokens, 0),
+            num_tokens=group.num_tokens,
+            oldest_version=group.oldest,
+            newest_version=group.newest,
+            rewards=rewards,
+        )
+        fields = summary_fields(summary) | {"continued": group.continued}
+        payload = [b"t" * self.rng.randint(10, MAX_GROUP_BYTES)]
+        self.report(worker, group, self.ask(worker.name, "put", fields, payload))
+
+    def report(self, worker: WorkerModel, group: HeldGroup, reply: Message) -> None:
+        """A worker has the answer to what ended its lease."""
+        self.counts[reply.name] += 1
+        if reply.name != HELD:
+            assert reply.name in ENDED or self.is_of_a_lost_learner(group), reply
+            worker.groups.pop(group.key, None)
+
+    def is_of_a_lost_learner(self, group: HeldGroup) -> bool:
+        return group.newest > self.version
+
+    def progress_is_saved(self) -> None:
+        if (found := self.any_group()) is None or not found[1].num_tokens:
+            return
+        worker, group = found
+        fields = {"group_id": group.group_id, "attempt": group.attempt, "continued": group.continued}
+        fields |= {"num_tokens": group.num_tokens, "oldest_version": group.oldest, "newest_version": group.newest}
+        reply = self.ask(worker.name, "save", fields, [b"%d %d %d" % (group.num_tokens, group.oldest, group.newest)])
+        group.continued = group.continued or reply.name == "ok"  # what is saved now took the place of the prefix
+
+    def a_lease_is_released(self) -> None:
+        if (found := self.any_group()) is not None:
+            self.release(*found, max_failures=self.rng.choice([0, 0, 2]))
+
+    def release(self, worker: WorkerModel, group: HeldGroup, *, max_failures: int = 0) -> None:
+        fields = {"group_id": group.group_id, "attempt": group.attempt, "num_tokens": group.num_tokens}
+        fields |= {"reason": "aborted", "max_failures": max_failures, "continued": group.continued}
+        self.report(worker, group, self.ask(worker.name, "release", fields))
+
+    def leases_are_renewed(self) -> None:
+        if (worker := self.any_living()) is not None and worker.groups:
+            groups, attempts = zip(*worker.groups, strict=True)
+            self.ask(worker.name, "renew", {"groups": groups, "attempts": attempts})
+
+    def a_worker_beats(self) -> None:
+        if (worker := self.any_living()) is not None:
+            self.ask(worker.name, "beat", {"generated": worker.num_generated})
+
+    def time_passes(self) -> None:
+        self.advance(self.rng.choice([1.0, 5.0, 15.0]))
+
+    def advance(self, seconds: float) -> None:
+        for _ in range(int(seconds / STEP_S) + 1):
+            self.now += STEP_S
+            self.clock.time()
+        self.server.pass_time()
+
+    def a_worker_dies(self) -> None:
+        if (worker := self.any_living()) is not None:
+            worker.is_dead = True
+            self.server.forget(worker.name)
+
+    def a_worker_is_buried(self) -> None:
+        """Some time after its death, which copies of its messages outlive."""
+        if dead := [worker for worker in self.workers if worker.is_dead]:
+            self.bury(self.rng.choice(dead), self.rng.choice([0, 1]))
+
+    def bury(self, worker: WorkerModel, share: float) -> None:
+        """With what is known of its count, which is all of it where the worker ended by itself (``share`` 1)."""
+        known = int(worker.num_generated * share)
+        for _ in range(self.rng.randint(1, 2)):
+            number = self.control("bury", worker=worker.name.hex(), generated=known).fields["generated"]
+            known = 0
+        assert number <= worker.num_generated
+        assert share < 1 or number == worker.num_generated
+        self.ended_generated += number
+        self.workers.remove(worker)
+
+    def a_batch_is_asked_for(self) -> None:
+        if not self.planning and len(self.planned) < 2:
+            self.planning = self.send(CONTROLLER, "plan", {"version": self.version + len(self.planned)})
+
+    def take_plan(self) -> None:
+        """The controller reads the answer to its request for a batch, and checks the bound."""
+        reply = self.server.replies.pop((CONTROLLER, self.planning), None)
+        if reply is None:
+            return
+        self.planning = 0
+        assert reply.name == "ok", reply
+        if "groups" not in reply.fields:
+            return
+        version = self.version + len(self.planned)
+        self.planned[version] = [(group["group_id"], group["attempt"]) for group in reply.fields["groups"]]
+        assert len({*self.planned[version]}) == self.size
+        for key in self.planned[version]:
+            assert 0 <= version - self.written[key].oldest <= self.max_lag, "the bound"
+            assert key not in {key for keys in self.trained.values() for key in keys}
+
+    def a_step_is_made(self) -> None:
+        if self.version not in self.planned:
+            return
+        ids = [group_id for group_id, _ in self.planned[self.version]]
+        assert len(self.control("fetch", groups=ids, read=self.next_request).fields["counts"]) == self.size
+        self.control("commit", version=self.version)
+        self.trained[self.version] = self.planned.pop(self.version)
+        self.version += 1
+        if self.rng.random() < 0.4:
+            self.checkpoints.append(self.checkpoint())
+
+    def tokens_trained(self) -> int:
+        return sum(self.written[key].num_tokens for keys in self.trained.values() for key in keys)
+
+    def checkpoint(self) -> Checkpoint:
+        lags: Counter[int] = Counter()
+        for version, keys in self.trained.items():
+            lags.update(version - self.written[key].oldest for key in keys)
+        finished = [bound for part in self.server.service.ledger.finished() for bound in part]
+        return Checkpoint(
+            version=self.version,
+            finished=finished,
+            tokens_trained=self.tokens_trained(),
+            lags=dict(sorted(lags.items())),
+        )
+
+    def the_learner_goes_back(self) -> None:
+        to = self.rng.choice(self.checkpoints[-2:])
+        self.checkpoints = [known for known in self.checkpoints if known.version <= to.version]
+        self.incarnation += 1
+        self.control(
+            "rewind",
+            version=to.version,
+            incarnation=self.incarnation,
+            finished=to.finished,
+            tokens_trained=to.tokens_trained,
+            lag_histogram=[number for pair in to.lags.items() for number in pair],
+        )
+        if self.planning:
+            self.server.forget(CONTROLLER)
+            self.planning = 0
+        self.version, self.planned = to.version, {}
+        self.trained = {version: keys for version, keys in self.trained.items() if version < to.version}
+        self.enqueue([*range(self.num_prompts)])
+
+    def batches_are_lost(self) -> None:
+        """The learner's ranks did not find some groups of a batch: what is planned is planned anew."""
+        if not self.planned or self.planning:
+            return
+        first = self.rng.choice([*self.planned])
+        lost = self.rng.sample(self.planned[first], self.rng.randint(1, self.size))
+        self.control("lose", groups=[group_id for group_id, _ in lost])
+        self.planned = {version: keys for version, keys in self.planned.items() if version < first}
+
+    def a_late_copy_comes(self) -> None:
+        """Of any message of a worker; the controller sends nothing before its last message is answered."""
+        of_workers = [(client, request) for client, request in self.sent[-80:] if client != CONTROLLER]
+        of_controller = [(client, request) for client, request in self.sent[-80:] if client == CONTROLLER][-1:]
+        if copies := of_workers + of_controller:
+            self.server.deliver(*self.rng.choice(copies))
+
+    def the_server_is_killed(self) -> None:
+        self.server.kill()
+
+    # A whole life
+
+    async def run(self) -> None:
+        for _ in range(self.size * 3):
+            self.prompts_come()
+        self.a_worker_enters()
+        for event in self.events():
+            event()
+            self.take_grants()
+            if self.planning:
+                self.take_plan()
+            await asyncio.sleep(0)
+        self.settle()
+        for _ in range(2):
+            self.must_make_a_step()
+        self.close()
+
+    def events(self) -> Iterator[Any]:
+        often = [self.a_worker_asks, self.a_worker_asks, self.a_worker_writes, self.an_engine_loads]
+        often += [self.a_group_is_finished] * 4 + [self.a_batch_is_asked_for, self.a_step_is_made]
+        now_and_then = [self.prompts_come, self.progress_is_saved, self.a_lease_is_released, self.a_worker_enters]
+        now_and_then += [self.leases_are_renewed, self.a_worker_beats, self.a_late_copy_comes]
+        seldom = [self.time_passes, self.a_worker_dies, self.a_worker_is_buried, self.the_server_is_killed]
+        seldom += [self.batches_are_lost, self.the_learner_goes_back]
+        for _ in range(NUM_EVENTS):
+            yield self.rng.choice(self.rng.choices([often, now_and_then, seldom], weights=[12, 3, 1])[0])
+
+    def settle(self) -> None:
+        """Nothing goes wrong any more: the dead are buried, and what was granted to nobody expires."""
+        for worker in [worker for worker in self.workers if worker.is_dead]:
+            self.bury(worker, 0.5)
+        self.a_worker_enters()
+        for worker in self.living():
+            worker.version, worker.incarnation = self.version, self.incarnation
+            for group in [*worker.groups.values()]:
+                self.release(worker, group)
+        self.advance(2 * LEASE_S)
+        self.advance(2 * LEASE_S)
+
+    def must_make_a_step(self) -> None:
+        """With engines that serve the learner's version and prompts in the queue, the next batch is made."""
+        for _ in range(60):
+            if not self.stats().groups["queued"]:
+                self.prompts_come()
+            self.a_batch_is_asked_for()
+            for worker in self.living():
+                self.withdraw(worker)
+                worker.version, worker.incarnation = self.version, self.incarnation
+                fields = {"engine_version": worker.version, "incarnation": worker.incarnation, "max_groups": 2}
+                worker.asking = self.send(worker.name, "lease", fields)
+            self.take_grants()
+            for worker in self.living():
+                for group in [*worker.groups.values()]:
+                    self.put(worker, group)
+            self.advance(1.0)
+            self.take_plan()
+            if self.version in self.planned:
+                self.a_step_is_made()
+                return
+        described = self.control("inspect").fields
+        raise AssertionError(f"no batch {self.version} was made: {self.config}, {described}")
+
+    def close(self) -> None:
+        """All workers end, some with leases left, and the account is closed."""
+        for worker in self.living():
+            self.withdraw(worker)
+            for group in [*worker.groups.values()]:
+                if self.rng.random() < 0.7:
+                    self.release(worker, group)
+            if worker.groups:
+                self.bury(worker, 1)
+            else:
+                self.ended_generated += worker.num_generated
+        stats = self.stats()
+        balanced_account(stats, FleetCounters(tokens_generated=self.ended_generated))
+        assert stats.tokens_trained == self.tokens_trained()
+        assert stats.learner_version == self.version
+        assert max(stats.lag_histogram, default=0) <= self.max_lag
+        self.server.close()
+
+
+def live(seed: int, directory: Path) -> Life:
+    """One life, whose server also dies at writes that its seed names."""
+    rng = random.Random(seed + 1_000_000)
+    kills = [(rng.randint(1, 40), rng.choice([0, 1, 16, 31, 32])) for _ in range(rng.randint(0, 6))]
+    directory.mkdir()
+
+    async def run() -> Life:
+        life = Life(seed, directory)
+        await life.run()
+        return life
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(journal, "write_all", MortalWrites(kills))
+        patch.setattr(journal, "_COMPACT_BYTES", rng.choice([2_000, 16 * 1024**2]))
+        try:
+            return asyncio.run(run())
+        except Exception as error:
+            error.add_note(f"life {seed}; run it alone with ASYNCRL_FUZZ_LIFE={seed}")
+            raise
+
+
+def check_lives(seeds: range, tmp_path: Path) -> None:
+    if "ASYNCRL_FUZZ_LIFE" in os.environ:
+        seeds = range(int(os.environ["ASYNCRL_FUZZ_LIFE"]), int(os.environ["ASYNCRL_FUZZ_LIFE"]) + 1)
+    totals: Counter[str] = Counter()
+    for seed in seeds:
+        life = live(seed, tmp_path / str(seed))
+        totals.update(life.counts, kills=life.server.num_kills, rewinds=life.incarnation, steps=life.version)
+    seldom = min(totals[name] for name in ("kills", "rewinds", "steps", "LeaseExpired"))
+    assert len(seeds) == 1 or seldom > len(seeds), f"too little happens in a life: {totals}"
+
+
+def test_the_account_of_the_service_balances_and_nothing_stands_still_in_any_life(tmp_path: Path):
+    check_lives(range(220), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_the_account_of_the_service_balances_in_thousands_of_lives(tmp_path: Path):
+    check_lives(range(1000, 5000), tmp_path)

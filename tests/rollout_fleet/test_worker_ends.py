@@ -1,0 +1,114 @@
+"""A rollout loop on a real buffer that ends while it holds leases: the tokens of its samples are in the account."""
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from asyncrl.controller.reporting import balanced_account
+from asyncrl.protocol.types import BufferStats
+from buffer import BufferClient, BufferConfig, BufferProcess
+from rollout_fleet.config import SaveProgress
+from rollout_fleet.loop import RolloutLoop
+from rollout_fleet.metrics import FleetCounters
+from tests.support.rollout import InMemoryBuffer, make_prompts, running_loop, writes
+
+
+@asynccontextmanager
+async def buffer_process(tmp_path: Path, **options: float) -> AsyncIterator[tuple[BufferProcess, BufferClient]]:
+    config = BufferConfig(**{"heartbeat_s": 0.1, "max_lag": 4, **options})
+    with BufferProcess(config, groups_per_step=8, log_path=tmp_path / "log") as process:
+        control = BufferClient(process.address, request_timeout_s=20.0)
+        try:
+            yield process, control
+        finally:
+            await control.close()
+
+
+async def until_written(loop: RolloutLoop, num_tokens: int) -> None:
+    async with asyncio.timeout(20):
+        while loop._count_generated() < num_tokens:  # noqa: ASYNC110 - nobody is told of single tokens
+            await asyncio.sleep(0.01)
+
+
+def check_balance(stats: BufferStats, counters: FleetCounters) -> None:
+    """The account of a run whose only worker has these counters. Raises `AccountError` if it does not balance."""
+    balanced_account(stats, counters)
+
+
+async def test_a_buffer_that_stands_still_while_a_worker_stops_leaves_a_balanced_account(tmp_path: Path):
+    """The server decides the releases after it wakes; the worker never hears of that, and is buried with its count."""
+    async with buffer_process(tmp_path) as (process, control):
+        await control.enqueue(make_prompts(4))
+        worker = BufferClient(process.address, request_timeout_s=20.0)
+        options = {"stop_timeout_s": 0.5, "groups_in_flight": 4, "save_progress": SaveProgress.never}
+        async with running_loop(worker, writes(200), **options) as (loop, _, run):
+            name = await worker.enter()
+            await until_written(loop, 40)
+            process.process.send_signal(signal.SIGSTOP)
+            await loop.stop()
+            counters = await run
+            assert counters.tokens_in_flight > 0, "the releases were not answered in time"
+            process.process.send_signal(signal.SIGCONT)
+            await control.stats()
+            num_tokens = await control.bury(name, counters.tokens_generated)
+            stats = await control.stats()
+            assert num_tokens >= counters.tokens_generated
+            check_balance(stats, replace(counters, tokens_generated=num_tokens, tokens_in_flight=0))
+            assert stats.groups == {**stats.groups, "queued": 4, "leased": 0}
+        await worker.close()
+
+
+async def test_running_samples_of_a_killed_worker_are_lost_tokens(tmp_path: Path):
+    """No sample ends. Each heartbeat says how much of the running samples has come."""
+    async with buffer_process(tmp_path) as (process, control):
+        await control.enqueue(make_prompts(2))
+        worker = BufferClient(process.address, request_timeout_s=20.0)
+        async with running_loop(worker, writes(512, 0.02), groups_in_flight=2, stop_timeout_s=0.5) as (loop, engine, _):
+            name = await worker.enter()
+            await until_written(loop, 60)
+            assert loop.counters().tokens_generated == 0
+            await asyncio.sleep(0.3)  # a heartbeat comes at least every 0.1 s
+            worker._beat.cancel()  # the process is gone; what is written from now on is in no heartbeat
+            num_tokens = await control.bury(name)
+            assert 60 <= num_tokens <= loop._count_generated()
+            stats = await control.stats()
+            assert stats.tokens_dropped == {"lost": num_tokens}
+            check_balance(stats, FleetCounters(tokens_generated=num_tokens))
+            for request in engine.requests:
+                assert engine.num_written([request.id]) > 0
+            worker._link.fail_all(asyncio.CancelledError())
+            await worker.close()
+
+
+async def test_heartbeats_count_ended_and_running_samples_once_and_no_baseline():
+    buffer = InMemoryBuffer(make_prompts(2), max_lag=0)
+    async with running_loop(buffer, writes(30), greedy_baseline=True, groups_in_flight=1) as (loop, engine, _):
+        counts = [0]
+        async with asyncio.timeout(20):
+            while len(buffer.groups) < 2:
+                counts.append(buffer.count_generated())
+                running = [request.id for request in engine.requests if request.id.split("-")[2] != "2"]
+                assert counts[-1] == loop.counters().tokens_generated + engine.num_written(running)
+                await asyncio.sleep(0)
+    assert counts == sorted(counts)
+    assert {*counts} - {0, 30, 60, 90, 120}, "counted while samples ran"
+    assert buffer.count_generated() == 120 == buffer.num_tokens
+
+
+async def test_what_was_stored_before_a_burial_is_not_lost(tmp_path: Path):
+    async with buffer_process(tmp_path) as (process, control):
+        await control.enqueue(make_prompts(3))
+        worker = BufferClient(process.address, request_timeout_s=20.0)
+        async with running_loop(worker, writes(20), groups_in_flight=3) as (loop, *_):
+            name = await worker.enter()
+            async with asyncio.timeout(20):
+                while (await control.stats()).groups["stored"] < 3:
+                    pass
+            await asyncio.sleep(0.3)
+            assert await control.bury(name) == 120 == loop.counters().tokens_generated
+            stats = await control.stats()
+            assert (stats.tokens_buffered, stats.tokens_dropped) == (120, {})
+        await worker.close()

@@ -1,0 +1,159 @@
+"""A buffer service on its journal, without sockets, whose process dies at chosen writes and is started again."""
+
+import os
+import threading
+from collections import OrderedDict
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from buffer import BufferConfig, Durability, journal
+from buffer.heartbeats import LoopClock
+from buffer.journal import Journal
+from buffer.messages import PUSH_ID, Message
+from buffer.service import BufferService
+
+
+class Killed(BaseException):
+    """The process is gone."""
+
+
+class MortalWrites:
+    """Stands for `buffer.journal.write_all`, and ends its process at some of the writes, before, within or after them.
+
+    ``kills`` are the numbers of the write, counted from the last kill on, and how many 32nds of it reach the disk.
+    Writes of the journal's own threads are left alone.
+    """
+
+    def __init__(self, kills: list[tuple[int, int]]) -> None:
+        self._kills = list(kills)
+        self._count = 0
+        self._write_all = journal.write_all
+
+    def __call__(self, descriptor: int, parts: list[Any], offset: int, flags: int = 0) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            self._write_all(descriptor, parts, offset, flags)
+            return
+        self._count += 1
+        if not self._kills or self._count < self._kills[0][0]:
+            self._write_all(descriptor, parts, offset, flags)
+            return
+        _, share = self._kills.pop(0)
+        self._count = 0
+        data = b"".join(map(bytes, parts))
+        self._write_all(descriptor, [data[: len(data) * share // 32]], offset, flags)
+        raise Killed
+
+
+class MortalServer:
+    """The service on its journal; what was not flushed before a kill is told to nobody.
+
+    Attributes:
+        num_kills: How often it died.
+        service: The service that lives now.
+        replies: Replies that nobody has taken, by client and request.
+    """
+
+    def __init__(
+        self, config: BufferConfig, directory: Path, *, groups_per_step: int, clock: LoopClock | None = None
+    ) -> None:
+        self._config = replace(config, durability=Durability.disk, directory=str(directory))
+        self._groups_per_step = groups_per_step
+        self._clock = clock
+        self.num_kills = 0
+        self.replies: dict[tuple[bytes, int], Message] = {}
+        self._unanswered: OrderedDict[tuple[bytes, int], Message] = OrderedDict()
+        self._outbox: list[tuple[bytes, Message]] = []
+        self._start()
+
+    def _start(self) -> None:
+        while True:
+            self._outbox.clear()
+            kept = None
+            try:
+                kept = Journal(Path(self._config.directory) / "journal")
+                self.service = BufferService(
+                    self._config,
+                    groups_per_step=self._groups_per_step,
+                    send=self._send,
+                    journal=kept,
+                    clock=self._clock,
+                )
+            except Killed:
+                self._release(kept)
+            else:
+                self._journal = kept
+                return
+
+    def _send(self, client: bytes, message: Message) -> None:
+        self._outbox.append((client, message))
+
+    def _release(self, kept: Journal | None) -> None:
+        """Release what the kernel would: the lock and the files, as they are."""
+        self.num_kills += 1
+        if kept is not None:
+            kept._closed = True
+            os.close(kept._lock)
+            kept._pool.shutdown()
+            if kept._retiring is not None:
+                kept._retiring.join()
+            for file in (*kept._former, kept._log, kept._frames):
+                os.close(file._descriptor)
+
+    def kill(self) -> None:
+        """The process is killed between two messages. Clients send again what was not answered."""
+        self.service.close()
+        self._release(self._journal)
+        self._start()
+        for (client, _), request in list(self._unanswered.items()):
+            self.deliver(client, request)
+
+    def send(self, client: bytes, request: Message) -> None:
+        """A client sends a request, and again to each server that follows until one has answered it."""
+        self._unanswered[client, request.request_id] = request
+        self.deliver(client, request)
+
+    def forget(self, client: bytes) -> None:
+        """A client is gone: it sends nothing again."""
+        for key in [key for key in self._unanswered if key[0] == client]:
+            del self._unanswered[key]
+
+    def deliver(self, client: bytes, request: Message) -> None:
+        """A request arrives, for the first time or as a late copy."""
+        self._do(lambda: self.service.handle(client, request))
+
+    def pass_time(self) -> None:
+        """Do what is due by the clock: leases expire, and silent workers are gone."""
+        self._do(lambda: self.service._expire())
+        self._do(lambda: self.service._take_from_silent())
+
+    def _do(self, work: Any) -> None:
+        try:
+            work()
+            self.service.settle()
+            self._journal.flush()
+        except Killed:
+            self.kill()
+            return
+        for client, message in self._outbox:
+            if message.request_id != PUSH_ID:
+                self.replies[client, message.request_id] = message
+                self._unanswered.pop((client, message.request_id), None)
+        self._outbox.clear()
+
+    def ask(self, client: bytes, request: Message) -> Message:
+        """Send a request that is answered at once, by this server or the next; the reply, which is not an error."""
+        self.send(client, request)
+        reply = self.replies.pop((client, request.request_id))
+        assert reply.name == "ok", reply
+        return reply
+
+    def close(self) -> None:
+        """End without a kill."""
+        self.service.close()
+        self._journal.close()
+
+
+def plain(fields: dict[str, Any]) -> dict[str, Any]:
+    """Header fields as they come off the wire: lists, not tuples."""
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
