@@ -100,7 +100,9 @@ async def engine(server, tmp_path):
         server=server,
     )
     engine._client = server
+    server.events = []
     await engine.start()
+    server.events = None
     server.calls.clear()
     yield engine
     await engine.stop()
