@@ -90,12 +90,16 @@ install_base() {
     pip_install "asyncrl, Ray, transformers and the tools" "${CONSTRAINTS[@]}" --editable '.[dev]' || return 1
 }
 
+# SGLang imports torchvision, and calls nothing of it for text. 0.16.2 can be imported beside any build of torch, since its
+# compiled part is loaded only where it fits. Python 3.13 has no wheel of it, and takes the one of torch 2.13.0.
+torchvision_version() { "$VENV/bin/python" -c 'import sys; print("0.28.0" if sys.version_info >= (3, 13) else "0.16.2")'; }
+
 install_sglang() {
     if [ "$DEVICE" = cuda ]; then
         pip_install "SGLang 0.5.21 with CUDA, several GB" "${CONSTRAINTS[@]}" --editable '.[gpu]'
     else
         pip_install "what SGLang needs on a CPU" "${CONSTRAINTS[@]}" --requirement scripts/sglang-cpu.txt &&
-            pip_install "SGLang 0.5.21 for the CPU" --no-deps sglang==0.5.21 torchvision==0.16.2
+            pip_install "SGLang 0.5.21 for the CPU" --no-deps sglang==0.5.21 "torchvision==$(torchvision_version)"
     fi
 }
 
@@ -125,4 +129,13 @@ setup() {
     fi
 }
 
-setup || exit 1
+setup_alone() { # One at a time: tests and a run may start together in one folder.
+    local lock status
+    exec {lock}<pyproject.toml && flock "$lock" || return 1
+    setup
+    status=$?
+    exec {lock}<&-
+    return $status
+}
+
+setup_alone || exit 1

@@ -3,20 +3,21 @@
 import shutil
 import subprocess
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from packaging.requirements import Requirement
 
 from tests.support.training_run import ROOT
 
-TOOLS = ("bash", "cat", "cut", "dirname", "grep", "mkdir", "cp", "chmod", "rm", "sha256sum", "sort", "tail")
+TOOLS = ("bash", "cat", "cp", "cut", "flock", "grep", "mkdir", "rm", "sha256sum", "sleep", "sort", "tail")
 PYTHON = """#!/bin/sh
 # Acts as Python 3.{minor}: makes environments with itself in them, and writes down what pip is asked for.
 case "$1 $2" in
 "-c "*) [ {minor} -ge 11 ] && [ {minor} -le 13 ] ;;
 "--version "*) echo "Python 3.{minor}.0" ;;
 "-m venv") mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
-"-m pip") echo "$@" >>pip.log ;;
+"-m pip") echo "$@" >>pip.log; sleep "${{PIP_S:-0}}" ;;
 esac
 """
 UV = """#!/bin/sh
@@ -49,7 +50,7 @@ def setup(tmp_path):
         (stand_ins / name).write_text(text)
         (stand_ins / name).chmod(0o755)
 
-    def run(*, minor=12, has_uv=False, gpu=None, **options):
+    def run(*, minor=12, has_uv=False, gpu=None, after="true", **options):
         write(f"python3.{minor}" if minor in (11, 12, 13) else "python3", PYTHON.format(minor=minor))
         write("getconf", GETCONF)
         if gpu is not None:
@@ -58,7 +59,7 @@ def setup(tmp_path):
             write("any-python", PYTHON.format(minor=12))
             write("uv", UV)
         environment = {"PATH": str(stand_ins), "STAND_INS": str(stand_ins), "GLIBC": "2.36", **(gpu or {}), **options}
-        command = ["bash", "-c", "source scripts/setup.sh"]
+        command = ["bash", "-c", f"source scripts/setup.sh; {after}"]
         done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
         log = folder / "pip.log"
         calls = log.read_text() if log.exists() else ""
@@ -131,6 +132,19 @@ def test_setup_replaces_the_cpu_set_on_a_gpu_and_keeps_the_cuda_set_without_one(
     setup()
     assert ".[gpu]" in setup(gpu=H100)[2]
     assert setup(gpu={"DRIVER": "none"})[2] == ""
+
+
+def test_two_setups_in_one_folder_at_once_install_once(setup):
+    with ThreadPoolExecutor() as threads:
+        ended = [threads.submit(setup, PIP_S="0.3") for _ in range(2)]
+        results = [future.result() for future in ended]
+    assert [status for status, _, _ in results] == [0, 0]
+    assert sum(words.count("installing torch") for _, words, _ in results) == 1
+
+
+def test_setup_gives_its_lock_back_before_the_tests_or_the_run_begin(setup):
+    status, words, _ = setup(after="flock --nonblock pyproject.toml cat /dev/null")
+    assert status == 0, words
 
 
 @pytest.mark.parametrize("minor", [11, 12, 13])
