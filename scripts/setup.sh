@@ -86,7 +86,7 @@ install_base() {
         return 1
     fi
     : >"$SETUP_LOG"
-    pip_install "torch 2.13.0" torch==2.13.0 || return 1
+    pip_install "torch 2.13.0" "${CONSTRAINTS[@]}" torch==2.13.0 || return 1
     pip_install "asyncrl, Ray, transformers and the tools" "${CONSTRAINTS[@]}" --editable '.[dev]' || return 1
 }
 
