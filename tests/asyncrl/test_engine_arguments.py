@@ -122,7 +122,7 @@ def test_each_experiment_decodes_with_graphs_overlap_and_float32_logits(resolved
     for name, (config, _, made) in experiments.items():
         decode = made["cuda_graph_config"]["decode"]
         assert decode["backend"] == "full", name
-        assert max(decode["bs"]) == min(config.rollout_fleet.sglang.max_running_requests, max(decode["bs"])), name
+        assert max(decode["bs"]) >= config.rollout_fleet.sglang.max_running_requests, name
         assert made["disable_overlap_schedule"] is False, name
         assert made["enable_fp32_lm_head"] is True, name
         assert made["custom_weight_loader"] == [WEIGHT_LOADER], name

@@ -206,6 +206,14 @@ def test_float32_is_refused_on_cuda_by_the_name_of_the_option(make_server, dtype
     RolloutFleetConfig(device=EngineDevice.cuda, engine=EngineKind.transformers, sglang=SGLangConfig(dtype=dtype))
 
 
+@pytest.fixture
+def no_caches_named(monkeypatch):
+    """No variable names a folder of a compiler. torch sets its own as soon as it has compiled something."""
+    for name in sglang_server.COMPILE_CACHES:
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.usefixtures("no_caches_named")
 def test_compiled_kernels_outlive_the_scratch_folder_of_a_cuda_server(make_server, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("QUACK_CACHE_DIR", "/elsewhere")
@@ -224,6 +232,7 @@ def test_compiled_kernels_outlive_the_scratch_folder_of_a_cuda_server(make_serve
     assert found.strip() == environment["TORCHINDUCTOR_CACHE_DIR"]
 
 
+@pytest.mark.usefixtures("no_caches_named")
 def test_a_cuda_server_starts_without_a_folder_for_compiled_kernels_and_says_so(
     make_server, tmp_path, monkeypatch, caplog
 ):
