@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from asyncrl.protocol.record import ProfileConfig
 from buffer.config import BufferConfig, StoresOn
 from learner.config import AlgorithmConfig, LearnerConfig
 from learner.rope import rope_limit
-from rollout_fleet.config import RolloutFleetConfig
+from rollout_fleet.config import SLOWEST_LOAD, RolloutFleetConfig
 
 LOOPBACK = "lo"
 _OWN_CLIENTS = 4
@@ -477,3 +477,26 @@ def model_settings(path: str) -> dict[str, Any]:
     """The ``config.json`` of a model; what a model of text and images says of its text stands at the top."""
     settings = json.loads(Path(path, "config.json").read_text())
     return {**settings, **settings.get("text_config", {})}
+
+
+def with_time_to_read(config: RunConfig) -> RunConfig:
+    """The options with start deadlines that allow a second per 100 MB of the models that are read.
+
+    An engine reads the policy. Ranks read the policy, and the critic and the reward model where they have their own.
+    """
+    learner, fleet = config.learner, config.rollout_fleet
+    policy_s = model_bytes(config.model.path) // SLOWEST_LOAD
+    others_s = sum(
+        model_bytes(path) // SLOWEST_LOAD for path in (learner.critic.path, learner.reward_model.path) if path
+    )
+    return replace(
+        config,
+        learner=replace(learner, start_timeout_s=learner.start_timeout_s + policy_s + others_s),
+        rollout_fleet=replace(fleet, start_timeout_s=fleet.start_timeout_s + policy_s),
+    )
+
+
+def model_bytes(path: str) -> int:
+    """Bytes of the weight files of a model."""
+    folder = Path(path)
+    return sum(file.stat().st_size for kind in ("*.safetensors", "*.bin") for file in folder.glob(kind))

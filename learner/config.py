@@ -340,7 +340,7 @@ class LearnerConfig:
             engines take over; ignored, with a warning, beside either of the two above.
         keep_snapshots: Published weight versions that stay, the newest included; -1 keeps all.
         keep_checkpoints: Checkpoints kept on disk, the newest included; -1 keeps all.
-        start_timeout_s: Deadline for the group to build its model.
+        start_timeout_s: Deadline for the group to build its model; a run adds a second per 100 MB of the models.
         restarts: How often the ranks are started again in a run in which one of them died or hangs; they go on from the
             run's newest checkpoint. Without one, or with 0, the run ends.
         step_timeout_s: Deadline of one learner step, and of a collective between ranks. The controller gives the first

@@ -7,9 +7,11 @@ from enum import StrEnum
 from typing import Any
 
 SLOWEST_LOAD = 1e8
-"""Bytes of weights per second, by which the deadline of a load grows."""
+"""Bytes of weights per second, by which the deadlines of a start and of a load grow."""
 CLEANUP_S = 2.0
 """Seconds to remove what a killed server left behind, or to close a log."""
+FLOAT32_NAMES = ("float32", "float")
+"""How SGLang calls float32."""
 
 
 class EngineKind(StrEnum):
@@ -84,7 +86,8 @@ class SGLangConfig:
     """How an SGLang server is launched.
 
     Attributes:
-        dtype: Weights and activations on the engine.
+        dtype: Weights and activations on the engine. ``auto`` is bfloat16 on CUDA, as on the learner, and float32 on a
+            CPU. float32 is refused on CUDA, where SGLang's attention kernels take half types only.
         tp_size: Tensor-parallel ranks of one server.
         max_total_tokens: KV cache size in tokens; 0 lets SGLang choose (on a CPU that is most of the memory).
         max_running_requests: Samples decoded at once.
@@ -112,6 +115,18 @@ class SGLangConfig:
         for name in ("tp_size", "max_running_requests", "samples_per_request"):
             if getattr(self, name) < 1:
                 raise ValueError(f"rollout_fleet.sglang.{name} must be >= 1, got {getattr(self, name)}")
+
+    def dtype_on(self, device: EngineDevice) -> str:
+        """The dtype of a server on ``device``. Raises `ValueError` for float32 on CUDA."""
+        on_cuda = device is EngineDevice.cuda
+        if on_cuda and self.dtype in FLOAT32_NAMES:
+            raise ValueError(
+                f"rollout_fleet.sglang.dtype must be auto, bfloat16 or float16 with rollout_fleet.device=cuda, got "
+                f"{self.dtype}: SGLang's attention kernels take half types only; use auto, which is bfloat16 there"
+            )
+        if self.dtype == "auto":
+            return "bfloat16" if on_cuda else "float32"
+        return self.dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,7 +194,8 @@ class RolloutFleetConfig:
         max_attempts: A prompt group whose reward fails, or which the engine aborts by itself, is tried again until that
             has happened this often, on whichever workers; then it is dropped and counted. Evictions do not count.
         max_failures_in_a_row: So many such failures on one worker, without a stored group between them, end the run.
-        start_timeout_s: Deadline for an engine to come up.
+        start_timeout_s: Deadline for an engine to come up and to generate its first tokens; a run adds a second per
+            100 MB of the model.
         load_timeout_s: Deadline of one weight update on one engine, from the moment when it stands still; weights may
             take a second per 100 MB on top.
         silence_timeout_s: How long an engine with running requests may produce no token at all. One that does not
@@ -302,10 +318,13 @@ class RolloutFleetConfig:
         for name, value in vars(self).items():
             if name.endswith("_s") and value <= 0:
                 raise ValueError(f"rollout_fleet.{name} must be > 0 seconds, got {value}")
-        if self.sglang.on_update is OnUpdate.keep:
-            self._check_keep()
+        self._check_sglang()
 
-    def _check_keep(self) -> None:
+    def _check_sglang(self) -> None:
+        if self.engine is EngineKind.sglang:
+            self.sglang.dtype_on(self.device)
+        if self.sglang.on_update is not OnUpdate.keep:
+            return
         if self.engine is not EngineKind.sglang:
             raise ValueError(
                 f"rollout_fleet.sglang.on_update must be recompute with rollout_fleet.engine={self.engine}, got keep: "

@@ -1,23 +1,69 @@
 #!/usr/bin/env bash
 # Makes .venv and installs the pinned dependencies into it; at once when nothing has changed since the last time.
-# Sourced by run_async.sh and test.sh from the repository root. Option: NEED_SGLANG=0 before sourcing goes on without SGLang.
+# Sourced by run_async.sh and test.sh from the repository root. Where there is an NVIDIA GPU, it checks that the CUDA
+# wheels can run before it downloads them. Options, set before sourcing:
+#   NEED_SGLANG=0  go on without SGLang
+#   NEED_CUDA=0    install for the CPU although there is a GPU
 
 VENV=.venv
 SETUP_LOG=$VENV/setup.log
 CONSTRAINTS=(--constraint constraints.txt)
+MIN_DRIVER=580       # CUDA 13, from which the wheels of torch 2.13.0 and SGLang are built
+MIN_GLIBC=2.34       # the platform tag of SGLang's wheel
+MIN_CAPABILITY=7.5   # CUDA 13 has no compiler for older GPUs
 
 say() { printf 'setup: %s\n' "$*" >&2; }
 
-find_python() {
-    local candidate
-    for candidate in python3.11 python3.12 python3 python; do
-        if command -v "$candidate" >/dev/null 2>&1 &&
-            "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' 2>/dev/null; then
-            command -v "$candidate"
-            return
-        fi
+is_supported() { "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' 2>/dev/null; }
+
+make_venv() {
+    local candidate python
+    for candidate in python3.11 python3.12 python3.13 python3 python; do
+        python=$(command -v "$candidate") && is_supported "$python" || continue
+        say "making $VENV with $("$python" --version) ($python)"
+        "$python" -m venv "$VENV" && return
+        rm -rf "$VENV"  # Debian's python3 without python3-venv leaves an environment without pip
+        say "$python cannot make an environment with pip; on Debian and Ubuntu, install $candidate-venv"
+        return 1
     done
-    say "Python 3.11 or 3.12 is needed and none is on PATH; install one and run this again"
+    if command -v uv >/dev/null 2>&1; then
+        say "there is no Python 3.11, 3.12 or 3.13 on PATH; making $VENV with a Python 3.12 from uv"
+        uv venv --quiet --seed --python 3.12 "$VENV"
+        return
+    fi
+    say "Python 3.11, 3.12 or 3.13 is needed, and PATH has $(python3 --version 2>&1 || echo none); install one, or uv"
+    return 1
+}
+
+at_least() { printf '%s\n%s\n' "$2" "$1" | sort --check=quiet --version-sort; } # at_least VERSION LEAST
+
+find_device() { # Sets DEVICE to cuda or cpu. Fails where there is a GPU that the CUDA wheels cannot use.
+    local gpu name driver capability glibc failed=0
+    DEVICE=cpu
+    command -v nvidia-smi >/dev/null 2>&1 && [ "${NEED_CUDA:-1}" = 1 ] || return 0
+    if ! gpu=$(nvidia-smi --query-gpu=driver_version,compute_cap,name --format=csv,noheader 2>&1) || [ -z "$gpu" ]; then
+        say "nvidia-smi finds no GPU, so this installs for the CPU; it says: ${gpu%%$'\n'*}"
+        return 0
+    fi
+    DEVICE=cuda
+    IFS=, read -r driver capability name <<<"$gpu"
+    capability=${capability// /}
+    glibc=$(getconf GNU_LIBC_VERSION 2>/dev/null) && glibc=${glibc#glibc } || glibc=none
+    say "found${name}, compute capability $capability, driver $driver, glibc $glibc"
+    if ! at_least "$driver" "$MIN_DRIVER"; then
+        say "the CUDA 13 wheels need a driver >= $MIN_DRIVER, found $driver; update the driver of the host"
+        failed=1
+    fi
+    if ! at_least "$capability" "$MIN_CAPABILITY"; then
+        say "the CUDA 13 wheels need a GPU of compute capability >= $MIN_CAPABILITY (Turing), found $capability"
+        failed=1
+    fi
+    if [ "${NEED_SGLANG:-1}" = 1 ] && { [ "$glibc" = none ] || ! at_least "$glibc" "$MIN_GLIBC"; }; then
+        say "SGLang's wheel needs glibc >= $MIN_GLIBC (Ubuntu 22.04, Debian 12, RHEL 9), found $glibc; use a newer system or container"
+        failed=1
+    fi
+    [ $failed = 0 ] && return
+    say "nothing was downloaded; NEED_CUDA=0 installs for the CPU: run with learner.device=cpu rollout_fleet.device=cpu"
     return 1
 }
 
@@ -34,23 +80,26 @@ pip_install() { # pip_install "what it is, in words" pip-arguments...
 }
 
 install_base() {
-    if [ ! -x "$VENV/bin/python" ]; then
-        local python
-        python=$(find_python) || return 1
-        say "making $VENV with $("$python" --version) ($python)"
-        "$python" -m venv "$VENV" || return 1
+    [ -x "$VENV/bin/python" ] || make_venv || return 1
+    if ! is_supported "$VENV/bin/python"; then
+        say "$VENV has $("$VENV/bin/python" --version), and Python 3.11, 3.12 or 3.13 is needed; remove $VENV"
+        return 1
     fi
     : >"$SETUP_LOG"
-    pip_install "torch 2.13.0" torch==2.13.0 || return 1
+    pip_install "torch 2.13.0" "${CONSTRAINTS[@]}" torch==2.13.0 || return 1
     pip_install "asyncrl, Ray, transformers and the tools" "${CONSTRAINTS[@]}" --editable '.[dev]' || return 1
 }
 
+# SGLang imports torchvision, and calls nothing of it for text. 0.16.2 can be imported beside any build of torch, since its
+# compiled part is loaded only where it fits. Python 3.13 has no wheel of it, and takes the one of torch 2.13.0.
+torchvision_version() { "$VENV/bin/python" -c 'import sys; print("0.28.0" if sys.version_info >= (3, 13) else "0.16.2")'; }
+
 install_sglang() {
-    if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1; then
-        pip_install "SGLang 0.5.21 with CUDA" "${CONSTRAINTS[@]}" sglang==0.5.21
+    if [ "$DEVICE" = cuda ]; then
+        pip_install "SGLang 0.5.21 with CUDA, several GB" "${CONSTRAINTS[@]}" --editable '.[gpu]'
     else
         pip_install "what SGLang needs on a CPU" "${CONSTRAINTS[@]}" --requirement scripts/sglang-cpu.txt &&
-            pip_install "SGLang 0.5.21 for the CPU" --no-deps sglang==0.5.21 torchvision==0.16.2
+            pip_install "SGLang 0.5.21 for the CPU" --no-deps sglang==0.5.21 "torchvision==$(torchvision_version)"
     fi
 }
 
@@ -61,18 +110,32 @@ up_to_date() { [ -x "$VENV/bin/python" ] && [ "$(cat "$VENV/.$1" 2>/dev/null)" =
 setup() {
     local base sglang
     base=$(fingerprint pyproject.toml constraints.txt scripts/setup.sh)
+    sglang=$(fingerprint pyproject.toml constraints.txt scripts/sglang-cpu.txt scripts/setup.sh)
+    # An environment with CUDA also serves a node without a GPU; one for the CPU does not serve a node with one.
+    if up_to_date base "$base" && { [ "${NEED_SGLANG:-1}" != 1 ] || up_to_date sglang "cuda $sglang"; }; then
+        return
+    fi
+    find_device || return 1
     if ! up_to_date base "$base"; then
         install_base || return 1
         echo "$base" >"$VENV/.base"
     fi
-    sglang=$(fingerprint constraints.txt scripts/sglang-cpu.txt scripts/setup.sh)
-    if [ "${NEED_SGLANG:-1}" = 1 ] && ! up_to_date sglang "$sglang"; then
+    if [ "${NEED_SGLANG:-1}" = 1 ] && ! up_to_date sglang "$DEVICE $sglang"; then
         if ! install_sglang; then
             say "SGLang cannot be installed here; rollout_fleet.engine=transformers trains without it, in process"
             return 1
         fi
-        echo "$sglang" >"$VENV/.sglang"
+        echo "$DEVICE $sglang" >"$VENV/.sglang"
     fi
 }
 
-setup || exit 1
+setup_alone() { # One at a time: tests and a run may start together in one folder.
+    local lock status
+    exec {lock}<pyproject.toml && flock "$lock" || return 1
+    setup
+    status=$?
+    exec {lock}<&-
+    return $status
+}
+
+setup_alone || exit 1

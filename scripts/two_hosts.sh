@@ -24,13 +24,14 @@ while [ $# -gt 0 ]; do
         *) break ;;
     esac
 done
-case $root/ in /tmp/*) fail 2 "the repository lies in /tmp, which each host has of its own; clone it elsewhere" ;; esac
-case $OUT/ in /tmp/*) fail 2 "OUT=$OUT lies in /tmp, which each host has of its own; name another folder" ;; esac
 
 # A host is the processes under its first one. It dies with this script: the kernel ends the first one then, and with it
 # all others, their mounts and their end of the link.
+# Both hosts see the repository and OUT, also where these lie in /tmp: the first process opens them before it hides /tmp.
 FIRST_PROCESS='mount --bind "$2/hosts" /etc/hosts && mount --bind "$2/resolv.conf" /etc/resolv.conf &&
-    mount -t tmpfs tmpfs /tmp && mount -t tmpfs tmpfs /dev/shm && hostname "$1" && ip link set lo up && echo up && { sleep infinity & while :; do wait; done; }'
+    exec 8<"$3" 9<"$4" && mount -t tmpfs tmpfs /tmp && mount -t tmpfs tmpfs /dev/shm && mkdir -p "$3" "$4" &&
+    mount --no-canonicalize --bind /proc/self/fd/8 "$3" && mount --no-canonicalize --bind /proc/self/fd/9 "$4" &&
+    exec 8<&- 9<&- && hostname "$1" && ip link set lo up && echo up && { sleep infinity & while :; do wait; done; }'
 namespaces=(--mount --propagation private --net --uts --pid --fork --kill-child --mount-proc)
 
 why_not() { # Why hosts cannot be made here; nothing where they can.
@@ -67,7 +68,7 @@ wait_for() { # wait_for WORDS FILE PID: until a line of the file, which the proc
 }
 
 make_host() {
-    setpriv --pdeathsig KILL unshare "${namespaces[@]}" bash -c "$FIRST_PROCESS" first "host-$1" "$scratch" \
+    setpriv --pdeathsig KILL unshare "${namespaces[@]}" bash -c "$FIRST_PROCESS" first "host-$1" "$scratch" "$root" "$OUT" \
         >"$scratch/host-$1.log" 2>&1 &
     firsts+=($!)
     wait_for '^up$' "$scratch/host-$1.log" $!

@@ -17,7 +17,7 @@ CODE = [
 ]
 PAGES = {
     name: (ROOT / "docs" / f"{name}.md").read_text()
-    for name in ("metrics", "tuning", "troubleshooting", "profiling", "several_hosts")
+    for name in ("metrics", "tuning", "troubleshooting", "profiling", "several_hosts", "gpus")
 }
 
 

@@ -3,12 +3,15 @@
 import shutil
 import signal
 import subprocess
+from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import yaml
 
 from tests.support.training_run import ROOT
-from tests.support.two_hosts import SCRIPT, left_of, seen_by_hosts, skip_unless_permitted, start_hosts
+from tests.support.two_hosts import SCRIPT, left_of, skip_unless_permitted, start_hosts
 
 
 @pytest.mark.timeout(300)
@@ -34,10 +37,14 @@ echo training
 """
 
 
-@pytest.fixture
-def hosts(monkeypatch):
-    """Two hosts with stand-ins of Ray and of the training, in a folder of their own that both see."""
-    with seen_by_hosts() as folder:
+@pytest.fixture(params=["in the temporary folder", "beside the repository"])
+def hosts(request, tmp_path):
+    """Two hosts with stand-ins of Ray and of the training, in a repository of their own; and a folder for results."""
+    with ExitStack() as stack:
+        folder = tmp_path
+        if request.param == "beside the repository":
+            (ROOT / "outputs").mkdir(exist_ok=True)
+            folder = Path(stack.enter_context(TemporaryDirectory(prefix="two_hosts-", dir=ROOT / "outputs")))
         programs = {"scripts/setup.sh": "", ".venv/bin/ray": RAY, ".venv/bin/asyncrl": TRAINING}
         for name, text in programs.items():
             path = folder / name

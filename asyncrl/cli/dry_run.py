@@ -20,6 +20,7 @@ from asyncrl.config import (
     learner_roles,
     requested_cpus,
     requested_gpus,
+    with_time_to_read,
 )
 from asyncrl.devices import resolve_devices
 from asyncrl.metrics import counted
@@ -86,7 +87,7 @@ def dry_run(config: RunConfig) -> DryRun:
         memory=memory,
         tokens=list(_tokens(config)),
         staleness=list(_staleness(config)),
-        waits=list(_waits(config)),
+        waits=list(_waits(with_time_to_read(with_assets))),
         notes=notes,
     )
 

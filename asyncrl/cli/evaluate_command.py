@@ -25,7 +25,7 @@ from rich.table import Table
 from asyncrl.cli.compose import compose_run, dump_yaml, read_config
 from asyncrl.cli.preflight import check_folder, check_own_functions, check_vocabulary, try_reward
 from asyncrl.cli.quickstart import with_quickstart_assets
-from asyncrl.config import RunConfig
+from asyncrl.config import RunConfig, with_time_to_read
 from asyncrl.controller.evaluator import HeldOutEvaluator
 from asyncrl.controller.run_folder import RunPaths
 from asyncrl.data.prompts import load_eval_prompts
@@ -202,6 +202,7 @@ async def evaluate(config: RunConfig, folder: Path, version: int) -> Evaluation:
     await try_reward(config, prompts[0])
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     logs = str(folder / "logs")
+    config = with_time_to_read(config)
     engine = make_engine(config.rollout_fleet, model_path=config.model.path, rank=0, log_dir=logs, seed=config.seed)
     rewards = WeightedRewards(config.rollout_fleet)
     try:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from asyncrl.config import RunConfig, learner_pools, requested_cpus
+from asyncrl.config import RunConfig, Transport, learner_pools, requested_cpus
 from asyncrl.devices import resolve_devices
 from asyncrl.option_checks import check_placement
 from asyncrl.placement_config import RAY_SETS_DEVICES, WORKER_ENV, Strategy
@@ -37,6 +37,8 @@ _OWN_CLUSTER_ENV = {
     "RAY_gcs_rpc_server_reconnect_timeout_s": "5",
     "RAY_process_group_cleanup_enabled": "0",
 }
+
+ALLOCATOR_VARIABLE = "PYTORCH_CUDA_ALLOC_CONF"
 
 T = TypeVar("T")
 
@@ -261,6 +263,23 @@ def worker_env(config: RunConfig) -> dict[str, str]:
     """Environment of the workers of a run."""
     interface = config.placement.interface
     return WORKER_ENV | ({"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface} if interface else {})
+
+
+def learner_env(config: RunConfig) -> dict[str, str]:
+    """Environment of the learner's ranks: a worker's, and how torch allocates the memory of a GPU.
+
+    Packed batches differ in length, and expandable segments keep the allocator from breaking memory into pieces. CUDA
+    IPC cannot hand such memory to an engine, and a memory saver cannot give it back to the device.
+    """
+    if config.learner.device != "cuda":
+        return worker_env(config)
+    allowed = not config.placement.colocated and config.weights.transport is not Transport.tensor
+    parts = [part for part in os.environ.get(ALLOCATOR_VARIABLE, "").split(",") if part]
+    is_named = any("expandable_segments" in part for part in parts)
+    if not allowed or not is_named:
+        parts = [part for part in parts if "expandable_segments" not in part]
+        parts.append(f"expandable_segments:{allowed}")
+    return worker_env(config) | {ALLOCATOR_VARIABLE: ",".join(parts)}
 
 
 async def stop_groups(groups: Sequence[Any], shutdown: Callable[[], None], timeout_s: float) -> None:

@@ -355,7 +355,7 @@ class FleetGroup:
 def _worker_class(config: RunConfig, buffer: BufferConnection, paths: RunPaths) -> RayClassWithInitArgs:
     return RayClassWithInitArgs(
         ray.remote(RolloutWorker),
-        _fleet_options(config),
+        fleet_options(config),
         model_path=config.model.path,
         samples_per_prompt=config.algorithm.samples_per_prompt,
         connect_buffer=partial(client_on_this_node, buffer.for_role(BufferRole.rollout)),
@@ -369,7 +369,7 @@ def _worker_class(config: RunConfig, buffer: BufferConnection, paths: RunPaths) 
     )
 
 
-def _fleet_options(config: RunConfig) -> RolloutFleetConfig:
+def fleet_options(config: RunConfig) -> RolloutFleetConfig:
     """The fleet's options; servers on shared devices must be able to leave them, and are not replaced."""
     fleet = config.rollout_fleet
     if not config.placement.colocated:

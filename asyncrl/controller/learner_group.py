@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from asyncrl.config import CollectiveInto, RunConfig, Transport, learner_pools, learner_roles
-from asyncrl.controller.cluster import AllOf, finished_in_thread, learner_layout, stop_groups, worker_env
+from asyncrl.controller.cluster import AllOf, finished_in_thread, learner_env, learner_layout, stop_groups
 from asyncrl.controller.run_folder import RunPaths, remove_published
 from asyncrl.protocol.errors import BatchLost, ClusterDiedError, DeadlineError, LearnerDiedError, WorkerDiedError
 from asyncrl.protocol.remote import StepDeadline, death_among, refs_of, within
@@ -351,7 +351,7 @@ class RoleGroups:
                 classes[roles[0]] if len(roles) == 1 else create_colocated_worker_cls_fused(classes),
                 name_prefix=pool,
                 log_dir=log_dir,
-                worker_env=worker_env(config),
+                worker_env=learner_env(config),
                 python=config.ray.python,
             )
             self._hosts.append(host)

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
-from asyncrl.config import RunConfig, keeps_stores_on_hosts, num_buffer_clients, stop_deadlines
+from asyncrl.config import RunConfig, keeps_stores_on_hosts, num_buffer_clients, stop_deadlines, with_time_to_read
 from asyncrl.controller.cluster import finished_in_thread, gpu_of_this_node, ray_cluster
 from asyncrl.controller.controller import ColocatedController, Controller
 from asyncrl.controller.evaluator import HeldOutEvaluator, PinnedEngines
@@ -95,6 +95,7 @@ class Run:
         ``warming`` makes the policy to start from; it has begun unless it may compute on a GPU. ``on_fault`` hears of a
         fault before the parts are stopped, so that stopping can be given a deadline.
         """
+        config = with_time_to_read(config)
         self._config = replace(config, profile=replace(config.profile, directory=str(run_dir / "profile")))
         self._run_dir = run_dir
         self._prompts, self._held_out = prompts

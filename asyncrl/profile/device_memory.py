@@ -7,13 +7,12 @@ an estimate from the shapes that a layer keeps for its backward pass; a KV cache
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from asyncrl.config import LEARNER_POOL, RunConfig, learner_pools, learner_roles, model_settings
 from learner.config import Device, Dtype, GradientSync, Resharding
+from rollout_fleet.config import FLOAT32_NAMES
 
 _FLOAT32_BYTES = 4
 _ADAM_STATES = 2
@@ -197,8 +196,6 @@ def _bytes_of(dtype: Dtype, device: Device) -> int:
 
 
 def _engine_bytes(config: RunConfig) -> int:
-    """Bytes of a weight on an engine; ``auto`` is the model's own type, which is a half type where none is named."""
-    settings: Mapping[str, Any] = model_settings(config.model.path)
-    named = config.rollout_fleet.sglang.dtype
-    stored = settings.get("dtype") or settings.get("torch_dtype") or "bfloat16"
-    return _FLOAT32_BYTES if (stored if named == "auto" else named) == "float32" else 2
+    """Bytes of a weight on an engine."""
+    fleet = config.rollout_fleet
+    return _FLOAT32_BYTES if fleet.sglang.dtype_on(fleet.device) in FLOAT32_NAMES else 2

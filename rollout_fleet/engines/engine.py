@@ -221,14 +221,17 @@ class EngineFailure:
             await asyncio.gather(doing, failing, return_exceptions=True)
 
     @asynccontextmanager
-    async def deadline(self, what: str, timeout_s: float, option: str, *, num_bytes: int = 0) -> AsyncIterator[None]:
+    async def deadline(
+        self, what: str, timeout_s: float, option: str, *, num_bytes: int = 0, spent_s: float = 0.0
+    ) -> AsyncIterator[None]:
         """Bound the block by ``timeout_s``, which ``rollout_fleet.<option>`` sets, and what ``num_bytes`` may take.
 
+        ``spent_s`` of ``timeout_s`` have passed before the block begins.
         After that raises `DeadlineError`, which says that the engine did not do ``what``, and ends with its log.
         """
         seconds = timeout_s + num_bytes / SLOWEST_LOAD
         try:
-            async with asyncio.timeout(seconds):
+            async with asyncio.timeout(seconds - spent_s):
                 yield
         except TimeoutError:
             limit = f"rollout_fleet.{option} = {timeout_s:g} s"

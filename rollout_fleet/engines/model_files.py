@@ -6,7 +6,7 @@ Imports nothing heavy.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,13 @@ class ModelFacts:
         vocab_size: Rows of the embedding; token ids are below it.
         eos_ids: Tokens that end a response, from ``generation_config.json`` or ``config.json``.
         pad_id: Token to pad with; the first of ``eos_ids``, or 0, where the model names none.
+        head_dim: Size of an attention head, where all heads of the model have the same one; else 0.
     """
 
     vocab_size: int
     eos_ids: tuple[int, ...]
     pad_id: int
+    head_dim: int
 
 
 def read_model_facts(model_path: str) -> ModelFacts:
@@ -42,7 +44,8 @@ def read_model_facts(model_path: str) -> ModelFacts:
         raise ValueError(f"{config_file} must name an integer vocab_size, got {config.get('vocab_size')!r}")
     eos_ids = _as_ids(generation.get("eos_token_id", config.get("eos_token_id")))
     pad_ids = _as_ids(generation.get("pad_token_id", config.get("pad_token_id")))
-    return ModelFacts(vocab_size=config["vocab_size"], eos_ids=eos_ids, pad_id=(*pad_ids, *eos_ids, 0)[0])
+    pad_id = (*pad_ids, *eos_ids, 0)[0]
+    return ModelFacts(vocab_size=config["vocab_size"], eos_ids=eos_ids, pad_id=pad_id, head_dim=_head_dim(config))
 
 
 def load_decoder(model_path: str, *, special_tokens: bool = False) -> Decode:
@@ -64,6 +67,12 @@ def load_decoder(model_path: str, *, special_tokens: bool = False) -> Decode:
 
     slow = AutoTokenizer.from_pretrained(model_path)
     return lambda token_ids: slow.decode(list(token_ids), skip_special_tokens=not special_tokens)
+
+
+def _head_dim(config: Mapping[str, Any]) -> int:
+    if config.get("v_head_dim") or config.get("kv_lora_rank"):  # latent attention, or values of another size
+        return 0
+    return config.get("head_dim") or config.get("hidden_size", 0) // (config.get("num_attention_heads") or 1)
 
 
 def _as_ids(value: Any) -> tuple[int, ...]:

@@ -36,6 +36,8 @@ from .stream_watch import Stream, StreamWatch
 
 logger = logging.getLogger(__name__)
 
+WARM_UP_PROMPTS = (1, 16)  # tokens of the prompts that a server generates for before it is ready
+WARM_UP_TOKENS = 4
 STREAM_INTERVAL = 32  # tokens between two chunks of a sample, after the chunk of the first token
 STREAM_END_S = 1.0  # longest wait for the end of a stream whose samples are all answered
 MAX_STALLED_STREAMS = 3  # within restart_window_s; then the engine has failed
@@ -70,6 +72,7 @@ class SGLangEngine:
             seed=seed,
             start_timeout_s=config.start_timeout_s,
             stop_timeout_s=config.server_stop_timeout_s,
+            head_dim=self._facts.head_dim,
         )
         self._name = self._server.name
         self._client = SGLangClient(self._server)
@@ -106,10 +109,13 @@ class SGLangEngine:
     async def start(self) -> None:
         """See `Engine.start`."""
         self._failure.begin()
+        began_s = time.monotonic()
         await self._server.start()
         await self._client.open()
-        async with self._failure.deadline("answer", self._config.start_timeout_s, "start_timeout_s"):
+        spent_s, timeout_s = time.monotonic() - began_s, self._config.start_timeout_s
+        async with self._failure.deadline("generate", timeout_s, "start_timeout_s", spent_s=spent_s):
             await self._client.call("GET", "/model_info")
+            await self._warm_up()
         self._watching = asyncio.create_task(self._watch())
         logger.info("%s: up", self._name)
 
@@ -247,6 +253,19 @@ class SGLangEngine:
         await self._client.call("GET", "/server_info")
 
     # Generation
+
+    async def _warm_up(self) -> None:
+        """Generate as training does, before anybody measures silence: on CUDA the first requests compile kernels."""
+        for length in WARM_UP_PROMPTS:
+            prompt = np.arange(length, dtype=np.int32) % self._facts.vocab_size
+            sampling = replace(self._config.sampling, max_new_tokens=WARM_UP_TOKENS)
+            requests = [
+                SampleRequest(id=f"warm-up-{length}-{i}", prompt_ids=prompt, sampling=sampling) for i in range(2)
+            ]
+            async for events in self._client.stream("/generate", self._request_body(requests)):
+                for event in events:
+                    if "error" in event:
+                        raise EngineError(f"{self._name} cannot generate: {str(event['error'])[:500]}")
 
     async def _generate_batch(
         self, requests: Sequence[SampleRequest], samples: Sequence[_StreamedSample], answers: _Answers

@@ -36,6 +36,16 @@ BIND_ATTEMPTS = 3
 TAIL_LINES = 40
 SERVER_KEEP_ALIVE_S = 60  # seconds after which the server closes an idle connection; 5 by default
 CPU_KV_TOKENS = 32768
+COMMON_HEAD_DIMS = (64, 128, 256)
+"""Head sizes that each attention backend of SGLang takes, FlashInfer's, which takes the fewest, included."""
+COMPILE_CACHES = {
+    "TORCHINDUCTOR_CACHE_DIR": "torchinductor",
+    "CUTE_DSL_CACHE_DIR": "cute_dsl",
+    "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": "flash_attention_cute_dsl",
+    "QUACK_CACHE_DIR": "quack",
+}
+"""Variables of compilers that keep their results below TMPDIR. Triton, FlashInfer, DeepGEMM and TVM use HOME."""
+ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 WEIGHT_LOADER = "rollout_fleet.engines.weight_loader.load"
 ORDER_VARIABLE = "ASYNCRL_WEIGHT_ORDER"
 """Environment variable of the server: path of the file that says which weights `weight_loader` loads."""
@@ -56,7 +66,7 @@ class SGLangServer:
     """One server process group, reachable at `url` with `headers` once `start` returned.
 
     ``device`` is ``cpu`` or ``cuda``. ``name`` names the server in messages and its log, ``<name>.log`` in ``log_dir``.
-    ``start_timeout_s`` bounds `start`, ``stop_timeout_s`` `stop`.
+    ``start_timeout_s`` bounds `start`, ``stop_timeout_s`` `stop`. ``head_dim`` is the model's (see `ModelFacts`).
     """
 
     def __init__(
@@ -70,12 +80,15 @@ class SGLangServer:
         seed: int,
         start_timeout_s: float,
         stop_timeout_s: float,
+        head_dim: int = 0,
     ) -> None:
         self.name = name
         self.log_path = Path(log_dir) / f"{name}.log"
         self._config = config
         self._model_path = model_path
         self._device = device
+        self._head_dim = head_dim
+        self._dtype = config.dtype_on(device)
         self._seed = seed
         self._start_timeout_s = start_timeout_s
         self._stop_timeout_s = stop_timeout_s
@@ -114,11 +127,6 @@ class SGLangServer:
     def tp_size(self) -> int:
         """Tensor-parallel ranks, each of which loads and reports."""
         return self._config.tp_size
-
-    @property
-    def dtype(self) -> str:
-        """The dtype that the server is launched with; on a CPU ``auto`` means float32."""
-        return "float32" if self._device is EngineDevice.cpu and self._config.dtype == "auto" else self._config.dtype
 
     async def start(self) -> None:
         """Start the server and wait until it listens; another port is tried when one is taken meanwhile.
@@ -242,7 +250,7 @@ class SGLangServer:
             "--host": "127.0.0.1",
             "--port": str(self._port),
             "--device": self._device.value,
-            "--dtype": self.dtype,
+            "--dtype": self._dtype,
             "--tp-size": str(config.tp_size),
             "--max-running-requests": str(config.max_running_requests),
             "--random-seed": str(self._seed),
@@ -254,7 +262,13 @@ class SGLangServer:
         }
         if config.max_total_tokens or on_cpu:
             arguments["--max-total-tokens"] = str(config.max_total_tokens or CPU_KV_TOKENS)
+        # SGLang warms up without log-probs, on token ids that a small vocabulary lacks. `SGLangEngine` warms up itself.
         flags = ["--skip-server-warmup", "--skip-tokenizer-init", "--sleep-on-idle", "--incremental-streaming-output"]
+        if not on_cpu:
+            # Log-probs of bfloat16 logits are up to 0.06 nats off.
+            flags.append("--enable-fp32-lm-head")
+            if self._head_dim and self._head_dim not in COMMON_HEAD_DIMS:
+                arguments["--attention-backend"] = "triton"
         if self.saves_memory:
             flags.append("--enable-memory-saver")
         if config.on_update is OnUpdate.keep:
@@ -277,6 +291,11 @@ class SGLangServer:
         }
         if others := os.environ.get("SGLANG_PLUGINS"):  # a choice among those that are installed
             environment["SGLANG_PLUGINS"] = f"{others},{PLUGIN}"
+        if self._device is EngineDevice.cuda:
+            environment |= self._compile_caches()
+            # Expandable segments break the memory saver, and CUDA IPC cannot share them with another process.
+            for name in ALLOCATOR_VARIABLES:
+                environment.pop(name, None)
         if self._device is EngineDevice.cpu:
             environment["SGLANG_USE_CPU_ENGINE"] = "1"
             environment.setdefault("OMP_NUM_THREADS", "1")
@@ -291,6 +310,21 @@ class SGLangServer:
                 imported.append(str(STAND_IN))
         environment["PYTHONPATH"] = os.pathsep.join([*imported, os.environ.get("PYTHONPATH", "")]).strip(os.pathsep)
         return environment
+
+    def _compile_caches(self) -> dict[str, str]:
+        """Variables that name folders of compiled kernels, which outlive the server and its scratch folder."""
+        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "asyncrl", "compile")
+        try:
+            home.mkdir(parents=True, exist_ok=True, mode=0o700)
+        except OSError as error:
+            logger.warning(
+                "%s: no folder for compiled kernels (%s), so each server compiles anew; set XDG_CACHE_HOME to a folder "
+                "that can be written",
+                self.name,
+                error,
+            )
+            return {}
+        return {name: str(home / folder) for name, folder in COMPILE_CACHES.items() if name not in os.environ}
 
     def _death(self) -> WorkerDiedError:
         status = self._guard.returncode if self._guard is not None else None

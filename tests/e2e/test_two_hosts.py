@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from tests.support.two_hosts import RunOnTwoHosts, left_of, seen_by_hosts, skip_unless_permitted, start_hosts
+from tests.support.two_hosts import RunOnTwoHosts, left_of, skip_unless_permitted, start_hosts
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -21,9 +21,8 @@ SHORT = [
 
 
 @pytest.fixture
-def out():
-    with seen_by_hosts() as folder:
-        yield folder
+def out(tmp_path):
+    return tmp_path / "out"
 
 
 @pytest.mark.parametrize("transport", ["collective", "file"])

@@ -100,7 +100,9 @@ async def engine(server, tmp_path):
         server=server,
     )
     engine._client = server
+    server.events = []
     await engine.start()
+    server.events = None
     server.calls.clear()
     yield engine
     await engine.stop()
@@ -247,7 +249,7 @@ async def test_the_deadline_of_a_load_grows_with_its_bytes(engine, server):
 @pytest.mark.parametrize(
     ("call", "want"),
     [
-        ("start", r"did not answer within rollout_fleet.start_timeout_s = 0.05 s. Last lines of sglang-0.log"),
+        ("start", r"did not generate within rollout_fleet.start_timeout_s = 0.05 s. Last lines of sglang-0.log"),
         ("release_memory", r"did not release its memory within rollout_fleet.load_timeout_s = 0.05 s. Last lines of"),
     ],
 )

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
+import subprocess
+import sys
 import tempfile
 import textwrap
 
@@ -12,7 +15,7 @@ import psutil
 import pytest
 
 from asyncrl.protocol.errors import DeadlineError, WorkerDiedError
-from rollout_fleet.config import EngineDevice, OnUpdate, SGLangConfig
+from rollout_fleet.config import EngineDevice, EngineKind, OnUpdate, RolloutFleetConfig, SGLangConfig
 from rollout_fleet.engines import sglang_server
 from rollout_fleet.engines.sglang_server import SGLangServer
 
@@ -38,7 +41,7 @@ async def make_server(tmp_path, monkeypatch):
     (tmp_path / "sglang").mkdir()
     (tmp_path / "sglang" / "__init__.py").touch()
 
-    def make(code, *, device=EngineDevice.cpu, config=None, start_timeout_s=20.0, stop_timeout_s=1.0):
+    def make(code, *, device=EngineDevice.cpu, config=None, start_timeout_s=20.0, stop_timeout_s=1.0, head_dim=128):
         code = "import pathlib, sys, time\n" + textwrap.dedent(code)
         (tmp_path / "sglang" / "launch_server.py").write_text(code)
         servers.append(
@@ -51,6 +54,7 @@ async def make_server(tmp_path, monkeypatch):
                 seed=3,
                 start_timeout_s=start_timeout_s,
                 stop_timeout_s=stop_timeout_s,
+                head_dim=head_dim,
             )
         )
         return servers[-1]
@@ -157,18 +161,90 @@ async def test_a_server_that_was_never_started_says_so_and_stops_cleanly(make_se
         await server.wait_exit()
 
 
+def option(arguments, name):
+    return arguments[arguments.index(name) + 1]
+
+
 def test_the_command_line_follows_device_and_options(make_server, tmp_path):
     config = SGLangConfig(memory_saver=True, tp_size=2, extra_args=["--chunked-prefill-size", "64"])
     on_cpu = make_server("", config=config)
-    assert on_cpu.dtype == "float32"
-    assert not {"--enable-memory-saver", "--disable-radix-cache"} & set(on_cpu._arguments(tmp_path))
-    assert on_cpu._arguments(tmp_path)[-2:] == ["--chunked-prefill-size", "64"]
-    assert str(sglang_server.CPU_KV_TOKENS) in on_cpu._arguments(tmp_path)
+    arguments = on_cpu._arguments(tmp_path)
+    assert option(arguments, "--dtype") == "float32"
+    assert not {"--enable-memory-saver", "--disable-radix-cache", "--enable-fp32-lm-head"} & set(arguments)
+    assert arguments[-2:] == ["--chunked-prefill-size", "64"]
+    assert str(sglang_server.CPU_KV_TOKENS) in arguments
     assert on_cpu._environment(tmp_path)["SGLANG_CPU_OMP_THREADS_BIND"] == "0|1"
     on_gpu = make_server("", config=config, device=EngineDevice.cuda)
-    assert on_gpu.dtype == "auto"
-    assert "--enable-memory-saver" in on_gpu._arguments(tmp_path)
-    assert "--max-total-tokens" not in on_gpu._arguments(tmp_path)
+    arguments = on_gpu._arguments(tmp_path)
+    assert option(arguments, "--dtype") == "bfloat16"
+    assert {"--enable-memory-saver", "--enable-fp32-lm-head"} <= set(arguments)
+    assert not {"--max-total-tokens", "--attention-backend"} & set(arguments)
     assert "SGLANG_USE_CPU_ENGINE" not in on_gpu._environment(tmp_path)
     keeping = make_server("", config=SGLangConfig(on_update=OnUpdate.keep))
     assert {"--disable-radix-cache", "--disable-overlap-schedule"} <= set(keeping._arguments(tmp_path))
+
+
+def test_a_server_on_cuda_takes_triton_for_head_sizes_that_other_backends_lack(make_server, tmp_path):
+    def backend(head_dim, device=EngineDevice.cuda, **options):
+        arguments = make_server("", device=device, head_dim=head_dim, **options)._arguments(tmp_path)
+        return [word for name, word in itertools.pairwise(arguments) if name == "--attention-backend"]
+
+    assert [backend(head_dim) for head_dim in (16, 80, 96)] == [["triton"]] * 3
+    assert [backend(head_dim) for head_dim in (64, 128, 256, 0)] == [[]] * 4
+    assert backend(16, device=EngineDevice.cpu) == []
+    own = SGLangConfig(extra_args=["--attention-backend", "fa3"])
+    assert backend(96, config=own)[-1] == "fa3", "the user's own comes last, and counts"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float"])
+def test_float32_is_refused_on_cuda_by_the_name_of_the_option(make_server, dtype):
+    message = "rollout_fleet.sglang.dtype must be auto, bfloat16 or float16 with rollout_fleet.device=cuda, got float"
+    with pytest.raises(ValueError, match=message):
+        RolloutFleetConfig(device=EngineDevice.cuda, sglang=SGLangConfig(dtype=dtype))
+    with pytest.raises(ValueError, match=message):  # the device was found by itself
+        make_server("", device=EngineDevice.cuda, config=SGLangConfig(dtype=dtype))
+    RolloutFleetConfig(device=EngineDevice.cuda, engine=EngineKind.transformers, sglang=SGLangConfig(dtype=dtype))
+
+
+@pytest.fixture
+def no_caches_named(monkeypatch):
+    """No variable names a folder of a compiler. torch sets its own as soon as it has compiled something."""
+    for name in sglang_server.COMPILE_CACHES:
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.usefixtures("no_caches_named")
+def test_compiled_kernels_outlive_the_scratch_folder_of_a_cuda_server(make_server, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("QUACK_CACHE_DIR", "/elsewhere")
+    scratch = tmp_path / "scratch"
+    environment = make_server("", device=EngineDevice.cuda)._environment(scratch)
+    assert environment["TMPDIR"] == str(scratch)
+    assert environment["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "cache" / "asyncrl" / "compile" / "torchinductor")
+    assert environment["QUACK_CACHE_DIR"] == "/elsewhere", "the user's own choice stays"
+    assert (tmp_path / "cache" / "asyncrl" / "compile").stat().st_mode & 0o777 == 0o700
+    command = [
+        sys.executable,
+        "-c",
+        "from torch._inductor.runtime.cache_dir_utils import cache_dir; print(cache_dir())",
+    ]
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    assert found.strip() == environment["TORCHINDUCTOR_CACHE_DIR"]
+
+
+@pytest.mark.usefixtures("no_caches_named")
+def test_a_cuda_server_starts_without_a_folder_for_compiled_kernels_and_says_so(
+    make_server, tmp_path, monkeypatch, caplog
+):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    environment = make_server("", device=EngineDevice.cuda)._environment(tmp_path)
+    assert "TORCHINDUCTOR_CACHE_DIR" not in environment
+    assert "set XDG_CACHE_HOME to a folder that can be written" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_a_cuda_server_does_not_inherit_how_torch_allocates(make_server, tmp_path, monkeypatch, name):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv(name, "expandable_segments:True")
+    assert name not in make_server("", device=EngineDevice.cuda)._environment(tmp_path)

@@ -4,8 +4,10 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-HEAD_ADDRESS = "127.0.0.9"
-SECOND_ADDRESS = "127.0.0.10"
+# Two sessions of tests at once have different addresses, so that no port of one is taken by the other.
+_NETWORK = ".".join(str(byte) for byte in bytes.fromhex(os.environ.get("ASYNCRL_TEST_SESSION", "0000")[:4]))
+HEAD_ADDRESS = f"127.{_NETWORK}.9"
+SECOND_ADDRESS = f"127.{_NETWORK}.10"
 NODE_OPTIONS = {"object_store_memory": 120 * 2**20, "include_dashboard": False}
 
 # Idle workers started ahead of need take a second of CPU each, and most tests need others.
@@ -28,7 +30,7 @@ def raised_by_ray(error: Exception) -> Exception:
 
 @contextmanager
 def two_node_cluster() -> Iterator:
-    """Nodes 127.0.0.9 (12 CPUs) and 127.0.0.10 (8 CPUs), whose order by text is not their order by number."""
+    """Two nodes, of 12 and 8 CPUs. The order of their addresses as text differs from the order as numbers."""
     import ray
     from ray.cluster_utils import Cluster
 

@@ -2,13 +2,10 @@
 
 import json
 import os
-import shutil
 import subprocess
-import tempfile
 import time
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -19,17 +16,6 @@ from tests.support.training_run import ROOT
 
 SCRIPT = ROOT / "scripts" / "two_hosts.sh"
 SECOND_ADDRESS = "10.77.0.2"
-
-
-@contextmanager
-def seen_by_hosts() -> Iterator[Path]:
-    """A new folder that both hosts see, so not in /tmp."""
-    (ROOT / "outputs").mkdir(exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix="two_hosts-", dir=ROOT / "outputs"))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder)
 
 
 def start_hosts(out: Path, *arguments: str, script: Path = SCRIPT) -> tuple[subprocess.Popen, str]:

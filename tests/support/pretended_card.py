@@ -1,0 +1,101 @@
+"""Resolves SGLang's arguments as with one kind of GPU: ``python pretended_card.py CARD < ARGUMENT_LISTS``.
+
+Reads a JSON list of argument lists, and writes a JSON list of what SGLang makes of each. It runs in a process of its
+own: torch is told that the card is there, and modules with empty names replace the packages with compiled kernels.
+"""
+
+import importlib.abc
+import importlib.machinery
+import importlib.metadata
+import json
+import os
+import sys
+import types
+
+CARDS = {"A100": ((8, 0), 80), "H100": ((9, 0), 80), "B200": ((10, 0), 180)}
+"""Compute capability and GiB of memory."""
+COMPILED = ("flashinfer", "sgl_kernel", "deep_gemm", "torch_memory_saver", "flash_attn")
+VERSIONS = {"flashinfer_python": "0.6.18", "sglang-kernel": "0.4.7"}
+"""What SGLang 0.5.21 requires."""
+
+
+class Absent:
+    """A name of a compiled package; it fails when it is called."""
+
+    def __init__(self, name):
+        self._name = name
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Absent(f"{self._name}.{name}")
+
+    def __call__(self, *arguments, **options):
+        raise NotImplementedError(f"{self._name} is not on this machine")
+
+
+class StandIn(types.ModuleType):
+    __path__ = ()
+    __version__ = VERSIONS["flashinfer_python"]
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Absent(f"{self.__name__}.{name}")
+
+
+class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] not in COMPILED:
+            return None
+        return importlib.machinery.ModuleSpec(name, self, is_package=True)
+
+    def create_module(self, spec):
+        return StandIn(spec.name)
+
+    def exec_module(self, module):
+        pass
+
+
+def pretend(card):
+    """Have torch report eight of this card, and let the compiled packages be imported."""
+    capability, gib = CARDS[card]
+    version = importlib.metadata.version
+    importlib.metadata.version = lambda name: VERSIONS.get(name) or version(name)
+    sys.meta_path.insert(0, Finder())
+
+    import torch
+
+    properties = types.SimpleNamespace(
+        name=f"NVIDIA {card}",
+        major=capability[0],
+        minor=capability[1],
+        total_memory=gib << 30,
+        multi_processor_count=132,
+    )
+    torch.version.cuda = "13.0"
+    torch.cuda.is_available = lambda: True
+    torch.cuda.device_count = lambda: 8
+    torch.cuda.current_device = lambda: 0
+    torch.cuda.get_device_capability = lambda device=None: capability
+    torch.cuda.get_device_name = lambda device=None: properties.name
+    torch.cuda.get_device_properties = lambda device=None: properties
+    torch.cuda.mem_get_info = lambda device=None: (gib << 30, gib << 30)
+
+
+def resolve(arguments):
+    """What SGLang makes of the arguments of one server."""
+    from sglang.srt.server_args import prepare_server_args
+
+    resolved = prepare_server_args(arguments)
+    resolved.resolve_once()
+    return resolved.resolved_dict()
+
+
+if __name__ == "__main__":
+    out = os.dup(1)
+    os.dup2(2, 1)  # what SGLang prints goes to the other stream
+    pretend(sys.argv[1])
+    results = [resolve(arguments) for arguments in json.load(sys.stdin)]
+    with open(out, "w") as stream:
+        json.dump(results, stream, default=str)
