@@ -60,15 +60,28 @@ class Aggregation(StrEnum):
     sequence_sum_norm = "sequence_sum_norm"
 
 
-class Correction(StrEnum):
-    """Off-policy correction between behaviour and proximal policy; see `learner.losses`."""
+class Anchor(StrEnum):
+    """The policy in the denominator of the ratio that a loss clips; see `learner.losses.anchor_log_probs`."""
+
+    behavior = "behavior"
+    proximal = "proximal"
+
+
+class Weight(StrEnum):
+    """What the loss of a token is multiplied by; see `learner.losses.importance_weights`."""
 
     none = "none"
-    untruncated = "untruncated"
-    token_truncated = "token_truncated"
-    sequence_truncated = "sequence_truncated"
-    token_masked = "token_masked"
-    sequence_rejected = "sequence_rejected"
+    token = "token"
+    sequence = "sequence"
+
+
+class Mask(StrEnum):
+    """A rule that leaves tokens or whole trajectories out of the loss; see `learner.losses.kept_tokens`."""
+
+    token = "token"
+    sequence = "sequence"
+    geometric = "geometric"
+    k3 = "k3"
 
 
 class KLEstimator(StrEnum):
@@ -82,6 +95,35 @@ class KLEstimator(StrEnum):
 
 GROUP_ADVANTAGES = frozenset({"grpo", "grpo_no_std", "dr_grpo", "rloo", "reinforce_plus_plus_baseline"})
 """Estimators that compare the samples of one prompt, of which there must be two or more."""
+
+ANCHORED_LOSSES = frozenset({"ppo_clip", "gspo", "cispo"})
+"""Losses that read ``algorithm.anchor``: those with a ratio."""
+
+WIDEST_BAND = (0.1, 10.0)
+"""Widest bounds for a weight of a token or a trajectory. verl's documentation names 1.5 to 5 and 2 to 10 as usual."""
+
+WIDEST_GEOMETRIC_BAND = (0.9, 1.1)
+"""Widest bounds for a geometric mean. verl's documentation names 1.0001 to 1.001 as usual."""
+
+WIDEST_K3 = 0.1
+"""Widest bound for a mean divergence, in nats per token. verl's documentation names 0.001 to 0.1 as usual."""
+
+_SPLIT = (
+    "algorithm.correction was split into algorithm.anchor, algorithm.weight and algorithm.masks. Write correction="
+    "decoupled_ppo for untruncated, correction=tis for token_truncated, correction=icepop for token_masked, "
+    "algorithm.masks=[geometric] for sequence_rejected, algorithm.anchor=proximal algorithm.weight=sequence for "
+    "sequence_truncated; leave out none"
+)
+_BOUNDS = "the bounds are now algorithm.weight_cap, token_band, sequence_band, geometric_band and k3_max"
+
+RETIRED_OPTIONS = {
+    "algorithm.correction": _SPLIT,
+    "algorithm.correction_low": _BOUNDS,
+    "algorithm.correction_high": _BOUNDS,
+}
+"""Options of earlier releases, with what replaces them."""
+
+_DEFAULT_BANDS = {"token_band": (0.5, 5.0), "sequence_band": (0.5, 2.0), "geometric_band": (0.999, 1.001)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,10 +147,15 @@ class AlgorithmConfig:
         dual_clip: Largest ratio that counts where the advantage is negative (> 1); 0 has no such bound.
         aggregation: How token losses become the loss of the whole batch.
         sequence_norm_tokens: L of ``sequence_sum_norm``; the longest response is usual.
-        correction: ``none`` anchors the ratio at the behaviour policy; the others anchor it at the proximal policy,
-            the one before the step, and weigh tokens by proximal ÷ behaviour.
-        correction_low: Importance weights below it are masked or rejected.
-        correction_high: Importance weights above it are truncated, masked or rejected.
+        anchor: Where the ratio of the loss starts: at ``behavior``, the policy that sampled the token, or at
+            ``proximal``, the policy before the step. With one update per step only ``behavior`` clips anything.
+        weight: Multiply the loss of a token by proximal ÷ behaviour of the token, or of its whole trajectory.
+        weight_cap: Largest such weight; 0 does not truncate.
+        masks: Rules that leave tokens or trajectories out of the loss, by proximal ÷ behaviour. A token must pass all.
+        token_band: Bounds of ``masks=[token]``, for the weight of a token.
+        sequence_band: Bounds of ``masks=[sequence]``, for the product of a trajectory's weights.
+        geometric_band: Bounds of ``masks=[geometric]``, for the geometric mean of a trajectory's weights.
+        k3_max: Bound of ``masks=[k3]``, for a trajectory's mean KL(behaviour ‖ proximal) in nats per token.
         entropy_coef: Weight of the entropy bonus.
         report_entropy: Compute the policy's entropy for the metrics also where there is no bonus; it takes one more
             pass over the logits.
@@ -138,9 +185,14 @@ class AlgorithmConfig:
     dual_clip: float = 0.0
     aggregation: Aggregation = Aggregation.token_mean
     sequence_norm_tokens: int = 0
-    correction: Correction = Correction.none
-    correction_low: float = 0.5
-    correction_high: float = 2.0
+    anchor: Anchor = Anchor.behavior
+    weight: Weight = Weight.none
+    weight_cap: float = 2.0
+    masks: list[Mask] = field(default_factory=list)
+    token_band: tuple[float, float] = _DEFAULT_BANDS["token_band"]
+    sequence_band: tuple[float, float] = _DEFAULT_BANDS["sequence_band"]
+    geometric_band: tuple[float, float] = _DEFAULT_BANDS["geometric_band"]
+    k3_max: float = 0.01
     entropy_coef: float = 0.0
     report_entropy: bool = True
     kl_coef: float = 0.0
@@ -162,6 +214,16 @@ class AlgorithmConfig:
     def needs_reference(self) -> bool:
         """Whether anything takes log-probs of the reference policy."""
         return self.kl_coef > 0 or self.kl_reward_coef > 0
+
+    @property
+    def corrects(self) -> bool:
+        """Whether tokens are weighed or masked by proximal ÷ behaviour."""
+        return self.weight is not Weight.none or bool(self.masks)
+
+    @property
+    def needs_proximal(self) -> bool:
+        """Whether the loss, a weight or a mask reads log-probs of the policy before the step."""
+        return self.anchor is Anchor.proximal or self.corrects
 
     @property
     def greedy_baseline(self) -> bool:
@@ -190,11 +252,7 @@ class AlgorithmConfig:
             "algorithm.aggregation=sequence_sum_norm needs algorithm.sequence_norm_tokens >= 1, "
             f"got {self.sequence_norm_tokens}; the longest response is usual",
         )
-        _require(
-            0 <= self.correction_low <= 1 <= self.correction_high,
-            "algorithm.correction_low and correction_high must lie on both sides of 1, "
-            f"got {self.correction_low} and {self.correction_high}",
-        )
+        self._check_correction()
         _require(
             not self.kl_target or self.kl_reward_coef > 0,
             f"algorithm.kl_target={self.kl_target} adapts algorithm.kl_reward_coef, which is 0 and would stay 0; set "
@@ -204,6 +262,37 @@ class AlgorithmConfig:
             0 <= self.overlong_buffer_tokens <= self.overlong_max_tokens,
             "algorithm.overlong_buffer_tokens must be in 0..algorithm.overlong_max_tokens, got "
             f"{self.overlong_buffer_tokens} and {self.overlong_max_tokens}",
+        )
+
+    def _check_correction(self) -> None:
+        _require(
+            self.weight_cap == 0 or 1 <= self.weight_cap <= WIDEST_BAND[1],
+            f"algorithm.weight_cap must be in [1, {WIDEST_BAND[1]:g}], or 0 for no truncation, got {self.weight_cap}; "
+            "2 is usual",
+        )
+        _require(
+            self.weight is Weight.none or self.anchor is Anchor.proximal or self.loss not in ANCHORED_LOSSES,
+            f"algorithm.weight must be none with algorithm.anchor=behavior, got {self.weight} with algorithm.loss="
+            f"{self.loss}: the ratio policy ÷ behaviour holds proximal ÷ behaviour already; set "
+            "algorithm.anchor=proximal",
+        )
+        for name in ("token_band", "sequence_band"):
+            # A weight vanishes by itself where it is small, so one side of a band is enough beside it.
+            low = 0.0 if self.weight is not Weight.none else WIDEST_BAND[0]
+            self._check_band(name, (low, WIDEST_BAND[1]))
+        self._check_band("geometric_band", WIDEST_GEOMETRIC_BAND)
+        _require(
+            0 < self.k3_max <= WIDEST_K3,
+            f"algorithm.k3_max must be in (0, {WIDEST_K3}], got {self.k3_max}: a larger bound rejects nothing; 0.01 is "
+            "usual",
+        )
+
+    def _check_band(self, name: str, widest: tuple[float, float]) -> None:
+        low, high = getattr(self, name)
+        _require(
+            widest[0] <= low < 1 < high <= widest[1],
+            f"algorithm.{name} must hold 1 and lie in [{widest[0]:g}, {widest[1]:g}], got [{low:g}, {high:g}]: a wider "
+            f"one rejects nothing; {list(_DEFAULT_BANDS[name])} is usual",
         )
 
 

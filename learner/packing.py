@@ -144,14 +144,14 @@ def _kept_or_split(
         return [unit]
     if keep_branches and not together:
         raise ValueError(
-            f"algorithm.loss or algorithm.correction reads whole trajectories, and this model runs one sequence at a "
-            f"time, got a trajectory of {len(unit)} branches; choose a loss and a correction by token"
+            "algorithm.loss, weight or masks read whole trajectories, and this model runs one sequence at a time, got "
+            f"a trajectory of {len(unit)} branches; choose a loss, a weight and masks by token"
         )
     if keep_branches:
         raise ValueError(
             f"learner.max_tokens_per_micro_batch must hold a trajectory's {len(unit)} branches together, since "
-            f"algorithm.loss or algorithm.correction reads all of it, got {max_tokens} for {num_tokens} tokens; raise "
-            "it, or choose a loss and a correction by token"
+            f"algorithm.loss, weight or masks read all of it, got {max_tokens} for {num_tokens} tokens; raise it, or "
+            "choose a loss, a weight and masks by token"
         )
     return [[index] for index in unit]
 

@@ -16,7 +16,7 @@ from asyncrl.protocol.types import FinishReason, Plan
 from buffer.messages import summary_fields, summary_of
 from learner.advantages import BatchAdvantages
 from learner.batching import rank_batches, sample_costs
-from learner.config import Aggregation, AlgorithmConfig, Correction, Device, LearnerConfig, OptimizerConfig
+from learner.config import Aggregation, AlgorithmConfig, Anchor, Device, LearnerConfig, Mask, OptimizerConfig, Weight
 from learner.fsdp import open_mesh
 from learner.trainer import Trainer
 from learner.types import GroupShare, RankBatch, TokenSequence, group_sequences
@@ -115,7 +115,7 @@ def test_the_weight_of_a_sequence_is_that_of_the_whole_trajectory(model_path: st
     weights = [float((own.detach() - was).sum().exp().clamp(max=2.0)) for own, was, _ in trajectories]
     expected = sum(w * len(own) for w, (own, _, _) in zip(weights, trajectories, strict=True)) / 16
     trainer = Trainer(CONFIG, model_path=model_path, total_updates=1)
-    algorithm = AlgorithmConfig(correction=Correction.sequence_truncated)
+    algorithm = AlgorithmConfig(anchor=Anchor.proximal, weight=Weight.sequence)
     got = policy_step(trainer, algorithm).run(with_advantages(group_sequences(GROUP)))
     assert got["importance_weight"] == pytest.approx(expected, rel=1e-4)
 
@@ -124,7 +124,8 @@ def test_the_weight_of_a_sequence_is_that_of_the_whole_trajectory(model_path: st
     "algorithm",
     [
         AlgorithmConfig(loss="gspo"),
-        AlgorithmConfig(correction=Correction.sequence_rejected),
+        AlgorithmConfig(anchor=Anchor.proximal, weight=Weight.sequence),
+        AlgorithmConfig(masks=[Mask.token, Mask.geometric]),
         AlgorithmConfig(loss=f"{__file__}:own_loss"),
     ],
 )
