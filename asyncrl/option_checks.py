@@ -55,6 +55,12 @@ def check_options(config: RunConfig) -> None:
             "rollout_fleet.sampling.temperature must be > 0 to sample different trajectories of a prompt, got 0; "
             "1.0 is usual"
         )
+    if cut := config.rollout_fleet.sampling.truncations:
+        raise ValueError(
+            f"rollout_fleet.sampling must keep all tokens in training, got {', '.join(cut)}: engines report the "
+            "log-probs before truncation, so every ratio would be biased; leave them out, and use them with asyncrl "
+            "evaluate"
+        )
     if config.rollout_fleet.renew_every_s > config.buffer.lease_s / 2:
         raise ValueError(
             "rollout_fleet.renew_every_s must be at most half of buffer.lease_s, or leases run out while they are "

@@ -141,6 +141,10 @@ def test_a_retired_option_is_refused_with_the_new_names(tmp_path):
                 "raise total_steps",
             ],
         ),
+        (
+            ["rollout_fleet.sampling.top_p=0.9", "rollout_fleet.sampling.top_k=20", "rollout_fleet.sampling.min_p=0.1"],
+            ["got top_p=0.9, top_k=20, min_p=0.1", "log-probs before truncation", "asyncrl evaluate"],
+        ),
         (["learner.num_ranks=64"], ["algorithm.groups_per_step must be >= the 64"]),
         (
             ["learner.device=cuda", "rollout_fleet.sglang.tp_size=2", "placement.colocated=true"],
