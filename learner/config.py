@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 
 class Device(StrEnum):
@@ -111,7 +112,7 @@ WIDEST_K3 = 0.1
 _SPLIT = (
     "algorithm.correction was split into algorithm.anchor, algorithm.weight and algorithm.masks. Write correction="
     "decoupled_ppo for untruncated, correction=tis for token_truncated, correction=icepop for token_masked, "
-    "algorithm.masks=[geometric] for sequence_rejected, algorithm.anchor=proximal algorithm.weight=sequence for "
+    "algorithm.masks=[k3] or [geometric] for sequence_rejected, algorithm.anchor=proximal algorithm.weight=sequence for "
     "sequence_truncated; leave out none"
 )
 _BOUNDS = "the bounds are now algorithm.weight_cap, token_band, sequence_band, geometric_band and k3_max"
@@ -156,6 +157,8 @@ class AlgorithmConfig:
         sequence_band: Bounds of ``masks=[sequence]``, for the product of a trajectory's weights.
         geometric_band: Bounds of ``masks=[geometric]``, for the geometric mean of a trajectory's weights.
         k3_max: Bound of ``masks=[k3]``, for a trajectory's mean KL(behaviour ‖ proximal) in nats per token.
+        options: Numbers and texts for a loss or an advantage of your own, which reads ``config.options``. Example:
+            ``{limit: 2.0}``.
         entropy_coef: Weight of the entropy bonus.
         report_entropy: Compute the policy's entropy for the metrics also where there is no bonus; it takes one more
             pass over the logits.
@@ -193,6 +196,7 @@ class AlgorithmConfig:
     sequence_band: tuple[float, float] = _DEFAULT_BANDS["sequence_band"]
     geometric_band: tuple[float, float] = _DEFAULT_BANDS["geometric_band"]
     k3_max: float = 0.01
+    options: dict[str, Any] = field(default_factory=dict)
     entropy_coef: float = 0.0
     report_entropy: bool = True
     kl_coef: float = 0.0
@@ -214,6 +218,11 @@ class AlgorithmConfig:
     def needs_reference(self) -> bool:
         """Whether anything takes log-probs of the reference policy."""
         return self.kl_coef > 0 or self.kl_reward_coef > 0
+
+    @property
+    def has_own_loss(self) -> bool:
+        """Whether the loss is a function of the user's own, which gets every token column."""
+        return ":" in self.loss
 
     @property
     def corrects(self) -> bool:
@@ -251,6 +260,11 @@ class AlgorithmConfig:
             self.aggregation is not Aggregation.sequence_sum_norm or self.sequence_norm_tokens >= 1,
             "algorithm.aggregation=sequence_sum_norm needs algorithm.sequence_norm_tokens >= 1, "
             f"got {self.sequence_norm_tokens}; the longest response is usual",
+        )
+        _require(
+            not self.options or self.has_own_loss or ":" in self.advantage,
+            f"algorithm.options={self.options} is read by a loss or an advantage of your own, got algorithm.loss="
+            f"{self.loss} and algorithm.advantage={self.advantage}; name one as file.py:function, or leave it out",
         )
         self._check_correction()
         _require(

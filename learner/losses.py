@@ -9,7 +9,7 @@ weights. The KL estimators follow http://joschu.net/blog/kl-approx.html. Letter:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -38,8 +38,10 @@ class TokenInputs:
     Attributes:
         trajectory_index: [M] int64, trajectory of each token, counted within the micro-batch.
         trajectory_lengths: [number of trajectories] int64, tokens in the loss of each, on all its branches.
-        columns: [M] float32 by name: ``behavior_logprobs`` and ``advantages`` in RL, ``proximal_logprobs`` where
-            a step makes several updates, ``reference_logprobs`` where there is a KL penalty.
+        columns: [M] float32 by name: ``behavior_logprobs`` and ``advantages`` in RL, ``reference_logprobs`` where
+            there is a KL penalty, ``values`` and ``returns`` where there is a critic. A loss of your own also gets
+            every token column of the prompt groups under its own name, [M, …] float32, 0 where a group has none:
+            ``token_ids``, ``logprobs``, ``versions``, and what your engine or environment adds.
     """
 
     trajectory_index: Tensor
@@ -54,15 +56,28 @@ class LossInputs(TokenInputs):
     Attributes:
         log_probs: [M] float32, with gradient.
         entropy: [M] float32, with gradient; None where neither ``entropy_coef`` nor ``report_entropy`` asks for it.
+        one_update: Whether the step makes one optimizer update. Then the proximal policy is the policy itself.
     """
 
     log_probs: Tensor
     entropy: Tensor | None = None
+    one_update: bool = True
 
     @property
     def proximal_logprobs(self) -> Tensor:
-        """[M] log-probs before the step; in a step of one update these are the policy's own, held fixed."""
-        return self.columns.get("proximal_logprobs", self.log_probs.detach())
+        """[M] log-probs before the step, without gradient.
+
+        Raises `ValueError` if the step makes several updates and no option asked for them.
+        """
+        if "proximal_logprobs" not in self.columns and self.one_update:
+            return self.log_probs.detach()
+        try:
+            return self.columns["proximal_logprobs"]
+        except KeyError:
+            raise ValueError(
+                "algorithm.anchor must be proximal for a loss that reads proximal_logprobs in a step of several "
+                "updates, got behavior: nothing scored them before the first update; set it"
+            ) from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,8 +109,16 @@ PolicyLoss: TypeAlias = Callable[[LossInputs, AlgorithmConfig], LossTerms]
 
 LOSSES: Registry[PolicyLoss] = Registry("algorithm.loss")
 
-BY_TOKEN = frozenset({"ppo_clip", "cispo", "reinforce"})
-"""Losses whose value at a token depends on that token alone. Any other, your own too, gets whole trajectories."""
+_BY_TOKEN: set[PolicyLoss] = set()
+
+
+def by_token(loss: PolicyLoss) -> PolicyLoss:
+    """Decorator that marks a loss whose value at a token depends on that token alone.
+
+    A loss without the mark gets whole trajectories: all branches of one must fit into one micro-batch.
+    """
+    _BY_TOKEN.add(loss)
+    return loss
 
 
 def anchor_log_probs(inputs: LossInputs, config: AlgorithmConfig) -> Tensor:
@@ -104,6 +127,7 @@ def anchor_log_probs(inputs: LossInputs, config: AlgorithmConfig) -> Tensor:
 
 
 @LOSSES.register("ppo_clip")
+@by_token
 def ppo_clip(inputs: LossInputs, config: AlgorithmConfig) -> LossTerms:
     """PPO's clipped surrogate (arXiv 1707.06347, equation 7).
 
@@ -150,6 +174,7 @@ def gspo(inputs: LossInputs, config: AlgorithmConfig) -> LossTerms:
 
 
 @LOSSES.register("cispo")
+@by_token
 def cispo(inputs: LossInputs, config: AlgorithmConfig) -> LossTerms:
     """REINFORCE weighted by the clipped ratio; every token keeps its gradient (CISPO, arXiv 2506.13585, equation 4).
 
@@ -167,6 +192,7 @@ def cispo(inputs: LossInputs, config: AlgorithmConfig) -> LossTerms:
 
 
 @LOSSES.register("reinforce")
+@by_token
 def reinforce(inputs: LossInputs, config: AlgorithmConfig) -> LossTerms:
     """-A log policy (Williams, 1992): the teaching baseline. Without a correction every batch counts as on-policy."""
     return LossTerms(per_token=-inputs.columns["advantages"] * inputs.log_probs)
@@ -359,6 +385,7 @@ def policy_objective(config: AlgorithmConfig) -> Objective:
     policy_loss = LOSSES.get(config.loss)
 
     def loss(inputs: LossInputs) -> LossTerms:
+        inputs = replace(inputs, one_update=config.num_mini_batches == 1)
         terms = policy_loss(inputs, config)
         per_token, metrics = terms.per_token, {**terms.metrics, **behavior_metrics(inputs)}
         if inputs.entropy is not None:
@@ -384,7 +411,7 @@ def policy_objective(config: AlgorithmConfig) -> Objective:
         needs_entropy=config.entropy_coef > 0 or config.report_entropy,
         needs_proximal=config.num_mini_batches > 1 and config.needs_proximal,
         needs_trajectories=(
-            config.loss not in BY_TOKEN
+            policy_loss not in _BY_TOKEN
             or config.weight is Weight.sequence
             or any(mask in config.masks for mask in _OF_SEQUENCES)
         ),

@@ -32,7 +32,7 @@ class MicroBatch:
         trajectory_index: [M] int64, trajectory (within this micro-batch) of each token in the loss.
         trajectory_lengths: [number of trajectories] int64, tokens in the loss of each, on all its branches: also those
             in other micro-batches.
-        columns: [M] float32 by name, the sequences' columns at the tokens in the loss.
+        columns: [M, …] float32 by name, the sequences' columns at the tokens in the loss; 0 where a sequence has none.
         source: Index of every sequence in the list that was packed.
     """
 
@@ -177,12 +177,10 @@ def _micro_batch(
     kept, ends = positions < np.asarray(packed)[of_sequence], np.cumsum(packed, dtype=np.int64)
     moved = starts - (ends - np.asarray(packed))
     columns = {
-        name: torch.from_numpy(
-            np.concatenate([s.columns[name] for s in chosen])[in_loss].astype(np.float32, copy=False)
-        )
+        name: torch.from_numpy(_column(name, chosen)[in_loss].astype(np.float32, copy=False))
         if source
         else torch.zeros(0)
-        for name in (sequences[0].columns if sequences else ())
+        for name in dict.fromkeys(name for sequence in sequences for name in sequence.columns)
     }
     tokens, positions = input_ids[kept], positions[kept]
     predict_index, token_index = in_loss - 1 - moved[of_sequence[in_loss]], None
@@ -203,6 +201,14 @@ def _micro_batch(
         trajectory_lengths=torch.tensor([totals.get(key, 0) for key in places]),
         columns=columns,
         source=tuple(source),
+    )
+
+
+def _column(name: str, chosen: Sequence[TokenSequence]) -> np.ndarray:
+    """[tokens, …] of a column of sequences laid end to end; 0 in those without it."""
+    shape = next((each.columns[name].shape[1:] for each in chosen if name in each.columns), ())
+    return np.concatenate(
+        [each.columns[name] if name in each.columns else np.zeros((len(each.input_ids), *shape)) for each in chosen]
     )
 
 

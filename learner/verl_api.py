@@ -151,6 +151,9 @@ def _columns_of(data: DataProto, algorithm: AlgorithmConfig) -> dict[str, str]:
             columns["behavior_logprobs"] = "rollout_log_probs"
     if algorithm.kl_coef:
         columns["reference_logprobs"] = "ref_log_prob"
+    if algorithm.has_own_loss and data.batch is not None:
+        shape = data.batch["responses"].shape
+        columns |= {name: name for name in sorted(_names(data) - set(columns)) if data.batch[name].shape == shape}
     return columns
 
 
