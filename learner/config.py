@@ -97,6 +97,12 @@ class KLEstimator(StrEnum):
 GROUP_ADVANTAGES = frozenset({"grpo", "grpo_no_std", "dr_grpo", "rloo", "reinforce_plus_plus_baseline"})
 """Estimators that compare the samples of one prompt, of which there must be two or more."""
 
+TOKEN_ADVANTAGES = frozenset({"gae", "reinforce_plus_plus"})
+"""Estimators that discount the rewards of tokens."""
+
+WIDEST_GSPO_CLIP = 0.05
+"""Widest bounds for GSPO's ratio of a sequence; the paper's are 3e-4 and 4e-4 (arXiv 2507.18071, section 5.1)."""
+
 ANCHORED_LOSSES = frozenset({"ppo_clip", "gspo", "cispo"})
 """Losses that read ``algorithm.anchor``: those with a ratio."""
 
@@ -112,7 +118,7 @@ WIDEST_K3 = 0.1
 _SPLIT = (
     "algorithm.correction was split into algorithm.anchor, algorithm.weight and algorithm.masks. Write correction="
     "decoupled_ppo for untruncated, correction=tis for token_truncated, correction=icepop for token_masked, "
-    "algorithm.masks=[k3] or [geometric] for sequence_rejected, algorithm.anchor=proximal algorithm.weight=sequence for "
+    "algorithm.masks=[k3] for sequence_rejected, algorithm.anchor=proximal algorithm.weight=sequence for "
     "sequence_truncated; leave out none"
 )
 _BOUNDS = "the bounds are now algorithm.weight_cap, token_band, sequence_band, geometric_band and k3_max"
@@ -267,6 +273,7 @@ class AlgorithmConfig:
             f"{self.loss} and algorithm.advantage={self.advantage}; name one as file.py:function, or leave it out",
         )
         self._check_correction()
+        self._check_combinations()
         _require(
             not self.kl_target or self.kl_reward_coef > 0,
             f"algorithm.kl_target={self.kl_target} adapts algorithm.kl_reward_coef, which is 0 and would stay 0; set "
@@ -276,6 +283,36 @@ class AlgorithmConfig:
             0 <= self.overlong_buffer_tokens <= self.overlong_max_tokens,
             "algorithm.overlong_buffer_tokens must be in 0..algorithm.overlong_max_tokens, got "
             f"{self.overlong_buffer_tokens} and {self.overlong_max_tokens}",
+        )
+
+    def _check_combinations(self) -> None:
+        """Refuse options that do nothing, or the opposite of what their user means, beside others."""
+        _require(
+            self.loss != "gspo" or max(self.clip_low, self.clip_high) <= WIDEST_GSPO_CLIP,
+            f"algorithm.clip_low and clip_high must be <= {WIDEST_GSPO_CLIP} with algorithm.loss=gspo, got "
+            f"{self.clip_low} and {self.clip_high}: its ratio is a mean over the sequence, which a token's bounds "
+            "never clip; 3e-4 and 4e-4 are the paper's",
+        )
+        _require(
+            self.loss != "gspo" or self.anchor is Anchor.proximal or min(self.clip_low, self.clip_high) >= 1e-3,
+            f"algorithm.anchor must be proximal with algorithm.loss=gspo and bounds below 1e-3, got {self.anchor} with "
+            f"{self.clip_low} and {self.clip_high}: the engine's log-probs alone leave such bounds; set it",
+        )
+        _require(
+            not self.kl_coef or self.kl_estimator is not KLEstimator.k1,
+            f"algorithm.kl_estimator must be k2, k3 or low_variance with algorithm.kl_coef={self.kl_coef}, got k1: its "
+            "gradient is zero in expectation; use k1 in the rewards (algorithm.kl_reward_coef)",
+        )
+        own = ":" in self.advantage
+        _require(
+            self.gae_lambda == 1 or self.advantage == "gae" or own,
+            f"algorithm.gae_lambda={self.gae_lambda} is read by algorithm.advantage=gae, got {self.advantage}; set "
+            "gae, or leave it out",
+        )
+        _require(
+            self.gamma == 1 or self.advantage in TOKEN_ADVANTAGES or own,
+            f"algorithm.gamma={self.gamma} is read by the advantages {sorted(TOKEN_ADVANTAGES)}, got {self.advantage}; "
+            "set one of them, or leave it out",
         )
 
     def _check_correction(self) -> None:

@@ -16,6 +16,9 @@ from torch import Tensor
 from .batching import bin_lengths, num_bins
 from .types import SampleKey, TokenSequence
 
+REFUSED = 2**31 - 1
+"""The number of micro-batches that a rank asks for when its sequences do not fit; see `pack`."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
@@ -94,17 +97,27 @@ def pack(
         keep_branches: The loss reads whole trajectories: refuse those whose branches cannot share a micro-batch.
         agree: Called once with the number of micro-batches that this rank needs; returns how many are made, at least
             that. What is left over becomes empty micro-batches: one token that is in no loss, so that every rank takes
-            part in every collective.
+            part in every collective. A rank whose sequences do not fit asks for `REFUSED`; then every rank raises, and
+            none waits for the others.
 
     Returns:
         At least one micro-batch; they hold every sequence once. Raises `ValueError` if a sequence alone is over the
-        budget, or branches do not fit together under ``keep_branches``.
+        budget, or branches do not fit together under ``keep_branches``, on this rank or another one.
     """
     # The last True is found in bytes: an array function costs more than the row is long.
     lengths = [len(s.input_ids) if whole else max(1, s.loss_mask.tobytes().rfind(1)) for s in sequences]
-    units = _units(sequences, lengths, max_tokens, together, keep_branches)
+    try:
+        units = _units(sequences, lengths, max_tokens, together, keep_branches)
+    except ValueError:
+        agree(REFUSED)
+        raise
     sizes = [sum(lengths[index] for index in unit) for unit in units]
     count = agree(max(1, num_bins(sizes, max_tokens) if together else len(units)))
+    if count >= REFUSED:
+        raise ValueError(
+            f"learner.max_tokens_per_micro_batch={max_tokens} tokens must hold what every rank is given, got more on "
+            "another rank, whose error has the lengths; raise it"
+        )
     if together:
         parts = [[index for place in part for index in units[place]] for part in bin_lengths(sizes, max_tokens, count)]
     else:

@@ -68,5 +68,5 @@ def test_the_example_of_a_users_own_advantage_runs(tmp_path):
     batch = TokenRewards(
         rewards=torch.tensor([0.0, 4.0]), lengths=torch.tensor([2]), group_ids=torch.tensor([0]), values=torch.zeros(2)
     )
-    got = estimator(batch, AlgorithmConfig(gamma=0.5), lambda values: values)
+    got = estimator(batch, AlgorithmConfig(advantage=f"{path}:discounted", gamma=0.5), lambda values: values)
     assert got.advantages.tolist() == [2.0, 4.0]

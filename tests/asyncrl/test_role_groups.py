@@ -308,6 +308,37 @@ def test_a_reward_model_scores_what_is_planned(start, tmp_path) -> None:
     assert metrics["grad_norm"] > 0
 
 
+def test_a_group_that_the_reward_model_gives_no_score_is_left_out_and_training_goes_on(start, tmp_path) -> None:
+    """One token's embedding is not a number, so that the groups with it have no score, and the others have theirs."""
+    torch.manual_seed(3)
+    responses = {summary.group_id: set(group(summary.group_id, 1).token_ids.tolist()) for summary in plan_of(1).groups}
+    broken, *others = responses
+    token = min(responses[broken] - set().union(*(responses[other] for other in others)))
+    classifier = AutoModelForSequenceClassification.from_pretrained(save_tiny_model(tmp_path / "base"), num_labels=1)
+    torch.nn.init.normal_(classifier.score.weight)
+    with torch.no_grad():
+        classifier.get_input_embeddings().weight[token] = torch.nan
+    classifier.save_pretrained(tmp_path / "rm")
+    learner = start(
+        f"learner.reward_model.path={tmp_path / 'rm'}",
+        "learner.skip_selftest=its embedding is broken",
+        "algorithm.advantage=grpo",
+        "algorithm.kl_coef=0",
+        "algorithm.kl_reward_coef=0",
+    )
+
+    async def score() -> tuple[Plan, dict[str, float]]:
+        await learner.init()
+        plan = await learner.scored(plan_of(1))
+        return plan, dict(await learner.update(plan))
+
+    plan, metrics = asyncio.run(asyncio.wait_for(score(), DEADLINE_S))
+    assert [summary.group_id for summary in plan.groups if not summary.is_scored] == [broken]
+    assert metrics["num_tokens"] == 3 * 7
+    assert metrics["grad_norm"] > 0
+    assert metrics["skipped_updates"] == 0
+
+
 def test_adapters_make_the_actor_the_reference(start) -> None:
     learner = start(
         "learner.lora.rank=4",

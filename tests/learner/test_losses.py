@@ -44,7 +44,7 @@ def test_dual_clip_bounds_what_a_bad_token_costs() -> None:
 
 def test_gspo_clips_the_geometric_mean_of_a_sequence() -> None:
     given = inputs([4.0, 1.0, 1.1, 1.1], [1.0, 1.0, 2.0, 2.0], lengths=[2, 2])
-    terms = LOSSES.get("gspo")(given, AlgorithmConfig(clip_low=0.2, clip_high=0.3, loss="gspo"))
+    terms = LOSSES.get("gspo")(given, AlgorithmConfig(clip_low=0.2, clip_high=0.3))
     assert terms.per_token.tolist() == pytest.approx([-1.3, -1.3, -2.2, -2.2], abs=1e-5)
     assert terms.metrics["clip_fraction"].tolist() == [1, 1, 0, 0]
     assert gradient(terms, given).tolist() == pytest.approx([0.0, 0.0, -2.2, -2.2], abs=1e-5)

@@ -232,6 +232,19 @@ def test_k3_keeps_a_small_divergence_and_stays_finite_beside_a_large_one(estimat
     assert gradient.tolist() == pytest.approx([*slopes, 0.0, 0.0], rel=1e-5, abs=0)
 
 
+@pytest.mark.parametrize("num_samples", [10_000, 60_000, 10**9])
+def test_the_adaptive_coefficient_stays_positive_in_batches_beyond_its_horizon(num_samples: int) -> None:
+    """The paper's factor, 1 - 0.2 n ÷ horizon, is -0.2 at n = 60000."""
+    coefficient = AdaptiveKLCoefficient(initial=0.1, target=6.0, horizon=10_000)
+    assert coefficient.update(0.0, num_samples) == pytest.approx(0.08)
+    assert coefficient.update(600.0, num_samples) == pytest.approx(0.096)
+
+
+def test_a_divergence_that_is_not_finite_leaves_the_adaptive_coefficient() -> None:
+    coefficient = AdaptiveKLCoefficient(initial=0.1, target=6.0, horizon=10_000)
+    assert [coefficient.update(value, 256) for value in (math.nan, math.inf)] == [0.1, 0.1]
+
+
 def test_the_adaptive_coefficient_follows_the_target() -> None:
     coefficient = AdaptiveKLCoefficient(initial=0.1, target=6.0, horizon=10_000)
     assert coefficient.update(12.0, 256) == pytest.approx(0.1 * (1 + 0.2 * 0.0256))
@@ -255,6 +268,14 @@ def test_the_adaptive_coefficient_follows_the_target() -> None:
         ({"num_mini_batches": 3, "groups_per_step": 2}, "num_mini_batches must be <= algorithm.groups_per_step"),
         ({"kl_target": 0.1}, "kl_target=0.1 adapts algorithm.kl_reward_coef, which is 0"),
         ({"kl_horizon": 0}, "kl_horizon must be >= 1"),
+        ({"loss": "gspo"}, "clip_low and clip_high must be <= 0.05 with algorithm.loss=gspo, got 0.2 and 0.2"),
+        (
+            {"loss": "gspo", "clip_low": 3e-4, "clip_high": 4e-4},
+            "anchor must be proximal with algorithm.loss=gspo and bounds below 1e-3, got behavior",
+        ),
+        ({"kl_coef": 0.1, "kl_estimator": KLEstimator.k1}, "kl_estimator must be k2, k3 or low_variance .*, got k1"),
+        ({"gae_lambda": 0.9}, "gae_lambda=0.9 is read by algorithm.advantage=gae, got grpo"),
+        ({"gamma": 0.9}, r"gamma=0.9 is read by the advantages \['gae', 'reinforce_plus_plus'\], got grpo"),
         ({"gae_lambda": 1.5}, "gae_lambda must be in \\[0, 1\\], got 1.5"),
         ({"kl_coef": float("nan")}, "kl_coef must be >= 0, got nan"),
     ],

@@ -23,7 +23,7 @@ from learner.config import (
 )
 from learner.losses import LOSSES
 from learner.trainer import Trainer
-from learner.types import group_sequences
+from learner.types import TokenSequence, group_sequences
 from tests.support.policy_step import policy_step
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny_models import VOCABULARY, awkward_sequences, random_sequences
@@ -60,6 +60,7 @@ CASES = [
         aggregation=list(Aggregation)[index % len(Aggregation)],
         **CORRECTIONS[index % len(CORRECTIONS)],
         sequence_norm_tokens=24,
+        **({"clip_low": 0.04, "clip_high": 0.05} if loss == "gspo" else {}),
         dual_clip=3.0,
         entropy_coef=0.01 * (index % 2),
     )
@@ -203,6 +204,35 @@ def test_every_loss_aggregation_weight_and_mask_is_compared() -> None:
     assert {case.anchor for case in CASES} == set(Anchor)
     assert {case.weight for case in CASES} == set(Weight)
     assert {mask for case in CASES for mask in case.masks} == set(Mask)
+
+
+def error_of_an_update(model_path: str, learner: LearnerConfig, longest: int) -> str:
+    """What an update raises on this rank, of which only data-parallel rank 0 was given a sequence over the budget."""
+    trainer = Trainer(learner, model_path=model_path, total_updates=1)
+    length = longest if trainer.mesh.dp_rank == 0 else 6
+    mask = np.arange(length) > 1
+    columns = {name: np.zeros(length, dtype=np.float32) for name in ("behavior_logprobs", "advantages")}
+    sequence = TokenSequence(input_ids=np.arange(length) % VOCABULARY, loss_mask=mask, columns=columns)
+    try:
+        policy_step(trainer, AlgorithmConfig()).run([sequence])
+    except ValueError as error:
+        return str(error)
+    return "trained"
+
+
+@pytest.mark.parametrize(("num_ranks", "sp_size"), [(2, 1), (4, 2)])
+def test_a_sequence_over_the_budget_is_refused_on_all_ranks_at_once(
+    model_path: str, num_ranks: int, sp_size: int
+) -> None:
+    """A rank that raised alone left the others in a collective until its deadline, of ten minutes."""
+    learner = config(num_ranks, sp_size=sp_size, max_tokens=20)
+    errors = run_on_ranks(num_ranks, error_of_an_update, model_path, learner, 50, timeout_s=60.0)
+    assert len(errors) == num_ranks
+    for rank, error in enumerate(errors):
+        assert "learner.max_tokens_per_micro_batch" in error
+        assert ("for a sequence of 49 tokens" in error) == (rank < sp_size), error
+        assert ("another rank" in error) == (rank >= sp_size), error
+    assert run_on_ranks(num_ranks, error_of_an_update, model_path, learner, 12)[0] == "trained"
 
 
 def test_log_probs_do_not_depend_on_the_order_of_sequences(model_path: str) -> None:
