@@ -24,7 +24,7 @@ from asyncrl.config import (
 )
 from asyncrl.metrics import counted
 from buffer.config import is_loopback
-from learner.config import GROUP_ADVANTAGES
+from learner.config import ANCHORED_LOSSES, GROUP_ADVANTAGES, Anchor, Mask
 from rollout_fleet.config import EngineKind, OnRewardFailure
 
 _READ_AS_JSON = {"config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json"}
@@ -57,6 +57,12 @@ def check_options(config: RunConfig) -> None:
             "rollout_fleet.sampling.temperature must be > 0 to sample different trajectories of a prompt, got 0; "
             "1.0 is usual"
         )
+    if cut := config.rollout_fleet.sampling.truncations:
+        raise ValueError(
+            f"rollout_fleet.sampling must keep all tokens in training, got {', '.join(cut)}: engines report the "
+            "log-probs before truncation, so every ratio would be biased; leave them out, and use them with asyncrl "
+            "evaluate"
+        )
     if config.rollout_fleet.renew_every_s > config.buffer.lease_s / 2:
         raise ValueError(
             "rollout_fleet.renew_every_s must be at most half of buffer.lease_s, or leases run out while they are "
@@ -77,6 +83,23 @@ def check_options(config: RunConfig) -> None:
         raise ValueError(
             "rollout_fleet.engine must be sglang or transformers, got scripted; the scripted engine is for tests"
         )
+
+
+def odd_options(config: RunConfig) -> list[str]:
+    """What a run may do, and its user hardly means: one line each, for a warning."""
+    algorithm = config.algorithm
+    odd = []
+    if algorithm.anchor is Anchor.proximal and algorithm.num_mini_batches == 1 and algorithm.loss in ANCHORED_LOSSES:
+        odd.append(
+            "algorithm.anchor=proximal with algorithm.num_mini_batches=1: the ratio is 1, and its clip bounds nothing; "
+            "set algorithm.anchor=behavior (and algorithm.weight=none), or raise algorithm.num_mini_batches"
+        )
+    if Mask.geometric in algorithm.masks and config.buffer.max_lag > 0:
+        odd.append(
+            f"algorithm.masks=[geometric] with buffer.max_lag={config.buffer.max_lag}: its band is for one version of "
+            "the weights, and rejects nearly every stale trajectory; watch learner.masked_fraction, or use k3"
+        )
+    return odd
 
 
 def check_files(config: RunConfig) -> None:

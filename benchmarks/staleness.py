@@ -24,19 +24,34 @@ from asyncrl.cli.quickstart import with_quickstart_assets
 from asyncrl.config import RunConfig
 from asyncrl.supervised.warm_start import finished_warm_start, warm_start_path
 from benchmarks.lagged import LaggedTraining
-from learner.config import AlgorithmConfig, Correction, Schedule
+from learner.config import AlgorithmConfig, Anchor, Mask, Schedule, Weight
 
 WARM_START_TIMEOUT_S = 900
 
+_WEIGHED = {"anchor": Anchor.proximal, "weight": Weight.token}
+
 CORRECTIONS: Mapping[str, Mapping[str, Any]] = {
-    "none": {"loss": "reinforce", "correction": Correction.none},
-    "ppo_behavior": {"loss": "ppo_clip", "correction": Correction.none},
-    "tis": {"loss": "ppo_clip", "correction": Correction.token_truncated},
-    "decoupled": {"loss": "ppo_clip", "correction": Correction.untruncated},
-    "icepop": {"loss": "ppo_clip", "correction": Correction.token_masked},
+    "none": {"loss": "reinforce"},
+    "ppo_behavior": {"loss": "ppo_clip"},
+    "tis": {"loss": "ppo_clip", **_WEIGHED, "weight_cap": 2.0},
+    "decoupled": {"loss": "ppo_clip", **_WEIGHED, "weight_cap": 0.0},
+    "icepop": {"loss": "ppo_clip", **_WEIGHED, "weight_cap": 0.0, "masks": [Mask.token], "token_band": (0.5, 2.0)},
+    "mis": {
+        "loss": "ppo_clip",
+        "anchor": Anchor.proximal,
+        "weight": Weight.sequence,
+        "weight_cap": 0.0,
+        "masks": [Mask.sequence],
+        "sequence_band": (0.0, 2.0),
+    },
+    "geometric": {"loss": "ppo_clip", "masks": [Mask.geometric]},
+    "k3": {"loss": "ppo_clip", "masks": [Mask.k3]},
 }
-"""Column of the table to the options that differ: no correction at all (REINFORCE), PPO's clip on policy ÷ behaviour,
-and PPO's clip on policy ÷ proximal with three weights of proximal ÷ behaviour."""
+"""Row of the table to the options that differ: no correction (REINFORCE), PPO's clip on policy ÷ behaviour, PPO's clip
+on policy ÷ proximal with four weights of proximal ÷ behaviour, and PPO's clip on policy ÷ behaviour with two masks."""
+
+PUBLISHED = ("none", "ppo_behavior", "tis", "decoupled", "icepop")
+"""The rows of the table in ``docs/algorithms.md``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +126,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.staleness", description="The staleness table.")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--eta", type=int, nargs="+", default=[0, 1, 4, 8], help="exact lags, in learner steps")
-    parser.add_argument("--corrections", nargs="+", choices=list(CORRECTIONS), default=list(CORRECTIONS))
+    parser.add_argument("--corrections", nargs="+", choices=list(CORRECTIONS), default=list(PUBLISHED))
     parser.add_argument("--mini-batches", type=int, nargs="+", default=[1, 4], help="updates of one learner step")
     parser.add_argument("--steps", type=int, default=60, help="learner steps of one training")
     parser.add_argument("--lr", type=float, default=7e-4, help="constant learning rate")

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from .advantages import ADVANTAGES, TokenAdvantages, TokenRewards, group_advantages, token_level
     from .batching import rank_batches
     from .config import AlgorithmConfig, LearnerConfig
-    from .losses import LOSSES, LossInputs, LossTerms, negative_log_likelihood
+    from .losses import LOSSES, LossInputs, LossTerms, by_token, negative_log_likelihood
     from .model_folder import save_policy
     from .packed_model import PackedModel
     from .roles import Role
@@ -43,6 +43,7 @@ __all__ = [
     "TokenRewards",
     "TokenSequence",
     "Trainer",
+    "by_token",
     "group_advantages",
     "negative_log_likelihood",
     "rank_batches",

@@ -11,6 +11,7 @@ environment wrote are not among the M: in a multi-turn trajectory the next polic
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -342,8 +343,9 @@ class AdaptiveKLCoefficient:
     """Coefficient that steers a divergence towards a target (arXiv 1909.08593, section 2.2).
 
     It starts at ``initial``; ``target`` is in nats per token, ``horizon`` in samples over which the coefficient
-    follows. Deviation: the divergence is the mean over a batch's tokens; the paper's is of whole continuations, and
-    verl's is the mean over sequences of their means.
+    follows. Deviations: the divergence is the mean over a batch's tokens; the paper's is of whole continuations, and
+    verl's is the mean over sequences of their means. A batch counts as at most one horizon, so that one step changes
+    the coefficient by a fifth at most: beyond five horizons the paper's factor is negative.
     """
 
     def __init__(self, *, initial: float, target: float, horizon: int) -> None:
@@ -352,12 +354,14 @@ class AdaptiveKLCoefficient:
         self._horizon = horizon
 
     def update(self, measured: float, num_samples: int) -> float:
-        """Follow a step's divergence; returns the new coefficient.
+        """Follow a step's divergence; returns the new coefficient. A divergence that is not finite changes nothing.
 
-        Example: 0.1 with target 6 and horizon 10000, after 256 samples at 12 nats, becomes 0.100512.
+        Example: 0.1 with target 6 and horizon 10000, after 256 samples at 12 nats, becomes 0.100512; after 60000
+        samples at 0 nats it becomes 0.08.
         """
-        error = min(max(measured / self._target - 1.0, -0.2), 0.2)
-        self.value *= 1.0 + error * num_samples / self._horizon
+        if math.isfinite(measured):
+            error = min(max(measured / self._target - 1.0, -0.2), 0.2)
+            self.value *= 1.0 + error * min(1.0, num_samples / self._horizon)
         return self.value
 
 

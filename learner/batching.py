@@ -65,12 +65,15 @@ def rank_batches(
     Both are balanced by cost; a prompt group is split only where whole groups are not balanced, and never under
     ``whole_groups`` (see `needs_whole_groups`). Advantages do not depend on who holds a sample,
     since the ranks compute them together. Which samples an optimizer update trains on follows from the plan alone, so
-    the weights after the step do not depend on the number of ranks. Each of the ``num_shards`` batches has the bound
+    the weights after the step do not depend on the number of ranks. A group without finite rewards is left out. Each of
+    the ``num_shards`` batches has the bound
     ``max_lag`` in learner steps; some are empty when there are fewer samples than ranks.
     """
     rewards = [plan_rewards(group, algorithm) for group in plan.groups]
     costs = [sample_costs(group) for group in plan.groups]
-    everything = [(index, tuple(range(len(samples)))) for index, samples in enumerate(costs)]
+    everything = [
+        (index, tuple(range(len(samples)))) for index, samples in enumerate(costs) if plan.groups[index].is_scored
+    ]
     shares: list[list[GroupShare]] = [[] for _ in range(num_shards)]
     loads = [0.0] * num_shards
     for mini_batch, members in enumerate(

@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 
 class Device(StrEnum):
@@ -62,15 +63,28 @@ class Aggregation(StrEnum):
     sequence_sum_norm = "sequence_sum_norm"
 
 
-class Correction(StrEnum):
-    """Off-policy correction between behaviour and proximal policy; see `learner.losses`."""
+class Anchor(StrEnum):
+    """The policy in the denominator of the ratio that a loss clips; see `learner.losses.anchor_log_probs`."""
+
+    behavior = "behavior"
+    proximal = "proximal"
+
+
+class Weight(StrEnum):
+    """What the loss of a token is multiplied by; see `learner.losses.importance_weights`."""
 
     none = "none"
-    untruncated = "untruncated"
-    token_truncated = "token_truncated"
-    sequence_truncated = "sequence_truncated"
-    token_masked = "token_masked"
-    sequence_rejected = "sequence_rejected"
+    token = "token"
+    sequence = "sequence"
+
+
+class Mask(StrEnum):
+    """A rule that leaves tokens or whole trajectories out of the loss; see `learner.losses.kept_tokens`."""
+
+    token = "token"
+    sequence = "sequence"
+    geometric = "geometric"
+    k3 = "k3"
 
 
 class KLEstimator(StrEnum):
@@ -84,6 +98,41 @@ class KLEstimator(StrEnum):
 
 GROUP_ADVANTAGES = frozenset({"grpo", "grpo_no_std", "dr_grpo", "rloo", "reinforce_plus_plus_baseline"})
 """Estimators that compare the samples of one prompt, of which there must be two or more."""
+
+TOKEN_ADVANTAGES = frozenset({"gae", "reinforce_plus_plus"})
+"""Estimators that discount the rewards of tokens."""
+
+WIDEST_GSPO_CLIP = 0.05
+"""Widest bounds for GSPO's ratio of a sequence; the paper's are 3e-4 and 4e-4 (arXiv 2507.18071, section 5.1)."""
+
+ANCHORED_LOSSES = frozenset({"ppo_clip", "gspo", "cispo"})
+"""Losses that read ``algorithm.anchor``: those with a ratio."""
+
+WIDEST_BAND = (0.1, 10.0)
+"""Widest bounds for a weight of a token or a trajectory. verl's documentation names 1.5 to 5 and 2 to 10 as usual."""
+
+WIDEST_GEOMETRIC_BAND = (0.9, 1.1)
+"""Widest bounds for a geometric mean. verl's documentation names 1.0001 to 1.001 as usual."""
+
+WIDEST_K3 = 0.1
+"""Widest bound for a mean divergence, in nats per token. verl's documentation names 0.001 to 0.1 as usual."""
+
+_SPLIT = (
+    "algorithm.correction was split into algorithm.anchor, algorithm.weight and algorithm.masks. Write correction="
+    "decoupled_ppo for untruncated, correction=tis for token_truncated, correction=icepop for token_masked, "
+    "algorithm.masks=[k3] for sequence_rejected, algorithm.anchor=proximal algorithm.weight=sequence for "
+    "sequence_truncated; leave out none"
+)
+_BOUNDS = "the bounds are now algorithm.weight_cap, token_band, sequence_band, geometric_band and k3_max"
+
+RETIRED_OPTIONS = {
+    "algorithm.correction": _SPLIT,
+    "algorithm.correction_low": _BOUNDS,
+    "algorithm.correction_high": _BOUNDS,
+}
+"""Options of earlier releases, with what replaces them."""
+
+_DEFAULT_BANDS = {"token_band": (0.5, 5.0), "sequence_band": (0.5, 2.0), "geometric_band": (0.999, 1.001)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,10 +156,17 @@ class AlgorithmConfig:
         dual_clip: Largest ratio that counts where the advantage is negative (> 1); 0 has no such bound.
         aggregation: How token losses become the loss of the whole batch.
         sequence_norm_tokens: L of ``sequence_sum_norm``; the longest response is usual.
-        correction: ``none`` anchors the ratio at the behaviour policy; the others anchor it at the proximal policy,
-            the one before the step, and weigh tokens by proximal ÷ behaviour.
-        correction_low: Importance weights below it are masked or rejected.
-        correction_high: Importance weights above it are truncated, masked or rejected.
+        anchor: Where the ratio of the loss starts: at ``behavior``, the policy that sampled the token, or at
+            ``proximal``, the policy before the step. With one update per step only ``behavior`` clips anything.
+        weight: Multiply the loss of a token by proximal ÷ behaviour of the token, or of its whole trajectory.
+        weight_cap: Largest such weight; 0 does not truncate.
+        masks: Rules that leave tokens or trajectories out of the loss, by proximal ÷ behaviour. A token must pass all.
+        token_band: Bounds of ``masks=[token]``, for the weight of a token.
+        sequence_band: Bounds of ``masks=[sequence]``, for the product of a trajectory's weights.
+        geometric_band: Bounds of ``masks=[geometric]``, for the geometric mean of a trajectory's weights.
+        k3_max: Bound of ``masks=[k3]``, for a trajectory's mean KL(behaviour ‖ proximal) in nats per token.
+        options: Numbers and texts for a loss or an advantage of your own, which reads ``config.options``. Example:
+            ``{limit: 2.0}``.
         entropy_coef: Weight of the entropy bonus.
         report_entropy: Compute the policy's entropy for the metrics also where there is no bonus; it takes one more
             pass over the logits.
@@ -140,9 +196,15 @@ class AlgorithmConfig:
     dual_clip: float = 0.0
     aggregation: Aggregation = Aggregation.token_mean
     sequence_norm_tokens: int = 0
-    correction: Correction = Correction.none
-    correction_low: float = 0.5
-    correction_high: float = 2.0
+    anchor: Anchor = Anchor.behavior
+    weight: Weight = Weight.none
+    weight_cap: float = 2.0
+    masks: list[Mask] = field(default_factory=list)
+    token_band: tuple[float, float] = _DEFAULT_BANDS["token_band"]
+    sequence_band: tuple[float, float] = _DEFAULT_BANDS["sequence_band"]
+    geometric_band: tuple[float, float] = _DEFAULT_BANDS["geometric_band"]
+    k3_max: float = 0.01
+    options: dict[str, Any] = field(default_factory=dict)
     entropy_coef: float = 0.0
     report_entropy: bool = True
     kl_coef: float = 0.0
@@ -164,6 +226,21 @@ class AlgorithmConfig:
     def needs_reference(self) -> bool:
         """Whether anything takes log-probs of the reference policy."""
         return self.kl_coef > 0 or self.kl_reward_coef > 0
+
+    @property
+    def has_own_loss(self) -> bool:
+        """Whether the loss is a function of the user's own, which gets every token column."""
+        return ":" in self.loss
+
+    @property
+    def corrects(self) -> bool:
+        """Whether tokens are weighed or masked by proximal ÷ behaviour."""
+        return self.weight is not Weight.none or bool(self.masks)
+
+    @property
+    def needs_proximal(self) -> bool:
+        """Whether the loss, a weight or a mask reads log-probs of the policy before the step."""
+        return self.anchor is Anchor.proximal or self.corrects
 
     @property
     def greedy_baseline(self) -> bool:
@@ -193,10 +270,12 @@ class AlgorithmConfig:
             f"got {self.sequence_norm_tokens}; the longest response is usual",
         )
         _require(
-            0 <= self.correction_low <= 1 <= self.correction_high,
-            "algorithm.correction_low and correction_high must lie on both sides of 1, "
-            f"got {self.correction_low} and {self.correction_high}",
+            not self.options or self.has_own_loss or ":" in self.advantage,
+            f"algorithm.options={self.options} is read by a loss or an advantage of your own, got algorithm.loss="
+            f"{self.loss} and algorithm.advantage={self.advantage}; name one as file.py:function, or leave it out",
         )
+        self._check_correction()
+        self._check_combinations()
         _require(
             not self.kl_target or self.kl_reward_coef > 0,
             f"algorithm.kl_target={self.kl_target} adapts algorithm.kl_reward_coef, which is 0 and would stay 0; set "
@@ -206,6 +285,67 @@ class AlgorithmConfig:
             0 <= self.overlong_buffer_tokens <= self.overlong_max_tokens,
             "algorithm.overlong_buffer_tokens must be in 0..algorithm.overlong_max_tokens, got "
             f"{self.overlong_buffer_tokens} and {self.overlong_max_tokens}",
+        )
+
+    def _check_combinations(self) -> None:
+        """Refuse options that do nothing, or the opposite of what their user means, beside others."""
+        _require(
+            self.loss != "gspo" or max(self.clip_low, self.clip_high) <= WIDEST_GSPO_CLIP,
+            f"algorithm.clip_low and clip_high must be <= {WIDEST_GSPO_CLIP} with algorithm.loss=gspo, got "
+            f"{self.clip_low} and {self.clip_high}: its ratio is a mean over the sequence, which a token's bounds "
+            "never clip; 3e-4 and 4e-4 are the paper's",
+        )
+        _require(
+            self.loss != "gspo" or self.anchor is Anchor.proximal or min(self.clip_low, self.clip_high) >= 1e-3,
+            f"algorithm.anchor must be proximal with algorithm.loss=gspo and bounds below 1e-3, got {self.anchor} with "
+            f"{self.clip_low} and {self.clip_high}: the engine's log-probs alone leave such bounds; set it",
+        )
+        _require(
+            not self.kl_coef or self.kl_estimator is not KLEstimator.k1,
+            f"algorithm.kl_estimator must be k2, k3 or low_variance with algorithm.kl_coef={self.kl_coef}, got k1: its "
+            "gradient is zero in expectation; use k1 in the rewards (algorithm.kl_reward_coef)",
+        )
+        own = ":" in self.advantage
+        _require(
+            self.gae_lambda == 1 or self.advantage == "gae" or own,
+            f"algorithm.gae_lambda={self.gae_lambda} is read by algorithm.advantage=gae, got {self.advantage}; set "
+            "gae, or leave it out",
+        )
+        _require(
+            self.gamma == 1 or self.advantage in TOKEN_ADVANTAGES or own,
+            f"algorithm.gamma={self.gamma} is read by the advantages {sorted(TOKEN_ADVANTAGES)}, got {self.advantage}; "
+            "set one of them, or leave it out",
+        )
+
+    def _check_correction(self) -> None:
+        _require(
+            self.weight_cap == 0 or 1 <= self.weight_cap <= WIDEST_BAND[1],
+            f"algorithm.weight_cap must be in [1, {WIDEST_BAND[1]:g}], or 0 for no truncation, got {self.weight_cap}; "
+            "2 is usual",
+        )
+        _require(
+            self.weight is Weight.none or self.anchor is Anchor.proximal or self.loss not in ANCHORED_LOSSES,
+            f"algorithm.weight must be none with algorithm.anchor=behavior, got {self.weight} with algorithm.loss="
+            f"{self.loss}: the ratio policy ÷ behaviour holds proximal ÷ behaviour already; set "
+            "algorithm.anchor=proximal",
+        )
+        for name in ("token_band", "sequence_band"):
+            # A weight vanishes by itself where it is small, so one side of a band is enough beside it.
+            low = 0.0 if self.weight is not Weight.none else WIDEST_BAND[0]
+            self._check_band(name, (low, WIDEST_BAND[1]))
+        self._check_band("geometric_band", WIDEST_GEOMETRIC_BAND)
+        _require(
+            0 < self.k3_max <= WIDEST_K3,
+            f"algorithm.k3_max must be in (0, {WIDEST_K3}], got {self.k3_max}: a larger bound rejects nothing; 0.01 is "
+            "usual",
+        )
+
+    def _check_band(self, name: str, widest: tuple[float, float]) -> None:
+        low, high = getattr(self, name)
+        _require(
+            widest[0] <= low < 1 < high <= widest[1],
+            f"algorithm.{name} must hold 1 and lie in [{widest[0]:g}, {widest[1]:g}], got [{low:g}, {high:g}]: a wider "
+            f"one rejects nothing; {list(_DEFAULT_BANDS[name])} is usual",
         )
 
 

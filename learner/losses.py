@@ -1,7 +1,7 @@
 """What a role learns: policy losses, off-policy corrections and KL estimators, and the objectives made of them.
 
-A loss is one number per token of a micro-batch, and knows nothing of ranks: `token_weights` give each token its share
-of the whole batch, so the sum is the same however the batch is split. With w = proximal ÷ behaviour, a token's own
+A loss is one number per token of a micro-batch. It does not depend on the ranks: `token_weights` give each token its
+share of the whole batch, so the sum is the same however the batch is split. With w = proximal ÷ behaviour, a token's
 importance weight is w, and its trajectory's weight is the product over the trajectory; no gradient flows through
 weights. The KL estimators follow http://joschu.net/blog/kl-approx.html. Letter: M tokens in the loss of a micro-batch.
 """
@@ -9,7 +9,7 @@ weights. The KL estimators follow http://joschu.net/blog/kl-approx.html. Letter:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from asyncrl.protocol.registry import Registry
 
-from .config import Aggregation, AlgorithmConfig, Correction, KLEstimator
+from .config import Aggregation, AlgorithmConfig, Anchor, KLEstimator, Mask, Weight
 
 MAX_LOG_WEIGHT = 20.0
 """Logarithms of ratios and weights are cut here, so that they and their gradients stay finite (e^20 is 5e8)."""
@@ -28,7 +28,7 @@ MAX_LOW_VARIANCE = 10.0
 _SERIES_UP_TO = 0.05
 _SQUARE = "_squared"
 _WEIGHTS = {"ratio": "effective_sample_size", "importance_weight": "importance_sample_size"}
-_OF_SEQUENCES = (Correction.sequence_truncated, Correction.sequence_rejected)
+_OF_SEQUENCES = (Mask.sequence, Mask.geometric, Mask.k3)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +38,10 @@ class TokenInputs:
     Attributes:
         trajectory_index: [M] int64, trajectory of each token, counted within the micro-batch.
         trajectory_lengths: [number of trajectories] int64, tokens in the loss of each, on all its branches.
-        columns: [M] float32 by name: ``behavior_logprobs`` and ``advantages`` in RL, ``proximal_logprobs`` where
-            a step makes several updates, ``reference_logprobs`` where there is a KL penalty.
+        columns: [M] float32 by name: ``behavior_logprobs`` and ``advantages`` in RL, ``reference_logprobs`` where
+            there is a KL penalty, ``values`` and ``returns`` where there is a critic. A loss of your own also gets
+            every token column of the prompt groups under its own name, [M, …] float32, 0 where a group has none:
+            ``token_ids``, ``logprobs``, ``versions``, and what your engine or environment adds.
     """
 
     trajectory_index: Tensor
@@ -54,15 +56,28 @@ class LossInputs(TokenInputs):
     Attributes:
         log_probs: [M] float32, with gradient.
         entropy: [M] float32, with gradient; None where neither ``entropy_coef`` nor ``report_entropy`` asks for it.
+        one_update: Whether the step makes one optimizer update. Then the proximal policy is the policy itself.
     """
 
     log_probs: Tensor
     entropy: Tensor | None = None
+    one_update: bool = True
 
     @property
     def proximal_logprobs(self) -> Tensor:
-        """[M] log-probs before the step; in a step of one update these are the policy's own, held fixed."""
-        return self.columns.get("proximal_logprobs", self.log_probs.detach())
+        """[M] log-probs before the step, without gradient.
+
+        Raises `ValueError` if the step makes several updates and no option asked for them.
+        """
+        if "proximal_logprobs" not in self.columns and self.one_update:
+            return self.log_probs.detach()
+        try:
+            return self.columns["proximal_logprobs"]
+        except KeyError:
+            raise ValueError(
+                "algorithm.anchor must be proximal for a loss that reads proximal_logprobs in a step of several "
+                "updates, got behavior: nothing scored them before the first update; set it"
+            ) from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,25 +109,32 @@ PolicyLoss: TypeAlias = Callable[[LossInputs, AlgorithmConfig], LossTerms]
 
 LOSSES: Registry[PolicyLoss] = Registry("algorithm.loss")
 
-BY_TOKEN = frozenset({"ppo_clip", "cispo", "reinforce"})
-"""Losses whose value at a token depends on that token alone. Any other, your own too, gets whole trajectories."""
+_BY_TOKEN: set[PolicyLoss] = set()
+
+
+def by_token(loss: PolicyLoss) -> PolicyLoss:
+    """Decorator that marks a loss whose value at a token depends on that token alone.
+
+    A loss without the mark gets whole trajectories: all branches of one must fit into one micro-batch.
+    """
+    _BY_TOKEN.add(loss)
+    return loss
 
 
 def anchor_log_probs(inputs: LossInputs, config: AlgorithmConfig) -> Tensor:
-    """[M] log-probs that a ratio starts from: the behaviour's, or with an off-policy correction the proximal's."""
-    if config.correction is Correction.none:
-        return inputs.columns["behavior_logprobs"]
-    return inputs.proximal_logprobs
+    """[M] log-probs in the denominator of the ratio, of the policy that ``algorithm.anchor`` names."""
+    return inputs.columns["behavior_logprobs"] if config.anchor is Anchor.behavior else inputs.proximal_logprobs
 
 
 @LOSSES.register("ppo_clip")
+@by_token
 def ppo_clip(inputs: LossInputs, config: AlgorithmConfig) -> LossTerms:
     """PPO's clipped surrogate (arXiv 1707.06347, equation 7).
 
     -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) with r = policy / anchor. Deviation: the paper's anchor is the
-    policy before the update; without an off-policy correction it is here the one that sampled the token, whichever
-    version that was, so that one optimizer update per batch still corrects for the lag. With one
-    (``correction=untruncated``) this is decoupled PPO (AReaL, arXiv 2505.24298). ``clip_high > clip_low``
+    policy before the update. ``anchor=behavior``, the default, is the policy that sampled the token, whichever version
+    that was: then the clip bounds the lag too, also with one optimizer update per batch. ``anchor=proximal`` with
+    ``weight=token`` is decoupled PPO (arXiv 2110.00641, equation 5; AReaL, arXiv 2505.24298). ``clip_high > clip_low``
     is clip-higher (DAPO, arXiv 2503.14476, section 3.1). ``dual_clip`` c bounds the loss at -c A where A < 0 (arXiv
     1912.09729).
 
@@ -139,7 +161,9 @@ def gspo(inputs: LossInputs, config: AlgorithmConfig) -> LossTerms:
     """Clipped surrogate of sequence ratios (GSPO-token, arXiv 2507.18071, equations 7 and 13 to 14).
 
     The ratio of a trajectory is the geometric mean of its tokens' ratios; a token's ratio has this value, and the
-    gradient of its own log-prob. The paper means ``aggregation=sequence_mean`` and bounds near 3e-4 and 4e-4.
+    gradient of its own log-prob. The paper means ``aggregation=sequence_mean``, bounds near 3e-4 and 4e-4, several
+    updates per step, and ``anchor=proximal``: the log-probs of an engine differ from the learner's by more than these
+    bounds under the same weights.
 
     Example: two tokens with ratios 4 and 1 both have ratio 2.
     """
@@ -150,6 +174,7 @@ def gspo(inputs: LossInputs, config: AlgorithmConfig) -> LossTerms:
 
 
 @LOSSES.register("cispo")
+@by_token
 def cispo(inputs: LossInputs, config: AlgorithmConfig) -> LossTerms:
     """REINFORCE weighted by the clipped ratio; every token keeps its gradient (CISPO, arXiv 2506.13585, equation 4).
 
@@ -167,6 +192,7 @@ def cispo(inputs: LossInputs, config: AlgorithmConfig) -> LossTerms:
 
 
 @LOSSES.register("reinforce")
+@by_token
 def reinforce(inputs: LossInputs, config: AlgorithmConfig) -> LossTerms:
     """-A log policy (Williams, 1992): the teaching baseline. Without a correction every batch counts as on-policy."""
     return LossTerms(per_token=-inputs.columns["advantages"] * inputs.log_probs)
@@ -209,41 +235,73 @@ def token_weights(
 
 
 def importance_weights(log_weights: Tensor, inputs: TokenInputs, config: AlgorithmConfig) -> Tensor:
-    """Weights of the tokens of a micro-batch.
+    """Factors of the token losses of a micro-batch: ``algorithm.weight``, before any mask.
 
     Args:
         log_weights: [M] float32, proximal minus behaviour log-prob.
         inputs: Which trajectory each token belongs to; a sequence is a whole trajectory here.
-        config: ``correction`` chooses; ``correction_low`` and ``correction_high`` are the bounds.
+        config: ``weight`` chooses; ``weight_cap`` c > 0 truncates each factor to min(factor, c).
 
             - ``none``: 1.
-            - ``untruncated``: w (decoupled PPO, arXiv 2505.24298).
-            - ``token_truncated``: min(w, high), truncated importance sampling by token (V-trace's rho, arXiv
-              1802.01561, equation 1).
-            - ``sequence_truncated``: min(weight of the sequence, high), the same for all its tokens.
-            - ``token_masked``: w inside [low, high], 0 outside (IcePop, in Ring-1T, arXiv 2510.18855).
-            - ``sequence_rejected``: 1 where the geometric mean of w over the sequence is inside [low, high], 0 for
-              the whole sequence elsewhere. Deviation from rejection by the product: the bounds do not depend on
-              the sequence's length.
+            - ``token``: w. Not truncated, this is the factor of decoupled PPO (arXiv 2110.00641, equation 5; AReaL,
+              arXiv 2505.24298); truncated, it is TIS (Yao et al. 2025, https://fengyao.notion.site/off-policy-rl;
+              arXiv 2510.26788), V-trace's rho (arXiv 1802.01561, equation 1).
+            - ``sequence``: the product of w over the sequence, the same for all its tokens.
 
     Returns:
-        [M] float32. Example: w = 0.25, 1, 4 as one sequence with bounds 0.5 and 2 give, in this order of
-        corrections: 1, 1, 1 · 0.25, 1, 4 · 0.25, 1, 2 · 1, 1, 1 · 0, 1, 0 · 1, 1, 1.
+        [M] float32. Example: w = 0.25, 1, 4 as one sequence with cap 2 give 1, 1, 1 · 0.25, 1, 2 · 1, 1, 1; with cap 0
+        ``token`` gives 0.25, 1, 4.
     """
-    low, high = config.correction_low, config.correction_high
-    if config.correction is Correction.none:
+    if config.weight is Weight.none:
         return torch.ones_like(log_weights)
-    if config.correction is Correction.sequence_truncated:
-        return bounded_exp(_trajectory_sums(log_weights, inputs)).clamp(max=high)[inputs.trajectory_index]
-    if config.correction is Correction.sequence_rejected:
-        mean = bounded_exp(trajectory_means(log_weights, inputs))
-        return ((mean >= low) & (mean <= high)).float()[inputs.trajectory_index]
-    weights = bounded_exp(log_weights)
-    if config.correction is Correction.token_truncated:
-        return weights.clamp(max=high)
-    if config.correction is Correction.token_masked:
-        return torch.where((weights >= low) & (weights <= high), weights, 0.0)
-    return weights
+    if config.weight is Weight.sequence:
+        weights = bounded_exp(_trajectory_sums(log_weights, inputs))[inputs.trajectory_index]
+    else:
+        weights = bounded_exp(log_weights)
+    return weights.clamp(max=config.weight_cap) if config.weight_cap else weights
+
+
+def kept_tokens(log_weights: Tensor, inputs: TokenInputs, config: AlgorithmConfig) -> Tensor:
+    """Which tokens of a micro-batch pass every rule of ``algorithm.masks``.
+
+    A token that fails one has no loss; a KL penalty and an entropy bonus stay. The shares of the other tokens stay as
+    they are, as in IcePop's objective. Deviation from verl, which divides by what is kept.
+
+    Args:
+        log_weights: [M] float32, proximal minus behaviour log-prob.
+        inputs: Which trajectory each token belongs to.
+        config: ``masks`` with their bounds.
+
+            - ``token``: w of the token is inside ``token_band`` (IcePop, in Ring-1T, arXiv 2510.18855, with [0.5, 5]).
+            - ``sequence``: the product of w over the trajectory is inside ``sequence_band`` (masked importance
+              sampling, MIS: Liu et al. 2025, https://richardli.xyz/rl-collapse; arXiv 2510.26788, with at most 2).
+            - ``geometric``: the geometric mean of w over the trajectory is inside ``geometric_band``. The band does
+              not depend on the length, and must be narrow: a mean of 1.01 over 100 tokens is a product of 2.7 (verl's
+              rollout correction, with [0.999, 1.001]).
+            - ``k3``: the mean over the trajectory of w - 1 - log w, which estimates KL(behaviour ‖ proximal), is at
+              most ``k3_max`` (trust region masking, arXiv 2512.23075; verl's ``seq_mean_k3``, with 0.01).
+
+    Returns:
+        [M] bool. Example: w = 0.25, 1, 4 as one sequence: ``token`` keeps the second and third, ``sequence`` and
+        ``geometric`` keep all (both are 1), ``k3`` none (its mean is 0.75).
+    """
+    kept = torch.ones_like(log_weights, dtype=torch.bool)
+    if Mask.token in config.masks:
+        kept &= _inside(bounded_exp(log_weights), config.token_band)
+    for mask in (each for each in _OF_SEQUENCES if each in config.masks):
+        if mask is Mask.sequence:
+            trajectories = _inside(bounded_exp(_trajectory_sums(log_weights, inputs)), config.sequence_band)
+        elif mask is Mask.geometric:
+            trajectories = _inside(bounded_exp(trajectory_means(log_weights, inputs)), config.geometric_band)
+        else:
+            trajectories = trajectory_means(k3(log_weights), inputs) <= config.k3_max
+        kept &= trajectories[inputs.trajectory_index]
+    return kept
+
+
+def _inside(weights: Tensor, band: tuple[float, float]) -> Tensor:
+    low, high = band
+    return (weights >= low) & (weights <= high)
 
 
 def _trajectory_sums(values: Tensor, inputs: TokenInputs) -> Tensor:
@@ -327,15 +385,17 @@ def policy_objective(config: AlgorithmConfig) -> Objective:
     policy_loss = LOSSES.get(config.loss)
 
     def loss(inputs: LossInputs) -> LossTerms:
+        inputs = replace(inputs, one_update=config.num_mini_batches == 1)
         terms = policy_loss(inputs, config)
         per_token, metrics = terms.per_token, {**terms.metrics, **behavior_metrics(inputs)}
         if inputs.entropy is not None:
             metrics["entropy"] = inputs.entropy.detach()
-        if config.correction is not Correction.none:
+        if config.corrects:
             log_weights = inputs.proximal_logprobs - inputs.columns["behavior_logprobs"]
-            weights = importance_weights(log_weights, inputs, config)
+            kept = kept_tokens(log_weights, inputs, config).float()
+            weights = importance_weights(log_weights, inputs, config) * kept
             per_token = weights * per_token
-            metrics |= _with_square("importance_weight", weights) | {"masked_fraction": (weights == 0).float()}
+            metrics |= _with_square("importance_weight", weights) | {"masked_fraction": 1.0 - kept}
         if config.kl_coef:
             divergence = kl_penalty(inputs.log_probs, inputs.columns["reference_logprobs"], config.kl_estimator)
             per_token = per_token + config.kl_coef * divergence
@@ -349,8 +409,12 @@ def policy_objective(config: AlgorithmConfig) -> Objective:
         aggregation=config.aggregation,
         sequence_norm_tokens=config.sequence_norm_tokens,
         needs_entropy=config.entropy_coef > 0 or config.report_entropy,
-        needs_proximal=config.num_mini_batches > 1 and config.correction is not Correction.none,
-        needs_trajectories=config.loss not in BY_TOKEN or config.correction in _OF_SEQUENCES,
+        needs_proximal=config.num_mini_batches > 1 and config.needs_proximal,
+        needs_trajectories=(
+            policy_loss not in _BY_TOKEN
+            or config.weight is Weight.sequence
+            or any(mask in config.masks for mask in _OF_SEQUENCES)
+        ),
         summarize=summarized,
     )
 

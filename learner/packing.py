@@ -16,6 +16,9 @@ from torch import Tensor
 from .batching import bin_lengths, num_bins
 from .types import SampleKey, TokenSequence
 
+REFUSED = 2**31 - 1
+"""The number of micro-batches that a rank asks for when its sequences do not fit; see `pack`."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
@@ -32,7 +35,7 @@ class MicroBatch:
         trajectory_index: [M] int64, trajectory (within this micro-batch) of each token in the loss.
         trajectory_lengths: [number of trajectories] int64, tokens in the loss of each, on all its branches: also those
             in other micro-batches.
-        columns: [M] float32 by name, the sequences' columns at the tokens in the loss.
+        columns: [M, …] float32 by name, the sequences' columns at the tokens in the loss; 0 where a sequence has none.
         source: Index of every sequence in the list that was packed.
     """
 
@@ -94,17 +97,27 @@ def pack(
         keep_branches: The loss reads whole trajectories: refuse those whose branches cannot share a micro-batch.
         agree: Called once with the number of micro-batches that this rank needs; returns how many are made, at least
             that. What is left over becomes empty micro-batches: one token that is in no loss, so that every rank takes
-            part in every collective.
+            part in every collective. A rank whose sequences do not fit asks for `REFUSED`; then every rank raises, and
+            none waits for the others.
 
     Returns:
         At least one micro-batch; they hold every sequence once. Raises `ValueError` if a sequence alone is over the
-        budget, or branches do not fit together under ``keep_branches``.
+        budget, or branches do not fit together under ``keep_branches``, on this rank or another one.
     """
     # The last True is found in bytes: an array function costs more than the row is long.
     lengths = [len(s.input_ids) if whole else max(1, s.loss_mask.tobytes().rfind(1)) for s in sequences]
-    units = _units(sequences, lengths, max_tokens, together, keep_branches)
+    try:
+        units = _units(sequences, lengths, max_tokens, together, keep_branches)
+    except ValueError:
+        agree(REFUSED)
+        raise
     sizes = [sum(lengths[index] for index in unit) for unit in units]
     count = agree(max(1, num_bins(sizes, max_tokens) if together else len(units)))
+    if count >= REFUSED:
+        raise ValueError(
+            f"learner.max_tokens_per_micro_batch={max_tokens} tokens must hold what every rank is given, got more on "
+            "another rank, whose error has the lengths; raise it"
+        )
     if together:
         parts = [[index for place in part for index in units[place]] for part in bin_lengths(sizes, max_tokens, count)]
     else:
@@ -144,14 +157,14 @@ def _kept_or_split(
         return [unit]
     if keep_branches and not together:
         raise ValueError(
-            f"algorithm.loss or algorithm.correction reads whole trajectories, and this model runs one sequence at a "
-            f"time, got a trajectory of {len(unit)} branches; choose a loss and a correction by token"
+            "algorithm.loss, weight or masks read whole trajectories, and this model runs one sequence at a time, got "
+            f"a trajectory of {len(unit)} branches; choose a loss, a weight and masks by token"
         )
     if keep_branches:
         raise ValueError(
             f"learner.max_tokens_per_micro_batch must hold a trajectory's {len(unit)} branches together, since "
-            f"algorithm.loss or algorithm.correction reads all of it, got {max_tokens} for {num_tokens} tokens; raise "
-            "it, or choose a loss and a correction by token"
+            f"algorithm.loss, weight or masks read all of it, got {max_tokens} for {num_tokens} tokens; raise it, or "
+            "choose a loss, a weight and masks by token"
         )
     return [[index] for index in unit]
 
@@ -177,12 +190,10 @@ def _micro_batch(
     kept, ends = positions < np.asarray(packed)[of_sequence], np.cumsum(packed, dtype=np.int64)
     moved = starts - (ends - np.asarray(packed))
     columns = {
-        name: torch.from_numpy(
-            np.concatenate([s.columns[name] for s in chosen])[in_loss].astype(np.float32, copy=False)
-        )
+        name: torch.from_numpy(_column(name, chosen)[in_loss].astype(np.float32, copy=False))
         if source
         else torch.zeros(0)
-        for name in (sequences[0].columns if sequences else ())
+        for name in dict.fromkeys(name for sequence in sequences for name in sequence.columns)
     }
     tokens, positions = input_ids[kept], positions[kept]
     predict_index, token_index = in_loss - 1 - moved[of_sequence[in_loss]], None
@@ -203,6 +214,14 @@ def _micro_batch(
         trajectory_lengths=torch.tensor([totals.get(key, 0) for key in places]),
         columns=columns,
         source=tuple(source),
+    )
+
+
+def _column(name: str, chosen: Sequence[TokenSequence]) -> np.ndarray:
+    """[tokens, …] of a column of sequences laid end to end; 0 in those without it."""
+    shape = next((each.columns[name].shape[1:] for each in chosen if name in each.columns), ())
+    return np.concatenate(
+        [each.columns[name] if name in each.columns else np.zeros((len(each.input_ids), *shape)) for each in chosen]
     )
 
 

@@ -220,10 +220,7 @@ class LearnerStep:
         The sequences have the columns that the objective reads; ``proximal_logprobs`` are scored here where it needs
         them.
         """
-        if self._objective.needs_proximal:
-            scores = self._trainer.scores(sequences)
-            sequences = [s.with_column("proximal_logprobs", score) for s, score in zip(sequences, scores, strict=True)]
-        return self.update(sequences)
+        return self.update(self._with_proximal(sequences))
 
     def update(self, sequences: Sequence[TokenSequence]) -> dict[str, float]:
         """Make one optimizer update per mini-batch, on this rank's sequences with every column.
@@ -237,8 +234,14 @@ class LearnerStep:
         return self._objective.summarize(_merged([self._trainer.update(part, self._objective) for part in parts]))
 
     def measure(self, sequences: Sequence[TokenSequence]) -> dict[str, float]:
-        """What `update` would report of its first forward, without any update, nor the optimizer's metrics."""
-        return self._objective.summarize(self._trainer.evaluate(sequences, self._objective))
+        """What `run` would report of its first forward pass, without any update, nor the optimizer's metrics."""
+        return self._objective.summarize(self._trainer.evaluate(self._with_proximal(sequences), self._objective))
+
+    def _with_proximal(self, sequences: Sequence[TokenSequence]) -> Sequence[TokenSequence]:
+        if not self._objective.needs_proximal:
+            return sequences
+        scores = self._trainer.scores(sequences)
+        return [s.with_column("proximal_logprobs", score) for s, score in zip(sequences, scores, strict=True)]
 
 
 def _merged(updates: Sequence[dict[str, float]]) -> dict[str, float]:

@@ -73,7 +73,7 @@ class TokenSequence:
         loss_mask: [T] bool, True where the token is in the loss. The first token has no prediction: its entry is
             False.
         columns: Further [T] float32 arrays by name, aligned with ``input_ids`` and read where ``loss_mask`` is
-            True. Example: ``behavior_logprobs``, ``advantages``.
+            True. Example: ``behavior_logprobs``, ``advantages``. Token columns of a group may be [T, …] of any number.
         mini_batch: Which optimizer update of a learner step trains on it, counted from 0.
         trajectory: The trajectory that it is a branch of; by default one of its own.
         token_rewards: [T] float32, rewards of turns at their last tokens; part of what the trajectory earned. None
@@ -109,29 +109,38 @@ class TokenSequence:
 
 
 def group_sequences(
-    group: TrajectoryGroup, *, samples: Sequence[int] | None = None, mini_batch: int = 0, mask_truncated: bool = False
+    group: TrajectoryGroup,
+    *,
+    samples: Sequence[int] | None = None,
+    mini_batch: int = 0,
+    mask_truncated: bool = False,
+    all_columns: bool = False,
 ) -> list[TokenSequence]:
     """Lay trajectories of a prompt group out as sequences, one per branch: ``samples``, or all of them.
 
     ``mask_truncated`` leaves trajectories whose last branch hit the length limit out of the loss. The branches of each
-    trajectory come in order, with the column ``behavior_logprobs``. Each sampled turn is in the loss of exactly one
-    branch; prompts and what an environment wrote are in none.
+    trajectory come in order, with the column ``behavior_logprobs``, and under ``all_columns`` with every token column
+    of the group under its own name. Each sampled turn is in the loss of exactly one branch; prompts and what an
+    environment wrote are in none.
     """
     branches = branches_of(group, range(group.num_trajectories) if samples is None else samples)
     if not branches:
         return []
     is_cut = {branch.trajectory: mask_truncated and group.is_truncated(branch) for branch in branches}  # by the last
+    own = {name: group.along_each(branches, name) for name in (group.token_columns if all_columns else ())}
     columns = [group.along_each(branches, "token_ids"), group.along_each(branches, "logprobs")]
     return [
         TokenSequence(
             input_ids=token_ids,
             loss_mask=np.zeros_like(mask) if is_cut[branch.trajectory] else mask,
-            columns={"behavior_logprobs": logprobs},
+            columns={**{name: parts[index] for name, parts in own.items()}, "behavior_logprobs": logprobs},
             mini_batch=mini_batch,
             trajectory=(group.group_id, branch.trajectory),
             token_rewards=group.rewards_along(branch),
         )
-        for branch, token_ids, logprobs, mask in zip(branches, *columns, group.trained_masks(branches), strict=True)
+        for index, (branch, token_ids, logprobs, mask) in enumerate(
+            zip(branches, *columns, group.trained_masks(branches), strict=True)
+        )
     ]
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from asyncrl import protocol
 from asyncrl.single_controller import register
 
-from .config import AlgorithmConfig, Correction, LearnerConfig
+from .config import AlgorithmConfig, LearnerConfig
 from .roles import ACTOR, CRITIC, REFERENCE, REWARD_MODEL
 from .types import TokenSequence
 from .worker import BY_ROWS, ModelWorker
@@ -61,8 +61,8 @@ class ActorWorker(ModelWorker):
         """Make the optimizer updates of one step; its metrics, the same on every rank, are named ``actor/<name>``.
 
         ``data`` has ``old_log_probs`` and ``advantages``, ``response_mask`` where not all attended response tokens are
-        the policy's, ``rollout_log_probs`` where an off-policy correction is configured and the engine's log-probs are
-        not the old ones, ``ref_log_prob`` under ``algorithm.kl_coef``.
+        the policy's, ``rollout_log_probs`` where the algorithm has a proximal anchor, a weight or masks and the
+        engine's log-probs are not the old ones, ``ref_log_prob`` under ``algorithm.kl_coef``.
         """
         columns = _columns_of(data, self._algorithm)
         sequences = trained_sequences(data, columns, num_mini_batches=self._algorithm.num_mini_batches)
@@ -145,12 +145,15 @@ def _reference_rows(model: PackedModel, data: DataProto, temperature: float) -> 
 def _columns_of(data: DataProto, algorithm: AlgorithmConfig) -> dict[str, str]:
     """A sequence's columns, and verl's names for them."""
     columns = {"behavior_logprobs": "old_log_probs", "advantages": "advantages"}
-    if algorithm.correction is not Correction.none:
+    if algorithm.needs_proximal:
         columns["proximal_logprobs"] = "old_log_probs"
         if "rollout_log_probs" in _names(data):
             columns["behavior_logprobs"] = "rollout_log_probs"
     if algorithm.kl_coef:
         columns["reference_logprobs"] = "ref_log_prob"
+    if algorithm.has_own_loss and data.batch is not None:
+        shape = data.batch["responses"].shape
+        columns |= {name: name for name in sorted(_names(data) - set(columns)) if data.batch[name].shape == shape}
     return columns
 
 

@@ -538,6 +538,7 @@ class ModelWorker(Worker):
                 samples=share.samples,
                 mini_batch=share.mini_batch,
                 mask_truncated=self._algorithm.mask_truncated,
+                all_columns=self._algorithm.has_own_loss,
             )
         ]
 

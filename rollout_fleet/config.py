@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -54,19 +54,34 @@ class OnRewardFailure(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingConfig:
-    """How training rollouts are sampled.
+    """How responses are sampled.
+
+    Engines report log-probs under the temperature, before a truncation of the distribution. So training refuses
+    ``top_p``, ``top_k`` and ``min_p``; ``asyncrl evaluate`` takes them.
 
     Attributes:
         temperature: Softmax temperature; behaviour log-probs are taken under it.
-        top_p: Nucleus mass; 1.0 keeps all.
-        top_k: Candidates kept; -1 keeps all.
+        top_p: Nucleus mass; 1.0 keeps all. Evaluation only.
+        top_k: Candidates kept; -1 keeps all. Evaluation only.
+        min_p: Smallest probability of a candidate, as a share of the largest; 0.0 keeps all. Evaluation only.
         max_new_tokens: Longest response, in tokens.
     """
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1
+    min_p: float = 0.0
     max_new_tokens: int = 512
+
+    @property
+    def truncations(self) -> list[str]:
+        """The options that cut tokens out of the distribution, with their values. Example: ``["top_k=20"]``."""
+        whole = {"top_p": 1.0, "top_k": -1, "min_p": 0.0}
+        return [f"{name}={getattr(self, name)}" for name, value in whole.items() if getattr(self, name) != value]
+
+    def greedy(self) -> "SamplingConfig":
+        """The same without randomness."""
+        return replace(self, temperature=0.0, top_p=1.0, top_k=-1, min_p=0.0)
 
     def __post_init__(self) -> None:
         if self.temperature < 0:
@@ -77,6 +92,8 @@ class SamplingConfig:
             raise ValueError(f"rollout_fleet.sampling.top_p must be in (0, 1], got {self.top_p}; 1.0 keeps all tokens")
         if self.top_k != -1 and self.top_k < 1:
             raise ValueError(f"rollout_fleet.sampling.top_k must be -1 or >= 1, got {self.top_k}; -1 keeps all tokens")
+        if not 0 <= self.min_p < 1:
+            raise ValueError(f"rollout_fleet.sampling.min_p must be in [0, 1), got {self.min_p}; 0.0 keeps all tokens")
         if self.max_new_tokens < 1:
             raise ValueError(f"rollout_fleet.sampling.max_new_tokens must be >= 1, got {self.max_new_tokens}")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -44,7 +43,7 @@ class HeldOutAnswers:
         self._rewards = rewards
         self._decode = decode
         self._sampling = sampling
-        self._greedy = replace(sampling, temperature=0.0, top_p=1.0, top_k=-1)
+        self._greedy = sampling.greedy()
         self._log = log
         self._num_rounds = 0
 

@@ -138,7 +138,7 @@ class InflightGroup:
                 continue
             options = sampling if sample is _NOTHING else replace(sampling, max_new_tokens=num_left)
             if index >= len(self.samples) - self.num_baselines:
-                options = replace(options, temperature=0.0, top_p=1.0, top_k=-1)
+                options = options.greedy()
             prompt_ids = self.lease.prompt.prompt_ids
             if sample is not _NOTHING:
                 prompt_ids = np.concatenate([prompt_ids, sample.token_ids], dtype=np.int32)

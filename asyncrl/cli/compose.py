@@ -26,6 +26,7 @@ from yaml import YAMLError
 
 from asyncrl.config import RunConfig
 from asyncrl.protocol.registry import absolute_name
+from learner.config import RETIRED_OPTIONS
 
 CONFIG_DIR = Path(__file__).resolve().parents[2] / "configs"
 
@@ -63,6 +64,7 @@ Trains a policy asynchronously: an SGLang rollout fleet, a ZMQ replay buffer and
 time. Options are Hydra overrides; results go to <output_dir>/<experiment>/<time>/.
 
 experiments: {experiments}
+corrections: {corrections} (correction=NAME sets anchor, weight and masks of the algorithm)
 
   --help       this page          --help-all   every option          --print-config   the resolved configuration
   --multirun   one run per combination of values, by Hydra: --multirun buffer.max_lag=0,2,4 seed=0,1
@@ -255,13 +257,14 @@ def _explain(error: Exception, overrides: Sequence[str]) -> str:
             f"cannot read {error.override!r}, expected OPTION=VALUE; quote a list or a text with spaces as a whole: "
             "'data.train_files=[a.parquet,b.parquet]'"
         )
-    detail = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
+    cause = error.__cause__ or error.__context__  # Hydra chains an error in a file as the context alone
+    detail = cause if isinstance(cause, OmegaConfBaseException) else error
     misspelt = re.search(r"Could not override '([\w.]+)'", str(error))
     option = misspelt[1] if misspelt else getattr(detail, "full_key", None)
     reason = str(detail).split("Config search path")[0].split("full_key:")[0]
     reason = " ".join(reason.split())
     if isinstance(detail, ConfigAttributeError | ConfigKeyError) and option:
-        return f"unknown option {option}; {_nearest(option)}"
+        return f"unknown option {option}; {RETIRED_OPTIONS.get(option) or _nearest(option)}"
     if option and "is not a ListConfig" in reason:
         value = next((item.partition("=")[2] for item in overrides if item.startswith(f"{option}=")), "a single value")
         return f"{option} must be a list, got {value}; write '{option}=[{value}]'"
@@ -286,7 +289,9 @@ def help_text(config: RunConfig, *, experiments: list[str], everything: bool) ->
         experiments: Names of the experiments to choose from.
         everything: List every option instead of `COMMON_OPTIONS`.
     """
-    usage = [_USAGE.format(experiments=", ".join(experiments)), "options, with their values in this experiment:"]
+    corrections = sorted(path.stem for path in (CONFIG_DIR / "correction").glob("*.yaml"))
+    named = _USAGE.format(experiments=", ".join(experiments), corrections=", ".join(corrections))
+    usage = [named, "options, with their values in this experiment:"]
     return "\n".join([*usage, *option_lines(config, describe(config) if everything else COMMON_OPTIONS)])
 
 

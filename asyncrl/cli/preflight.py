@@ -19,7 +19,7 @@ from asyncrl.data.prompts import PromptStream, load_eval_prompts
 from asyncrl.data.tokenization import Tokenizer, load_tokenizer
 from asyncrl.metrics import check_trackers
 from asyncrl.metrics.prometheus import split_address
-from asyncrl.option_checks import check_files, check_placement
+from asyncrl.option_checks import check_files, check_placement, odd_options
 from asyncrl.protocol.errors import AsyncRLError
 from asyncrl.protocol.types import Prompt
 from asyncrl.protocol.visible_gpus import visible_gpus
@@ -51,6 +51,8 @@ async def preflight(config: RunConfig, say: Callable[[str], None]) -> tuple[Prom
         check_placement(config, num_cpus=os.cpu_count() or 1, num_gpus=visible_gpus())
         check_engine_installed(config.rollout_fleet)
     check_files(config)
+    for oddity in odd_options(config):
+        say(f"warning: {oddity}")
     check_watchers(config)
     check_heads(config)
     check_memory(config)

@@ -6,6 +6,7 @@ Every wait is for the ranks, under a deadline of `within`; Ray wakes it when the
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from learner.lent_weights import LendOptions
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
 _DEATH_NOTICED_S = 10.0
 _CALLS_FAIL_S = 5.0
@@ -127,6 +129,15 @@ class LearnerGroup:
             replace(group, rewards=tuple(scores[group.group_id, sample] for sample in range(len(group.rewards))))
             for group in plan.groups
         ]
+        if unscored := [group.group_id for group in groups if not group.is_scored]:
+            logger.warning(
+                "step %d leaves groups %s out: the reward model gave no finite score", plan.version, unscored
+            )
+        if len(unscored) == len(groups):
+            raise ValueError(
+                f"learner.reward_model.path={self._config.learner.reward_model.path} must give finite scores, got none "
+                f"for all {len(groups)} groups of step {plan.version}; check the model, or set learner.dtype=float32"
+            )
         return replace(plan, groups=groups)
 
     def update(self, plan: Plan) -> Awaitable[Mapping[str, float]]:

@@ -133,8 +133,8 @@ class Reporter:
 
     def _batch_numbers(self, plan: Plan) -> dict[str, Any]:
         """The numbers of a record that follow from the batch alone."""
-        groups = plan.groups
-        lags = [plan.version - group.oldest_version for group in groups]
+        groups = [group for group in plan.groups if group.is_scored]
+        lags = [plan.version - group.oldest_version for group in plan.groups]
         rewards = [reward for group in groups for reward in group.rewards[self._trained]]
         lengths = [length for group in groups for length in group.response_lengths[self._trained]]
         return {
@@ -143,6 +143,7 @@ class Reporter:
             "equal_reward_groups": statistics.mean(len(set(group.rewards[self._trained])) == 1 for group in groups),
             "truncated_samples": sum(group.num_truncated for group in groups) / len(rewards),
             "samples_per_group": statistics.fmean(self._numbers_of_samples(plan)),
+            "unscored_groups": len(plan.groups) - len(groups),
             "metrics": _means(groups),
             "response_length": statistics.fmean(lengths),
             "lag_mean": statistics.fmean(lags),

@@ -41,6 +41,7 @@ class StepRecord:
         leased_groups: Groups being generated.
         dropped_groups: Groups dropped since training began, by ``buffer.filters`` or ``buffer.on_stale``.
         failed_groups: Attempts that failed since training began: the reward failed, or the engine aborted the group.
+        unscored_groups: Groups of the batch that were left out because a reward of theirs is not finite.
         kept_length: Mean response length of all samples trained on so far, in tokens.
         dropped_length: The same of all samples dropped so far; against ``kept_length`` it is the length bias.
         engine_version: Oldest policy version that an engine serves.
@@ -71,6 +72,7 @@ class StepRecord:
     leased_groups: int
     dropped_groups: int = 0
     failed_groups: int = 0
+    unscored_groups: int = 0
     kept_length: float = 0.0
     dropped_length: float = 0.0
     engine_version: int

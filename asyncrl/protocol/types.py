@@ -6,6 +6,7 @@ no torch. Letters: P prompt tokens, G trajectories of a prompt group.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -111,6 +112,11 @@ class GroupSummary:
     num_branches: tuple[int, ...] = ()
     num_truncated: int = 0
     metrics: tuple[tuple[str, float], ...] = ()
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether every reward is a finite number. A reward model may fail to give one."""
+        return all(map(math.isfinite, self.rewards))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

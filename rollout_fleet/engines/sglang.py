@@ -359,6 +359,7 @@ class SGLangEngine:
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k,
+            "min_p": sampling.min_p,
             "stop_token_ids": list(self._facts.eos_ids),
             "no_stop_trim": True,
             "skip_special_tokens": False,

@@ -423,6 +423,7 @@ class GenerationModel:
         options = {} if greedy else {"temperature": sampling.temperature, "top_p": sampling.top_p}
         if not greedy:
             options["top_k"] = 0 if sampling.top_k == -1 else sampling.top_k
+            options["min_p"] = sampling.min_p or None
         return GenerationConfig(
             do_sample=not greedy,
             max_new_tokens=max_new_tokens,

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from asyncrl.cli.compose import compose_run, describe
+from asyncrl.cli.compose import CONFIG_DIR, compose_run, describe
 from asyncrl.config import RunConfig
 from asyncrl.option_checks import check_options
 from learner.advantages import ADVANTAGES, TokenRewards, is_token_level
-from learner.config import Aggregation, AlgorithmConfig, Correction, KLEstimator
+from learner.config import Aggregation, AlgorithmConfig, Anchor, KLEstimator, Mask, Weight
 from learner.losses import LOSSES, policy_objective
 from rollout_fleet.rewards import REWARDS
 
@@ -35,6 +35,19 @@ def test_the_help_names_every_value_of_an_option_that_takes_names(option, regist
     assert [name for name in registry.names() if f"``{name}``" not in meaning] == []
 
 
+def test_every_named_correction_is_explained():
+    names = [path.stem for path in (CONFIG_DIR / "correction").glob("*.yaml")]
+    assert len(names) == 5
+    assert [name for name in names if f"| `{name}` | `" not in PAGE] == []
+
+
+def test_gspo_is_anchored_at_the_proximal_policy():
+    (recipe,) = (line for line in RECIPES if line.startswith("GSPO"))
+    algorithm = compose_run([word for word in recipe.split() if "=" in word]).algorithm
+    assert (algorithm.loss, algorithm.anchor) == ("gspo", Anchor.proximal)
+    assert algorithm.num_mini_batches > 1, "with one update per step its clip would bound nothing"
+
+
 def test_there_are_recipes():
     assert len(RECIPES) >= 10
 
@@ -43,7 +56,7 @@ def test_every_option_and_every_name_is_explained():
     names = [
         field.name for field in fields(AlgorithmConfig) if field.name not in ("groups_per_step", "samples_per_prompt")
     ]
-    names += [*ADVANTAGES.names(), *LOSSES.names(), *Aggregation, *Correction, *KLEstimator]
+    names += [*ADVANTAGES.names(), *LOSSES.names(), *Aggregation, *Anchor, *Weight, *Mask, *KLEstimator]
     assert [name for name in names if f"`{name}" not in PAGE and f".{name}" not in PAGE] == []
 
 
@@ -55,5 +68,5 @@ def test_the_example_of_a_users_own_advantage_runs(tmp_path):
     batch = TokenRewards(
         rewards=torch.tensor([0.0, 4.0]), lengths=torch.tensor([2]), group_ids=torch.tensor([0]), values=torch.zeros(2)
     )
-    got = estimator(batch, AlgorithmConfig(gamma=0.5), lambda values: values)
+    got = estimator(batch, AlgorithmConfig(advantage=f"{path}:discounted", gamma=0.5), lambda values: values)
     assert got.advantages.tolist() == [2.0, 4.0]

@@ -12,6 +12,7 @@ from asyncrl.config import RunConfig, stop_deadlines
 from asyncrl.option_checks import check_files, check_model, check_options, check_placement
 from asyncrl.protocol.errors import DeadlineError, WorkerDiedError
 from buffer.config import OnStale
+from learner.config import AlgorithmConfig, Anchor, Mask, Weight
 
 
 def test_the_quickstart_composes_with_the_experiments_values_over_the_defaults():
@@ -44,6 +45,7 @@ def test_overrides_reach_nested_options_with_their_types():
         ("data.train_files=[a b", ["cannot read 'data.train_files=[a b'", "OPTION=VALUE"]),
         ("data.train_files=x.parquet", ["data.train_files must be a list", "write 'data.train_files=[x.parquet]'"]),
         ("learner.lr=1", ["unknown option learner.lr", "did you mean learner.optimizer.lr"]),
+        ("correction=nothing", ["correction/nothing", "decoupled_ppo icepop mis none tis"]),
         ("experiment=none/such.yaml", ["there is no file", "none/such.yaml"]),
         ("evaluation.num_samples=0", ["evaluation.num_samples must be >= 1", "got 0"]),
         ("sft.batch_size=0", ["sft.batch_size must be >= 1", "got 0"]),
@@ -75,6 +77,58 @@ def test_hydras_plus_and_tilde_change_keys_of_the_users_own_and_groups():
 
 
 @pytest.mark.parametrize(
+    ("name", "want"),
+    [
+        ("none", {}),
+        ("decoupled_ppo", {"anchor": Anchor.proximal, "weight": Weight.token, "weight_cap": 0.0}),
+        ("tis", {"anchor": Anchor.proximal, "weight": Weight.token, "weight_cap": 2.0}),
+        (
+            "mis",
+            {
+                "anchor": Anchor.proximal,
+                "weight": Weight.sequence,
+                "weight_cap": 0.0,
+                "masks": [Mask.sequence],
+                "sequence_band": [0.0, 2.0],
+            },
+        ),
+        (
+            "icepop",
+            {
+                "anchor": Anchor.proximal,
+                "weight": Weight.token,
+                "weight_cap": 0.0,
+                "masks": [Mask.token],
+                "token_band": [0.5, 5.0],
+            },
+        ),
+    ],
+)
+def test_a_correction_by_name_is_what_its_paper_says(name, want):
+    for experiment in ("quickstart", "dapo_math"):
+        algorithm = compose_run([f"experiment={experiment}", f"correction={name}"]).algorithm
+        assert all(getattr(algorithm, option) == value for option, value in want.items())
+        unchanged = {"anchor", "weight", "masks"} - set(want)
+        assert all(getattr(algorithm, option) == getattr(AlgorithmConfig(), option) for option in unchanged)
+
+
+def test_an_option_overrides_a_part_of_a_named_correction():
+    algorithm = compose_run(["correction=tis", "algorithm.weight_cap=3"]).algorithm
+    assert (algorithm.anchor, algorithm.weight, algorithm.weight_cap) == (Anchor.proximal, Weight.token, 3.0)
+
+
+def test_a_retired_option_is_refused_with_the_new_names(tmp_path):
+    with pytest.raises(ValueError, match=r"algorithm\.correction; .*correction=tis for token_truncated"):
+        compose_run(["algorithm.correction=token_truncated"])
+    with pytest.raises(ValueError, match=r"algorithm\.correction_high; .*algorithm.weight_cap, token_band"):
+        compose_run(["algorithm.correction_high=2"])
+    own = tmp_path / "mine.yaml"
+    own.write_text("# @package _global_\nexperiment: mine\nalgorithm:\n  correction: icepop\n")
+    with pytest.raises(ValueError, match=r"correction=icepop for token_masked"):
+        compose_run([f"experiment={own}"])
+
+
+@pytest.mark.parametrize(
     ("overrides", "words"),
     [
         (["algorithm.samples_per_prompt=1"], ["algorithm.samples_per_prompt must be >= 2", "grpo"]),
@@ -86,6 +140,10 @@ def test_hydras_plus_and_tilde_change_keys_of_the_users_own_and_groups():
                 "the last step is 4",
                 "raise total_steps",
             ],
+        ),
+        (
+            ["rollout_fleet.sampling.top_p=0.9", "rollout_fleet.sampling.top_k=20", "rollout_fleet.sampling.min_p=0.1"],
+            ["got top_p=0.9, top_k=20, min_p=0.1", "log-probs before truncation", "asyncrl evaluate"],
         ),
         (["learner.num_ranks=64"], ["algorithm.groups_per_step must be >= the 64"]),
         (

@@ -1,6 +1,7 @@
 """The loops against scripted parts: who waits for whom, what overlaps, and what ends a run."""
 
 import asyncio
+import math
 import time
 from collections import Counter
 from dataclasses import replace
@@ -235,6 +236,33 @@ async def test_the_next_update_is_queued_on_the_ranks_before_the_running_one_is_
     await train(controller, fleet)
     for version in range(5):
         assert buffer.events.index(("update queued", version + 1)) < buffer.events.index(("commit", version))
+
+
+class UnsureLearner(ScriptedLearner):
+    """Its reward model gives no score for one more group, the same as the first, with other lengths."""
+
+    async def scored(self, plan):
+        (known,) = plan.groups
+        unscored = replace(
+            known, rewards=(math.nan,) * len(known.rewards), response_lengths=(900,) * len(known.rewards)
+        )
+        return replace(plan, groups=[known, unscored])
+
+
+async def test_a_group_without_a_score_is_counted_and_in_no_mean_of_rewards():
+    buffer = ScriptedBuffer()
+    _, _, _, expected = await finished(make_controller(steps=2))
+    _, _, _, records = await finished(make_controller(buffer=buffer, learner=UnsureLearner(buffer), steps=2))
+    for record, plain in zip(records, expected, strict=True):
+        assert (record.unscored_groups, plain.unscored_groups) == (1, 0)
+        for name in ("reward", "reward_std", "equal_reward_groups", "response_length", "samples_per_group"):
+            assert getattr(record, name) == getattr(plain, name), name
+
+
+async def finished(parts):
+    controller, _, fleet, _ = parts
+    await train(controller, fleet)
+    return parts
 
 
 async def test_weights_are_published_every_n_steps_and_after_the_last():

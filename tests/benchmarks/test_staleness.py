@@ -9,8 +9,8 @@ import pytest
 from asyncrl.cli.compose import compose_run
 from asyncrl.cli.quickstart import with_quickstart_assets
 from benchmarks.lagged import LaggedOutcome, LaggedTraining
-from benchmarks.staleness import CORRECTIONS, Cell, Results, _cells, _print_tables
-from learner.config import Correction
+from benchmarks.staleness import CORRECTIONS, PUBLISHED, Cell, Results, _cells, _print_tables
+from learner.config import Anchor, Weight
 
 CELL = Cell(seed=0, eta=4, correction="tis", mini_batches=4, steps=60, lr=7e-4)
 
@@ -62,15 +62,17 @@ def test_finished_cells_are_found_again_and_other_settings_are_not(tmp_path):
 
 
 def test_a_cell_is_the_quickstart_with_its_own_loss_and_correction(config):
-    algorithm = CELL.algorithm(replace(config.algorithm, groups_per_step=8))
-    assert (algorithm.correction, algorithm.num_mini_batches) == (Correction.token_truncated, 4)
-    corrections = {(options["loss"], options["correction"]) for options in CORRECTIONS.values()}
-    assert len(corrections) == 5
+    base = replace(config.algorithm, groups_per_step=8)
+    algorithm = CELL.algorithm(base)
+    assert (algorithm.anchor, algorithm.weight, algorithm.num_mini_batches) == (Anchor.proximal, Weight.token, 4)
+    built = [replace(CELL, correction=name).algorithm(base) for name in CORRECTIONS]
+    assert all(one != other for index, one in enumerate(built) for other in built[:index])
+    assert set(PUBLISHED) <= set(CORRECTIONS)
 
 
 def test_the_whole_table_is_120_trainings_and_missing_ones_show(capsys):
     options = argparse.Namespace(
-        seeds=[0, 1, 2], eta=[0, 1, 4, 8], corrections=list(CORRECTIONS), mini_batches=[1, 4], steps=60, lr=7e-4
+        seeds=[0, 1, 2], eta=[0, 1, 4, 8], corrections=list(PUBLISHED), mini_batches=[1, 4], steps=60, lr=7e-4
     )
     cells = list(_cells(options))
     assert len(set(cells)) == 120

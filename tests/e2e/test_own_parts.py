@@ -24,7 +24,9 @@ from learner.advantages import TokenAdvantages, returns_to_go, token_level
 @LOSSES.register("my_name")
 def scaled(inputs, config):
     per_token = -SCALE * inputs.columns["advantages"] * inputs.log_probs
-    return LossTerms(per_token=per_token, metrics={"advantage_seen": inputs.columns["advantages"]})
+    return LossTerms(per_token=per_token, metrics={
+        "advantage_seen": inputs.columns["advantages"], "version_seen": inputs.columns["versions"]
+    })
 
 
 @token_level
@@ -92,6 +94,7 @@ def test_it_trains_with_the_users_own_functions(run):
     assert "warm start" not in run.output, "there is none"
     for record in run.records:
         assert record["learner.advantage_seen"] == pytest.approx(7.0)
+        assert 0 <= record["learner.version_seen"] <= record["step"]
         assert 10 <= record["reward"] <= 11
         assert 0 < record["learner.effective_sample_size"] <= 1.0 + 1e-6
         assert record["learner.behavior_kl"] >= -1e-6

@@ -1,5 +1,6 @@
 """Who trains on what: balance over ranks and mini-batches, whatever the ranks, and the rewards that travel along."""
 
+import math
 import time
 
 import numpy as np
@@ -112,6 +113,16 @@ def test_a_split_holds_every_sample_once_with_its_reward() -> None:
     assert rewards == {(g.group_id, s): g.group_id + s for g in plan.groups for s in range(4)}
     assert {(batch.version, batch.max_lag) for batch in batches} == {(4, 3)}
     assert any(len(share.samples) < 4 for batch in batches for share in batch.shares)
+
+
+@pytest.mark.parametrize("num_shards", [1, 2, 3])
+def test_a_group_with_a_reward_that_is_not_finite_is_left_out_whole(num_shards: int) -> None:
+    rewards = {1: (1.0, math.nan), 2: (0.0, 1.0), 3: (math.inf, 0.0), 4: (0.5, 0.5)}
+    plan = Plan(version=1, groups=[summary(index, (3, 4), values) for index, values in rewards.items()])
+    batches = split(plan, num_shards, num_mini_batches=2)
+    held = {key for batch in batches for key in batch.sample_keys}
+    assert held == {(2, 0), (2, 1), (4, 0), (4, 1)}
+    assert all(math.isfinite(reward) for batch in batches for reward in batch.rewards.values())
 
 
 def test_fewer_samples_than_ranks_leave_empty_shards() -> None:

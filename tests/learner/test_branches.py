@@ -16,7 +16,7 @@ from asyncrl.protocol.types import FinishReason, Plan
 from buffer.messages import summary_fields, summary_of
 from learner.advantages import BatchAdvantages
 from learner.batching import rank_batches, sample_costs
-from learner.config import Aggregation, AlgorithmConfig, Correction, Device, LearnerConfig, OptimizerConfig
+from learner.config import Aggregation, AlgorithmConfig, Anchor, Device, LearnerConfig, Mask, OptimizerConfig, Weight
 from learner.fsdp import open_mesh
 from learner.trainer import Trainer
 from learner.types import GroupShare, RankBatch, TokenSequence, group_sequences
@@ -100,11 +100,11 @@ def test_the_ratio_of_gspo_is_that_of_the_whole_trajectory(model_path: str) -> N
     for own, behavior, advantage in trajectories:
         mean = (own - behavior).detach().mean()
         ratio = (mean + own - own.detach()).exp()  # equation 13: the trajectory's value, each token's own gradient
-        clipped = ratio.clamp(1 - 0.2, 1 + 0.2)
+        clipped = ratio.clamp(1 - 0.04, 1 + 0.05)
         losses.append(-torch.minimum(ratio * advantage, clipped * advantage).mean())
     expected = torch.stack(losses).mean()
     trainer = Trainer(CONFIG, model_path=model_path, total_updates=1)
-    algorithm = AlgorithmConfig(loss="gspo", aggregation=Aggregation.sequence_mean)
+    algorithm = AlgorithmConfig(loss="gspo", clip_low=0.04, clip_high=0.05, aggregation=Aggregation.sequence_mean)
     got = policy_step(trainer, algorithm).run(with_advantages(group_sequences(GROUP)))
     assert got["loss"] == pytest.approx(expected.item(), rel=1e-5)
     assert got["grad_norm"] == pytest.approx(norm_of(model, expected), rel=1e-4)
@@ -115,7 +115,7 @@ def test_the_weight_of_a_sequence_is_that_of_the_whole_trajectory(model_path: st
     weights = [float((own.detach() - was).sum().exp().clamp(max=2.0)) for own, was, _ in trajectories]
     expected = sum(w * len(own) for w, (own, _, _) in zip(weights, trajectories, strict=True)) / 16
     trainer = Trainer(CONFIG, model_path=model_path, total_updates=1)
-    algorithm = AlgorithmConfig(correction=Correction.sequence_truncated)
+    algorithm = AlgorithmConfig(anchor=Anchor.proximal, weight=Weight.sequence)
     got = policy_step(trainer, algorithm).run(with_advantages(group_sequences(GROUP)))
     assert got["importance_weight"] == pytest.approx(expected, rel=1e-4)
 
@@ -123,8 +123,9 @@ def test_the_weight_of_a_sequence_is_that_of_the_whole_trajectory(model_path: st
 @pytest.mark.parametrize(
     "algorithm",
     [
-        AlgorithmConfig(loss="gspo"),
-        AlgorithmConfig(correction=Correction.sequence_rejected),
+        AlgorithmConfig(loss="gspo", clip_low=0.04, clip_high=0.05),
+        AlgorithmConfig(anchor=Anchor.proximal, weight=Weight.sequence),
+        AlgorithmConfig(masks=[Mask.token, Mask.geometric]),
         AlgorithmConfig(loss=f"{__file__}:own_loss"),
     ],
 )
@@ -144,7 +145,9 @@ def test_a_model_that_runs_one_sequence_at_a_time_refuses_losses_of_whole_trajec
     path = save_tiny_model(tmp_path / "model", "rwkv", initializer_range=0.3)
     trainer = Trainer(CONFIG, model_path=path, total_updates=1)
     with pytest.raises(ValueError, match="one sequence at a time"):
-        policy_step(trainer, AlgorithmConfig(loss="gspo")).run(with_advantages(group_sequences(GROUP)))
+        policy_step(trainer, AlgorithmConfig(loss="gspo", clip_low=0.04, clip_high=0.05)).run(
+            with_advantages(group_sequences(GROUP))
+        )
     assert policy_step(trainer, AlgorithmConfig()).run(with_advantages(group_sequences(GROUP)))["num_tokens"] == 16
 
 

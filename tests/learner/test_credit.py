@@ -135,7 +135,10 @@ def assign_share(dp_size: int, shares: list[list[int]]) -> dict[str, tuple[dict,
     outcome = {}
     for name in ADVANTAGES.names():
         for coefficient in (0.0, 0.3):
-            algorithm = AlgorithmConfig(advantage=name, kl_reward_coef=coefficient, gae_lambda=0.9, gamma=0.95)
+            discounts = {"gae": {"gae_lambda": 0.9, "gamma": 0.95}, "reinforce_plus_plus": {"gamma": 0.95}}.get(
+                name, {}
+            )
+            algorithm = AlgorithmConfig(advantage=name, kl_reward_coef=coefficient, **discounts)
             got, metrics = BatchAdvantages(algorithm, mesh).assign(
                 own, {one.trajectory: rewards[one.trajectory] for one in own}
             )

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from learner.config import Aggregation, AlgorithmConfig, Correction
+from learner.config import Aggregation, AlgorithmConfig, Anchor
 from learner.losses import LOSSES, LossInputs, LossTerms, negative_log_likelihood, token_weights
 
 
@@ -44,7 +44,7 @@ def test_dual_clip_bounds_what_a_bad_token_costs() -> None:
 
 def test_gspo_clips_the_geometric_mean_of_a_sequence() -> None:
     given = inputs([4.0, 1.0, 1.1, 1.1], [1.0, 1.0, 2.0, 2.0], lengths=[2, 2])
-    terms = LOSSES.get("gspo")(given, AlgorithmConfig(clip_low=0.2, clip_high=0.3, loss="gspo"))
+    terms = LOSSES.get("gspo")(given, AlgorithmConfig(clip_low=0.2, clip_high=0.3))
     assert terms.per_token.tolist() == pytest.approx([-1.3, -1.3, -2.2, -2.2], abs=1e-5)
     assert terms.metrics["clip_fraction"].tolist() == [1, 1, 0, 0]
     assert gradient(terms, given).tolist() == pytest.approx([0.0, 0.0, -2.2, -2.2], abs=1e-5)
@@ -91,15 +91,29 @@ def test_reinforce_is_minus_advantage_times_log_prob() -> None:
     assert gradient(terms, given).tolist() == [-3.0, 1.0]
 
 
-def test_a_correction_anchors_the_ratio_at_the_proximal_policy() -> None:
+@pytest.mark.parametrize("name", ["ppo_clip", "gspo", "cispo"])
+def test_the_ratio_of_a_loss_starts_at_the_anchor(name: str) -> None:
     given = inputs([3.0, 3.0], [1.0, 1.0])
-    proximal = given.columns["behavior_logprobs"] + math.log(2.0)  # the ratio is 1.5, the weight 2
+    proximal = given.columns["behavior_logprobs"] + math.log(2.0)  # policy ÷ proximal is 1.5
     given = replace(given, columns={**given.columns, "proximal_logprobs": proximal})
-    for correction, clipped in ((Correction.none, -1.4), (Correction.untruncated, -1.4)):
-        terms = LOSSES.get("ppo_clip")(given, AlgorithmConfig(clip_high=0.4, correction=correction))
-        assert terms.per_token.tolist() == pytest.approx([clipped] * 2, abs=1e-5)
-    wide = LOSSES.get("ppo_clip")(given, AlgorithmConfig(clip_high=9.0, correction=Correction.untruncated))
-    assert wide.per_token.tolist() == pytest.approx([-1.5] * 2, abs=1e-5)
+    for anchor, ratio in ((Anchor.behavior, 3.0), (Anchor.proximal, 1.5)):
+        terms = LOSSES.get(name)(given, AlgorithmConfig(clip_high=9.0, anchor=anchor))
+        assert gradient(terms, given).tolist() == pytest.approx([-ratio] * 2, abs=1e-5)
+
+
+def test_gspo_is_not_clipped_by_an_engines_noise_when_anchored_at_the_proximal_policy() -> None:
+    """Engine noise of 0.02 nats per token moves the mean of 200 tokens by about 1.4e-3, beyond the paper's bounds."""
+    torch.manual_seed(0)
+    given = inputs([1.0] * 200 * 64, [-1.0] * 200 * 64, lengths=[200] * 64)
+    noisy = given.columns["behavior_logprobs"] + 0.02 * torch.randn(200 * 64)
+    given = replace(given, columns={**given.columns, "behavior_logprobs": noisy, "proximal_logprobs": noisy * 0 - 2.0})
+    bounds = {"clip_low": 3e-4, "clip_high": 4e-4}
+    clipped = {
+        anchor: LOSSES.get("gspo")(given, AlgorithmConfig(anchor=anchor, **bounds)).metrics["clip_fraction"].mean()
+        for anchor in Anchor
+    }
+    assert clipped[Anchor.behavior] > 0.3
+    assert clipped[Anchor.proximal] == 0.0
 
 
 def test_supervised_loss_is_minus_the_log_prob() -> None:

@@ -7,12 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from learner.advantages import AdaptiveKLCoefficient
-from learner.config import Aggregation, AlgorithmConfig, Correction, KLEstimator
+from learner.config import Aggregation, AlgorithmConfig, Anchor, KLEstimator, Mask, Weight
 from learner.losses import (
     LossInputs,
     TokenInputs,
     effective_sample_size,
     importance_weights,
+    kept_tokens,
     kl_penalty,
     policy_objective,
     summarized,
@@ -26,28 +27,87 @@ def trajectories(*lengths: int) -> TokenInputs:
     return TokenInputs(trajectory_index=index, trajectory_lengths=torch.tensor(lengths), columns={})
 
 
+def proximal(**options) -> AlgorithmConfig:
+    return AlgorithmConfig(anchor=Anchor.proximal, **options)
+
+
 @pytest.mark.parametrize(
-    ("correction", "want"),
+    ("weight", "cap", "want"),
     [
-        (Correction.none, [1.0, 1.0, 1.0, 1.0]),
-        (Correction.untruncated, [0.25, 1.0, 4.0, 3.0]),
-        (Correction.token_truncated, [0.25, 1.0, 2.0, 2.0]),
-        (Correction.sequence_truncated, [1.0, 1.0, 1.0, 2.0]),
-        (Correction.token_masked, [0.0, 1.0, 0.0, 0.0]),
-        (Correction.sequence_rejected, [1.0, 1.0, 1.0, 0.0]),
+        (Weight.none, 2.0, [1.0, 1.0, 1.0, 1.0]),
+        (Weight.token, 0.0, [0.25, 1.0, 4.0, 3.0]),
+        (Weight.token, 2.0, [0.25, 1.0, 2.0, 2.0]),
+        (Weight.sequence, 0.0, [1.0, 1.0, 1.0, 3.0]),
+        (Weight.sequence, 2.0, [1.0, 1.0, 1.0, 2.0]),
     ],
 )
-def test_each_correction_gives_its_golden_weights(correction: Correction, want: list[float]) -> None:
-    config = AlgorithmConfig(correction=correction, correction_low=0.5, correction_high=2.0)
+def test_each_weight_gives_its_golden_numbers(weight: Weight, cap: float, want: list[float]) -> None:
+    config = proximal(weight=weight, weight_cap=cap)
     assert importance_weights(WEIGHTS.log(), trajectories(3, 1), config).tolist() == pytest.approx(want)
 
 
-@given(st.lists(st.floats(-300, 300), min_size=1, max_size=8), st.sampled_from(list(Correction)))
-def test_weights_stay_finite_however_far_the_policies_are(log_weights: list[float], correction: Correction) -> None:
-    config = AlgorithmConfig(correction=correction)
-    weights = importance_weights(torch.tensor(log_weights), trajectories(len(log_weights)), config)
+@pytest.mark.parametrize(
+    ("options", "want"),
+    [
+        ({"masks": []}, [1, 1, 1, 1]),
+        ({"masks": [Mask.token]}, [0, 1, 1, 1]),
+        ({"masks": [Mask.token], "token_band": (0.2, 3.5)}, [1, 1, 0, 1]),
+        ({"masks": [Mask.sequence]}, [1, 1, 1, 0]),  # the products are 1 and 3
+        ({"masks": [Mask.sequence], "sequence_band": (0.5, 3.5)}, [1, 1, 1, 1]),
+        ({"masks": [Mask.geometric]}, [1, 1, 1, 0]),  # the geometric means are 1 and 3
+        ({"masks": [Mask.k3]}, [0, 0, 0, 0]),  # (0.25 + 1 + 4) / 3 - 1 - 0 = 0.75, and 3 - 1 - log 3 = 0.90
+        ({"masks": [Mask.token, Mask.geometric]}, [0, 1, 1, 0]),
+    ],
+)
+def test_each_mask_keeps_its_golden_tokens(options: dict, want: list[int]) -> None:
+    config = AlgorithmConfig(**options)
+    assert kept_tokens(WEIGHTS.log(), trajectories(3, 1), config).int().tolist() == want
+
+
+def test_a_geometric_mean_is_as_strict_for_long_trajectories_as_for_short_ones() -> None:
+    """A mean of 1.01 per token is outside the band at any length; the product leaves its own band at 70 tokens."""
+    for length, product in ((10, 1), (60, 1), (80, 0)):
+        log_weights = torch.full((length,), math.log(1.01))
+        for mask, want in ((Mask.geometric, 0), (Mask.sequence, product)):
+            kept = kept_tokens(log_weights, trajectories(length), AlgorithmConfig(masks=[mask]))
+            assert kept.int().tolist() == [want] * length
+
+
+def test_k3_rejects_a_divergence_that_cancels_in_the_geometric_mean() -> None:
+    """Half of the tokens up by 0.2 nats, half down: the mean is 1, and the divergence is cosh(0.2) - 1 = 0.0201."""
+    log_weights = torch.tensor([0.2, -0.2] * 50)
+    for options, want in (
+        ({"masks": [Mask.geometric]}, True),
+        ({"masks": [Mask.k3], "k3_max": 0.0202}, True),
+        ({"masks": [Mask.k3], "k3_max": 0.0200}, False),
+    ):
+        assert kept_tokens(log_weights, trajectories(100), AlgorithmConfig(**options)).all() == want
+
+
+@given(
+    st.lists(st.floats(-300, 300), min_size=1, max_size=8),
+    st.sampled_from(list(Weight)),
+    st.sampled_from([0.0, 1.0, 2.0]),
+    st.sets(st.sampled_from(list(Mask))),
+)
+def test_weights_stay_finite_however_far_the_policies_are(
+    log_weights: list[float], weight: Weight, cap: float, masks: set[Mask]
+) -> None:
+    config = proximal(weight=weight, weight_cap=cap, masks=sorted(masks))
+    given_weights, of = torch.tensor(log_weights), trajectories(len(log_weights))
+    weights = importance_weights(given_weights, of, config)
     assert torch.isfinite(weights).all()
     assert (weights >= 0).all()
+    assert kept_tokens(given_weights, of, config).dtype is torch.bool
+
+
+def test_masks_alone_leave_the_clip_at_the_behavior_policy() -> None:
+    """One update per step: the clip of policy ÷ behaviour acts beside a mask, and not under a proximal anchor."""
+    columns = {"behavior_logprobs": [math.log(0.2)] * 2, "advantages": [1.0, 1.0]}
+    given_inputs = inputs([math.log(0.3), math.log(0.21)], **columns)
+    masked = AlgorithmConfig(masks=[Mask.token], token_band=(0.5, 2.0))
+    for config, clipped in ((AlgorithmConfig(), [1, 0]), (masked, [1, 0]), (proximal(), [0, 0])):
+        assert policy_objective(config).loss(given_inputs).metrics["clip_fraction"].tolist() == clipped
 
 
 def inputs(policy: list[float], **columns: list[float]) -> LossInputs:
@@ -68,7 +128,7 @@ def test_decoupled_ppo_weighs_the_clipped_ratio_by_proximal_over_behavior() -> N
         proximal_logprobs=[math.log(0.4)] * 2,
         advantages=[1.0, -1.0],
     )
-    config = AlgorithmConfig(correction=Correction.untruncated, correction_high=9.0)
+    config = proximal(weight=Weight.token, weight_cap=0.0)
     terms = policy_objective(config).loss(given_inputs)
     assert terms.per_token.tolist() == pytest.approx([-2 * 1.2, 2 * 1.5], abs=1e-5)  # ratio 1.5, weight 2
     assert terms.metrics["importance_weight"].tolist() == pytest.approx([2.0, 2.0])
@@ -79,14 +139,14 @@ def test_decoupled_ppo_weighs_the_clipped_ratio_by_proximal_over_behavior() -> N
 
 def test_in_a_step_of_one_update_the_ratio_is_one_and_the_weight_is_all() -> None:
     given_inputs = inputs([math.log(0.6)], behavior_logprobs=[math.log(0.2)], advantages=[1.0])
-    terms = policy_objective(AlgorithmConfig(correction=Correction.token_truncated)).loss(given_inputs)
+    terms = policy_objective(proximal(weight=Weight.token, weight_cap=2.0)).loss(given_inputs)
     assert terms.per_token.tolist() == pytest.approx([-2.0])  # min(3, 2) * 1
     assert torch.autograd.grad(terms.per_token.sum(), given_inputs.log_probs)[0].tolist() == pytest.approx([-2.0])
 
 
 def test_masked_tokens_are_counted_and_teach_nothing() -> None:
     given_inputs = inputs([-1.0, -1.0], behavior_logprobs=[-1.0, -4.0], advantages=[1.0, 1.0])
-    terms = policy_objective(AlgorithmConfig(correction=Correction.token_masked)).loss(given_inputs)
+    terms = policy_objective(proximal(weight=Weight.token, masks=[Mask.token])).loss(given_inputs)
     assert terms.metrics["masked_fraction"].tolist() == [0.0, 1.0]
     assert torch.autograd.grad(terms.per_token.sum(), given_inputs.log_probs)[0].tolist() == [-1.0, 0.0]
 
@@ -146,10 +206,10 @@ def test_each_kl_estimator_has_its_own_gradient(estimator: KLEstimator, want: li
     assert gradient.tolist() == pytest.approx(want, abs=1e-6)
 
 
-def test_no_gradient_flows_through_a_correction() -> None:
-    for correction in (Correction.untruncated, Correction.token_truncated, Correction.sequence_truncated):
+def test_no_gradient_flows_through_a_weight() -> None:
+    for weight in (Weight.token, Weight.sequence):
         given_inputs = inputs([math.log(0.5)], behavior_logprobs=[math.log(0.4)], advantages=[1.0])
-        terms = policy_objective(AlgorithmConfig(correction=correction, loss="reinforce")).loss(given_inputs)
+        terms = policy_objective(AlgorithmConfig(weight=weight, loss="reinforce")).loss(given_inputs)
         (gradient,) = torch.autograd.grad(terms.per_token.sum(), given_inputs.log_probs)
         assert gradient.tolist() == pytest.approx([-1.25])  # the weight alone, not the weight's own slope
 
@@ -172,6 +232,19 @@ def test_k3_keeps_a_small_divergence_and_stays_finite_beside_a_large_one(estimat
     assert gradient.tolist() == pytest.approx([*slopes, 0.0, 0.0], rel=1e-5, abs=0)
 
 
+@pytest.mark.parametrize("num_samples", [10_000, 60_000, 10**9])
+def test_the_adaptive_coefficient_stays_positive_in_batches_beyond_its_horizon(num_samples: int) -> None:
+    """The paper's factor, 1 - 0.2 n ÷ horizon, is -0.2 at n = 60000."""
+    coefficient = AdaptiveKLCoefficient(initial=0.1, target=6.0, horizon=10_000)
+    assert coefficient.update(0.0, num_samples) == pytest.approx(0.08)
+    assert coefficient.update(600.0, num_samples) == pytest.approx(0.096)
+
+
+def test_a_divergence_that_is_not_finite_leaves_the_adaptive_coefficient() -> None:
+    coefficient = AdaptiveKLCoefficient(initial=0.1, target=6.0, horizon=10_000)
+    assert [coefficient.update(value, 256) for value in (math.nan, math.inf)] == [0.1, 0.1]
+
+
 def test_the_adaptive_coefficient_follows_the_target() -> None:
     coefficient = AdaptiveKLCoefficient(initial=0.1, target=6.0, horizon=10_000)
     assert coefficient.update(12.0, 256) == pytest.approx(0.1 * (1 + 0.2 * 0.0256))
@@ -183,12 +256,26 @@ def test_the_adaptive_coefficient_follows_the_target() -> None:
     [
         ({"dual_clip": 0.5}, "dual_clip must be > 1, got 0.5"),
         ({"aggregation": Aggregation.sequence_sum_norm}, "sequence_norm_tokens >= 1, got 0"),
-        ({"correction_low": 1.5}, "both sides of 1"),
+        ({"weight": Weight.token}, "weight must be none with algorithm.anchor=behavior, got token"),
+        ({"weight_cap": 0.5}, r"weight_cap must be in \[1, 10\], or 0 for no truncation, got 0.5"),
+        ({"weight_cap": 1e6}, r"weight_cap must be in \[1, 10\], or 0 for no truncation"),
+        ({"token_band": (1.5, 2.0)}, r"token_band must hold 1 and lie in \[0.1, 10\], got \[1.5, 2\]"),
+        ({"sequence_band": (0.0, 2.0)}, r"sequence_band must hold 1 and lie in \[0.1, 10\], got \[0, 2\]"),
+        ({"geometric_band": (0.5, 2.0)}, r"geometric_band must hold 1 and lie in \[0.9, 1.1\], got \[0.5, 2\]"),
+        ({"k3_max": 1.0}, r"k3_max must be in \(0, 0.1\], got 1.0"),
         ({"overlong_buffer_tokens": 4}, "overlong_buffer_tokens must be in"),
         ({"num_mini_batches": 0}, "num_mini_batches must be >= 1"),
         ({"num_mini_batches": 3, "groups_per_step": 2}, "num_mini_batches must be <= algorithm.groups_per_step"),
         ({"kl_target": 0.1}, "kl_target=0.1 adapts algorithm.kl_reward_coef, which is 0"),
         ({"kl_horizon": 0}, "kl_horizon must be >= 1"),
+        ({"loss": "gspo"}, "clip_low and clip_high must be <= 0.05 with algorithm.loss=gspo, got 0.2 and 0.2"),
+        (
+            {"loss": "gspo", "clip_low": 3e-4, "clip_high": 4e-4},
+            "anchor must be proximal with algorithm.loss=gspo and bounds below 1e-3, got behavior",
+        ),
+        ({"kl_coef": 0.1, "kl_estimator": KLEstimator.k1}, "kl_estimator must be k2, k3 or low_variance .*, got k1"),
+        ({"gae_lambda": 0.9}, "gae_lambda=0.9 is read by algorithm.advantage=gae, got grpo"),
+        ({"gamma": 0.9}, r"gamma=0.9 is read by the advantages \['gae', 'reinforce_plus_plus'\], got grpo"),
         ({"gae_lambda": 1.5}, "gae_lambda must be in \\[0, 1\\], got 1.5"),
         ({"kl_coef": float("nan")}, "kl_coef must be >= 0, got nan"),
     ],

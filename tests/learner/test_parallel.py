@@ -11,10 +11,19 @@ from asyncrl.protocol.types import FinishReason, Plan
 from learner import fsdp
 from learner.advantages import BatchAdvantages
 from learner.batching import karmarkar_karp, rank_batches
-from learner.config import Aggregation, AlgorithmConfig, Correction, Device, LearnerConfig, OptimizerConfig
+from learner.config import (
+    Aggregation,
+    AlgorithmConfig,
+    Anchor,
+    Device,
+    LearnerConfig,
+    Mask,
+    OptimizerConfig,
+    Weight,
+)
 from learner.losses import LOSSES
 from learner.trainer import Trainer
-from learner.types import group_sequences
+from learner.types import TokenSequence, group_sequences
 from tests.support.policy_step import policy_step
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny_models import VOCABULARY, awkward_sequences, random_sequences
@@ -36,18 +45,28 @@ def config(num_ranks: int, sp_size: int = 1, max_tokens: int = 50) -> LearnerCon
     )
 
 
+CORRECTIONS = [
+    {},
+    {"anchor": Anchor.proximal, "weight": Weight.token, "weight_cap": 0},
+    {"anchor": Anchor.proximal, "weight": Weight.token, "masks": [Mask.token]},
+    {"anchor": Anchor.proximal, "weight": Weight.sequence, "masks": [Mask.sequence], "sequence_band": (0.0, 8.0)},
+    {"masks": [Mask.geometric], "geometric_band": (0.9, 1.1)},
+    {"masks": [Mask.token, Mask.k3], "k3_max": 0.1},
+]
+
 CASES = [
     AlgorithmConfig(
         loss=loss,
         aggregation=list(Aggregation)[index % len(Aggregation)],
-        correction=list(Correction)[index % len(Correction)],
+        **CORRECTIONS[index % len(CORRECTIONS)],
         sequence_norm_tokens=24,
+        **({"clip_low": 0.04, "clip_high": 0.05} if loss == "gspo" else {}),
         dual_clip=3.0,
         entropy_coef=0.01 * (index % 2),
     )
     for index, loss in enumerate(sorted(LOSSES.names()) * 2)
 ]
-"""Every loss twice, each time with the next aggregation and correction."""
+"""Every loss twice, each time with the next aggregation, weight and masks."""
 
 
 def train(model_path: str, learner: LearnerConfig, num_sequences: int) -> list[tuple[list[dict], dict, int]]:
@@ -127,7 +146,7 @@ def step_on_a_plan(model_path: str, learner: LearnerConfig) -> tuple[list[dict],
     """Metrics and weights of two steps of four updates each, on a plan split as the controller splits it."""
     groups = [random_group(seed) for seed in range(10)]
     by_id = {group.group_id: group for group in groups}
-    algorithm = AlgorithmConfig(num_mini_batches=4, correction=Correction.token_truncated, entropy_coef=0.01)
+    algorithm = AlgorithmConfig(num_mini_batches=4, anchor=Anchor.proximal, weight=Weight.token, entropy_coef=0.01)
     shards = rank_batches(plan_of(groups), algorithm, num_shards=learner.num_ranks // learner.sp_size, max_lag=0)
     trainer = Trainer(learner, model_path=model_path, total_updates=8)
     batch = shards[trainer.mesh.dp_rank]
@@ -179,10 +198,41 @@ def start_weights(model_path: str) -> np.ndarray:
     return load_file(f"{model_path}/model.safetensors")["model.embed_tokens.weight"].numpy()
 
 
-def test_every_loss_aggregation_and_correction_is_compared() -> None:
+def test_every_loss_aggregation_weight_and_mask_is_compared() -> None:
     assert {case.loss for case in CASES} == set(LOSSES.names())
     assert {case.aggregation for case in CASES} == set(Aggregation)
-    assert {case.correction for case in CASES} == set(Correction)
+    assert {case.anchor for case in CASES} == set(Anchor)
+    assert {case.weight for case in CASES} == set(Weight)
+    assert {mask for case in CASES for mask in case.masks} == set(Mask)
+
+
+def error_of_an_update(model_path: str, learner: LearnerConfig, longest: int) -> str:
+    """What an update raises on this rank, of which only data-parallel rank 0 was given a sequence over the budget."""
+    trainer = Trainer(learner, model_path=model_path, total_updates=1)
+    length = longest if trainer.mesh.dp_rank == 0 else 6
+    mask = np.arange(length) > 1
+    columns = {name: np.zeros(length, dtype=np.float32) for name in ("behavior_logprobs", "advantages")}
+    sequence = TokenSequence(input_ids=np.arange(length) % VOCABULARY, loss_mask=mask, columns=columns)
+    try:
+        policy_step(trainer, AlgorithmConfig()).run([sequence])
+    except ValueError as error:
+        return str(error)
+    return "trained"
+
+
+@pytest.mark.parametrize(("num_ranks", "sp_size"), [(2, 1), (4, 2)])
+def test_a_sequence_over_the_budget_is_refused_on_all_ranks_at_once(
+    model_path: str, num_ranks: int, sp_size: int
+) -> None:
+    """A rank that raised alone left the others in a collective until its deadline, of ten minutes."""
+    learner = config(num_ranks, sp_size=sp_size, max_tokens=20)
+    errors = run_on_ranks(num_ranks, error_of_an_update, model_path, learner, 50, timeout_s=60.0)
+    assert len(errors) == num_ranks
+    for rank, error in enumerate(errors):
+        assert "learner.max_tokens_per_micro_batch" in error
+        assert ("for a sequence of 49 tokens" in error) == (rank < sp_size), error
+        assert ("another rank" in error) == (rank >= sp_size), error
+    assert run_on_ranks(num_ranks, error_of_an_update, model_path, learner, 12)[0] == "trained"
 
 
 def test_log_probs_do_not_depend_on_the_order_of_sequences(model_path: str) -> None:

@@ -9,7 +9,16 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 from asyncrl.protocol.data_proto import DataProto
-from learner.config import AlgorithmConfig, CriticConfig, Device, LearnerConfig, LoraConfig, OptimizerConfig
+from learner.config import (
+    AlgorithmConfig,
+    Anchor,
+    CriticConfig,
+    Device,
+    LearnerConfig,
+    LoraConfig,
+    OptimizerConfig,
+    Weight,
+)
 from learner.verl_api import ActorWorker, CriticWorker, ReferenceWorker, RewardModelWorker
 from tests.support.tiny_models import VOCABULARY, save_tiny_model
 
@@ -170,7 +179,7 @@ def test_updating_the_actor_raises_what_was_good_and_only_where_the_response_mas
 def test_two_updates_a_step_start_from_the_old_log_probs_that_were_handed_in(
     models: dict[str, str], tmp_path: Path
 ) -> None:
-    worker, data = actor(models, tmp_path, num_mini_batches=2, correction="token_truncated"), rows()
+    worker, data = actor(models, tmp_path, num_mini_batches=2, anchor=Anchor.proximal, weight=Weight.token), rows()
     old = worker.compute_log_prob(data).batch["old_log_probs"]
     data.batch["old_log_probs"], data.batch["advantages"] = old, torch.ones(4, RESPONSE)
     data.batch["rollout_log_probs"] = old - 0.5

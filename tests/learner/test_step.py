@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from learner.config import AlgorithmConfig, Correction, Device, KLEstimator, LearnerConfig, OptimizerConfig
+from learner.config import AlgorithmConfig, Anchor, Device, KLEstimator, LearnerConfig, OptimizerConfig
 from learner.heads import LogProbHead
 from learner.packed_model import PackedModel
 from learner.roles import REFERENCE
@@ -45,7 +45,7 @@ def test_the_proximal_policy_is_the_one_before_the_step(model_path: str) -> None
     trainer = Spy(CONFIG, model_path=model_path, total_updates=8)
     sequences = mini_batched(random_sequences(6), 2)
     before = {s.input_ids.tobytes(): p for s, p in zip(sequences, trainer.scores(sequences), strict=True)}
-    policy_step(trainer, AlgorithmConfig(num_mini_batches=2, correction=Correction.untruncated)).run(sequences)
+    policy_step(trainer, AlgorithmConfig(num_mini_batches=2, anchor=Anchor.proximal)).run(sequences)
     after = trainer.scores(sequences)
     assert len(seen) == 2
     for part in seen:

@@ -88,9 +88,11 @@ def test_returns_to_go_are_discounted_from_each_token() -> None:
 
 def test_gae_whitens_its_advantages_but_not_the_returns() -> None:
     batch = tokens([0.0, 1.0, 0.0, 0.0, 2.0], [2, 3], [0.5, 0.6, 1.0, 1.0, 1.0])
-    plain = ADVANTAGES.get("gae")(batch, AlgorithmConfig(gae_lambda=0.5, whiten_advantages=False), alone)
+    plain = ADVANTAGES.get("gae")(
+        batch, AlgorithmConfig(advantage="gae", gae_lambda=0.5, whiten_advantages=False), alone
+    )
     assert plain.advantages.tolist() == pytest.approx([0.3, 0.4, 0.25, 0.5, 1.0])
-    white = ADVANTAGES.get("gae")(batch, AlgorithmConfig(gae_lambda=0.5), alone)
+    white = ADVANTAGES.get("gae")(batch, AlgorithmConfig(advantage="gae", gae_lambda=0.5), alone)
     mean = 2.45 / 5
     deviation = math.sqrt(sum((a - mean) ** 2 for a in (0.3, 0.4, 0.25, 0.5, 1.0)) / 4)
     want = [(a - mean) / deviation for a in (0.3, 0.4, 0.25, 0.5, 1.0)]

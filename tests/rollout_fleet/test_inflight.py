@@ -88,10 +88,10 @@ def test_ids_are_distinct_at_any_group_attempt_and_sample():
 
 def test_the_greedy_baseline_is_the_last_sample_and_in_no_account():
     group = InflightGroup.begin(LEASE, num_samples=2, greedy_baseline=True)
-    sampling = SamplingConfig(temperature=0.7, top_p=0.9, top_k=5, max_new_tokens=9)
+    sampling = SamplingConfig(temperature=0.7, top_p=0.9, top_k=5, min_p=0.1, max_new_tokens=9)
     *sampled, greedy = group.next_requests(sampling)
     assert {request.sampling for request in sampled} == {sampling}
-    assert greedy.sampling == SamplingConfig(temperature=0.0, top_p=1.0, top_k=-1, max_new_tokens=9)
+    assert greedy.sampling == SamplingConfig(temperature=0.0, max_new_tokens=9)
     assert [group.take(request.id, written(3, 1, FinishReason.stop)) for request in sampled] == [3, 3]
     assert group.take(greedy.id, written(2, 1, FinishReason.stop, token=8)) == 0
     assert group.num_tokens == 6

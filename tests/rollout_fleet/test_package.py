@@ -103,6 +103,7 @@ def test_an_impossible_option_fails_by_name(make, message):
         (lambda: SamplingConfig(temperature=-1.0), r"temperature must be >= 0, got -1.0; 0 is greedy decoding"),
         (lambda: SamplingConfig(top_p=0.0), r"top_p must be in \(0, 1\], got 0.0; 1.0 keeps all tokens"),
         (lambda: SamplingConfig(top_k=0), "top_k must be -1 or >= 1, got 0; -1 keeps all tokens"),
+        (lambda: SamplingConfig(min_p=1.0), r"min_p must be in \[0, 1\), got 1.0; 0.0 keeps all tokens"),
         (lambda: SamplingConfig(max_new_tokens=0), "max_new_tokens must be >= 1, got 0"),
         (lambda: SGLangConfig(tp_size=0), "sglang.tp_size must be >= 1, got 0"),
         (lambda: TransformersConfig(max_rows=0), "transformers.max_rows must be >= 1, got 0"),

@@ -99,7 +99,9 @@ async def test_logprobs_equal_a_forward_pass_under_the_version_that_each_token_n
     assert max(versions_in_one_response) >= 2, "no response survived an update; the test has checked nothing"
 
 
-@pytest.mark.parametrize("sampling", [{"temperature": 0.6, "top_p": 0.8}, {"top_k": 3}, {"temperature": 0.0}], ids=str)
+@pytest.mark.parametrize(
+    "sampling", [{"temperature": 0.6, "top_p": 0.8}, {"top_k": 3}, {"min_p": 0.2}, {"temperature": 0.0}], ids=str
+)
 async def test_logprobs_are_those_of_the_sampling_temperature_before_truncation(engine, publish, sampling):
     offer = publish(1.2)
     await engine.load_weights(offer)

@@ -165,6 +165,13 @@ def option(arguments, name):
     return arguments[arguments.index(name) + 1]
 
 
+def test_a_server_reports_log_probs_under_the_temperature_whatever_the_shell_has_set(
+    make_server, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("SGLANG_RETURN_ORIGINAL_LOGPROB", "1")
+    assert make_server("")._environment(tmp_path)["SGLANG_RETURN_ORIGINAL_LOGPROB"] == "false"
+
+
 def test_the_command_line_follows_device_and_options(make_server, tmp_path):
     config = SGLangConfig(memory_saver=True, tp_size=2, extra_args=["--chunked-prefill-size", "64"])
     on_cpu = make_server("", config=config)

@@ -67,7 +67,7 @@ async def start(model_path):
 
 
 @pytest.mark.parametrize(
-    "sampling", [{}, {"temperature": 0.6, "top_p": 0.8}, {"top_k": 3}, {"temperature": 0.0}], ids=str
+    "sampling", [{}, {"temperature": 0.6, "top_p": 0.8}, {"top_k": 3}, {"min_p": 0.2}, {"temperature": 0.0}], ids=str
 )
 async def test_logprobs_equal_a_forward_pass_under_the_sampling_temperature(start, model_path, sampling):
     engine = await start()

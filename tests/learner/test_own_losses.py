@@ -1,0 +1,144 @@
+"""A loss of the user's own: its token columns, its options, the proximal policy, and the mark of losses by token."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from asyncrl.cli.compose import compose_run
+from asyncrl.protocol.trajectory import Trajectory, TrajectoryGroup, Turn
+from asyncrl.protocol.types import FinishReason
+from learner.config import AlgorithmConfig, Anchor, Device, LearnerConfig, OptimizerConfig
+from learner.losses import LOSSES, LossTerms, by_token, policy_objective
+from learner.trainer import Trainer
+from learner.types import TokenSequence, group_sequences
+from tests.support.policy_step import policy_step
+from tests.support.tiny_models import VOCABULARY
+
+RNG = np.random.default_rng(3)
+PROMPT = Turn.given(np.array([3, 4], dtype=np.int32))
+CONFIG = LearnerConfig(device=Device.cpu, max_tokens_per_micro_batch=12, optimizer=OptimizerConfig(clip_grad_norm=0.0))
+SEEN: list[dict[str, np.ndarray]] = []
+
+
+@by_token
+def watching(inputs, config):
+    SEEN.append({name: value.numpy() for name, value in inputs.columns.items()})
+    factor = config.options.get("factor", 1.0)
+    return LossTerms(per_token=-factor * inputs.columns["advantages"] * inputs.log_probs)
+
+
+@by_token
+def anchored(inputs, config):
+    return LossTerms(
+        per_token=-inputs.log_probs, metrics={"moved": (inputs.log_probs - inputs.proximal_logprobs).detach()}
+    )
+
+
+def sampled(length: int, parent: int, **columns: np.ndarray) -> Turn:
+    return Turn(
+        token_ids=RNG.integers(0, VOCABULARY, length).astype(np.int32),
+        parent=parent,
+        sampled=True,
+        logprobs=-RNG.uniform(1.0, 4.0, length).astype(np.float32),
+        versions=np.full(length, 5, dtype=np.int32),
+        finish_reason=FinishReason.stop,
+        columns=columns,
+    )
+
+
+def group_of(group_id: int, *turns: Turn) -> TrajectoryGroup:
+    trajectories = [Trajectory(turns=(PROMPT, *turns), reward=1.0)]
+    return TrajectoryGroup.from_trajectories(trajectories, group_id=group_id, attempt=0)
+
+
+def own(function: str, **options) -> AlgorithmConfig:
+    return AlgorithmConfig(loss=f"{__file__}:{function}", report_entropy=False, **options)
+
+
+def with_advantages(sequences: list[TokenSequence]) -> list[TokenSequence]:
+    return [s.with_column("advantages", np.full(len(s.input_ids), 0.5, np.float32)) for s in sequences]
+
+
+@pytest.fixture
+def seen() -> list[dict[str, np.ndarray]]:
+    """What the loss saw. The registry imports this file under another name, with a list of its own."""
+    imported = LOSSES.get(f"{__file__}:watching").__globals__["SEEN"]
+    imported.clear()
+    return imported
+
+
+def test_an_own_loss_gets_every_token_column_under_its_name(model_path: str, seen) -> None:
+    experts = np.arange(6, dtype=np.int16).reshape(3, 2)
+    groups = [group_of(1, sampled(3, 0, experts=experts)), group_of(2, sampled(4, 0))]
+    sequences = [s for group in groups for s in group_sequences(group, all_columns=True)]
+    policy_step(Trainer(CONFIG, model_path=model_path, total_updates=1), own("watching")).run(
+        with_advantages(sequences)
+    )
+    (columns,) = seen
+    assert columns["versions"].tolist() == [5.0] * 7
+    longest, shorter = groups[1], groups[0]  # the longest sequence comes first
+    for name in ("token_ids", "logprobs"):
+        want = np.concatenate([longest.token_columns[name][2:], shorter.token_columns[name][2:]])
+        np.testing.assert_array_equal(columns[name], want.astype(np.float32))
+    np.testing.assert_array_equal(columns["behavior_logprobs"], columns["logprobs"])
+    assert columns["experts"].tolist() == [[0.0, 0.0]] * 4 + experts.tolist(), "0 where a group has no such column"
+
+
+def test_a_loss_of_ours_is_not_sent_columns_that_it_does_not_read() -> None:
+    (sequence,) = group_sequences(group_of(1, sampled(3, 0, experts=np.zeros((3, 2), dtype=np.int16))))
+    assert set(sequence.columns) == {"behavior_logprobs"}
+
+
+def test_options_reach_an_own_loss_and_are_refused_without_one(model_path: str) -> None:
+    sequences = with_advantages(group_sequences(group_of(1, sampled(3, 0))))
+    losses = []
+    for options in ({}, {"factor": 3.0}):
+        trainer = Trainer(CONFIG, model_path=model_path, total_updates=1)
+        losses.append(policy_step(trainer, own("watching", options=options)).run(sequences)["loss"])
+    assert losses[1] == pytest.approx(3 * losses[0], rel=1e-5)
+    with pytest.raises(ValueError, match=r"algorithm.options=\{'factor': 3.0\} is read by a loss .*algorithm.loss=ppo"):
+        AlgorithmConfig(options={"factor": 3.0})
+
+
+def test_options_of_an_own_loss_are_set_on_the_command_line() -> None:
+    loss = f"algorithm.loss={__file__}:watching"
+    assert compose_run([loss, "algorithm.options={factor: 2.5, name: x}"]).algorithm.options == {
+        "factor": 2.5,
+        "name": "x",
+    }
+
+
+def test_an_own_loss_by_token_trains_branches_that_do_not_fit_together(model_path: str) -> None:
+    """Three branches of 9 tokens and less, one micro-batch holds 12: a loss without the mark is refused there."""
+    turns = (sampled(3, 0), sampled(4, 1), sampled(4, 1), sampled(4, 0))
+    sequences = with_advantages(group_sequences(group_of(1, *turns)))
+    assert len(sequences) == 3
+    trainer = Trainer(CONFIG, model_path=model_path, total_updates=1)
+    assert policy_step(trainer, own("watching")).run(sequences)["num_micro_batches"] > 1
+    with pytest.raises(ValueError, match="3 branches together"):
+        policy_step(trainer, AlgorithmConfig(loss="gspo", anchor=Anchor.proximal, clip_low=3e-4, clip_high=4e-4)).run(
+            sequences
+        )
+
+
+def test_the_proximal_log_probs_of_an_own_loss_are_those_before_the_step(model_path: str) -> None:
+    sequences = with_advantages([s for i in range(2) for s in group_sequences(group_of(i, sampled(6, 0)))])
+    halves = [replace(sequence, mini_batch=index) for index, sequence in enumerate(sequences)]
+    config = replace(CONFIG, optimizer=OptimizerConfig(lr=1e-2))
+
+    def moved(sequences: list[TokenSequence], **options) -> float:
+        trainer = Trainer(config, model_path=model_path, total_updates=2)
+        return policy_step(trainer, own("anchored", **options)).run(sequences)["moved"]
+
+    assert moved(sequences) == 0.0, "with one update the proximal policy is the policy"
+    assert abs(moved(halves, num_mini_batches=2, anchor=Anchor.proximal)) > 1e-3, "the second update sees the first"
+    with pytest.raises(ValueError, match=r"algorithm.anchor must be proximal .* several updates, got behavior"):
+        moved(halves, num_mini_batches=2)
+
+
+def test_the_example_of_the_page_is_a_loss_by_token(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
+    (tmp_path / "my_losses.py").write_text(page.split("```python\n")[1].split("```")[0])
+    assert not policy_objective(AlgorithmConfig(loss=f"{tmp_path}/my_losses.py:bounded_reinforce")).needs_trajectories
