@@ -104,6 +104,56 @@ async def test_a_worker_that_stands_still_in_an_evaluation_is_replaced_and_the_e
     run.cancel()
 
 
+async def in_start(fleet, workers):
+    workers.load_first = lambda rank: asyncio.sleep(60)
+    return asyncio.create_task(fleet.start())
+
+
+async def in_training(fleet, workers):
+    await fleet.start()
+    return asyncio.create_task(asyncio.sleep(0))
+
+
+async def in_evaluation(fleet, workers):
+    await fleet.start()
+    workers.answer = lambda rank, prompts, version, num_samples: asyncio.sleep(40, result=[])
+    answering = (fleet.answer(engine, ["a"], version=0, num_samples=1) for engine in ("0", "1"))
+    return asyncio.ensure_future(asyncio.gather(*answering, return_exceptions=True))
+
+
+async def in_checkpoint(fleet, workers):
+    await fleet.start()
+    return asyncio.create_task(fleet.counters())
+
+
+async def in_stop(fleet, workers):
+    await fleet.start()
+    return asyncio.create_task(fleet.drain())
+
+
+@pytest.mark.parametrize("stall_s", [1.0, 5.0, 1.5 * DEADLINE_S])
+@pytest.mark.parametrize("phase", [in_start, in_training, in_evaluation, in_checkpoint, in_stop])
+async def test_nothing_of_the_fleet_stands_still_after_a_stall_in_any_phase(fleet_of, phase, stall_s):
+    workers = Workers(takes_s=1000.0)
+    workers.load_first = lambda rank: asyncio.sleep(0.1)
+    fleet = fleet_of(workers, TWO, f"buffer.request_timeout_s={DEADLINE_S:g}")
+    call = await phase(fleet, workers)
+    await asyncio.sleep(0)
+    workers.stand_still(1, stall_s)
+    await asyncio.wait({call}, timeout=100)
+    assert call.done()
+    if call.exception() is not None:  # a fleet that does not come up ends the run, which names what was awaited
+        assert (phase, stall_s > DEADLINE_S) == (in_start, True)
+        assert "waited 10 s for the rollout workers, which wait for the first weights" in str(call.exception())
+        return
+    run = asyncio.create_task(fleet.run())
+    await asyncio.sleep(3 * DEADLINE_S)
+    assert (fleet.engines(), run.done()) == (["0", "1"], False)
+    assert len(workers.replaced) <= (stall_s > DEADLINE_S)
+    assert (await asyncio.wait_for(fleet.drain(), 10)).tokens_generated >= 100 + 70
+    run.cancel()
+
+
 @pytest.mark.parametrize(
     "error",
     [RaySystemError("System error: the object store is gone"), OSError(5, "Input/output error"), KeyError("rank")],
