@@ -136,7 +136,6 @@ class RolloutLoop:
         still answers. After a failure of the engine the loop can run again; see `use`.
         """
         if self._state is LoopState.stopping:  # stopped before, or between two engines
-            await self._returns.give_back()
             self._state = LoopState.ended
             return self._meter.counters()
         self._state = LoopState.running
@@ -181,7 +180,9 @@ class RolloutLoop:
         if self._state in (LoopState.idle, LoopState.running):
             self._state = LoopState.stopping
             await self._notify()
-        if not never_ran:
+        if never_ran:
+            await self._returns.give_back()
+        else:
             await self._until(lambda: self._state is LoopState.ended)
 
     async def load_next(self, after: int) -> None:

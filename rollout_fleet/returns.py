@@ -41,7 +41,7 @@ class Returns:
             await self._for_each(self._save)
         for key, failure in (await self._for_each(self._release)).items():
             if failure is None or isinstance(failure, ReplayBufferError):  # the buffer has answered
-                del self._groups[key]
+                self._groups.pop(key, None)
         if self._groups:
             logger.warning("%d leases could not be given back; they run out", len(self._groups))
 

@@ -360,28 +360,32 @@ class FleetMember:
 
     async def _watch(self) -> None:
         while not self.member.has_ended:
-            await self._hear_until_after(self.member.epoch)
-            if self._end_of_life is None:  # it has left
+            await self._hear_until_declared()
+            if (failure := self._end_of_life) is None:  # it has left
                 return
+            self._end_of_life = None
             try:
-                await self._replace(self._end_of_life)
-            except Exception as failure:  # noqa: BLE001 - told to whoever waits for this member
-                self.member.fail(str(raised_in_worker(failure)))
-                self._failure = failure
+                await self._replace(failure)
+            except Exception as error:  # noqa: BLE001 - told to whoever waits for this member
+                self.member.fail(str(raised_in_worker(error)))
+                self._failure = error
                 await self._notify()
 
-    async def _hear_until_after(self, epoch: int) -> None:
-        """Hear the worker until its life has ended, which `_hear` or any other call finds."""
-        self._end_of_life = None
-        hearing, ending = asyncio.ensure_future(self._hear()), asyncio.create_task(self._until_after(epoch))
+    async def _hear_until_declared(self) -> None:
+        """Hear the worker until the end of its life is declared: by another call, or here for what `_hear` raises."""
+        hearing, declared = asyncio.ensure_future(self._hear()), asyncio.create_task(self._until_declared())
         try:
-            await asyncio.wait({hearing, ending}, return_when=asyncio.FIRST_COMPLETED)
-            if not ending.done() and (error := _failure_of(hearing, self.member.name)) is not None:
-                await self._declare(epoch, error)
+            await asyncio.wait({hearing, declared}, return_when=asyncio.FIRST_COMPLETED)
+            if not declared.done() and (error := _failure_of(hearing, self.member.name)) is not None:
+                await self._declare(self.member.epoch, error)
         finally:
-            for task in (hearing, ending):
+            for task in (hearing, declared):
                 task.cancel()
-            await asyncio.gather(hearing, ending, return_exceptions=True)
+            await asyncio.gather(hearing, declared, return_exceptions=True)
+
+    async def _until_declared(self) -> None:
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._end_of_life is not None or self.member.has_ended)
 
     async def _hear(self) -> NoReturn:
         """Pass on what the worker says of its engine. Raises what the worker's life ends of."""

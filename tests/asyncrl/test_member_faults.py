@@ -168,6 +168,25 @@ async def test_any_exception_of_a_call_is_the_end_of_a_workers_life_and_another_
     run.cancel()
 
 
+async def test_a_life_that_ends_as_soon_as_it_is_ready_is_followed_by_another(fleet_of):
+    workers = Workers()
+    fleet, run = await training_on(fleet_of, workers)
+    replace_worker = workers.replace_worker
+
+    def replace_and_fail_once(rank, **made_with):
+        replace_worker(rank, **made_with)
+        if len(workers.replaced) == 1:
+            workers.run_errors[rank] = raised_by_ray(FULL)
+            workers.lives[rank] = asyncio.Event()
+            workers.lives[rank].set()
+
+    workers.replace_worker = replace_and_fail_once
+    workers.die(1, OSError(5, "Input/output error"))
+    await asyncio.sleep(2 * DEADLINE_S)
+    assert (workers.replaced, fleet.engines(), run.done()) == ([1, 1], ["0", "1"], False)
+    run.cancel()
+
+
 async def test_a_watch_that_ray_cancels_is_the_end_of_a_workers_life(fleet_of):
     workers = Workers()
     notes = asyncio.Event()

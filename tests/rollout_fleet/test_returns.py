@@ -118,11 +118,9 @@ async def test_groups_of_a_run_that_is_stopped_between_two_engines_are_given_bac
     with pytest.raises(Exception, match="killed"):
         await run
     buffer.is_gone = False
-    stopping = asyncio.create_task(loop.stop())
-    await asyncio.sleep(0)
-    assert (await loop.run()).tokens_in_flight == 0
-    await stopping
+    await loop.stop()
     assert buffer.held == set()
+    assert (await loop.run()).tokens_in_flight == 0
 
 
 @pytest.fixture
