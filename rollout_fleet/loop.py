@@ -643,7 +643,7 @@ class RolloutLoop:
             loading = " and the load of weights" if self._is_loading else ""
             logger.warning("%d prompt groups%s did not end within stop_timeout_s", len(self._groups), loading)
         except Exception as error:  # noqa: BLE001 - the engine may fail in any way while it stops
-            logger.warning("%d prompt groups are given back as they are: %r", len(self._groups), error)
+            logger.warning("%d prompt groups are given back as they are: %s", len(self._groups), error)
 
 
 async def _cancel(tasks: Collection[asyncio.Task[Any]]) -> None:

@@ -11,13 +11,16 @@ import logging
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
-from asyncrl.protocol.errors import ReplayBufferError
+from asyncrl.protocol.errors import DeclaredDead, LeaseExpired, NotLeaseOwner, UnknownGroup, WrongEpoch
 
 from .config import RolloutFleetConfig, SaveProgress
 from .inflight import InflightGroup
 from .settlement import Settlement
 
 logger = logging.getLogger(__name__)
+
+_ANSWERS = (DeclaredDead, LeaseExpired, NotLeaseOwner, UnknownGroup, WrongEpoch)
+"""The buffer has answered, and takes no report of this attempt from this worker."""
 
 
 class Returns:
@@ -40,7 +43,7 @@ class Returns:
         if self._config.save_progress is not SaveProgress.never:
             await self._for_each(self._save)
         for key, failure in (await self._for_each(self._release)).items():
-            if failure is None or isinstance(failure, ReplayBufferError):  # the buffer has answered
+            if failure is None or isinstance(failure, _ANSWERS):
                 self._groups.pop(key, None)
         if self._groups:
             logger.warning("%d leases could not be given back; they run out", len(self._groups))

@@ -263,8 +263,7 @@ async def test_no_room_on_the_workers_host_ends_its_loop_with_that_error(monkeyp
         await buffer.offer(bare_offer(1))
         with pytest.raises(OSError, match="No space left on device"):
             await asyncio.wait_for(run, 60)
-    assert buffer.held == set(), "all leases went back, with what was written"
-    assert set(buffer.progress) == {0, 1}
+    assert buffer.held == set(), "all leases went back"
 
 
 async def test_a_worker_is_stopped_while_its_engine_is_replaced(monkeypatch, tmp_path):
