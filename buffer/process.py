@@ -14,7 +14,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import IO, NoReturn, Self
 
-from asyncrl.protocol.errors import AsyncRLError, DeadlineError, ReplayBufferError, WorkerDiedError
+from asyncrl.protocol.errors import DeadlineError, ReplayBufferError, WorkerDiedError
 from asyncrl.protocol.record import ProfileConfig
 from asyncrl.protocol.remote import last_lines, process_end
 
@@ -26,6 +26,7 @@ from .keys import BufferRole, client_keys, ensure_keys
 logger = logging.getLogger(__name__)
 
 _PROBES_PER_DEADLINE = 6
+_RESTART_PAUSE_S = 0.2
 _PAYLOADS_LOST = "; its payloads are lost, buffer.durability=disk would keep them"
 _LEDGER_LOST = "; with buffer.durability=disk it would be started again with all that it held"
 
@@ -263,11 +264,12 @@ class BufferSupervisor:
         if self.num_restarts >= self._config.restarts:
             raise WorkerDiedError(f"buffer.restarts={self._config.restarts} are used up: {fault}")
         self.num_restarts += 1
-        self._server = self._launch()
         try:
+            self._server = self._launch()
             await asyncio.to_thread(self._server.read_address)
-        except AsyncRLError as error:
-            logger.error("restart %d failed: %s", self.num_restarts, error)
+        except Exception as error:  # noqa: BLE001 - no process or no file may be had now: the next restart may do better
+            logger.error("restart %d failed: %r", self.num_restarts, error)
+            await asyncio.sleep(_RESTART_PAUSE_S)
             return False
         return True
 

@@ -210,7 +210,8 @@ class RolloutFleetConfig:
             least. Which ones are left then depends on what they say: see `rollout_fleet.settlement`.
         max_attempts: A prompt group whose reward fails, or which the engine aborts by itself, is tried again until that
             has happened this often, on whichever workers; then it is dropped and counted. Evictions do not count.
-        max_failures_in_a_row: So many such failures on one worker, without a stored group between them, end the run.
+        max_failures_in_a_row: So many such failures on one worker, without a stored group between them, end the run;
+            where the engine aborted the last group, they end the worker, which is replaced.
         start_timeout_s: Deadline for an engine to come up and to generate its first tokens; a run adds a second per
             100 MB of the model.
         load_timeout_s: Deadline of one weight update on one engine, from the moment when it stands still; weights may

@@ -16,11 +16,10 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine
-from contextlib import suppress
 from typing import Any
 
 from asyncrl.protocol import record
-from asyncrl.protocol.errors import AsyncRLError, DeadlineError, EngineLost
+from asyncrl.protocol.errors import DeadlineError, EngineError, EngineLost
 from asyncrl.protocol.ports import RolloutBuffer
 
 from .config import EngineKind, RolloutFleetConfig
@@ -32,6 +31,7 @@ from .metrics import MemberNotes
 logger = logging.getLogger(__name__)
 
 LONGEST_BACKOFF_S = 60.0
+STOP_AGAIN_S = 0.5
 STOP_MARGIN_S = 5.0
 """How much longer than its own deadlines a start or a stop may take before it is given up."""
 
@@ -125,10 +125,18 @@ class EngineSupervisor:
 
     async def _watch(self, loop: RolloutLoop, buffer: RolloutBuffer) -> None:
         while not self.member.has_ended:
+            failure: Exception = EngineError(f"{self.member.name} stopped being watched")
             try:
                 await self.engine.wait_failed()
             except Exception as error:  # noqa: BLE001 - whatever it failed of
-                await self._replace(error, loop, buffer)
+                failure = error
+            try:
+                await self._replace(failure, loop, buffer)
+            except Exception as error:
+                logger.exception("%s cannot be replaced", self.member.name)
+                self.member.fail(str(error))
+                self._failure = error
+                await self.wake()
 
     async def _replace(self, error: Exception, loop: RolloutLoop, buffer: RolloutBuffer) -> None:
         """Take a failed engine out of service until another is ready, or this one has failed for good."""
@@ -141,9 +149,7 @@ class EngineSupervisor:
         while failure is not None:
             member.fault(member.epoch, str(failure), time.monotonic())
             await self._note(f"{member.name} is fenced, epoch {member.epoch} begins: {failure}", is_serving=False)
-            with suppress(AsyncRLError):  # a buffer that is gone has its own watch
-                await buffer.fenced()
-            await self._stop_engine()
+            await asyncio.gather(self._report_fenced(buffer), self._stop_engine())
             if member.has_ended:
                 self._failure = failure
                 break
@@ -160,15 +166,31 @@ class EngineSupervisor:
         self._notes.append((is_serving, text))
         await self.wake()
 
+    async def _report_fenced(self, buffer: RolloutBuffer) -> None:
+        try:
+            await buffer.fenced()
+        except Exception as error:  # noqa: BLE001 - a buffer that is gone has its own watch
+            logger.warning("the buffer was not told that %s is fenced: %s", self.member.name, error)
+
     async def _stop_engine(self) -> None:
+        """Stop the engine. A stop that raises is repeated until the member's deadline; then the member has failed."""
         member = self.member
         try:
             async with asyncio.timeout(member.seconds_left(time.monotonic())):
-                await self.engine.stop()
+                while (error := await self._stop_error()) is not None:
+                    logger.warning("%s was not stopped, which is tried again: %r", member.name, error)
+                    await asyncio.sleep(STOP_AGAIN_S)
         except TimeoutError:
             logger.error("%s could not be stopped; it is not started again", member.name)
             member.due(member.deadline)
         member.stopped(time.monotonic())
+
+    async def _stop_error(self) -> Exception | None:
+        try:
+            await self.engine.stop()
+        except Exception as error:  # noqa: BLE001 - whatever it is, the engine may still be there
+            return error
+        return None
 
     async def _next_life(self, loop: RolloutLoop) -> Exception | None:
         """Start another engine and let it catch up; what became of it if it fails at that."""

@@ -18,6 +18,7 @@ or the loop's state notifies it.
 - `_hand_on`: a faster worker, or one that has nothing to do; woken by the buffer.
 - the engine's `wait_failed`: the engine's failure, which ends `run`; `use` gives the loop another engine.
 - `run`: a stop, or the first failure of any task. Woken by `stop` or the failed task.
+- `Returns.keep_giving_back`: the buffer, for groups that an earlier `run` could not give back, and a timer.
 - `load_weights`, `release_device`, `stop`: groups that leave the engine or the loop. Woken by `_generate`, `_settle`.
 
 A group that is cut off, by a stop, an update, a stream that stalls or its engine's failure, is saved with its lease
@@ -49,6 +50,7 @@ from .engines.model_files import Decode
 from .inflight import ON_ENGINE, GroupPhase, InflightGroup, to_prefixes
 from .member import Member
 from .metrics import FleetCounters, FleetMeter, note_places
+from .returns import Returns
 from .rewards import WeightedRewards
 from .sample_log import SampleLog
 from .settlement import ENGINE_FAILED, STALLED, Settlement
@@ -113,6 +115,7 @@ class RolloutLoop:
             samples=samples,
         )
         self._groups: dict[tuple[int, int], InflightGroup] = {}
+        self._returns = Returns(config, self._settlement)
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Condition()
         self._settling_turns = asyncio.Semaphore(SETTLED_AT_ONCE)
@@ -133,7 +136,7 @@ class RolloutLoop:
         Raises `AsyncRLError` if the engine or the buffer fails; all leases are given back first, as far as the buffer
         still answers. After a failure of the engine the loop can run again; see `use`.
         """
-        if self._state is LoopState.stopping:  # stopped before, or between two engines: nothing is held
+        if self._state is LoopState.stopping:  # stopped before, or between two engines
             self._state = LoopState.ended
             return self._meter.counters()
         self._state = LoopState.running
@@ -142,6 +145,7 @@ class RolloutLoop:
         pump_tasks = {leasing, *(self._spawn(pump) for pump in pumps)}
         if not self._limit.is_fixed:
             pump_tasks.add(self._spawn(self._keep_fitting))
+        self._spawn(self._returns.keep_giving_back)
         self._spawn(self._keep_loading)  # a load that has begun goes on while the groups are put down
         try:
             await self._until(lambda: self._state is LoopState.stopping or self._failure is not None)
@@ -154,7 +158,9 @@ class RolloutLoop:
             await self._put_down()
         finally:
             await _cancel(self._tasks)
-            await self._release_all()
+            self._returns.add(self._groups.values())  # no task owns them any more: they are not renewed
+            self._groups.clear()
+            await self._returns.give_back()
             self._count_running()
             may_go_on = self._engine.has_failed and self._state is LoopState.running
             self._state = LoopState.idle if may_go_on else LoopState.ended
@@ -175,7 +181,9 @@ class RolloutLoop:
         if self._state in (LoopState.idle, LoopState.running):
             self._state = LoopState.stopping
             await self._notify()
-        if not never_ran:
+        if never_ran:
+            await self._returns.give_back()
+        else:
             await self._until(lambda: self._state is LoopState.ended)
 
     async def load_next(self, after: int) -> None:
@@ -482,7 +490,7 @@ class RolloutLoop:
         try:
             async for request, output in self._engine.generate(requests):
                 await self._take(asked[request.id], request, output)
-        except AsyncRLError:
+        except Exception:
             for group in groups:  # what the engine was never asked for
                 if self._engine.has_failed and group.phase in ON_ENGINE:
                     group.end_reason = group.end_reason or ENGINE_FAILED
@@ -639,18 +647,8 @@ class RolloutLoop:
         except TimeoutError:
             loading = " and the load of weights" if self._is_loading else ""
             logger.warning("%d prompt groups%s did not end within stop_timeout_s", len(self._groups), loading)
-        except AsyncRLError as error:
+        except Exception as error:  # noqa: BLE001 - the engine may fail in any way while it stops
             logger.warning("%d prompt groups are given back as they are: %s", len(self._groups), error)
-
-    async def _release_all(self) -> None:
-        """Give back what is still held, with the tokens that were answered, as far as the buffer is there."""
-        try:
-            async with asyncio.timeout(self._config.stop_timeout_s):
-                for group in list(self._groups.values()):
-                    await self._settlement.release(group, "stopped")
-                    await self._forget(group)
-        except (TimeoutError, AsyncRLError) as error:
-            logger.warning("%d leases could not be given back: %r", len(self._groups), error)
 
 
 async def _cancel(tasks: Collection[asyncio.Task[Any]]) -> None:

@@ -130,7 +130,7 @@ class RolloutWorker(Worker):
             engine = await self._supervisor.ready(unless=lambda: loop.is_stopping)
             try:
                 await loop.run()
-            except AsyncRLError:
+            except Exception:
                 if not engine.has_failed:
                     raise
         return loop.counters()

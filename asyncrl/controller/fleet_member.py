@@ -4,9 +4,13 @@ A life begins with a place in the cluster, for which it waits as long as the clu
 node that died. Then the node is given what the worker reads, the worker is made, its engine started, and the newest
 weights are loaded.
 
-What waits here waits for the worker, which answers other calls meanwhile or is taken for dead; Ray wakes it when the
-worker answers or dies. A worker replaces its engine by itself (`rollout_fleet.engine_supervisor`). One whose engine has
-failed for good has failed too, unless the engine lives in the worker's own process.
+Every call waits for the worker. Ray wakes the call when the worker answers or dies. A worker that misses
+``buffer.request_timeout_s`` for a call that it answers at once is taken for dead. The first call that sees the end of a
+life declares it (`FleetMember._declare`), and `FleetMember._watch` then begins the next life. Any error ends a life,
+except for the errors that every worker would raise (`RUN_ERRORS`): they end the run.
+
+A worker replaces its engine by itself (`rollout_fleet.engine_supervisor`). A worker whose engine has failed for good
+has failed too, unless the engine lives in the worker's own process.
 """
 
 from __future__ import annotations
@@ -18,13 +22,23 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 from ray.exceptions import RayError, RayTaskError
 
 from asyncrl.config import RunConfig
 from asyncrl.controller.cluster import finished_in_thread
-from asyncrl.protocol.errors import AsyncRLError, ClusterDiedError, DeadlineError, EngineLost, WorkerDiedError
+from asyncrl.protocol.errors import (
+    AccountError,
+    AsyncRLError,
+    ClusterDiedError,
+    DeadlineError,
+    EngineLost,
+    RequestRefused,
+    RewardError,
+    WorkerDiedError,
+    WrongEpoch,
+)
 from asyncrl.protocol.remote import raised_in_worker, within
 from asyncrl.protocol.types import AnsweredPrompt, Prompt
 from rollout_fleet.config import EngineKind
@@ -39,6 +53,10 @@ PLACE_NOTICE_S = 5.0
 """After so many seconds without a place people are told."""
 START_MARGIN_S = 30.0
 """How much longer than its engine a worker may take to start: it keeps that deadline itself, with a better message."""
+COUNTERS_S = 1.0
+"""How long `FleetMember.counters` waits for an answer before it returns the last known one."""
+RUN_ERRORS = (RewardError, RequestRefused, AccountError, WrongEpoch, ClusterDiedError)
+"""What every worker would raise: the reward's configuration, a request, the account or the run's epoch is wrong."""
 
 
 class WorkerPlaces(Protocol):
@@ -117,6 +135,8 @@ class FleetMember:
         self._before: list[FleetCounters] = []
         self._last = FleetCounters()
         self._watching: asyncio.Task[None] | None = None
+        self._counting: asyncio.Task[None] | None = None
+        self._end_of_life: Exception | None = None
         self._failure: Exception | None = None
         self._changed = asyncio.Condition()
 
@@ -176,20 +196,38 @@ class FleetMember:
                 return
 
     async def answer(self, prompts: Sequence[Prompt], *, version: int, num_samples: int) -> list[AnsweredPrompt]:
-        """See `RolloutWorker.answer`. Raises `AsyncRLError` if the worker is lost over it."""
+        """See `RolloutWorker.answer`. Raises `AsyncRLError` if the worker does not answer them, for any reason."""
         if not await self._is_up():
             why = "it cannot answer" if self._failure is None else raised_in_worker(self._failure)
             raise EngineLost(f"{self.member.name} is {self.member.state}: {why}")
-        call = self._call("answer", list(prompts), version, num_samples)
-        return await self._while_answering(call, f"rollout worker {self.rank}, which answers held-out prompts")
+        epoch, call = self.member.epoch, self._call("answer", list(prompts), version, num_samples)
+        try:
+            return await self._while_answering(call, f"rollout worker {self.rank}, which answers held-out prompts")
+        except Exception as error:
+            if not isinstance(error, RayTaskError) and self._watching is not None:
+                await self._declare(epoch, error)
+            if isinstance(error, AsyncRLError):
+                raise
+            raise EngineLost(
+                f"{self.member.name} did not answer held-out prompts: {raised_in_worker(error)}"
+            ) from error
 
     async def counters(self) -> FleetCounters:
-        """What this member has done in all its lives."""
-        if self.member.state is MemberState.ready:
-            epoch = self.member.epoch
-            found = await self._tried(epoch, self._answer("counters", "the fleet's counters"))
-            self._last = found[0] if found else self._last
+        """What this member has done in all its lives, by its last known answer if it does not answer at once."""
+        if self.member.state is MemberState.ready and (self._counting is None or self._counting.done()):
+            self._counting = asyncio.create_task(self._count(self.member.epoch))
+        if self._counting is not None:
+            done, _ = await asyncio.wait({self._counting}, timeout=COUNTERS_S)
+            for counting in done:
+                if not counting.cancelled():  # by `leave`
+                    counting.result()
         return self.total
+
+    async def _count(self, epoch: int) -> None:
+        worker = self._worker
+        found = await self._tried(epoch, self._answer("counters", "the fleet's counters"))
+        if found and self._worker == worker:  # else its last counters are known
+            self._last = found[0]
 
     @property
     def total(self) -> FleetCounters:
@@ -233,20 +271,23 @@ class FleetMember:
             except (TimeoutError, AsyncRLError, RayError) as error:
                 logger.warning("%s is killed, since it did not leave by itself: %r", member.name, error)
                 member.due(member.deadline)
-        if self._watching is not None:
-            self._watching.cancel()
-            await asyncio.gather(self._watching, return_exceptions=True)
+        await asyncio.gather(*self._cancel_tasks(), return_exceptions=True)
         await self._settle(DeadlineError(f"{member.name} was asked to leave, and did not end"))
         await asyncio.to_thread(self._places.close, self.rank)
         self._has_process = False
         await self._notify()
 
     async def stop(self) -> None:
-        """End the worker, if there is one, and watch it no more: whatever dies now is meant to."""
-        if self._watching is not None:
-            self._watching.cancel()
+        """End the worker, if there is one. It is not watched any more: its death is expected."""
+        self._cancel_tasks()
         if self._has_process:
             await self._call("stop")
+
+    def _cancel_tasks(self) -> list[asyncio.Task[None]]:
+        tasks = [task for task in (self._watching, self._counting) if task is not None]
+        for task in tasks:
+            task.cancel()
+        return tasks
 
     # One life
 
@@ -288,23 +329,28 @@ class FleetMember:
         return self.member.epoch
 
     async def _tried(self, epoch: int, pending: Awaitable[T]) -> tuple[T] | None:
-        """The answer of a call; None where the worker's life ends over it, which `_watch` finds."""
+        """The answer of a call; None where the worker's life ends first, or by this call. Raises errors of the run."""
         call, ending = asyncio.ensure_future(pending), asyncio.create_task(self._until_after(epoch))
         try:
             await asyncio.wait({call, ending}, return_when=asyncio.FIRST_COMPLETED)
             if ending.done():
                 return None
-            try:
+            if (error := _failure_of(call, self.member.name)) is None:
                 return (call.result(),)
-            except AsyncRLError as error:
-                if self._watching is None or not _is_end_of_life(error):
-                    raise
-            await ending
+            if self._watching is None or isinstance(raised_in_worker(error), RUN_ERRORS):
+                raise error
+            await self._declare(epoch, error)
             return None
         finally:
             for task in (call, ending):
                 task.cancel()
             await asyncio.gather(call, ending, return_exceptions=True)
+
+    async def _declare(self, epoch: int, error: Exception) -> None:
+        """The life of ``epoch`` has ended of ``error``, unless that was declared before; `_watch` begins the next."""
+        if self.member.fault(epoch, str(raised_in_worker(error)), time.monotonic()):
+            self._end_of_life = error
+            await self._notify()
 
     async def _until_after(self, epoch: int) -> None:
         async with self._changed:
@@ -314,18 +360,35 @@ class FleetMember:
 
     async def _watch(self) -> None:
         while not self.member.has_ended:
+            await self._hear_until_declared()
+            if (failure := self._end_of_life) is None:  # it has left
+                return
+            self._end_of_life = None
             try:
-                await self._hear()
-            except AsyncRLError as error:
-                try:
-                    await self._replace(error)
-                except Exception as failure:  # noqa: BLE001 - told to whoever waits for this member
-                    self.member.fail(str(raised_in_worker(failure)))
-                    self._failure = failure
-                    await self._notify()
+                await self._replace(failure)
+            except Exception as error:  # noqa: BLE001 - told to whoever waits for this member
+                self.member.fail(str(raised_in_worker(error)))
+                self._failure = error
+                await self._notify()
 
-    async def _hear(self) -> None:
-        """Pass on what the worker says of its engine, until the worker's life ends."""
+    async def _hear_until_declared(self) -> None:
+        """Hear the worker until the end of its life is declared: by another call, or here for what `_hear` raises."""
+        hearing, declared = asyncio.ensure_future(self._hear()), asyncio.create_task(self._until_declared())
+        try:
+            await asyncio.wait({hearing, declared}, return_when=asyncio.FIRST_COMPLETED)
+            if not declared.done() and (error := _failure_of(hearing, self.member.name)) is not None:
+                await self._declare(self.member.epoch, error)
+        finally:
+            for task in (hearing, declared):
+                task.cancel()
+            await asyncio.gather(hearing, declared, return_exceptions=True)
+
+    async def _until_declared(self) -> None:
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._end_of_life is not None or self.member.has_ended)
+
+    async def _hear(self) -> NoReturn:
+        """Pass on what the worker says of its engine. Raises what the worker's life ends of."""
         num_heard = 0
         while True:
             noting = self._call("next_note", num_heard)
@@ -361,10 +424,10 @@ class FleetMember:
 
     async def _settle(self, failure: BaseException) -> None:
         """Get the last counters of a worker that still answers; bury one that does not, where there is one."""
-        if isinstance(failure, EngineLost):
+        if isinstance(failure, EngineLost | RayTaskError):  # raised in a worker that lives
             try:
                 last = await within(self._call("stop"), self._stop_s, self.member.name, "rollout_fleet.stop_timeout_s")
-            except AsyncRLError as error:
+            except Exception as error:  # noqa: BLE001 - it is buried, whatever it failed of
                 logger.warning("%s did not stop: %s", self.member.name, error)
             else:
                 self._before.append(await self._closed(last or FleetCounters()))
@@ -394,9 +457,9 @@ class FleetMember:
         """Start another worker and let it catch up; what became of it if it fails at that."""
         try:
             await self._come_up()
-        except (AsyncRLError, ValueError) as error:
-            if isinstance(error, ClusterDiedError):
-                raise
+        except ClusterDiedError:
+            raise
+        except Exception as error:  # noqa: BLE001 - the next life may do better
             return error
         return None
 
@@ -443,8 +506,9 @@ class FleetMember:
             self._changed.notify_all()
 
 
-def _is_end_of_life(error: AsyncRLError) -> bool:
-    """Whether the worker died, hangs or has lost its engine; other errors are the run's own and end it."""
-    if isinstance(error, RayTaskError):  # raised in a worker that lives
-        return isinstance(error, EngineLost)
-    return isinstance(error, EngineLost | WorkerDiedError | DeadlineError)
+def _failure_of(call: asyncio.Future[Any], name: str) -> Exception | None:
+    """What a call that is done failed of; None where it was answered."""
+    if call.cancelled():
+        return WorkerDiedError(f"a call of {name} was cancelled by Ray")
+    error = call.exception()
+    return error if error is None or isinstance(error, Exception) else WorkerDiedError(f"{name}: {error!r}")

@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 import ray
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from asyncrl.placement_config import WORKER_ENV
-from asyncrl.protocol.errors import AsyncRLError, WorkerDiedError
+from asyncrl.protocol.errors import DeadlineError, WorkerDiedError
 from asyncrl.protocol.record import ProfileConfig
 from asyncrl.protocol.remote import fetch_async, raised_in_worker, within
 from buffer import BufferClient, BufferConfig, BufferConnection, BufferRole, BufferSupervisor
@@ -186,7 +186,7 @@ class HostStores:
                 (line,) = await fetch_async([actor.next_restart.remote()])
                 self.num_restarts += 1
                 self._say(line)
-        except (AsyncRLError, RayError) as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, this store is gone, and the others go on
             if (lost := self._actors.pop(number, None)) is not None:
                 ray.kill(lost)
             await self._drop(number, joined, error)
@@ -196,12 +196,20 @@ class HostStores:
     async def _drop(self, number: int, joined: int | None, error: Exception) -> None:
         """A store is gone: its groups are generated again, and its host's go to the other stores."""
         logger.warning("store server %d is gone: %s", number, error)
-        num_groups = 0 if joined is None else await self._control.drop_store(joined)
+        num_groups = 0 if joined is None else await self._dropped(joined)
         has_failed = not isinstance(error, RayActorError)  # else its actor has died, most likely with the node
         if has_failed and not self._actors:
             raise WorkerDiedError(f"no store server is left: {raised_in_worker(error)}") from error
         reason = str(raised_in_worker(error)).splitlines()[0] if has_failed else "its actor or its node has died"
         self._say(f"store server {number} is gone, {num_groups} groups are generated again: {reason}")
+
+    async def _dropped(self, store: int) -> int:
+        """See `BufferClient.drop_store`; asks until the buffer answers."""
+        while True:
+            try:
+                return await self._control.drop_store(store)
+            except DeadlineError as error:
+                logger.warning("store server %d is not dropped yet: %s", store, error)
 
     async def stop(self) -> None:
         """End the stores, and their actors."""

@@ -13,6 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
+from ray.exceptions import RayError, RayTaskError
+
 from asyncrl.config import CollectiveInto, RunConfig, Transport, learner_pools, learner_roles
 from asyncrl.controller.cluster import AllOf, finished_in_thread, learner_env, learner_layout, stop_groups
 from asyncrl.controller.run_folder import RunPaths, remove_published
@@ -98,7 +100,10 @@ class LearnerGroup:
 
         A call that is pending on the ranks tells more of a death, and is given time to.
         """
-        death = await self._roles.death()
+        try:
+            death: Exception = await self._roles.death()
+        except Exception as error:  # noqa: BLE001 - ranks that cannot be watched are not trusted to live
+            death = WorkerDiedError(f"the learner's ranks cannot be watched any more: {error!r}")
         await asyncio.sleep(_CALLS_FAIL_S)
         raise LearnerDiedError(str(death))
 
@@ -308,8 +313,10 @@ async def _or_death(result: Awaitable[T], pending: Any) -> T:
         raise BatchLost(_last_line(lost)) from lost
     except (WorkerDiedError, DeadlineError) as fault:
         raise LearnerDiedError(str(fault)) from fault
-    except Exception:
+    except Exception as fault:
         death = await asyncio.to_thread(death_among, refs_of(pending), _DEATH_NOTICED_S)
+        if death is None and isinstance(fault, RayError) and not isinstance(fault, RayTaskError):
+            death = fault  # Ray itself failed, and no rank raised it
         if death is None:
             raise
         raise LearnerDiedError(str(death)) from death

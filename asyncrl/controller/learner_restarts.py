@@ -18,13 +18,15 @@ from typing import TYPE_CHECKING, TypeAlias
 from asyncrl.config import RunConfig
 from asyncrl.controller.controller import ColocatedController, Controller
 from asyncrl.controller.resume import PromptsAgain, Resumed
-from asyncrl.protocol.errors import BatchLost, LearnerDiedError
+from asyncrl.protocol.errors import BatchLost, CheckpointError, ClusterDiedError, LearnerDiedError, ReplayBufferError
 
 if TYPE_CHECKING:
     from asyncrl.controller.learner_group import LearnerGroup  # loads torch and Ray
 
 AnyController: TypeAlias = Controller | ColocatedController
 Recovery: TypeAlias = Callable[[], Awaitable[None]]
+_NOT_OF_A_LIFE = (LearnerDiedError, ClusterDiedError, ReplayBufferError, CheckpointError)
+"""What another start of the learner would not mend, and its death, which counts as it is."""
 MAX_REPLANS = 3
 """How often the batch of one step is planned anew; after that the ranks start again."""
 
@@ -129,7 +131,12 @@ class LearnerRestarts:
         assert found is not None, "a whole checkpoint stays"
         await self._controller.rewind(found.state, incarnation=self.num_restarts)
         self._prompts.again(found.state.finished)
-        await self._learner.begin_again(found.checkpoint, found.state.version, incarnation=self.num_restarts)
+        try:
+            await self._learner.begin_again(found.checkpoint, found.state.version, incarnation=self.num_restarts)
+        except _NOT_OF_A_LIFE:
+            raise
+        except Exception as fault:
+            raise LearnerDiedError(f"the learner did not start again: {fault!r}") from fault
         took_s = time.monotonic() - began_s
         self._say(f"the learner goes on from version {found.state.version} ({found.checkpoint}) after {took_s:.1f} s")
 

@@ -75,17 +75,24 @@ async def fetch_async(refs: Sequence[Any]) -> list[Any]:
 async def within(pending: Awaitable[T], timeout_s: float, what: str, option: str) -> T:
     """Await what a group's call returned, for at most ``timeout_s`` seconds, which ``option`` sets.
 
+    Seconds in which this process itself stood still do not count: the answers wait then, and nobody is late.
     Raises `DeadlineError` after that, which says ``what`` was awaited. Example: ``"the update of step 7"``. For lists
     of references and futures it names the late workers, and ends with the log of the first.
     """
+    call, left_s = asyncio.ensure_future(pending), timeout_s
     try:
-        async with asyncio.timeout(timeout_s):
-            return await pending
-    except TimeoutError:
-        message = f"waited {timeout_s:g} s for {what}; raise {option} if it is only slow"
-        refs = refs_of(pending)
-        late = await asyncio.to_thread(late_workers, refs) if refs else "look into the logs"
-        raise DeadlineError(f"{message}; {late}") from None
+        while left_s > 0 and not call.done():
+            await asyncio.wait({call}, timeout=min(_TICK_S, left_s))
+            left_s -= _TICK_S
+        if call.done():
+            return call.result()
+    finally:
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+    message = f"waited {timeout_s:g} s for {what}; raise {option} if it is only slow"
+    refs = refs_of(pending)
+    late = await asyncio.to_thread(late_workers, refs) if refs else "look into the logs"
+    raise DeadlineError(f"{message}; {late}")
 
 
 def refs_of(pending: Any) -> list[Any]:
@@ -183,6 +190,8 @@ def late_workers(refs: Sequence[Any]) -> str:
     return f"{len(names)} of {len(refs)} are late: {', '.join(names)}{tail}"
 
 
+_TICK_S = 0.5
+"""A wait counts its seconds in ticks, so that a process that stands still loses one tick of its deadlines."""
 NUM_TAIL_LINES = 20
 _TAIL_BYTES = 16_384
 

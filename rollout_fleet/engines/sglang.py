@@ -237,8 +237,9 @@ class SGLangEngine:
             error = done.pop().exception()
             if isinstance(error, DeadlineError):
                 error = DeadlineError(f"{error}. {self._server.log_tail()}")
-            if isinstance(error, Exception):
-                self._failure.fail(error)
+            if not isinstance(error, Exception):
+                error = EngineError(f"{self._name} stopped being watched: {error!r}")
+            self._failure.fail(error)
         finally:
             for watch in watches:
                 watch.cancel()

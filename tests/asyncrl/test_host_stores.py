@@ -4,13 +4,13 @@ import asyncio
 from types import SimpleNamespace
 
 import pytest
-from ray.exceptions import ActorDiedError
+from ray.exceptions import ActorDiedError, RaySystemError
 
 from asyncrl.config import RunConfig, keeps_stores_on_hosts, num_store_servers
 from asyncrl.controller import host_stores
 from asyncrl.controller.host_stores import HostStores, config_of_node
 from asyncrl.placement_config import PlacementConfig
-from asyncrl.protocol.errors import WorkerDiedError
+from asyncrl.protocol.errors import DeadlineError, WorkerDiedError
 from buffer import BufferConfig, StoresOn
 from rollout_fleet.config import RolloutFleetConfig
 from tests.support.ray_cluster import raised_by_ray
@@ -137,6 +137,33 @@ async def test_a_store_that_may_not_be_started_again_is_dropped_and_the_last_one
     placed.actors["b"].events.put_nowait(raised_by_ray(WorkerDiedError("store server 1 died")))
     with pytest.raises(WorkerDiedError, match="no store server is left: store server 1 died"):
         await placed.watching
+
+
+@pytest.mark.parametrize("error", [OSError(24, "Too many open files"), RaySystemError("no memory"), KeyError("store")])
+async def test_whatever_ends_a_store_costs_that_store_and_no_other(placed, error):
+    await placed.enter("a", "b")
+    placed.actors["a"].events.put_nowait(error)
+    assert await placed.control.dropped.get() == 0
+    await asyncio.sleep(0.1)
+    assert not placed.watching.done()
+    placed.actors["b"].events.put_nowait("store server 1 was started again")
+    await asyncio.sleep(0.1)
+    assert placed.said[-1] == "store server 1 was started again"
+
+
+async def test_a_store_is_dropped_when_a_buffer_that_stood_still_answers_again(placed):
+    await placed.enter("a", "b")
+    drop, failures = placed.control.drop_store, [DeadlineError("no answer within 30.0 s")] * 2
+
+    async def drop_late(store):
+        if failures:
+            raise failures.pop()
+        return await drop(store)
+
+    placed.control.drop_store = drop_late
+    placed.actors["a"].events.put_nowait(raised_by_ray(WorkerDiedError("store server 0 died")))
+    assert await placed.control.dropped.get() == 0
+    assert (failures, placed.watching.done()) == ([], False)
 
 
 async def test_stores_are_stopped_and_killed_at_the_end(placed):

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from ray.exceptions import RaySystemError
 
 from asyncrl.cli.compose import compose_run
 from asyncrl.controller.learner_restarts import LearnerRestarts, death_in
@@ -262,6 +263,26 @@ async def test_a_learner_dies_again_in_another_restart(tmp_path: Path):
     run = Run(tmp_path, [3, 5], "learner.restarts=3")
     await run.train()
     assert run.learner.lives == [("v00000002", 1), ("v00000004", 2)]
+
+
+async def test_a_learner_that_does_not_start_again_for_any_reason_is_started_once_more(tmp_path: Path):
+    run = Run(tmp_path, [3], "learner.restarts=3")
+    begin, failures = run.learner.begin_again, [OSError(24, "Too many open files"), RaySystemError("no memory")]
+
+    async def begin_again(*arguments, **options):
+        if failures:
+            raise failures.pop()
+        await begin(*arguments, **options)
+
+    run.learner.begin_again = begin_again
+    await run.train()
+    assert run.learner.lives == [("v00000002", 3)]
+    failures += [OSError(24, "Too many open files")] * 4
+    run = Run(tmp_path / "other", [3], "learner.restarts=2")
+    run.learner.begin_again = begin_again
+    words = r"the learner did not start again: OSError\(24, 'Too many open files'\); learner.restarts=2 are used up"
+    with pytest.raises(LearnerDiedError, match=words):
+        await run.train()
 
 
 @pytest.mark.parametrize(

@@ -191,6 +191,24 @@ async def test_a_run_starts_its_server_again_as_often_as_it_may_and_then_ends_by
         await client.close()
 
 
+async def test_a_restart_for_which_no_process_can_be_had_is_followed_by_another(tmp_path: Path, monkeypatch):
+    said: asyncio.Queue[str] = asyncio.Queue()
+    with supervised(tmp_path, said, restarts=3) as server:
+        watching = asyncio.ensure_future(server.watch())
+        launch, failures = server._launch, [BlockingIOError(11, "Resource temporarily unavailable")] * 2
+
+        def launch_late():
+            if failures:
+                raise failures.pop()
+            return launch()
+
+        monkeypatch.setattr(server, "_launch", launch_late)
+        os.kill(server._server.process.pid, signal.SIGKILL)
+        assert "(restart 3 of buffer.restarts=3)" in await said.get()
+        assert (failures, watching.done()) == ([], False)
+        watching.cancel()
+
+
 async def test_a_server_in_memory_is_not_started_again(tmp_path: Path):
     with supervised(tmp_path, asyncio.Queue(), durability=Durability.memory) as server:
         os.kill(server._server.process.pid, signal.SIGKILL)

@@ -1,6 +1,7 @@
 """Deadlines of waits: what their messages name, and how the deadline of a repeated call follows its durations."""
 
 import asyncio
+import time
 
 import pytest
 
@@ -13,6 +14,13 @@ async def test_a_wait_that_is_late_names_what_it_awaited_and_the_option():
     with pytest.raises(DeadlineError, match=r"^waited 0.01 s for the step; raise learner.step_timeout_s if it is only"):
         await within(asyncio.Event().wait(), 0.01, "the step", "learner.step_timeout_s")
     assert await within(asyncio.sleep(0, result=7), 1.0, "seven", "x") == 7
+
+
+async def test_seconds_in_which_the_waiting_process_stands_still_count_for_no_deadline():
+    asyncio.get_running_loop().call_later(0.05, time.sleep, 1.5)
+    assert await within(asyncio.sleep(1.0, result="in time"), 0.8, "an answer", "x") == "in time"
+    with pytest.raises(DeadlineError, match=r"waited 0.8 s for an answer"):
+        await within(asyncio.sleep(5.0), 0.8, "an answer", "x")
 
 
 async def test_a_repeated_call_gets_ten_times_its_longest_duration_between_floor_and_limit(monkeypatch):

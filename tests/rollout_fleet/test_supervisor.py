@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from asyncrl.protocol.errors import EngineLost, RequestRefused, WorkerDiedError
+from asyncrl.protocol.errors import DeadlineError, EngineLost, RequestRefused, WorkerDiedError
 from rollout_fleet import worker as worker_module
 from rollout_fleet.config import EngineKind, RolloutFleetConfig, SamplingConfig
 from rollout_fleet.engines.scripted import ScriptedAnswer, ScriptedEngine
@@ -176,6 +176,94 @@ async def test_a_start_that_takes_too_long_is_given_up_and_tried_again(monkeypat
         while not buffer.groups:  # noqa: ASYNC110 - virtual time
             await asyncio.sleep(1)
     assert len(engines) == 3
+
+
+async def test_an_engine_whose_stop_raises_is_stopped_again_and_replaced(monkeypatch, tmp_path):
+    buffer, engines = buffer_of(2), Engines(writes(100))
+    async with working(monkeypatch, tmp_path, buffer, engines) as (_, run):
+        await asyncio.sleep(0.2)
+        stop, errors = engines[0].stop, [OSError(5, "Input/output error"), KeyError("pid")]
+
+        async def failing_stop():
+            if errors:
+                raise errors.pop()
+            await stop()
+
+        engines[0].stop = failing_stop
+        engines[0].die("killed")
+        await asyncio.wait_for(buffer.stored(2), 60)
+        assert not run.done()
+    assert (len(engines), errors) == (2, [])
+
+
+async def test_an_engine_that_can_never_be_stopped_ends_the_worker_by_name(monkeypatch, tmp_path):
+    buffer, engines = buffer_of(2), Engines(writes(100))
+    async with working(monkeypatch, tmp_path, buffer, engines) as (_, run):
+        await asyncio.sleep(0.2)
+        stop, is_broken = engines[0].stop, True
+
+        async def failing_stop():
+            if is_broken:
+                raise OSError(5, "Input/output error")
+            await stop()
+
+        engines[0].stop = failing_stop
+        engines[0].die("killed")
+        with pytest.raises(EngineLost, match="killed"):
+            await asyncio.wait_for(run, 60)
+        is_broken = False
+    assert len(engines) == 1, "two engines never share a device"
+
+
+async def test_an_exception_while_an_engine_is_replaced_ends_the_worker_and_not_its_supervision(monkeypatch, tmp_path):
+    buffer, engines = buffer_of(2), Engines(writes(100))
+    async with working(monkeypatch, tmp_path, buffer, engines) as (worker, run):
+        await asyncio.sleep(0.2)
+
+        async def use(engine):
+            raise RuntimeError("the loop has a bug")
+
+        worker._loop.use = use
+        engines[0].die("killed")
+        with pytest.raises(EngineLost, match="the loop has a bug"):
+            await asyncio.wait_for(run, 60)
+
+
+async def test_an_engine_that_fails_while_the_buffer_is_gone_is_stopped_in_time_and_replaced(monkeypatch, tmp_path):
+    buffer, engines = buffer_of(2), Engines(writes(100))
+    fenced = buffer.fenced
+
+    async def unheard():
+        await asyncio.sleep(30)
+        raise DeadlineError("buffer.fenced: no answer within 30.0 s")
+
+    async with working(monkeypatch, tmp_path, buffer, engines) as (_, run):
+        await asyncio.sleep(0.2)
+        buffer.fenced = unheard
+        engines[0].die("killed")
+        await asyncio.sleep(35)
+        buffer.fenced = fenced
+        await asyncio.wait_for(buffer.stored(2), 60)
+        assert not run.done()
+    assert len(engines) == 2
+
+
+async def test_no_room_on_the_workers_host_ends_its_loop_with_that_error(monkeypatch, tmp_path):
+    buffer, engines = buffer_of(2), Engines(writes(400))
+    async with working(monkeypatch, tmp_path, buffer, engines) as (worker, run):
+        await asyncio.sleep(0.2)
+
+        @asynccontextmanager
+        async def full(offer):
+            raise OSError(28, "No space left on device")
+            yield offer
+
+        worker._loop._stage = full
+        await buffer.advance()
+        await buffer.offer(bare_offer(1))
+        with pytest.raises(OSError, match="No space left on device"):
+            await asyncio.wait_for(run, 60)
+    assert buffer.held == set(), "all leases went back"
 
 
 async def test_a_worker_is_stopped_while_its_engine_is_replaced(monkeypatch, tmp_path):

@@ -1,0 +1,288 @@
+"""Whatever becomes of one worker costs its life, its fleet's calls end, and the run goes on with the others."""
+
+import asyncio
+import time
+from functools import partial
+
+import pytest
+from ray.exceptions import RaySystemError
+
+from asyncrl.protocol.errors import (
+    AccountError,
+    DeadlineError,
+    EngineLost,
+    RequestRefused,
+    RewardError,
+    WeightsError,
+    WrongEpoch,
+)
+from tests.support.ray_cluster import raised_by_ray
+from tests.support.scripted_workers import Workers, fleet_on
+
+pytestmark = [pytest.mark.timeout(30), pytest.mark.usefixtures("virtual_time")]
+
+TWO = "rollout_fleet.num_engines=2"
+DEADLINE_S = 10.0
+PROMPT_S = 1.5
+"""What a call of the training loops may take while one worker stands still."""
+FULL = OSError(28, "No space left on device: '/dev/shm/asyncrl-1/v00000003'")
+
+
+@pytest.fixture
+def fleet_of(monkeypatch, tmp_path):
+    """Return a maker of a fleet with these workers."""
+    return partial(fleet_on, monkeypatch, tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def threads_take_no_time(monkeypatch):
+    async def call(work, *arguments):
+        return work(*arguments)
+
+    monkeypatch.setattr(asyncio, "to_thread", call)
+
+
+async def training_on(fleet_of, workers, *options):
+    """A fleet that rolls out, and its `run`."""
+    fleet = fleet_of(workers, TWO, f"buffer.request_timeout_s={DEADLINE_S:g}", *options)
+    workers.load_first = lambda rank: asyncio.sleep(0.1)
+    workers.takes_s = 1000.0
+    await fleet.start()
+    run = asyncio.create_task(fleet.run())
+    await asyncio.sleep(1)
+    assert (await fleet.counters()).tokens_generated == 200
+    return fleet, run
+
+
+@pytest.mark.parametrize("asked_after_s", [0.0, 4.0, 9.0])
+@pytest.mark.parametrize("deadlines", [0.1, 0.5, 1.0, 1.25, 1.5, 2.5])
+async def test_a_worker_that_stands_still_for_any_time_stops_no_call_of_the_loops(fleet_of, deadlines, asked_after_s):
+    workers = Workers()
+    fleet, run = await training_on(fleet_of, workers)
+    await asyncio.sleep(asked_after_s)
+    workers.stand_still(1, deadlines * DEADLINE_S)
+    for _ in range(60):
+        asked_s = time.monotonic()
+        counts = await asyncio.wait_for(fleet.counters(), PROMPT_S)
+        assert time.monotonic() - asked_s < PROMPT_S
+        assert counts.tokens_generated >= 100 + 70
+        await asyncio.sleep(0.5)
+    assert fleet.engines() == ["0", "1"]
+    assert workers.replaced in ([], [1])
+    assert (workers.graves.buried == ["worker-1-0"]) == bool(workers.replaced)
+    if deadlines < 1:
+        assert workers.replaced == []
+    if deadlines > 2:
+        assert workers.replaced == [1]
+    workers.takes_s = 0.1
+    expected = 200 + (70 if workers.replaced else 0)
+    assert (await asyncio.wait_for(fleet.drain(), 5)).tokens_generated == expected
+    run.cancel()
+
+
+async def test_a_worker_that_misses_the_deadline_of_one_call_alone_is_declared_dead_by_that_call(fleet_of):
+    workers = Workers()
+    fleet, run = await training_on(fleet_of, workers)
+    await asyncio.sleep(5)  # the watch asks after the loops, and is answered in time
+    workers.stand_still(1, 1.25 * DEADLINE_S)
+    await fleet.counters()
+    await asyncio.sleep(3 * DEADLINE_S)
+    assert workers.replaced == [1]
+    assert sum("rollout worker 1 has ended, epoch 1 begins" in words for words in workers.said) == 1
+    assert not run.done()
+    run.cancel()
+
+
+async def test_a_worker_that_stands_still_in_an_evaluation_is_replaced_and_the_evaluation_ends(fleet_of):
+    workers = Workers()
+    fleet, run = await training_on(fleet_of, workers)
+    workers.stand_still(1, 2.5 * DEADLINE_S)
+    with pytest.raises(DeadlineError, match="rollout worker 1, which answers held-out prompts"):
+        await asyncio.wait_for(fleet.answer("1", ["a"], version=0, num_samples=1), 2.5 * DEADLINE_S)
+    await asyncio.sleep(2 * DEADLINE_S)
+    assert (workers.replaced, fleet.engines(), run.done()) == ([1], ["0", "1"], False)
+    run.cancel()
+
+
+async def in_start(fleet, workers):
+    workers.load_first = lambda rank: asyncio.sleep(60)
+    return asyncio.create_task(fleet.start())
+
+
+async def in_training(fleet, workers):
+    await fleet.start()
+    return asyncio.create_task(asyncio.sleep(0))
+
+
+async def in_evaluation(fleet, workers):
+    await fleet.start()
+    workers.answer = lambda rank, prompts, version, num_samples: asyncio.sleep(40, result=[])
+    answering = (fleet.answer(engine, ["a"], version=0, num_samples=1) for engine in ("0", "1"))
+    return asyncio.ensure_future(asyncio.gather(*answering, return_exceptions=True))
+
+
+async def in_checkpoint(fleet, workers):
+    await fleet.start()
+    return asyncio.create_task(fleet.counters())
+
+
+async def in_stop(fleet, workers):
+    await fleet.start()
+    return asyncio.create_task(fleet.drain())
+
+
+@pytest.mark.parametrize("stall_s", [1.0, 5.0, 1.5 * DEADLINE_S])
+@pytest.mark.parametrize("phase", [in_start, in_training, in_evaluation, in_checkpoint, in_stop])
+async def test_nothing_of_the_fleet_stands_still_after_a_stall_in_any_phase(fleet_of, phase, stall_s):
+    workers = Workers(takes_s=1000.0)
+    workers.load_first = lambda rank: asyncio.sleep(0.1)
+    fleet = fleet_of(workers, TWO, f"buffer.request_timeout_s={DEADLINE_S:g}")
+    call = await phase(fleet, workers)
+    await asyncio.sleep(0)
+    workers.stand_still(1, stall_s)
+    await asyncio.wait({call}, timeout=100)
+    assert call.done()
+    if call.exception() is not None:  # a fleet that does not come up ends the run, which names what was awaited
+        assert (phase, stall_s > DEADLINE_S) == (in_start, True)
+        assert "waited 10 s for the rollout workers, which wait for the first weights" in str(call.exception())
+        return
+    run = asyncio.create_task(fleet.run())
+    await asyncio.sleep(3 * DEADLINE_S)
+    assert (fleet.engines(), run.done()) == (["0", "1"], False)
+    assert len(workers.replaced) <= (stall_s > DEADLINE_S)
+    assert (await asyncio.wait_for(fleet.drain(), 10)).tokens_generated >= 100 + 70
+    run.cancel()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [RaySystemError("System error: the object store is gone"), OSError(5, "Input/output error"), KeyError("rank")],
+)
+async def test_any_exception_of_a_call_is_the_end_of_a_workers_life_and_another_begins(fleet_of, error):
+    workers = Workers()
+    fleet, run = await training_on(fleet_of, workers)
+    workers.die(1, error)
+    await asyncio.sleep(DEADLINE_S)
+    assert (workers.replaced, workers.graves.buried) == ([1], ["worker-1-0"])
+    assert (fleet.engines(), run.done()) == (["0", "1"], False)
+    run.cancel()
+
+
+async def test_a_life_that_ends_as_soon_as_it_is_ready_is_followed_by_another(fleet_of):
+    workers = Workers()
+    fleet, run = await training_on(fleet_of, workers)
+    replace_worker = workers.replace_worker
+
+    def replace_and_fail_once(rank, **made_with):
+        replace_worker(rank, **made_with)
+        if len(workers.replaced) == 1:
+            workers.run_errors[rank] = raised_by_ray(FULL)
+            workers.lives[rank] = asyncio.Event()
+            workers.lives[rank].set()
+
+    workers.replace_worker = replace_and_fail_once
+    workers.die(1, OSError(5, "Input/output error"))
+    await asyncio.sleep(2 * DEADLINE_S)
+    assert (workers.replaced, fleet.engines(), run.done()) == ([1, 1], ["0", "1"], False)
+    run.cancel()
+
+
+async def test_a_watch_that_ray_cancels_is_the_end_of_a_workers_life(fleet_of):
+    workers = Workers()
+    notes = asyncio.Event()
+
+    async def next_note(rank, num_heard):
+        await notes.wait()
+        raise asyncio.CancelledError
+
+    workers.next_note = next_note
+    fleet, run = await training_on(fleet_of, workers, "rollout_fleet.restarts=1")
+    del workers.next_note
+    notes.set()
+    await asyncio.sleep(DEADLINE_S)
+    assert (sorted(workers.replaced), fleet.engines(), run.done()) == ([0, 1], ["0", "1"], False)
+    run.cancel()
+
+
+async def test_a_life_that_does_not_begin_for_any_reason_is_followed_by_another(fleet_of):
+    workers = Workers()
+    _, run = await training_on(fleet_of, workers)
+    failures = [OSError(24, "Too many open files"), RaySystemError("no memory"), raised_by_ray(FULL)]
+
+    async def start(rank):
+        if failures:
+            raise failures.pop()
+        return "worker-1-at-last"
+
+    workers.start = start
+    workers.takes_s = 0.1
+    workers.die(1, OSError(5, "Input/output error"))
+    await asyncio.sleep(5 * DEADLINE_S)
+    assert len(workers.replaced) == 3, "rollout_fleet.restarts are 3"
+    assert "the run goes on with 1 of 2 rollout engines" in str(workers.said)
+    assert not run.done() or run.exception() is None
+    run.cancel()
+
+
+LOCAL = [
+    raised_by_ray(FULL),
+    raised_by_ray(DeadlineError("buffer.lease: no answer from tcp://10.0.0.1:5 within 30.0 s")),
+    raised_by_ray(DeadlineError("engine-1 was updating for longer than it may be")),
+    raised_by_ray(WeightsError("version 3 has other bytes than were published")),
+]
+
+
+@pytest.mark.parametrize("error", LOCAL, ids=lambda error: type(error.cause).__name__)
+async def test_what_fails_on_one_workers_host_costs_that_worker_alone(fleet_of, error):
+    workers = Workers()
+    workers.run_errors[1] = error
+    _, run = await training_on(fleet_of, workers, "rollout_fleet.engine=sglang")
+    workers.takes_s = 1.0
+    await asyncio.sleep(0)
+    workers.lives[1].set()
+    await asyncio.sleep(5)
+    assert (workers.replaced, workers.graves.buried) == ([1], []), "it lives, and says itself what it has done"
+    assert not (run.done() and run.exception())
+    run.cancel()
+
+
+async def test_without_restarts_the_run_goes_on_without_a_worker_whose_host_has_no_room(fleet_of):
+    workers = Workers()
+    workers.run_errors[1] = raised_by_ray(FULL)
+    _, run = await training_on(fleet_of, workers, "rollout_fleet.restarts=0")
+    workers.lives[1].set()
+    await asyncio.sleep(5)
+    assert not run.done()
+    assert "the run goes on with 1 of 2 rollout engines: rollout worker 1: [Errno 28] No space left" in str(
+        workers.said
+    )
+    workers.run_errors[0] = raised_by_ray(FULL)
+    workers.lives[0].set()
+    with pytest.raises(EngineLost, match=r"0 of 2 rollout engines are left, .*min_engines is 1. .*No space left"):
+        await asyncio.wait_for(run, 10)
+
+
+@pytest.mark.parametrize("kind", [RewardError, RequestRefused, AccountError, WrongEpoch])
+async def test_what_every_worker_would_raise_ends_the_run_at_once(fleet_of, kind):
+    workers = Workers()
+    workers.run_errors[1] = raised_by_ray(kind("wrong everywhere"))
+    _, run = await training_on(fleet_of, workers)
+    workers.lives[1].set()
+    with pytest.raises(kind, match="wrong everywhere"):
+        await asyncio.wait_for(run, 5)
+    assert workers.replaced == []
+
+
+async def test_held_out_prompts_that_fail_on_one_host_are_left_to_the_other_engines(fleet_of):
+    workers = Workers()
+    fleet, run = await training_on(fleet_of, workers)
+
+    async def answer(rank, prompts, version, num_samples):
+        raise raised_by_ray(FULL)
+
+    workers.answer = answer
+    with pytest.raises(EngineLost, match=r"rollout worker 1 did not answer held-out prompts: .*No space left"):
+        await fleet.answer("1", ["a"], version=0, num_samples=1)
+    await asyncio.sleep(DEADLINE_S)
+    assert (workers.replaced, run.done()) == ([], False), "its loop goes on"
+    run.cancel()

@@ -1,0 +1,180 @@
+"""Scripted rollout workers under a real `FleetGroup`, for tests in virtual time; nothing is asked of Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from asyncrl.cli.compose import compose_run
+from asyncrl.controller import fleet_group
+from asyncrl.controller.fleet_group import FleetGroup
+from asyncrl.controller.run_folder import RunPaths
+from asyncrl.protocol.errors import WorkerDiedError
+from rollout_fleet.metrics import FleetMeter
+
+
+class Workers:
+    """Stands in for the places and workers; calls take ``takes_s``, and `counters` never answers where it ``hangs``.
+
+    Attributes:
+        deaths: By rank, what ends the worker's life.
+        replaced: Ranks, in the order in which their workers were replaced.
+        full: Whether no node has room, until `make_room`.
+        closed: Ranks whose places were given back.
+        made_with: What the last worker was made with.
+        calls: Rank and method of every call but `counters`.
+        keeps_leases: Ranks that cannot give everything back when they end.
+        run_errors: By rank, what `run` raises; ``run_error`` is what every rank raises.
+    """
+
+    def __init__(self, takes_s=0.5, hangs=False):
+        self.takes_s = takes_s
+        self.hangs = hangs
+        self.deaths = {}
+        self.replaced = []
+        self.calls = []
+        self.run_error = None
+        self.run_errors = {}
+        self.awake_s = {}
+        self.said = []
+        self.full = None
+        self.closed = []
+        self.supplied = []
+        self.made_with = {}
+        self.lives = {}
+        self.keeps_leases = set()
+
+    def execute_rank_async(self, rank, method, *arguments):
+        if method != "counters":
+            self.calls.append((rank, method))
+        return self._unless_dead(self.death_of(rank), self._when_awake(rank, getattr(self, method)(rank, *arguments)))
+
+    def death_of(self, rank):
+        return self.deaths.setdefault(rank, asyncio.get_running_loop().create_future())
+
+    def die(self, rank, error):
+        self.death_of(rank).set_exception(error)
+        self.death_of(rank).exception()  # nobody may have called it
+
+    def stand_still(self, rank, seconds):
+        """A worker answers nothing for a while, as under SIGSTOP; what it was asked meanwhile it answers afterwards."""
+        self.awake_s[rank] = time.monotonic() + seconds
+
+    def fill(self):
+        self.full = asyncio.Event()
+
+    async def node_of(self, rank, wanted=""):
+        if self.full is not None:
+            await self.full.wait()
+        return wanted or f"node-{rank}"
+
+    def replace_worker(self, rank, **made_with):
+        self.replaced.append(rank)
+        self.deaths.pop(rank, None)
+        self.lives.pop(rank, None)
+        self.awake_s.pop(rank, None)
+        self.hangs = False
+        self.made_with = made_with
+
+    def close(self, rank):
+        self.closed.append(rank)
+        if not self.death_of(rank).done():
+            self.die(rank, WorkerDiedError(f"rank {rank} was killed"))
+
+    async def _unless_dead(self, death, work):
+        task = asyncio.ensure_future(work)
+        await asyncio.wait({death, task}, return_when=asyncio.FIRST_COMPLETED)
+        if death.done():
+            task.cancel()
+            raise death.exception()
+        return task.result()
+
+    async def _when_awake(self, rank, work):
+        result = await work
+        await asyncio.sleep(self.awake_s.get(rank, 0.0) - time.monotonic())
+        return result
+
+    async def answer(self, rank, prompts, version, num_samples):
+        await asyncio.sleep(self.takes_s)
+        return [(prompt, version, num_samples) for prompt in prompts]
+
+    async def run(self, rank):
+        left = self.lives.setdefault(rank, asyncio.Event())
+        await asyncio.wait({asyncio.ensure_future(left.wait())}, timeout=self.takes_s)
+        if error := self.run_errors.pop(rank, self.run_error):
+            raise error
+        return FleetMeter().counters()
+
+    async def start(self, rank):
+        return f"worker-{rank}-{self.replaced.count(rank)}"
+
+    async def load_first(self, rank):
+        await asyncio.sleep(self.takes_s)
+
+    async def next_note(self, rank, num_heard):
+        await asyncio.Event().wait()
+
+    async def leave(self, rank):
+        await asyncio.sleep(1.0)
+        self.lives[rank].set()
+        return await self.counters(rank, is_final=True)
+
+    def shutdown(self):
+        pass
+
+    async def drain(self, rank):
+        return await self.counters(rank, is_final=True)
+
+    async def stop(self, rank):
+        return await self.counters(rank, is_final=True)
+
+    async def counters(self, rank, is_final=False):
+        await asyncio.sleep(60 if self.hangs else 0)
+        meter = FleetMeter()
+        meter.generated(100)
+        meter.stored(60)
+        if is_final and rank not in self.keeps_leases:
+            meter.released(40)
+        meter.failed("reward")
+        if rank == 0:
+            meter.failed("aborted")
+        return meter.counters()
+
+
+class Graves:
+    """The calls of a controller's client that a fleet needs; every dead worker had generated 70 tokens."""
+
+    def __init__(self):
+        self.buried = []
+        self.known = []
+
+    async def bury(self, worker, num_generated=0):
+        self.buried.append(worker)
+        self.known.append(num_generated)
+        return 70
+
+    async def close(self):
+        pass
+
+
+def fleet_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, workers: Workers, *options: str) -> FleetGroup:
+    """A fleet with these workers; ``buffer.request_timeout_s`` is 0.1 unless ``options`` say otherwise."""
+    monkeypatch.setattr(fleet_group, "EnginePlaces", lambda *_, **__: workers)
+
+    async def supply(node_id: str) -> str:
+        workers.supplied.append(node_id)
+        return f"/models/of/{node_id}"
+
+    workers.graves = Graves()
+    role = SimpleNamespace(client=None)
+    connection: Any = SimpleNamespace(for_role=lambda _: role, client=lambda: workers.graves)
+    folders = dict.fromkeys(("logs", "snapshots", "staging", "samples", "tokens", "checkpoints"), tmp_path)
+    paths = RunPaths(**folders, trajectories=None)
+    short = ["buffer.request_timeout_s=0.1", "rollout_fleet.load_timeout_s=0.1", "ray.start_timeout_s=10"]
+    config, pool, said = compose_run([*short, *options]), SimpleNamespace(), workers.said.append
+    return FleetGroup(config, buffer=connection, paths=paths, pool=pool, say=said, supply=supply)
