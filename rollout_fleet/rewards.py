@@ -28,6 +28,7 @@ import numpy as np
 
 from asyncrl.protocol.errors import DeadlineError, RewardError, WorkerDiedError
 from asyncrl.protocol.registry import Registry
+from asyncrl.protocol.stop_signals import outlive_stop
 from asyncrl.protocol.types import Prompt
 
 from .config import RolloutFleetConfig, reward_label
@@ -323,6 +324,7 @@ def main() -> None:
     """Score groups from standard input until it ends."""
     signal_at_parent_death(signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    outlive_stop()
     name, parent_pid = sys.argv[1:]
     if os.getppid() != int(parent_pid):
         return

@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 import ray
+from ray._private import worker as ray_worker
 
 from asyncrl.config import RunConfig, learner_pools, requested_cpus
 from asyncrl.option_checks import check_placement
@@ -61,7 +62,20 @@ async def ray_cluster(config: RunConfig) -> AsyncIterator[None]:
     finally:
         # Ray that is shut down while its thread still starts it ends this process, with a status of its own.
         await asyncio.wait([starting], timeout=config.stop_timeout_s / 2)
-        await asyncio.to_thread(ray.shutdown)
+        await asyncio.to_thread(_shut_down)
+
+
+def _shut_down() -> None:
+    """Leave the cluster; end the daemons of a cluster of our own.
+
+    Ray sends SIGTERM to its daemons and waits a second for each of them. The daemons of a run have inherited that SIGTERM
+    is blocked (`asyncrl.protocol.stop_signals`), so SIGKILL follows at once.
+    """
+    node: Any = ray_worker._global_node
+    if node is not None:
+        kill_all = node.kill_all_processes
+        node.kill_all_processes = lambda **options: kill_all(**options | {"allow_graceful": False})
+    ray.shutdown()
 
 
 def _start_own(config: RunConfig) -> None:

@@ -160,7 +160,7 @@ class SGLangServer:
         if guard is None:
             return
         if guard.returncode is None:
-            guard.send_signal(signal.SIGTERM)
+            guard.send_signal(signal.SIGHUP)
             try:
                 async with asyncio.timeout(self._stop_timeout_s):
                     await guard.wait()
