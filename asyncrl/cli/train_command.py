@@ -35,7 +35,13 @@ from asyncrl.cli.supervisor import (
 )
 from asyncrl.config import RunConfig, learner_pools
 from asyncrl.controller.resume import check_beginning
-from asyncrl.controller.run_folder import has_trained, make_run_dir, shared_folder
+from asyncrl.controller.run_folder import (
+    has_trained,
+    hold_shared_folder,
+    make_run_dir,
+    shared_folder,
+    sweep_shared_memory,
+)
 from asyncrl.metrics import TerminalView
 from asyncrl.option_checks import check_options
 from asyncrl.placement_config import WORKER_ENV
@@ -93,6 +99,12 @@ def _page(config: RunConfig, flags: set[str]) -> str:
 
 def _train(config: RunConfig, overrides: Sequence[str]) -> int:
     run_dir = make_run_dir(config, dump_yaml(config))
+    try:
+        hold_shared_folder(run_dir)  # until the supervisor and the controller, which inherits the lock, have ended
+    except FileExistsError as error:
+        shutil.rmtree(run_dir, ignore_errors=True)
+        sys.stderr.write(f"error: {error}\n")
+        return EXIT_FAILED
     stop_timeout_s = config.save_timeout_s + config.stop_timeout_s
     ending = supervise(lambda: _run_to_the_end(config, run_dir, overrides), stop_timeout_s=stop_timeout_s)
     shutil.rmtree(shared_folder(run_dir), ignore_errors=True)
@@ -127,6 +139,8 @@ def _run_to_the_end(config: RunConfig, run_dir: Path, overrides: Sequence[str]) 
     view = TerminalView(title=f"asyncrl {config.experiment}", total_steps=config.total_steps)
     with view:
         view.say(f"writing to {run_dir}")
+        for folder in sweep_shared_memory():
+            view.say(f"removed {folder}, which a run left whose processes were all killed")
         status, message = asyncio.run(_until_done_or_stopped(config, run_dir, overrides, view))
     sys.stdout.flush()
     if message:
