@@ -34,6 +34,7 @@ from asyncrl.cli.supervisor import (
     supervise,
 )
 from asyncrl.config import RunConfig, learner_pools
+from asyncrl.controller import protect_own_cluster
 from asyncrl.controller.resume import check_beginning
 from asyncrl.controller.run_folder import (
     has_trained,
@@ -230,6 +231,8 @@ async def _run(
         except (ValueError, asyncio.CancelledError):
             shutil.rmtree(run_dir, ignore_errors=True)  # nothing was started: there is nothing to look into
             raise
+        if not config.ray.address:
+            protect_own_cluster()
         python: Sequence[str] = (sys.executable,)
         if modules := _imported_once(config):
             log_path = run_dir / "logs" / "fork-server.log"

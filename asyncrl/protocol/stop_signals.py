@@ -1,8 +1,8 @@
 """Who obeys SIGINT and SIGTERM: of all processes of a run only its supervisor does.
 
-A scheduler (``scancel``) or systemd sends SIGTERM to every process of a run at once. The controller blocks both signals,
-and every thread and process inherits that, Ray's daemons included. Each process ends by what its owner does: a closed
-pipe, another signal, SIGKILL, or the kernel's signal at its owner's death.
+A scheduler (``scancel``) or systemd sends SIGTERM to every process of a run at once. The controller blocks both
+signals, and every thread and process inherits that, Ray's daemons included. Each process ends by what its owner does: a
+closed pipe, another signal, SIGKILL, or the kernel's signal at its owner's death.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@ SGLang's children die with the server only once they have finished importing, so
 the server alone leaks them. This process, of the standard library only, gets that signal instead and kills the
 server's whole process group; then it removes what the group leaves in SCRATCH_DIR and in shared memory. It waits in
 ``wait`` and is woken by the server's exit, by SIGHUP from its owner or from the kernel at its owner's death (kill the
-server), or by SIGUSR1 (remember what shared memory the server has by now). Nothing is terminated gently: what the server
-holds is of no use without its owner, and SGLang looks for a SIGTERM only every five seconds. Guard and server ignore
-SIGINT and SIGTERM, which a scheduler sends to every process at once: their owner decides when they end.
+server), or by SIGUSR1 (remember what shared memory the server has by now). Nothing is terminated gently: what the
+server holds is of no use without its owner, and SGLang looks for a SIGTERM only every five seconds. Guard and server
+ignore SIGINT and SIGTERM, which a scheduler sends to every process at once: their owner decides when they end.
 """
 
 import contextlib
