@@ -70,6 +70,7 @@ class SGLangEngine:
             seed=seed,
             start_timeout_s=config.start_timeout_s,
             stop_timeout_s=config.server_stop_timeout_s,
+            pass_secrets=config.pass_secrets,
         )
         self._name = self._server.name
         self._client = SGLangClient(self._server)

@@ -20,11 +20,13 @@ import sys
 import tempfile
 from asyncio.subprocess import PIPE, STDOUT, Process
 from collections import deque
+from collections.abc import Collection
 from pathlib import Path
 from typing import NoReturn
 
 from asyncrl.protocol.errors import DeadlineError, WorkerDiedError
 from rollout_fleet.config import EngineDevice, OnUpdate, SGLangConfig
+from rollout_fleet.environment import without_secrets
 
 from .server_hooks import PLUGIN, write_plugin
 
@@ -56,7 +58,8 @@ class SGLangServer:
     """One server process group, reachable at `url` with `headers` once `start` returned.
 
     ``device`` is ``cpu`` or ``cuda``. ``name`` names the server in messages and its log, ``<name>.log`` in ``log_dir``.
-    ``start_timeout_s`` bounds `start`, ``stop_timeout_s`` `stop`.
+    ``start_timeout_s`` bounds `start`, ``stop_timeout_s`` `stop`. Of the secrets in the environment the server gets
+    those that ``pass_secrets`` names.
     """
 
     def __init__(
@@ -70,6 +73,7 @@ class SGLangServer:
         seed: int,
         start_timeout_s: float,
         stop_timeout_s: float,
+        pass_secrets: Collection[str] = (),
     ) -> None:
         self.name = name
         self.log_path = Path(log_dir) / f"{name}.log"
@@ -79,6 +83,7 @@ class SGLangServer:
         self._seed = seed
         self._start_timeout_s = start_timeout_s
         self._stop_timeout_s = stop_timeout_s
+        self._pass_secrets = pass_secrets
         self._port = 0
         self._api_key = secrets.token_hex(24)  # no dash in front, which would read as an option
         self._guard: Process | None = None
@@ -266,7 +271,7 @@ class SGLangServer:
     def _environment(self, scratch: Path) -> dict[str, str]:
         imported = [str(_plugin_folder(scratch))]
         environment = {
-            **os.environ,
+            **without_secrets(self._pass_secrets),
             "TMPDIR": str(scratch),
             "SGLANG_LOGGING_CONFIG_PATH": str(scratch / "logging.json"),
             "HF_HUB_OFFLINE": "1",
