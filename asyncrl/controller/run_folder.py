@@ -41,7 +41,11 @@ def make_run_dir(config: RunConfig, config_yaml: str) -> Path:
             (run_dir / "logs").mkdir(parents=True)
         except FileExistsError:
             continue
-        (run_dir / "config.yaml").write_text(config_yaml)
+        try:
+            (run_dir / "config.yaml").write_text(config_yaml)
+        except OSError as error:
+            shutil.rmtree(run_dir, ignore_errors=True)
+            raise OSError(error.errno, error.strerror, str(run_dir / "config.yaml")) from error
         return run_dir
     raise FileExistsError(f"{base}/{stamp} and 98 siblings exist; start fewer runs per second")
 

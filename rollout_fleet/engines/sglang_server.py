@@ -224,12 +224,20 @@ class SGLangServer:
             ended.cancel()
 
     async def _keep_log(self, guard: Process) -> None:
-        """Copy the server's output to its log file until it ends."""
+        """Copy the server's output to its log file until it ends.
+
+        Output that cannot be written, on a full disk for one, is left out: a pipe that nobody reads blocks the server.
+        """
         assert guard.stdout is not None
-        with self.log_path.open("ab") as log:
+        is_whole = True
+        with self.log_path.open("ab", buffering=0) as log:
             while chunk := await _read_line(guard.stdout):
-                log.write(chunk)
-                log.flush()
+                try:
+                    log.write(chunk)
+                except OSError as error:
+                    if is_whole:
+                        logger.warning("%s: output is left out of %s: %s", self.name, self.log_path, error)
+                    is_whole = False
                 line = chunk.decode(errors="replace").rstrip()
                 self._tail.append(line)
                 if not self._ready.is_set() and guard.returncode is None:

@@ -1,6 +1,8 @@
 """Where published weights go."""
 
+import errno
 import os
+import re
 import shutil
 import signal
 import time
@@ -11,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from asyncrl.cli import train_command
 from asyncrl.cli.compose import compose_run
 from asyncrl.controller import run_folder
 from asyncrl.controller.run_folder import RunPaths, hold_shared_folder, shared_folder, sweep_shared_memory
@@ -139,3 +142,25 @@ def test_without_shared_memory_that_can_be_written_a_run_holds_nothing(tmp_path,
     monkeypatch.setattr(run_folder, "SHARED_MEMORY", tmp_path / "absent")
     assert hold_shared_folder(tmp_path) is None
     assert sweep_shared_memory() == []
+
+
+def test_a_run_that_begins_on_a_full_disk_names_the_file_and_the_remedy_and_leaves_nothing(
+    tmp_path, monkeypatch, capsys, shared_memory
+):
+    def write(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as a write does: without the file's name
+
+    monkeypatch.setattr(Path, "write_text", write)
+    assert train_command.main([f"output_dir={tmp_path}/out"]) == 1
+    said = capsys.readouterr().err
+    assert re.search(rf"^error: {tmp_path}/out/.*/config.yaml cannot be written: No space left on device; free", said)
+    assert "output_dir=DIR" in said
+    assert not list((tmp_path / "out").rglob("config.yaml")) + list((tmp_path / "out").rglob("logs"))
+    assert not list(shared_memory.iterdir())
+
+
+def test_a_disk_that_fills_up_later_is_named_with_the_remedy(tmp_path):
+    (tmp_path / "run").mkdir()
+    fault = ExceptionGroup("", [OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))])
+    words = train_command._last_words(fault, tmp_path / "run")
+    assert f"{tmp_path}/run cannot be written: {os.strerror(errno.EDQUOT)}; free space on its disk" in words

@@ -7,6 +7,7 @@ import os
 import signal
 import tempfile
 import textwrap
+from pathlib import Path
 
 import psutil
 import pytest
@@ -172,3 +173,12 @@ def test_the_command_line_follows_device_and_options(make_server, tmp_path):
     assert "SGLANG_USE_CPU_ENGINE" not in on_gpu._environment(tmp_path)
     keeping = make_server("", config=SGLangConfig(on_update=OnUpdate.keep))
     assert {"--disable-radix-cache", "--disable-overlap-schedule"} <= set(keeping._arguments(tmp_path))
+
+
+async def test_a_full_disk_under_its_log_does_not_block_a_server(make_server, caplog):
+    server = make_server('for _ in range(20_000):\n    print("x" * 100)\n' + textwrap.dedent(COMES_UP))
+    server.log_path = Path("/dev/full")
+    await server.start()
+    [warning] = [record.message for record in caplog.records if "is left out" in record.message]
+    assert "/dev/full: [Errno 28] No space left on device" in warning
+    assert "Uvicorn running" in server.log_tail()

@@ -199,7 +199,6 @@ async def test_a_staging_thread_that_is_left_behind_writes_nothing_into_the_next
     assert not list((tmp_path / "memory").iterdir())
 
 
-
 async def test_no_room_for_the_image_is_an_error_that_names_the_options(make_stager, learner, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
