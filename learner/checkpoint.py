@@ -9,6 +9,7 @@ background: the thread that writes puts the checkpoint in its place too. The nex
 from __future__ import annotations
 
 import argparse
+import logging
 import random
 import shutil
 import sys
@@ -49,6 +50,8 @@ from .plain_reading import load_plain
 from .trainer import Trainer
 from .weight_files import DATA_FILE, WritableFile
 from .weight_layout import ModelLayout
+
+logger = logging.getLogger(__name__)
 
 _PREFIX = "pretrained."
 """What the head puts before the names of the model's parameters."""
@@ -127,7 +130,11 @@ class ShardedCheckpointer:
             load_plain(state, path, process_group=self._group)
             config = self._trainer.config
             if (progress.num_ranks, progress.sp_size) == (config.num_ranks, config.sp_size):
-                random_state.update(torch.load(path / f"random_{dist.get_rank()}.pt", weights_only=True))
+                saved = path / f"random_{dist.get_rank()}.pt"
+                if saved.exists() or not saved.with_suffix(".pickle").exists():
+                    random_state.update(torch.load(saved, weights_only=True))
+                else:
+                    logger.warning("%s holds the random state as a pickle, which is not read: it starts anew", path)
 
         remedy = "name an older checkpoint, or check that it is of this model and these learner.lora options"
         self._together(read, f"the checkpoint {path} could not be read", remedy)

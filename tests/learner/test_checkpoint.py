@@ -337,6 +337,16 @@ def test_a_checkpoint_whose_part_holds_code_is_refused_and_the_code_does_not_run
     assert not mark.exists()
 
 
+def test_a_random_state_that_is_a_pickle_starts_anew_and_is_not_read(model_path: str, tmp_path: Path, caplog) -> None:
+    checkpointer, mark = ShardedCheckpointer(trainer_of(model_path), str(tmp_path)), tmp_path / "mark"
+    old = checkpointer.save(1)
+    (old / "random_0.pt").unlink()
+    (old / "random_0.pickle").write_bytes(pickle.dumps(RunsCode(mark)))
+    assert checkpointer.load(old) == 1
+    assert "holds the random state as a pickle, which is not read" in caplog.text
+    assert not mark.exists()
+
+
 def test_a_value_of_a_checkpoint_that_is_code_is_refused_and_does_not_run(tmp_path: Path) -> None:
     mark = tmp_path / "mark"
     state_dict_saver.save({"value": RunsCode(mark), "plain": (1, "a")}, checkpoint_id=tmp_path / "c", no_dist=True)
