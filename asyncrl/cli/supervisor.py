@@ -16,9 +16,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +38,8 @@ STOPS = {signal.SIGINT: signal.SIGRTMIN + 3, signal.SIGTERM: signal.SIGRTMIN + 4
 _PASSED_ON = (*STOPS, signal.SIGHUP)
 _MAX_FAULT_BYTES = 32_000
 _OWN_END = b"\0"
+_ONE_STOP_S = 0.5
+"""Signals within this time are one stop: who signals every process at once also reaches one that passes signals on."""
 _RESOURCE_TRACKER = "multiprocessing.resource_tracker"
 ORPHAN_GRACE_S = 3.0
 _KILL_AFTER_S = ORPHAN_GRACE_S + 2.0
@@ -81,9 +85,13 @@ def supervise(work: Callable[[], int], *, stop_timeout_s: float) -> Ending:
         _report(_OWN_END)
         os._exit(status)
     os.close(_report_fd)
-    late = False
+    late, signalled_s = False, -math.inf
 
     def pass_on(number: int, _: FrameType | None) -> None:
+        nonlocal signalled_s
+        before_s, signalled_s = signalled_s, time.monotonic()
+        if signalled_s - before_s < _ONE_STOP_S:
+            return
         with contextlib.suppress(ProcessLookupError):  # it ends at this moment: nothing to pass on to
             os.kill(child, STOPS[signal.SIGINT if number == signal.SIGINT else signal.SIGTERM])
             signal.setitimer(signal.ITIMER_REAL, stop_timeout_s + _KILL_AFTER_S)

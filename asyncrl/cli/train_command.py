@@ -101,13 +101,10 @@ def _page(config: RunConfig, flags: set[str]) -> str:
 
 
 def _train(config: RunConfig, overrides: Sequence[str]) -> int:
-    run_dir = None
     try:
         run_dir = make_run_dir(config, dump_yaml(config))
         hold_shared_folder(run_dir)  # until the supervisor and the controller, which inherits the lock, have ended
     except OSError as error:
-        if run_dir is not None:
-            shutil.rmtree(run_dir, ignore_errors=True)
         sys.stderr.write(f"error: {_with_remedy(error)}\n")
         return EXIT_FAILED
     stop_timeout_s = config.save_timeout_s + config.stop_timeout_s

@@ -119,6 +119,7 @@ def hold_shared_folder(run_dir: Path) -> int | None:
         try:
             folder.mkdir(mode=0o700)
         except FileExistsError:
+            shutil.rmtree(run_dir)  # nothing was started
             raise FileExistsError(
                 f"{folder} must not exist before the run, another process made it; remove it, or change output_dir"
             ) from None

@@ -133,9 +133,12 @@ def test_a_sweep_of_shared_memory_leaves_what_is_not_a_runs_of_this_user(shared_
 
 
 def test_a_folder_in_shared_memory_that_is_there_already_is_not_taken(shared_memory, tmp_path):
-    shared_folder(tmp_path).mkdir()
-    with pytest.raises(FileExistsError):
-        hold_shared_folder(tmp_path)
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    shared_folder(run_dir).mkdir()
+    with pytest.raises(FileExistsError, match="must not exist before the run, another process made it; remove it"):
+        hold_shared_folder(run_dir)
+    assert not run_dir.exists()
 
 
 def test_without_shared_memory_that_can_be_written_a_run_holds_nothing(tmp_path, monkeypatch):
