@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import unicodedata
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ _ORDERS = {
     "longest": lambda sample: -sample["num_tokens"],
 }
 _LINE_CHARACTERS = 70
+_BIDI = frozenset({"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"})
+"""Classes of the characters that reorder the text around them."""
 
 
 def read_samples(files: Sequence[Path]) -> list[Sample]:
@@ -62,6 +65,21 @@ def sample_line(sample: Sample) -> str:
     return f"{_facts(sample)}: {_shortened(sample['prompt'])!r} -> {_shortened(sample['response'])!r}"
 
 
+def printable(text: str) -> str:
+    r"""Text with its control characters escaped, but for line breaks and tabs: it may go to a terminal.
+
+    A model can write sequences that move the cursor, set the clipboard or reverse the order of the text. Example: an
+    escape character becomes ``\x1b``.
+    """
+    return "".join(
+        character
+        if character in "\n\t"
+        or (unicodedata.category(character) not in ("Cc", "Cs") and unicodedata.bidirectional(character) not in _BIDI)
+        else character.encode("unicode_escape").decode()
+        for character in text
+    )
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     options = _parser().parse_args(arguments)
@@ -79,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     samples = [sample for sample in samples if options.contains in sample["prompt"] + sample["response"]]
     samples.sort(key=_ORDERS[options.order])
-    text = "\n".join(map(_page, samples[: options.num or None]))
+    text = printable("\n".join(map(_page, samples[: options.num or None])))
     if sys.stdout.isatty():
         import pydoc
 

@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -153,8 +154,8 @@ class BufferProcess:
         return last_lines(str(self._log_path))
 
     def stop(self, timeout_s: float = 2.0) -> None:
-        """End the server: SIGTERM, then SIGKILL after ``timeout_s``."""
-        self.process.terminate()
+        """End the server: SIGUSR1, which a server that leaves SIGTERM to its run obeys; SIGKILL after ``timeout_s``."""
+        self.process.send_signal(signal.SIGUSR1)
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(timeout_s)
         self.kill()

@@ -1,6 +1,7 @@
 """The buffer server: the ledger, the payloads or the store servers that hold them. Run as ``python -m buffer.server``.
 
-It announces its address by one line on stdout (or ``--announce-fd``), and ends on SIGTERM, SIGINT and with its parent.
+It announces its address by one line on stdout (or ``--announce-fd``). It ends on SIGTERM, SIGINT and SIGUSR1, and with
+its parent. In a run it inherits that SIGTERM and SIGINT are blocked; its owner sends SIGUSR1.
 """
 
 import argparse
@@ -500,9 +501,9 @@ def config_from_json(values: dict[str, Any]) -> BufferConfig:
 
 
 async def serve(server: "BufferServer | StoreServer", *, announce_fd: int) -> None:
-    """Serve until SIGTERM or SIGINT. Raises `WorkerDiedError` if a store server died with its payloads."""
+    """Serve until SIGTERM, SIGINT or SIGUSR1. Raises `WorkerDiedError` if a store server died with its payloads."""
     stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     server.lost.add_done_callback(lambda _: stop.set())
     os.write(announce_fd, f"{server.address}\n".encode())

@@ -9,7 +9,7 @@ background: the thread that writes puts the checkpoint in its place too. The nex
 from __future__ import annotations
 
 import argparse
-import pickle
+import logging
 import random
 import shutil
 import sys
@@ -23,7 +23,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -46,9 +46,12 @@ from .config import LoraConfig
 from .fsdp import stored_buffers
 from .lora import add_adapters, has_adapters
 from .model_folder import copy_tokenizer, new_model_folder, write_description
+from .plain_reading import load_plain
 from .trainer import Trainer
 from .weight_files import DATA_FILE, WritableFile
 from .weight_layout import ModelLayout
+
+logger = logging.getLogger(__name__)
 
 _PREFIX = "pretrained."
 """What the head puts before the names of the model's parameters."""
@@ -91,8 +94,8 @@ class ShardedCheckpointer:
         final = checkpoint_path(self._directory, version)
         self._together(lambda: self._begin(final, version, role or {}, run or {}), *self._unwritten)
         partial = partial_path(final)
-        random_state = partial / f"random_{dist.get_rank()}.pickle"
-        self._together(lambda: random_state.write_bytes(pickle.dumps(_random_state())), *self._unwritten)
+        random_state = partial / f"random_{dist.get_rank()}.pt"
+        self._together(lambda: torch.save(_random_state(), random_state), *self._unwritten)
         written = state_dict_saver.async_save(_copied(self._state()), checkpoint_id=partial, process_group=self._group)
         assert isinstance(written, Future)
         pending = self._pending = Future()
@@ -124,10 +127,14 @@ class ShardedCheckpointer:
         progress, state, random_state = read_progress(path), self._state(), {}
 
         def read() -> None:
-            state_dict_loader.load(state, checkpoint_id=path, process_group=self._group)
+            load_plain(state, path, process_group=self._group)
             config = self._trainer.config
             if (progress.num_ranks, progress.sp_size) == (config.num_ranks, config.sp_size):
-                random_state.update(pickle.loads((path / f"random_{dist.get_rank()}.pickle").read_bytes()))
+                saved = path / f"random_{dist.get_rank()}.pt"
+                if saved.exists() or not saved.with_suffix(".pickle").exists():
+                    random_state.update(torch.load(saved, weights_only=True))
+                else:
+                    logger.warning("%s holds the random state as a pickle, which is not read: it starts anew", path)
 
         remedy = "name an older checkpoint, or check that it is of this model and these learner.lora options"
         self._together(read, f"the checkpoint {path} could not be read", remedy)
@@ -228,12 +235,16 @@ def _in_one_line(rank: int, fault: BaseException) -> str:
 
 def _random_state() -> dict[str, Any]:
     cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
-    return {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state(), "cuda": cuda}
+    state: Any = np.random.get_state()  # a tuple, whatever its annotation allows
+    kind, keys, *rest = state
+    plain = (kind, torch.from_numpy(keys.astype(np.int64)), *rest)
+    return {"python": random.getstate(), "numpy": plain, "torch": torch.get_rng_state(), "cuda": cuda}
 
 
 def _set_random_state(state: dict[str, Any]) -> None:
     random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
@@ -277,7 +288,7 @@ def _read(checkpoint: Path, model: PreTrainedModel, names: Sequence[str]) -> dic
         for name in names
     }
     try:
-        state_dict_loader.load({"model": empty}, checkpoint_id=checkpoint, no_dist=True)
+        load_plain({"model": empty}, checkpoint, no_dist=True)
     except CheckpointException as fault:
         raise ValueError(f"{checkpoint} could not be read: {first_failure(fault)}; name an older checkpoint") from None
     return {name.removeprefix(_PREFIX): tensor for name, tensor in empty.items()}

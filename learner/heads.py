@@ -150,11 +150,15 @@ class RewardHead(PackedHead):
 
 
 def _scores_at(head: PackedHead, batch: MicroBatch, places: Tensor) -> tuple[Tensor, ...]:
-    """A classifier's number at [M] packed places, the same on all sp ranks."""
+    """A classifier's number at [M] packed places, the same on all sp ranks; in float32, whatever type the model has.
+
+    bfloat16 would round values and scores to three digits: 100.4 to 100.5, and small advantages to nothing.
+    """
     linear = cast("nn.Linear", getattr(head.pretrained, SCORE_HEAD))
 
     def scores(hidden: Tensor, _index: Tensor | slice) -> tuple[Tensor]:
-        return (F.linear(hidden, linear.weight, linear.bias).squeeze(-1).float(),)
+        bias = None if linear.bias is None else linear.bias.float()
+        return (F.linear(hidden.float(), linear.weight.float(), bias).squeeze(-1),)
 
     return at_places(head.hidden_states(batch), places, scores)
 

@@ -71,18 +71,23 @@ class ModelOptimizer:
             [group for group in groups if group["params"]], lr=config.lr, betas=config.betas, eps=config.eps, fused=True
         )
 
-    def step(self) -> dict[str, float]:
+    def step(self, *, has_tokens: bool = True) -> dict[str, float]:
         """Clip the gradients, update the parameters and clear the gradients.
 
-        A gradient that is not finite would destroy the weights: then nothing is updated, and it is counted.
+        Nothing is updated, and that is counted, in two cases. A gradient that is not finite would destroy the weights.
+        Without tokens in the loss there is no gradient, but momentum and weight decay would move the weights.
+
+        Args:
+            has_tokens: Whether any rank has a token in the loss.
 
         Returns:
-            ``grad_norm`` before clipping, ``lr``, and ``skipped_updates`` (1.0 or 0.0).
+            ``grad_norm`` before clipping, ``lr``, ``skipped_updates`` (a gradient that is not finite) and
+            ``empty_updates`` (no tokens), each 1.0 or 0.0.
         """
         norm = global_grad_norm(self._parameters, self._shards)
         lr = learning_rate(self.config, self.num_updates, self.total_updates)
         finite = math.isfinite(norm)
-        if finite:
+        if finite and has_tokens:
             limit = self.config.clip_grad_norm
             if limit and norm > limit:
                 for gradient in _local_gradients(self._parameters):
@@ -92,7 +97,8 @@ class ModelOptimizer:
             self.adamw.step()
         self.num_updates += 1
         self.adamw.zero_grad()
-        return {"grad_norm": norm, "lr": lr, "skipped_updates": float(not finite)}
+        counts = {"skipped_updates": float(not finite), "empty_updates": float(not has_tokens)}
+        return {"grad_norm": norm, "lr": lr, **counts}
 
 
 def global_grad_norm(parameters: Iterable[nn.Parameter], shards: DeviceMesh | None) -> float:
@@ -159,7 +165,7 @@ class Trainer(PackedModel):
         Returns:
             The same on every rank: ``loss`` and the loss's own metrics (means over the batch's tokens, not summarized),
             ``num_tokens`` (in the loss), ``num_trajectories``, ``num_micro_batches``, ``grad_norm``, ``lr``,
-            ``skipped_updates``.
+            ``skipped_updates``, ``empty_updates``.
         """
         self._set_training(True)
         batch, rows = self._pack(sequences, keep_branches=objective.needs_trajectories), []
@@ -176,7 +182,7 @@ class Trainer(PackedModel):
             drop_gradients(self.head)  # half a gradient must not reach the next update
             raise
         with record.span(SpanKind.optimizer):
-            return self._reduce(rows) | batch.counts() | self.optimizer.step()
+            return self._reduce(rows) | batch.counts() | self.optimizer.step(has_tokens=batch.num_tokens > 0)
 
     @torch.no_grad()
     def evaluate(self, sequences: Sequence[TokenSequence], objective: Objective) -> dict[str, float]:
@@ -245,7 +251,12 @@ class LearnerStep:
 
 
 def _merged(updates: Sequence[dict[str, float]]) -> dict[str, float]:
-    """One step's metrics from those of its updates: counts are summed, all else is averaged."""
-    sums = {name: sum(update[name] for update in updates) for name in updates[0]}
-    counts = {name for name in sums if name.startswith("num_") or name == "skipped_updates"}
-    return {name: value if name in counts else value / len(updates) for name, value in sums.items()}
+    """One step's metrics from those of its updates: counts are summed, all else is averaged over those with tokens."""
+    counted = {name for name in updates[0] if name.startswith("num_") or name.endswith("_updates")}
+    trained = [update for update in updates if update["num_tokens"]] or updates
+    return {
+        name: sum(update[name] for update in updates)
+        if name in counted
+        else sum(update[name] for update in trained) / len(trained)
+        for name in updates[0]
+    }

@@ -203,6 +203,9 @@ class RolloutFleetConfig:
             ``module:function``, called as reward(prompt, response_text) -> float.
         rewards: Several rewards in the place of ``reward``, each as NAME or WEIGHT*NAME. A trajectory earns their
             weighted sum, and each is reported as ``reward.NAME``. Example: ``[exact_match,0.2*mine.py:format]``.
+        pass_secrets: Variables of the environment that reward processes and inference servers get although their names
+            say that they hold secrets: ``*_TOKEN``, ``*_KEY``, ``*_SECRET``, ``*_PASSWORD``, ``AWS_*`` and the like
+            (`rollout_fleet.environment`). Example: ``[OPENAI_API_KEY]`` for a judge.
         reward_processes: Scoring processes per worker and reward; built-in rewards need none.
         reward_timeout_s: Deadline of scoring one prompt group.
         on_reward_failure: ``retry_group``: a response on which the reward fails costs the attempt at its group.
@@ -247,6 +250,7 @@ class RolloutFleetConfig:
     groups_in_flight: Any = 32
     reward: str = "exact_match"
     rewards: list[str] = field(default_factory=list)
+    pass_secrets: list[str] = field(default_factory=list)
     reward_processes: int = 1
     reward_timeout_s: float = 30.0
     on_reward_failure: OnRewardFailure = OnRewardFailure.retry_group

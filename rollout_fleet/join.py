@@ -18,7 +18,7 @@ from typing import Any
 
 from asyncrl.protocol.errors import AsyncRLError, DeadlineError
 
-from .membership import ADDRESS_FILE, AUTH_MODE, NAMESPACE, Action, FleetAnswer, FleetRequest
+from .membership import ADDRESS_FILE, AUTH_MODE, AUTH_TOKEN, NAMESPACE, Action, FleetAnswer, FleetRequest
 
 _CONNECT_S = 5.0
 
@@ -50,13 +50,14 @@ def ask(run: str, request: FleetRequest, *, timeout_s: float) -> FleetAnswer:
         DeadlineError: it does not answer in time.
     """
     folder = Path(run)
-    found = _read_address(folder) if folder.is_dir() else {"address": run, "node_address": "", "auth_mode": ""}
-    if found["auth_mode"]:
-        os.environ.setdefault(AUTH_MODE, found["auth_mode"])  # Ray reads it when it is imported
+    found = _read_address(folder) if folder.is_dir() else {"address": run}
+    for variable, key in ((AUTH_MODE, "auth_mode"), (AUTH_TOKEN, "auth_token")):
+        if found.get(key):
+            os.environ[variable] = found[key]  # Ray reads them when it is imported
     import ray
     from ray.exceptions import GetTimeoutError, RayError
 
-    with _connected(found["address"], found["node_address"]):
+    with _connected(found["address"], found.get("node_address", "")):
         desk = _desk_of(str(folder.resolve()) if folder.is_dir() else "", run)
         try:
             return ray.get(desk.ask.remote(request), timeout=timeout_s)

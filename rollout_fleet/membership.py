@@ -22,8 +22,8 @@ NAMESPACE = "asyncrl"
 """Ray namespace of the desks; each is named by its run's folder."""
 ADDRESS_FILE = "fleet.json"
 """In the run's folder: how to reach the run's Ray cluster from its node."""
-AUTH_MODE = "RAY_AUTH_MODE"
-"""Ray sets it in a process that starts a cluster; one that connects by an address must have it from elsewhere."""
+AUTH_MODE, AUTH_TOKEN = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"
+"""Ray's variables: how a cluster authenticates, and its token. A process that connects needs those of the cluster."""
 
 
 class Action(Enum):
@@ -88,7 +88,14 @@ class FleetDesk:
 
 
 def write_address(run_dir: Path, *, address: str, node_address: str) -> None:
-    """Write down how commands on this node reach the run's Ray cluster."""
+    """Write down how commands of this user on this node reach the run's Ray cluster."""
+    found = {
+        "address": address,
+        "node_address": node_address,
+        "auth_mode": os.environ.get(AUTH_MODE, ""),
+        "auth_token": os.environ.get(AUTH_TOKEN, ""),
+    }
     path = run_dir / ADDRESS_FILE
-    found = {"address": address, "node_address": node_address, "auth_mode": os.environ.get(AUTH_MODE, "")}
-    path.write_text(json.dumps(found) + "\n")
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:  # it holds a token
+        file.write(json.dumps(found) + "\n")

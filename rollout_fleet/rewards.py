@@ -19,7 +19,7 @@ import signal
 import struct
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO, Protocol
@@ -28,11 +28,13 @@ import numpy as np
 
 from asyncrl.protocol.errors import DeadlineError, RewardError, WorkerDiedError
 from asyncrl.protocol.registry import Registry
+from asyncrl.protocol.stop_signals import outlive_stop
 from asyncrl.protocol.types import Prompt
 from asyncrl.protocol.visible_gpus import NO_GPUS
 
 from .config import RolloutFleetConfig, reward_label
 from .engines.process_guard import signal_at_parent_death
+from .environment import without_secrets
 
 logger = logging.getLogger(__name__)
 
@@ -99,14 +101,24 @@ class RewardProcesses:
     """Scores groups with the configured reward function, which is a built-in's name or ``module:function``.
 
     A user's function gets ``num_processes``, each of which starts within ``start_timeout_s`` and scores a prompt group
-    within ``timeout_s``. Raises `ValueError` if there is no such function.
+    within ``timeout_s``. Of the secrets in the environment they get those that ``pass_secrets`` names.
+    Raises `ValueError` if there is no such function.
     """
 
-    def __init__(self, name: str, *, num_processes: int, timeout_s: float, start_timeout_s: float = 60.0) -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        num_processes: int,
+        timeout_s: float,
+        start_timeout_s: float = 60.0,
+        pass_secrets: Collection[str] = (),
+    ) -> None:
         self._name = name
         self._num_processes = num_processes
         self._timeout_s = timeout_s
         self._start_timeout_s = start_timeout_s
+        self._pass_secrets = pass_secrets
         self._reward = REWARDS.get(name)
         self._free: asyncio.Queue[Process | None] = asyncio.Queue()  # None: one is to be started
         self._processes: dict[Process, asyncio.Task[None]] = {}  # each with what clears up after it
@@ -181,7 +193,11 @@ class RewardProcesses:
             str(os.getpid()),
             stdin=PIPE,
             stdout=PIPE,
-            env={**os.environ, **NO_GPUS, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            env={
+                **without_secrets(self._pass_secrets),
+                **NO_GPUS,
+                "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+            },
             start_new_session=True,
         )
         self._processes[process] = asyncio.create_task(_end_group_after(process))
@@ -211,7 +227,10 @@ class RewardProcesses:
             await asyncio.shield(clearing_up)
 
     def _failure(self, prompt: Prompt, what: str) -> RewardError:
-        return RewardError(f"reward {self._name!r} on prompt group {prompt.group_id} {what}")
+        withheld = sorted(os.environ.keys() - without_secrets(self._pass_secrets).keys())
+        missed = next((name for name in withheld if name in what), None)
+        remedy = f"; reward processes get {missed} with rollout_fleet.pass_secrets=[{missed}]" if missed else ""
+        return RewardError(f"reward {self._name!r} on prompt group {prompt.group_id} {what}{remedy}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,7 +260,12 @@ class WeightedRewards:
         self._weights = list(config.reward_weights.values())
         self._labels = [reward_label(name) for name in config.reward_weights]
         self._rewards = [
-            RewardProcesses(name, num_processes=config.reward_processes, timeout_s=config.reward_timeout_s)
+            RewardProcesses(
+                name,
+                num_processes=config.reward_processes,
+                timeout_s=config.reward_timeout_s,
+                pass_secrets=config.pass_secrets,
+            )
             for name in config.reward_weights
         ]
 
@@ -324,6 +348,7 @@ def main() -> None:
     """Score groups from standard input until it ends."""
     signal_at_parent_death(signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    outlive_stop()
     name, parent_pid = sys.argv[1:]
     if os.getppid() != int(parent_pid):
         return

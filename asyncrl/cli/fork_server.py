@@ -81,9 +81,9 @@ class ForkServer:
             )
 
     def stop(self) -> None:
-        """Have it serve nobody any more. It ends with the last process that it has forked, for which this waits not."""
+        """Stop accepting proxies. The server exits when its last child exits; this call does not wait for that."""
         assert self.process.stdin is not None
-        self.process.terminate()  # during its imports; it ignores this later
+        self.process.send_signal(signal.SIGUSR1)  # ends it during its imports; it ignores this later
         self.process.stdin.close()
 
 
@@ -125,7 +125,7 @@ class ForkedCommand:
         for target, file in enumerate(self.files):
             os.dup2(file, target)
             os.close(file)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
         tempfile.tempdir = None  # the server's; this one's environment may name another
         if numpy := sys.modules.get("numpy"):  # its state would be the same in all that are forked
             numpy.random.seed()
@@ -254,7 +254,7 @@ def main() -> None:
         sys.exit(f"{modules} import Ray, which has read its environment for good: no worker can be forked from here")
     if (num_threads := len(os.listdir("/proc/self/task"))) > 1:
         sys.exit(f"{num_threads} threads run after importing {modules}, expected 1: nothing can be forked from here")
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     gc.freeze()  # what is there is never looked at again, and so stays shared
     command = _Server(listener, sys.stdin.buffer).next_command()
     if command is not None:

@@ -5,6 +5,10 @@ a child, in a session of its own (a terminal's Ctrl-C reaches the parent only, o
 orphan of the run (Linux child subreaper), so that it can end what is left. Should the parent itself be killed, the
 run is told by SIGHUP, stops, and ends what is left in its place.
 
+A scheduler or systemd sends SIGTERM to every process of a run at once. Only the parent obeys: the child blocks SIGINT
+and SIGTERM, and everything that the child starts inherits that. The parent tells the child by signals of their own
+(`STOPS`). So the policy, which lies in other processes, can still be written.
+
 A pipe tells the parent how the child ended: the fault, as soon as there is one, and that the end was the child's own.
 """
 
@@ -12,9 +16,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,11 +30,17 @@ from typing import Any, NoReturn
 import psutil
 
 from asyncrl.cli import exit_status, stop_early
+from asyncrl.protocol.stop_signals import leave_stop_to_owner, release_resource_tracker
 from rollout_fleet.engines.process_guard import adopt_orphans, signal_at_parent_death
 
-_PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+STOPS = {signal.SIGINT: signal.SIGRTMIN + 3, signal.SIGTERM: signal.SIGRTMIN + 4}
+"""The signals that the supervisor passes on, and the signal by which the child hears of each."""
+_PASSED_ON = (*STOPS, signal.SIGHUP)
 _MAX_FAULT_BYTES = 32_000
 _OWN_END = b"\0"
+_ONE_STOP_S = 0.5
+"""Signals within this time are one stop: who signals every process at once also reaches one that passes signals on."""
+_RESOURCE_TRACKER = "multiprocessing.resource_tracker"
 ORPHAN_GRACE_S = 3.0
 _KILL_AFTER_S = ORPHAN_GRACE_S + 2.0
 """How much later than the run itself, which ends what is left, its supervisor gives up on it."""
@@ -63,7 +75,7 @@ def supervise(work: Callable[[], int], *, stop_timeout_s: float) -> Ending:
     """
     global _report_fd
     adopt_orphans()
-    signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)
+    signal.pthread_sigmask(signal.SIG_BLOCK, (*_PASSED_ON, *STOPS.values()))
     reports, _report_fd = os.pipe()
     os.set_blocking(reports, False)
     parent, child = os.getpid(), os.fork()
@@ -73,11 +85,15 @@ def supervise(work: Callable[[], int], *, stop_timeout_s: float) -> Ending:
         _report(_OWN_END)
         os._exit(status)
     os.close(_report_fd)
-    late = False
+    late, signalled_s = False, -math.inf
 
     def pass_on(number: int, _: FrameType | None) -> None:
+        nonlocal signalled_s
+        before_s, signalled_s = signalled_s, time.monotonic()
+        if signalled_s - before_s < _ONE_STOP_S:
+            return
         with contextlib.suppress(ProcessLookupError):  # it ends at this moment: nothing to pass on to
-            os.kill(child, signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
+            os.kill(child, STOPS[signal.SIGINT if number == signal.SIGINT else signal.SIGTERM])
             signal.setitimer(signal.ITIMER_REAL, stop_timeout_s + _KILL_AFTER_S)
 
     def kill(_: int, __: FrameType | None) -> None:
@@ -90,7 +106,7 @@ def supervise(work: Callable[[], int], *, stop_timeout_s: float) -> Ending:
     for number in _PASSED_ON:
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup means it
             signal.signal(number, pass_on)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED_ON)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (*_PASSED_ON, *STOPS.values()))
     status = _wait_for(child)
     said = _read_reports(reports)
     own = said.endswith(_OWN_END)
@@ -129,14 +145,16 @@ def _read_reports(reports: int) -> bytes:
 def _run_in_child(work: Callable[[], int], parent: int) -> int:
     os.setsid()
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    # Not SIGTERM: the kernel sends this once for each thread of a dying parent, and a second SIGTERM means hurry.
+    # No stop signal: the kernel sends this once for each thread of a dying parent, and a second stop means hurry.
     signal_at_parent_death(signal.SIGHUP)
     if os.getppid() != parent:
         return EXIT_FAILED
     adopt_orphans()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number, stop in STOPS.items():
         signal.signal(number, _stop_before_start)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED_ON)
+        signal.signal(stop, lambda _, frame, number=number: _stop_before_start(number, frame))
+    leave_stop_to_owner()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGHUP, *STOPS.values()))
     try:
         return work()
     except SystemExit as exit_:
@@ -166,6 +184,7 @@ def _end_orphans(grace_s: float) -> None:
     The guard of an SGLang server and Python's resource tracker remove what others leave, once those have ended. Killed
     first, they would leave semaphores, shared memory and scratch folders behind.
     """
+    release_resource_tracker()
     orphans = psutil.Process().children(recursive=True)
     _, alive = psutil.wait_procs(orphans, timeout=grace_s)
     _kill([process for process in alive if not _is_caretaker(process)])
@@ -182,14 +201,11 @@ def _kill(processes: list[psutil.Process]) -> None:
 
 
 def _is_caretaker(process: psutil.Process) -> bool:
-    """Whether it ignores Ctrl-C, as caretakers do, or blocks SIGTERM, as they do while they start."""
-    with contextlib.suppress(OSError):
+    """Whether the process ignores Ctrl-C, as caretakers do; Python's resource tracker does so only once it is up."""
+    with contextlib.suppress(OSError, psutil.Error):
         lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
-        masks = {
-            name: int(value, 16)
-            for name, value in (line.split(":") for line in lines if line.startswith(("SigIgn", "SigBlk")))
-        }
-        return bool(masks["SigIgn"] >> (signal.SIGINT - 1) & 1 or masks["SigBlk"] >> (signal.SIGTERM - 1) & 1)
+        ignored = next(int(line.split(":")[1], 16) for line in lines if line.startswith("SigIgn"))
+        return bool(ignored >> (signal.SIGINT - 1) & 1) or _RESOURCE_TRACKER in " ".join(process.cmdline())
     return False
 
 
@@ -226,15 +242,15 @@ class Stopping:
         self._stopped = False
 
     def listen(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Handle the signals that `supervise` passes on."""
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._on_signal, number)
+        """Handle the signals that `supervise` passes on, and its death."""
+        for number, stop in STOPS.items():
+            loop.add_signal_handler(stop, self._on_signal, number)
         loop.add_signal_handler(signal.SIGHUP, self._on_supervisor_death)
 
     def close(self) -> None:
         """The run has ended: signals that come from now on change nothing."""
         loop = asyncio.get_running_loop()
-        for number in _PASSED_ON:
+        for number in (*_PASSED_ON, *STOPS.values()):
             loop.remove_signal_handler(number)
             signal.signal(number, signal.SIG_IGN)
 
@@ -245,6 +261,11 @@ class Stopping:
         self._say(f"{number.name}: stopping, at most {timeout_s:g} s; once more ends the run on the spot")
 
     def _on_supervisor_death(self) -> None:
+        """Stop. From now on this process obeys the signals that its supervisor would have passed on."""
+        for number in STOPS:
+            signal.signal(number, signal.SIG_IGN)  # discards what was sent while the supervisor lived
+            asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
         if not self._stopped:
             self._stop("the death of its supervisor", EXIT_FAILED)
 

@@ -7,6 +7,7 @@ all of it on the spot. Whatever else it dies of, its supervisor (`asyncrl.cli.su
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import shlex
@@ -34,8 +35,15 @@ from asyncrl.cli.supervisor import (
     supervise,
 )
 from asyncrl.config import RunConfig, learner_pools
+from asyncrl.controller import protect_own_cluster
 from asyncrl.controller.resume import check_beginning
-from asyncrl.controller.run_folder import has_trained, make_run_dir, shared_folder
+from asyncrl.controller.run_folder import (
+    has_trained,
+    hold_shared_folder,
+    make_run_dir,
+    shared_folder,
+    sweep_shared_memory,
+)
 from asyncrl.devices import resolve_devices
 from asyncrl.metrics import TerminalView
 from asyncrl.option_checks import check_options
@@ -49,6 +57,7 @@ from rollout_fleet.config import EngineKind
 
 EXIT_USAGE = 2
 _MULTIRUN = {"--multirun", "-m"}
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -94,7 +103,12 @@ def _page(config: RunConfig, flags: set[str]) -> str:
 
 
 def _train(config: RunConfig, overrides: Sequence[str]) -> int:
-    run_dir = make_run_dir(config, dump_yaml(config))
+    try:
+        run_dir = make_run_dir(config, dump_yaml(config))
+        hold_shared_folder(run_dir)  # until the supervisor and the controller, which inherits the lock, have ended
+    except OSError as error:
+        sys.stderr.write(f"error: {_with_remedy(error)}\n")
+        return EXIT_FAILED
     stop_timeout_s = config.save_timeout_s + config.stop_timeout_s
     ending = supervise(lambda: _run_to_the_end(config, run_dir, overrides), stop_timeout_s=stop_timeout_s)
     shutil.rmtree(shared_folder(run_dir), ignore_errors=True)
@@ -129,6 +143,8 @@ def _run_to_the_end(config: RunConfig, run_dir: Path, overrides: Sequence[str]) 
     view = TerminalView(title=f"asyncrl {config.experiment}", total_steps=config.total_steps)
     with view:
         view.say(f"writing to {run_dir}")
+        for folder in sweep_shared_memory():
+            view.say(f"removed {folder}, which a run left whose processes were all killed")
         status, message = asyncio.run(_until_done_or_stopped(config, run_dir, overrides, view))
     sys.stdout.flush()
     if message:
@@ -182,11 +198,24 @@ def _results_in(run_dir: Path) -> str:
 def _last_words(error: BaseException, run_dir: Path) -> str:
     """The whole message of the cause, and its first line again at the very end."""
     cause = root_cause(error)
+    if isinstance(cause, OSError) and cause.errno in _FULL:
+        cause = ValueError(_with_remedy(cause, run_dir))
     kind = "" if isinstance(cause, AsyncRLError | ValueError) else f"{type(cause).__name__}: "
     headline = f"error: {kind}{_headline(str(cause).strip())}"
     if not run_dir.exists():  # nothing was started
         return headline if "\n" not in str(cause).strip() else f"{kind}{cause}\n{headline}"
     return f"{kind}{cause}\n\nlogs: {run_dir / 'logs'}\n{headline}"
+
+
+def _with_remedy(error: OSError, run_dir: Path | None = None) -> str:
+    """What could not be written, why, and what to do. A failed write does not name its file: then the run's folder."""
+    if error.errno is None:
+        return str(error)
+    where = error.filename or run_dir or "the run's folder"
+    what = f"{where} cannot be written: {error.strerror}"
+    if error.errno in _FULL:
+        return f"{what}; free space on its disk, or name a folder on another disk with output_dir=DIR"
+    return f"{what}; mend its permissions, or name another folder with output_dir=DIR"
 
 
 def _headline(message: str) -> str:
@@ -220,6 +249,8 @@ async def _run(
         except (ValueError, asyncio.CancelledError):
             shutil.rmtree(run_dir, ignore_errors=True)  # nothing was started: there is nothing to look into
             raise
+        if not config.ray.address:
+            protect_own_cluster()
         python: Sequence[str] = (sys.executable,)
         if modules := _imported_once(config):
             log_path = run_dir / "logs" / "fork-server.log"

@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 import ray
+from ray._private import worker as ray_worker
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from asyncrl.config import RunConfig, Transport, learner_pools, requested_cpus
@@ -75,7 +76,20 @@ async def ray_cluster(config: RunConfig, say: Callable[[str], None] = logger.inf
     finally:
         # Ray that is shut down while its thread still starts it ends this process, with a status of its own.
         await asyncio.wait([starting], timeout=config.stop_timeout_s / 2)
-        await asyncio.to_thread(ray.shutdown)
+        await asyncio.to_thread(_shut_down)
+
+
+def _shut_down() -> None:
+    """Leave the cluster; end the daemons of a cluster of our own.
+
+    Ray sends SIGTERM to its daemons and waits a second for each of them. The daemons of a run have inherited that
+    SIGTERM is blocked (`asyncrl.protocol.stop_signals`), so SIGKILL follows at once.
+    """
+    node: Any = ray_worker._global_node
+    if node is not None:
+        kill_all = node.kill_all_processes
+        node.kill_all_processes = lambda **options: kill_all(**options | {"allow_graceful": False})
+    ray.shutdown()
 
 
 def _start_own(config: RunConfig) -> None:
@@ -98,6 +112,17 @@ def _start_own(config: RunConfig) -> None:
 def _join(config: RunConfig) -> None:
     own: dict[str, Any] = {"_node_ip_address": config.ray.node_address} if config.ray.node_address else {}
     ray.init(address=config.ray.address, logging_level=logging.ERROR, log_to_driver=False, **own)
+
+
+def warning_of_open_cluster(config: RunConfig) -> str:
+    """What to tell the user of a cluster of several nodes that was joined and asks for no token; empty otherwise."""
+    is_open = os.environ.get("RAY_AUTH_MODE", "").lower() != "token"  # which Ray sets where it has found a token
+    if not (config.ray.address and config.placement.num_nodes > 1 and is_open):
+        return ""
+    return (
+        f"warning: the Ray cluster at ray.address={config.ray.address} asks for no token, so everyone who can reach "
+        "its nodes can run code on them; start every node and the run with RAY_AUTH_MODE=token and one RAY_AUTH_TOKEN"
+    )
 
 
 def _checked_against_cluster(config: RunConfig, say: Callable[[str], None]) -> RunConfig:

@@ -67,7 +67,7 @@ from asyncrl.protocol.ports import (
     LearnerPort,
     PromptSource,
 )
-from asyncrl.protocol.types import Plan
+from asyncrl.protocol.types import Plan, Prompt
 
 LearnerT = TypeVar("LearnerT", bound=LearnerPort)
 FleetT = TypeVar("FleetT", bound=FleetPort)
@@ -127,6 +127,7 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
         self._learner = learner
         self._fleet = fleet
         self._prompts = prompts
+        self._unqueued: Sequence[Prompt] = ()
         self._reporter = Reporter(
             samples_per_prompt=config.algorithm.samples_per_prompt, on_step=on_step, resumed=resumed
         )
@@ -215,8 +216,11 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
         return published if published < self._versions.stop else None
 
     async def _feed(self) -> None:
+        """Queue the prompts of the stream. Prompts that a cancelled call did not queue are sent again first."""
         while True:
-            await self._buffer.enqueue(self._prompts.take(self._prompts_per_call))
+            self._unqueued = self._unqueued or self._prompts.take(self._prompts_per_call)
+            await self._buffer.enqueue(self._unqueued)
+            self._unqueued = ()
 
     async def _planned(self, version: int) -> tuple[Plan, float]:
         """The batch of a step, and the seconds spent waiting for it."""

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 from asyncrl.config import RunConfig, keeps_stores_on_hosts, num_buffer_clients, stop_deadlines, with_time_to_read
-from asyncrl.controller.cluster import finished_in_thread, gpu_of_this_node, ray_cluster
+from asyncrl.controller.cluster import finished_in_thread, gpu_of_this_node, ray_cluster, warning_of_open_cluster
 from asyncrl.controller.controller import ColocatedController, Controller
 from asyncrl.controller.evaluator import HeldOutEvaluator, PinnedEngines
 from asyncrl.controller.fleet_group import FleetGroup
@@ -128,6 +128,8 @@ class Run:
                 server = self._start_buffer(stack, options)
                 with self._view.waiting_for("Ray"):
                     self._config = await stack.enter_async_context(ray_cluster(self._config, self._view.say))
+                if warning := warning_of_open_cluster(self._config):
+                    self._view.say(warning)
                 folders = node_folders(self._config, self._run_dir, self._view.say)
                 self._nodes = await stack.enter_async_context(folders)
                 several = self._config.placement.num_nodes > 1

@@ -5,16 +5,21 @@ Loads no Ray and no torch: the supervisor's process uses it too.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
+import os
 import re
 import shutil
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl.config import RunConfig, Transport
 
 SHARED_MEMORY = Path("/dev/shm")
+_SHARED_PREFIX = "asyncrl-run-"
+_FOLDER_ITSELF = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 _VERSION = re.compile(r"v\d{8,}")
 
 
@@ -36,7 +41,11 @@ def make_run_dir(config: RunConfig, config_yaml: str) -> Path:
             (run_dir / "logs").mkdir(parents=True)
         except FileExistsError:
             continue
-        (run_dir / "config.yaml").write_text(config_yaml)
+        try:
+            (run_dir / "config.yaml").write_text(config_yaml)
+        except OSError as error:
+            shutil.rmtree(run_dir, ignore_errors=True)
+            raise OSError(error.errno, error.strerror, str(run_dir / "config.yaml")) from error
         return run_dir
     raise FileExistsError(f"{base}/{stamp} and 98 siblings exist; start fewer runs per second")
 
@@ -91,7 +100,55 @@ def has_trained(run_dir: Path) -> bool:
 
 def shared_folder(run_dir: Path) -> Path:
     """Where a run publishes its weights in memory; follows from ``run_dir``, so that anyone can remove it."""
-    return SHARED_MEMORY / f"asyncrl-{hashlib.sha256(str(run_dir).encode()).hexdigest()[:16]}"
+    return SHARED_MEMORY / f"{_SHARED_PREFIX}{hashlib.sha256(str(run_dir).encode()).hexdigest()[:16]}"
+
+
+def hold_shared_folder(run_dir: Path) -> int | None:
+    """Make the run's folder in shared memory, and lock it until this process and all forked from it have ended.
+
+    The lock tells other runs that the folder is in use; see `sweep_shared_memory`.
+
+    Returns:
+        The descriptor that holds the lock; None where shared memory cannot be written.
+
+    Raises:
+        FileExistsError: the folder is there already, so another process may have made it.
+    """
+    folder = shared_folder(run_dir)
+    while True:
+        try:
+            folder.mkdir(mode=0o700)
+        except FileExistsError:
+            shutil.rmtree(run_dir)  # nothing was started
+            raise FileExistsError(
+                f"{folder} must not exist before the run, another process made it; remove it, or change output_dir"
+            ) from None
+        except OSError:
+            return None
+        lock = os.open(folder, _FOLDER_ITSELF)
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        if folder.exists() and folder.stat().st_ino == os.fstat(lock).st_ino:
+            return lock
+        os.close(lock)  # another run's sweep removed the folder before it was locked
+
+
+def sweep_shared_memory() -> list[Path]:
+    """Remove what runs of this user left in shared memory when all their processes were killed; returns the folders.
+
+    A folder that a process holds locked is in use and stays, as do the folders of other users.
+    """
+    removed: list[Path] = []
+    for folder in sorted(SHARED_MEMORY.glob(f"{_SHARED_PREFIX}*")):
+        with suppress(OSError):  # another user's, or removed meanwhile
+            lock = os.open(folder, _FOLDER_ITSELF)
+            try:
+                if os.fstat(lock).st_uid == os.geteuid():
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(folder)
+                    removed.append(folder)
+            finally:
+                os.close(lock)
+    return removed
 
 
 def _make_snapshot_folder(config: RunConfig, run_dir: Path) -> Path:
@@ -106,7 +163,9 @@ def _make_snapshot_folder(config: RunConfig, run_dir: Path) -> Path:
     if weights.directory:
         folder = Path(weights.directory).resolve() / shared_folder(run_dir).name
         folder.parent.mkdir(parents=True, exist_ok=True)
-    folder.mkdir(mode=0o700)
+    folder.mkdir(mode=0o700, exist_ok=folder == shared_folder(run_dir))
+    if folder.is_symlink() or folder.stat().st_uid != os.geteuid():
+        raise PermissionError(f"{folder} must be a folder of this user, and is not; remove it")
     return folder
 
 

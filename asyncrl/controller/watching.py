@@ -168,7 +168,7 @@ class DashboardProcess:
         """End it, if it runs."""
         if self._process is not None and self._process.returncode is None:
             with suppress(ProcessLookupError):
-                self._process.terminate()
+                self._process.kill()
             await self._process.wait()
 
 

@@ -128,7 +128,7 @@ class ControlBuffer(Protocol):
     """What the controller needs of the replay buffer."""
 
     async def enqueue(self, prompts: Sequence[Prompt]) -> None:
-        """Queue prompts; returns when they are queued, which waits while the queue is full."""
+        """Queue prompts; returns when they are queued, which waits while the queue is full. Idempotent by group id."""
         ...
 
     async def plan(self, version: int) -> Plan:

@@ -12,6 +12,7 @@ from typing import Any
 import ray
 
 from asyncrl.protocol.errors import UsageError
+from asyncrl.protocol.stop_signals import keep_stop_blocked
 
 from .calls import FUSED_METHOD_SEPARATOR, attach_results
 from .dispatch import MAGIC_ATTR, Dispatch, Execute, materialize_async, register
@@ -52,7 +53,8 @@ class Worker(WorkerHelper):
     _master_port: str | None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Worker:
-        """Open the worker's log first."""
+        """Open the worker's log first, and leave SIGTERM to the run where Ray does."""
+        keep_stop_blocked()
         log_file = os.environ.pop("WG_LOG_FILE", None)
         if log_file is not None:
             redirect_output(log_file)

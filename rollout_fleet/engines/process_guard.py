@@ -5,9 +5,10 @@ Usage: ``process_guard.py OWNER_PID SCRATCH_DIR COMMAND...``
 SGLang's children die with the server only once they have finished importing, so the kernel's parent-death signal on
 the server alone leaks them. This process, of the standard library only, gets that signal instead and kills the
 server's whole process group; then it removes what the group leaves in SCRATCH_DIR and in shared memory. It waits in
-``wait`` and is woken by the server's exit, by its owner's death (SIGHUP) or SIGTERM (both kill the server), or by
-SIGUSR1 (remember what shared memory the server has by now). Nothing is terminated gently: what the server holds is of
-no use without its owner, and SGLang looks for a SIGTERM only every five seconds.
+``wait`` and is woken by the server's exit, by SIGHUP from its owner or from the kernel at its owner's death (kill the
+server), or by SIGUSR1 (remember what shared memory the server has by now). Nothing is terminated gently: what the
+server holds is of no use without its owner, and SGLang looks for a SIGTERM only every five seconds. Guard and server
+ignore SIGINT and SIGTERM, which a scheduler sends to every process at once: their owner decides when they end.
 """
 
 import contextlib
@@ -23,7 +24,8 @@ from types import FrameType
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 SHARED_MEMORY = "/dev/shm/"
-HANDLED = {signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1}
+HANDLED = {signal.SIGHUP, signal.SIGUSR1}
+LEFT_TO_OWNER = {signal.SIGINT, signal.SIGTERM}
 
 
 def signal_at_parent_death(signum: int) -> None:
@@ -52,6 +54,8 @@ class Guard:
     def _prepare_server() -> None:
         signal_at_parent_death(signal.SIGKILL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)
+        signal.pthread_sigmask(signal.SIG_BLOCK, LEFT_TO_OWNER)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # the guard ignores it, as caretakers do
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         if signum == signal.SIGUSR1:
@@ -114,7 +118,8 @@ class Guard:
 def main() -> int:
     """Guard the command given on the command line."""
     owner_pid, scratch_dir, *command = sys.argv[1:]
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for signum in LEFT_TO_OWNER:
+        signal.signal(signum, signal.SIG_IGN)
     signal_at_parent_death(signal.SIGHUP)
     adopt_orphans()
     try:

@@ -11,6 +11,8 @@ What runs through an update is a prompt that SGLang computes again, up to the la
 the logits and log-probs of all written tokens with it, and discards them: of 32,000 tokens and a vocabulary of 152,000
 they are 19 GB in float32. None but the last is needed.
 
+A server leaves SIGINT and SIGTERM to its owner, which kills it: SGLang would end at them by itself.
+
 SGLang finds `register` through the entry point that `write_plugin` puts into a folder of the server's import path. No
 other server of the environment sees it.
 """
@@ -21,6 +23,8 @@ import multiprocessing
 import os
 from pathlib import Path
 from typing import Any
+
+from asyncrl.protocol.stop_signals import keep_stop_blocked
 
 PLUGIN = "asyncrl"
 """What SGLang calls it."""
@@ -42,6 +46,7 @@ def register() -> None:
     """SGLang's entry, in each process of the server."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    keep_stop_blocked()
     HookRegistry.register(PREPARED, fork_on_cpu, HookType.AFTER)
     HookRegistry.register(PAUSED, rest_while_paused, HookType.AFTER)
     HookRegistry.register(RETRACTED, skip_known_logprobs, HookType.AFTER)

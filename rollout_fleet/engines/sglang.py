@@ -73,6 +73,7 @@ class SGLangEngine:
             start_timeout_s=config.start_timeout_s,
             stop_timeout_s=config.server_stop_timeout_s,
             head_dim=self._facts.head_dim,
+            pass_secrets=config.pass_secrets,
         )
         self._name = self._server.name
         self._client = SGLangClient(self._server)

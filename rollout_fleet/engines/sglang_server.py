@@ -20,11 +20,13 @@ import sys
 import tempfile
 from asyncio.subprocess import PIPE, STDOUT, Process
 from collections import deque
+from collections.abc import Collection
 from pathlib import Path
 from typing import NoReturn
 
 from asyncrl.protocol.errors import DeadlineError, WorkerDiedError
 from rollout_fleet.config import EngineDevice, OnUpdate, SGLangConfig
+from rollout_fleet.environment import without_secrets
 
 from .server_hooks import PLUGIN, write_plugin
 
@@ -66,7 +68,8 @@ class SGLangServer:
     """One server process group, reachable at `url` with `headers` once `start` returned.
 
     ``device`` is ``cpu`` or ``cuda``. ``name`` names the server in messages and its log, ``<name>.log`` in ``log_dir``.
-    ``start_timeout_s`` bounds `start`, ``stop_timeout_s`` `stop`. ``head_dim`` is the model's (see `ModelFacts`).
+    ``start_timeout_s`` bounds `start`, ``stop_timeout_s`` `stop`. ``head_dim`` is the model's (see `ModelFacts`). Of the
+    secrets in the environment the server gets those that ``pass_secrets`` names.
     """
 
     def __init__(
@@ -81,6 +84,7 @@ class SGLangServer:
         start_timeout_s: float,
         stop_timeout_s: float,
         head_dim: int = 0,
+        pass_secrets: Collection[str] = (),
     ) -> None:
         self.name = name
         self.log_path = Path(log_dir) / f"{name}.log"
@@ -92,6 +96,7 @@ class SGLangServer:
         self._seed = seed
         self._start_timeout_s = start_timeout_s
         self._stop_timeout_s = stop_timeout_s
+        self._pass_secrets = pass_secrets
         self._port = 0
         self._api_key = secrets.token_hex(24)  # no dash in front, which would read as an option
         self._guard: Process | None = None
@@ -168,7 +173,7 @@ class SGLangServer:
         if guard is None:
             return
         if guard.returncode is None:
-            guard.send_signal(signal.SIGTERM)
+            guard.send_signal(signal.SIGHUP)
             try:
                 async with asyncio.timeout(self._stop_timeout_s):
                     await guard.wait()
@@ -227,12 +232,20 @@ class SGLangServer:
             ended.cancel()
 
     async def _keep_log(self, guard: Process) -> None:
-        """Copy the server's output to its log file until it ends."""
+        """Copy the server's output to its log file until it ends.
+
+        Output that cannot be written, on a full disk for one, is left out: a pipe that nobody reads blocks the server.
+        """
         assert guard.stdout is not None
-        with self.log_path.open("ab") as log:
+        is_whole = True
+        with self.log_path.open("ab", buffering=0) as log:
             while chunk := await _read_line(guard.stdout):
-                log.write(chunk)
-                log.flush()
+                try:
+                    log.write(chunk)
+                except OSError as error:
+                    if is_whole:
+                        logger.warning("%s: output is left out of %s: %s", self.name, self.log_path, error)
+                    is_whole = False
                 line = chunk.decode(errors="replace").rstrip()
                 self._tail.append(line)
                 if not self._ready.is_set() and guard.returncode is None:
@@ -280,7 +293,7 @@ class SGLangServer:
     def _environment(self, scratch: Path) -> dict[str, str]:
         imported = [str(_plugin_folder(scratch))]
         environment = {
-            **os.environ,
+            **without_secrets(self._pass_secrets),
             "TMPDIR": str(scratch),
             "SGLANG_LOGGING_CONFIG_PATH": str(scratch / "logging.json"),
             "HF_HUB_OFFLINE": "1",

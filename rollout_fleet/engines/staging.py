@@ -16,6 +16,7 @@ import os
 import shutil
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 
@@ -47,6 +48,7 @@ class WeightStager:
 
     def __init__(self, name: str, *, memory: Path, copies: bool, timeout_s: float) -> None:
         self._name = name
+        self._life = 0
         self._image = memory / name
         self._copies = copies
         self._timeout_s = timeout_s
@@ -58,7 +60,8 @@ class WeightStager:
     async def staged(self, offer: WeightOffer) -> AsyncIterator[WeightOffer]:
         """Stage an offer in a thread; the block loads what is yielded, the same version in full or as an adapter.
 
-        A thread that misses the deadline is left behind, and the engine must not be given another offer.
+        A thread that misses the deadline, or that a cancellation leaves behind, keeps the folders that it writes to. It
+        removes them when it ends. What is staged next goes to folders of their own.
 
         Raises:
             WeightsGone: the version was removed before it was staged; ask for the newest.
@@ -69,24 +72,46 @@ class WeightStager:
         if offer.is_collective:
             local = await self._received(offer)
         elif not offer.is_sent_to_engines:
-            local = await self._in_time(self.stage, offer)
+            local = await self._in_time(WeightStager.stage, offer)
         try:
             yield local
         finally:
             self._remove_links()
             self._unlock()
 
-    async def _in_time(self, work: Callable[[WeightOffer], WeightOffer], offer: WeightOffer) -> WeightOffer:
-        """Do some of the staging in a thread, under the deadline."""
+    async def _in_time(
+        self, work: Callable[[WeightStager, WeightOffer], WeightOffer], offer: WeightOffer
+    ) -> WeightOffer:
+        """Do some of the staging in a thread, under the deadline. The thread works on a copy of this stager."""
         limit_s = self._timeout_s + offer.num_bytes / SLOWEST_LOAD
+        of_thread = copy(self)
+        working = asyncio.ensure_future(asyncio.to_thread(work, of_thread, offer))
         try:
             async with asyncio.timeout(limit_s):
-                return await asyncio.to_thread(work, offer)
+                return await asyncio.shield(working)
         except TimeoutError:
             raise DeadlineError(
                 f"{self._name} did not stage policy version {offer.version} from {offer.manifest} within {limit_s:.0f} "
                 "s (rollout_fleet.load_timeout_s and a second per 100 MB)"
             ) from None
+        finally:
+            if working.done():
+                vars(self).update(vars(of_thread))
+            else:
+                self._leave_behind(of_thread, working)
+
+    def _leave_behind(self, of_thread: WeightStager, working: asyncio.Future[WeightOffer]) -> None:
+        """Go on in folders of their own; what a thread writes to is removed when the thread has ended."""
+        self._life += 1
+        self._image = self._image.with_name(f"{self._name}.{self._life}")
+        self._links, self._locks, self._held = None, [], ""
+
+        def remove(done: asyncio.Future[WeightOffer]) -> None:
+            if not done.cancelled() and (error := done.exception()) is not None:
+                logger.warning("%s: staging that was given up failed: %s", self._name, error)
+            of_thread.close()
+
+        working.add_done_callback(remove)
 
     async def _received(self, offer: WeightOffer) -> WeightOffer:
         """Receive what the learner ranks send into this host's memory; where there are deltas, into the image."""
@@ -99,7 +124,7 @@ class WeightStager:
             await self._receive_frozen(offer, await asyncio.to_thread(read_manifest, local))
         elif self._copies:
             try:
-                return await self._in_time(self._into_image, local)
+                return await self._in_time(WeightStager._into_image, local)
             except WeightsError as error:
                 if local.kind == "full":
                     raise
@@ -195,7 +220,7 @@ class WeightStager:
         manifest, source = read_manifest(offer), Path(offer.manifest)
         if Path(manifest.directory) != source.parent:
             return offer
-        self._links = source.parent.parent / LINKS / self._name
+        self._links = source.parent.parent / LINKS / self._image.name
         self._remove_links()  # what an engine of this name has left
         folders = {source.parent: manifest.files}
         if manifest.base is not None:

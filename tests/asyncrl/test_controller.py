@@ -193,6 +193,7 @@ def make_controller(
     unpublished=None,
     learner=None,
     fleet=None,
+    prompts=None,
 ):
     buffer = buffer or ScriptedBuffer(version=resumed.version if resumed else 0)
     fleet = fleet or ScriptedFleet(buffer, load_s)
@@ -202,7 +203,7 @@ def make_controller(
         buffer=buffer,
         learner=learner or ScriptedLearner(buffer, dies_at, full_at, saved, unpublished),
         fleet=fleet,
-        prompts=Prompts(),
+        prompts=prompts or Prompts(),
         on_step=records.append,
         evaluate=evaluate,
         resumed=resumed,

@@ -1,13 +1,22 @@
 """Where published weights go."""
 
+import errno
+import os
+import re
 import shutil
+import signal
+import time
 from collections import namedtuple
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
+from asyncrl.cli import train_command
 from asyncrl.cli.compose import compose_run
-from asyncrl.controller.run_folder import RunPaths, shared_folder
+from asyncrl.controller import run_folder
+from asyncrl.controller.run_folder import RunPaths, hold_shared_folder, shared_folder, sweep_shared_memory
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -55,3 +64,106 @@ def test_a_directory_that_hosts_share_gets_a_folder_per_run(run_dir, tmp_path):
     folder = snapshots(run_dir, "weights.transport=file", f"weights.directory={shared}")
     assert folder.is_dir()
     assert Path(folder).parent == shared
+
+
+@pytest.fixture
+def shared_memory(tmp_path, monkeypatch):
+    """A folder in the place of the machine's shared memory."""
+    folder = tmp_path / "shm"
+    folder.mkdir()
+    monkeypatch.setattr(run_folder, "SHARED_MEMORY", folder)
+    return folder
+
+
+def forked(work):
+    """The pid of a process that does ``work`` and then waits."""
+    ready, write = os.pipe()
+    if (pid := os.fork()) == 0:
+        work()
+        os.write(write, b".")
+        signal.pause()
+        os._exit(1)
+    os.read(ready, 1)
+    for end in (ready, write):
+        os.close(end)
+    return pid
+
+
+def kill(pid):
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+
+
+def test_the_shared_memory_of_a_run_is_swept_once_all_its_processes_are_killed(shared_memory, tmp_path):
+    def supervisor():
+        hold_shared_folder(tmp_path)
+        (shared_folder(tmp_path) / "weights").write_bytes(bytes(100))
+        (tmp_path / "controller").write_text(str(forked(lambda: None)))
+
+    run = forked(supervisor)
+    controller = int((tmp_path / "controller").read_text())
+    assert sweep_shared_memory() == []
+    kill(run)
+    assert sweep_shared_memory() == [], "the controller still lives"
+    os.kill(controller, signal.SIGKILL)
+    wait_until_ended(controller)
+    assert sweep_shared_memory() == [shared_folder(tmp_path)]
+    assert not list(shared_memory.iterdir())
+
+
+def wait_until_ended(pid):
+    """Wait for a process that is not a child of this one."""
+    with suppress(psutil.NoSuchProcess):
+        while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+            time.sleep(0.01)
+
+
+def test_a_sweep_of_shared_memory_leaves_what_is_not_a_runs_of_this_user(shared_memory, tmp_path):
+    (tmp_path / "precious").mkdir()
+    (shared_memory / "asyncrl-run-0").symlink_to(tmp_path / "precious")
+    (shared_memory / "asyncrl-bench-0").mkdir()
+    (shared_memory / "asyncrl-run-file").touch()
+    if os.geteuid() == 0:
+        (shared_memory / "asyncrl-run-1").mkdir()
+        os.chown(shared_memory / "asyncrl-run-1", 12345, 12345)
+    before = sorted(shared_memory.iterdir())
+    assert sweep_shared_memory() == []
+    assert sorted(shared_memory.iterdir()) == before
+    assert (tmp_path / "precious").is_dir()
+
+
+def test_a_folder_in_shared_memory_that_is_there_already_is_not_taken(shared_memory, tmp_path):
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    shared_folder(run_dir).mkdir()
+    with pytest.raises(FileExistsError, match="must not exist before the run, another process made it; remove it"):
+        hold_shared_folder(run_dir)
+    assert not run_dir.exists()
+
+
+def test_without_shared_memory_that_can_be_written_a_run_holds_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_folder, "SHARED_MEMORY", tmp_path / "absent")
+    assert hold_shared_folder(tmp_path) is None
+    assert sweep_shared_memory() == []
+
+
+def test_a_run_that_begins_on_a_full_disk_names_the_file_and_the_remedy_and_leaves_nothing(
+    tmp_path, monkeypatch, capsys, shared_memory
+):
+    def write(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as a write does: without the file's name
+
+    monkeypatch.setattr(Path, "write_text", write)
+    assert train_command.main([f"output_dir={tmp_path}/out"]) == 1
+    said = capsys.readouterr().err
+    assert re.search(rf"^error: {tmp_path}/out/.*/config.yaml cannot be written: No space left on device; free", said)
+    assert "output_dir=DIR" in said
+    assert not list((tmp_path / "out").rglob("config.yaml")) + list((tmp_path / "out").rglob("logs"))
+    assert not list(shared_memory.iterdir())
+
+
+def test_a_disk_that_fills_up_later_is_named_with_the_remedy(tmp_path):
+    (tmp_path / "run").mkdir()
+    fault = ExceptionGroup("", [OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))])
+    words = train_command._last_words(fault, tmp_path / "run")
+    assert f"{tmp_path}/run cannot be written: {os.strerror(errno.EDQUOT)}; free space on its disk" in words

@@ -79,3 +79,17 @@ def test_a_torn_file_is_told_by_name(tmp_path, capsys):
     torn.write_bytes(torn.read_bytes()[:-9])
     assert samples.main([str(tmp_path)]) == 2
     assert capsys.readouterr().err.startswith(f"error: {torn} must be a whole parquet file, got ")
+
+
+def test_control_characters_of_a_sample_do_not_reach_the_terminal(tmp_path, capsys):
+    keep(tmp_path, "train", 3, 0.5)
+    (file,) = tmp_path.glob("samples/*.parquet")
+    [row] = pq.read_table(file).to_pylist()
+    hostile = "\x1b]52;c;ZXZpbA==\x07 \x9b2J \r \x08 \u202e naïve\t数学 \U0001f468\u200d\U0001f469\nend"
+    pq.write_table(pa.Table.from_pylist([row | {"response": hostile, "prompt": "\x1b[31m"}]), file)
+    assert samples.main([str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert not [character for character in shown if ord(character) < 32 and character not in "\n\t"]
+    assert not set("\x7f\x9b\u202e") & set(shown)
+    assert r"\x1b]52;c;ZXZpbA==\x07 \x9b2J \r \x08 \u202e naïve" in shown
+    assert "\t数学 \U0001f468\u200d\U0001f469\nend" in shown

@@ -45,7 +45,7 @@ def test_a_signal_reaches_the_work_once_and_the_parent_waits_for_it():
     run = start(
         """
         seen = []
-        signal.signal(signal.SIGINT, lambda *_: seen.append(1))
+        signal.signal(supervisor.STOPS[signal.SIGINT], lambda *_: seen.append(1))
         print("ready", flush=True)
         while not seen:
             signal.pause()
@@ -55,6 +55,32 @@ def test_a_signal_reaches_the_work_once_and_the_parent_waits_for_it():
     )
     assert run.stdout.readline() == "ready\n"
     run.send_signal(signal.SIGINT)
+    assert run.communicate(timeout=30)[0] == "status 11 own\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_every_process_at_once_reaches_the_work_once_and_ends_no_process_that_it_started(number):
+    run = start(
+        """
+        seen = []
+        for stop in supervisor.STOPS.values():
+            signal.signal(stop, lambda *_: seen.append(1))
+        child = subprocess.Popen([sys.executable, "-c", "print('up', flush=True); input()"], stdin=subprocess.PIPE,
+                                 stdout=subprocess.PIPE, start_new_session=True)
+        child.stdout.readline()
+        print("ready", flush=True)
+        while not seen:
+            signal.pause()
+        time.sleep(0.4)
+        child.stdin.close()
+        return 10 * len(seen) + child.wait(20)
+        """
+    )
+    assert run.stdout.readline() == "ready\n"
+    for process in (*psutil.Process(run.pid).children(recursive=True), run):
+        process.send_signal(number)
+    time.sleep(0.1)
+    run.send_signal(number)  # as a sweep does, which passes on what it gets itself
     assert run.communicate(timeout=30)[0] == "status 11 own\n"
 
 
@@ -107,7 +133,7 @@ def test_work_is_told_to_stop_when_its_parent_is_killed(before):
 def test_work_that_does_not_stop_in_time_is_killed():
     run = start(
         """
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.signal(supervisor.STOPS[signal.SIGTERM], signal.SIG_IGN)
         print("ready", flush=True)
         while True:
             signal.pause()

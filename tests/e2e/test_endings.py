@@ -3,8 +3,12 @@
 import os
 import signal
 import time
+from contextlib import suppress
 
+import psutil
 import pytest
+
+from tests.e2e.run_checks import assert_every_token_is_accounted_for
 
 pytestmark = pytest.mark.e2e
 
@@ -51,3 +55,29 @@ def test_a_wrong_option_ends_the_run_before_any_process_starts(start, override, 
     assert words in "\n".join(run.lines[-5:])
     assert "waiting for rollout" not in run.output
     assert "waiting for learner" not in run.output
+
+
+@pytest.mark.parametrize(
+    ("number", "engine", "moment"),
+    [
+        (signal.SIGTERM, "transformers", "step 1/"),
+        pytest.param(signal.SIGINT, "transformers", "step 1/", marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, "transformers", "waiting for learner", marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, "sglang", "step 1/", marks=pytest.mark.slow),
+    ],
+)
+def test_a_signal_to_every_process_of_a_run_at_once_ends_the_run_with_its_policy(start, number, engine, moment):
+    run = start(*FAST, "record_trajectories=true", f"rollout_fleet.engine={engine}")
+    run.wait_for_line(moment)
+    has_trained = moment == "step 1/"
+    run.remember_family()
+    for process in [*run.family.values(), run.process]:
+        with suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
+    assert run.finish(60) == 128 + number, run.output
+    assert f"stopped by {number.name}" in run.lines[-1]
+    assert (run.run_dir / "policy").is_dir() == has_trained
+    if has_trained:
+        assert_every_token_is_accounted_for(run)
+        assert run.summary["tokens"]["dropped_by_reason"].get("lost", 0) == 0, "the rollout worker lived to report"
+    assert run.survivors(END_TIMEOUT_S) == []

@@ -1,4 +1,5 @@
 import os
+import pickle
 import shutil
 import signal
 from pathlib import Path
@@ -7,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint import filesystem, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
 from transformers import AutoModelForCausalLM
 
 import learner.checkpoint
@@ -16,6 +18,7 @@ from learner.checkpoint import ShardedCheckpointer, main
 from learner.checkpoint_folder import newest_checkpoint, read_progress
 from learner.config import AlgorithmConfig, Device, LearnerConfig, LoraConfig, OptimizerConfig, Schedule
 from learner.model_folder import save_policy
+from learner.plain_reading import load_plain
 from learner.trainer import Trainer
 from tests.support.policy_step import policy_step
 from tests.support.ranks import run_on_ranks
@@ -291,7 +294,7 @@ def test_saving_before_the_first_update_changes_nothing(model_path: str, tmp_pat
         ("__0_0.distcp", None, "rank 0: FileNotFoundError: .*__0_0.distcp"),
         ("__0_0.distcp", b"broken", "rank 0: "),
         (".metadata", None, "rank 0: AssertionError: metadata is None"),
-        ("random_0.pickle", None, "rank 0: FileNotFoundError: .*random_0.pickle"),
+        ("random_0.pt", None, "rank 0: FileNotFoundError: .*random_0.pt"),
     ],
 )
 def test_a_broken_part_is_named(
@@ -302,9 +305,57 @@ def test_a_broken_part_is_named(
     (broken / part).unlink() if content is None else (broken / part).write_bytes(content)
     with pytest.raises(CheckpointError, match=rf"v00000001 could not be read: {words}.*; name an older checkpoint"):
         checkpointer.load(broken)
-    if part != "random_0.pickle":  # an exported model has no random state
+    if part != "random_0.pt":  # an exported model has no random state
         assert main([str(broken), str(tmp_path / "out")]) == 2
         assert "v00000001 could not be read: rank 0: " in capsys.readouterr().err
+
+
+class RunsCode:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple:
+        return Path.touch, (self.mark,)
+
+
+@pytest.mark.parametrize("part", [".metadata", "random_0.pt"])
+def test_a_checkpoint_whose_part_holds_code_is_refused_and_the_code_does_not_run(
+    part: str, model_path: str, tmp_path: Path
+) -> None:
+    checkpointer, mark = ShardedCheckpointer(trainer_of(model_path), str(tmp_path)), tmp_path / "mark"
+    hostile = checkpointer.save(1)
+    if part == ".metadata":
+        metadata = pickle.loads((hostile / part).read_bytes())
+        metadata.planner_data = RunsCode(mark)
+        (hostile / part).write_bytes(pickle.dumps(metadata))
+    else:
+        torch.save({"torch": RunsCode(mark)}, hostile / part)
+    with pytest.raises(CheckpointError, match=r"v00000001 could not be read: rank 0: "):
+        checkpointer.load(hostile)
+    assert not mark.exists()
+
+
+def test_a_random_state_that_is_a_pickle_starts_anew_and_is_not_read(model_path: str, tmp_path: Path, caplog) -> None:
+    checkpointer, mark = ShardedCheckpointer(trainer_of(model_path), str(tmp_path)), tmp_path / "mark"
+    old = checkpointer.save(1)
+    (old / "random_0.pt").unlink()
+    (old / "random_0.pickle").write_bytes(pickle.dumps(RunsCode(mark)))
+    assert checkpointer.load(old) == 1
+    assert "holds the random state as a pickle, which is not read" in caplog.text
+    assert not mark.exists()
+
+
+def test_a_value_of_a_checkpoint_that_is_code_is_refused_and_does_not_run(tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    state_dict_saver.save({"value": RunsCode(mark), "plain": (1, "a")}, checkpoint_id=tmp_path / "c", no_dist=True)
+    with pytest.raises(CheckpointException, match="Weights only load failed"):
+        load_plain({"value": 0, "plain": ()}, tmp_path / "c", no_dist=True)
+    assert not mark.exists()
+    plain = {"plain": ()}
+    load_plain(plain, tmp_path / "c", no_dist=True)
+    assert plain == {"plain": (1, "a")}
 
 
 def test_an_export_of_a_checkpoint_that_does_not_say_what_the_model_is_names_the_file(

@@ -33,6 +33,29 @@ def test_every_mini_batch_is_an_update_and_all_tokens_are_trained_once(model_pat
     assert metrics["num_trajectories"] == 12
 
 
+def test_an_update_without_tokens_moves_no_weight_and_dilutes_no_metric(model_path: str) -> None:
+    """Momentum and weight decay alone would move them."""
+    config = replace(CONFIG, optimizer=OptimizerConfig(lr=5e-3, weight_decay=0.1))
+    sequences = mini_batched(random_sequences(6), 1)
+    without = [replace(s, mini_batch=1, loss_mask=np.zeros_like(s.loss_mask)) for s in random_sequences(6)]
+    metrics, weights = [], []
+    for batch, count in ((sequences, 1), ([*sequences, *without], 2)):
+        trainer = Trainer(config, model_path=model_path, total_updates=8)
+        for _ in range(2):  # in the second step there is momentum
+            step = policy_step(trainer, AlgorithmConfig(num_mini_batches=count)).run(batch)
+        metrics.append(step)
+        weights.append([parameter.detach().clone() for parameter in trainer.head.parameters()])
+    assert [step["empty_updates"] for step in metrics] == [0.0, 1.0]
+    assert metrics[1]["num_tokens"] == metrics[0]["num_tokens"]
+    assert metrics[1]["grad_norm"] == pytest.approx(metrics[0]["grad_norm"], rel=0.5), "not halved"
+    before = [parameter.clone() for parameter in weights[1]]
+    update = policy_step(trainer, AlgorithmConfig())
+    only_empty = [replace(s, mini_batch=0) for s in without]
+    assert update.run(only_empty)["empty_updates"] == 1.0
+    for left, right in zip(before, trainer.head.parameters(), strict=True):
+        torch.testing.assert_close(left, right.detach(), rtol=0, atol=0)
+
+
 def test_the_proximal_policy_is_the_one_before_the_step(model_path: str) -> None:
     """With weights of 1 in sum, the second update differs when the proximal log-probs are not those of the start."""
     seen = []

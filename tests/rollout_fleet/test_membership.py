@@ -51,5 +51,6 @@ def test_a_run_that_does_not_answer_is_refused_by_name_with_a_remedy(tmp_path, c
     assert "has a fleet of a fixed size" in capsys.readouterr().err
     write_address(tmp_path, address="127.0.0.1:1", node_address="127.0.0.1")
     assert json.loads((tmp_path / ADDRESS_FILE).read_text())["address"] == "127.0.0.1:1"
+    assert (tmp_path / ADDRESS_FILE).stat().st_mode & 0o777 == 0o600, "it holds Ray's token"
     assert command(["--run", str(tmp_path)]) == 2
     assert "this run has ended; start another, with checkpoint.resume=auto to go on" in capsys.readouterr().err

@@ -98,7 +98,7 @@ def test_the_death_of_the_owner_kills_the_whole_group_and_removes_what_it_left(s
 
 def test_a_server_that_ignores_sigterm_is_killed_at_once(start):
     started = start("stubborn")
-    started.process.terminate()
+    started.process.send_signal(signal.SIGHUP)
     assert started.process.wait(10) == 128 + signal.SIGKILL
     assert started.nothing_is_left()
 
@@ -108,14 +108,14 @@ def test_a_server_that_is_stopped_is_killed_and_leaves_nothing(start):
     started.process.send_signal(signal.SIGUSR1)
     for name in ("child", "server"):
         os.kill(started.pids[name], signal.SIGSTOP)
-    started.process.terminate()
+    started.process.send_signal(signal.SIGHUP)
     assert started.process.wait(10) == 128 + signal.SIGKILL
     assert started.nothing_is_left()
 
 
 def test_a_server_that_is_killed_leaves_no_child_either(start):
     started = start()
-    started.process.terminate()
+    started.process.send_signal(signal.SIGHUP)
     assert started.process.wait(10) == 128 + signal.SIGKILL
     assert not any(psutil.pid_exists(pid) for pid in started.pids.values()), "not even a zombie"
     assert started.nothing_is_left()
@@ -142,7 +142,7 @@ def test_a_guard_that_is_told_of_output_faster_than_it_looks_goes_on(start):
     for _ in range(2_500):
         os.kill(started.process.pid, signal.SIGUSR1)
         time.sleep(0.0002)
-    started.process.terminate()
+    started.process.send_signal(signal.SIGHUP)
     assert started.process.wait(30) == 128 + signal.SIGKILL
     assert started.nothing_is_left()
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+from pathlib import Path
 
 import psutil
 import pytest
@@ -255,3 +256,12 @@ def test_a_cuda_server_does_not_inherit_how_torch_allocates(make_server, tmp_pat
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv(name, "expandable_segments:True")
     assert name not in make_server("", device=EngineDevice.cuda)._environment(tmp_path)
+
+
+async def test_a_full_disk_under_its_log_does_not_block_a_server(make_server, caplog):
+    server = make_server('for _ in range(20_000):\n    print("x" * 100)\n' + textwrap.dedent(COMES_UP))
+    server.log_path = Path("/dev/full")
+    await server.start()
+    [warning] = [record.message for record in caplog.records if "is left out" in record.message]
+    assert "/dev/full: [Errno 28] No space left on device" in warning
+    assert "Uvicorn running" in server.log_tail()

@@ -5,6 +5,7 @@ import errno
 import logging
 import os
 import shutil
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -163,6 +164,39 @@ async def test_a_damaged_delta_is_an_error_by_name_until_the_next_full_version(m
     full = [learner.publish() for _ in range(3)][-1]
     async with stager.staged(full) as local:
         assert np.array_equal(bytes_of(local), learner.images[4])
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True], ids=["late", "cancelled"])
+async def test_a_staging_thread_that_is_left_behind_writes_nothing_into_the_next_image(
+    make_stager, learner, monkeypatch, tmp_path, is_cancelled
+):
+    stager = make_stager(copies=True, timeout_s=0.3)
+    first, goes_on, has_ended = learner.publish(), threading.Event(), threading.Event()
+    copied = shutil.copyfileobj
+
+    def copy_slowly_once(source, target, length):
+        monkeypatch.setattr(shutil, "copyfileobj", copied)
+        goes_on.wait(10)
+        copied(source, target, length)
+        has_ended.set()
+
+    monkeypatch.setattr(shutil, "copyfileobj", copy_slowly_once)
+    staging = asyncio.ensure_future(stager.staged(first).__aenter__())
+    await asyncio.sleep(0.1)
+    if is_cancelled:
+        staging.cancel()
+    with pytest.raises((DeadlineError, asyncio.CancelledError)):
+        await staging
+    async with stager.staged(learner.publish()) as local:
+        goes_on.set()
+        await asyncio.to_thread(has_ended.wait, 10)
+        await asyncio.sleep(0.1)
+        assert np.array_equal(bytes_of(local), learner.images[1])
+        assert len(list((tmp_path / "memory").iterdir())) == 1, "the thread removed what it wrote"
+    async with stager.staged(learner.publish()) as local:
+        assert np.array_equal(bytes_of(local), learner.images[2])
+    stager.close()
+    assert not list((tmp_path / "memory").iterdir())
 
 
 async def test_no_room_for_the_image_is_an_error_that_names_the_options(make_stager, learner, monkeypatch):

@@ -1,0 +1,82 @@
+"""Reads checkpoints of torch.distributed.checkpoint (DCP) without running code that they may hold.
+
+DCP unpickles the metadata of a checkpoint, and every value that is not a tensor. Here the metadata may name only the
+classes that DCP writes, and the values only those that ``torch.load(weights_only=True)`` allows. So a checkpoint of
+somebody else can be loaded, or is refused; it cannot run code.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import state_dict_loader
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import ReadItem
+
+_DCP = "torch.distributed.checkpoint."
+_ALLOWED = {
+    _DCP + "metadata": {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    _DCP + "filesystem": {"_StorageInfo"},
+    "torch": {"Size"},
+    "torch.serialization": {"_get_layout"},
+    "collections": {"OrderedDict"},
+    "pathlib": {"PosixPath"},
+}
+_DTYPES = {str(value).removeprefix("torch.") for value in vars(torch).values() if isinstance(value, torch.dtype)}
+
+
+def load_plain(state: dict[str, Any], path: Path, *, process_group: Any = None, no_dist: bool = False) -> None:
+    """Fill ``state`` from the checkpoint at ``path``, as ``state_dict_loader.load`` does.
+
+    Raises `CheckpointException` if a part is missing, broken, or holds code.
+    """
+    state_dict_loader.load(
+        state,
+        storage_reader=_PlainReader(path),
+        planner=_PlainPlanner(),
+        process_group=process_group,
+        no_dist=no_dist,
+    )
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if name in _ALLOWED.get(module, ()) or (module == "torch" and name in _DTYPES):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(
+            f"the metadata names {module}.{name}, which DCP does not write: loading it would run code; "
+            "take a checkpoint from a source that you trust"
+        )
+
+
+class _PlainReader(FileSystemReader):
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        path = self._get_metadata_path(kwargs.get("rank"))
+        with self.fs.create_stream(path, "rb") as file:
+            metadata = _MetadataUnpickler(file).load()
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class _PlainPlanner(DefaultLoadPlanner):
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        plain = io.BytesIO()
+        torch.save(torch.load(value, weights_only=True), plain)  # raises where the value is not plain
+        plain.seek(0)
+        super().load_bytes(read_item, plain)

@@ -1,0 +1,74 @@
+"""Secrets of the environment stay with the rollout worker."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from asyncrl.protocol.errors import RewardError
+from asyncrl.protocol.types import Prompt
+from rollout_fleet.config import EngineDevice, RolloutFleetConfig, SGLangConfig
+from rollout_fleet.engines.sglang_server import SGLangServer
+from rollout_fleet.environment import is_secret
+from rollout_fleet.rewards import WeightedRewards
+
+PROMPT = Prompt(group_id=7, prompt_ids=np.asarray([3, 4], dtype=np.int32), ground_truth="42")
+SECRETS = (
+    "HF_TOKEN", "WANDB_API_KEY", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "OPENAI_API_KEY",
+    "MLFLOW_TRACKING_PASSWORD", "GITHUB_TOKEN", "RAY_AUTH_TOKEN", "GOOGLE_APPLICATION_CREDENTIALS", "SSH_AUTH_SOCK",
+    "my_secret", "TOKEN", "AZURE_CLIENT_SECRET",
+)  # fmt: skip
+HARMLESS = (
+    "PATH", "HOME", "TOKENIZERS_PARALLELISM", "OMP_NUM_THREADS", "KEYBOARD_LAYOUT", "CUDA_VISIBLE_DEVICES", "MONKEY",
+    "SGLANG_TIMEOUT_KEEP_ALIVE", "RAY_AUTH_MODE", "LD_LIBRARY_PATH", "MAX_TOKENS_PER_STEP",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SECRETS)
+def test_a_variable_that_is_named_like_a_secret_is_one(name):
+    assert is_secret(name)
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_a_variable_that_is_not_named_like_a_secret_is_not_one(name):
+    assert not is_secret(name)
+
+
+@pytest.fixture
+def judge(tmp_path: Path, monkeypatch) -> str:
+    for name in ("OPENAI_API_KEY", "HF_TOKEN"):
+        monkeypatch.setenv(name, "s3cret")
+    path = tmp_path / "judge.py"
+    path.write_text(
+        "import os\ndef score(prompt, text):\n    os.environ['HOME']\n    return float(os.environ[text] == 's3cret')\n"
+    )
+    return f"{path}:score"
+
+
+async def test_a_reward_gets_no_secret_but_those_that_are_passed_and_is_told_the_option(judge):
+    rewards = WeightedRewards(RolloutFleetConfig(reward=judge, pass_secrets=["OPENAI_API_KEY"]))
+    await rewards.start()
+    try:
+        assert (await rewards.score(PROMPT, ["OPENAI_API_KEY"])).total.tolist() == [1.0]
+        with pytest.raises(RewardError, match=r"HF_TOKEN with rollout_fleet.pass_secrets=\[HF_TOKEN\]"):
+            await rewards.score(PROMPT, ["HF_TOKEN"])
+    finally:
+        await rewards.close()
+
+
+@pytest.mark.parametrize("passed", [(), ("HF_TOKEN",)])
+def test_an_inference_server_gets_no_secret_but_those_that_are_passed(judge, tmp_path, passed):
+    server = SGLangServer(
+        SGLangConfig(),
+        model_path="/nowhere",
+        device=EngineDevice.cpu,
+        name="sglang-0",
+        log_dir=str(tmp_path),
+        seed=0,
+        start_timeout_s=1.0,
+        stop_timeout_s=1.0,
+        pass_secrets=passed,
+    )
+    environment = server._environment(tmp_path)
+    assert {"OPENAI_API_KEY", "HF_TOKEN"} & set(environment) == set(passed)
+    assert "PATH" in environment
