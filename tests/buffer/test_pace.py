@@ -133,7 +133,7 @@ def test_a_pace_that_belongs_to_the_groups_costs_at_most_two_hundredths(share_of
         paces = [10.0 if rng.random() < share_of_slow_groups else 1.0 for _ in range(20_000)]
         options = {"num_places": 2, "groups_per_step": 8, "max_lag": 2, "pace_of": paces.__getitem__}
         on, off = (SimulatedFleet([FAST] * 8, hand_over=value, **options) for value in (True, False))
-        ratios.append(on.rate(150.0, warm_up_s=30.0) / off.rate(150.0, warm_up_s=30.0))
+        ratios.append(on.rate(1000.0, warm_up_s=30.0) / off.rate(1000.0, warm_up_s=30.0))
     assert sum(ratios) / len(ratios) >= 0.98
 
 
@@ -212,6 +212,7 @@ def test_a_worker_that_never_ended_a_group_is_as_fast_as_the_fastest_until_it_ta
     of = measured(fast=0.01)
     of.granted(lease(0, b"new"), 1000.0)
     assert of.usual_pace(b"new", 1000.0) == of.usual_pace(b"fast", 1000.0)
+    of.look(1000.0)
     assert of.next_look(1000.0) == pytest.approx(1002.0)
     of.look(1001.9)
     assert of.first_on_offer() is None
