@@ -41,7 +41,7 @@ from .groups import record_from, values_of
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 7
+FORMAT = 8
 _MAGIC = b"asyncrl buffer journal %d\n" % FORMAT
 _BEGINNING = struct.Struct(f"<{len(_MAGIC)}sI")
 """The magic and the number of the file; what an earlier use of the file left has another."""
