@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from asyncrl.protocol.types import GroupSummary
-from buffer import Ledger, StalenessRule
+from buffer import BufferConfig, Ledger, StalenessRule
 from buffer.commands import Commit, Enqueue, GrantedLease, LeaseGroups, PlanBatch, Progress, Put, SavePrefix, TakeBack
 
 _NUM_WORKERS = 4
@@ -42,10 +42,11 @@ class SaturatedRun:
     Args:
         rule: Admits.
         seed: Of lengths and deaths.
+        max_deaths: A group is dropped when so many workers died with it; 0 drops none.
     """
 
-    def __init__(self, rule: StalenessRule, *, seed: int) -> None:
-        self.ledger = Ledger(rule, order="earliest_deadline")
+    def __init__(self, rule: StalenessRule, *, seed: int, max_deaths: int = 0) -> None:
+        self.ledger = Ledger(rule, order="earliest_deadline", max_deaths=max_deaths)
         self.num_saved_tokens = 0
         self._random = random.Random(seed)
         self._next_id = 0
@@ -109,9 +110,9 @@ class SaturatedRun:
             worker = (worker + 1) % _NUM_WORKERS
 
 
-def saved_tokens_kept(rule: StalenessRule, *, num_ticks: int = 3000, seed: int = 0) -> float:
+def saved_tokens_kept(rule: StalenessRule, *, num_ticks: int = 3000, seed: int = 0, max_deaths: int = 0) -> float:
     """The share of saved tokens that was not dropped as too old to be continued."""
-    run = SaturatedRun(rule, seed=seed)
+    run = SaturatedRun(rule, seed=seed, max_deaths=max_deaths)
     for _ in range(num_ticks):
         run.tick()
     return 1 - run.ledger.account.tokens_dropped["stale_prefix"] / run.num_saved_tokens
@@ -124,5 +125,8 @@ def admission_figures(*, num_ticks: int) -> dict[str, float]:
         exact = saved_tokens_kept(StalenessRule(max_lag=max_lag, groups_per_step=16), num_ticks=num_ticks)
         former = saved_tokens_kept(FormerRule(max_lag=max_lag, groups_per_step=16), num_ticks=num_ticks)
         suffix = "" if max_lag == 2 else f"_lag_{max_lag}"
+        rule, max_deaths = StalenessRule(max_lag=max_lag, groups_per_step=16), BufferConfig().max_worker_deaths
+        limited = saved_tokens_kept(rule, num_ticks=num_ticks, max_deaths=max_deaths)
         figures |= {f"saved_tokens_kept{suffix}": exact, f"saved_tokens_kept_formerly{suffix}": former}
+        figures[f"saved_tokens_kept_with_death_limit{suffix}"] = limited
     return figures

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from unittest.mock import patch
 
 import numpy as np
 
@@ -21,9 +20,7 @@ from asyncrl.protocol.errors import AsyncRLError
 from asyncrl.protocol.manifest import WeightOffer
 from asyncrl.protocol.types import Prompt
 from buffer import BufferClient, BufferConfig
-from buffer.balance import WorkBalance
 from buffer.commands import Granted
-from buffer.late_groups import LateGroups
 from buffer.server import BufferServer
 from rollout_fleet.config import EngineKind, RolloutFleetConfig
 from rollout_fleet.engine_supervisor import EngineSupervisor
@@ -134,12 +131,13 @@ async def _start(
     groups_per_step: int = GROUPS_PER_STEP,
     length: Callable[[int], int] = lambda _: TOKENS,
     meters: list[_Meter] | None = None,
+    hand_over: bool = True,
 ) -> _FleetRun:
     """Bring up one engine per delay between tokens, on a server of their own."""
     config = RolloutFleetConfig(
         engine=EngineKind.scripted, groups_in_flight=PLACES, reward="exact_match", renew_every_s=5.0
     )
-    options = BufferConfig(max_lag=MAX_LAG, lease_s=60.0)
+    options = BufferConfig(max_lag=MAX_LAG, lease_s=60.0, hand_over=hand_over)
     server = BufferServer(options, groups_per_step=groups_per_step)
     stack.callback(server.close)
     control = BufferClient(server.address)
@@ -203,13 +201,13 @@ EQUAL = [TOKEN_DELAY_S] * 4
 ONE_SLOW = [*EQUAL[:3], 10 * TOKEN_DELAY_S]
 
 
-async def share_of_speeds(delays_s: Sequence[float]) -> tuple[float, float]:
+async def share_of_speeds(delays_s: Sequence[float], *, hand_over: bool = True) -> tuple[float, float]:
     """Tokens trained on per second, as a share of the sum of the engines' speeds, each by its delay between tokens.
 
     And the share of the time for which this process was busy.
     """
     async with AsyncExitStack() as stack:
-        run = await _start(stack, delays_s)
+        run = await _start(stack, delays_s, hand_over=hand_over)
         learning = asyncio.create_task(run.learn())
         stack.callback(learning.cancel)
         await asyncio.sleep(WARM_UP_S)
@@ -219,18 +217,6 @@ async def share_of_speeds(delays_s: Sequence[float]) -> tuple[float, float]:
         rate = (await run.tokens_trained() - before) / took_s
         busy = (time.process_time() - worked_s) / took_s
     return rate / sum(PLACES * SAMPLES / delay_s for delay_s in delays_s), busy
-
-
-async def share_by_turns(delays_s: Sequence[float]) -> float:
-    """The same where workers take turns, and keep what they have."""
-    with (
-        patch.object(WorkBalance, "delay_s", lambda *_: 0.0),
-        patch.object(WorkBalance, "hand_on", lambda *_: None),
-        patch.object(WorkBalance, "next_hand_on", lambda *_: None),
-        patch.object(LateGroups, "take_late", lambda *_: {}),
-        patch.object(LateGroups, "is_worth", lambda *_: True),
-    ):
-        return (await share_of_speeds(delays_s))[0]
 
 
 async def occupancy() -> float:

@@ -15,13 +15,12 @@ from typing import Any
 
 from asyncrl.protocol.errors import ReplayBufferError, WireError
 
-from .balance import WorkBalance
 from .commands import Enqueue, Frames, GrantedLease, LeaseGroups, Put, Release, Renew, TakeBack
 from .groups import Group
 from .heartbeats import Deadline, Heartbeats, LoopClock
-from .late_groups import ASK_AGAIN_S, LateGroups
 from .ledger import Ledger
 from .messages import HAND_ON, REVOKED, Message, Replies, incarnation_of, integer, integers
+from .pace import RunningGroup, WorkerPaces
 from .stores import PayloadStore, size_of
 
 logger = logging.getLogger(__name__)
@@ -29,10 +28,8 @@ logger = logging.getLogger(__name__)
 _MAX_PER_CLIENT = 256
 _MAX_IN_ALL = 16_384
 _MAX_REMEMBERED = 4096
-_LOOK_S = 5e-5
-"""Seconds, per lease, until all leases are looked at again at the earliest; a look takes a fiftieth of it."""
-_LOOKS_PER_GROUP = 20.0
-"""Looks in the time in which an idle worker would do a group, at most: more often, there is little new to see."""
+_SEARCH_S = 5e-5
+"""After a search in vain the next one waits so many seconds per waiting request; a search takes a fiftieth of that."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -261,22 +258,34 @@ class PromptIntake:
 
 
 class Admission:
-    """The operations of workers on leases; a producer not heard of for ``silent_s`` on ``clock`` is gone."""
+    """The operations of workers on leases.
 
-    def __init__(self, shared: Collaborators, *, clock: LoopClock, silent_s: float) -> None:
+    Args:
+        clock: Measures paces and silence.
+        silent_s: A producer that is not heard of for so long is gone.
+        hands_over: Running groups pass from slow workers to faster ones, see `buffer.pace`.
+        settle: Called when `grant` may find something to do, though no message came.
+    """
+
+    def __init__(
+        self,
+        shared: Collaborators,
+        *,
+        clock: LoopClock,
+        silent_s: float,
+        hands_over: bool,
+        settle: Callable[[], None],
+    ) -> None:
         self._ledger, self._store, self._replies = shared.ledger, shared.store, shared.replies
         self._hold_s = shared.hold_s
         self._clock = clock
         self._pending = PendingLeases()
         self._granted: OrderedDict[tuple[bytes, int], list[GrantedLease]] = OrderedDict()
         self._turns = FairQueue()
-        self._balance = WorkBalance()
-        self._late = LateGroups(self._ledger, is_waiting=lambda worker: worker in self._pending.clients)
-        self._relief = Deadline(self._look_again, clock)
-        self._relieve_from = -math.inf
-        self._relieve_at: float | None = None
-        self._asked: dict[bytes, tuple[Sequence[tuple[int, int]], float]] = {}
-        self._not_relieved_before: dict[bytes, float] = {}
+        self._hands_over = hands_over
+        self._paces = WorkerPaces()
+        self._look = Deadline(settle, clock)
+        self._search_from = -math.inf
         self.heartbeats = Heartbeats(silent_s)
         self.operations = {
             "lease": self._lease,
@@ -292,13 +301,13 @@ class Admission:
     def close(self) -> None:
         """Stop whatever waits."""
         self._pending.close()
-        self._relief.close()
+        self._look.close()
 
     def recover(self, leases: Iterable[Group]) -> None:
         """Take up the leases of the server before this one; their owners get the same timeout as everyone else."""
         for lease in leases:
             self._granted.setdefault((lease.owner, lease.request_id), []).append(lease.granted())
-            self._late.granted(lease, self._ledger.num_leases_of(lease.owner) - 1, self._clock.time())
+            self._paces.granted(lease, self._clock.time())
             self.heartbeats.enter(lease.owner, self._clock.time())
 
     def describe(self) -> list[dict[str, Any]]:
@@ -347,24 +356,24 @@ class Admission:
         return {version for version in versions if self._ledger.admits(version)}
 
     def grant(self) -> None:
-        """One lease at a time to the waiting worker that will be done first, until nothing more is admitted.
+        """Let faster workers take groups over, then grant one lease at a time until nothing more is admitted.
 
-        Workers that would be done at the same time take turns. Only requests at a version that is admitted are looked
-        at: it costs little while all engines are too far behind.
+        Slow workers come after faster ones, and of equal ones the worker that holds fewest groups comes first; workers
+        that hold as many take turns. Only requests at a version that is admitted are looked at: it costs little while
+        all engines are too far behind.
         """
         now = self._clock.time()
-        self._late.note_steps(now)
-        for worker, keys in self._late.take_late(now).items():
-            self._ask_to_hand_on(worker, keys)
+        self._paces.look(now)
         if self._pending:
-            if versions := self._admitted(self._pending.versions):
+            versions = self._admitted(self._pending.versions)
+            if self._hands_over:
+                self._take_over(versions, now)
+            if versions:
                 self._grant_to_waiting(versions, now)
-            elif now >= self._relieve_from:
-                self._relieve(now)
-        self._relief.at(self._next_look())
+        self._look.at(self._paces.next_look(now))
 
     def grant_saved(self) -> None:
-        """Lease what was handed on at the head of the queue, and nothing else."""
+        """Lease what was handed over at the head of the queue, and nothing else."""
         if self._pending and self._is_saved_first() and (versions := self._admitted(self._pending.versions)):
             self._grant_to_waiting(versions, self._clock.time(), only_saved=True)
 
@@ -372,27 +381,27 @@ class Admission:
         first = self._ledger.first_queued
         return first is not None and first.progress is not None
 
-    def _next_look(self) -> float | None:
-        """When a group may be late, or a worker may be known to be slow."""
-        moments = (self._late.next_look(), self._relieve_at)
-        return min((when for when in moments if when is not None), default=None)
-
     def _grant_to_waiting(self, versions: set[int], now: float, *, only_saved: bool = False) -> None:
         waiting = [entry for version in versions for entry in self._pending.at_version(version)]
+        waiting = [(place, request) for place, request in waiting if self._num_free(request, now) > 0]
+        usual = min((self._paces.usual_pace(request.client, now) for _, request in waiting), default=0.0)
         line = [
-            (self._delay_s(request, now), self._turns.turn_of(request.client), place, request)
+            (
+                self._hands_over and self._paces.is_slow(request.client, usual),
+                self._ledger.num_leases_of(request.client),
+                self._turns.turn_of(request.client),
+                place,
+                request,
+            )
             for place, request in waiting
-            # An engine with weights of a learner that was replaced waits until it has loaded others.
-            if request.fields["wanted"] > 0 and request.fields["incarnation"] == self._ledger.incarnation
         ]
         heapify(line)
         served: list[PendingRequest] = []
         try:
             while line and versions and (self._is_saved_first() or not only_saved):
-                _, turn, place, request = heappop(line)
-                is_admitted = request.fields["version"] in versions
-                if is_admitted and self._grant_one(request, served, only_saved=only_saved):
-                    heappush(line, (self._delay_s(request, now), turn + 1, place, request))
+                is_slow, num_held, turn, place, request = heappop(line)
+                if request.fields["version"] in versions and self._grant_one(request, served, now):
+                    heappush(line, (is_slow, num_held + 1, turn + 1, place, request))
                 versions = self._admitted(versions)
         finally:  # also where the journal could not be written for one more
             for request in served:
@@ -400,117 +409,78 @@ class Admission:
                 self._remember(request)
                 self._answer(request.client, request.request_id, request.fields["granted"])
 
-    def _delay_s(self, request: PendingRequest, now: float) -> float:
-        return self._balance.delay_s(request.client, self._ledger.num_leases_of(request.client), now)
+    def _num_free(self, request: PendingRequest, now: float) -> int:
+        """Places that a request may fill now; none at weights of a learner that was replaced."""
+        fields = request.fields
+        if fields["incarnation"] != self._ledger.incarnation:
+            return 0
+        return fields["wanted"] - len(fields["granted"]) - self._paces.num_kept(request.client, now)
 
-    def _relieve(self, now: float) -> None:
-        """Nothing is admitted: ask the most loaded worker to hand groups on to one that waits and has none.
+    def _take_over(self, admitted: set[int], now: float) -> None:
+        """Ask slow workers for groups that waiting workers take over, while there are such groups and such workers."""
+        while (group := self._paces.first_on_offer()) is not None and self._ledger.has_room():
+            is_due = group.deadline <= self._ledger.next_plan
+            takers = [version for version in self._pending.versions if is_due or version not in admitted]
+            if not takers:
+                return
+            if now < self._search_from:
+                self._look.at(self._search_from)
+                return
+            if (taker := self._fastest_taker(group, takers, now)) is None:
+                self._search_from = now + _SEARCH_S * len(self._pending)
+                return
+            self._paces.take_over(group, taker, now)
+            self._replies.push(group.worker, HAND_ON, {"groups": [group.group_id], "attempts": [group.attempt]})
 
-        Its engine must be as new as theirs began, or they could not begin on it. A worker that gets none of them all
-        the same is considered again only after the time that it takes for a group.
-        """
-        self._relieve_from = now + _LOOK_S * self._ledger.num_leased
-        idle, moments = None, []
-        for request in self._pending.all():
-            if not self._ledger.num_leases_of(request.client):
-                if (when := self._not_relieved_before.get(request.client, now)) <= now:
-                    idle = request
-                    break
-                moments.append(when)
-        if idle is not None and (when := self._relieve_one(idle, now)) is not None:
-            moments.append(when)
-        self._relieve_at = max(min(moments), self._relieve_from) if moments else None
-
-    def _relieve_one(self, idle: PendingRequest, now: float) -> float | None:
-        """Ask for one idle worker; when to look again where nobody is known to be slow yet."""
-        leases = self._ledger.leases()
-        version, num_held = idle.fields["version"], Counter(lease.owner for lease in leases)
-        too_new = {lease.owner for lease in leases if lease.engine_version > version}
-        excluded = too_new | self._still_asked(now)
-        candidates = {worker: number for worker, number in num_held.items() if worker not in excluded}
-        if (asked := self._balance.hand_on(idle.client, candidates, now)) is not None:
-            worker, number = asked
-            begun_last = [(lease.group_id, lease.attempt) for lease in leases if lease.owner == worker][-number:]
-            self._ask_to_hand_on(worker, begun_last)  # they have most left
-            self._not_relieved_before[idle.client] = now + self._balance.pace_s(idle.client, 0, now)
-            return None
-        when = self._balance.next_hand_on(idle.client, candidates, now)
-        if when is not None:
-            rest_s = self._balance.pace_s(idle.client, 0, now) / _LOOKS_PER_GROUP
-            self._relieve_from = max(self._relieve_from, now + rest_s)
-        return when
-
-    def _look_again(self) -> None:
-        """A moment has come at which a group may be late, or a worker is known to be slow. Grants nothing.
-
-        Whatever lets a group begin is a message, and grants it then.
-        """
-        now = self._clock.time()
-        for worker, keys in self._late.take_late(now).items():
-            self._ask_to_hand_on(worker, keys)
-        if self._pending and now >= self._relieve_from and not self._admitted(self._pending.versions):
-            self._relieve(now)
-        elif self._relieve_at is not None and now >= self._relieve_at:
-            self._relieve_at = None
-        self._relief.at(self._next_look())
-
-    def _still_asked(self, now: float) -> set[bytes]:
-        """The workers that still have a group which they were asked to hand on a short while ago."""
-        for worker, (keys, asked_at) in list(self._asked.items()):
-            if now >= asked_at + ASK_AGAIN_S or not any(self._ledger.holds(*key) for key in keys):
-                del self._asked[worker]
-        return set(self._asked)
-
-    def _ask_to_hand_on(self, worker: bytes, keys: Sequence[tuple[int, int]]) -> None:
-        self._asked[worker] = keys, self._clock.time()
-        groups, attempts = zip(*keys, strict=True)
-        self._replies.push(worker, HAND_ON, {"groups": list(groups), "attempts": list(attempts)})
+    def _fastest_taker(self, group: RunningGroup, versions: Iterable[int], now: float) -> bytes | None:
+        """The fastest of the waiting workers at these versions that may go on with a group, if it is much faster."""
+        paces = [
+            (self._paces.usual_pace(request.client, now), request.client)
+            for version in versions
+            if version >= group.engine_version
+            for _, request in self._pending.at_version(version)
+            if request.client != group.worker and self._num_free(request, now) > 0
+        ]
+        usual, taker = min(paces, default=(math.inf, b""))
+        return taker if self._paces.is_slow(group.worker, usual) else None
 
     def ended(self, client: bytes, command: Put | Release) -> None:
         """A worker stored a group, or had it filtered, or gave it back unfinished."""
-        now = self._clock.time()
         if isinstance(command, Put):
-            ended, num_left_out, num_saved = command.summary, command.num_left_out, None
+            ended, num_tokens = command.summary, max(command.summary.response_lengths, default=0)
         else:
-            ended, num_left_out, num_saved = command, 0, self._ledger.num_saved(command.group_id)
-        num_tokens = ended.num_tokens + num_left_out
-        part = self._late.ended(ended.group_id, ended.attempt, num_tokens, now, num_saved=num_saved)
-        self._balance.ended(client, now, part=part)
+            ended, num_tokens = command, None
+        self._paces.ended(ended.group_id, ended.attempt, self._clock.time(), num_tokens=num_tokens)
 
-    def _grant_one(self, request: PendingRequest, served: list[PendingRequest], *, only_saved: bool) -> bool:
+    def saved(self, group_id: int, attempt: int, longest_response: int) -> None:
+        """A worker saved a running group, whose longest sample has so many tokens."""
+        self._paces.saved(group_id, attempt, longest_response)
+
+    def revoked(self, group_id: int, attempt: int) -> None:
+        """A worker lost its lease on a group."""
+        self._paces.revoked(group_id, attempt)
+
+    def finished(self, group_ids: Iterable[int]) -> None:
+        """Groups are consumed or dropped."""
+        self._paces.finished(group_ids)
+
+    def _grant_one(self, request: PendingRequest, served: list[PendingRequest], now: float) -> bool:
         """Grant a group if its engine is admitted; whether the worker wants more and may get it."""
-        granted, now = request.fields["granted"], self._clock.time()
-        command = self._command_for(request, now)
-        if command is None or (only_saved and command.skip_saved):
-            return False
-        num_held = self._ledger.num_leases_of(request.client)
+        granted = request.fields["granted"]
+        command = LeaseGroups(
+            engine_version=request.fields["version"], max_groups=1, owner=request.client, request_id=request.request_id
+        )
         new = self._ledger.apply(command, now).leases
         for lease in new:
             if lease.progress is None:
                 self._store.prefixes.remove(lease.group_id)
-            self._late.granted(lease, num_held, now)
+            self._paces.granted(lease, now)
         if new:
-            self._not_relieved_before.pop(request.client, None)
             self._turns.take(request.client)
-            self._balance.granted(request.client, num_held, now)
         granted.extend(new)
         if new and len(granted) == 1:
             served.append(request)
-        return bool(new) and len(granted) < request.fields["wanted"]
-
-    def _command_for(self, request: PendingRequest, now: float) -> LeaseGroups | None:
-        """What a worker may take: nothing that it would hold up, where a faster one is there."""
-        worker, version, first = request.client, request.fields["version"], self._ledger.first_queued
-        skip_saved = first is not None and self._late.is_late(worker, first, now)
-        if (skip_saved or first is None or first.progress is None) and not self._late.is_worth(worker, version, now):
-            return None
-        return LeaseGroups(
-            engine_version=version,
-            max_groups=1,
-            owner=worker,
-            request_id=request.request_id,
-            skip_saved=skip_saved,
-        )
+        return bool(new) and self._num_free(request, now) > 0
 
     def _remember(self, request: PendingRequest) -> None:
         """Keep the answer, in case the request is sent again because the answer was lost."""
@@ -560,22 +530,18 @@ class Admission:
         self._pending.withdraw(client)
         for lease in self._ledger.leases_of(client):
             if (lease.group_id, lease.attempt) not in known:
-                self._give_back(lease, "undelivered")
+                self._give_back(lease.granted(), "undelivered")
         if not self._ledger.leases_of(client):
             self.heartbeats.leave(client)
-            self._forget(client)
+            self._paces.forget(client)
         self._replies.reply(client, message.request_id)
 
     def take_from(self, client: bytes) -> None:
         """Take the leases of a producer that is gone, before they run out."""
         self._pending.withdraw(client)
-        self._forget(client)
+        self._paces.forget(client)
         if taken := self._ledger.apply(TakeBack(owner=client)).group_ids:
             logger.warning("producer %s is silent; %d leases were taken back", client.hex()[:8], len(taken))
-
-    def _forget(self, client: bytes) -> None:
-        self._late.forget(client)
-        self._not_relieved_before.pop(client, None)
 
     def bury(self, client: bytes, num_generated: int) -> int:
         """A producer has ended: take its leases, and count what it can no longer report; returns all that it generated.
@@ -593,8 +559,7 @@ class Admission:
             )
         self._pending.withdraw(client)
         self.heartbeats.leave(client)
-        self._balance.forget(client)
-        self._forget(client)
+        self._paces.forget(client)
         return buried[client]
 
 

@@ -160,6 +160,7 @@ class BufferClient:
         fields = {"group_id": key[0], "attempt": key[1], "continued": self._has_continued(key)}
         fields |= {"num_tokens": summary.num_tokens, "oldest_version": summary.oldest_version}
         fields["newest_version"] = summary.newest_version
+        fields["longest_response"] = max(summary.response_lengths, default=0)
         await self._connect().request("save", fields, group_frames(group))
         self._prefixes.pop(key, None)
         self._begun_afresh.discard(key)

@@ -240,16 +240,12 @@ class Enqueue(Command[Queued]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LeaseGroups(Command[Granted]):
-    """Admit up to ``max_groups`` from the head of the queue on an engine that serves ``engine_version``.
-
-    With ``skip_saved`` those of which something is saved stay in the queue, for a faster engine.
-    """
+    """Admit up to ``max_groups`` from the head of the queue on an engine that serves ``engine_version``."""
 
     engine_version: int
     max_groups: int
     owner: bytes = b""
     request_id: int = 0
-    skip_saved: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

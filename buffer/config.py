@@ -73,8 +73,10 @@ class BufferConfig:
             ``request_timeout_s``. Each store server is started again as often, with ``memory`` too: then it is empty,
             and its groups are generated again. 0 ends the run.
         max_worker_deaths: A prompt group is dropped (``worker_died``) when so many rollout workers have died, or fallen
-            silent, with a lease on it. One that was present at a death runs beside no other such group, so that a
+            silent, with a lease on it. A worker holds at most one group that the next death would drop, so that a
             prompt that kills its workers is told from those that were only there. 0 drops none.
+        hand_over: Let a worker that waits take over a running group of a worker that is at least twice as slow, with
+            what is written of it. A group changes hands at most twice. ``false`` leaves each group where it began.
         max_message_bytes: Largest frame a client may send; longer ones close its connection.
         max_requests_per_s: Requests of one client that are answered in a second; more are refused.
         stores_on: ``ledger``: in the ledger's own server, or in ``num_store_servers`` processes beside it. ``hosts``:
@@ -108,6 +110,7 @@ class BufferConfig:
     directory: str = ""
     restarts: int = 3
     max_worker_deaths: int = 3
+    hand_over: bool = True
     max_message_bytes: int = 256 * 1024**2
     max_requests_per_s: int = 50_000
     stores_on: StoresOn = StoresOn.auto

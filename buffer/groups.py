@@ -141,11 +141,12 @@ class Group:
 _FORGETTING = 16
 
 
-def _at_most_one_suspect(groups: Iterable[Group], *, has_one: bool) -> Iterator[Group]:
-    """The groups without those that were present at a worker's death, but for the first unless the owner has one."""
+def _at_most_one_suspect(groups: Iterable[Group], *, min_deaths: int, has_one: bool) -> Iterator[Group]:
+    """The groups, with at most one suspect of ``min_deaths`` or more; without any if the worker ``has_one``."""
     for group in groups:
-        if group.num_deaths == 0 or not has_one:
-            has_one = has_one or group.num_deaths > 0
+        is_suspect = group.num_deaths >= min_deaths
+        if not (is_suspect and has_one):
+            has_one = has_one or is_suspect
             yield group
 
 
@@ -209,7 +210,7 @@ class GroupTable:
         self._next_place = 0
         self._head_place = -1
         self.num_leased = self.num_stored = self.num_planned = 0
-        self._suspects: set[int] = set()
+        self._present_at_deaths: set[int] = set()
 
     def __len__(self) -> int:
         """Records held: groups and expiries."""
@@ -266,17 +267,16 @@ class GroupTable:
         """How many groups an owner holds leases on."""
         return len(self._by_owner.get(owner, ()))
 
-    def head(self, number: int, *, owner: bytes, skip_saved: bool = False) -> list[Group]:
-        """The first groups of the queue that an owner may have; with ``skip_saved`` only those of which nothing is.
+    def head(self, number: int, *, owner: bytes, suspect_deaths: int = 0) -> list[Group]:
+        """The first groups of the queue that an owner may have.
 
-        At most one of all that it holds then is a suspect: of two, nobody could say which one killed the worker.
+        A group is a suspect from ``suspect_deaths`` deaths on; 0 suspects none. An owner holds at most one suspect: if
+        it held two and its worker died, nobody could say which one killed the worker.
         """
         queued = map(self._groups.__getitem__, self._queue)
-        if skip_saved:
-            queued = filter(lambda group: group.progress is None, queued)
-        if self._suspects:
-            has_one = not self._suspects.isdisjoint(self._by_owner.get(owner, ()))
-            queued = _at_most_one_suspect(queued, has_one=has_one)
+        if suspect_deaths and self._present_at_deaths:
+            has_one = any(group.num_deaths >= suspect_deaths for group in self.of_owner(owner))
+            queued = _at_most_one_suspect(queued, min_deaths=suspect_deaths, has_one=has_one)
         return list(islice(queued, number))
 
     def ready(self) -> Mapping[int, Sequence[Entry]]:
@@ -424,7 +424,7 @@ class GroupTable:
         self._leave_lease(group)
         group.state, group.place = GroupState.stored, self._place()
         group.summary, group.rank, group.num_failures, group.num_deaths = summary, rank, 0, 0
-        self._suspects.discard(group.group_id)
+        self._present_at_deaths.discard(group.group_id)
         group.num_inherited, group.owner = 0, b""
         if group.progress is not None:
             self.set_progress(group, None, 0)
@@ -468,7 +468,7 @@ class GroupTable:
     def count_death(self, group: Group) -> None:
         """The worker that had a lease on it is dead."""
         group.num_deaths += 1
-        self._suspects.add(group.group_id)
+        self._present_at_deaths.add(group.group_id)
 
     def finish_batch(self, version: int) -> None:
         """Remove the groups of a batch."""
@@ -482,7 +482,7 @@ class GroupTable:
         self._leave(group)
         self.set_bytes(group, 0)
         self.set_progress(group, None, 0)
-        self._suspects.discard(group.group_id)
+        self._present_at_deaths.discard(group.group_id)
         del self._groups[group.group_id]
 
     def _leave(self, group: Group) -> None:
@@ -528,7 +528,7 @@ class GroupTable:
         for group in map(Group.from_row, values["rows"]):
             self._groups[group.group_id] = group
             if group.num_deaths:
-                self._suspects.add(group.group_id)
+                self._present_at_deaths.add(group.group_id)
             if group.num_bytes:
                 self.stored_bytes[group.store] += group.num_bytes
             self.prefix_bytes += group.prefix_bytes

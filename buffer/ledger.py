@@ -74,6 +74,7 @@ class Ledger(LedgerState):
         self._prefer = find_order(order)
         self._on_stale = on_stale
         self._max_deaths = max_deaths
+        self._suspect_deaths = max(1, max_deaths - 1) if max_deaths else 0  # where the next death drops the group
         self._lease_s = lease_s
         self._filters = find_filters(filters)
 
@@ -303,7 +304,8 @@ class Ledger(LedgerState):
         due = dict(self._groups.open_by_deadline)
         leases: list[commands.GrantedLease] = []
         num_freed_bytes = 0
-        for group in self._groups.head(command.max_groups, owner=command.owner, skip_saved=command.skip_saved):
+        head = self._groups.head(command.max_groups, owner=command.owner, suspect_deaths=self._suspect_deaths)
+        for group in head:
             if not self._room.has_room(len(leases), num_freed_bytes):
                 break
             oldest, progress = command.engine_version, group.progress

@@ -108,7 +108,13 @@ class BufferService:
         self._hold_s = config.request_timeout_s / 2
         shared = Collaborators(ledger=self.ledger, store=self._store, replies=self._replies, hold_s=self._hold_s)
         self._intake = PromptIntake(shared, queue_size=config.queue_size)
-        self._admission = Admission(shared, clock=self._clock, silent_s=_BEATS_TO_SILENCE * config.heartbeat_s)
+        self._admission = Admission(
+            shared,
+            clock=self._clock,
+            silent_s=_BEATS_TO_SILENCE * config.heartbeat_s,
+            hands_over=config.hand_over,
+            settle=self.settle,
+        )
         max_filtered = config.max_filtered_steps * groups_per_step
         self._batches = BatchRequests(shared, links=links, max_filtered=max_filtered)
         self._offers = OfferRequests(shared, journal)
@@ -212,6 +218,7 @@ class BufferService:
             logger.error("nothing is granted while the journal cannot be written: %s", error)
         for revocation in self.ledger.drain_revocations():
             fields = {"group_id": revocation.group_id, "attempt": revocation.attempt}
+            self._admission.revoked(**fields)
             self._replies.push(revocation.owner, REVOKED, fields)
         self._stores.settle()
         self._expiry.at(self.ledger.next_expiry())
@@ -297,7 +304,9 @@ class BufferService:
 
     def _forget_finished(self) -> None:
         """Drop the frames of what is over, and tell those whose put or prompts did not fit."""
-        if self._store.forget(self.ledger.drain_finished(), self.ledger.drain_ended()):
+        finished = self.ledger.drain_finished()
+        self._admission.finished(finished)
+        if self._store.forget(finished, self.ledger.drain_ended()):
             self._tell_of_space(self._refused_for_space)
             self._tell_of_space(self._refused_prompts)
 
@@ -445,8 +454,12 @@ class BufferService:
             num_bytes=size_of(frames),
         )
 
+        longest_response = count(fields, "longest_response") if "longest_response" in fields else None
+
         def save(kept: Frames | int) -> None:
             self.ledger.apply(command, frames={("progress", group_id): kept})
+            if longest_response is not None:
+                self._admission.saved(group_id, attempt, longest_response)
             self._store.prefixes.put(group_id, frames)
             self._replies.reply(client, request.request_id)
 

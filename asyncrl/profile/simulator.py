@@ -257,6 +257,7 @@ class SimulatedWorker:
         self._simulation.saved[group.group_id] = (group.lengths, left)
         oldest = group.oldest_version if group.oldest_version >= 0 else self.engine.version
         versions = {"oldest_version": oldest, "newest_version": self.engine.version}
+        versions["longest_response"] = max(group.lengths) - max(left)
         num_bytes = max(1, round(named["num_tokens"] * self._scenario.bytes_per_token))
         self._buffer.request(
             self._client, "save", named | versions, num_bytes=num_bytes, on_reply=release, on_refusal=release

@@ -68,8 +68,8 @@ class SGLangServer:
     """One server process group, reachable at `url` with `headers` once `start` returned.
 
     ``device`` is ``cpu`` or ``cuda``. ``name`` names the server in messages and its log, ``<name>.log`` in ``log_dir``.
-    ``start_timeout_s`` bounds `start`, ``stop_timeout_s`` `stop`. ``head_dim`` is the model's (see `ModelFacts`). Of the
-    secrets in the environment the server gets those that ``pass_secrets`` names.
+    ``start_timeout_s`` bounds `start`, ``stop_timeout_s`` `stop`. ``head_dim`` is the model's (see `ModelFacts`). The
+    server gets those secrets of the environment that ``pass_secrets`` names.
     """
 
     def __init__(

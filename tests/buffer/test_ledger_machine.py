@@ -66,7 +66,7 @@ class LedgerMachine(RuleBasedStateMachine):
         max_bytes=st.sampled_from([0, 10, 20, 40]),
         num_stores=st.integers(1, 2),
         joining=st.booleans(),
-        max_deaths=st.integers(0, 2),
+        max_deaths=st.integers(0, 3),
     )
     def start(
         self,
@@ -173,10 +173,13 @@ class LedgerMachine(RuleBasedStateMachine):
             assert no_more or not self._may_have(bytes([worker]))
 
     def _may_have(self, worker: bytes) -> int:
-        """How many queued groups a worker may have: no second one that was present at a worker's death."""
-        suspects = [group_id for group_id in self.deaths if group_id not in self.running]
-        holds_one = any(lease.owner == worker for g, (lease, _) in self.running.items() if g in self.deaths)
+        """How many queued groups a worker may have: no second one that the next death would drop."""
+        suspects = [group_id for group_id in self.deaths if self._is_suspect(group_id) and group_id not in self.running]
+        holds_one = any(lease.owner == worker for g, (lease, _) in self.running.items() if self._is_suspect(g))
         return self._num_queued() - len(suspects) + bool(suspects and not holds_one)
+
+    def _is_suspect(self, group_id: int) -> bool:
+        return 0 < self.max_deaths <= self.deaths.get(group_id, 0) + 1 and group_id in self.deaths
 
     def _num_queued(self) -> int:
         ended = len(self.consumed) + self.num_dropped
@@ -426,7 +429,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def a_worker_is_gone(self, worker: int) -> None:
         """The server hears nothing of it any more, and takes its leases back before they run out."""
         lost = [lease for lease, _ in self.running.values() if lease.owner == bytes([worker])]
-        assert sum(lease.group_id in self.deaths for lease in lost) <= 1, "of two suspects nobody knows which it was"
+        assert sum(self._is_suspect(lease.group_id) for lease in lost) <= 1, "of two suspects nobody knows which it was"
         assert self.ledger.take_back(bytes([worker])) == len(lost)
         for lease in lost:
             self.deaths[lease.group_id] = self.deaths.get(lease.group_id, 0) + 1

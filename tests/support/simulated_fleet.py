@@ -14,6 +14,8 @@ from asyncrl.profile.simulated_buffer import SimulatedBuffer, SimulatedLoop, buf
 _CONTROLLER = b"controller"
 _GATHER_S = 0.02
 _CUT_S = 0.01
+_RESUME_S = 0.05
+"""What it takes an engine to compute the cache of a group that it goes on with."""
 
 Speed = Callable[[float], float]
 """Tokens per second of one group, by the time."""
@@ -27,6 +29,7 @@ class _Writing:
     num_tokens: float
     version: int
     since: float
+    speed: float
     has_ended: bool = False
 
 
@@ -82,15 +85,18 @@ class SimulatedEngineWorker:
         for group_id, attempt, version, _, _, num_prefix_frames in fields["leases"]:
             written = self._fleet.saved.pop(group_id, 0.0) if num_prefix_frames > 0 else 0.0
             group = _Writing(
-                length=self._fleet.length_of(group_id), num_tokens=written, version=version, since=self._env.now
+                length=self._fleet.length_of(group_id),
+                num_tokens=written,
+                version=version,
+                since=self._env.now + (_RESUME_S if written else 0.0),
+                speed=self._speed(self._env.now) / self._fleet.pace_of(group_id),
             )
             self._groups[group_id, attempt] = group
             self._write(group_id, attempt, group)
         self._ask()
 
     def _write(self, group_id: int, attempt: int, group: _Writing) -> None:
-        speed = self._speed(self._env.now)
-        took_s = (group.length - group.num_tokens) / speed
+        took_s = group.since - self._env.now + (group.length - group.num_tokens) / group.speed
 
         def stop() -> None:
             if not group.has_ended:
@@ -136,12 +142,13 @@ class SimulatedEngineWorker:
                 call_after(self._env, _CUT_S, lambda key=key, group=group: self._save(*key, group))
 
     def _save(self, group_id: int, attempt: int, group: _Writing) -> None:
-        written = (self._env.now - group.since) * self._speed(group.since)
+        written = max(0.0, self._env.now - group.since) * group.speed
         num_tokens = min(group.length, group.num_tokens + written)
         self._count(group, num_tokens)
         named = {"group_id": group_id, "attempt": attempt, "num_tokens": int(num_tokens)}
         if int(num_tokens):
             versions = {"oldest_version": group.version, "newest_version": self._version}
+            versions["longest_response"] = int(num_tokens)
             self._buffer.request(self._client, "save", named | versions, num_bytes=1)
             self._fleet.saved[group_id] = num_tokens
         self.num_handed_on += 1
@@ -163,6 +170,8 @@ class SimulatedFleet:
         max_lag: η.
         step_s: Seconds that the learner takes for a step.
         length_of: Tokens of a group by its id.
+        pace_of: So many times as long as others a group takes for a token, by its id: it waits for a tool, say.
+        hand_over: ``buffer.hand_over``.
     """
 
     def __init__(
@@ -174,17 +183,19 @@ class SimulatedFleet:
         max_lag: int = 3,
         step_s: float = 0.0,
         length_of: Callable[[int], int] = lambda _: 80,
+        pace_of: Callable[[int], float] = lambda _: 1.0,
+        hand_over: bool = True,
     ) -> None:
         self.env = simpy.Environment()
         self.saved: dict[int, float] = {}
-        self.length_of = length_of
+        self.length_of, self.pace_of = length_of, pace_of
         self.tokens_trained = 0
         self._step_s = step_s
         self._groups_per_step = groups_per_step
         self._num_prompts = 0
         self._loop = SimulatedLoop(self.env)
         with self._loop.running():
-            options = buffer_options(max_lag=max_lag, queue_size=100_000)
+            options = buffer_options(max_lag=max_lag, queue_size=100_000, hand_over=hand_over)
             self.buffer = SimulatedBuffer(self.env, options, groups_per_step=groups_per_step)
             self._offer(0)
             self._feed(4 * len(speeds) * num_places)

@@ -1,0 +1,319 @@
+"""How fast each worker writes, and which running group a faster worker takes over.
+
+A worker with a free place takes over a running group whose worker is at least twice as slow: of the groups with the
+earliest deadline, that of the slowest worker. It does so when no new prompt may begin on it, and also when the next
+plan waits for that group. A group changes hands at most twice, so a wrong measurement costs two interruptions per
+group at most. No worker is refused a group for being slow.
+
+Tools, queues and long answers make single groups slow, but a slow engine makes all of its groups slow. So a worker is
+slow only if the fastest of its last groups took twice as long per token as the median group of another worker.
+
+Pure: callers bring the time and send the requests to hand over. A call costs O(log n) of groups and workers.
+"""
+
+from bisect import bisect_left, insort
+from collections import Counter, deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
+
+from .commands import GrantedLease
+from .groups import Group
+
+MOST_CHANGES = 2
+"""A group changes hands at most so often: once from a slow worker, and once more if the next one turns slow."""
+_SLOWER = 2.0
+"""A worker is slow from this many times another's seconds per token on; a takeover then repays the repeated prefill."""
+_KEPT = 8
+"""So many last groups of a worker are compared: a few, since engines change, and several, since groups differ."""
+_FORGET_AFTER = 30.0
+"""A slow worker without a group is tried again after so many times its longest group: a trial costs the fleet 3%."""
+_PLACE_KEPT_S = 1.0
+"""A free place waits so long for the group it takes over: cutting a group off takes a few decoding steps."""
+
+
+@dataclass(kw_only=True, slots=True)
+class _Worker:
+    """What is known of a worker.
+
+    Attributes:
+        since: When it last ended a group, or began to hold groups again.
+        paces: Seconds per token of its last groups.
+        took: Seconds that each of these groups took, or would have taken as a whole.
+        groups: The groups that it was granted and has not ended.
+        is_slow: Its groups are on offer to faster workers.
+        is_watched: `WorkerPaces.look` looks at it again.
+        slowdown: So many times as long as its longest group it has ended nothing, from twice on; 1 before.
+    """
+
+    since: float
+    paces: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    took: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    groups: dict[int, None] = field(default_factory=dict)
+    is_slow: bool = False
+    is_watched: bool = False
+    slowdown: float = 1.0
+
+    @property
+    def usual(self) -> float:
+        """Seconds per token of its median group."""
+        return sorted(self.paces)[len(self.paces) // 2]
+
+
+@dataclass(kw_only=True, slots=True)
+class RunningGroup:
+    """A group on a worker.
+
+    Attributes:
+        worker: Who has the lease.
+        group_id: Its prompt; ``attempt``: its fence.
+        began: When the worker got it.
+        engine_version: Version of its oldest token, at which it was admitted.
+        deadline: The last version that may consume it.
+        num_before: Tokens of its longest sample when the worker got it; None if that is not known.
+        num_saved: The same when it was last saved.
+        is_asked: Its worker was asked to hand it over.
+    """
+
+    worker: bytes
+    group_id: int
+    attempt: int
+    began: float
+    engine_version: int
+    deadline: int
+    num_before: int | None
+    num_saved: int
+    is_asked: bool = False
+
+
+class WorkerPaces:
+    """The paces of all workers, and the running groups that are on offer to faster ones."""
+
+    def __init__(self) -> None:
+        self._workers: dict[bytes, _Worker] = {}
+        self._by_usual: list[tuple[float, bytes]] = []
+        self._running: dict[int, RunningGroup] = {}
+        self._on_offer: list[tuple[int, float, int, int]] = []
+        self._looks: list[tuple[float, bytes]] = []
+        self._unknown: dict[bytes, None] = {}
+        self._num_changes: Counter[int] = Counter()
+        self._num_saved: dict[int, int] = {}
+        self._kept: dict[bytes, list[tuple[RunningGroup, float]]] = {}
+        self._longest_s = self._longest_before_s = 0.0
+        self._num_ended = self._longest_tokens = 0
+
+    # What is heard
+
+    def granted(self, lease: GrantedLease | Group, now: float) -> None:
+        """A worker begins or continues a group, or goes on with it under a server that was started again."""
+        self._leave(lease.group_id)
+        worker = self._workers.setdefault(lease.owner, _Worker(since=now))
+        if not worker.groups:
+            worker.since, worker.slowdown = now, 1.0
+        num_before = self._num_saved.get(lease.group_id) if lease.num_inherited else 0
+        running = RunningGroup(
+            worker=lease.owner,
+            group_id=lease.group_id,
+            attempt=lease.attempt,
+            began=now,
+            engine_version=lease.engine_version,
+            deadline=lease.deadline,
+            num_before=num_before,
+            num_saved=num_before or 0,
+        )
+        self._running[lease.group_id] = running
+        worker.groups[lease.group_id] = None
+        if worker.is_slow:
+            self._offer(running)
+        self._look_later(lease.owner, worker)
+
+    def saved(self, group_id: int, attempt: int, num_tokens: int) -> None:
+        """A worker saved a group, whose longest sample has so many tokens."""
+        running = self._running.get(group_id)
+        if running is not None and running.attempt == attempt:
+            running.num_saved = self._num_saved[group_id] = num_tokens
+
+    def ended(self, group_id: int, attempt: int, now: float, *, num_tokens: int | None = None) -> None:
+        """A worker stored a group, whose longest sample has so many tokens; None if it gave the group back."""
+        running = self._running.get(group_id)
+        if running is None or running.attempt != attempt:
+            return
+        self._leave(group_id)
+        worker = self._workers[running.worker]
+        worker.since, worker.slowdown = now, 1.0
+        num_written = running.num_saved if num_tokens is None else num_tokens
+        num_written -= num_written if running.num_before is None else running.num_before
+        if num_written > 0 and now > running.began:
+            self._measure(running.worker, worker, now - running.began, num_written, num_tokens or 0)
+        else:
+            self._judge(worker)
+
+    def _measure(self, name: bytes, worker: _Worker, took_s: float, num_written: int, num_tokens: int) -> None:
+        fastest = self._fastest()
+        self._remove_pace(name, worker)
+        worker.paces.append(took_s / num_written)
+        usual = worker.usual
+        insort(self._by_usual, (usual, name))
+        self._longest_tokens = max(self._longest_tokens, num_tokens)
+        worker.took.append(max(took_s, min(worker.paces) * (num_tokens or self._longest_tokens)))
+        self._judge(worker)
+        if fastest is None or usual < fastest:  # other workers may be slow compared with this one
+            for other_usual, other in reversed(self._by_usual):
+                if other_usual < _SLOWER * usual:
+                    break
+                self._judge(self._workers[other])
+        if not worker.is_slow:
+            self._longest_s = max(self._longest_s, worker.took[-1])
+        self._num_ended += 1
+        if self._num_ended >= len(self._running):  # the first groups to end are the shortest: wait for as many as run
+            self._longest_before_s, self._longest_s, self._num_ended = self._longest_s, 0.0, 0
+            unknown, self._unknown = self._unknown, {}
+            for other in unknown:
+                if (known := self._workers.get(other)) is not None:
+                    self._look_later(other, known)
+
+    def revoked(self, group_id: int, attempt: int) -> None:
+        """A worker lost its lease on a group, which says nothing about its pace."""
+        running = self._running.get(group_id)
+        if running is not None and running.attempt == attempt:
+            self._leave(group_id)
+
+    def forget(self, name: bytes) -> None:
+        """A worker is gone."""
+        if (worker := self._workers.pop(name, None)) is not None:
+            self._remove_pace(name, worker)
+            for group_id in worker.groups:
+                del self._running[group_id]
+        self._kept.pop(name, None)
+
+    def finished(self, group_ids: Iterable[int]) -> None:
+        """Groups are consumed or dropped."""
+        for group_id in group_ids:
+            self._leave(group_id)
+            self._num_saved.pop(group_id, None)
+            self._num_changes.pop(group_id, None)
+
+    def look(self, now: float) -> None:
+        """Find the workers that have ended nothing for more than twice as long as their longest group took."""
+        while self._looks and self._looks[0][0] <= now:
+            _, name = heappop(self._looks)
+            worker = self._workers.get(name)
+            if worker is None:
+                continue
+            worker.is_watched = False
+            longest_s = self._longest_of(worker)
+            if worker.groups and longest_s and worker.since + _SLOWER * worker.slowdown * longest_s <= now:
+                worker.slowdown = max(_SLOWER, (now - worker.since) / longest_s)
+                self._judge(worker)
+            self._look_later(name, worker)
+
+    # What follows
+
+    def next_look(self, now: float) -> float | None:
+        """When `look` may find something, or a place that was kept is free again; None if nothing is awaited."""
+        moments = [until for kept in self._kept.values() for _, until in kept if until > now]
+        if self._looks:
+            moments.append(self._looks[0][0])
+        return min(moments, default=None)
+
+    def usual_pace(self, name: bytes, now: float) -> float:
+        """Seconds per token of a worker's median group; of an unknown worker those of the fastest, 0 if none is known.
+
+        A slow worker that has held nothing for long is unknown again: otherwise it would never be measured again.
+        """
+        worker = self._workers.get(name)
+        if worker is None or not worker.paces:
+            return self._fastest() or 0.0
+        if not worker.groups and now - worker.since > _FORGET_AFTER * max(worker.took):
+            self._remove_pace(name, worker)
+            worker.paces.clear()
+            worker.took.clear()
+            worker.is_slow = False
+            return self._fastest() or 0.0
+        return worker.usual
+
+    def is_slow(self, name: bytes, usual: float) -> bool:
+        """Whether all groups of a worker take at least twice as long as the median group of another one."""
+        worker = self._workers.get(name)
+        return worker is not None and 0 < _SLOWER * usual <= self._best(worker)
+
+    def first_on_offer(self) -> RunningGroup | None:
+        """The group that is to change hands next, if a faster worker has a free place."""
+        while self._on_offer:
+            _, _, group_id, attempt = self._on_offer[0]
+            if self._is_on_offer(group_id, attempt):
+                return self._running[group_id]
+            heappop(self._on_offer)
+        return None
+
+    def take_over(self, running: RunningGroup, taker: bytes, now: float) -> None:
+        """The first group on offer is asked for, and a place of the taker is kept for it."""
+        heappop(self._on_offer)
+        running.is_asked = True
+        self._num_changes[running.group_id] += 1
+        self._kept.setdefault(taker, []).append((running, now + _PLACE_KEPT_S))
+
+    def num_kept(self, name: bytes, now: float) -> int:
+        """Free places of a worker that are kept for groups which it takes over."""
+        kept = self._kept.get(name)
+        if kept is None:
+            return 0
+        kept = [(group, until) for group, until in kept if until > now and self._running.get(group.group_id) is group]
+        self._kept[name] = kept
+        if not kept:
+            del self._kept[name]
+        return len(kept)
+
+    # Parts
+
+    def _is_on_offer(self, group_id: int, attempt: int) -> bool:
+        running = self._running.get(group_id)
+        if running is None or running.attempt != attempt or running.is_asked:
+            return False
+        return self._workers[running.worker].is_slow and self._num_changes[group_id] < MOST_CHANGES
+
+    def _leave(self, group_id: int) -> None:
+        """A worker has a group no more."""
+        if (running := self._running.pop(group_id, None)) is not None:
+            del self._workers[running.worker].groups[group_id]
+
+    def _fastest(self) -> float | None:
+        return self._by_usual[0][0] if self._by_usual else None
+
+    def _best(self, worker: _Worker) -> float:
+        """Seconds per token of a worker's fastest group, or more if it has ended nothing for long."""
+        return worker.slowdown * (min(worker.paces) if worker.paces else self._fastest() or 0.0)
+
+    def _longest_of(self, worker: _Worker) -> float:
+        """Seconds of a worker's longest group; of an unknown worker those of the fleet's, 0 if none is known."""
+        return max(worker.took) if worker.took else max(self._longest_s, self._longest_before_s)
+
+    def _remove_pace(self, name: bytes, worker: _Worker) -> None:
+        if worker.paces:
+            del self._by_usual[bisect_left(self._by_usual, (worker.usual, name))]
+
+    def _judge(self, worker: _Worker) -> None:
+        """Offer the groups of a worker that has turned out to be slow."""
+        was_slow, fastest = worker.is_slow, self._fastest()
+        worker.is_slow = fastest is not None and self._best(worker) >= _SLOWER * fastest
+        if worker.is_slow and not was_slow:
+            for group_id in worker.groups:
+                self._offer(self._running[group_id])
+
+    def _offer(self, running: RunningGroup) -> None:
+        """Put a group on offer. Entries of groups that ended are cleared before they are half of the heap."""
+        if len(self._on_offer) > 2 * len(self._running) + 64:
+            self._on_offer = [entry for entry in set(self._on_offer) if self._is_on_offer(*entry[2:])]
+            heapify(self._on_offer)
+        best = self._best(self._workers[running.worker])
+        heappush(self._on_offer, (running.deadline, -best, running.group_id, running.attempt))
+
+    def _look_later(self, name: bytes, worker: _Worker) -> None:
+        """Look when the worker has ended nothing for twice its longest group, then each time after twice as long."""
+        if worker.is_watched or not worker.groups:
+            return
+        if not worker.took and not self._longest_before_s:
+            self._unknown[name] = None
+            return
+        worker.is_watched = True
+        heappush(self._looks, (worker.since + _SLOWER * worker.slowdown * self._longest_of(worker), name))

@@ -1,0 +1,346 @@
+"""Which running group a faster worker takes over: whole fleets in simulated time, the measure, and the guard."""
+
+import random
+import time
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncrl.profile.scenario import EngineModel, LearnerModel, LengthModel, Scenario
+from asyncrl.profile.simulator import Simulation
+from buffer import BufferConfig
+from buffer.commands import GrantedLease, Progress
+from buffer.messages import HAND_ON, Message
+from buffer.pace import MOST_CHANGES, WorkerPaces
+from buffer.service import BufferService
+from tests.support.simulated_fleet import SimulatedFleet
+
+FAST, SLOW = 100.0, 10.0
+"""Tokens per second of one group; a group has 80."""
+ONE_SLOW = [FAST, FAST, FAST, SLOW]
+
+
+def share(speeds, *, seconds=40.0, num_places=8, **options) -> float:
+    """Tokens trained on per second, of the sum of what the engines write when every place is taken."""
+    fleet = SimulatedFleet(speeds, num_places=num_places, **options)
+    at_end = [speed(1e9) if callable(speed) else speed for speed in speeds]
+    return fleet.rate(seconds, warm_up_s=10.0) / (num_places * sum(at_end))
+
+
+def turning(before: float, after: float):
+    return lambda now: before if now < 15 else after
+
+
+@pytest.mark.parametrize(
+    ("speeds", "options"),
+    [
+        ([FAST] * 4, {}),
+        (ONE_SLOW, {}),
+        (ONE_SLOW, {"max_lag": 1}),
+        (ONE_SLOW, {"max_lag": 4}),
+        (ONE_SLOW, {"num_places": 16}),
+        (ONE_SLOW, {"num_places": 1, "seconds": 300.0}),
+        ([FAST, SLOW], {}),
+        ([FAST, SLOW, SLOW, SLOW], {"seconds": 80.0}),
+        ([FAST, FAST, FAST, FAST / 3], {"seconds": 20.0}),
+        ([FAST, FAST, FAST, FAST / 100], {}),
+        ([turning(FAST, SLOW), turning(SLOW, FAST), FAST, FAST], {}),
+    ],
+)
+def test_a_fleet_with_slow_engines_trains_on_nine_tenths_of_what_they_write(speeds, options):
+    assert share(speeds, **options) >= 0.9
+
+
+@pytest.mark.parametrize("options", [{"max_lag": 0}, {"max_lag": 0, "groups_per_step": 64}, {"step_s": 1.0}])
+def test_a_slow_engine_costs_nothing_where_batches_are_what_limits_the_fleet(options):
+    with_it = share(ONE_SLOW, seconds=80.0, **options) * sum(ONE_SLOW)
+    without = share(ONE_SLOW[:3], seconds=80.0, **options) * sum(ONE_SLOW[:3])
+    assert with_it >= 0.95 * without
+
+
+def test_without_hand_over_every_group_stays_where_it_began():
+    fleet = SimulatedFleet(ONE_SLOW, hand_over=False)
+    assert fleet.rate(40.0, warm_up_s=10.0) < 0.7 * 8 * sum(ONE_SLOW), "the fleet waits for its slow engine"
+    assert sum(worker.num_handed_on for worker in fleet.workers) == 0
+
+
+def test_groups_that_are_never_due_on_a_slow_engine_are_left_there():
+    fleet = SimulatedFleet([FAST, FAST, FAST, FAST / 3], max_lag=8)
+    fleet.rate(20.0, warm_up_s=5.0)
+    assert sum(worker.num_handed_on for worker in fleet.workers) == 0
+
+
+@pytest.mark.parametrize("num_places", [2, 8])
+def test_an_engine_that_was_slow_once_shares_the_work_of_an_equal_one_again(num_places):
+    speeds = [lambda t: SLOW if t < 1 else FAST, FAST]
+    fleet = SimulatedFleet(speeds, num_places=num_places, groups_per_step=2 * num_places, max_lag=0)
+    assert fleet.rate(20.0, warm_up_s=2.0) >= 0.9 * num_places * 2 * FAST
+    assert fleet.workers[0].num_written >= 0.4 * sum(worker.num_written for worker in fleet.workers)
+
+
+@pytest.mark.parametrize("max_lag", [0, 1, 3])
+def test_an_engine_takes_nothing_over_from_itself(max_lag):
+    rng = random.Random(0)
+    lengths = [max(4, int(rng.lognormvariate(4.0, 1.5))) for _ in range(10_000)]
+    fleet = SimulatedFleet([FAST], max_lag=max_lag, length_of=lengths.__getitem__)
+    fleet.rate(60.0, warm_up_s=10.0)
+    assert fleet.workers[0].num_handed_on == 0
+
+
+def asked_of(buffer) -> Counter:
+    """How often the buffer asks for each group, from now on."""
+    asked: Counter = Counter()
+    push = buffer._service._replies.push
+
+    def counted(client, name, fields):
+        asked.update(fields["groups"] if name == HAND_ON else ())
+        push(client, name, fields)
+
+    buffer._service._replies.push = counted
+    return asked
+
+
+@pytest.mark.parametrize(
+    ("num_engines", "max_lag", "spread"), [(16, 4, 0.5), (8, 1, 0.5), (8, 1, 1.0), (40, 1, 1.0), (512, 1, 0.5)]
+)
+def test_equal_engines_hand_over_at_most_one_group_in_twenty(num_engines, max_lag, spread):
+    scenario = Scenario(
+        num_engines=num_engines,
+        groups_in_flight=1,
+        groups_per_step=num_engines // 4,
+        samples_per_prompt=16,
+        max_lag=max_lag,
+        num_steps=16 + 2400 // num_engines,
+        whole_groups=True,
+        lengths=LengthModel(mean_tokens=8000, spread=spread, prompt_spread=0.3, prompt_tokens=500),
+        engine=EngineModel(step_s=0.012, step_s_per_sample=0.0002, prefill_s_per_token=5e-6),
+        learner=LearnerModel(step_s=40.0, rank_s_per_token=0.0, copy_s=0.5, publish_s=5.0, load_s=1.0),
+    )
+    simulation = Simulation(scenario)
+    asked = asked_of(simulation.buffer)
+    simulation.run()
+    assert asked.total() <= 0.05 * scenario.num_steps * scenario.groups_per_step
+
+
+@pytest.mark.parametrize("share_of_slow_groups", [0.1, 0.5])
+def test_a_pace_that_belongs_to_the_groups_costs_at_most_two_hundredths(share_of_slow_groups):
+    """Some groups take ten times as long per token, on whichever of the equal engines: they wait for tools."""
+    ratios = []
+    for seed in range(3):
+        rng = random.Random(seed)
+        paces = [10.0 if rng.random() < share_of_slow_groups else 1.0 for _ in range(20_000)]
+        options = {"num_places": 2, "groups_per_step": 8, "max_lag": 2, "pace_of": paces.__getitem__}
+        on, off = (SimulatedFleet([FAST] * 8, hand_over=value, **options) for value in (True, False))
+        ratios.append(on.rate(1000.0, warm_up_s=30.0) / off.rate(1000.0, warm_up_s=30.0))
+    assert sum(ratios) / len(ratios) >= 0.98
+
+
+def test_no_group_changes_hands_more_than_twice_however_engines_change():
+    rng = random.Random(1)
+    drawn = [[rng.choice([FAST, SLOW, SLOW / 10]) for _ in range(40)] for _ in range(6)]
+    fleet = SimulatedFleet([lambda now, speeds=speeds: speeds[int(now / 3) % 40] for speeds in drawn], max_lag=1)
+    asked = asked_of(fleet.buffer)
+    fleet.rate(60.0, warm_up_s=1.0)
+    assert 0 < max(asked.values()) <= MOST_CHANGES
+
+
+def test_a_group_of_an_engine_that_hangs_is_asked_for_though_no_message_comes():
+    fleet = SimulatedFleet([FAST, lambda now: FAST if now < 5 else 1e-3], groups_per_step=8, max_lag=1)
+    asked = asked_of(fleet.buffer)
+    fleet.rate(20.0, warm_up_s=0.1)
+    assert asked
+
+
+# The measure
+
+
+def lease(group_id: int, owner: bytes, *, attempt: int = 0, num_inherited: int = 0, deadline: int = 1) -> GrantedLease:
+    progress = Progress(num_tokens=num_inherited, oldest_version=0, newest_version=0) if num_inherited else None
+    return GrantedLease(
+        group_id=group_id, attempt=attempt, engine_version=0, deadline=deadline, owner=owner, progress=progress
+    )
+
+
+def measured(**paces: float) -> WorkerPaces:
+    """Workers that have ended eight groups of 100 tokens each at these seconds per token, the last at 1000 s."""
+    of = WorkerPaces()
+    group_id = -1
+    for name, pace in paces.items():
+        for number in range(8):
+            ends_at = 1000.0 - 100 * pace * (7 - number)
+            of.granted(lease(group_id, name.encode()), ends_at - 100 * pace)
+            of.ended(group_id, 0, ends_at, num_tokens=100)
+            group_id -= 1
+    return of
+
+
+def test_the_earliest_deadline_of_the_slowest_worker_is_on_offer_first():
+    of = measured(fast=0.01, slow=0.1, slower=0.2)
+    for group_id, (name, deadline) in enumerate([(b"slow", 2), (b"slow", 1), (b"slower", 1), (b"fast", 0)]):
+        of.granted(lease(group_id, name, deadline=deadline), 1000.0)
+    offered = []
+    while (group := of.first_on_offer()) is not None:
+        offered.append((group.worker, group.deadline))
+        of.take_over(group, b"fast", 1000.0)
+    assert offered == [(b"slower", 1), (b"slow", 1), (b"slow", 2)]
+    assert of.num_kept(b"fast", 1000.5) == 3
+    assert of.num_kept(b"fast", 1001.5) == 0, "a place is not kept for ever"
+
+
+def test_a_worker_that_only_continues_groups_is_measured_by_what_it_writes():
+    of = measured(fast=0.01)
+    for group_id in range(8):
+        of.granted(lease(group_id, b"fast"), 1000.0)
+        of.saved(group_id, 0, 90)
+        of.ended(group_id, 0, 1000.9)
+        of.granted(lease(group_id, b"late", attempt=1, num_inherited=180), 1001.0)
+        of.ended(group_id, 1, 1002.0, num_tokens=100)
+    assert of.usual_pace(b"late", 1002.0) == pytest.approx(0.1)
+    assert of.is_slow(b"late", of.usual_pace(b"fast", 1002.0))
+
+
+def test_one_fast_group_says_that_an_engine_is_not_slow():
+    of = measured(fast=0.01, tools=0.1)
+    of.granted(lease(0, b"tools"), 1000.0)
+    of.ended(0, 0, 1001.0, num_tokens=100)
+    assert not of.is_slow(b"tools", of.usual_pace(b"fast", 1001.0))
+
+
+def test_a_worker_that_never_ended_a_group_is_as_fast_as_the_fastest_until_it_takes_too_long():
+    of = measured(fast=0.01)
+    of.granted(lease(0, b"new"), 1000.0)
+    assert of.usual_pace(b"new", 1000.0) == of.usual_pace(b"fast", 1000.0)
+    of.look(1000.0)
+    assert of.next_look(1000.0) == pytest.approx(1002.0)
+    of.look(1001.9)
+    assert of.first_on_offer() is None
+    of.look(1002.1)
+    assert of.first_on_offer().worker == b"new"
+
+
+def test_a_slow_worker_without_work_is_tried_again_after_a_while():
+    of = measured(fast=0.01, slow=0.1)
+    assert of.is_slow(b"slow", of.usual_pace(b"fast", 1000.0))
+    assert of.usual_pace(b"slow", 1200.0) == pytest.approx(0.1)
+    assert of.usual_pace(b"slow", 1400.0) == pytest.approx(0.01)
+
+
+def test_a_worker_that_takes_a_group_over_and_dies_leaves_it_to_others():
+    of = measured(fast=0.01, slow=0.1)
+    of.granted(lease(0, b"slow"), 1000.0)
+    of.take_over(of.first_on_offer(), b"fast", 1000.0)
+    of.forget(b"fast")
+    assert of.num_kept(b"fast", 1000.0) == 0
+    of.ended(0, 0, 1000.1)
+    of.granted(lease(0, b"other", attempt=1), 1000.2)
+    of.forget(b"other")
+    of.granted(lease(0, b"slow", attempt=2), 1000.3)
+    assert of.first_on_offer() is None, "nobody is left who would be faster"
+
+
+def test_a_call_costs_as_much_with_many_workers_and_groups_as_with_few():
+    def seconds(num_workers: int) -> float:
+        of = WorkerPaces()
+        for round_number in range(3):
+            for number in range(num_workers):
+                of.granted(lease(number, b"%d" % number, attempt=round_number), 10.0 * round_number)
+            for number in range(num_workers):
+                of.ended(number, round_number, 10.0 * round_number + 1 + (number % 2) * 8, num_tokens=100)
+        for number in range(8 * num_workers):
+            of.granted(lease(number, b"%d" % (number % num_workers), attempt=3), 40.0)
+        began_s = time.process_time()
+        for _ in range(200):
+            group = of.first_on_offer()
+            of.take_over(group, b"0", 40.0)
+            of.ended(group.group_id, 3, 40.0)
+            of.next_look(40.0)
+            of.num_kept(b"0", 40.0)
+        return time.process_time() - began_s
+
+    assert seconds(4000) < 5 * seconds(100) + 0.02
+
+
+# The guard
+
+
+class Workers:
+    """A service whose workers ask, store, save, fall behind and die as they are told; its time is the test's."""
+
+    def __init__(self, max_lag: int) -> None:
+        self.service = BufferService(BufferConfig(max_lag=max_lag), groups_per_step=2, send=self._send)
+        self.ledger = self.service.ledger
+        self.held: dict[tuple[int, int], tuple[bytes, int]] = {}
+        self.asking: dict[bytes, int] = {}
+        self.to_hand_over: list[tuple[int, int]] = []
+        self.last_id = self.num_prompts = 0
+
+    def _send(self, client: bytes, message: Message) -> None:
+        if message.name == HAND_ON:
+            self.to_hand_over += zip(message.fields["groups"], message.fields["attempts"], strict=True)
+        elif "leases" in message.fields and self.asking.pop(client, None) is not None:
+            self.held |= {(row[0], row[1]): (client, row[2]) for row in message.fields["leases"]}
+
+    def ask(self, client: bytes, name: str, **fields) -> None:
+        self.last_id += 1
+        self.service.handle(client, Message(name=name, request_id=self.last_id, fields=fields))
+        self.service.settle()
+        self.check()
+
+    def check(self) -> None:
+        """Whoever may begin a group by the rule has begun it, unless a place is kept for a group that still runs."""
+        ledger = self.ledger
+        if not ledger.num_queued or not ledger.has_room():
+            return
+        may_begin = [client for client, version in self.asking.items() if ledger.admits(version)]
+        assert not may_begin or (ledger.num_leased and self.to_hand_over)
+
+
+@settings(max_examples=60, deadline=None)
+@given(max_lag=st.integers(0, 3), data=st.data())
+async def test_whoever_may_begin_a_group_by_the_rule_begins_it(max_lag: int, data: st.DataObject) -> None:
+    """Workers keep any old version, are slow or fast, store, hand over, and die; nothing stands still for it."""
+    of = Workers(max_lag)
+    for _ in range(data.draw(st.integers(5, 60))):
+        action = data.draw(st.sampled_from(["enqueue", "lease", "lease", "put", "put", "step", "hand", "die"]))
+        worker = b"worker-%d" % data.draw(st.integers(0, 3))
+        if action == "enqueue":
+            number = data.draw(st.integers(1, 6))
+            groups = list(range(of.num_prompts, of.num_prompts + number))
+            of.num_prompts += number
+            of.ask(b"controller", "enqueue", groups=groups, counts=[0] * number)
+        elif action == "lease" and worker not in of.asking:
+            version = data.draw(st.integers(max(0, of.ledger.learner_version - 2), of.ledger.learner_version))
+            of.asking[worker] = version
+            of.ask(worker, "lease", engine_version=version, max_groups=data.draw(st.integers(1, 3)))
+        elif action == "put" and of.held:
+            key = data.draw(st.sampled_from(sorted(of.held)))
+            owner, version = of.held.pop(key)
+            pace_s = 0.02 if owner == b"worker-0" else 0.001
+            of.service._admission._paces._running[key[0]].began -= 3 * pace_s  # it took so long
+            of.ask(owner, "put", **put_fields(key, version))
+        elif action == "step":
+            version = of.ledger.learner_version
+            of.ask(b"controller", "plan", version=version)
+            if version in of.ledger._groups.plans:
+                of.ask(b"controller", "commit", version=version)
+        elif action == "hand" and of.to_hand_over:
+            key = of.to_hand_over.pop()
+            if key in of.held:
+                owner, _ = of.held.pop(key)
+                named = {"group_id": key[0], "attempt": key[1], "num_tokens": 0}
+                of.ask(owner, "release", **named, reason="handed_on", max_failures=0)
+        elif action == "die":
+            of.asking.pop(worker, None)
+            of.held = {key: value for key, value in of.held.items() if value[0] != worker}
+            of.service._admission.take_from(worker)
+            of.service.settle()
+            of.check()
+    of.service.close()
+
+
+def put_fields(key: tuple[int, int], version: int) -> dict:
+    versions = {"oldest_version": version, "newest_version": version, "num_truncated": 0}
+    lists = {"response_lengths": [3], "branch_tokens": [], "num_branches": [], "rewards": [1.0], "metrics": []}
+    return {"group_id": key[0], "attempt": key[1], "num_prompt_tokens": 1, "num_tokens": 3, **versions, **lists}
