@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import ray
 
-from asyncrl.config import RunConfig, learner_pools, requested_cpus
+from asyncrl.config import LOOPBACK, RunConfig, learner_pools, requested_cpus
 from asyncrl.option_checks import check_placement
 from asyncrl.placement_config import WORKER_ENV, Strategy
 from asyncrl.protocol.errors import ClusterDiedError, DeadlineError
@@ -202,7 +202,7 @@ def _labels(config: RunConfig, labels: Mapping[str, str]) -> dict[str, str]:
 
 def worker_env(config: RunConfig) -> dict[str, str]:
     """Environment of the workers of a run."""
-    interface = config.placement.interface
+    interface = config.placement.interface or (LOOPBACK if config.placement.num_nodes == 1 else "")
     return WORKER_ENV | ({"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface} if interface else {})
 
 
