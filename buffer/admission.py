@@ -21,7 +21,7 @@ from .groups import Group
 from .heartbeats import Deadline, Heartbeats, LoopClock
 from .late_groups import ASK_AGAIN_S, LateGroups
 from .ledger import Ledger
-from .messages import HAND_ON, REVOKED, Message, Replies, incarnation_of, integer, integers
+from .messages import HAND_ON, MAX_LEASES, REVOKED, Message, Replies, incarnation_of, integer, integers
 from .stores import PayloadStore, size_of
 
 logger = logging.getLogger(__name__)
@@ -595,4 +595,6 @@ def _groups_and_attempts(message: Message) -> tuple[list[int], list[int]]:
     group_ids, attempts = integers(message.fields, "groups"), integers(message.fields, "attempts")
     if len(group_ids) != len(attempts):
         raise WireError(f"{message.name} names one attempt for each group, got {len(attempts)} for {len(group_ids)}")
+    if len(group_ids) > MAX_LEASES:
+        raise WireError(f"{message.name} names at most {MAX_LEASES} leases, got {len(group_ids)}; send several")
     return group_ids, attempts

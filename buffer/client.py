@@ -35,6 +35,7 @@ from .encoding import CHUNK_BYTES, JOIN_BELOW_BYTES, group_frames, group_of, pro
 from .keys import ClientKeys
 from .messages import (
     HAND_ON,
+    MAX_LEASES,
     MAX_REASON,
     REVOKED,
     SPACE,
@@ -162,8 +163,10 @@ class BufferClient:
 
     async def renew(self, leases: Sequence[Lease]) -> None:
         """See `RolloutBuffer.renew`."""
-        groups = [lease.prompt.group_id for lease in leases]
-        await self._connect().request("renew", {"groups": groups, "attempts": [lease.attempt for lease in leases]})
+        for start in range(0, len(leases), MAX_LEASES):
+            some = leases[start : start + MAX_LEASES]
+            groups = [lease.prompt.group_id for lease in some]
+            await self._connect().request("renew", {"groups": groups, "attempts": [lease.attempt for lease in some]})
 
     async def put(self, group: TrajectoryGroup, *, num_left_out: int = 0) -> None:
         """See `RolloutBuffer.put`. While the store is full it waits for a batch to leave, and sends again."""
