@@ -76,18 +76,23 @@ class BufferConfig:
             silent, with a lease on it. One that was present at a death runs beside no other such group, so that a
             prompt that kills its workers is told from those that were only there. 0 drops none.
         max_message_bytes: Largest frame a client may send; longer ones close its connection.
-        max_requests_per_s: Requests of one client that are answered in a second; more are refused.
+        max_requests_per_s: Requests of one client that are answered in a second; more are refused. A request that
+            names leases counts once for each of them.
         stores_on: ``ledger``: in the ledger's own server, or in ``num_store_servers`` processes beside it. ``hosts``:
             on a store server on each host where rollout workers run, so that trajectories cross the network once, from
             there to the learner's ranks; the run places them. ``auto``: ``hosts`` where ``placement.num_nodes`` > 1 and
             ``num_store_servers`` is 0.
         num_store_servers: Further processes beside the ledger that hold the payloads; 0 keeps them in its own.
-        keys: Directory of the run's CURVE keys, made there at the start where there are none; without them nothing but
-            loopback is bound. Example: ``outputs/keys``. See `buffer.keys`.
+        keys: Directory of the run's CURVE keys, made there at the start where there are none; a run makes them in its
+            own folder where this is empty. The server needs them for ``host``. Example: ``outputs/keys``. See
+            `buffer.keys`.
         first_version: Learner version that the ledger begins at; the run sets it where it resumes a checkpoint.
         epoch: Names the run. Every message carries it, and a message of another run is refused. Empty takes the epoch
             of an earlier server in ``directory``, or a new one.
-        host: Address or interface that the server binds. Example: ``10.0.0.1``, ``eth0``.
+        host: Address or interface that the server binds, which needs ``keys``. Empty: the server listens on Unix
+            sockets, in a folder that only its own user may open, and no port is bound. Example: ``10.0.0.1``, ``eth0``.
+        socket_folder: Folder of the Unix sockets; the run sets it. Empty makes a folder with a random name in the
+            temporary folder, and removes it at the end.
         advertised_host: Address by which clients reach ``host``; empty where that is one itself.
         port: Where requests go; 0 takes a free port.
         bulk_port: Where large payloads go; 0 takes a free port.
@@ -115,7 +120,8 @@ class BufferConfig:
     keys: str = ""
     first_version: int = 0
     epoch: str = ""
-    host: str = "127.0.0.1"
+    host: str = ""
+    socket_folder: str = ""
     advertised_host: str = ""
     port: int = 0
     bulk_port: int = 0
@@ -149,5 +155,5 @@ class BufferConfig:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address is reached from its own host only."""
-    return host == "lo" or host.startswith(_LOOPBACK)
+    """Whether ``buffer.host`` is reached from its own host only."""
+    return host in ("", "lo") or host.startswith(_LOOPBACK)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl.config import RunConfig, Transport
+from asyncrl.protocol.private_folders import FOLDER_MODE, make_private_folder
 
 SHARED_MEMORY = Path("/dev/shm")
 _VERSION = re.compile(r"v\d{8,}")
@@ -106,7 +107,9 @@ def _make_snapshot_folder(config: RunConfig, run_dir: Path) -> Path:
     if weights.directory:
         folder = Path(weights.directory).resolve() / shared_folder(run_dir).name
         folder.parent.mkdir(parents=True, exist_ok=True)
-    folder.mkdir(mode=0o700)
+    if in_memory and not weights.directory:
+        return make_private_folder(folder)  # the buffer's sockets may be there
+    folder.mkdir(mode=FOLDER_MODE)
     return folder
 
 
