@@ -66,7 +66,7 @@ class BufferClient:
     It connects at the first call and belongs to the loop of that call.
 
     Args:
-        address: Where the server listens. Example: ``"tcp://127.0.0.1:5555"``.
+        address: Where the server listens. Example: ``"ipc:///dev/shm/asyncrl-1f/sockets/buffer"``.
         request_timeout_s: Deadline of each request; the server answers held ones within half of its own.
         window: Puts on their way at once; further ones wait for an acknowledgement.
         keys: CURVE keys, where the server has them.
