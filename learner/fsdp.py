@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
+from torch.distributed import FileStore, HashStore, ProcessGroup, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
@@ -157,7 +157,7 @@ def open_mesh(config: LearnerConfig) -> LearnerMesh:
     if not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
         if config.num_ranks == 1:
-            store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+            store = HashStore()
             dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
         else:
             _join_group(backend, timeout)
@@ -178,14 +178,13 @@ def _join_group(backend: str, timeout: timedelta) -> None:
         dist.init_process_group(backend, timeout=timeout)
         return
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store: dist.Store
     if path := os.environ.get(RENDEZVOUS_FILE):
-        store = dist.FileStore(path, world_size)
+        store = FileStore(path, world_size)
     else:
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, port), family=family).detach() if rank == 0 else None
-        store = dist.TCPStore(host, port, world_size, rank == 0, timeout, master_listen_fd=listener)
+        store = TCPStore(host, port, world_size, rank == 0, timeout, master_listen_fd=listener)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
