@@ -300,7 +300,7 @@ def _check_nodes(config: RunConfig) -> None:
     checks = {
         "ray.address": ("none", "auto, or host:port of a Ray cluster of all nodes", not config.ray.address),
         "placement.colocated": ("true", "false", placement.colocated),
-        "buffer.host": (buffer.host, "an address or interface of this node that the others reach", own_only),
+        "buffer.host": (buffer.host or "none", "an address or interface of this node that the others reach", own_only),
         "weights.transport": (transport, "file or collective", not (is_file or is_collective)),
         "weights.directory": ("none", "a folder that all nodes share", is_file and not weights.directory),
         "weights.interface": (LOOPBACK, "one that all nodes reach", is_collective and weights.interface == LOOPBACK),

@@ -19,7 +19,7 @@ from .commands import Enqueue, Frames, GrantedLease, LeaseGroups, Put, Release, 
 from .groups import Group
 from .heartbeats import Deadline, Heartbeats, LoopClock
 from .ledger import Ledger
-from .messages import HAND_ON, REVOKED, Message, Replies, incarnation_of, integer, integers
+from .messages import HAND_ON, MAX_LEASES, REVOKED, Message, Replies, incarnation_of, integer, integers
 from .pace import RunningGroup, WorkerPaces
 from .stores import PayloadStore, size_of
 
@@ -567,4 +567,6 @@ def _groups_and_attempts(message: Message) -> tuple[list[int], list[int]]:
     group_ids, attempts = integers(message.fields, "groups"), integers(message.fields, "attempts")
     if len(group_ids) != len(attempts):
         raise WireError(f"{message.name} names one attempt for each group, got {len(attempts)} for {len(group_ids)}")
+    if len(group_ids) > MAX_LEASES:
+        raise WireError(f"{message.name} names at most {MAX_LEASES} leases, got {len(group_ids)}; send several")
     return group_ids, attempts

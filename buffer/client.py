@@ -35,6 +35,7 @@ from .encoding import CHUNK_BYTES, JOIN_BELOW_BYTES, group_frames, group_of, pro
 from .keys import ClientKeys
 from .messages import (
     HAND_ON,
+    MAX_LEASES,
     MAX_REASON,
     REVOKED,
     SPACE,
@@ -65,7 +66,7 @@ class BufferClient:
     It connects at the first call and belongs to the loop of that call.
 
     Args:
-        address: Where the server listens. Example: ``"tcp://127.0.0.1:5555"``.
+        address: Where the server listens. Example: ``"ipc:///dev/shm/asyncrl-1f/sockets/buffer"``.
         request_timeout_s: Deadline of each request; the server answers held ones within half of its own.
         window: Puts on their way at once; further ones wait for an acknowledgement.
         keys: CURVE keys, where the server has them.
@@ -171,8 +172,10 @@ class BufferClient:
 
     async def renew(self, leases: Sequence[Lease]) -> None:
         """See `RolloutBuffer.renew`."""
-        groups = [lease.prompt.group_id for lease in leases]
-        await self._connect().request("renew", {"groups": groups, "attempts": [lease.attempt for lease in leases]})
+        for start in range(0, len(leases), MAX_LEASES):
+            some = leases[start : start + MAX_LEASES]
+            groups = [lease.prompt.group_id for lease in some]
+            await self._connect().request("renew", {"groups": groups, "attempts": [lease.attempt for lease in some]})
 
     async def put(self, group: TrajectoryGroup, *, num_left_out: int = 0) -> None:
         """See `RolloutBuffer.put`. While the store is full it waits for a batch to leave, and sends again."""

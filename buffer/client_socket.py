@@ -21,6 +21,7 @@ from .encoding import JOIN_BELOW_BYTES
 from .heartbeats import Deadline, LoopClock
 from .keys import ClientKeys, secure_client
 from .messages import ACKS, CONNECT, OK, PUSH_ID, PUSHES, Message
+from .socket_folders import bulk_address
 from .sockets import Channel, Chunk, ChunkReceiver, ChunkSender, client_context
 
 _RECONNECT_MS = 50
@@ -75,7 +76,9 @@ class Connection:
             socket.disable_monitor()
             monitor.close()
             socket.close()
-            raise ValueError(f"{address!r} is not the address of a buffer; use one like tcp://HOST:PORT") from error
+            raise ValueError(
+                f"{address!r} is not the address of a buffer; use one like ipc:///FOLDER/buffer or tcp://HOST:PORT"
+            ) from error
         self._socket = socket
         self._channel = Channel(socket, on_message)
         self._monitor = Channel(monitor, self._on_event)
@@ -363,7 +366,7 @@ class ClientSocket:
         if self._bulk is None:
             self._bulk_port = port
             self._bulk = Connection(
-                f"{self.address.rpartition(':')[0]}:{port}",
+                bulk_address(self.address, port),
                 identity=self.identity,
                 keys=self._keys,
                 on_message=self._on_chunk,

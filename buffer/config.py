@@ -78,18 +78,23 @@ class BufferConfig:
         hand_over: Let a worker that waits take over a running group of a worker that is at least twice as slow, with
             what is written of it. A group changes hands at most twice. ``false`` leaves each group where it began.
         max_message_bytes: Largest frame a client may send; longer ones close its connection.
-        max_requests_per_s: Requests of one client that are answered in a second; more are refused.
+        max_requests_per_s: Requests of one client that are answered in a second; more are refused. A request that
+            names leases counts once for each of them.
         stores_on: ``ledger``: in the ledger's own server, or in ``num_store_servers`` processes beside it. ``hosts``:
             on a store server on each host where rollout workers run, so that trajectories cross the network once, from
             there to the learner's ranks; the run places them. ``auto``: ``hosts`` where ``placement.num_nodes`` > 1 and
             ``num_store_servers`` is 0.
         num_store_servers: Further processes beside the ledger that hold the payloads; 0 keeps them in its own.
-        keys: Directory of the run's CURVE keys, made there at the start where there are none; without them nothing but
-            loopback is bound. Example: ``outputs/keys``. See `buffer.keys`.
+        keys: Directory of the run's CURVE keys, made there at the start where there are none; a run makes them in its
+            own folder where this is empty. The server needs them for ``host``. Example: ``outputs/keys``. See
+            `buffer.keys`.
         first_version: Learner version that the ledger begins at; the run sets it where it resumes a checkpoint.
         epoch: Names the run. Every message carries it, and a message of another run is refused. Empty takes the epoch
             of an earlier server in ``directory``, or a new one.
-        host: Address or interface that the server binds. Example: ``10.0.0.1``, ``eth0``.
+        host: Address or interface that the server binds, which needs ``keys``. Empty: the server listens on Unix
+            sockets, in a folder that only its own user may open, and no port is bound. Example: ``10.0.0.1``, ``eth0``.
+        socket_folder: Folder of the Unix sockets; the run sets it. Empty makes a folder with a random name in the
+            temporary folder, and removes it at the end.
         advertised_host: Address by which clients reach ``host``; empty where that is one itself.
         port: Where requests go; 0 takes a free port.
         bulk_port: Where large payloads go; 0 takes a free port.
@@ -118,7 +123,8 @@ class BufferConfig:
     keys: str = ""
     first_version: int = 0
     epoch: str = ""
-    host: str = "127.0.0.1"
+    host: str = ""
+    socket_folder: str = ""
     advertised_host: str = ""
     port: int = 0
     bulk_port: int = 0
@@ -152,5 +158,5 @@ class BufferConfig:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address is reached from its own host only."""
-    return host == "lo" or host.startswith(_LOOPBACK)
+    """Whether ``buffer.host`` is reached from its own host only."""
+    return host in ("", "lo") or host.startswith(_LOOPBACK)

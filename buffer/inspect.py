@@ -1,4 +1,4 @@
-"""Print what a running buffer holds: ``python -m buffer.inspect tcp://127.0.0.1:5555 [--json] [--keys DIRECTORY]``."""
+"""Print what a running buffer holds: ``python -m buffer.inspect ADDRESS [--json] [--keys DIRECTORY]``."""
 
 import argparse
 import asyncio
@@ -41,7 +41,8 @@ def render(report: dict[str, Any]) -> str:
         f"{report['max_stored_bytes']}",
         f"waiting    {stats['leases_waiting']} requests for leases",
         f"refused    puts {_counts(stats['puts_refused'])}; messages {report['malformed']} malformed, "
-        f"{report['over_rate']} over the rate, {report['unsent']} unsent; {report['unknown_keys']} unknown keys",
+        f"{report['over_rate']} over the rate, {report['unsent']} unsent; {report['unknown_keys']} unknown keys, "
+        f"{report['no_files']} without a file",
     ]
     for number, store in enumerate(report["stores"]):
         where = f"of host {store['host']} " * bool(store["host"])
@@ -77,7 +78,7 @@ def _spread(groups: list[dict[str, Any]], field: str) -> str:
 def main() -> None:
     """Entry point."""
     parser = argparse.ArgumentParser(prog="asyncrl inspect", description="Show what a buffer server holds.")
-    parser.add_argument("address", help="where it listens, e.g. tcp://127.0.0.1:5555; the run says it when it starts")
+    parser.add_argument("address", help="where it listens, e.g. tcp://10.0.0.1:5555; the run says it when it starts")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument("--keys", default="", help="directory of the run's CURVE keys")
     parser.add_argument("--timeout-s", type=float, default=5.0, help="how long to wait for the server")

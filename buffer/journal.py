@@ -26,7 +26,7 @@ from inspect import isclass
 from itertools import accumulate, pairwise
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgpack
 import msgspec
@@ -123,10 +123,11 @@ class AppendOnlyFile:
         self.num_bytes = 0
         self._num_reserved = os.fstat(self._descriptor).st_size
 
-    def read(self) -> Iterator[tuple[Any, bytes]]:
-        """Heads, and the frames of each end to end; what follows the last whole record is cut off.
+    def read(self) -> Iterator[tuple[Any, int]]:
+        """The head of each record, and where in the file its frames begin; what follows the last record is cut off.
 
-        Raises `ValueError` if the file is not a journal of this format.
+        All bytes are compared with their checksums, and none of the frames stay in memory. Raises `ValueError` if the
+        file is not a journal of this format.
         """
         end = 0
         if os.fstat(self._descriptor).st_size:
@@ -140,24 +141,42 @@ class AppendOnlyFile:
                     )
                 end = _BEGINNING.size if beginning == _BEGINNING.pack(_MAGIC, self._number) else 0
                 while end and (record := self._record_at(data, end)) is not None:
-                    head, frames, end = record
-                    yield head, frames
+                    head, start, end = record
+                    yield head, start
                 if end and end + _HEADER.size <= len(data):
                     _, head_bytes, frames_bytes = _HEADER.unpack_from(data, end)
                     if self._record_at(data, end + _HEADER.size + head_bytes + frames_bytes) is not None:
                         logger.warning("%s is damaged at byte %d; what stands behind it is lost", self.path, end)
         self.cut(end)
 
-    def _record_at(self, data: mmap.mmap, start: int) -> tuple[Any, bytes, int] | None:
-        """Head, frames and end of the record that starts there; None where there is none, or not all of it."""
+    def _record_at(self, data: mmap.mmap, start: int) -> tuple[Any, int, int] | None:
+        """Head, start of the frames and end of a record; None if there is none at ``start``, or not all of it."""
         if start + _HEADER.size > len(data):
             return None
         checksum, head_bytes, frames_bytes = _HEADER.unpack_from(data, start)
-        end = start + _HEADER.size + head_bytes + frames_bytes
-        body = data[start + _HEADER.size : end]
-        if end > len(data) or xxhash.xxh3_64_intdigest(body, self._number) != checksum:
+        body = start + _HEADER.size
+        end = body + head_bytes + frames_bytes
+        if end > len(data):
             return None
-        return msgpack.unpackb(body[:head_bytes], strict_map_key=False), body[head_bytes:], end
+        with memoryview(data) as whole, whole[body:end] as found:
+            if xxhash.xxh3_64_intdigest(found, self._number) != checksum:
+                return None
+        return msgpack.unpackb(data[body : body + head_bytes], strict_map_key=False), body + head_bytes, end
+
+    def frames_at(self, start: int, lengths: Sequence[int]) -> Frames:
+        """Read frames that stand end to end in the file. Raises `OSError` if the file cannot be read."""
+        ends = [*accumulate(lengths, initial=start)]
+        return [self._bytes_at(begin, end - begin) for begin, end in pairwise(ends)]
+
+    def _bytes_at(self, start: int, num_bytes: int) -> bytes:
+        parts: list[bytes] = []
+        while num_bytes:
+            part = os.pread(self._descriptor, num_bytes, start)  # at most 2 GiB at once
+            if not part:
+                raise OSError(errno.EIO, "the file ends too early", str(self.path))
+            parts.append(part)
+            start, num_bytes = start + len(part), num_bytes - len(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def append(self, records: Iterable[tuple[Any, Frames]]) -> None:
         """Write records one after another, or none of them. Raises `OSError` if the disk is full."""
@@ -240,6 +259,18 @@ def write_all(descriptor: int, parts: list[Any], offset: int, flags: int = 0) ->
             parts[first] = memoryview(parts[first])[written:]
 
 
+class _FramesInFile(NamedTuple):
+    """Where frames are that nobody has read yet."""
+
+    file: AppendOnlyFile
+    start: int
+    lengths: Sequence[int]
+
+    def read(self) -> Frames:
+        """The frames."""
+        return self.file.frames_at(self.start, self.lengths)
+
+
 @dataclass(kw_only=True, slots=True)
 class _Write:
     """Frames on their way to the file, by place, and who is told when they are there, or why they are not."""
@@ -294,10 +325,10 @@ class Journal:
     # What an earlier server left
 
     def _open(self) -> Recovered:
-        """Read the newest log that was begun whole, and the frames of all files, for it may need older ones."""
+        """Read the newest log that was begun whole, and those frames of all files that it says are held."""
         paths = self._path.parent.glob(f"{self._path.name}.*.log")
         numbers = sorted(int(path.name.split(".")[-2]) for path in paths)
-        by_place: dict[int, Frames] = {}
+        by_place: dict[int, _FramesInFile] = {}
         heads: list[Any] = []
         self._former: list[AppendOnlyFile] = []
         self._number = max(numbers, default=0)
@@ -321,7 +352,7 @@ class Journal:
         log, frames = (Path(f"{self._path}.{number}.{kind}") for kind in ("log", "frames"))
         return AppendOnlyFile(log, number), AppendOnlyFile(frames, number)
 
-    def _take_up(self, heads: Sequence[Any], by_place: Mapping[int, Frames]) -> Recovered:
+    def _take_up(self, heads: Sequence[Any], by_place: Mapping[int, _FramesInFile]) -> Recovered:
         snapshot, done, places = None, [], [0, *by_place]
         for kind, value, references in heads:
             if kind == "begin":
@@ -337,13 +368,18 @@ class Journal:
         frames: dict[str, dict[int, Frames]] = {}
         for (name, key), place in self._places.items():
             if place in by_place:
-                frames.setdefault(name, {})[key] = by_place[place]
+                frames.setdefault(name, {})[key] = by_place[place].read()
         return Recovered(snapshot=snapshot, commands=done, frames=frames)
 
     def recover(self) -> Recovered:
         """Everything that the files held when they were opened; the journal forgets it."""
         recovered, self._recovered = self._recovered, Recovered()
         return recovered
+
+    def begin_anew(self) -> None:
+        """Forget everything that an earlier server left. Raises `ReplayBufferError` if the disk is full."""
+        self._recovered, self._values = Recovered(), {}
+        self.compact(None, ())
 
     # What this server writes
 
@@ -568,15 +604,13 @@ def _sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def _read_records(file: AppendOnlyFile, by_place: dict[int, Frames]) -> Iterator[Any]:
-    """The heads of a file's records; their frames go into ``by_place``."""
-    for head, body in file.read():
-        end = 0
+def _read_records(file: AppendOnlyFile, by_place: dict[int, _FramesInFile]) -> Iterator[Any]:
+    """The heads of a file's records; where their frames are goes into ``by_place``."""
+    for head, start in file.read():
         for _, _, place, lengths in head[2]:
             if lengths:
-                ends = [*accumulate(lengths, initial=end)]
-                by_place[place] = [body[start:stop] for start, stop in pairwise(ends)]
-                end = ends[-1]
+                by_place[place] = _FramesInFile(file, start, lengths)
+                start += sum(lengths)
         yield head
 
 

@@ -7,6 +7,7 @@ runs there. Whoever holds another key is refused, and a role is refused what is 
 
 import json
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from enum import StrEnum
@@ -16,7 +17,6 @@ from typing import Any
 import zmq
 from zmq.utils import z85
 
-from .config import is_loopback
 from .messages import CONNECT
 from .sockets import Channel
 
@@ -97,10 +97,12 @@ def make_keys(directory: Path) -> None:
     files[STORE_KEYS] = asdict(ServerKeys(public=store_public, secret=store_secret, role_publics=publics))
     for name, values in files.items():
         path = directory / name
-        if path.exists():
-            raise ValueError(f"{path} exists; keys are made once for each run, name a new directory")
-        path.touch(mode=0o600)
-        path.write_text(json.dumps(values))
+        try:
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)  # follows no link either
+        except FileExistsError:
+            raise ValueError(f"{path} exists; keys are made once for each run, name a new directory") from None
+        with os.fdopen(descriptor, "w") as file:
+            json.dump(values, file)
 
 
 def _pair() -> tuple[str, str]:
@@ -132,6 +134,8 @@ def client_keys(directory: Path, role: BufferRole) -> ClientKeys:
 def _read(path: Path, kind: type) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"no CURVE keys at {path}; make them with buffer.keys.make_keys({str(path.parent)!r})")
+    if (owner := path.stat().st_uid) != os.geteuid():
+        raise ValueError(f"{path} belongs to user {owner}, this is user {os.geteuid()}; name a directory of your own")
     if path.stat().st_mode & 0o077:
         raise ValueError(f"{path} is readable by others (mode {path.stat().st_mode & 0o777:o}); chmod 600 {path}")
     values = json.loads(path.read_text())
@@ -143,11 +147,11 @@ def _read(path: Path, kind: type) -> dict[str, Any]:
 
 
 def check_exposure(host: str, keys: str) -> None:
-    """Refuse, with a `ValueError`, to serve beyond loopback without keys."""
-    if not keys and not is_loopback(host):
+    """Refuse, with a `ValueError`, to listen on a port without keys: any user of a host reaches its loopback."""
+    if host and not keys:
         raise ValueError(
-            f"buffer.host={host} is reachable from other machines and buffer.keys is empty; make keys with "
-            "buffer.keys.make_keys, or bind 127.0.0.1"
+            f"buffer.host={host} is reachable by other users or machines and buffer.keys is empty; name a directory "
+            "for keys, or leave buffer.host empty: the server then listens on Unix sockets of its own user"
         )
 
 

@@ -25,6 +25,8 @@ MAX_FRAMES = 4096
 MAX_REPLY_HEADER_BYTES = 1 << 28
 MAX_REPLY_FRAMES = 1 << 20
 MAX_BATCH = 64
+MAX_LEASES = 4096
+"""Leases that one request may name: the server works and answers for each of them."""
 BATCH = "batch"
 OK = "ok"
 REVOKED = "revoked"
@@ -42,6 +44,7 @@ _counts_of = attrgetter(
     "group_id", "attempt", "num_prompt_tokens", "num_tokens", "oldest_version", "newest_version", "num_truncated"
 )
 _NUMBERS = frozenset({int, float})
+_NAMES_LEASES = frozenset({"renew", "leave"})
 _encode = msgspec.msgpack.Encoder().encode
 _ERRORS = {
     kind.__name__: kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, AsyncRLError)
@@ -182,6 +185,12 @@ def integer(fields: Mapping[str, Any], name: str) -> int:
     if type(value) is not int or not 0 <= value < 1 << 63:
         raise WireError(f"field {name!r} must be an integer in [0, 2**63), got {value!r:.40}")
     return value
+
+
+def num_leases(request: Message) -> int:
+    """How many leases a request names, 0 where it names none."""
+    named = request.fields.get("groups") if request.name in _NAMES_LEASES else None
+    return len(named) if isinstance(named, list) else 0
 
 
 def count(fields: Mapping[str, Any], name: str) -> int:

@@ -23,6 +23,7 @@ from .client_socket import ClientSocket
 from .config import BufferConfig, Durability
 from .connection import BufferConnection
 from .keys import BufferRole, client_keys, ensure_keys
+from .socket_folders import folder_of, remove_socket_folder, with_socket_folder
 
 logger = logging.getLogger(__name__)
 
@@ -166,6 +167,8 @@ class BufferProcess:
         self.process.wait()
         if self.process.stdout is not None:
             self.process.stdout.close()
+        if not self._config.socket_folder:  # a server that is killed cannot remove the folder that it made
+            remove_socket_folder(folder_of(self.address))
 
     def __enter__(self) -> Self:
         return self
@@ -206,6 +209,7 @@ class BufferSupervisor:
         role: BufferRole = BufferRole.controller,
         on_restart: Callable[[str], None] = logger.warning,
     ) -> None:
+        config, self._own_folder = with_socket_folder(config)
         self._config = config
         self._store = store
         self._role = role
@@ -223,7 +227,7 @@ class BufferSupervisor:
         """Wait until the server announces itself; see `BufferProcess.read_address`."""
         self._server.read_address()
         self.connection = self._server.connection
-        if self._store is not None:  # without a journal, which would remember it
+        if self._store is not None and self._config.host:  # without a journal, which would remember it
             self._config = replace(self._config, port=int(self._server.address.rpartition(":")[2]))
         return self._server.address
 
@@ -277,6 +281,7 @@ class BufferSupervisor:
     def stop(self) -> None:
         """End the server."""
         self._server.stop()
+        remove_socket_folder(self._own_folder)
 
     def __enter__(self) -> Self:
         return self

@@ -15,7 +15,6 @@ import signal
 import sys
 import time
 import uuid
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -28,12 +27,12 @@ from asyncrl.protocol import record
 from asyncrl.protocol.errors import (
     AsyncRLError,
     NotAllowed,
-    RateExceeded,
     ReplayBufferError,
     WireError,
     WorkerDiedError,
     WrongEpoch,
 )
+from asyncrl.protocol.private_folders import make_private_folder
 from asyncrl.protocol.process_memory import keep_freed_memory
 
 from . import messages
@@ -42,7 +41,10 @@ from .encoding import JOIN_BELOW_BYTES
 from .journal import Journal
 from .keys import KeyGate, ServerKeys, check_exposure, may, secure_server, server_keys, store_keys
 from .messages import CONNECT, OK, PUSH_ID, Message
+from .port_listener import PortListener
+from .rate_limit import RateLimit
 from .service import BufferService
+from .socket_folders import bulk_address, folder_of, make_socket_folder, remove_socket_folder, unix_address
 from .sockets import Channel, Chunk, ChunkReceiver, ChunkSender
 from .store_links import StoreLinks
 from .store_servers import StoreServers, StoreService
@@ -77,10 +79,11 @@ class ServerSocket:
         config: Options.
         make_service: Builds what answers the requests; the service sends through the socket that it is given.
         journal: Remembers epoch and addresses, so that a server started again is found where it was.
-        is_store: Whether it is a store server, which has keys of its own.
+        store: Number of the store server that this is; None for the ledger's server, which has other keys.
 
     Attributes:
-        address: Where the control socket listens; ``bulk_port`` is where large payloads go.
+        address: Where the control socket listens.
+        bulk_port: Where large payloads go; 0 for a Unix socket, see `bulk_address`.
         epoch: The run that this server belongs to.
     """
 
@@ -90,29 +93,37 @@ class ServerSocket:
         *,
         make_service: "Callable[[ServerSocket], Service]",
         journal: Journal | None,
-        is_store: bool = False,
+        store: int | None = None,
     ) -> None:
         check_exposure(config.host, config.keys)
         self._config = config
         self._journal = journal
         self._context = zmq.Context()
         self._gate: KeyGate | None = None
-        self._counts: dict[str, int] = dict.fromkeys(("malformed", "unsent", "unknown_keys", "over_rate", "failed"), 0)
+        self._counts: dict[str, int] = dict.fromkeys(
+            ("malformed", "unsent", "unknown_keys", "over_rate", "failed", "no_files"), 0
+        )
         self._outbox: dict[bytes, list[Message]] = {}
         self._flush_handle: asyncio.Handle | None = None
         self._peers: dict[bytes, _BulkPeer] = {}
         self._swept_at = 0.0
         self._limit = RateLimit(config.max_requests_per_s)
         self.epoch = self._choose_epoch()
-        read = store_keys if is_store else server_keys
+        self._own_folder = ""
+        self._listeners: list[PortListener] = []
+        read = server_keys if store is None else store_keys
         keys = read(Path(config.keys)) if config.keys else None
         if keys is not None:
             self._gate = KeyGate(self._context, keys, partial(self._count, "unknown_keys"))
         control = self._router(keys, silent_s=4 * config.heartbeat_s)
         bulk = self._router(keys, silent_s=max(config.request_timeout_s, 4 * config.heartbeat_s))
         self._service = make_service(self)
-        self.address = self._reached_at(self._bind(control, "address", config.port))
-        self.bulk_port = int(self._bind(bulk, "bulk_address", config.bulk_port).rpartition(":")[2])
+        if config.host:
+            self.address = self._reached_at(self._bind_port(control, "address", config.port))
+            self.bulk_port = int(self._bind_port(bulk, "bulk_address", config.bulk_port).rpartition(":")[2])
+        else:
+            self.bulk_port = 0
+            self.address = self._bind_unix(control, bulk, "buffer" if store is None else f"store-{store}")
         self._control = Channel(control, self._on_message, self._on_burst_end)
         self._bulk = Channel(bulk, self._on_chunk, self._on_burst_end)
 
@@ -139,21 +150,38 @@ class ServerSocket:
             secure_server(socket, keys)
         return socket
 
-    def _bind(self, socket: zmq.Socket[bytes], name: str, port: int) -> str:
+    def _bind_unix(self, control: zmq.Socket[bytes], bulk: zmq.Socket[bytes], name: str) -> str:
+        """Bind both sockets in the configured folder, or that of an earlier server of this journal, or a new one."""
+        known_address = (self._journal.read("address") or "") if self._journal is not None else ""
+        known = folder_of(known_address)
+        folder = self._config.socket_folder or known
+        if not self._config.socket_folder:
+            folder = self._own_folder = known or make_socket_folder()
+        make_private_folder(Path(folder))
+        address = unix_address(folder, name)
+        control.bind(address)
+        bulk.bind(bulk_address(address, 0))
+        if self._journal is not None and address != known_address:
+            self._journal.write("address", address)
+        return address
+
+    def _bind_port(self, socket: zmq.Socket[bytes], name: str, port: int) -> str:
         """Bind the configured port, or the one that an earlier server of this journal had, or a free one."""
-        address = f"tcp://{self._config.host}:{port or '*'}"
-        known = self._journal.read(name) if self._journal is not None else None
-        if known and not port:
-            address = known
+        known = (self._journal.read(name) or "") if self._journal is not None else ""
+        if not port and not folder_of(known):
+            port = int(known.rpartition(":")[2] or 0)
         try:
-            socket.bind(address)
-        except zmq.ZMQError as error:
+            listener = PortListener(socket, self._config.host, port, partial(self._count, "no_files"))
+        except OSError as error:
             option = "buffer.port" if name == "address" else "buffer.bulk_port"
-            raise ValueError(f"the buffer cannot bind {address}: {error.strerror}; set {option}") from error
-        bound = socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        if self._journal is not None and bound != known:
-            self._journal.write(name, bound)
-        return bound
+            raise ValueError(
+                f"the buffer cannot bind port {port} of {self._config.host}: {error.strerror}; set {option} or "
+                "buffer.host"
+            ) from error
+        self._listeners.append(listener)
+        if self._journal is not None and listener.address != known:
+            self._journal.write(name, listener.address)
+        return listener.address
 
     def _reached_at(self, bound: str) -> str:
         """The address that clients are told."""
@@ -172,6 +200,8 @@ class ServerSocket:
         self._service.close()
         if self._flush_handle is not None:
             self._flush_handle.cancel()
+        for listener in self._listeners:
+            listener.close()
         self._control.close()
         self._bulk.close()
         if self._gate is not None:
@@ -179,6 +209,7 @@ class ServerSocket:
         if self._journal is not None:
             self._journal.close()
         self._context.destroy(linger=0)
+        remove_socket_folder(self._own_folder)
 
     # What comes
 
@@ -255,7 +286,7 @@ class ServerSocket:
     def _handle(self, client: bytes, role: str | None, request: Message, epoch: str) -> None:
         """Check what every request must satisfy, then have the service answer it."""
         try:
-            if not self._limit.allows(client):
+            if not self._limit.allows(client, max(1, messages.num_leases(request))):
                 self._count("over_rate")
                 raise self._limit.error()
             if epoch != self.epoch and (epoch or request.name != CONNECT):
@@ -359,38 +390,14 @@ class _BulkPeer:
     last_heard: float = field(default_factory=time.monotonic)
 
 
-class RateLimit:
-    """Counts the requests of each client within a second; at most ``per_second`` are allowed."""
-
-    def __init__(self, per_second: int) -> None:
-        self._per_second = per_second
-        self._counts: Counter[bytes] = Counter()
-        self._since = 0.0
-
-    def allows(self, client: bytes) -> bool:
-        """Count a request; False when its client has had its share of this second."""
-        now = time.monotonic()
-        if now - self._since >= 1.0:
-            self._since = now
-            self._counts.clear()
-        self._counts[client] += 1
-        return self._counts[client] <= self._per_second
-
-    def error(self) -> RateExceeded:
-        """What a client over its rate is told."""
-        return RateExceeded(
-            f"more than {self._per_second} requests came from this client within a second (buffer.max_requests_per_s); "
-            "this one was not answered, send it again later"
-        )
-
-
 class BufferServer:
     """The ledger's server; the payloads are here, in ``num_store_servers`` processes beside it, or on stores that join.
 
     Made on a running loop.
 
     Attributes:
-        address: Where it listens; ``bulk_port`` is where large payloads go.
+        address: Where it listens.
+        bulk_port: See `ServerSocket`.
         counters: Returns what was turned away, or could not be delivered.
         lost: Gets the error for which this server cannot go on.
     """
@@ -471,11 +478,16 @@ class StoreServer:
 
     def __init__(self, config: BufferConfig, *, number: int) -> None:
         journal = _open_journal(config, f"store{number}")
+        if journal is not None and config.epoch and journal.read("epoch") not in (None, config.epoch):
+            logger.info(
+                "run %s begins with an empty store: what run %s left is dropped", config.epoch, journal.read("epoch")
+            )
+            journal.begin_anew()
         self._endpoint = ServerSocket(
             config,
             make_service=lambda endpoint: StoreService(config, send=endpoint.send, journal=journal),
             journal=journal,
-            is_store=True,
+            store=number,
         )
         self.lost: asyncio.Future[WorkerDiedError] = asyncio.get_running_loop().create_future()
         self.address = self._endpoint.address

@@ -10,7 +10,7 @@ import resource
 import struct
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import zmq
@@ -30,6 +30,8 @@ _receive: Any = zmq.backend.Socket.recv
 _CHUNK = struct.Struct("<4sQII")
 _CHUNK_MAGIC, _ACK_MAGIC = b"chnk", b"ackn"
 _MAX_CHUNK_FRAMES = 2048
+_MAX_INCOMPLETE = 64
+_MAX_INCOMPLETE_FRAMES = 1 << 20
 
 
 class Channel:
@@ -177,12 +179,22 @@ class ChunkSender:
             self._send(chunk.to_frames())
 
 
+@dataclass(kw_only=True, slots=True)
+class _IncompleteMessage:
+    """The chunks of a message that have come so far: their frames, and the bytes in them."""
+
+    frames: list[Any] = field(default_factory=list)
+    num_chunks: int = 0
+    num_bytes: int = 0
+
+
 class ChunkReceiver:
-    """Messages of at most ``max_bytes`` that arrive from one peer in chunks."""
+    """Messages that arrive from one peer in chunks: those that are incomplete have at most ``max_bytes`` together."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._messages: dict[int, tuple[list[Any], int, int]] = {}
+        self._num_bytes = 0
+        self._messages: dict[int, _IncompleteMessage] = {}
 
     @property
     def is_idle(self) -> bool:
@@ -192,28 +204,39 @@ class ChunkReceiver:
     def add(self, chunk: Chunk) -> list[Any] | None:
         """Take a chunk; the frames of its message if that is complete now.
 
-        Raises `WireError`, and forgets the message, if chunks are missing before it or it is too large.
+        Raises `WireError`, and forgets the message, if chunks are missing before it, or it is too large with what the
+        peer has not completed yet.
         """
-        frames, num_chunks, size = self._messages.pop(chunk.request_id, ([], 0, 0))
+        message = self._messages.pop(chunk.request_id, None) or _IncompleteMessage()
+        self._num_bytes -= message.num_bytes
         if chunk.index == 0:  # sent again from the beginning
-            frames, num_chunks, size = [], 0, 0
-        if chunk.index != num_chunks:
-            raise WireError(f"chunk {chunk.index} of request {chunk.request_id} came after {num_chunks} others")
-        frames = [*frames, *chunk.frames] if frames else list(chunk.frames)
-        size += sum(map(len, chunk.frames))
-        if size > self._max_bytes:
+            message = _IncompleteMessage()
+        if chunk.index != message.num_chunks:
+            raise WireError(f"chunk {chunk.index} of request {chunk.request_id} came after {message.num_chunks} others")
+        message.frames += chunk.frames
+        message.num_chunks += 1
+        message.num_bytes += sum(map(len, chunk.frames))
+        if self._num_bytes + message.num_bytes > self._max_bytes:
             raise WireError(
                 f"request {chunk.request_id} has more than {self._max_bytes} bytes, the larger of "
-                "buffer.max_prompt_bytes and buffer.max_stored_bytes; raise it, or send less at once"
+                "buffer.max_prompt_bytes and buffer.max_stored_bytes, with what this client has sent in part; raise "
+                "it, or send less at once"
             )
         if chunk.index + 1 == chunk.count:
-            return frames
-        self._messages[chunk.request_id] = (frames, num_chunks + 1, size)
+            return message.frames
+        if len(self._messages) >= _MAX_INCOMPLETE or len(message.frames) > _MAX_INCOMPLETE_FRAMES:
+            raise WireError(
+                f"request {chunk.request_id} is one of more than {_MAX_INCOMPLETE} that its client has sent in part, "
+                f"or has more than {_MAX_INCOMPLETE_FRAMES} frames; send one after the other"
+            )
+        self._messages[chunk.request_id] = message
+        self._num_bytes += message.num_bytes
         return None
 
     def reset(self) -> None:
         """Forget everything: the connection is a new one."""
         self._messages.clear()
+        self._num_bytes = 0
 
 
 _FILES_PER_CLIENT = 2  # its control and its bulk connection

@@ -291,7 +291,7 @@ class StoreServers:
 
 
 def store_config(config: BufferConfig) -> BufferConfig:
-    """The options of a store server of a buffer."""
+    """The options of a store server of a buffer; one of another epoch than its journal begins empty."""
     own = replace(config, port=0, bulk_port=0, num_store_servers=0)
     if config.durability is Durability.memory:  # a journal would remember it
         own = replace(own, epoch=config.epoch or uuid.uuid4().hex[:16])

@@ -30,6 +30,7 @@ from asyncrl.protocol.registry import Registry
 from .config import AlgorithmConfig
 from .fsdp import LearnerMesh
 from .losses import kl_penalty
+from .plain_values import gather_rows
 from .types import SampleKey, TokenSequence
 
 SumOverRanks = Callable[[Tensor], Tensor]
@@ -450,7 +451,7 @@ class BatchAdvantages:
         dp_size, own = dist.get_world_size(self._mesh.dp_group), self._mesh.dp_rank
         shares: list[tuple[Tensor, Tensor]] = [(outcomes, keys)] * dp_size
         if dp_size > 1:
-            dist.all_gather_object(shares, (outcomes, keys), group=self._mesh.dp_group)
+            shares = gather_rows((outcomes, keys), self._mesh.dp_group, self._mesh.device)
         all_outcomes, all_keys = (torch.cat(parts) for parts in zip(*shares, strict=True))
         # Each group together and its trajectories in order, whichever ranks hold them.
         order = torch.from_numpy(np.lexsort((all_keys[:, 1].numpy(), all_keys[:, 0].numpy())))

@@ -47,6 +47,7 @@ from .fsdp import stored_buffers
 from .lora import add_adapters, has_adapters
 from .model_folder import copy_tokenizer, new_model_folder, write_description
 from .plain_reading import load_plain
+from .plain_values import gather_values
 from .trainer import Trainer
 from .weight_files import DATA_FILE, WritableFile
 from .weight_layout import ModelLayout
@@ -192,8 +193,7 @@ class ShardedCheckpointer:
             error = first_failure(fault)
         except Exception as fault:  # noqa: BLE001 - raised below, on every rank
             error = _in_one_line(dist.get_rank(), fault)
-        errors: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(errors, error, group=self._group)
+        errors = gather_values(error, str, self._group)
         if any(errors):
             raise CheckpointError(f"{what}: {'; '.join(dict.fromkeys(filter(None, errors)))}; {remedy}")
 

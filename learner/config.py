@@ -5,6 +5,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+RENDEZVOUS_FILE = "ASYNCRL_RENDEZVOUS_FILE"
+"""Environment variable of ranks that are all on one host: the file through which they find each other."""
+
 
 class Device(StrEnum):
     """Where the learner computes; ``auto`` takes CUDA when torch sees it."""

@@ -8,6 +8,7 @@ whole model per rank.
 from __future__ import annotations
 
 import os
+import socket
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
+from torch.distributed import FileStore, HashStore, ProcessGroup, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
@@ -24,7 +25,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from .config import Device, Dtype, GradientSync, LearnerConfig, Resharding
+from .config import RENDEZVOUS_FILE, Device, Dtype, GradientSync, LearnerConfig, Resharding
 
 MIN_UNIT_NUMEL = 1_000_000
 """A layer with fewer parameters than this joins the root unit: its own collectives would cost more than they hide."""
@@ -146,8 +147,8 @@ def open_mesh(config: LearnerConfig) -> LearnerMesh:
     """Join the group and build its mesh.
 
     The group is the process's default one if there is one already; else it comes from the environment (``RANK``,
-    ``WORLD_SIZE``, ``MASTER_ADDR``, ``MASTER_PORT``), and a single rank needs no environment at all. Raises
-    `ValueError` if the group has another size than ``learner.num_ranks``.
+    ``WORLD_SIZE``, and `RENDEZVOUS_FILE` or ``MASTER_ADDR`` and ``MASTER_PORT``), and a single rank needs no
+    environment at all. Raises `ValueError` if the group has another size than ``learner.num_ranks``.
     """
     device = choose_device(config.device)
     if device.type == "cuda":
@@ -156,10 +157,10 @@ def open_mesh(config: LearnerConfig) -> LearnerMesh:
     if not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
         if config.num_ranks == 1:
-            store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+            store = HashStore()
             dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
         else:
-            dist.init_process_group(backend, timeout=timeout)
+            _join_group(backend, timeout)
     if dist.get_world_size() != config.num_ranks:
         raise ValueError(f"learner.num_ranks is {config.num_ranks}, but the process group has {dist.get_world_size()}")
     shape = (config.num_ranks // config.sp_size, config.sp_size)
@@ -169,6 +170,22 @@ def open_mesh(config: LearnerConfig) -> LearnerMesh:
         fsdp_size=config.num_ranks if config.fsdp_size == -1 else config.fsdp_size,
         timeout=timeout,
     )
+
+
+def _join_group(backend: str, timeout: timedelta) -> None:
+    """Join the group of the environment: by a file of this host, or by a store that listens on one address alone."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # the agent, or a test, has made the store
+        dist.init_process_group(backend, timeout=timeout)
+        return
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if path := os.environ.get(RENDEZVOUS_FILE):
+        store = FileStore(path, world_size)
+    else:
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host, port), family=family).detach() if rank == 0 else None
+        store = TCPStore(host, port, world_size, rank == 0, timeout, master_listen_fd=listener)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
 def _bounded(mesh: DeviceMesh, timeout: timedelta) -> DeviceMesh:

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from asyncrl.protocol.errors import WeightsError
 
 from .packed_model import PackedModel
+from .plain_values import gather_values
 from .weight_files import BUCKET_BYTES, DATA_FILE, WritableFile
 from .weight_layout import ModelLayout, in_file, reshard
 
@@ -76,7 +77,7 @@ def _write_shards(layout: ModelLayout, path: Path | None, group: dist.ProcessGro
     files: list[WritableFile] = []
     try:
         error = _error_of(lambda: files.extend(_filled(layout, path)))
-        errors = _of_all_ranks(error, group)
+        errors = gather_values(error, str, group)
         if failed := [f"rank {rank}: {error}" for rank, error in enumerate(errors) if error]:
             raise WeightsError(f"the model cannot be written: {'; '.join(failed)}")
         data, spans = files[0].data, [(region.start, region.num_bytes) for region in layout.regions]
@@ -110,7 +111,7 @@ def _filled(layout: ModelLayout, path: Path | None) -> Iterator[WritableFile]:
 
 def _send_to_first(data: Tensor, spans: list[Span], group: dist.ProcessGroup) -> None:
     """Bring what the other ranks hold of the file to rank 0, a bucket at a time."""
-    for sender, theirs in enumerate(_of_all_ranks(spans, group)):
+    for sender, theirs in enumerate(gather_values(spans, list[Span], group)):
         for start, num_bytes in theirs:
             for at in range(start, start + num_bytes, BUCKET_BYTES):
                 bucket = data[at : min(at + BUCKET_BYTES, start + num_bytes)]
@@ -118,14 +119,6 @@ def _send_to_first(data: Tensor, spans: list[Span], group: dist.ProcessGroup) ->
                     dist.send(bucket, group_dst=0, group=group)
                 elif dist.get_rank(group) == 0 != sender:
                     dist.recv(bucket, group_src=sender, group=group)
-
-
-def _of_all_ranks(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    if group is None:
-        return [value]
-    values: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
-    return values
 
 
 def _error_of(action: Callable[[], Any]) -> str:

@@ -27,6 +27,7 @@ from asyncrl.protocol.manifest import DTYPES, StoredTensor, safetensors_header
 
 from .fsdp import local_tensor, stored_buffers
 from .lora import adapter_weights, frozen_weights, is_adapter, merged_weights, plain_name
+from .plain_values import gather_values
 
 _LAYER = re.compile(r"^.*?\blayers\.\d+\.")
 _DTYPE_NAMES = {getattr(torch, dtype): name for name, dtype in DTYPES.items()}
@@ -156,9 +157,8 @@ class ModelLayout:
         """
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         if self._spans is None:
-            self._spans = [[] for _ in range(size)]
             own = [(_layer_of(region.name), region.start, region.num_bytes) for region in self.raw_regions]
-            dist.all_gather_object(self._spans, own, group=group)
+            self._spans = gather_values(own, list[tuple[str, int, int]], group)
         owners = {_layer_of(names[0]): index % size for index, (names, _) in enumerate(self._groups)}
         transfers: list[Any] = []
         for sender, spans in enumerate(self._spans):

@@ -30,6 +30,7 @@ from asyncrl.protocol.errors import WeightsError
 from asyncrl.protocol.manifest import FROZEN, AdaptedLayer, Adapter, Delta, Manifest, WeightOffer, digest_of
 from asyncrl.protocol.ports import WeightLog
 from asyncrl.protocol.record import SpanKind
+from asyncrl.protocol.weight_channel import ChannelAddress
 from asyncrl.protocol.weight_rounds import CollectiveOptions
 
 from .fsdp import local_tensor
@@ -37,6 +38,7 @@ from .lent_weights import LendOptions, LentBuffers, LentModel, buffer_bytes, seg
 from .lora import adapted_layers, has_adapters, write_adapter_config
 from .model_folder import write_description
 from .packed_model import PackedModel
+from .plain_values import gather_values
 from .weight_files import DATA_FILE, ModelFiles, RankShare, delta_file
 from .weight_layout import ModelLayout, Part, reshard
 
@@ -157,10 +159,8 @@ class WeightPublisher:
 
     def _check_alike(self) -> None:
         """All ranks must mean the same bytes: those that hold no whole weights convert by the model's class alone."""
-        digests: list[Any] = [None] * self._num_ranks
-        if self._group is not None:
-            frozen = b"" if self._frozen is None else self._frozen.layout.head
-            dist.all_gather_object(digests, digest_of(self._layout.head + frozen), group=self._group)
+        frozen = b"" if self._frozen is None else self._frozen.layout.head
+        digests = gather_values(digest_of(self._layout.head + frozen), str, self._group)
         if len(set(digests)) > 1:
             raise WeightsError(
                 f"the ranks lay {type(self._model.pretrained).__name__} out differently: its checkpoint's names follow "
@@ -174,11 +174,8 @@ class WeightPublisher:
             ValueError: there is no such interface.
         """
         sender = WeightSender(options, rank=0, num_ranks=self._num_ranks) if self._is_first else None
-        place = (socket.gethostname(), "" if sender is None else sender.address)
-        places: list[Any] = [place]
-        if self._group is not None:
-            places = [None] * self._num_ranks
-            dist.all_gather_object(places, place, group=self._group)
+        place = (socket.gethostname(), None if sender is None else sender.address)
+        places = gather_values(place, tuple[str, ChannelAddress | None], self._group)
         self._is_elsewhere = place[0] != places[0][0]
         if sender is None:
             rank = self._model.mesh.rank
@@ -290,8 +287,8 @@ class WeightPublisher:
             own = f"{type(error).__name__}: {error}"
         shares: list[Any] = [own]
         if self._group is not None:
-            gathered: list[Any] = [None] * self._num_ranks
-            dist.all_gather_object(gathered, (own, self._oldest), group=self._group)
+            kind = tuple[list[RankShare] | str | None, int]
+            gathered: list[Any] = gather_values((own, self._oldest), kind, self._group)
             shares, self._oldest = [share for share, _ in gathered], gathered[0][1]  # rank 0 hears of it
             if self._sender is not None:
                 self._sender.retire(self._oldest)
@@ -305,8 +302,7 @@ class WeightPublisher:
         layouts = [self._layout] if self._frozen is None else [self._frozen.layout]
         if self._group is None or not any(layout.num_raw_bytes for layout in layouts):
             return True
-        have: list[Any] = [None] * self._num_ranks
-        dist.all_gather_object(have, not isinstance(files, Exception), group=self._group)
+        have = gather_values(not isinstance(files, Exception), bool, self._group)
         if not all(have) or isinstance(files, Exception):
             return False
         for part in files:

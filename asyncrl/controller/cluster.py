@@ -15,7 +15,7 @@ import ray
 from ray._private import worker as ray_worker
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from asyncrl.config import RunConfig, Transport, learner_pools, requested_cpus
+from asyncrl.config import LOOPBACK, RunConfig, Transport, learner_pools, requested_cpus
 from asyncrl.devices import resolve_devices
 from asyncrl.option_checks import check_placement
 from asyncrl.placement_config import RAY_SETS_DEVICES, WORKER_ENV, Strategy
@@ -286,7 +286,7 @@ def _labels(config: RunConfig, labels: Mapping[str, str]) -> dict[str, str]:
 
 def worker_env(config: RunConfig) -> dict[str, str]:
     """Environment of the workers of a run."""
-    interface = config.placement.interface
+    interface = config.placement.interface or (LOOPBACK if config.placement.num_nodes == 1 else "")
     return WORKER_ENV | ({"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface} if interface else {})
 
 

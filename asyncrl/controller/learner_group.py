@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import uuid
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -19,6 +20,7 @@ from asyncrl.config import CollectiveInto, RunConfig, Transport, learner_pools, 
 from asyncrl.controller.cluster import AllOf, finished_in_thread, learner_env, learner_layout, stop_groups
 from asyncrl.controller.run_folder import RunPaths, remove_published
 from asyncrl.protocol.errors import BatchLost, ClusterDiedError, DeadlineError, LearnerDiedError, WorkerDiedError
+from asyncrl.protocol.private_folders import make_private_folder
 from asyncrl.protocol.remote import StepDeadline, death_among, refs_of, within
 from asyncrl.protocol.types import Plan
 from asyncrl.protocol.weight_rounds import CollectiveOptions
@@ -32,7 +34,7 @@ from asyncrl.single_controller import (
 )
 from buffer import BufferConnection, BufferRole
 from learner.batching import needs_whole_groups, rank_batches
-from learner.config import LearnerConfig
+from learner.config import RENDEZVOUS_FILE, LearnerConfig
 from learner.roles import ROLES, RemoteScores, scored_by
 from learner.trajectory_log import TokenLogOptions
 from learner.types import RankBatch
@@ -86,6 +88,7 @@ class LearnerGroup:
             snapshots=self._paths.snapshots,
             trajectories=self._paths.trajectories,
             tokens=self._paths.tokens,
+            memory=self._paths.staging,
         )
 
     async def init(self) -> None:
@@ -322,12 +325,20 @@ async def _or_death(result: Awaitable[T], pending: Any) -> T:
         raise LearnerDiedError(str(death)) from death
 
 
+def _rendezvous(config: RunConfig, memory: Path) -> dict[str, str]:
+    """The environment in which the ranks of a pool on one host find each other, without a port; of each life anew."""
+    if config.placement.num_nodes > 1:
+        return {}
+    return {RENDEZVOUS_FILE: str(make_private_folder(memory) / f"ranks-{uuid.uuid4().hex}")}
+
+
 class RoleGroups:
     """A group for each role that the run needs; every group has the methods of its role's worker class.
 
     ``layout`` has the pools. ``log_dir`` gets one log per process, ``<pool>-<rank>.log``. The actor publishes weights
     in ``snapshots``, and records what it consumed in ``trajectories``, unless that is None, and a little of it for
-    people in ``tokens``. Engines may share ``actor_pool``.
+    people in ``tokens``. On one host, ranks find each other through a file in ``memory``. Engines may share
+    ``actor_pool``.
     """
 
     def __init__(
@@ -339,7 +350,8 @@ class RoleGroups:
         log_dir: Path,
         snapshots: Path,
         trajectories: Path | None,
-        tokens: Path | None = None,
+        tokens: Path,
+        memory: Path,
     ) -> None:
         self.pools = learner_roles(config)
         self.pool_sizes = learner_pools(config)
@@ -369,7 +381,7 @@ class RoleGroups:
                 classes[roles[0]] if len(roles) == 1 else create_colocated_worker_cls_fused(classes),
                 name_prefix=pool,
                 log_dir=log_dir,
-                worker_env=learner_env(config),
+                worker_env=learner_env(config) | _rendezvous(config, memory),
                 python=config.ray.python,
             )
             self._hosts.append(host)

@@ -30,6 +30,7 @@ from asyncrl.controller.run_folder import RunPaths, shared_folder
 from asyncrl.placement_config import WORKER_ENV
 from asyncrl.protocol.errors import AsyncRLError
 from asyncrl.protocol.manifest import digest_of
+from asyncrl.protocol.private_folders import FOLDER_MODE, NotPrivate, make_private_folder
 from asyncrl.protocol.remote import fetch_async, within
 from asyncrl.single_controller.resource_pool import node_addresses
 from buffer import BufferRole
@@ -73,14 +74,19 @@ class NodeFiles:
     def make(self, folder: str, mode: int) -> str:
         """Make a folder; returns why that is not possible, or nothing."""
         try:
-            Path(folder).mkdir(mode=mode, parents=True, exist_ok=True)
+            if mode == FOLDER_MODE:
+                make_private_folder(Path(folder))
+            else:
+                Path(folder).mkdir(mode=mode, parents=True, exist_ok=True)
+        except NotPrivate as error:
+            return str(error)
         except OSError as error:
             return f"{error.strerror} ({error.filename})"
         return ""
 
     def write(self, path: str, offset: int, data: bytes, mode: int) -> None:
-        """Write a part of a file."""
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, mode)
+        """Write a part of a file, through no link."""
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, mode)
         with os.fdopen(descriptor, "wb") as file:
             file.seek(offset)
             file.write(data)

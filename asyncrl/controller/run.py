@@ -37,7 +37,7 @@ from asyncrl.controller.resume import (
     begin_buffer_at,
     find_checkpoint,
 )
-from asyncrl.controller.run_folder import RunPaths, shared_folder
+from asyncrl.controller.run_folder import SHARED_MEMORY, RunPaths, shared_folder
 from asyncrl.controller.watching import Watching
 from asyncrl.data.prompts import PromptStream
 from asyncrl.metrics import (
@@ -55,6 +55,7 @@ from asyncrl.profile.command import explain
 from asyncrl.protocol import record
 from asyncrl.protocol.errors import AsyncRLError
 from asyncrl.protocol.ports import PromptSource
+from asyncrl.protocol.private_folders import make_private_folder
 from asyncrl.protocol.types import Prompt
 from asyncrl.samples import NewSamples, sample_line
 from asyncrl.single_controller import ray_death
@@ -159,11 +160,14 @@ class Run:
         return ResumedPrompts(self._prompts, state)
 
     def _buffer_options(self) -> BufferConfig:
-        """The buffer's options in this run."""
+        """The buffer's options in this run: a port with keys, or Unix sockets in the run's folder in shared memory."""
         options = self._config.buffer
         options = replace(options, epoch=options.epoch or uuid.uuid4().hex[:16])
-        if self._config.placement.num_nodes > 1:  # its sockets are open to other hosts
+        if options.host:
             options = replace(options, keys=options.keys or str(self._run_dir / "keys"))
+        elif not options.socket_folder and SHARED_MEMORY.is_dir():
+            folder = make_private_folder(shared_folder(self._run_dir)) / "sockets"
+            options = replace(options, socket_folder=str(folder))
         if keeps_stores_on_hosts(self._config):
             options = replace(options, stores_on=StoresOn.hosts)
         if self._resumed is not None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl.config import RunConfig, Transport
+from asyncrl.protocol.private_folders import FOLDER_MODE, make_private_folder
 
 SHARED_MEMORY = Path("/dev/shm")
 _SHARED_PREFIX = "asyncrl-run-"
@@ -163,9 +164,9 @@ def _make_snapshot_folder(config: RunConfig, run_dir: Path) -> Path:
     if weights.directory:
         folder = Path(weights.directory).resolve() / shared_folder(run_dir).name
         folder.parent.mkdir(parents=True, exist_ok=True)
-    folder.mkdir(mode=0o700, exist_ok=folder == shared_folder(run_dir))
-    if folder.is_symlink() or folder.stat().st_uid != os.geteuid():
-        raise PermissionError(f"{folder} must be a folder of this user, and is not; remove it")
+    if folder == shared_folder(run_dir):
+        return make_private_folder(folder)  # the run holds it already, and the buffer's sockets may be there
+    folder.mkdir(mode=FOLDER_MODE)
     return folder
 
 

@@ -25,6 +25,7 @@ from typing_extensions import Buffer
 
 from .errors import WeightsError
 from .handles import LentPart
+from .private_folders import is_bare_name
 
 DTYPES = {
     "F64": "float64",
@@ -254,7 +255,6 @@ class Manifest:
         content = orjson.dumps(written)
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
             file.write(content)
-        Path(file.name).chmod(0o644)
         Path(file.name).replace(path)
         return WeightOffer(
             version=version,
@@ -321,7 +321,7 @@ def read_manifest(offer: WeightOffer) -> Manifest:
 
     Raises:
         FileNotFoundError: it is gone: a newer version took its place.
-        WeightsError: it is not the one that was offered.
+        WeightsError: it is not the one that was offered, or names a file outside its folder.
     """
     content = Path(offer.manifest).read_bytes()
     if digest_of(content) != offer.digest:
@@ -331,6 +331,12 @@ def read_manifest(offer: WeightOffer) -> Manifest:
         )
     fields, folder = orjson.loads(content), Path(offer.manifest).parent
     delta, adapter = fields["delta"], fields["adapter"]
+    for name in (*fields["files"], *(delta or {"files": ()})["files"]):
+        if not is_bare_name(name):
+            raise WeightsError(
+                f"{offer.name}: {offer.manifest} names the file {name!r:.80}, expected a name without a folder; the "
+                "manifest was not written by a learner of this release"
+            )
     if delta is not None:
         delta = Delta(
             base=_base_of(delta, folder),

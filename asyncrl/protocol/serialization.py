@@ -122,7 +122,7 @@ def all_gather_data_proto(data: Any, process_group: Any) -> None:
     """
     tensors = data._columns()
     part = pickle.dumps(data.select(meta_info_keys=()), protocol=5)
-    parts = [pickle.loads(message) for message in _all_gather_bytes(part, process_group)]
+    parts = [pickle.loads(message) for message in all_gather_bytes(part, process_group)]
     whole = type(data).concat(parts)
     if whole.batch is not None and data._batch is not None:
         for key, tensor in tensors.items():
@@ -132,7 +132,7 @@ def all_gather_data_proto(data: Any, process_group: Any) -> None:
     data.batch, data.non_tensor_batch = whole.batch, whole.non_tensor_batch
 
 
-def _all_gather_bytes(message: bytes, group: Any) -> list[memoryview]:
+def all_gather_bytes(message: bytes, group: Any) -> list[memoryview]:
     """The messages of all ranks; they are sent padded to the longest."""
     on_cpu = any(name in dist.get_backend(group) for name in ("gloo", "mpi"))
     device = torch.device("cpu") if on_cpu else torch.accelerator.current_accelerator()

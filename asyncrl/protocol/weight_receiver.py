@@ -48,6 +48,7 @@ from .manifest import (
     read_manifest,
     safetensors_header,
 )
+from .private_folders import make_private_folder, open_private
 from .verified_tensors import TensorAssembly
 from .weight_channel import ChannelAddress, ChannelRefused, WeightChannel
 from .weight_rounds import MAX_ROUNDS, Round
@@ -78,8 +79,7 @@ async def receive_weights(offer: WeightOffer, folder: Path, *, timeout_s: float,
     """
     errors: list[str] = []
     for _ in range(MAX_ROUNDS):
-        target = folder / f"r{uuid.uuid4().hex[:8]}"
-        target.mkdir(parents=True)
+        target = make_private_folder(folder / f"r{uuid.uuid4().hex[:8]}")
         try:
             receiver = WeightReceiver(offer, target, timeout_s=timeout_s, holds=holds)
             return await _received(receiver, offer, timeout_s)
@@ -180,9 +180,9 @@ class WeightReceiver:
     def _map_file(self, name: str, size: int) -> Tensor:
         """A new file with room for so many bytes: [bytes] uint8."""
         if size == 0:
-            (self._folder / name).touch()
+            os.close(open_private(self._folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
             return torch.empty(0, dtype=torch.uint8)
-        with (self._folder / name).open("w+b") as file:
+        with os.fdopen(open_private(self._folder / name, os.O_RDWR | os.O_CREAT | os.O_EXCL), "w+b") as file:
             try:
                 os.posix_fallocate(file.fileno(), 0, size)
             except OSError as error:

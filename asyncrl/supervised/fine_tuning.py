@@ -32,6 +32,7 @@ from learner.config import Device, LearnerConfig, LoraConfig, Schedule
 from learner.fsdp import LearnerMesh
 from learner.losses import Objective, negative_log_likelihood
 from learner.model_folder import save_policy
+from learner.plain_values import gather_values
 from learner.trainer import Trainer
 from learner.types import TokenSequence
 from learner.weights import WeightPublisher
@@ -330,6 +331,4 @@ class GreedyAccuracy:
 
 def _first_of(value: list[Any], mesh: LearnerMesh) -> Any:
     """The one value of rank 0, on every rank; a collective."""
-    if mesh.num_ranks > 1:
-        dist.broadcast_object_list(value, src=0)
-    return value[0]
+    return gather_values(value[0], type(value[0]), dist.group.WORLD if mesh.num_ranks > 1 else None)[0]

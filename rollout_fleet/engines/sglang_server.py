@@ -302,6 +302,10 @@ class SGLangServer:
             "TQDM_DISABLE": "1",
             "SGLANG_TIMEOUT_KEEP_ALIVE": str(SERVER_KEEP_ALIVE_S),
             ORDER_VARIABLE: str(scratch / "weights.json"),
+            # A TCPStore listens on every address of the host, and answers whoever asks.
+            "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{scratch}/rendezvous",
+            "MASTER_ADDR": "127.0.0.1",  # with the port, the name of the shared memory of this server's ranks
+            "MASTER_PORT": str(self._port),
         }
         if others := os.environ.get("SGLANG_PLUGINS"):  # a choice among those that are installed
             environment["SGLANG_PLUGINS"] = f"{others},{PLUGIN}"

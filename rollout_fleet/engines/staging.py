@@ -26,6 +26,7 @@ from asyncrl.protocol.delta import apply_delta
 from asyncrl.protocol.errors import DeadlineError, WeightsError, WeightsGone
 from asyncrl.protocol.handles import ReadLock
 from asyncrl.protocol.manifest import Manifest, WeightOffer, read_manifest
+from asyncrl.protocol.private_folders import NotPrivate, check_owned, make_private_folder, open_private
 from rollout_fleet.config import SLOWEST_LOAD
 
 logger = logging.getLogger(__name__)
@@ -40,7 +41,7 @@ class WeightStager:
 
     Args:
         name: Unique among the engines of a run. Example: ``"engine-3"``.
-        memory: Folder in the host's memory, made if it is not there.
+        memory: Folder in the host's memory, made if it is not there; no other user may write to it.
         copies: Copy full versions to ``memory`` too, instead of linking them, and keep there what is received over the
             network, so that deltas apply to it.
         timeout_s: Longest time of staging, beside a second per 100 MB.
@@ -49,6 +50,7 @@ class WeightStager:
     def __init__(self, name: str, *, memory: Path, copies: bool, timeout_s: float) -> None:
         self._name = name
         self._life = 0
+        self._memory = memory
         self._image = memory / name
         self._copies = copies
         self._timeout_s = timeout_s
@@ -65,14 +67,18 @@ class WeightStager:
 
         Raises:
             WeightsGone: the version was removed before it was staged; ask for the newest.
-            WeightsError: it is damaged, or there is no room for it.
+            WeightsError: it is damaged, there is no room for it, or another user may write where it would be staged.
             DeadlineError: it was not staged in time.
         """
         local = offer
-        if offer.is_collective:
-            local = await self._received(offer)
-        elif not offer.is_sent_to_engines:
-            local = await self._in_time(WeightStager.stage, offer)
+        try:
+            make_private_folder(self._memory)
+            if offer.is_collective:
+                local = await self._received(offer)
+            elif not offer.is_sent_to_engines:
+                local = await self._in_time(WeightStager.stage, offer)
+        except NotPrivate as error:
+            raise WeightsError(f"{self._name} did not stage {offer.name}: {error}") from error
         try:
             yield local
         finally:
@@ -143,6 +149,10 @@ class WeightStager:
             return
         self._held = ""
         frozen = Path(base.manifest).parent
+        if frozen.parent != self._image:
+            raise WeightsError(
+                f"{offer.name} applies to weights at {base.manifest}, expected a folder of {self._image}"
+            )
         shutil.rmtree(frozen, ignore_errors=True)
         sent = replace(base, manifest=offer.manifest, access=offer.access)
         received = await receive_weights(sent, self._image, timeout_s=self._timeout_s)
@@ -205,10 +215,9 @@ class WeightStager:
         except WeightsError:
             self._unlock()
             raise
-        self._links = self._image / Path(offer.manifest).parent.name
-        self._links.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._links = make_private_folder(self._image / Path(offer.manifest).parent.name)
         local = self._links / "manifest.json"
-        shutil.copyfile(offer.manifest, local)
+        _copy_manifest(Path(offer.manifest), local)
         return replace(offer, manifest=str(local))
 
     def _unlock(self) -> None:
@@ -216,24 +225,24 @@ class WeightStager:
             self._locks.pop().close()
 
     def _linked(self, offer: WeightOffer) -> WeightOffer | None:
-        """Link a version that its publisher may remove; None where the file system cannot."""
+        """Link a version that its publisher may remove; None if that is not possible, or not safe."""
         manifest, source = read_manifest(offer), Path(offer.manifest)
         if Path(manifest.directory) != source.parent:
             return offer
-        self._links = source.parent.parent / LINKS / self._image.name
-        self._remove_links()  # what an engine of this name has left
         folders = {source.parent: manifest.files}
         if manifest.base is not None:
             folders[Path(manifest.base.manifest).parent] = read_manifest(manifest.base).files
         try:
+            check_owned(source.parent.parent)
+            self._links = make_private_folder(source.parent.parent / LINKS) / self._image.name
+            self._remove_links()  # what an engine of this name has left
             for folder, files in folders.items():
-                target = self._links / folder.name
-                target.mkdir(parents=True)
+                target = make_private_folder(self._links / folder.name)
                 for name in (*files, source.name):
                     os.link(folder / name, target / name)
         except FileNotFoundError:
             raise
-        except OSError as error:
+        except (NotPrivate, OSError) as error:
             logger.warning("%s: copies %s to memory, since it cannot be linked: %s", self._name, source.parent, error)
             self._copies = True
             return None
@@ -247,12 +256,12 @@ class WeightStager:
         if manifest.base.digest != self._held:
             self._held = ""
             self._copy(read_manifest(manifest.base), self._image / frozen.parent.name)
-            shutil.copyfile(frozen, self._image / frozen.parent.name / frozen.name)
+            _copy_manifest(frozen, self._image / frozen.parent.name / frozen.name)
             self._held = manifest.base.digest
         target = self._links = self._image / source.parent.name
         self._remove_links()
         self._copy(manifest, target)
-        shutil.copyfile(source, target / source.name)
+        _copy_manifest(source, target / source.name)
         return replace(offer, manifest=str(target / source.name))
 
     def _in_memory(self, offer: WeightOffer) -> WeightOffer:
@@ -272,7 +281,7 @@ class WeightStager:
     def _in_image(self, offer: WeightOffer) -> WeightOffer:
         """The offered version, of which the image holds the data."""
         local = self._image / "manifest.json"
-        shutil.copyfile(offer.manifest, local)
+        _copy_manifest(Path(offer.manifest), local)
         return replace(offer, manifest=str(local), kind="full", base_version=None)
 
     def _copy(self, manifest: Manifest, folder: Path) -> None:
@@ -280,8 +289,7 @@ class WeightStager:
         for name in manifest.files:
             with Path(manifest.directory, name).open("rb") as source:
                 try:
-                    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-                    descriptor = os.open(folder / name, os.O_WRONLY | os.O_CREAT, 0o644)
+                    descriptor = open_private(make_private_folder(folder) / name, os.O_WRONLY | os.O_CREAT)
                     with os.fdopen(descriptor, "wb") as target:
                         shutil.copyfileobj(source, target, COPY_BYTES)
                         target.truncate()
@@ -292,7 +300,14 @@ class WeightStager:
                     ) from error
 
 
+def _copy_manifest(source: Path, target: Path) -> None:
+    """Copy a manifest to a file of this user's, and through no link."""
+    content = source.read_bytes()
+    with os.fdopen(open_private(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
+        file.write(content)
+
+
 def _map_writable(path: Path) -> np.ndarray:
     """[bytes] uint8 of a whole file; what is written to it is in the file."""
-    with path.open("r+b") as file:
+    with os.fdopen(open_private(path, os.O_RDWR), "r+b") as file:
         return np.frombuffer(mmap.mmap(file.fileno(), 0), dtype=np.uint8)

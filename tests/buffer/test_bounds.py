@@ -11,13 +11,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from asyncrl.protocol.errors import ReplayBufferError, StoreFull, WireError
+from asyncrl.protocol.errors import RateExceeded, ReplayBufferError, StoreFull, WireError
 from asyncrl.protocol.types import Prompt
 from buffer import BufferConfig, BufferProcess
 from buffer.admission import PendingRequest, PendingRequests
 from buffer.client import BufferClient
+from buffer.client_socket import ClientSocket
 from buffer.encoding import prompt_frames
-from buffer.sockets import ChunkSender
+from buffer.messages import MAX_LEASES
+from buffer.sockets import Chunk, ChunkReceiver, ChunkSender
 from buffer.stores import size_of
 from tests.support.buffer_groups import prompt, rollout, running
 
@@ -274,3 +276,62 @@ async def test_a_stopped_consumer_holds_up_nobody_else(tmp_path: Path):
             consumer.kill()
             await consumer.communicate()
             await client.close()
+
+
+async def test_a_renewal_of_very_many_leases_is_refused_at_once_and_holds_up_no_other_call():
+    """Half a million leases fit into the header of one message."""
+    async with running(groups_per_step=1) as run:
+        modest = run.client()
+        await modest.enqueue([prompt(0)])
+        [lease] = await modest.lease(0, 1)
+        named = [0] * 500_000
+        links = [
+            ClientSocket(run.server.address, timeout_s=5.0, keys=None, on_push=lambda message: None) for _ in range(20)
+        ]
+        began = asyncio.get_running_loop().time()
+        calls = [link.request("renew", {"groups": named, "attempts": named}) for link in links]
+        refusals = asyncio.gather(*calls, return_exceptions=True)
+        await modest.renew([lease])
+        assert [type(refusal) for refusal in await refusals] == [RateExceeded] * 20
+        few = {"groups": named[: MAX_LEASES + 1], "attempts": named[: MAX_LEASES + 1]}
+        other = run.client()
+        with pytest.raises(WireError, match=f"names at most {MAX_LEASES} leases, got {MAX_LEASES + 1}"):
+            await other._connect().request("renew", few)
+        assert asyncio.get_running_loop().time() - began < 4.0
+        assert (await modest.stats()).groups["leased"] == 1
+        for link in links:
+            link.close()
+
+
+async def test_a_worker_renews_more_leases_than_one_request_may_name():
+    async with running(groups_per_step=1) as run:
+        client = run.client()
+        await client.enqueue([prompt(0)])
+        [lease] = await client.lease(0, 1)
+        await client.renew([lease] * (2 * MAX_LEASES + 1))
+
+
+def test_messages_that_a_peer_has_sent_in_part_are_bounded_together():
+    receiver = ChunkReceiver(10_000)
+    receiver.add(Chunk(request_id=1, index=0, count=2, frames=[b"a" * 6_000]))
+    with pytest.raises(WireError, match="with what this client has sent in part"):
+        receiver.add(Chunk(request_id=2, index=0, count=2, frames=[b"b" * 6_000]))
+    assert receiver.add(Chunk(request_id=1, index=1, count=2, frames=[b"a" * 4_000])) == [b"a" * 6_000, b"a" * 4_000]
+    assert receiver.add(Chunk(request_id=3, index=0, count=1, frames=[b"c" * 10_000])) == [b"c" * 10_000]
+    assert receiver.is_idle
+
+
+def test_a_message_that_begins_again_counts_once_among_those_in_part():
+    receiver = ChunkReceiver(10_000)
+    for _ in range(3):
+        receiver.add(Chunk(request_id=1, index=0, count=2, frames=[b"a" * 6_000]))
+    assert receiver.add(Chunk(request_id=1, index=1, count=2, frames=[b"a" * 4_000]))
+    assert receiver.is_idle
+
+
+def test_a_peer_has_few_messages_in_part_however_small_they_are():
+    receiver = ChunkReceiver(10_000)
+    for request_id in range(1, 65):
+        receiver.add(Chunk(request_id=request_id, index=0, count=2, frames=[]))
+    with pytest.raises(WireError, match="one of more than 64 that its client has sent in part"):
+        receiver.add(Chunk(request_id=65, index=0, count=2, frames=[]))

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import signal
+import tracemalloc
 from contextlib import suppress
 from itertools import product
 from pathlib import Path
@@ -405,8 +406,11 @@ def test_frames_are_written_whole_though_the_system_takes_few_bytes_at_once(tmp_
     file.append([(["some", "head"], [b"a" * 20, b"", b"b" * 9]), (["more"], [b"c"])])
     file.close()
     monkeypatch.undo()
-    found = list(AppendOnlyFile(tmp_path / "file", 3).read())
-    assert found == [(["some", "head"], b"a" * 20 + b"b" * 9), (["more"], b"c")]
+    file = AppendOnlyFile(tmp_path / "file", 3)
+    (first, start), (second, behind) = file.read()
+    assert (first, second) == (["some", "head"], ["more"])
+    assert file.frames_at(start, [20, 0, 9]) == [b"a" * 20, b"", b"b" * 9]
+    assert file.frames_at(behind, [1]) == [b"c"]
 
 
 def test_puts_are_written_together_and_before_what_comes_next(tmp_path: Path, monkeypatch):
@@ -455,7 +459,7 @@ def test_records_of_an_earlier_use_of_a_file_are_not_read_behind_those_of_the_ne
     new = AppendOnlyFile(tmp_path / "file", 4)
     new.append([(["x"], ())])
     assert (tmp_path / "file").stat().st_size > new.num_bytes
-    assert list(AppendOnlyFile(tmp_path / "file", 4).read()) == [(["x"], b"")]
+    assert [head for head, _ in AppendOnlyFile(tmp_path / "file", 4).read()] == [["x"]]
     assert list(AppendOnlyFile(tmp_path / "file", 5).read()) == []
     new.close()
 
@@ -689,3 +693,32 @@ async def test_a_full_disk_is_not_asked_for_new_files_with_every_message(tmp_pat
             await client.stats()
         assert len(attempts) == num_attempts
         assert 1 <= num_attempts <= 12
+
+
+async def test_a_restart_reads_only_the_frames_that_are_still_held(tmp_path: Path):
+    size = 2_000_000
+    journal = Journal(tmp_path / "journal")
+    for key in range(40):
+        written = asyncio.get_running_loop().create_future()
+        journal.keep([b"%d" % key * (size // 2)], lambda place, error, written=written: written.set_result(place))
+        journal.note({("payload", key): await written})
+        if key >= 2:
+            journal.note({("payload", key): 0})
+    journal.close()
+    tracemalloc.start()
+    journal = Journal(tmp_path / "journal")
+    held = journal.recover().frames["payload"]
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held == {key: [b"%d" % key * (size // 2)] for key in (0, 1)}
+    assert peak < 3 * sum(len(frame) for frames in held.values() for frame in frames)
+    journal.close()
+
+
+async def test_frames_that_end_too_early_in_the_file_are_an_error_of_the_journal(tmp_path: Path):
+    file = AppendOnlyFile(tmp_path / "file", 3)
+    file.append([(["head"], [b"a" * 20])])
+    [(_, start)] = file.read()
+    with pytest.raises(OSError, match="the file ends too early"):
+        file.frames_at(start, [21])
+    file.close()

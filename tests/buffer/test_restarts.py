@@ -252,7 +252,6 @@ FIRST_WRITES = [
     "begin",
     "epoch",
     "address",
-    "bulk address",
     "owner",
     "enqueue",
     "lease",
@@ -270,7 +269,7 @@ FIRST_WRITES = [
         for number, name in enumerate(FIRST_WRITES, 1)
         for share in (0, 1, 2)
         for is_usual in [(name, share) in {("put", 1), ("plan", 0), ("commit", 2)}]
-        if number > 5  # before these it has not announced itself
+        if number > 4  # before these it has not announced itself
     ],
 )
 async def test_a_server_process_that_is_killed_at_a_write_comes_back_with_what_it_acknowledged(

@@ -2,18 +2,24 @@
 
 import asyncio
 import os
-import socket as sockets
-from contextlib import closing
+import resource
+import stat
+import subprocess
+import sys
+import tempfile
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import msgpack
+import psutil
 import pytest
 import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.protocol.errors import DeadlineError, NotAllowed, RateExceeded, ReplayBufferError, WireError, WrongEpoch
+from asyncrl.protocol.private_folders import NotPrivate
 from asyncrl.protocol.types import BufferStats
 from buffer import (
     BufferClient,
@@ -29,8 +35,10 @@ from buffer.keys import BufferRole
 from buffer.messages import PROTOCOL_VERSION, Message
 from buffer.server import BufferServer
 from buffer.service import BufferService
+from buffer.socket_folders import bulk_address, folder_of, make_socket_folder, remove_socket_folder
 from tests.support.buffer_groups import prompt, rollout, running
 from tests.support.offers import bare_offer
+from tests.support.stranger import NOBODY, as_stranger, refusals
 
 CONTROLLER, ROLLOUT = BufferRole.controller, BufferRole.rollout
 
@@ -99,7 +107,7 @@ async def test_a_role_is_refused_what_is_not_its_work(tmp_path: Path):
 
 
 async def test_a_message_of_another_run_is_refused_by_name(tmp_path: Path):
-    config = BufferConfig(epoch="first", port=free_port(), request_timeout_s=5.0)
+    config = BufferConfig(epoch="first", socket_folder=str(private_folder(tmp_path)), request_timeout_s=5.0)
     server = BufferServer(config, groups_per_step=1)
     worker = BufferClient(server.address, request_timeout_s=5.0)
     await worker.enqueue([prompt(0)])
@@ -122,10 +130,10 @@ async def test_a_message_of_another_run_is_refused_by_name(tmp_path: Path):
     server.close()
 
 
-def free_port() -> int:
-    with closing(sockets.socket()) as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+def private_folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "sockets"
+    folder.mkdir(mode=0o700)
+    return folder
 
 
 async def test_an_exception_of_any_kind_answers_its_client_and_the_server_goes_on(monkeypatch: pytest.MonkeyPatch):
@@ -193,8 +201,8 @@ def test_key_files_belong_to_their_owner_only(tmp_path: Path):
         make_keys(tmp_path)
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "10.1.2.3", "*"])
-async def test_without_keys_nothing_but_loopback_is_bound(host: str):
+@pytest.mark.parametrize("host", ["0.0.0.0", "10.1.2.3", "*", "127.0.0.1", "lo", "localhost"])
+async def test_without_keys_no_port_is_bound(host: str):
     with pytest.raises(ValueError, match=rf"buffer.host={host.replace('*', '.')} is reachable.*buffer.keys is empty"):
         BufferServer(BufferConfig(host=host, advertised_host="10.1.2.3"), groups_per_step=1)
 
@@ -378,3 +386,109 @@ async def test_a_server_that_got_garbage_from_many_sides_still_works():
             await client.commit(5)
         for socket in sockets:
             socket.close(linger=0)
+
+
+async def test_another_user_of_the_host_opens_no_socket_of_a_buffer(tmp_path: Path):
+    """Neither the ledger's sockets nor a store's, and none may be put in their place."""
+    async with running(num_store_servers=1) as run:
+        [store] = [each["address"] for each in (await run.client().inspect())["stores"]]
+        paths = [path for address in (run.server.address, store) for path in (address, bulk_address(address, 0))]
+        paths = [path.removeprefix("ipc://") for path in paths]
+        assert [stat.S_ISSOCK(os.lstat(path).st_mode) for path in paths] == [True] * 4
+
+        def take_over() -> str:
+            try:
+                os.unlink(paths[0])
+            except OSError as error:
+                return type(error).__name__
+            return ""
+
+        found = await asyncio.to_thread(as_stranger, lambda: (refusals(paths), take_over()))
+        assert found == [dict.fromkeys(paths, "PermissionError"), "PermissionError"]
+        assert (await run.client().stats()).learner_version == 0
+
+
+async def test_a_buffer_listens_in_no_folder_that_another_user_could_have_made(tmp_path: Path):
+    folder = tmp_path / "sockets"
+    folder.mkdir()
+    folder.chmod(0o777)
+    with pytest.raises(NotPrivate, match=r"may write to, got a folder of user .* with mode 777"):
+        BufferServer(BufferConfig(socket_folder=str(folder)), groups_per_step=1)
+    folder.rmdir()
+    (tmp_path / "real").mkdir()
+    folder.symlink_to(tmp_path / "real")
+    with pytest.raises(NotPrivate, match="got a link"):
+        BufferServer(BufferConfig(socket_folder=str(folder)), groups_per_step=1)
+
+
+def is_there(path: str) -> bool:
+    return os.path.lexists(path)
+
+
+async def test_the_folder_of_the_sockets_is_gone_with_its_server():
+    async with running() as run:
+        folder = folder_of(run.server.address)
+        assert stat.S_IMODE(os.lstat(folder).st_mode) == 0o700
+    assert not is_there(folder)
+
+
+def test_the_folder_of_the_sockets_of_a_server_process_is_gone_with_it_though_it_was_killed(tmp_path: Path):
+    with BufferProcess(BufferConfig(), groups_per_step=1, log_path=tmp_path / "log") as process:
+        folder = Path(folder_of(process.address))
+        assert folder.is_dir()
+        process.kill()
+    assert not folder.exists()
+
+
+def test_the_path_of_a_socket_fits_however_long_the_temporary_folder_is_called(tmp_path: Path, monkeypatch):
+    long = tmp_path / ("x" * 120)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    folder = make_socket_folder()
+    assert len(f"{folder}/store-1000000.bulk") <= 107
+    remove_socket_folder(folder)
+
+
+def test_keys_of_another_user_are_not_read(tmp_path: Path):
+    make_keys(tmp_path)
+    try:
+        os.chown(tmp_path / "rollout.json", NOBODY, NOBODY)
+    except PermissionError:
+        pytest.skip("only root may give a file away")
+    with pytest.raises(ValueError, match=f"belongs to user {NOBODY}"):
+        client_keys(tmp_path, ROLLOUT)
+
+
+_MANY_CONNECTIONS = """
+import resource, socket, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (2048, 4096))
+host, _, port = sys.argv[1].removeprefix("tcp://").rpartition(":")
+ends = [socket.create_connection((host, int(port)), 10) for _ in range(int(sys.argv[2]))]
+print(len(ends), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_connections_beyond_the_limit_of_open_files_cost_the_server_no_core(tmp_path: Path):
+    """Of strangers, on a port; the keys let none of them in. A client of the run is answered while they are there."""
+    config = BufferConfig(host="127.0.0.1", keys=str(tmp_path / "keys"))
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
+    try:
+        process = BufferProcess(config, groups_per_step=1, log_path=tmp_path / "log")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    with process:
+        client = process.connection.sync_client()
+        command = [sys.executable, "-c", _MANY_CONNECTIONS, process.address, "400"]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as stranger:
+            assert stranger.stdout is not None
+            assert stranger.stdout.readline().strip() == "400"
+            server = psutil.Process(process.process.pid)
+            before = sum(server.cpu_times()[:2])
+            time.sleep(3)
+            assert sum(server.cpu_times()[:2]) - before < 0.5
+            assert client.stats().learner_version == 0
+            assert "may open no more files" in process.log_tail()
+            stranger.kill()
+        client.close()

@@ -10,6 +10,7 @@ from asyncrl.protocol.errors import DeadlineError
 from asyncrl.protocol.types import Lease
 from buffer import BufferClient
 from buffer.server import BufferServer
+from buffer.socket_folders import bulk_address, make_socket_folder, remove_socket_folder, unix_address
 from tests.support.buffer_groups import prompt, rollout, running
 
 _PIECE = 16 * 1024
@@ -31,20 +32,23 @@ class _Lane:
 
 
 class SlowLink:
-    """Forwards the ports of a server from 127.0.0.2, all connections of one direction at ``bytes_per_s`` together."""
+    """Forwards the sockets of a server, all connections of one direction at ``bytes_per_s`` together."""
 
     def __init__(self, server: BufferServer, *, bytes_per_s: float, latency_s: float) -> None:
-        self._ports = [int(server.address.rpartition(":")[2]), server.bulk_port]
+        self._folder = make_socket_folder()
+        self.address = unix_address(self._folder, "buffer")
+        self._paths = {
+            _path(own): _path(its) for own, its in zip(_both(self.address), _both(server.address), strict=True)
+        }
         self._latency_s = latency_s
         self._lanes = (_Lane(bytes_per_s), _Lane(bytes_per_s))
         self._tasks: set[asyncio.Task[None]] = set()
         self._servers: list[asyncio.Server] = []
-        self.address = f"tcp://127.0.0.2:{self._ports[0]}"
         self.is_cut = asyncio.Event()
 
     async def __aenter__(self) -> "SlowLink":
-        for port in self._ports:
-            self._servers.append(await asyncio.start_server(self._forward(port), "127.0.0.2", port, limit=_PIECE))
+        for own, its in self._paths.items():
+            self._servers.append(await asyncio.start_unix_server(self._forward(its), own, limit=_PIECE))
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -53,10 +57,11 @@ class SlowLink:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        remove_socket_folder(self._folder)
 
-    def _forward(self, port: int) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]:
+    def _forward(self, path: str) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]:
         async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            there, back = await asyncio.open_connection("127.0.0.1", port, limit=_PIECE)
+            there, back = await asyncio.open_unix_connection(path, limit=_PIECE)
             for lane, source, sink in zip(self._lanes, (reader, there), (back, writer), strict=True):
                 task = asyncio.ensure_future(self._pump(lane, source, sink))
                 self._tasks.add(task)
@@ -75,6 +80,14 @@ class SlowLink:
                 if sink.transport.get_write_buffer_size() > 4 * _PIECE:
                     await sink.drain()
         loop.call_later(self._latency_s, sink.close)
+
+
+def _both(address: str) -> list[str]:
+    return [address, bulk_address(address, 0)]
+
+
+def _path(address: str) -> str:
+    return address.removeprefix("ipc://")
 
 
 async def renewing(client: BufferClient, leases: list[Lease], every_s: float) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -14,6 +15,7 @@ from buffer import BufferConfig, BufferProcess, BufferSupervisor, Durability, Sy
 from buffer.client import BufferClient
 from buffer.client_socket import ClientSocket
 from buffer.groups import GroupState
+from buffer.server import StoreServer
 from tests.support.buffer_groups import prompt, rollout, running
 
 
@@ -200,9 +202,8 @@ async def test_what_a_store_server_lost_is_generated_again_and_counted(tmp_path:
 
 
 def pid_listening_at(address: str) -> int:
-    host, _, port = address.removeprefix("tcp://").rpartition(":")
-    listening = (c for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN and c.pid is not None)
-    return next(c.pid for c in listening if c.laddr == (host, int(port)))
+    path = address.removeprefix("ipc://")
+    return next(c.pid for c in psutil.net_connections("unix") if c.laddr == path and c.pid is not None)
 
 
 async def test_what_becomes_of_a_put_for_a_finished_group_is_the_ledgers_to_say():
@@ -220,3 +221,21 @@ async def test_what_becomes_of_a_put_for_a_finished_group_is_the_ledgers_to_say(
         stats = await other.stats()
         assert (stats.puts_refused, stats.tokens_dropped) == ({"duplicate": 1, "expired": 1}, {"expired": 7})
         assert stats.stored_bytes == 0
+
+
+async def test_a_store_of_another_epoch_begins_empty_and_of_its_own_with_what_it_held(tmp_path: Path):
+    config = BufferConfig(durability=Durability.disk, directory=str(tmp_path), epoch="first")
+    held = {"first": b"of the first life", "second": b"of the second life"}
+    for epoch, payload in held.items():
+        for is_again in (False, True):
+            server = StoreServer(replace(config, epoch=epoch), number=0)
+            link = ClientSocket(server.address, timeout_s=5.0, keys=None, on_push=lambda message: None, epoch=epoch)
+            fields = {"groups": [7], "attempts": [0], "read": 0}
+            if not is_again:
+                with pytest.raises(UnknownGroup):
+                    await link.request("fetch", fields)
+                await link.request("put_payload", {"group_id": 7, "attempt": 0}, [payload])
+            reply = await link.request("fetch", fields)
+            assert [bytes(frame) for frame in reply.payload] == [payload]
+            link.close()
+            server.close()

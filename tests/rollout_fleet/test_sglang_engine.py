@@ -40,6 +40,7 @@ from tests.support.engine_probes import (
 from tests.support.faulty_proxy import FaultyProxy
 from tests.support.leftovers import left_in_shared_memory, shared_memory_of
 from tests.support.offers import bare_offer
+from tests.support.stranger import as_stranger, refusals
 
 pytestmark = [
     pytest.mark.e2e,
@@ -342,6 +343,14 @@ async def test_a_server_that_stands_still_for_good_is_found_within_the_deadline(
         await assert_failed(failing_engine, running, match)
     finally:
         signal_server(engine, signal.SIGCONT)
+
+
+async def test_a_server_listens_on_loopback_alone_and_in_folders_of_its_user(engine):
+    sockets = [each for process in server_processes(engine) for each in process.net_connections("all")]
+    ports = {each.laddr.ip for each in sockets if each.status == psutil.CONN_LISTEN}
+    assert ports == {"127.0.0.1"}
+    paths = [each.laddr for each in sockets if each.family == socket.AF_UNIX and each.laddr]
+    assert not [path for path, error in as_stranger(lambda: refusals(paths)).items() if not error]
 
 
 async def test_the_port_answers_only_who_holds_the_key(engine):

@@ -418,3 +418,84 @@ async def test_over_the_network_a_damaged_image_is_replaced_by_the_whole_version
             assert np.array_equal(bytes_of(local), network.images[1])
     assert network.deltas_sent == [False, True, False]
     assert "it receives the whole version" in caplog.text
+
+
+def outside(tmp_path):
+    """A folder of the user's in which another user wants to place a file."""
+    folder = tmp_path / "outside"
+    folder.mkdir()
+    return folder
+
+
+@pytest.mark.parametrize("name", ["../outside/evil.pth", "/etc/passwd", "..", ""])
+@pytest.mark.parametrize("copies", [False, True], ids=["linked", "copied"])
+async def test_a_manifest_that_names_a_file_outside_its_folder_is_refused(name, copies, make_stager, learner, tmp_path):
+    victim = outside(tmp_path)
+    manifest = replace(read_manifest(learner.publish()), files=(name,))
+    (learner.folder / "evil.pth").write_bytes(b"import os")
+    offer = manifest.offer(learner.folder / "v00000000" / "manifest.json", 0)
+    with pytest.raises(WeightsError, match=r"names the file .*, expected a name without a folder"):
+        async with make_stager(copies=copies).staged(offer):
+            pass
+    assert not list(victim.iterdir())
+
+
+async def test_nothing_is_staged_through_a_link_beside_the_published_weights(make_stager, learner, tmp_path):
+    victim = outside(tmp_path)
+    offer = learner.publish()
+    (learner.folder / staging.LINKS).symlink_to(victim)
+    async with make_stager().staged(offer) as local:
+        assert np.array_equal(bytes_of(local), learner.images[0])
+        assert Path(local.manifest).is_relative_to(tmp_path / "memory")
+    assert not list(victim.iterdir())
+
+
+async def test_nothing_is_linked_in_a_folder_that_others_may_write_to(make_stager, learner, tmp_path):
+    offer = learner.publish()
+    learner.folder.chmod(0o777)
+    async with make_stager().staged(offer) as local:
+        assert Path(local.manifest).is_relative_to(tmp_path / "memory")
+    assert not list(learner.folder.glob(staging.LINKS))
+
+
+async def test_weights_are_not_copied_to_a_folder_that_others_may_write_to(make_stager, learner, tmp_path):
+    (tmp_path / "memory").mkdir()
+    (tmp_path / "memory").chmod(0o777)
+    with pytest.raises(WeightsError, match=r"may write to, got a folder of user \d+ with mode 777"):
+        async with make_stager(copies=True).staged(learner.publish()):
+            pass
+
+
+async def test_the_memory_of_an_engine_is_not_a_link_to_another_folder(make_stager, learner, tmp_path):
+    victim = outside(tmp_path)
+    (tmp_path / "memory").symlink_to(victim)
+    with pytest.raises(WeightsError, match="may write to, got a link"):
+        async with make_stager(copies=True).staged(learner.publish()):
+            pass
+    assert not list(victim.iterdir())
+
+
+async def test_a_data_file_in_memory_is_not_written_through_a_link(make_stager, learner, tmp_path):
+    victim = outside(tmp_path) / "file"
+    victim.write_bytes(b"mine")
+    offer = learner.publish()
+    stager = make_stager(copies=True)
+    image = tmp_path / "memory" / "engine-0"
+    image.mkdir(parents=True, mode=0o700)
+    image.parent.chmod(0o700)
+    (image / read_manifest(offer).files[0]).symlink_to(victim)
+    with pytest.raises(WeightsError):
+        async with stager.staged(offer):
+            pass
+    assert victim.read_bytes() == b"mine"
+
+
+@pytest.mark.parametrize("copies", [False, True], ids=["linked", "copied"])
+async def test_other_users_may_open_nothing_that_is_staged(copies, make_stager, learner, tmp_path):
+    async with make_stager(copies=copies).staged(learner.publish()) as local:
+        folder = Path(local.manifest).parent
+        while folder not in (learner.folder, tmp_path):
+            assert folder.stat().st_mode & 0o077 == 0, folder
+            folder = folder.parent
+    image = tmp_path / "memory" / "engine-0"
+    assert all(path.stat().st_mode & 0o077 == 0 for path in image.rglob("*"))

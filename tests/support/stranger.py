@@ -1,0 +1,57 @@
+"""Another user of this host: runs a function under another user id, in a child process."""
+
+import json
+import os
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+NOBODY = 65534
+
+
+def as_stranger(function: Callable[[], Any]) -> Any:
+    """What a function returns, as JSON has it, in a child process of user `NOBODY`; skips where only root may do so."""
+    if os.geteuid() != 0:
+        pytest.skip("only root may become another user")
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.setgroups([])
+            os.setgid(NOBODY)
+            os.setuid(NOBODY)
+            answer = {"answer": function()}
+        except BaseException as error:  # noqa: BLE001 - told to the parent
+            answer = {"error": repr(error)}
+        os.write(writing, json.dumps(answer).encode())
+        os._exit(0)
+    os.close(writing)
+    said = b""
+    while part := os.read(reading, 65536):
+        said += part
+    os.close(reading)
+    os.waitpid(child, 0)
+    answer = json.loads(said)
+    assert "error" not in answer, answer["error"]
+    return answer["answer"]
+
+
+def refusals(paths: list[str]) -> dict[str, str]:
+    """Connect to Unix sockets; the name of the error of each, ``closed`` where the server ends the connection at once.
+
+    A name that begins with @ has no path. Empty where the server goes on.
+    """
+    found = {}
+    for path in paths:
+        with socket.socket(socket.AF_UNIX) as end:
+            try:
+                end.settimeout(10.0)
+                end.connect(path.replace("@", "\0", 1) if path.startswith("@") else path)
+                found[path] = "" if end.recv(1) else "closed"
+            except TimeoutError:
+                found[path] = ""
+            except OSError as error:
+                found[path] = type(error).__name__
+    return found
