@@ -164,7 +164,9 @@ async def gpu_of_this_node(config: RunConfig) -> AsyncIterator[str]:
         )
     environment = {"env_vars": RAY_SETS_DEVICES}
     here = NodeAffinitySchedulingStrategy(node_id=own, soft=False)
-    holder = _GpuHolder.options(num_cpus=0, num_gpus=1, scheduling_strategy=here, runtime_env=environment).remote()
+    holder: Any = _GPU_HOLDER.options(
+        num_cpus=0, num_gpus=1, scheduling_strategy=here, runtime_env=environment
+    ).remote()
     try:
         asked = holder.visible_devices.remote()
         yield await within(asked, config.ray.start_timeout_s, "a free GPU of this node", "ray.start_timeout_s")
@@ -172,13 +174,15 @@ async def gpu_of_this_node(config: RunConfig) -> AsyncIterator[str]:
         ray.kill(holder)
 
 
-@ray.remote
 class _GpuHolder:
     """Holds a GPU for as long as it lives; does nothing with it."""
 
     def visible_devices(self) -> str:
         """``CUDA_VISIBLE_DEVICES`` as Ray has set it."""
         return os.environ["CUDA_VISIBLE_DEVICES"]
+
+
+_GPU_HOLDER: Any = ray.remote(_GpuHolder)
 
 
 def check_nodes(config: RunConfig, nodes: Mapping[str, Mapping[str, float]]) -> None:

@@ -247,7 +247,7 @@ async def _started(command: Sequence[str], log_path: Path, devices: Mapping[str,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
         start_new_session=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(scratch)} | devices,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(scratch), **devices},
     )
 
 

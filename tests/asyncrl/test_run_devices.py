@@ -121,7 +121,7 @@ class Reached(Exception):
 
 
 async def test_a_warm_start_on_a_gpu_ends_before_learner_and_engines_take_theirs(gpus, tmp_path, monkeypatch):
-    gpus(2, visible="4,6")
+    gpus(8, visible="4,6")
     free = []
 
     async def fine_tuned(config, *, visible_devices):
