@@ -420,7 +420,7 @@ class GenerationModel:
 
     def _generation_config(self, sampling: SamplingConfig, max_new_tokens: int) -> GenerationConfig:
         greedy = sampling.temperature == 0
-        options = {} if greedy else {"temperature": sampling.temperature, "top_p": sampling.top_p}
+        options: dict[str, Any] = {} if greedy else {"temperature": sampling.temperature, "top_p": sampling.top_p}
         if not greedy:
             options["top_k"] = 0 if sampling.top_k == -1 else sampling.top_k
             options["min_p"] = sampling.min_p or None
