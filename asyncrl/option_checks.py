@@ -52,17 +52,7 @@ def check_options(config: RunConfig) -> None:
             f"algorithm.groups_per_step must be >= the {dp_size} data-parallel learner ranks, "
             f"got {algorithm.groups_per_step}; raise it or lower learner.num_ranks"
         )
-    if config.rollout_fleet.sampling.temperature == 0 and algorithm.samples_per_prompt > 1:
-        raise ValueError(
-            "rollout_fleet.sampling.temperature must be > 0 to sample different trajectories of a prompt, got 0; "
-            "1.0 is usual"
-        )
-    if cut := config.rollout_fleet.sampling.truncations:
-        raise ValueError(
-            f"rollout_fleet.sampling must keep all tokens in training, got {', '.join(cut)}: engines report the "
-            "log-probs before truncation, so every ratio would be biased; leave them out, and use them with asyncrl "
-            "evaluate"
-        )
+    _check_sampling(config)
     if config.rollout_fleet.renew_every_s > config.buffer.lease_s / 2:
         raise ValueError(
             "rollout_fleet.renew_every_s must be at most half of buffer.lease_s, or leases run out while they are "
@@ -82,6 +72,21 @@ def check_options(config: RunConfig) -> None:
     if config.rollout_fleet.engine is EngineKind.scripted:
         raise ValueError(
             "rollout_fleet.engine must be sglang or transformers, got scripted; the scripted engine is for tests"
+        )
+
+
+def _check_sampling(config: RunConfig) -> None:
+    sampling = config.rollout_fleet.sampling
+    if sampling.temperature == 0 and config.algorithm.samples_per_prompt > 1:
+        raise ValueError(
+            "rollout_fleet.sampling.temperature must be > 0 to sample different trajectories of a prompt, got 0; "
+            "1.0 is usual"
+        )
+    if cut := sampling.truncations:
+        raise ValueError(
+            f"rollout_fleet.sampling must keep all tokens in training, got {', '.join(cut)}: engines report the "
+            "log-probs before truncation, so every ratio would be biased; leave them out, and use them with asyncrl "
+            "evaluate"
         )
 
 
