@@ -6,7 +6,10 @@ ever merged in place: merged weights are computed beside those that are trained.
 
 from __future__ import annotations
 
+import logging
+import re
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,7 +27,10 @@ from .config import LoraConfig
 if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer
 
+log = logging.getLogger(__name__)
+
 _ADAPTER = "default"
+_ALL_LINEAR = "all-linear"
 _PEFT_PREFIX = "base_model.model."
 
 
@@ -32,24 +38,24 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, *, dtype: torch.dty
     """Inject adapters that change nothing yet (B is 0), and freeze all else.
 
     The model is on the CPU or the meta device. The adapters are held in ``dtype``; the model's own weights keep their
-    types. The rank is > 0. Raises `ValueError` if the model has no such modules.
+    types. The rank is > 0. Expert tensors stay frozen, and the log names them. Raises `ValueError` if a target names no
+    linear layer, or something else.
     """
     from peft import LoraConfig as PeftConfig  # takes most of a second, which only adapters need
     from peft import inject_adapter_in_model
 
-    targets = list(config.target_modules)
-    chosen = _linear_layers(model) if targets == ["all-linear"] else targets
+    chosen = _target_layers(model, list(config.target_modules))
     peft = PeftConfig(r=config.rank, lora_alpha=config.alpha, target_modules=chosen, lora_dropout=config.dropout)
-    try:
-        inject_adapter_in_model(peft, model, adapter_name=_ADAPTER)
-    except ValueError as error:
-        raise ValueError(f"learner.lora.target_modules={targets} cannot be adapted: {error}") from error
+    # peft reads `model.config` to replace the names of dense layers in a mixture of experts by its stacked tensors.
+    # A container without a configuration keeps the names.
+    container = nn.ModuleDict({"model": model})
+    inject_adapter_in_model(peft, container, adapter_name=_ADAPTER)
+    cast("Any", model).peft_config = container.peft_config
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
-    strange = sorted({type(layer).__name__ for _, layer in _layers(model) if layer.get_base_layer().weight.ndim != 2})
-    if strange:
-        raise ValueError(f"learner.lora.target_modules must name linear layers, got {strange}; name projections")
+    if (experts := _expert_tensors(model)) and model.device.type != "meta":  # the first rank logs it
+        log.warning("these expert tensors are frozen, they have no adapters (learner.lora): %s", ", ".join(experts))
 
 
 @contextmanager
@@ -162,7 +168,51 @@ def _layers(model: nn.Module) -> list[tuple[str, LoraLayer]]:
     return [(name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer)]
 
 
-def _linear_layers(model: PreTrainedModel) -> list[str]:
-    """All linear layers but the output embedding, whose weight may be tied and is read by the log-probs."""
+def _target_layers(model: PreTrainedModel, targets: list[str]) -> list[str]:
+    """Names of the linear layers that ``targets`` choose; a target is a name or the end of one, as in peft.
+
+    The output embedding is never one of them: the head reads its weight, not its output, and the weight may be tied.
+    """
     head = model.get_output_embeddings()
-    return [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head]
+    if targets == [_ALL_LINEAR]:
+        return [name for name, module in model.named_modules() if _is_linear(module) and module is not head]
+    remedy = f"name attention or dense projections, or use {_ALL_LINEAR}"
+    chosen: dict[str, nn.Module] = {}
+    for target in targets:
+        found = {name: module for name, module in model.named_modules() if f".{name}".endswith(f".{target}")}
+        if not found:
+            experts = _expert_tensors(model)
+            stacked = f"; expert tensors have no adapters: {', '.join(experts)}" if experts else ""
+            raise ValueError(
+                f"learner.lora.target_modules={targets} must name linear layers of the model; no linear layer of "
+                f"{type(model).__name__} is called {target!r}{stacked}; {remedy}"
+            )
+        chosen |= found
+    for name, module in chosen.items():
+        if module is head or not _is_linear(module):
+            kind = "the output embedding" if module is head else f"a {type(module).__name__}"
+            raise ValueError(
+                f"learner.lora.target_modules={targets} must name linear layers of the model; {name} is {kind}; "
+                f"{remedy}"
+            )
+    return list(chosen)
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """Whether a module computes a linear map. A router that inherits from `nn.Linear` may return more (Llama 4)."""
+    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+
+
+def _expert_tensors(model: PreTrainedModel) -> list[str]:
+    """Parameters that hold the matrices of all experts of a layer, with the number of layers in brackets.
+
+    Example: ``model.layers.*.mlp.experts.down_proj (2)``.
+    """
+    stacked = Counter(
+        re.sub(r"\.\d+\.", ".*.", f"{prefix}.{name}")
+        for prefix, module in model.named_modules()
+        if not isinstance(module, nn.modules.conv._ConvNd)
+        for name, parameter in module.named_parameters(recurse=False)
+        if parameter.ndim == 3
+    )
+    return [f"{name} ({count})" for name, count in sorted(stacked.items())]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from learner.batching import karmarkar_karp
 from learner.checkpoint import ShardedCheckpointer, export
@@ -41,9 +41,15 @@ def trained(trainer: Trainer, num_steps: int = 2) -> list[dict[str, float]]:
     return [step.run(share) for _ in range(num_steps)]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+MIXTURES = ["qwen2_moe", "deepseek_v3", "qwen3_next", "gpt_oss", "llama4_text", "granitemoehybrid"]
+"""Beside ``qwen3_moe``: their experts are stacked tensors, most have dense layers or a shared expert too."""
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *MIXTURES])
 def test_the_saved_policy_is_plain_and_computes_what_the_adapters_do(family: str, tmp_path: Path) -> None:
-    trainer = trainer_of(save_tiny_model(tmp_path / "model", family))
+    # With one expert per token, Granite's router has a weight of 1 whatever its logits are: no gradient.
+    options = {"num_experts_per_tok": 2} if family == "granitemoehybrid" else {}
+    trainer = trainer_of(save_tiny_model(tmp_path / "model", family, **options))
     before = {name: p.detach().clone() for name, p in trainer.head.named_parameters()}
     trained(trainer)
     weights = {name: p.detach().clone() for name, p in trainer.head.named_parameters()}
@@ -102,8 +108,91 @@ def test_a_model_without_adapters_cannot_switch_them_off(tmp_path: Path) -> None
 
 def test_modules_that_are_not_there_are_named(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(save_tiny_model(tmp_path))
-    with pytest.raises(ValueError, match=r"target_modules=\['nothing'\] cannot be adapted"):
+    with pytest.raises(ValueError, match=r"target_modules=\['nothing'\] .* 'nothing'"):
         add_adapters(model, LoraConfig(rank=2, target_modules=["nothing"]))
+
+
+def adapted(model: PreTrainedModel) -> set[str]:
+    return {name.partition(".lora_A")[0] for name, _ in model.named_parameters() if ".lora_A." in name}
+
+
+def test_all_linear_adapts_the_dense_layers_and_shared_experts_of_a_mixture(tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(save_tiny_model(tmp_path, "deepseek_v3"))
+    add_adapters(model, LoraConfig(rank=2))
+    assert {name for name in adapted(model) if "gate_proj" in name} == {
+        "model.layers.0.mlp.gate_proj",
+        "model.layers.1.mlp.shared_experts.gate_proj",
+    }
+    assert not any(".mlp.experts" in name for name in adapted(model))
+
+
+def test_adapters_of_a_mixture_get_the_gradient_of_the_merged_weights(tmp_path: Path) -> None:
+    path, ids = save_tiny_model(tmp_path, "deepseek_v3"), torch.arange(12)[None]
+    model, plain = (AutoModelForCausalLM.from_pretrained(path).eval() for _ in range(2))
+    add_adapters(model, LoraConfig(rank=2, alpha=6))
+    for name, parameter in model.named_parameters():
+        if ".lora_B." in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    plain.load_state_dict(merged_weights(model, dict(model.named_parameters())), strict=False)
+    for each in (model, plain):
+        each(ids).logits.log_softmax(-1)[0, :, 5].sum().backward()
+    weights, plain_weights = dict(model.named_parameters()), dict(plain.named_parameters())
+    assert len(adapted(model)) == 16
+    for name in adapted(model):
+        down, up = (weights[f"{name}.lora_{part}.default.weight"] for part in "AB")
+        gradient = plain_weights[f"{name}.weight"].grad
+        torch.testing.assert_close(up.grad, 3 * gradient @ down.T, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(down.grad, 3 * up.T @ gradient, rtol=1e-3, atol=1e-4)
+
+
+def test_one_projection_of_a_mixture_is_adapted_alone(tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(save_tiny_model(tmp_path, "deepseek_v3"))
+    add_adapters(model, LoraConfig(rank=2, target_modules=["gate_proj"]))
+    assert adapted(model) == {"model.layers.0.mlp.gate_proj", "model.layers.1.mlp.shared_experts.gate_proj"}
+
+
+@pytest.mark.parametrize(
+    ("family", "targets", "named"),
+    [
+        ("qwen3_moe", ["q_proj", "gate_proj", "up_proj", "down_proj"], r"no linear layer .* 'gate_proj'.*down_proj"),
+        ("qwen3_moe", ["experts"], r"model\.layers\.0\.mlp\.experts is a Qwen3MoeExperts"),
+        ("qwen3_moe", ["mlp.gate"], r"model\.layers\.0\.mlp\.gate is a Qwen3MoeTopKRouter"),
+        ("mixtral", ["w1", "w2", "w3"], "no linear layer .* 'w1'"),
+        ("granitemoehybrid", ["input_linear"], "GraniteMoeHybridParallelExperts"),
+        ("llama4_text", ["router"], r"model\.layers\.1\.feed_forward\.router is a Llama4Router"),
+        ("qwen3_next", ["conv1d"], "Conv1d"),
+        ("gpt2", ["c_attn"], "Conv1D"),
+        ("llama", ["embed_tokens"], "Embedding"),
+        ("llama", ["q_proj", "lm_head"], "lm_head is the output embedding"),
+        ("llama", ["q_proj", "v_porj"], "no linear layer .* 'v_porj'"),
+    ],
+)
+def test_a_target_without_adapters_is_refused_by_name(
+    family: str, targets: list[str], named: str, tmp_path: Path
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(save_tiny_model(tmp_path, family))
+    with pytest.raises(ValueError, match=rf"learner\.lora\.target_modules=.*{named}.*all-linear"):
+        add_adapters(model, LoraConfig(rank=2, target_modules=targets))
+    assert not adapted(model)
+
+
+@pytest.mark.parametrize(
+    ("family", "frozen"),
+    [
+        ("qwen3_moe", ["model.layers.*.mlp.experts.down_proj (2)", "model.layers.*.mlp.experts.gate_up_proj (2)"]),
+        ("deepseek_v3", ["model.layers.*.mlp.experts.down_proj (1)", "model.layers.*.mlp.experts.gate_up_proj (1)"]),
+        ("granitemoehybrid", ["block_sparse_moe.input_linear.weight (2)", "block_sparse_moe.output_linear.weight (2)"]),
+        ("qwen3_5_text", []),
+    ],
+)
+def test_the_log_names_the_expert_tensors_without_adapters(
+    family: str, frozen: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer_of(save_tiny_model(tmp_path, family))
+    said = [record.getMessage() for record in caplog.records if "have no adapters" in record.getMessage()]
+    assert len(said) == bool(frozen)
+    for name in frozen:
+        assert name in said[0]
 
 
 def on_ranks(path: str, config: LearnerConfig) -> tuple[list[dict[str, float]], dict[str, np.ndarray]]:

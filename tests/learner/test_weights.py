@@ -271,7 +271,9 @@ def merged_from(offer):
 
 
 @pytest.mark.parametrize(
-    ("family", "hosts"), [("qwen3", "aa"), ("qwen3_moe", "ab")], ids=["one-host", "two-hosts-and-experts"]
+    ("family", "hosts"),
+    [("qwen3", "aa"), ("qwen3_moe", "ab"), ("deepseek_v3", "aa")],
+    ids=["one-host", "two-hosts-and-experts", "dense-layers-beside-experts"],
 )
 def test_adapters_alone_on_the_frozen_weights_are_what_one_would_merge(family, hosts, tmp_path):
     path = save_tiny_model(tmp_path / "model", family)
