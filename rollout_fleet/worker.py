@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -31,6 +32,8 @@ from .loop import RolloutLoop
 from .metrics import FleetCounters
 from .rewards import WeightedRewards
 from .sample_log import SampleLog
+
+logger = logging.getLogger(__name__)
 
 
 class RolloutWorker(Worker):
@@ -130,9 +133,11 @@ class RolloutWorker(Worker):
             engine = await self._supervisor.ready(unless=lambda: loop.is_stopping)
             try:
                 await loop.run()
-            except Exception:
+            except Exception as error:
                 if not engine.has_failed:
                     raise
+                if not isinstance(error, AsyncRLError):
+                    logger.exception("rollout worker %d: an error beside the failure of its engine", self.rank)
         return loop.counters()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)

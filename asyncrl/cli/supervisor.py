@@ -39,7 +39,10 @@ _PASSED_ON = (*STOPS, signal.SIGHUP)
 _MAX_FAULT_BYTES = 32_000
 _OWN_END = b"\0"
 _ONE_STOP_S = 0.5
-"""Signals within this time are one stop: who signals every process at once also reaches one that passes signals on."""
+"""Signals that come this soon after one that was passed on belong to the same stop.
+
+A scheduler that signals every process at once also reaches a sweep (`asyncrl.cli.multirun`), which passes signals on.
+"""
 _RESOURCE_TRACKER = "multiprocessing.resource_tracker"
 ORPHAN_GRACE_S = 3.0
 _KILL_AFTER_S = ORPHAN_GRACE_S + 2.0
@@ -85,13 +88,13 @@ def supervise(work: Callable[[], int], *, stop_timeout_s: float) -> Ending:
         _report(_OWN_END)
         os._exit(status)
     os.close(_report_fd)
-    late, signalled_s = False, -math.inf
+    late, passed_on_s = False, -math.inf
 
     def pass_on(number: int, _: FrameType | None) -> None:
-        nonlocal signalled_s
-        before_s, signalled_s = signalled_s, time.monotonic()
-        if signalled_s - before_s < _ONE_STOP_S:
+        nonlocal passed_on_s
+        if time.monotonic() - passed_on_s < _ONE_STOP_S:
             return
+        passed_on_s = time.monotonic()
         with contextlib.suppress(ProcessLookupError):  # it ends at this moment: nothing to pass on to
             os.kill(child, STOPS[signal.SIGINT if number == signal.SIGINT else signal.SIGTERM])
             signal.setitimer(signal.ITIMER_REAL, stop_timeout_s + _KILL_AFTER_S)

@@ -26,7 +26,7 @@ from ray.exceptions import RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from asyncrl.config import RunConfig
-from asyncrl.controller.run_folder import RunPaths, shared_folder
+from asyncrl.controller.run_folder import RunPaths, join_shared_folder, shared_folder
 from asyncrl.placement_config import WORKER_ENV
 from asyncrl.protocol.errors import AsyncRLError
 from asyncrl.protocol.manifest import digest_of
@@ -82,6 +82,14 @@ class NodeFiles:
             return str(error)
         except OSError as error:
             return f"{error.strerror} ({error.filename})"
+        return ""
+
+    def hold(self, folder: str) -> str:
+        """See `join_shared_folder`; this process holds it until it ends. Returns why not, or nothing."""
+        try:
+            join_shared_folder(Path(folder))
+        except (NotPrivate, OSError) as error:
+            return str(error)
         return ""
 
     def write(self, path: str, offset: int, data: bytes, mode: int) -> None:
@@ -152,8 +160,9 @@ class NodeFolders:
         self._collecting = asyncio.Lock()
 
     async def open(self) -> None:
-        """Find out which nodes see the run's folder."""
+        """Find out which nodes see the run's folder, and hold the run's folder in the shared memory of each."""
         self.apart = await self._blind_to(self._run_dir)
+        await self._hold_memory(self._nodes)
 
     async def supply(self, config: RunConfig, *, keys: str, resumes: bool) -> RunConfig:
         """Have every node hold what the workers read, and see the folders that they share.
@@ -209,6 +218,7 @@ class NodeFolders:
         self._collected = {key: value for key, value in self._collected.items() if key[0] != address}  # it came back
         blind = await self._blind_to(self._run_dir, [address])
         self.apart = sorted({*self.apart} - {address} | {*blind})
+        await self._hold_memory([address])
         if self._weights:
             await self.check_shared("weights.directory", _absolute(self._weights), by=[address])
         if self._keys:
@@ -270,16 +280,24 @@ class NodeFolders:
         """Bring back what is left, for at most `CLOSE_S`; remove the copies, and the folders of nodes that have own."""
         for copy in self._copies:
             shutil.rmtree(copy, ignore_errors=True)
-        folders = [str(self._run_dir), str(shared_folder(self._run_dir))]
-        for address in list(self.apart):
+        in_memory = str(shared_folder(self._run_dir))
+        for address in list(self._nodes):
+            folders = [str(self._run_dir), in_memory] if address in self.apart else [in_memory]
             try:
                 async with asyncio.timeout(CLOSE_S), self._collecting:
-                    await self._collect_from(address)
+                    if address in self.apart:
+                        await self._collect_from(address)
                     await self._ask([address], "remove", folders)
             except (AsyncRLError, RayError, OSError) as error:  # a TimeoutError is an OSError
                 logger.warning(
                     "node %s keeps what did not come back, in %s: %s", address, folders, str(error) or "too slow"
                 )
+
+    async def _hold_memory(self, addresses: Iterable[str]) -> None:
+        """Keep other runs on these nodes from sweeping this run's folder in shared memory."""
+        for address, reason in (await self._ask(addresses, "hold", str(shared_folder(self._run_dir)))).items():
+            if reason:
+                logger.warning("node %s does not hold the run's folder in shared memory: %s", address, reason)
 
     async def _blind_to(self, folder: Path, nodes: Collection[str] | None = None) -> list[str]:
         """Those of the nodes, or of all, that do not see a folder of this one."""

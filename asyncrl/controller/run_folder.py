@@ -107,30 +107,63 @@ def shared_folder(run_dir: Path) -> Path:
 def hold_shared_folder(run_dir: Path) -> int | None:
     """Make the run's folder in shared memory, and lock it until this process and all forked from it have ended.
 
-    The lock tells other runs that the folder is in use; see `sweep_shared_memory`.
+    The lock tells other runs that the folder is in use; see `sweep_shared_memory`. What a killed run in the same
+    ``run_dir`` has left is removed first.
 
     Returns:
         The descriptor that holds the lock; None where shared memory cannot be written.
 
     Raises:
-        FileExistsError: the folder is there already, so another process may have made it.
+        FileExistsError: the folder is there already and is in use, or is not a folder of this user.
     """
     folder = shared_folder(run_dir)
     while True:
         try:
-            folder.mkdir(mode=0o700)
+            folder.mkdir(mode=FOLDER_MODE)
         except FileExistsError:
+            if _is_swept(folder):
+                continue
             shutil.rmtree(run_dir)  # nothing was started
             raise FileExistsError(
                 f"{folder} must not exist before the run, another process made it; remove it, or change output_dir"
             ) from None
         except OSError:
             return None
-        lock = os.open(folder, _FOLDER_ITSELF)
-        fcntl.flock(lock, fcntl.LOCK_SH)
-        if folder.exists() and folder.stat().st_ino == os.fstat(lock).st_ino:
+        if (lock := _locked(folder)) is not None:
             return lock
-        os.close(lock)  # another run's sweep removed the folder before it was locked
+
+
+def join_shared_folder(folder: Path) -> int:
+    """Hold a run's folder in the shared memory of another host of the run, where it may be already.
+
+    Args:
+        folder: What `shared_folder` says.
+
+    Returns:
+        The descriptor that holds the lock, for as long as this process lives.
+
+    Raises:
+        NotPrivate: other users may write to it.
+        OSError: it cannot be made.
+    """
+    while True:
+        make_private_folder(folder)
+        if (lock := _locked(folder)) is not None:
+            return lock
+
+
+def _locked(folder: Path) -> int | None:
+    """A descriptor that holds the lock of a folder; None if another run's sweep has removed the folder."""
+    try:
+        lock = os.open(folder, _FOLDER_ITSELF)
+    except FileNotFoundError:
+        return None
+    fcntl.flock(lock, fcntl.LOCK_SH)
+    with suppress(FileNotFoundError):
+        if folder.stat().st_ino == os.fstat(lock).st_ino:
+            return lock
+    os.close(lock)
+    return None
 
 
 def sweep_shared_memory() -> list[Path]:
@@ -138,18 +171,25 @@ def sweep_shared_memory() -> list[Path]:
 
     A folder that a process holds locked is in use and stays, as do the folders of other users.
     """
-    removed: list[Path] = []
-    for folder in sorted(SHARED_MEMORY.glob(f"{_SHARED_PREFIX}*")):
-        with suppress(OSError):  # another user's, or removed meanwhile
-            lock = os.open(folder, _FOLDER_ITSELF)
-            try:
-                if os.fstat(lock).st_uid == os.geteuid():
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    shutil.rmtree(folder)
-                    removed.append(folder)
-            finally:
-                os.close(lock)
-    return removed
+    return [folder for folder in sorted(SHARED_MEMORY.glob(f"{_SHARED_PREFIX}*")) if _is_swept(folder)]
+
+
+def _is_swept(folder: Path) -> bool:
+    """Remove a folder of this user that nobody holds locked; whether that was done."""
+    try:
+        lock = os.open(folder, _FOLDER_ITSELF)
+    except OSError:  # another user's, a link or a file, or removed meanwhile
+        return False
+    try:
+        if os.fstat(lock).st_uid != os.geteuid():
+            return False
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder)
+    except OSError:  # a run holds it, or another sweep removes it
+        return False
+    finally:
+        os.close(lock)
+    return True
 
 
 def _make_snapshot_folder(config: RunConfig, run_dir: Path) -> Path:

@@ -224,11 +224,14 @@ async def _lock(policy: Path, say: Callable[[str], None]) -> AsyncIterator[None]
 
             def wait() -> None:
                 fcntl.flock(file, fcntl.LOCK_EX)
-                loop.call_soon_threadsafe(locked.set)
+                with suppress(RuntimeError):  # this run has ended meanwhile
+                    loop.call_soon_threadsafe(locked.set)
 
             # A daemon: a run that is cancelled meanwhile does not wait for the other one.
             threading.Thread(target=wait, daemon=True).start()
             await locked.wait()
+        except OSError as error:  # some network file systems have no locks
+            say(f"warm start: {policy.parent} cannot be locked ({error.strerror}); another run may make the same policy")
         yield
 
 

@@ -1,6 +1,7 @@
 """What reaches the other nodes of a cluster, and what comes back; folders of this machine are their file systems."""
 
 import asyncio
+import shutil
 import stat
 from dataclasses import replace
 from types import SimpleNamespace
@@ -9,7 +10,7 @@ import pytest
 from ray.exceptions import RayActorError
 
 from asyncrl.config import ModelConfig, RunConfig, Transport, WeightsConfig
-from asyncrl.controller import node_folders
+from asyncrl.controller import node_folders, run_folder
 from asyncrl.controller.node_folders import NodeFiles, NodeFolders
 from asyncrl.protocol.errors import AsyncRLError
 from buffer import make_keys
@@ -44,6 +45,7 @@ class Node:
 def nodes(tmp_path, monkeypatch):
     """Two nodes: one shares our file system, the other has its own."""
     monkeypatch.setattr(node_folders.ray, "put", lambda data: data)
+    monkeypatch.setattr(run_folder, "SHARED_MEMORY", tmp_path / "memory")
     monkeypatch.setattr(node_folders, "CHUNK_BYTES", 7)
     return {"10.0.0.1": Node(), "10.0.0.2": Node(tmp_path / "other")}
 
@@ -143,6 +145,19 @@ async def test_a_policy_that_another_node_wrote_comes_back_and_the_end_leaves_no
     assert (tmp_path / "run" / "policy").is_dir()
 
 
+async def test_other_runs_on_a_node_do_not_sweep_its_shared_memory_until_the_end(
+    folders, nodes, tmp_path, monkeypatch
+):
+    memories = [tmp_path / "memory", nodes["10.0.0.2"].file(tmp_path / "memory")]
+    for memory in memories:
+        monkeypatch.setattr(run_folder, "SHARED_MEMORY", memory)
+        assert len(list(memory.iterdir())) == 1
+        assert run_folder.sweep_shared_memory() == []
+    monkeypatch.setattr(run_folder, "SHARED_MEMORY", memories[0])
+    await folders.close()
+    assert not [left for memory in memories for left in memory.iterdir()], "also where the run's folder is shared"
+
+
 async def test_a_node_that_does_not_answer_keeps_no_run_from_ending(folders, nodes, caplog):
     nodes["10.0.0.2"].error = AsyncRLError("its node died")
     await folders.close()
@@ -152,6 +167,7 @@ async def test_a_node_that_does_not_answer_keeps_no_run_from_ending(folders, nod
 
 
 async def test_a_path_that_a_node_cannot_make_is_refused_with_its_reason(folders, nodes, tmp_path):
+    shutil.rmtree(nodes["10.0.0.2"].root)
     nodes["10.0.0.2"].root.write_text("a file where its folders should be")
     with pytest.raises(ValueError, match=r"every node must have a folder .*run/model, .*10.0.0.2: Not a directory"):
         await folders.bring(make_model(tmp_path / "model"), "model")

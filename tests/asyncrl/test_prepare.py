@@ -1,7 +1,9 @@
 import asyncio
 import dataclasses
+import errno
 import fcntl
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -75,6 +77,17 @@ def test_a_run_waits_for_a_warm_start_that_another_run_makes_and_reuses_it(confi
     assert asyncio.run(asyncio.wait_for(reused(), 20)) == folder
     assert "another run makes" in said[0]
     assert "accuracy 0.750" in said[1]
+
+
+def test_a_warm_start_on_a_file_system_without_locks_goes_on_and_says_so(config, monkeypatch, tmp_path):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    said = []
+    with pytest.raises(WorkerDiedError, match="ended with status 1"):
+        asyncio.run(warm_start(config, [], tmp_path / "sft.log", said.append, python=["false"]))
+    assert f"{warm_start_path(config).parent} cannot be locked (No locks available)" in said[0]
 
 
 def write_nothing(directory):

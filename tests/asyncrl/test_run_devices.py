@@ -327,6 +327,6 @@ async def test_a_reward_does_not_see_the_gpu_of_its_engine(monkeypatch, tmp_path
     await rewards.start()
     try:
         prompt = Prompt(group_id=0, prompt_ids=np.array([1], dtype=np.int32), ground_truth="")
-        assert [score.total for score in await rewards.score(prompt, ["x"])] == [1.0]
+        assert (await rewards.score(prompt, ["x"])).total.tolist() == [1.0]
     finally:
         await rewards.close()

@@ -16,7 +16,13 @@ import pytest
 from asyncrl.cli import train_command
 from asyncrl.cli.compose import compose_run
 from asyncrl.controller import run_folder
-from asyncrl.controller.run_folder import RunPaths, hold_shared_folder, shared_folder, sweep_shared_memory
+from asyncrl.controller.run_folder import (
+    RunPaths,
+    hold_shared_folder,
+    join_shared_folder,
+    shared_folder,
+    sweep_shared_memory,
+)
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -135,10 +141,37 @@ def test_a_sweep_of_shared_memory_leaves_what_is_not_a_runs_of_this_user(shared_
 def test_a_folder_in_shared_memory_that_is_there_already_is_not_taken(shared_memory, tmp_path):
     run_dir = tmp_path / "run"
     run_dir.mkdir()
-    shared_folder(run_dir).mkdir()
+    other = hold_shared_folder(run_dir)
     with pytest.raises(FileExistsError, match="must not exist before the run, another process made it; remove it"):
         hold_shared_folder(run_dir)
     assert not run_dir.exists()
+    os.close(other)
+
+
+def test_a_run_in_the_folder_of_a_killed_one_takes_its_place_in_shared_memory(shared_memory, tmp_path):
+    kill(forked(lambda: hold_shared_folder(tmp_path)))
+    (shared_folder(tmp_path) / "weights").touch()
+    lock = hold_shared_folder(tmp_path)
+    assert not list(shared_folder(tmp_path).iterdir())
+    assert sweep_shared_memory() == []
+    os.close(lock)
+
+
+@pytest.mark.parametrize("hold", [hold_shared_folder, lambda run_dir: join_shared_folder(shared_folder(run_dir))])
+def test_a_folder_that_another_run_sweeps_before_it_is_locked_is_made_again(shared_memory, tmp_path, monkeypatch, hold):
+    swept, real_open = [], os.open
+
+    def sweep_first(path, *arguments, **options):
+        if path == shared_folder(tmp_path) and not swept:
+            swept.append(path)
+            path.rmdir()
+        return real_open(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "open", sweep_first)
+    lock = hold(tmp_path)
+    assert swept
+    assert sweep_shared_memory() == []
+    os.close(lock)
 
 
 def test_without_shared_memory_that_can_be_written_a_run_holds_nothing(tmp_path, monkeypatch):

@@ -84,6 +84,26 @@ def test_a_signal_to_every_process_at_once_reaches_the_work_once_and_ends_no_pro
     assert run.communicate(timeout=30)[0] == "status 11 own\n"
 
 
+def test_signals_in_quick_succession_become_a_second_stop_after_half_a_second():
+    run = start(
+        """
+        seen = []
+        signal.signal(supervisor.STOPS[signal.SIGINT], lambda *_: seen.append(1))
+        print("ready", flush=True)
+        while len(seen) < 2:
+            signal.pause()
+        return 10 + len(seen)
+        """
+    )
+    assert run.stdout.readline() == "ready\n"
+    deadline = time.monotonic() + 10
+    while run.poll() is None and time.monotonic() < deadline:
+        run.send_signal(signal.SIGINT)
+        time.sleep(0.1)
+    run.kill()
+    assert run.communicate(timeout=30)[0] == "status 12 own\n"
+
+
 @pytest.mark.parametrize(("before", "status"), [((), "status 143 own\n"), (("nohup",), "status 0 own\n")])
 def test_a_hangup_of_the_terminal_ends_the_work_except_under_nohup(before, status):
     run = start(

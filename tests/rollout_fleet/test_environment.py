@@ -9,7 +9,7 @@ from asyncrl.protocol.errors import RewardError
 from asyncrl.protocol.types import Prompt
 from rollout_fleet.config import EngineDevice, RolloutFleetConfig, SGLangConfig
 from rollout_fleet.engines.sglang_server import SGLangServer
-from rollout_fleet.environment import is_secret
+from rollout_fleet.environment import is_secret, without_secrets
 from rollout_fleet.rewards import WeightedRewards
 
 PROMPT = Prompt(group_id=7, prompt_ids=np.asarray([3, 4], dtype=np.int32), ground_truth="42")
@@ -32,6 +32,17 @@ def test_a_variable_that_is_named_like_a_secret_is_one(name):
 @pytest.mark.parametrize("name", HARMLESS)
 def test_a_variable_that_is_not_named_like_a_secret_is_not_one(name):
     assert not is_secret(name)
+
+
+@pytest.mark.parametrize("name", ["SGLANG_TWO_STREAM_MAX_TOKENS", "SGLANG_USE_AITER_FP8_PER_TOKEN"])
+@pytest.mark.parametrize("value", ["1024", "0", "true", "False"])
+def test_a_variable_that_counts_tokens_is_not_a_secret(name, value):
+    assert without_secrets((), {name: value}) == {name: value}
+    assert without_secrets((), {name: "hf_abcdef"}) == {}
+
+
+def test_a_variable_that_holds_a_numeric_password_or_key_is_a_secret():
+    assert without_secrets((), {"DB_PASSWORD": "123456", "API_KEY": "42", "BOT_TOKEN": "1234567890123"}) == {}
 
 
 @pytest.fixture
