@@ -231,7 +231,7 @@ async def _lock(policy: Path, say: Callable[[str], None]) -> AsyncIterator[None]
             threading.Thread(target=wait, daemon=True).start()
             await locked.wait()
         except OSError as error:  # some network file systems have no locks
-            say(f"warm start: {policy.parent} cannot be locked ({error.strerror}); another run may make the same policy")
+            say(f"warm start: {policy.parent} has no locks ({error.strerror}); another run may make the same policy")
         yield
 
 

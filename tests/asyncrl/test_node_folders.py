@@ -145,9 +145,7 @@ async def test_a_policy_that_another_node_wrote_comes_back_and_the_end_leaves_no
     assert (tmp_path / "run" / "policy").is_dir()
 
 
-async def test_other_runs_on_a_node_do_not_sweep_its_shared_memory_until_the_end(
-    folders, nodes, tmp_path, monkeypatch
-):
+async def test_other_runs_on_a_node_do_not_sweep_its_shared_memory_until_the_end(folders, nodes, tmp_path, monkeypatch):
     memories = [tmp_path / "memory", nodes["10.0.0.2"].file(tmp_path / "memory")]
     for memory in memories:
         monkeypatch.setattr(run_folder, "SHARED_MEMORY", memory)
