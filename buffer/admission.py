@@ -307,7 +307,7 @@ class Admission:
         """Take up the leases of the server before this one; their owners get the same timeout as everyone else."""
         for lease in leases:
             self._granted.setdefault((lease.owner, lease.request_id), []).append(lease.granted())
-            self._paces.granted(lease, self._clock.time())
+            self._paces.recover(lease, self._clock.time())
             self.heartbeats.enter(lease.owner, self._clock.time())
 
     def describe(self) -> list[dict[str, Any]]:
@@ -420,7 +420,11 @@ class Admission:
         """Ask slow workers for groups that waiting workers take over, while there are such groups and such workers."""
         while (group := self._paces.first_on_offer()) is not None and self._ledger.has_room():
             is_due = group.deadline <= self._ledger.next_plan
-            takers = [version for version in self._pending.versions if is_due or version not in admitted]
+            takers = [
+                version
+                for version in self._pending.versions
+                if version not in admitted or (is_due and group.deadline < self._ledger.rule.deadline(version))
+            ]
             if not takers:
                 return
             if now < self._search_from:

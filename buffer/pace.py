@@ -2,8 +2,8 @@
 
 A worker with a free place takes over a running group whose worker is at least twice as slow: of the groups with the
 earliest deadline, that of the slowest worker. It does so when no new prompt may begin on it, and also when the next
-plan waits for that group. A group changes hands at most twice, so a wrong measurement costs two interruptions per
-group at most. No worker is refused a group for being slow.
+plan waits for that group and a new prompt would be due later. A group changes hands at most twice, so a wrong
+measurement costs two interruptions per group at most. No worker is refused a group for being slow.
 
 Tools, queues and long answers make single groups slow, but a slow engine makes all of its groups slow. So a worker is
 slow only if the fastest of its last groups took twice as long per token as the median group of another worker.
@@ -104,13 +104,19 @@ class WorkerPaces:
 
     # What is heard
 
-    def granted(self, lease: GrantedLease | Group, now: float) -> None:
-        """A worker begins or continues a group, or goes on with it under a server that was started again."""
+    def granted(self, lease: GrantedLease, now: float) -> None:
+        """A worker begins or continues a group."""
+        self._begin(lease, self._num_saved.get(lease.group_id) if lease.num_inherited else 0, now)
+
+    def recover(self, lease: Group, now: float) -> None:
+        """A worker has held a group since before this server began; what it had written by now is not known."""
+        self._begin(lease, None, now)
+
+    def _begin(self, lease: GrantedLease | Group, num_before: int | None, now: float) -> None:
         self._leave(lease.group_id)
         worker = self._workers.setdefault(lease.owner, _Worker(since=now))
         if not worker.groups:
             worker.since, worker.slowdown = now, 1.0
-        num_before = self._num_saved.get(lease.group_id) if lease.num_inherited else 0
         running = RunningGroup(
             worker=lease.owner,
             group_id=lease.group_id,

@@ -12,6 +12,7 @@ from asyncrl.profile.scenario import EngineModel, LearnerModel, LengthModel, Sce
 from asyncrl.profile.simulator import Simulation
 from buffer import BufferConfig
 from buffer.commands import GrantedLease, Progress
+from buffer.groups import Group
 from buffer.messages import HAND_ON, Message
 from buffer.pace import MOST_CHANGES, WorkerPaces
 from buffer.service import BufferService
@@ -58,6 +59,20 @@ def test_a_slow_engine_costs_nothing_where_batches_are_what_limits_the_fleet(opt
     with_it = share(ONE_SLOW, seconds=80.0, **options) * sum(ONE_SLOW)
     without = share(ONE_SLOW[:3], seconds=80.0, **options) * sum(ONE_SLOW[:3])
     assert with_it >= 0.95 * without
+
+
+@pytest.mark.parametrize("groups_per_step", [28, 48])
+def test_a_slow_engine_costs_little_at_max_lag_0_where_lengths_vary(groups_per_step):
+    """A step has more groups than the fast engines have places, so the slow engine begins some of them."""
+
+    def rate(speeds, seed: int) -> float:
+        rng = random.Random(seed)
+        lengths = [max(4, int(80 * rng.lognormvariate(0.0, 0.8))) for _ in range(20_000)]
+        options = {"groups_per_step": groups_per_step, "max_lag": 0, "length_of": lengths.__getitem__}
+        return SimulatedFleet(speeds, **options).rate(60.0, warm_up_s=20.0)
+
+    with_it, without = (sum(rate(speeds, seed) for seed in range(3)) for speeds in (ONE_SLOW, ONE_SLOW[:3]))
+    assert with_it >= 0.9 * without
 
 
 def test_without_hand_over_every_group_stays_where_it_began():
@@ -199,6 +214,15 @@ def test_a_worker_that_only_continues_groups_is_measured_by_what_it_writes():
         of.ended(group_id, 1, 1002.0, num_tokens=100)
     assert of.usual_pace(b"late", 1002.0) == pytest.approx(0.1)
     assert of.is_slow(b"late", of.usual_pace(b"fast", 1002.0))
+
+
+def test_a_group_that_ran_before_the_server_was_started_again_does_not_count_as_fast():
+    of = measured(fast=0.01)
+    for group_id in range(8):
+        of.recover(Group(group_id=group_id, owner=b"other", num_attempts=1), 1000.0)
+        of.ended(group_id, 0, 1000.1, num_tokens=1000)
+    assert of.usual_pace(b"other", 1000.1) == pytest.approx(0.01)
+    assert not of.is_slow(b"fast", of.usual_pace(b"other", 1000.1))
 
 
 def test_one_fast_group_says_that_an_engine_is_not_slow():
