@@ -467,7 +467,7 @@ class RolloutLoop:
             if self._config.save_progress is SaveProgress.never:
                 continue
             running = (self._groups[key] for key in asked if key in self._groups)
-            chosen = [group for group in running if group.phase in (GroupPhase.generating, GroupPhase.parked)]
+            chosen = [group for group in running if group.phase not in (GroupPhase.ending, GroupPhase.settling)]
             for group in chosen:
                 await self._end(group, "handed_on")
             await self._engine.abort([request_id for group in chosen for request_id in group.outstanding])

@@ -11,6 +11,7 @@ import pytest
 from asyncrl.protocol.errors import EngineError, StoreFull
 from asyncrl.protocol.types import FinishReason
 from rollout_fleet.config import SaveProgress
+from rollout_fleet.inflight import GroupPhase
 from tests.support.offers import bare_offer
 from tests.support.rollout import running_loop, update, writes
 
@@ -175,6 +176,31 @@ async def test_groups_are_handed_on_with_what_is_written_of_them(make_buffer):
         await loop.stop()
         counters = await run
     assert counters.tokens_generated == 3 * 2 * 60 == buffer.num_accounted
+
+
+async def test_a_group_that_is_cut_off_for_an_update_is_handed_on_all_the_same(make_buffer):
+    buffer = make_buffer(2, groups_per_step=1, max_lag=6)
+    async with running_loop(buffer, writes(60), save_progress=SaveProgress.at_updates) as (loop, engine, run):
+        await asyncio.sleep(0.1)
+        may_abort, abort = asyncio.Event(), engine.abort
+
+        async def abort_later(request_ids):
+            await may_abort.wait()
+            await abort(request_ids)
+
+        engine.abort = abort_later
+        updating = asyncio.create_task(update(loop, buffer))
+        await asyncio.sleep(0.05)
+        assert {group.phase for group in loop._groups.values()} == {GroupPhase.cutting}
+        buffer.hand_on_requests.put_nowait([(0, 0)])
+        await asyncio.sleep(0.05)
+        may_abort.set()
+        await updating
+        await buffer.stored(2)
+        await loop.stop()
+        counters = await run
+    assert [(group_id, reason) for group_id, _, reason in buffer.released] == [(0, "handed_on")]
+    assert counters.tokens_generated == 2 * 2 * 60 == buffer.num_accounted
 
 
 @pytest.mark.parametrize("greedy_baseline", [False, True])
