@@ -118,7 +118,7 @@ async def test_the_groups_of_a_store_that_is_gone_are_generated_again_and_counte
         assert await of.control.drop_store(0) == 1
         assert await of.control.drop_store(0) == 0
         assert (await of.control.stats()).tokens_dropped == {"store_lost": 5}
-        with pytest.raises(UnknownGroup, match=r"group 0 were on the store of host a at tcp://.*, which is gone"):
+        with pytest.raises(UnknownGroup, match=r"group 0 were on the store of host a at ipc://.*, which is gone"):
             await of.control.fetch([0, 1])
         [again] = await a.lease(0, 1)
         assert (again.prompt.group_id, again.attempt) == (2, 1)
