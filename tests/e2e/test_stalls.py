@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.e2e.faults import CONTROLLER, FLEET_STARTS, STOPS, parts_of
+from tests.e2e.faults import CONTROLLER, FLEET_STARTS, STARTED, STOPS, parts_of
 from tests.e2e.run_checks import assert_every_step_is_made_and_no_version_goes_back, assert_every_token_is_accounted_for
 from tests.support.training_run import RunningTraining
 
@@ -85,6 +85,7 @@ def test_nothing_stands_still_after_a_process_that_stood_still(start, tmp_path, 
         "record_trajectories=true",
         "sft.enabled=false",
     )
+    run.wait_for_line(STARTED)
     PHASES[phase](run)
     run.remember_family()
     pids = run.pids_at(PARTS[part]) if part != CONTROLLER else [run.pid_of(PARTS[part])]
