@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.util
+import io
 import json
 import logging
 import os
@@ -238,13 +239,13 @@ class SGLangServer:
         """
         assert guard.stdout is not None
         is_whole = True
-        with self.log_path.open("ab", buffering=0) as log:
+        with self._open_log() as log:
             while chunk := await _read_line(guard.stdout):
                 try:
                     log.write(chunk)
                 except OSError as error:
                     if is_whole:
-                        logger.warning("%s: output is left out of %s: %s", self.name, self.log_path, error)
+                        self._warn_of_loss(error)
                     is_whole = False
                 line = chunk.decode(errors="replace").rstrip()
                 self._tail.append(line)
@@ -254,6 +255,17 @@ class SGLangServer:
                         guard.send_signal(signal.SIGUSR1)
                 if READY_LINE in line:
                     self._ready.set()
+
+    def _open_log(self) -> io.FileIO:
+        """Open the log file, or the null device where the file cannot be made."""
+        try:
+            return self.log_path.open("ab", buffering=0)
+        except OSError as error:
+            self._warn_of_loss(error)
+            return Path(os.devnull).open("ab", buffering=0)
+
+    def _warn_of_loss(self, error: OSError) -> None:
+        logger.warning("%s: output is left out of %s: %s", self.name, self.log_path, error)
 
     def _arguments(self, scratch: Path) -> list[str]:
         config, on_cpu = self._config, self._device is EngineDevice.cpu

@@ -262,6 +262,27 @@ async def test_without_restarts_the_run_goes_on_without_a_worker_whose_host_has_
         await asyncio.wait_for(run, 10)
 
 
+async def test_a_worker_that_never_verifies_its_weights_is_replaced_aloud_and_then_given_up(fleet_of):
+    workers = Workers()
+    fleet, run = await training_on(fleet_of, workers)
+    damaged = raised_by_ray(WeightsError("version 3 has other bytes than were published"))
+
+    async def load_first(rank):
+        raise damaged
+
+    workers.load_first = load_first
+    workers.run_errors[1] = damaged
+    workers.lives[1].set()
+    await asyncio.sleep(5 * DEADLINE_S)
+    assert workers.replaced == [1, 1, 1], "rollout_fleet.restarts are 3"
+    ended = [words for words in workers.said if "rollout worker 1 has ended, epoch" in words]
+    assert len(ended) == 4
+    assert all("version 3 has other bytes" in words for words in ended)
+    assert "the run goes on with 1 of 2 rollout engines" in str(workers.said)
+    assert fleet.engines() == ["0"]
+    run.cancel()
+
+
 @pytest.mark.parametrize("kind", [RewardError, RequestRefused, AccountError, WrongEpoch])
 async def test_what_every_worker_would_raise_ends_the_run_at_once(fleet_of, kind):
     workers = Workers()

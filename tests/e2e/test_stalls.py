@@ -11,10 +11,11 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
 
-from tests.e2e.faults import CONTROLLER, FLEET_STARTS, STOPS, parts_of
+from tests.e2e.faults import CONTROLLER, FLEET_STARTS, STARTED, STOPS, parts_of
 from tests.e2e.run_checks import assert_every_step_is_made_and_no_version_goes_back, assert_every_token_is_accounted_for
 from tests.support.training_run import RunningTraining
 
@@ -85,6 +86,7 @@ def test_nothing_stands_still_after_a_process_that_stood_still(start, tmp_path, 
         "record_trajectories=true",
         "sft.enabled=false",
     )
+    run.wait_for_line(STARTED)
     PHASES[phase](run)
     run.remember_family()
     pids = run.pids_at(PARTS[part]) if part != CONTROLLER else [run.pid_of(PARTS[part])]
@@ -92,7 +94,8 @@ def test_nothing_stands_still_after_a_process_that_stood_still(start, tmp_path, 
         pytest.skip(f"no {part} is there at this moment")
     os.kill(pids[0], signal.SIGSTOP)
     time.sleep(stall_s)
-    os.kill(pids[0], signal.SIGCONT)
+    with suppress(ProcessLookupError):  # its supervisor has replaced it already
+        os.kill(pids[0], signal.SIGCONT)
     began_s = time.monotonic()
     status = run.finish(END_TIMEOUT_S)
     print(f"{part}, {phase}, {stall_s:g} s: status {status} after {time.monotonic() - began_s:.1f} s")  # noqa: T201

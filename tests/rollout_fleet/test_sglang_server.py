@@ -265,3 +265,12 @@ async def test_a_full_disk_under_its_log_does_not_block_a_server(make_server, ca
     [warning] = [record.message for record in caplog.records if "is left out" in record.message]
     assert "/dev/full: [Errno 28] No space left on device" in warning
     assert "Uvicorn running" in server.log_tail()
+
+
+async def test_a_log_that_cannot_be_made_does_not_block_a_server(make_server, caplog, tmp_path):
+    server = make_server('for _ in range(20_000):\n    print("x" * 100)\n' + textwrap.dedent(COMES_UP))
+    server.log_path = tmp_path / ("n" * 300)  # no file system takes such a name
+    await server.start()
+    [warning] = [record.message for record in caplog.records if "is left out" in record.message]
+    assert "File name too long" in warning
+    assert "Uvicorn running" in server.log_tail()
