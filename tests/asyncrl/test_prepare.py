@@ -87,7 +87,7 @@ def test_a_warm_start_on_a_file_system_without_locks_goes_on_and_says_so(config,
     said = []
     with pytest.raises(WorkerDiedError, match="ended with status 1"):
         asyncio.run(warm_start(config, [], tmp_path / "sft.log", said.append, python=["false"]))
-    assert f"{warm_start_path(config).parent} cannot be locked (No locks available)" in said[0]
+    assert f"{warm_start_path(config).parent} has no locks (No locks available)" in said[0]
 
 
 def write_nothing(directory):

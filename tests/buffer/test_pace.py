@@ -13,6 +13,7 @@ from asyncrl.profile.simulator import Simulation
 from buffer import BufferConfig
 from buffer.commands import GrantedLease, Progress
 from buffer.groups import Group
+from buffer.heartbeats import LoopClock
 from buffer.messages import HAND_ON, Message
 from buffer.pace import MOST_CHANGES, WorkerPaces
 from buffer.service import BufferService
@@ -293,7 +294,9 @@ class Workers:
     """A service whose workers ask, store, save, fall behind and die as they are told; its time is the test's."""
 
     def __init__(self, max_lag: int) -> None:
-        self.service = BufferService(BufferConfig(max_lag=max_lag), groups_per_step=2, send=self._send)
+        self.now = 0.0
+        clock = LoopClock(lambda: self.now)
+        self.service = BufferService(BufferConfig(max_lag=max_lag), groups_per_step=2, send=self._send, clock=clock)
         self.ledger = self.service.ledger
         self.held: dict[tuple[int, int], tuple[bytes, int]] = {}
         self.asking: dict[bytes, int] = {}
@@ -308,6 +311,7 @@ class Workers:
 
     def ask(self, client: bytes, name: str, **fields) -> None:
         self.last_id += 1
+        self.now += 0.01
         self.service.handle(client, Message(name=name, request_id=self.last_id, fields=fields))
         self.service.settle()
         self.check()
