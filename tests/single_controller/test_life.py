@@ -167,7 +167,7 @@ def test_a_death_shows_what_the_worker_wrote_though_nobody_asked_for_logs(cluste
     with pytest.raises(WorkerDiedError) as caught:
         group.die_without_torch().get(60)
     message = str(caught.value)
-    assert "group 'unlogged', rank 1, on node 127.0.0." in message
+    assert "group 'unlogged', rank 1, on node 127." in message
     assert "the child process speaks" in message
     assert "about to die" in message
     assert "rank 0 begins" not in message
