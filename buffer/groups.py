@@ -108,7 +108,7 @@ class Group:
         return self.summary
 
     def granted(self) -> GrantedLease:
-        """The lease of the current attempt, which stays as it is when the group goes on to another attempt."""
+        """Return a copy of the current lease. The copy does not change when the group goes on to another attempt."""
         return GrantedLease(
             group_id=self.group_id,
             attempt=self.attempt,

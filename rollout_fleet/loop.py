@@ -158,7 +158,8 @@ class RolloutLoop:
             await self._put_down()
         finally:
             await _cancel(self._tasks)
-            self._returns.add(self._groups.values())  # no task owns them any more: they are not renewed
+            # No task owns these groups any more, so nothing may renew their leases.
+            self._returns.add(self._groups.values())
             self._groups.clear()
             await self._returns.give_back()
             self._count_running()

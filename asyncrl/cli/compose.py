@@ -246,7 +246,7 @@ def _make_writable(node: DictConfig) -> None:
 
 
 def override_error(error: Exception, overrides: Sequence[str]) -> ValueError:
-    """Return what Hydra or OmegaConf raised over ``overrides`` as one line that starts with the option's name."""
+    """Turn an error of Hydra or OmegaConf into a ValueError of one line, which begins with the name of the option."""
     return ValueError(_explain(error, overrides))
 
 

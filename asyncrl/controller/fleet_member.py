@@ -347,7 +347,7 @@ class FleetMember:
             await asyncio.gather(call, ending, return_exceptions=True)
 
     async def _declare(self, epoch: int, error: Exception) -> None:
-        """The life of ``epoch`` has ended of ``error``, unless that was declared before; `_watch` begins the next."""
+        """Declare that ``error`` has ended the life of ``epoch``; a second call does nothing. `_watch` begins another."""
         if self.member.fault(epoch, str(raised_in_worker(error)), time.monotonic()):
             self._end_of_life = error
             await self._notify()
