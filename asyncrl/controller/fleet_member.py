@@ -347,7 +347,7 @@ class FleetMember:
             await asyncio.gather(call, ending, return_exceptions=True)
 
     async def _declare(self, epoch: int, error: Exception) -> None:
-        """Declare that ``error`` has ended the life of ``epoch``; a second call does nothing. `_watch` begins another."""
+        """Declare that ``error`` has ended the life of ``epoch``. A second call does nothing. `_watch` goes on."""
         if self.member.fault(epoch, str(raised_in_worker(error)), time.monotonic()):
             self._end_of_life = error
             await self._notify()
