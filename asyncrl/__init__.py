@@ -9,8 +9,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .protocol import BatchData, DataProto, DataProtoConfig, DataProtoFuture, DataProtoItem
     from .single_controller import (
+        BatchData,
+        DataProto,
+        DataProtoConfig,
+        DataProtoFuture,
+        DataProtoItem,
         Dispatch,
         Execute,
         RayClassWithInitArgs,
@@ -49,7 +53,5 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    protocol = import_module(".protocol", __name__)
-    home = protocol if name in protocol.__all__ else import_module(".single_controller", __name__)
-    value = globals()[name] = getattr(home, name)
+    value = globals()[name] = getattr(import_module(".single_controller", __name__), name)
     return value

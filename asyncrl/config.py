@@ -13,9 +13,9 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from asyncrl.core.record import ProfileConfig
 from asyncrl.data.config import DataConfig
 from asyncrl.placement_config import LEARNER_POOL, PlacementConfig, RayConfig
-from asyncrl.protocol.record import ProfileConfig
 from buffer.config import BufferConfig, StoresOn
 from learner.config import AlgorithmConfig, LearnerConfig
 from learner.rope import rope_limit
@@ -76,7 +76,7 @@ class StopMetric(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class WarmStartConfig:
-    """Supervised fine-tuning (``python -m asyncrl.sft``), also run before training where ``enabled``.
+    """Supervised fine-tuning (``python -m asyncrl sft``), also run before training where ``enabled``.
 
     Attributes:
         enabled: Fine-tune ``model.path`` first, and train the result.

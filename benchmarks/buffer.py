@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from asyncrl.protocol.trajectory import Trajectory, TrajectoryGroup, Turn
-from asyncrl.protocol.types import FinishReason, GroupSummary, Lease, Prompt
+from asyncrl.core.trajectory import Trajectory, TrajectoryGroup, Turn
+from asyncrl.core.types import FinishReason, GroupSummary, Lease, Prompt
 from benchmarks import buffer_peers
 from benchmarks.buffer_admission import admission_figures
 from benchmarks.buffer_raw import RawStore

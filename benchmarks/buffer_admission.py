@@ -8,7 +8,7 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from asyncrl.protocol.types import GroupSummary
+from asyncrl.core.types import GroupSummary
 from buffer import BufferConfig, Ledger, StalenessRule
 from buffer.commands import Commit, Enqueue, GrantedLease, LeaseGroups, PlanBatch, Progress, Put, SavePrefix, TakeBack
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import ray
 
-from asyncrl.protocol import DataProto
-from asyncrl.single_controller import Dispatch, Worker, register
+from asyncrl.single_controller import DataProto, Dispatch, Worker, register
 
 
 class Echo(Worker):

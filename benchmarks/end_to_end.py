@@ -33,7 +33,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from asyncrl.cli.compose import compose_run
 from asyncrl.cli.quickstart import with_quickstart_assets
 from asyncrl.config import RunConfig
-from asyncrl.supervised.warm_start import warm_start_path
+from asyncrl.sft.warm_start import warm_start_path
 from benchmarks.held_out import HeldOut, first_crossing, load_held_out
 from benchmarks.report import Target, print_report
 
@@ -74,7 +74,7 @@ class Contest:
         self._config = with_quickstart_assets(compose_run(self._overrides))
         self._eval_every = eval_every
         self._threads = threads
-        _run([sys.executable, "-m", "asyncrl.sft", *self._overrides])
+        _run([sys.executable, "-m", "asyncrl", "sft", *self._overrides])
         self._warm = warm_start_path(self._config)
         tokenizer = AutoTokenizer.from_pretrained(self._warm)
         self._held_out = load_held_out(
@@ -87,7 +87,7 @@ class Contest:
         """Train with asyncrl; evaluate its published weights afterwards."""
         overrides = [*self._overrides, "rollout_fleet.engine=transformers", "learner.keep_snapshots=-1"]
         overrides += ["evaluation.enabled=false", *([] if max_lag is None else [f"buffer.max_lag={max_lag}"])]
-        output, cpu_s = _run([sys.executable, "-m", "asyncrl.train", *overrides])
+        output, cpu_s = _run([sys.executable, "-m", "asyncrl", "train", *overrides])
         run_dir = Path(next(line.split("writing to ", 1)[1] for line in output if "writing to " in line))
         records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
         start_s = json.loads((run_dir / "summary.json").read_text())["start_wall_s"]

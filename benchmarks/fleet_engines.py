@@ -23,8 +23,8 @@ import aiohttp
 import numpy as np
 import psutil
 
-from asyncrl.protocol.manifest import describe_model
-from asyncrl.protocol.types import Prompt
+from asyncrl.core.types import Prompt
+from asyncrl.weights.manifest import describe_model
 from benchmarks.fleet_scripted import running_loop
 from benchmarks.random_models import save_random_qwen3
 from buffer import BufferClient, BufferConfig, BufferProcess

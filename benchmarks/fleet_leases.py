@@ -24,8 +24,7 @@ from typing import Any
 import numpy as np
 import zmq
 
-from asyncrl.protocol.manifest import WeightOffer
-from asyncrl.protocol.types import Lease, Prompt
+from asyncrl.core.types import Lease, Prompt, WeightOffer
 from benchmarks.buffer import group_of
 from buffer import BufferClient, BufferConfig, BufferProcess
 from buffer.encoding import group_frames

@@ -16,9 +16,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from asyncrl.protocol.errors import AsyncRLError
-from asyncrl.protocol.manifest import WeightOffer
-from asyncrl.protocol.types import Prompt
+from asyncrl.core.errors import AsyncRLError
+from asyncrl.core.types import Prompt, WeightOffer
 from buffer import BufferClient, BufferConfig
 from buffer.commands import Granted
 from buffer.server import BufferServer

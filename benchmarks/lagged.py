@@ -18,10 +18,9 @@ import torch
 from transformers import AutoTokenizer
 
 from asyncrl.config import RunConfig
+from asyncrl.core.trajectory import TrajectoryGroup
+from asyncrl.core.types import Lease, Plan, Prompt, WeightOffer
 from asyncrl.data.prompts import PromptStream, load_eval_prompts
-from asyncrl.protocol.manifest import WeightOffer
-from asyncrl.protocol.trajectory import TrajectoryGroup
-from asyncrl.protocol.types import Lease, Plan, Prompt
 from learner.advantages import BatchAdvantages
 from learner.batching import rank_batches
 from learner.losses import policy_objective

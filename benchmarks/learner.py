@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
-from asyncrl.protocol.types import GroupSummary, Plan
+from asyncrl.core.types import GroupSummary, Plan
 from benchmarks.random_models import save_random_qwen3
 from benchmarks.report import Target, print_report
 from learner.advantages import generalized_advantages

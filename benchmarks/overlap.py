@@ -34,10 +34,10 @@ import msgpack
 from transformers import AutoTokenizer
 
 from asyncrl.cli.quickstart import make_assets
+from asyncrl.core.record import GroupEvent, LevelName, Pool, Recorder, SpanKind
 from asyncrl.profile.attribution import Attribution
 from asyncrl.profile.overlap import OverlapReport
 from asyncrl.profile.trace import FOLDER, Span, StepWindow, Trace
-from asyncrl.protocol.record import GroupEvent, LevelName, Pool, Recorder, SpanKind
 from benchmarks.random_models import save_random_qwen3
 from benchmarks.report import Target, print_report
 
@@ -230,7 +230,7 @@ def _measured(folder: Path, *overrides: str, engine: str) -> Measurement:
 
 def train_pinned(folder: Path, *overrides: str, engine: str) -> Path:
     """Train in a process of its own, with engine and rank pinned once they are there; returns the run's folder."""
-    command = [sys.executable, "-m", "asyncrl.train", f"output_dir={folder}", f"rollout_fleet.engine={engine}"]
+    command = [sys.executable, "-m", "asyncrl", "train", f"output_dir={folder}", f"rollout_fleet.engine={engine}"]
     command += [
         "sft.enabled=false",
         "evaluation.enabled=false",

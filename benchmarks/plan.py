@@ -24,9 +24,9 @@ from pathlib import Path
 from statistics import fmean, median
 
 from asyncrl.cli.compose import read_config
-from asyncrl.profile.calibration import Calibration, calibrate
-from asyncrl.profile.scenario import Scenario
-from asyncrl.profile.simulator import Outcome, simulate
+from asyncrl.planner.calibration import Calibration, calibrate
+from asyncrl.planner.scenario import Scenario
+from asyncrl.planner.simulator import Outcome, simulate
 from asyncrl.profile.trace import FOLDER, Trace
 from benchmarks.overlap import train_pinned
 from benchmarks.report import Target, print_report

@@ -17,10 +17,9 @@ import ray
 import torch
 from ray._private.worker import global_worker
 
-from asyncrl.protocol import DataProto
-from asyncrl.protocol.codec import decode, encode
-from asyncrl.protocol.serialization import from_parts, parts_of
-from asyncrl.single_controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+from asyncrl.single_controller import DataProto, RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+from asyncrl.single_controller.codec import decode, encode
+from asyncrl.single_controller.serialization import from_parts, parts_of
 from benchmarks.echo import Echo, PlainEcho
 from benchmarks.report import Target, median_times, milliseconds, print_report
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from asyncrl.protocol.manifest import describe_model
+from asyncrl.weights.manifest import describe_model
 from benchmarks import publish_collective, publish_delta
 from benchmarks.publish_log import measure_log
 from benchmarks.publish_steps import NUM_RANKS, measure_steps, run_ranks

@@ -23,9 +23,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from asyncrl.protocol.manifest import WeightOffer
-from asyncrl.protocol.weight_receiver import receive_weights
-from asyncrl.protocol.weight_rounds import CollectiveOptions
+from asyncrl.core.types import WeightOffer
+from asyncrl.weights.receiver import receive_weights
+from asyncrl.weights.rounds import CollectiveOptions
 from benchmarks.report import Target
 from learner.config import Device, LearnerConfig
 from learner.fsdp import local_tensor

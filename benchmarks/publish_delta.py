@@ -8,8 +8,9 @@ from pathlib import Path
 
 import torch
 
-from asyncrl.protocol.delta import write_delta
-from asyncrl.protocol.manifest import PIECE_BYTES, WeightOffer, read_manifest
+from asyncrl.core.types import WeightOffer
+from asyncrl.weights.delta import write_delta
+from asyncrl.weights.manifest import PIECE_BYTES, read_manifest
 from benchmarks.report import Target
 from learner.config import Device, LearnerConfig, LoraConfig
 from learner.fsdp import local_tensor

@@ -21,8 +21,7 @@ from pathlib import Path
 import numpy as np
 import zmq
 
-from asyncrl.protocol.manifest import WeightOffer
-from asyncrl.protocol.types import Prompt
+from asyncrl.core.types import Prompt, WeightOffer
 from benchmarks.buffer import group_of
 from buffer import BufferClient, BufferConfig, BufferProcess
 from buffer.messages import ACKS, OK, PUSHES, Message, error_of, parse_reply

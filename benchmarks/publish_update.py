@@ -15,7 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from asyncrl.protocol.manifest import WeightOffer, describe_model
+from asyncrl.core.types import WeightOffer
+from asyncrl.weights.manifest import describe_model
 from benchmarks.publish import save_model
 from benchmarks.report import Target, print_report
 from rollout_fleet.config import EngineDevice, OnUpdate, RolloutFleetConfig, SamplingConfig, SGLangConfig

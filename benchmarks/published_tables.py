@@ -14,8 +14,8 @@ from itertools import product
 
 import numpy as np
 
-from asyncrl.profile.scenario import EngineModel, LearnerModel, LengthModel, Scenario
-from asyncrl.profile.simulator import simulate
+from asyncrl.planner.scenario import EngineModel, LearnerModel, LengthModel, Scenario
+from asyncrl.planner.simulator import simulate
 from benchmarks.report import Target, print_report
 
 _GROUP = 8

@@ -49,7 +49,7 @@ class Learned:
 
 def learn(engine: str, seed: int, output_dir: Path, overrides: Sequence[str]) -> Learned:
     """Run the quickstart, and read its summary."""
-    command = [sys.executable, "-m", "asyncrl.train", f"seed={seed}", f"rollout_fleet.engine={engine}"]
+    command = [sys.executable, "-m", "asyncrl", "train", f"seed={seed}", f"rollout_fleet.engine={engine}"]
     command += [f"output_dir={output_dir}", *overrides]
     done = subprocess.run(command, capture_output=True, text=True, timeout=RUN_TIMEOUT_S, check=False)
     if done.returncode:

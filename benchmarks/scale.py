@@ -13,8 +13,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from asyncrl.profile.scenario import EngineModel, LearnerModel, LengthModel, Scenario
-from asyncrl.profile.simulator import Outcome, Simulation
+from asyncrl.planner.scenario import EngineModel, LearnerModel, LengthModel, Scenario
+from asyncrl.planner.simulator import Outcome, Simulation
 from benchmarks.report import Target, print_report
 
 _GB = 1e9

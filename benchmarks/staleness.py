@@ -22,7 +22,7 @@ import torch
 from asyncrl.cli.compose import compose_run
 from asyncrl.cli.quickstart import with_quickstart_assets
 from asyncrl.config import RunConfig
-from asyncrl.supervised.warm_start import finished_warm_start, warm_start_path
+from asyncrl.sft.warm_start import finished_warm_start, warm_start_path
 from benchmarks.lagged import LaggedTraining
 from learner.config import AlgorithmConfig, Anchor, Mask, Schedule, Weight
 
@@ -158,7 +158,7 @@ def _warm_started(seed: int, output_dir: str) -> RunConfig:
     config = with_quickstart_assets(compose_run(overrides))
     policy = warm_start_path(config)
     if finished_warm_start(config) is None:
-        command = [sys.executable, "-m", "asyncrl.sft", *overrides]
+        command = [sys.executable, "-m", "asyncrl", "sft", *overrides]
         subprocess.run(command, check=True, timeout=WARM_START_TIMEOUT_S, stdout=sys.stderr)
     return replace(config, model=replace(config.model, path=str(policy)))
 

@@ -46,7 +46,7 @@ class StartUp:
 
 def start(engine: str, output_dir: Path, overrides: Sequence[str]) -> StartUp:
     """Start the quickstart for one step, with further options."""
-    command = [sys.executable, "-m", "asyncrl.train", "total_steps=1", f"rollout_fleet.engine={engine}"]
+    command = [sys.executable, "-m", "asyncrl", "train", "total_steps=1", f"rollout_fleet.engine={engine}"]
     began_s = time.monotonic()
     run = subprocess.Popen(
         [*command, f"output_dir={output_dir}", "evaluation.enabled=false", *overrides],

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from asyncrl.protocol.types import Prompt
+from asyncrl.core.types import Prompt
 from benchmarks.buffer import group_of
 from benchmarks.report import Target, print_report
 from buffer import BufferClient, BufferConfig, BufferRole, StoresOn, client_keys, make_keys

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from asyncrl.protocol.types import BufferStats, GroupSummary
+from asyncrl.core.types import BufferStats, GroupSummary
 
 from .groups import record_from, values_of
 

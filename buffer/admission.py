@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from typing import Any
 
-from asyncrl.protocol.errors import ReplayBufferError, WireError
+from asyncrl.core.errors import ReplayBufferError, WireError
 
 from .commands import Enqueue, Frames, GrantedLease, LeaseGroups, Put, Release, Renew, TakeBack
 from .groups import Group

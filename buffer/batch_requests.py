@@ -6,7 +6,7 @@ Whoever settles after a burst of messages calls `BatchRequests.make`; a timer an
 import logging
 from typing import Any
 
-from asyncrl.protocol.errors import AsyncRLError, ReplayBufferError, StoreFull, WireError
+from asyncrl.core.errors import AsyncRLError, ReplayBufferError, StoreFull, WireError
 
 from .admission import Collaborators, PendingRequest, PendingRequests
 from .commands import PlanBatch

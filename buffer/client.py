@@ -14,8 +14,8 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
-from asyncrl.protocol import record
-from asyncrl.protocol.errors import (
+from asyncrl.core import record
+from asyncrl.core.errors import (
     AsyncRLError,
     DeadlineError,
     LeaseExpired,
@@ -26,9 +26,8 @@ from asyncrl.protocol.errors import (
     VersionTooOld,
     WireError,
 )
-from asyncrl.protocol.manifest import WeightOffer
-from asyncrl.protocol.trajectory import TrajectoryGroup
-from asyncrl.protocol.types import BufferStats, Lease, Plan, Prompt
+from asyncrl.core.trajectory import TrajectoryGroup
+from asyncrl.core.types import BufferStats, Lease, Plan, Prompt, WeightOffer
 
 from .client_socket import ClientSocket
 from .encoding import CHUNK_BYTES, JOIN_BELOW_BYTES, group_frames, group_of, prompt_frames, prompt_of

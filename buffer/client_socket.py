@@ -14,7 +14,7 @@ from typing import Any
 
 import zmq
 
-from asyncrl.protocol.errors import DeadlineError, NotAllowed, ReplayBufferError, WireError
+from asyncrl.core.errors import DeadlineError, NotAllowed, ReplayBufferError, WireError
 
 from . import messages
 from .encoding import JOIN_BELOW_BYTES

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Generic, Protocol, TypeVar
 
-from asyncrl.protocol.types import GroupSummary
+from asyncrl.core.types import GroupSummary
 
 
 class PutResult(StrEnum):

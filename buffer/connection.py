@@ -8,10 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from asyncrl.protocol.errors import ReplayBufferError
-from asyncrl.protocol.manifest import WeightOffer
-from asyncrl.protocol.trajectory import TrajectoryGroup
-from asyncrl.protocol.types import BufferStats
+from asyncrl.core.errors import ReplayBufferError
+from asyncrl.core.trajectory import TrajectoryGroup
+from asyncrl.core.types import BufferStats, WeightOffer
 
 from .client import BufferClient
 from .keys import BufferRole, ClientKeys, client_keys

@@ -15,11 +15,11 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from asyncrl.protocol import codec
-from asyncrl.protocol.codec_numpy import buffer_of, checked_shape, dtype_of
-from asyncrl.protocol.errors import WireError
-from asyncrl.protocol.trajectory import TURN_DTYPE, TrajectoryGroup
-from asyncrl.protocol.types import Prompt
+from asyncrl.core.errors import WireError
+from asyncrl.core.trajectory import TURN_DTYPE, TrajectoryGroup
+from asyncrl.core.types import Prompt
+from asyncrl.single_controller import codec
+from asyncrl.single_controller.codec_numpy import buffer_of, checked_shape, dtype_of
 
 CHUNK_BYTES = 4 * 1024**2
 JOIN_BELOW_BYTES = 256 * 1024

@@ -13,8 +13,8 @@ from itertools import islice
 from operator import attrgetter
 from typing import Any
 
-from asyncrl.protocol.errors import UnknownGroup
-from asyncrl.protocol.types import GroupSummary
+from asyncrl.core.errors import UnknownGroup
+from asyncrl.core.types import GroupSummary
 
 from .commands import GrantedLease, Progress
 from .selection import Entry
@@ -43,7 +43,7 @@ class Group:
     """One unfinished prompt group.
 
     Attributes:
-        group_id: See `asyncrl.protocol.types.Prompt`.
+        group_id: See `asyncrl.core.types.Prompt`.
         state: Where it is.
         place: Its place among the groups of its state: in the queue, in the order of leasing or of storing, in its
             batch.

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from asyncrl.protocol.errors import AsyncRLError
+from asyncrl.core.errors import AsyncRLError
 
 from .connection import BufferConnection
 from .keys import BufferRole

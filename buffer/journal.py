@@ -32,8 +32,8 @@ import msgpack
 import msgspec
 import xxhash
 
-from asyncrl.protocol.errors import ReplayBufferError
-from asyncrl.protocol.types import GroupSummary
+from asyncrl.core.errors import ReplayBufferError
+from asyncrl.core.types import GroupSummary
 
 from . import commands
 from .commands import Command, Frames, LoggedFrames, Outcome, PutResult

@@ -7,7 +7,7 @@ queue under the next attempt. Whoever drives it applies `Expire` at `next_expiry
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from asyncrl.protocol.errors import (
+from asyncrl.core.errors import (
     LeaseExpired,
     NotLeaseOwner,
     ReplayBufferError,
@@ -16,7 +16,7 @@ from asyncrl.protocol.errors import (
     VersionTooNew,
     VersionTooOld,
 )
-from asyncrl.protocol.types import GroupSummary, Plan
+from asyncrl.core.types import GroupSummary, Plan
 
 from . import commands
 from .config import OnStale

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from asyncrl.protocol.record import NONE, GroupEvent, LevelName, Recorder
+from asyncrl.core.record import NONE, GroupEvent, LevelName, Recorder
 
 from . import commands
 from .account import WORKER_DIED

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from asyncrl.protocol.types import BufferStats
+from asyncrl.core.types import BufferStats
 
 from . import commands
 from .account import (

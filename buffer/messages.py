@@ -1,7 +1,7 @@
 """What the buffer's clients and server say to each other: a small msgpack header, then payload frames.
 
 A header is ``[PROTOCOL_VERSION, epoch, name, request_id, fields]``. The epoch names the run. In a request the name is
-the operation; in a reply it is ``ok`` or the name of an error in `asyncrl.protocol.errors`; a message with request id 0
+the operation; in a reply it is ``ok`` or the name of an error in `asyncrl.core.errors`; a message with request id 0
 is a push. Payload frames are prompts and trajectories (`buffer.encoding`), which the server passes on unopened.
 """
 
@@ -14,10 +14,9 @@ from typing import Any
 import msgpack
 import msgspec
 
-from asyncrl.protocol import errors
-from asyncrl.protocol.errors import AsyncRLError, WireError
-from asyncrl.protocol.manifest import WeightOffer
-from asyncrl.protocol.types import BufferStats, GroupSummary
+from asyncrl.core import errors
+from asyncrl.core.errors import AsyncRLError, WireError
+from asyncrl.core.types import BufferStats, GroupSummary, WeightOffer
 
 PROTOCOL_VERSION = 6
 MAX_HEADER_BYTES = 1 << 20

@@ -19,7 +19,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Container, Mapping
 from typing import Any
 
-from asyncrl.protocol.errors import AsyncRLError, WeightsError, WeightsGone, WireError, WrongEpoch
+from asyncrl.core.errors import AsyncRLError, WeightsError, WeightsGone, WireError, WrongEpoch
 
 from .admission import Collaborators, PendingRequest, PendingRequests
 from .journal import Journal

@@ -15,9 +15,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import IO, NoReturn, Self
 
-from asyncrl.protocol.errors import DeadlineError, ReplayBufferError, WorkerDiedError
-from asyncrl.protocol.record import ProfileConfig
-from asyncrl.protocol.remote import last_lines, process_end
+from asyncrl.core.errors import DeadlineError, ReplayBufferError, WorkerDiedError
+from asyncrl.core.record import ProfileConfig
+from asyncrl.core.remote import last_lines, process_end
 
 from .client_socket import ClientSocket
 from .config import BufferConfig, Durability

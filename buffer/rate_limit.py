@@ -3,7 +3,7 @@
 import time
 from collections import Counter
 
-from asyncrl.protocol.errors import RateExceeded
+from asyncrl.core.errors import RateExceeded
 
 
 class RateLimit:

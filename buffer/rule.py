@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 
-from asyncrl.protocol.errors import ReplayBufferError, StoreFull
+from asyncrl.core.errors import ReplayBufferError, StoreFull
 
 from .commands import Reserved
 from .groups import Group, GroupState, GroupTable

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from heapq import heapify, heappop, heapreplace
 from typing import Any, TypeVar
 
-from asyncrl.protocol.errors import ReplayBufferError
-from asyncrl.protocol.types import GroupSummary
+from asyncrl.core.errors import ReplayBufferError
+from asyncrl.core.types import GroupSummary
 
 Found = TypeVar("Found", bound=Callable[..., Any])
 Filter = Callable[[GroupSummary], bool]

@@ -23,8 +23,8 @@ from typing import Any, Protocol
 
 import zmq
 
-from asyncrl.protocol import record
-from asyncrl.protocol.errors import (
+from asyncrl.core import record
+from asyncrl.core.errors import (
     AsyncRLError,
     NotAllowed,
     ReplayBufferError,
@@ -32,8 +32,8 @@ from asyncrl.protocol.errors import (
     WorkerDiedError,
     WrongEpoch,
 )
-from asyncrl.protocol.private_folders import make_private_folder
-from asyncrl.protocol.process_memory import keep_freed_memory
+from asyncrl.core.private_folders import make_private_folder
+from asyncrl.core.process_memory import keep_freed_memory
 
 from . import messages
 from .config import BufferConfig, Durability, OnStale, StoresOn
@@ -551,7 +551,7 @@ def main() -> None:
     parser.add_argument("--config", default="{}", help='options of buffer/config.py as JSON, e.g. {"max_lag": 2}')
     parser.add_argument("--announce-fd", type=int, default=1, help="descriptor that gets the address, one line")
     parser.add_argument("--store", type=int, help="serve payloads as store server number STORE, without a ledger")
-    parser.add_argument("--profile", default="{}", help="options of asyncrl.protocol.record.ProfileConfig as JSON")
+    parser.add_argument("--profile", default="{}", help="options of asyncrl.core.record.ProfileConfig as JSON")
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     end_with_parent()

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
-from asyncrl.protocol import record
-from asyncrl.protocol.errors import AsyncRLError, DeclaredDead, ReplayBufferError, StoreFull, StoreLost, WireError
-from asyncrl.protocol.types import BufferStats
+from asyncrl.core import record
+from asyncrl.core.errors import AsyncRLError, DeclaredDead, ReplayBufferError, StoreFull, StoreLost, WireError
+from asyncrl.core.types import BufferStats
 
 from .admission import Admission, Collaborators, PendingRequest, PendingRequests, PromptIntake
 from .batch_requests import BatchRequests

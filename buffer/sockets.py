@@ -15,7 +15,7 @@ from typing import Any
 
 import zmq
 
-from asyncrl.protocol.errors import WireError
+from asyncrl.core.errors import WireError
 
 from .encoding import CHUNK_BYTES
 

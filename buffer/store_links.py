@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from asyncrl.protocol.errors import ReplayBufferError
+from asyncrl.core.errors import ReplayBufferError
 
 from .client_socket import ClientSocket
 from .config import BufferConfig

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from asyncrl.protocol.errors import ReplayBufferError, WireError
+from asyncrl.core.errors import ReplayBufferError, WireError
 
 from .admission import Collaborators, PendingRequest, PendingRequests
 from .commands import AddStore, DropStore

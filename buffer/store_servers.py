@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from asyncrl.protocol.errors import (
+from asyncrl.core.errors import (
     AsyncRLError,
     ReplayBufferError,
     StoreFull,

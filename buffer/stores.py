@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from asyncrl.protocol.errors import ReplayBufferError, StoreFull, UnknownGroup, WireError
+from asyncrl.core.errors import ReplayBufferError, StoreFull, UnknownGroup, WireError
 
 from .commands import Frames
 from .ledger import Ledger

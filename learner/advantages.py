@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import TypeIs
 
-from asyncrl.protocol.registry import Registry
+from asyncrl.core.registry import Registry
 
 from .config import AlgorithmConfig
 from .fsdp import LearnerMesh

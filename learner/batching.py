@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from asyncrl.protocol.types import GroupSummary, Plan
+from asyncrl.core.types import GroupSummary, Plan
 
 from .config import AlgorithmConfig
 from .types import GroupShare, RankBatch, TokenSequence

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from asyncrl.protocol.errors import CheckpointError
+from asyncrl.core.errors import CheckpointError
 
 from .checkpoint_folder import (
     HUGGING_FACE,

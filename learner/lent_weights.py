@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from asyncrl.protocol.handles import LentPart
-from asyncrl.protocol.lent_memory import LentBuffer
-from asyncrl.protocol.verified_tensors import tensor_pieces
+from asyncrl.weights.handles import LentPart
+from asyncrl.weights.lent_memory import LentBuffer
+from asyncrl.weights.verified_tensors import tensor_pieces
 
 from .weight_files import DATA_FILE, RankShare, WritableFile
 from .weight_layout import ModelLayout

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from asyncrl.protocol.errors import WeightsError
-from asyncrl.protocol.manifest import AdaptedLayer
+from asyncrl.core.errors import WeightsError
+from asyncrl.weights.manifest import AdaptedLayer
 
 from .config import LoraConfig
 

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from asyncrl.protocol.registry import Registry
+from asyncrl.core.registry import Registry
 
 from .config import Aggregation, AlgorithmConfig, Anchor, KLEstimator, Mask, Weight
 

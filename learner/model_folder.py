@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from asyncrl.protocol.errors import WeightsError
+from asyncrl.core.errors import WeightsError
 
 from .packed_model import PackedModel
 from .plain_values import gather_values

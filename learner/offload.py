@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from asyncrl.protocol import record
-from asyncrl.protocol.record import SpanKind
+from asyncrl.core import record
+from asyncrl.core.record import SpanKind
 
 from .config import LearnerConfig
 from .fsdp import local_tensor

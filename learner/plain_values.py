@@ -8,7 +8,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from asyncrl.protocol.serialization import all_gather_bytes
+from asyncrl.single_controller.serialization import all_gather_bytes
 
 T = TypeVar("T")
 

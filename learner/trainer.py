@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
-from asyncrl.protocol import record
-from asyncrl.protocol.record import SpanKind
+from asyncrl.core import record
+from asyncrl.core.record import SpanKind
 
 from .batching import split_sequences
 from .config import LearnerConfig, OptimizerConfig, Schedule

@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from asyncrl.protocol.trajectory import UNVERSIONED, Branch, TrajectoryGroup
+from asyncrl.core.trajectory import UNVERSIONED, Branch, TrajectoryGroup
 
 from .types import RankBatch, TokenSequence, branches_of
 

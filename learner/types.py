@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from asyncrl.protocol.trajectory import Branch, TrajectoryGroup
+from asyncrl.core.trajectory import Branch, TrajectoryGroup
 
 SampleKey = tuple[int, int]
 """A trajectory's group id, and its place in the group."""

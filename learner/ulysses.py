@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from asyncrl.protocol import DataProto, all_gather_data_proto
+from asyncrl.single_controller import DataProto, all_gather_data_proto
 
 _group: ProcessGroup | None = None
 

@@ -26,7 +26,7 @@ from .worker import BY_ROWS, ModelWorker
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from asyncrl.protocol import DataProto
+    from asyncrl.single_controller import DataProto
 
     from .packed_model import PackedModel
 

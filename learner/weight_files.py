@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from asyncrl.protocol.delta import write_delta
-from asyncrl.protocol.errors import WeightsError
-from asyncrl.protocol.handles import LentPart
-from asyncrl.protocol.manifest import DIGEST_THREADS, PIECE_BYTES, Change, Piece, map_file, pieces_of
+from asyncrl.core.errors import WeightsError
+from asyncrl.weights.delta import write_delta
+from asyncrl.weights.handles import LentPart
+from asyncrl.weights.manifest import DIGEST_THREADS, PIECE_BYTES, Change, Piece, map_file, pieces_of
 
 from .weight_layout import ModelLayout, Part, Region, in_file, item_bytes
 

@@ -22,8 +22,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from asyncrl.protocol.errors import WeightsError
-from asyncrl.protocol.manifest import DTYPES, StoredTensor, safetensors_header
+from asyncrl.core.errors import WeightsError
+from asyncrl.weights.manifest import DTYPES, StoredTensor, safetensors_header
 
 from .fsdp import local_tensor, stored_buffers
 from .lora import adapter_weights, frozen_weights, is_adapter, merged_weights, plain_name

@@ -24,14 +24,15 @@ from typing import Any, TypeAlias, cast
 
 import torch.distributed as dist
 
-from asyncrl.protocol import record
-from asyncrl.protocol.collective import WeightSender
-from asyncrl.protocol.errors import WeightsError
-from asyncrl.protocol.manifest import FROZEN, AdaptedLayer, Adapter, Delta, Manifest, WeightOffer, digest_of
-from asyncrl.protocol.ports import WeightLog
-from asyncrl.protocol.record import SpanKind
-from asyncrl.protocol.weight_channel import ChannelAddress
-from asyncrl.protocol.weight_rounds import CollectiveOptions
+from asyncrl.core import record
+from asyncrl.core.errors import WeightsError
+from asyncrl.core.ports import WeightLog
+from asyncrl.core.record import SpanKind
+from asyncrl.core.types import FROZEN, WeightOffer
+from asyncrl.weights.channel import ChannelAddress
+from asyncrl.weights.collective import WeightSender
+from asyncrl.weights.manifest import AdaptedLayer, Adapter, Delta, Manifest, digest_of
+from asyncrl.weights.rounds import CollectiveOptions
 
 from .fsdp import local_tensor
 from .lent_weights import LendOptions, LentBuffers, LentModel, buffer_bytes, segments_of

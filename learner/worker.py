@@ -24,14 +24,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from asyncrl.protocol import record
-from asyncrl.protocol.errors import BatchLost, DeadlineError, StalenessError, UnknownGroup
-from asyncrl.protocol.ports import LearnerBuffer
-from asyncrl.protocol.process_memory import WORKER_BYTES, keep_freed_memory
-from asyncrl.protocol.record import ProfileConfig, SpanKind
-from asyncrl.protocol.trajectory import TrajectoryGroup
-from asyncrl.protocol.weight_rounds import CollectiveOptions
+from asyncrl.core import record
+from asyncrl.core.errors import BatchLost, DeadlineError, StalenessError, UnknownGroup
+from asyncrl.core.ports import LearnerBuffer
+from asyncrl.core.process_memory import WORKER_BYTES, keep_freed_memory
+from asyncrl.core.record import ProfileConfig, SpanKind
+from asyncrl.core.trajectory import TrajectoryGroup
 from asyncrl.single_controller import Dispatch, Worker, make_nd_compute_dataproto_dispatch_fn, register
+from asyncrl.weights.rounds import CollectiveOptions
 
 from .checkpoint_folder import read_progress
 from .config import AlgorithmConfig, LearnerConfig

@@ -18,9 +18,9 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from asyncrl.protocol import record
-from asyncrl.protocol.errors import DeadlineError, EngineError, EngineLost
-from asyncrl.protocol.ports import RolloutBuffer
+from asyncrl.core import record
+from asyncrl.core.errors import DeadlineError, EngineError, EngineLost
+from asyncrl.core.ports import RolloutBuffer
 
 from .config import EngineKind, RolloutFleetConfig
 from .engines.engine import Engine

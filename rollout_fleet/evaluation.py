@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from asyncrl.protocol.errors import EngineError, RewardError
-from asyncrl.protocol.types import AnsweredPrompt, FinishReason, Prompt
+from asyncrl.core.errors import EngineError, RewardError
+from asyncrl.core.types import AnsweredPrompt, FinishReason, Prompt
 
 from .config import SamplingConfig
 from .engines.engine import Engine, SampleOutput, SampleRequest

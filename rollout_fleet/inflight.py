@@ -11,9 +11,9 @@ from enum import Enum, auto
 
 import numpy as np
 
-from asyncrl.protocol.errors import ReplayBufferError
-from asyncrl.protocol.trajectory import Trajectory, TrajectoryGroup, Turn
-from asyncrl.protocol.types import FinishReason, Lease
+from asyncrl.core.errors import ReplayBufferError
+from asyncrl.core.trajectory import Trajectory, TrajectoryGroup, Turn
+from asyncrl.core.types import FinishReason, Lease
 
 from .config import SamplingConfig
 from .engines.engine import SampleOutput, SampleRequest

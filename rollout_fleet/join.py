@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from asyncrl.protocol.errors import AsyncRLError, DeadlineError
+from asyncrl.core.errors import AsyncRLError, DeadlineError
 
 from .membership import ADDRESS_FILE, AUTH_MODE, AUTH_TOKEN, NAMESPACE, Action, FleetAnswer, FleetRequest
 

@@ -36,12 +36,11 @@ from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from enum import Enum, auto
 from typing import Any
 
-from asyncrl.protocol import record
-from asyncrl.protocol.errors import AsyncRLError, DeadlineError, EngineError, WeightsGone
-from asyncrl.protocol.manifest import WeightOffer
-from asyncrl.protocol.ports import RolloutBuffer
-from asyncrl.protocol.record import GroupEvent, LevelName, SpanKind
-from asyncrl.protocol.types import Lease
+from asyncrl.core import record
+from asyncrl.core.errors import AsyncRLError, DeadlineError, EngineError, WeightsGone
+from asyncrl.core.ports import RolloutBuffer
+from asyncrl.core.record import GroupEvent, LevelName, SpanKind
+from asyncrl.core.types import Lease, WeightOffer
 
 from .concurrency import GroupLimit
 from .config import RolloutFleetConfig, SaveProgress

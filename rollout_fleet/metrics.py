@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from asyncrl.protocol import record
-from asyncrl.protocol.record import LevelName, SpanKind
+from asyncrl.core import record
+from asyncrl.core.record import LevelName, SpanKind
 
 from .inflight import ON_ENGINE, GroupPhase, InflightGroup
 from .member import Member, MemberState

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
-from asyncrl.protocol.errors import DeclaredDead, LeaseExpired, NotLeaseOwner, UnknownGroup, WrongEpoch
+from asyncrl.core.errors import DeclaredDead, LeaseExpired, NotLeaseOwner, UnknownGroup, WrongEpoch
 
 from .config import RolloutFleetConfig, SaveProgress
 from .inflight import InflightGroup

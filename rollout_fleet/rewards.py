@@ -26,11 +26,11 @@ from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 
-from asyncrl.protocol.errors import DeadlineError, RewardError, WorkerDiedError
-from asyncrl.protocol.registry import Registry
-from asyncrl.protocol.stop_signals import outlive_stop
-from asyncrl.protocol.types import Prompt
-from asyncrl.protocol.visible_gpus import NO_GPUS
+from asyncrl.core.errors import DeadlineError, RewardError, WorkerDiedError
+from asyncrl.core.registry import Registry
+from asyncrl.core.stop_signals import outlive_stop
+from asyncrl.core.types import Prompt
+from asyncrl.core.visible_gpus import NO_GPUS
 
 from .config import RolloutFleetConfig, reward_label
 from .engines.process_guard import signal_at_parent_death

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from asyncrl.protocol.errors import MembershipRefused
+from asyncrl.core.errors import MembershipRefused
 
 
 class Presence(StrEnum):

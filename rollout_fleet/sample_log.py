@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from asyncrl.protocol.types import Prompt
+from asyncrl.core.types import Prompt
 
 from .config import SamplesConfig
 from .engines.engine import SampleOutput

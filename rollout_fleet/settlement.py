@@ -21,10 +21,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from asyncrl.protocol import record
-from asyncrl.protocol.errors import AsyncRLError, EngineError, LeaseExpired, RewardError, StoreFull, VersionTooOld
-from asyncrl.protocol.ports import RolloutBuffer
-from asyncrl.protocol.record import GroupEvent, SpanKind
+from asyncrl.core import record
+from asyncrl.core.errors import AsyncRLError, EngineError, LeaseExpired, RewardError, StoreFull, VersionTooOld
+from asyncrl.core.ports import RolloutBuffer
+from asyncrl.core.record import GroupEvent, SpanKind
 
 from .config import OnRewardFailure, RolloutFleetConfig, SaveProgress
 from .engines.engine import SampleOutput

@@ -14,12 +14,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from asyncrl.protocol import record
-from asyncrl.protocol.errors import AsyncRLError
-from asyncrl.protocol.ports import RolloutBuffer
-from asyncrl.protocol.process_memory import WORKER_BYTES, keep_freed_memory
-from asyncrl.protocol.record import ProfileConfig
-from asyncrl.protocol.types import AnsweredPrompt, Prompt
+from asyncrl.core import record
+from asyncrl.core.errors import AsyncRLError
+from asyncrl.core.ports import RolloutBuffer
+from asyncrl.core.process_memory import WORKER_BYTES, keep_freed_memory
+from asyncrl.core.record import ProfileConfig
+from asyncrl.core.types import AnsweredPrompt, Prompt
 from asyncrl.single_controller import Dispatch, Worker, register
 
 from .config import RolloutFleetConfig

@@ -25,7 +25,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 from yaml import YAMLError
 
 from asyncrl.config import RunConfig
-from asyncrl.protocol.registry import absolute_name
+from asyncrl.core.registry import absolute_name
 from learner.config import RETIRED_OPTIONS
 
 CONFIG_DIR = Path(__file__).resolve().parents[2] / "configs"
@@ -58,7 +58,7 @@ COMMON_OPTIONS = (
 
 _USAGE = """\
 usage: bash scripts/run_async.sh [experiment=NAME|FILE.yaml] [OPTION=VALUE ...]
-       python -m asyncrl.train   [experiment=NAME|FILE.yaml] [OPTION=VALUE ...]
+       python -m asyncrl train   [experiment=NAME|FILE.yaml] [OPTION=VALUE ...]
 
 Trains a policy asynchronously: an SGLang rollout fleet, a ZMQ replay buffer and an FSDP learner group run at the same
 time. Options are Hydra overrides; results go to <output_dir>/<experiment>/<time>/.

@@ -22,10 +22,10 @@ from asyncrl.config import (
     requested_gpus,
     with_time_to_read,
 )
+from asyncrl.core.visible_gpus import visible_gpus
 from asyncrl.devices import resolve_devices
 from asyncrl.metrics import counted
-from asyncrl.profile.device_memory import GIB, ModelSize, engine_memory, kv_tokens, rank_memory
-from asyncrl.protocol.visible_gpus import visible_gpus
+from asyncrl.planner.device_memory import GIB, ModelSize, engine_memory, kv_tokens, rank_memory
 
 _BYTES_PER_TOKEN = 14
 """Of a stored token: id, log-prob and version, and its share of the rest."""

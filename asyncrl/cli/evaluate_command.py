@@ -26,14 +26,14 @@ from asyncrl.cli.compose import compose_run, dump_yaml, read_config
 from asyncrl.cli.preflight import check_folder, check_own_functions, check_vocabulary, try_reward
 from asyncrl.cli.quickstart import with_quickstart_assets
 from asyncrl.config import RunConfig, with_time_to_read
-from asyncrl.controller.evaluator import HeldOutEvaluator
-from asyncrl.controller.run_folder import RunPaths
+from asyncrl.core.errors import AsyncRLError
+from asyncrl.core.types import AnsweredPrompt, Prompt
 from asyncrl.data.prompts import load_eval_prompts
 from asyncrl.data.tokenization import load_tokenizer
 from asyncrl.metrics import Evaluation, read_json, write_json
 from asyncrl.option_checks import check_model
-from asyncrl.protocol.errors import AsyncRLError
-from asyncrl.protocol.types import AnsweredPrompt, Prompt
+from asyncrl.run.evaluator import HeldOutEvaluator
+from asyncrl.run.run_folder import RunPaths
 from learner.checkpoint_folder import newest_checkpoint, read_progress
 from rollout_fleet.config import EngineKind
 from rollout_fleet.engines import check_engine_installed, make_engine

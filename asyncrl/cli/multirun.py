@@ -1,7 +1,7 @@
 """``asyncrl train --multirun``: one run per combination of option values, started by Hydra's sweepers and launchers.
 
 Hydra expands ``buffer.max_lag=0,2,4`` and its launcher starts the runs, one after another unless ``hydra/launcher``
-names another launcher. Each run is a process of its own (``python -m asyncrl.train``), in the folder that Hydra names.
+names another launcher. Each run is a process of its own (``python -m asyncrl train``), in the folder that Hydra names.
 `run_one` waits for that process; the process has the deadlines of every run.
 """
 
@@ -130,7 +130,7 @@ def run_one(own_experiments: dict[str, str]) -> float | None:
     sys.stdout.flush()
     stopped_by: list[int] = []
     process = subprocess.Popen(
-        [sys.executable, "-m", "asyncrl.train", *options, f"run_dir='{folder}'"],
+        [sys.executable, "-m", "asyncrl", "train", *options, f"run_dir='{folder}'"],
         start_new_session=True,  # a terminal's Ctrl-C reaches this process only, which passes it on once
         preexec_fn=lambda: signal_at_parent_death(signal.SIGTERM),
     )

@@ -2,7 +2,7 @@
 
 RUN is the folder of a run, which may still go on; SPEC.yaml a scenario (docs/planning.md). Writes ``plan.json``, which
 the run's report shows, a chart ``plan.png`` beside it, and of a run ``advice.json``. A run that goes on has this done
-beside it for the advice alone (`asyncrl.controller.watching`).
+beside it for the advice alone (`asyncrl.run.watching`).
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.cli.compose import read_config
+from asyncrl.core.errors import AsyncRLError
 from asyncrl.metrics.records import write_json
-from asyncrl.profile.advice import MAX_REPLAY_ERROR, Advice, advice_file, advise, misses
-from asyncrl.profile.calibration import Calibration, calibrate
-from asyncrl.profile.planner import NUM_REPLICATES, Choices, Prediction, RunPlan, make_plan, splits_of
-from asyncrl.profile.scenario import Scenario, load_spec
+from asyncrl.planner.advice import MAX_REPLAY_ERROR, advise, misses
+from asyncrl.planner.calibration import Calibration, calibrate
+from asyncrl.planner.choices import NUM_REPLICATES, Choices, Prediction, RunPlan, make_plan, splits_of
+from asyncrl.planner.scenario import Scenario, load_spec
+from asyncrl.profile.advice import Advice, advice_file
 from asyncrl.profile.trace import FOLDER, Trace
-from asyncrl.protocol.errors import AsyncRLError
 from buffer.config import OnStale
 
 EXIT_USAGE = 2

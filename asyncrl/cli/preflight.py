@@ -14,16 +14,16 @@ from operator import itemgetter
 from pathlib import Path
 
 from asyncrl.config import RunConfig, Transport, model_settings, num_buffer_clients, num_store_servers
-from asyncrl.controller.run_folder import SHARED_MEMORY, check_memory
+from asyncrl.core.errors import AsyncRLError
+from asyncrl.core.types import Prompt
+from asyncrl.core.visible_gpus import visible_gpus
 from asyncrl.data.prompts import PromptStream, load_eval_prompts
 from asyncrl.data.tokenization import Tokenizer, load_tokenizer
 from asyncrl.metrics import check_trackers
 from asyncrl.metrics.prometheus import split_address
 from asyncrl.option_checks import check_files, check_placement, odd_options
-from asyncrl.protocol.errors import AsyncRLError
-from asyncrl.protocol.types import Prompt
-from asyncrl.protocol.visible_gpus import visible_gpus
-from asyncrl.supervised.warm_start import finished_warm_start
+from asyncrl.run.run_folder import SHARED_MEMORY, check_memory
+from asyncrl.sft.warm_start import finished_warm_start
 from buffer.config import Durability
 from buffer.sockets import allow_clients
 from learner.config import AlgorithmConfig

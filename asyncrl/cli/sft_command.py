@@ -1,6 +1,6 @@
 """``asyncrl sft``: supervised fine-tuning with the learner's trainer, packing and optimizer.
 
-Runs as one process, or as one process per rank: ``torchrun --nproc-per-node N -m asyncrl.sft ...``, with
+Runs as one process, or as one process per rank: ``torchrun --nproc-per-node N -m asyncrl sft ...``, with
 ``learner.sp_size`` for Ulysses.
 """
 
@@ -18,7 +18,7 @@ from asyncrl.cli.compose import compose_run, describe, option_lines
 from asyncrl.cli.preflight import check_folder
 from asyncrl.cli.quickstart import with_quickstart_assets
 from asyncrl.option_checks import check_model
-from asyncrl.supervised import fine_tuning
+from asyncrl.sft import fine_tuning
 
 
 def main(overrides: Sequence[str] | None = None) -> int:

@@ -35,23 +35,23 @@ from asyncrl.cli.supervisor import (
     supervise,
 )
 from asyncrl.config import RunConfig, learner_pools
-from asyncrl.controller import protect_own_cluster
-from asyncrl.controller.resume import check_beginning
-from asyncrl.controller.run_folder import (
+from asyncrl.core.errors import AsyncRLError, ClusterDiedError, DeadlineError
+from asyncrl.core.remote import last_lines
+from asyncrl.core.visible_gpus import NO_GPUS, visible_gpus
+from asyncrl.devices import resolve_devices
+from asyncrl.metrics import TerminalView
+from asyncrl.option_checks import check_options
+from asyncrl.placement_config import WORKER_ENV
+from asyncrl.run import protect_own_cluster
+from asyncrl.run.resume import check_beginning
+from asyncrl.run.run_folder import (
     has_trained,
     hold_shared_folder,
     make_run_dir,
     shared_folder,
     sweep_shared_memory,
 )
-from asyncrl.devices import resolve_devices
-from asyncrl.metrics import TerminalView
-from asyncrl.option_checks import check_options
-from asyncrl.placement_config import WORKER_ENV
-from asyncrl.protocol.errors import AsyncRLError, ClusterDiedError, DeadlineError
-from asyncrl.protocol.remote import last_lines
-from asyncrl.protocol.visible_gpus import NO_GPUS, visible_gpus
-from asyncrl.supervised.warm_start import WarmStart, needs_fine_tuning, warm_start
+from asyncrl.sft.warm_start import WarmStart, needs_fine_tuning, warm_start
 from learner.config import Device
 from rollout_fleet.config import EngineKind
 
@@ -264,7 +264,7 @@ async def _run(
         if config.learner.device is Device.cpu:
             warming.begin(config)
         with view.waiting_for("Ray to be imported"):
-            module = await asyncio.to_thread(import_module, "asyncrl.controller.run")
+            module = await asyncio.to_thread(import_module, "asyncrl.run.run")
         await module.Run(config, run_dir, prompts, warming, view, on_fault).run()
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from asyncrl.protocol.types import Prompt
+from asyncrl.core.types import Prompt
 
 from .config import DataConfig
 from .row_files import Rows, read_rows

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from asyncrl.protocol.types import AnsweredPrompt
+from asyncrl.core.types import AnsweredPrompt
 
 NORMAL_95 = 1.959963984540054
 """Quantile of the normal distribution at 0.975."""

@@ -12,8 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from asyncrl.protocol.errors import AsyncRLError
-from asyncrl.protocol.types import TokenAccount
+from asyncrl.core.errors import AsyncRLError
+from asyncrl.core.types import TokenAccount
 
 from .estimates import Evaluation
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from .attribution import Attribution, FleetCause, LearnerCause, PoolTime, Stretch
-from .trace import GroupLife, Level, Process, Span, Stamp, StepWindow, Trace, TraceReader
+from asyncrl.profile.attribution import Attribution, FleetCause, LearnerCause, PoolTime, Stretch
+from asyncrl.profile.trace import GroupLife, Level, Process, Span, Stamp, StepWindow, Trace, TraceReader
 
 __all__ = [
     "Attribution",

@@ -16,10 +16,9 @@ from heapq import merge
 from itertools import pairwise
 from typing import Self
 
+from asyncrl.core.record import LevelName, Pool, SpanKind
 from asyncrl.metrics import BUSY
-from asyncrl.protocol.record import LevelName, Pool, SpanKind
-
-from .trace import BUFFER_LANE, CONTROLLER_LANE, Span, StepWindow, Trace
+from asyncrl.profile.trace import BUFFER_LANE, CONTROLLER_LANE, Span, StepWindow, Trace
 
 
 class FleetCause(StrEnum):

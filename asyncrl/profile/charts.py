@@ -15,11 +15,10 @@ from typing import Any
 
 import numpy as np
 
+from asyncrl.core.record import NONE, GroupEvent, LevelName, Pool, SpanKind
 from asyncrl.metrics import in_words
-from asyncrl.protocol.record import NONE, GroupEvent, LevelName, Pool, SpanKind
-
-from .attribution import BUSY, Attribution, PoolTime, Stretch
-from .trace import GroupLife, Span, StepWindow, Trace
+from asyncrl.profile.attribution import BUSY, Attribution, PoolTime, Stretch
+from asyncrl.profile.trace import GroupLife, Span, StepWindow, Trace
 
 Chart = dict[str, Any]
 

@@ -16,10 +16,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from .overlap import POOLS, Figures, OverlapReport
-from .perfetto import trace_events
-from .report import REPORT, write_report
-from .trace import FOLDER, Trace
+from asyncrl.profile.overlap import POOLS, Figures, OverlapReport
+from asyncrl.profile.perfetto import trace_events
+from asyncrl.profile.report import REPORT, write_report
+from asyncrl.profile.trace import FOLDER, Trace
 
 _SHOWN_STEPS = 8
 

@@ -6,12 +6,11 @@ from collections import Counter, deque
 from dataclasses import replace
 from pathlib import Path
 
+from asyncrl.core.record import Pool
 from asyncrl.metrics import BUSY, PoolUse, RunUse
-from asyncrl.protocol.record import Pool
-
-from .advice import read_advice
-from .attribution import Attribution, PoolTime
-from .trace import Trace, TraceReader
+from asyncrl.profile.advice import read_advice
+from asyncrl.profile.attribution import Attribution, PoolTime
+from asyncrl.profile.trace import Trace, TraceReader
 
 RECENT_STEPS = 10
 _SECOND = 1_000_000_000

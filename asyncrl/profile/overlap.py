@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, Self
 
-from asyncrl.protocol.record import GroupEvent, Pool
-
-from .attribution import Attribution, PoolTime
-from .trace import StepWindow, Trace
+from asyncrl.core.record import GroupEvent, Pool
+from asyncrl.profile.attribution import Attribution, PoolTime
+from asyncrl.profile.trace import StepWindow, Trace
 
 POOLS = (Pool.learner.value, Pool.fleet.value)
 _S = 1e-9

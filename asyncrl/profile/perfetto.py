@@ -10,9 +10,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from asyncrl.protocol.record import NONE, GroupEvent, LevelName, Pool, torch_trace_name
-
-from .trace import BUFFER_LANE, CONTROLLER_LANE, GroupLife, Span, Trace
+from asyncrl.core.record import NONE, GroupEvent, LevelName, Pool, torch_trace_name
+from asyncrl.profile.trace import BUFFER_LANE, CONTROLLER_LANE, GroupLife, Span, Trace
 
 _POOLS = {pool.value: number for number, pool in enumerate((Pool.learner, Pool.fleet, Pool.buffer, Pool.controller), 1)}
 _COUNTERS = (LevelName.stored, LevelName.leased, LevelName.planned, LevelName.budget, LevelName.version)

@@ -19,16 +19,15 @@ from typing import Any, TypeVar
 
 import yaml
 
+from asyncrl.core.record import Pool
 from asyncrl.metrics import counted, in_words, json_object, read_json
-from asyncrl.protocol.record import Pool
+from asyncrl.profile import charts
+from asyncrl.profile.advice import read_advice
+from asyncrl.profile.overlap import OverlapReport
+from asyncrl.profile.page import render
+from asyncrl.profile.trace import Trace, TraceReader
 from asyncrl.samples import read_samples
 from rollout_fleet.engines.model_files import Decode, load_decoder
-
-from . import charts
-from .advice import read_advice
-from .overlap import OverlapReport
-from .page import render
-from .trace import Trace, TraceReader
 
 REPORT = "report.html"
 _MAX_FILES = 12
@@ -145,7 +144,7 @@ def _charts(
         early = "No learner step is finished yet."
         return dict.fromkeys(("timeline", "steps", "fill", "lag", "frontier", "lengths", "publishes"), early)
     fill, lengths, publishes = charts.fill(trace), charts.lengths(trace), charts.publishes(trace)
-    predictions = predictions or "Nothing is predicted: python -m asyncrl.plan RUN replays the run under other options."
+    predictions = predictions or "Nothing is predicted: python -m asyncrl plan RUN replays the run under other options."
     here = overlap.run.lag.mean, overlap.run.step_s
     return {
         "timeline": charts.timeline(trace, overlap.attribution),

@@ -18,7 +18,7 @@ from typing import Any, Self
 
 import msgpack
 
-from asyncrl.protocol.record import NONE, SCHEMA, GroupEvent, Pool, SpanKind, Tag
+from asyncrl.core.record import NONE, SCHEMA, GroupEvent, Pool, SpanKind, Tag
 
 FOLDER = "profile"
 """Where a run's processes write, in its folder."""
@@ -98,7 +98,7 @@ class Level:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stamp:
-    """A moment of a prompt group; what ``version`` and ``details`` hold is said at `asyncrl.protocol.record.stamp`."""
+    """A moment of a prompt group; what ``version`` and ``details`` hold is said at `asyncrl.core.record.stamp`."""
 
     event: str
     group: int

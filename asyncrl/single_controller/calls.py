@@ -18,8 +18,8 @@ from typing import Any
 
 import ray
 
-from asyncrl.protocol.future import DataProtoFuture, _padding_size_key
-from asyncrl.protocol.remote import fetch, fetch_async
+from asyncrl.core.remote import fetch, fetch_async
+from asyncrl.single_controller.future import DataProtoFuture, _padding_size_key
 
 from .dispatch import MAGIC_ATTR, collect_all_to_all, collect_dp_compute, silent_ranks
 

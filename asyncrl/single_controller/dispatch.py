@@ -12,8 +12,8 @@ from typing import Any, ClassVar, TypeVar
 
 import ray
 
-from asyncrl.protocol.errors import UsageError
-from asyncrl.protocol.future import BatchData, DataProtoFuture, _padding_size_key, merge
+from asyncrl.core.errors import UsageError
+from asyncrl.single_controller.future import BatchData, DataProtoFuture, _padding_size_key, merge
 
 
 class _Members(type):

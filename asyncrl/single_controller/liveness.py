@@ -21,8 +21,8 @@ from ray._private import worker as ray_worker
 from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from asyncrl.protocol.errors import ClusterDiedError
-from asyncrl.protocol.remote import last_lines, process_end, wait_for_first_end
+from asyncrl.core.errors import ClusterDiedError
+from asyncrl.core.remote import last_lines, process_end, wait_for_first_end
 
 from .resource_pool import current_cluster
 

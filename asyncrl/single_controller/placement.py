@@ -13,8 +13,8 @@ import ray
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from asyncrl.protocol.errors import UsageError
-from asyncrl.protocol.remote import fetch
+from asyncrl.core.errors import UsageError
+from asyncrl.core.remote import fetch
 
 from .resource_pool import (
     DEVICE_RESOURCES,

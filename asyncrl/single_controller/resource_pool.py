@@ -17,7 +17,7 @@ from ray._private import state as ray_state
 from ray._private import worker as ray_worker
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
-from asyncrl.protocol.errors import DeadlineError, UsageError
+from asyncrl.core.errors import DeadlineError, UsageError
 
 from .dispatch import DynamicEnum
 

@@ -15,11 +15,10 @@ from typing import Any, NoReturn, Protocol, TypeVar
 
 import numpy as np
 
-from asyncrl.protocol import record
-from asyncrl.protocol.errors import AsyncRLError, DeadlineError, EngineError, RequestRefused
-from asyncrl.protocol.manifest import WeightOffer
-from asyncrl.protocol.record import SpanKind
-from asyncrl.protocol.types import FinishReason
+from asyncrl.core import record
+from asyncrl.core.errors import AsyncRLError, DeadlineError, EngineError, RequestRefused
+from asyncrl.core.record import SpanKind
+from asyncrl.core.types import FinishReason, WeightOffer
 from rollout_fleet.config import SLOWEST_LOAD, SamplingConfig
 
 LOGPROB_ROUNDING = 1e-4

@@ -13,9 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from asyncrl.protocol.errors import EngineError, RequestRefused, WorkerDiedError
-from asyncrl.protocol.manifest import WeightOffer
-from asyncrl.protocol.types import FinishReason
+from asyncrl.core.errors import EngineError, RequestRefused, WorkerDiedError
+from asyncrl.core.types import FinishReason, WeightOffer
 
 from .engine import EngineFailure, EngineLoad, SampleOutput, SampleRequest
 

@@ -24,7 +24,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from asyncrl.protocol.stop_signals import keep_stop_blocked
+from asyncrl.core.stop_signals import keep_stop_blocked
 
 PLUGIN = "asyncrl"
 """What SGLang calls it."""

@@ -21,11 +21,10 @@ from typing import Any
 
 import numpy as np
 
-from asyncrl.protocol import record
-from asyncrl.protocol.errors import DeadlineError, EngineError, RequestRefused
-from asyncrl.protocol.manifest import WeightOffer
-from asyncrl.protocol.record import SpanKind
-from asyncrl.protocol.types import FinishReason
+from asyncrl.core import record
+from asyncrl.core.errors import DeadlineError, EngineError, RequestRefused
+from asyncrl.core.record import SpanKind
+from asyncrl.core.types import FinishReason, WeightOffer
 from rollout_fleet.config import EngineDevice, OnUpdate, RolloutFleetConfig, SamplingConfig
 
 from .engine import EngineFailure, EngineLoad, SampleOutput, SampleRequest, SilenceWatch, check_output, check_prompt

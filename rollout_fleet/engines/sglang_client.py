@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 import orjson
 
-from asyncrl.protocol.errors import EngineError, RequestRefused
+from asyncrl.core.errors import EngineError, RequestRefused
 
 from .sglang_server import SERVER_KEEP_ALIVE_S, SGLangServer
 

@@ -25,7 +25,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import NoReturn
 
-from asyncrl.protocol.errors import DeadlineError, WorkerDiedError
+from asyncrl.core.errors import DeadlineError, WorkerDiedError
 from rollout_fleet.config import EngineDevice, OnUpdate, SGLangConfig
 from rollout_fleet.environment import without_secrets
 

@@ -22,11 +22,12 @@ from pathlib import Path
 
 import numpy as np
 
-from asyncrl.protocol.delta import apply_delta
-from asyncrl.protocol.errors import DeadlineError, WeightsError, WeightsGone
-from asyncrl.protocol.handles import ReadLock
-from asyncrl.protocol.manifest import Manifest, WeightOffer, read_manifest
-from asyncrl.protocol.private_folders import NotPrivate, check_owned, make_private_folder, open_private
+from asyncrl.core.errors import DeadlineError, WeightsError, WeightsGone
+from asyncrl.core.private_folders import NotPrivate, check_owned, make_private_folder, open_private
+from asyncrl.core.types import WeightOffer
+from asyncrl.weights.delta import apply_delta
+from asyncrl.weights.handles import ReadLock
+from asyncrl.weights.manifest import Manifest, read_manifest
 from rollout_fleet.config import SLOWEST_LOAD
 
 logger = logging.getLogger(__name__)
@@ -121,7 +122,7 @@ class WeightStager:
 
     async def _received(self, offer: WeightOffer) -> WeightOffer:
         """Receive what the learner ranks send into this host's memory; where there are deltas, into the image."""
-        from asyncrl.protocol.weight_receiver import receive_weights  # torch, which other workers do without
+        from asyncrl.weights.receiver import receive_weights  # torch, which other workers do without
 
         holds = self._held if offer.kind == "delta" else ""
         local = await receive_weights(offer, self._image, timeout_s=self._timeout_s, holds=holds)
@@ -141,7 +142,7 @@ class WeightStager:
 
     async def _receive_frozen(self, offer: WeightOffer, manifest: Manifest) -> None:
         """Receive what an adapter applies to, where the image does not hold it."""
-        from asyncrl.protocol.weight_receiver import receive_weights
+        from asyncrl.weights.receiver import receive_weights
 
         base = manifest.base
         assert base is not None, "an adapter applies to something"

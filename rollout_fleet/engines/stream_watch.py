@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NoReturn
 
-from asyncrl.protocol.errors import DeadlineError
+from asyncrl.core.errors import DeadlineError
 
 from .engine import PROBE_SHARE, EngineLoad
 

@@ -15,8 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from asyncrl.protocol.errors import DeadlineError, EngineError, WorkerDiedError
-from asyncrl.protocol.manifest import WeightOffer
+from asyncrl.core.errors import DeadlineError, EngineError, WorkerDiedError
+from asyncrl.core.types import WeightOffer
 from rollout_fleet.config import EngineDevice, RolloutFleetConfig
 
 from .engine import EngineFailure, EngineLoad, SampleOutput, SampleRequest, SilenceWatch, check_output, check_prompt

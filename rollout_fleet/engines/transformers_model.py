@@ -20,9 +20,8 @@ from transformers import AutoModelForCausalLM, Cache, DynamicCache, GenerationCo
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.core_model_loading import revert_weight_conversion
 
-from asyncrl.protocol.errors import EngineError, WeightsError
-from asyncrl.protocol.manifest import WeightOffer
-from asyncrl.protocol.types import FinishReason
+from asyncrl.core.errors import EngineError, WeightsError
+from asyncrl.core.types import FinishReason, WeightOffer
 from rollout_fleet.config import SamplingConfig
 
 from .engine import SampleOutput, SampleRequest

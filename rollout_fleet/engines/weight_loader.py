@@ -28,11 +28,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
-from asyncrl.protocol.errors import WeightsError
-from asyncrl.protocol.lent_memory import LentWeights
-from asyncrl.protocol.manifest import DTYPES, Manifest, PublishedWeights, WeightOffer, read_manifest
-from asyncrl.protocol.weight_receiver import ArrivingWeights, RoundFailed
-from asyncrl.protocol.weight_rounds import MAX_ROUNDS
+from asyncrl.core.errors import WeightsError
+from asyncrl.core.types import WeightOffer
+from asyncrl.weights.lent_memory import LentWeights
+from asyncrl.weights.manifest import DTYPES, Manifest, PublishedWeights, read_manifest
+from asyncrl.weights.receiver import ArrivingWeights, RoundFailed
+from asyncrl.weights.rounds import MAX_ROUNDS
 from rollout_fleet.config import SLOWEST_LOAD
 
 from .sglang_server import ORDER_VARIABLE, report_path

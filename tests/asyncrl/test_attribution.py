@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from asyncrl.core.record import LevelName, SpanKind
 from asyncrl.profile import Attribution
 from asyncrl.profile.attribution import BUSY, FleetCause, LearnerCause, Series, swept
-from asyncrl.protocol.record import LevelName, SpanKind
 from tests.support.traces import record_run, trace_of
 
 OPEN = [("queued", 0, 5), ("budget", 0, 1)]

@@ -6,8 +6,8 @@ import threading
 import pytest
 
 from asyncrl.cli.compose import compose_run
-from asyncrl.controller import cluster, run
-from asyncrl.protocol.errors import ClusterDiedError, WorkerDiedError
+from asyncrl.core.errors import ClusterDiedError, WorkerDiedError
+from asyncrl.run import cluster, run
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,8 @@
 import pytest
 
 from asyncrl.cli.compose import compose_run
-from asyncrl.controller.controller import ColocatedController
 from asyncrl.option_checks import check_options
+from asyncrl.run.controller import ColocatedController
 from tests.asyncrl.test_controller import Prompts, ScriptedBuffer, ScriptedFleet, ScriptedLearner, train
 
 

@@ -9,8 +9,8 @@ from asyncrl.cli.compose import COMMON_OPTIONS, compose_run, describe, dump_yaml
 from asyncrl.cli.quickstart import make_assets
 from asyncrl.cli.train_command import root_cause
 from asyncrl.config import RunConfig, stop_deadlines
+from asyncrl.core.errors import DeadlineError, WorkerDiedError
 from asyncrl.option_checks import check_files, check_model, check_options, check_placement
-from asyncrl.protocol.errors import DeadlineError, WorkerDiedError
 from buffer.config import OnStale
 from learner.config import AlgorithmConfig, Anchor, Mask, Weight
 
@@ -363,7 +363,7 @@ def test_every_option_is_documented_and_the_common_ones_exist():
 
 def test_importing_the_configuration_loads_no_heavy_package():
     script = (
-        "import sys, asyncrl.config, buffer, rollout_fleet, asyncrl.protocol;"
+        "import sys, asyncrl.config, buffer, rollout_fleet, asyncrl.core;"
         "sys.exit(', '.join(sorted({'torch', 'ray', 'sglang'} & set(sys.modules))) or 0)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)

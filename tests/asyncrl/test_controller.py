@@ -10,11 +10,11 @@ import pytest
 
 from asyncrl.cli.compose import compose_run
 from asyncrl.cli.train_command import root_cause
-from asyncrl.controller.controller import Controller
-from asyncrl.controller.resume import RunState
-from asyncrl.protocol.errors import AccountError, CheckpointError, WorkerDiedError
-from asyncrl.protocol.ports import FleetCounts
-from asyncrl.protocol.types import BufferStats, GroupSummary, Plan
+from asyncrl.core.errors import AccountError, CheckpointError, WorkerDiedError
+from asyncrl.core.ports import FleetCounts
+from asyncrl.core.types import BufferStats, GroupSummary, Plan
+from asyncrl.run.controller import Controller
+from asyncrl.run.resume import RunState
 from tests.support.offers import OffersInMemory, bare_offer
 
 pytestmark = pytest.mark.usefixtures("virtual_time")

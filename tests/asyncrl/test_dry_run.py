@@ -9,7 +9,7 @@ from asyncrl.cli import train_command
 from asyncrl.cli.compose import CONFIG_DIR, compose_run
 from asyncrl.cli.dry_run import dry_run
 from asyncrl.cli.quickstart import make_assets
-from asyncrl.profile.device_memory import ModelSize, engine_memory, kv_tokens, rank_memory
+from asyncrl.planner.device_memory import ModelSize, engine_memory, kv_tokens, rank_memory
 from learner.config import Device, GradientSync, LoraConfig
 
 EXPERIMENTS = sorted(path.stem for path in (CONFIG_DIR / "experiment").glob("*.yaml"))

@@ -11,7 +11,7 @@ import pytest
 
 from asyncrl.cli.compose import CONFIG_DIR, compose_run
 from asyncrl.cli.quickstart import MODEL_CONFIG
-from asyncrl.controller.fleet_group import fleet_options
+from asyncrl.run.fleet_group import fleet_options
 from rollout_fleet.config import EngineDevice
 from rollout_fleet.engines.sglang import SGLangEngine
 from rollout_fleet.engines.sglang_server import WEIGHT_LOADER

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from asyncrl.core.types import AnsweredPrompt
 from asyncrl.metrics import Estimate, evaluation_of
 from asyncrl.metrics.estimates import pass_at_k
-from asyncrl.protocol.types import AnsweredPrompt
 
 
 @given(st.integers(1, 8), st.data())

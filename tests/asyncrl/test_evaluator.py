@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from asyncrl.cli.compose import compose_run
-from asyncrl.controller.evaluator import HeldOutEvaluator, num_pinned_engines, slots_of_evaluation
-from asyncrl.protocol.errors import EngineError, WorkerDiedError
-from asyncrl.protocol.types import AnsweredPrompt, Prompt
+from asyncrl.core.errors import EngineError, WorkerDiedError
+from asyncrl.core.types import AnsweredPrompt, Prompt
+from asyncrl.run.evaluator import HeldOutEvaluator, num_pinned_engines, slots_of_evaluation
 from tests.support.ray_cluster import raised_by_ray
 
 pytestmark = pytest.mark.usefixtures("virtual_time")

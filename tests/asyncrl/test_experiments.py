@@ -10,10 +10,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from asyncrl.cli.compose import CONFIG_DIR, compose_run
-from asyncrl.controller.cluster import check_nodes
+from asyncrl.core.types import Prompt
 from asyncrl.data import PromptStream
 from asyncrl.option_checks import check_options
-from asyncrl.protocol.types import Prompt
+from asyncrl.run.cluster import check_nodes
 from rollout_fleet.rewards import REWARDS
 from tests.support.training_run import ROOT
 

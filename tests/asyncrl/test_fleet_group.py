@@ -8,10 +8,10 @@ import pytest
 from ray.exceptions import RayError
 
 from asyncrl.cli.compose import compose_run
-from asyncrl.controller.cluster import AllOf
-from asyncrl.controller.fleet_requests import answered
-from asyncrl.protocol import remote
-from asyncrl.protocol.errors import DeadlineError, EngineLost, MembershipRefused, RewardError, WorkerDiedError
+from asyncrl.core import remote
+from asyncrl.core.errors import DeadlineError, EngineLost, MembershipRefused, RewardError, WorkerDiedError
+from asyncrl.run.cluster import AllOf
+from asyncrl.run.fleet_requests import answered
 from rollout_fleet.membership import Action, FleetAnswer, FleetRequest
 from tests.support.ray_cluster import raised_by_ray
 from tests.support.scripted_workers import Workers, fleet_on

@@ -11,7 +11,7 @@ import pytest
 
 from asyncrl.cli.fork_proxy import address_of
 from asyncrl.cli.fork_server import ForkServer
-from asyncrl.protocol.remote import wait_for_first_end
+from asyncrl.core.remote import wait_for_first_end
 
 
 @pytest.fixture

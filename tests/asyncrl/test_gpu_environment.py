@@ -6,7 +6,7 @@ import pytest
 
 from asyncrl.cli.compose import compose_run
 from asyncrl.config import with_time_to_read
-from asyncrl.controller.cluster import learner_env, worker_env
+from asyncrl.run.cluster import learner_env, worker_env
 
 ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 

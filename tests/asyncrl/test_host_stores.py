@@ -7,10 +7,10 @@ import pytest
 from ray.exceptions import ActorDiedError, RaySystemError
 
 from asyncrl.config import RunConfig, keeps_stores_on_hosts, num_store_servers
-from asyncrl.controller import host_stores
-from asyncrl.controller.host_stores import HostStores, config_of_node
+from asyncrl.core.errors import DeadlineError, WorkerDiedError
 from asyncrl.placement_config import PlacementConfig
-from asyncrl.protocol.errors import DeadlineError, WorkerDiedError
+from asyncrl.run import host_stores
+from asyncrl.run.host_stores import HostStores, config_of_node
 from buffer import BufferConfig, StoresOn
 from rollout_fleet.config import RolloutFleetConfig
 from tests.support.ray_cluster import raised_by_ray

@@ -8,11 +8,11 @@ import pytest
 from ray.exceptions import RaySystemError
 
 from asyncrl.cli.compose import compose_run
-from asyncrl.controller.learner_restarts import LearnerRestarts, death_in
-from asyncrl.controller.resume import PromptsAgain, Resumed, RunState
-from asyncrl.controller.run_folder import remove_published
-from asyncrl.protocol.errors import BatchLost, LearnerDiedError, ReplayBufferError, WorkerDiedError
-from asyncrl.protocol.types import Prompt
+from asyncrl.core.errors import BatchLost, LearnerDiedError, ReplayBufferError, WorkerDiedError
+from asyncrl.core.types import Prompt
+from asyncrl.run.learner_restarts import LearnerRestarts, death_in
+from asyncrl.run.resume import PromptsAgain, Resumed, RunState
+from asyncrl.run.run_folder import remove_published
 from learner.checkpoint_folder import SavedProgress, write_progress
 from tests.asyncrl.test_controller import (
     TOKENS_PER_STEP,

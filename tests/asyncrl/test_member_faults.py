@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 from ray.exceptions import RaySystemError
 
-from asyncrl.protocol.errors import (
+from asyncrl.core.errors import (
     AccountError,
     DeadlineError,
     EngineLost,

@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.text import Text
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from asyncrl.core.types import AnsweredPrompt, TokenAccount
 from asyncrl.metrics import (
     BUSY,
     Evaluation,
@@ -24,7 +25,6 @@ from asyncrl.metrics import (
 )
 from asyncrl.metrics.records import DiskError
 from asyncrl.metrics.terminal import sparkline
-from asyncrl.protocol.types import AnsweredPrompt, TokenAccount
 
 
 def make_record(step, reward=0.25):

@@ -4,7 +4,7 @@ import pytest
 
 from asyncrl.cli.compose import compose_run, dump_yaml
 from asyncrl.cli.multirun import multirun, overview
-from asyncrl.controller.run_folder import make_run_dir
+from asyncrl.run.run_folder import make_run_dir
 
 
 @pytest.mark.parametrize(

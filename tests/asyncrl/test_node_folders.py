@@ -10,9 +10,9 @@ import pytest
 from ray.exceptions import RayActorError
 
 from asyncrl.config import ModelConfig, RunConfig, Transport, WeightsConfig
-from asyncrl.controller import node_folders, run_folder
-from asyncrl.controller.node_folders import NodeFiles, NodeFolders
-from asyncrl.protocol.errors import AsyncRLError
+from asyncrl.core.errors import AsyncRLError
+from asyncrl.run import node_folders, run_folder
+from asyncrl.run.node_folders import NodeFiles, NodeFolders
 from buffer import make_keys
 
 

@@ -5,9 +5,9 @@ from dataclasses import fields
 import pytest
 
 from asyncrl.config import RunConfig, Transport
-from asyncrl.controller.cluster import check_nodes, engine_pool, node_shares, pool_of_one, worker_env
 from asyncrl.option_checks import check_options
 from asyncrl.placement_config import PlacementConfig, RayConfig, Strategy
+from asyncrl.run.cluster import check_nodes, engine_pool, node_shares, pool_of_one, worker_env
 from learner.config import Device
 from rollout_fleet.config import EngineDevice, SGLangConfig
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from asyncrl.protocol.trajectory import TrajectoryGroup
-from asyncrl.protocol.types import FinishReason, Lease, Prompt
+from asyncrl.core.trajectory import TrajectoryGroup
+from asyncrl.core.types import FinishReason, Lease, Prompt
 from buffer import BufferClient, BufferConfig, BufferProcess
 from rollout_fleet.config import RolloutFleetConfig, SaveProgress
 from rollout_fleet.engines.engine import SampleRequest

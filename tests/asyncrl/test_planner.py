@@ -7,11 +7,12 @@ import pytest
 
 from asyncrl.cli import plan_command
 from asyncrl.cli.compose import compose_run, dump_yaml, read_config
-from asyncrl.profile.advice import Advice, Health, advice_file, advise, read_advice
-from asyncrl.profile.calibration import calibrate, fair_shares, united
-from asyncrl.profile.planner import Choices, Prediction, make_plan, predict, recommend, splits_of
-from asyncrl.profile.scenario import EngineModel, LearnerModel, LengthModel, Scenario, configured
-from asyncrl.profile.simulator import Outcome, simulate
+from asyncrl.planner.advice import Health, advise
+from asyncrl.planner.calibration import calibrate, fair_shares, united
+from asyncrl.planner.choices import Choices, Prediction, make_plan, predict, recommend, splits_of
+from asyncrl.planner.scenario import EngineModel, LearnerModel, LengthModel, Scenario, configured
+from asyncrl.planner.simulator import Outcome, simulate
+from asyncrl.profile.advice import Advice, advice_file, read_advice
 from buffer.config import OnStale
 from tests.support.traces import record_run
 

@@ -137,7 +137,7 @@ async def test_a_reward_that_fails_on_the_first_row_is_refused(run, tmp_path, fu
 
 def test_a_start_that_fails_leaves_no_folder_and_ends_with_its_cause(assets, tmp_path):
     options = [f"model.path={assets.model}", f"data.train_files=[{tmp_path}/none.parquet]", "evaluation.enabled=false"]
-    command = [sys.executable, "-m", "asyncrl.train", "experiment=custom", f"output_dir={tmp_path}", *options]
+    command = [sys.executable, "-m", "asyncrl", "train", "experiment=custom", f"output_dir={tmp_path}", *options]
     limits = [
         "rollout_fleet.sampling.max_new_tokens=12",
         "data.max_prompt_tokens=9",

@@ -14,9 +14,9 @@ from transformers import AutoTokenizer
 from asyncrl.cli.compose import compose_run
 from asyncrl.cli.preflight import read_prompts
 from asyncrl.cli.quickstart import with_quickstart_assets
+from asyncrl.core.errors import DeadlineError, WorkerDiedError
 from asyncrl.data.prompts import PromptStream
-from asyncrl.protocol.errors import DeadlineError, WorkerDiedError
-from asyncrl.supervised.warm_start import (
+from asyncrl.sft.warm_start import (
     finished_warm_start,
     settings_digest,
     warm_start,
@@ -127,7 +127,7 @@ def test_a_directory_with_something_else_is_never_replaced(config, tmp_path):
 
 def test_a_warm_start_that_says_nothing_is_ended_by_its_deadline(config, tmp_path, monkeypatch):
     config = dataclasses.replace(config, sft=dataclasses.replace(config.sft, progress_timeout_s=0.3))
-    monkeypatch.setattr("asyncrl.supervised.warm_start._COMMAND", ("60",))
+    monkeypatch.setattr("asyncrl.sft.warm_start._COMMAND", ("60",))
     with pytest.raises(DeadlineError, match=r"said nothing for 0\.3 s.*sft\.progress_timeout_s"):
         asyncio.run(warm_start(config, [], tmp_path / "sft.log", lambda line: None, python=["sleep"]))
 
@@ -136,12 +136,12 @@ def test_training_goes_on_as_soon_as_the_policy_is_written(config, tmp_path, mon
     """A process that has written its policy and said so takes a second, or here for ever, to end."""
     policy = warm_start_path(config)
     write_warm_start(config, {"steps": 3, "accuracy": 0.5, "val_loss": None}, write_nothing)
-    monkeypatch.setattr("asyncrl.supervised.warm_start.finished_warm_start", lambda _: None)  # as before it began
+    monkeypatch.setattr("asyncrl.sft.warm_start.finished_warm_start", lambda _: None)  # as before it began
     code = f"import time; print('sft: 3 steps, 1.0 s: {policy}', flush=True); time.sleep(600)"
-    monkeypatch.setattr("asyncrl.supervised.warm_start._COMMAND", ("-c", code))
+    monkeypatch.setattr("asyncrl.sft.warm_start._COMMAND", ("-c", code))
     assert asyncio.run(warm_start(config, [], tmp_path / "sft.log", lambda line: None)) == policy
     code = f"import sys; print('sft: 3 steps, 1.0 s: {policy}-other', flush=True); sys.exit(3)"
-    monkeypatch.setattr("asyncrl.supervised.warm_start._COMMAND", ("-c", code))
+    monkeypatch.setattr("asyncrl.sft.warm_start._COMMAND", ("-c", code))
     with pytest.raises(WorkerDiedError, match="ended with status 3"):
         asyncio.run(warm_start(config, [], tmp_path / "sft.log", lambda line: None))
 

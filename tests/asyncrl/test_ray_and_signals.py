@@ -9,7 +9,7 @@ import pytest
 RUN = """
 import asyncio, os, signal, sys, psutil
 from asyncrl.cli.compose import compose_run
-from asyncrl.controller.cluster import ray_cluster
+from asyncrl.run.cluster import ray_cluster
 from asyncrl.single_controller import ray_death
 async def run():
     loop, seen = asyncio.get_running_loop(), []

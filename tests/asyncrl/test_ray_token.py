@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from asyncrl.cli.compose import compose_run
-from asyncrl.controller.cluster import warning_of_open_cluster
+from asyncrl.run.cluster import warning_of_open_cluster
 
 RUN = """
 import asyncio, os, subprocess, sys
-from asyncrl.controller import protect_own_cluster
+from asyncrl.run import protect_own_cluster
 protect_own_cluster()
 from asyncrl.cli.compose import compose_run
-from asyncrl.controller.cluster import ray_cluster
+from asyncrl.run.cluster import ray_cluster
 import ray
 CONNECT = "import ray, sys; ray.init(address=sys.argv[1], log_to_driver=False); print(ray.cluster_resources()['CPU'])"
 async def run():

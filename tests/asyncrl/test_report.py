@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 
+from asyncrl.core.record import Pool, Recorder
 from asyncrl.metrics import BUSY
 from asyncrl.profile import charts
 from asyncrl.profile.advice import Advice, advice_file
@@ -20,7 +21,6 @@ from asyncrl.profile.attribution import Attribution
 from asyncrl.profile.live import LiveUse
 from asyncrl.profile.report import RunReport, write_report
 from asyncrl.profile.trace import FOLDER, Span, Trace
-from asyncrl.protocol.record import Pool, Recorder
 from learner.trajectory_log import SCHEMA
 from tests.asyncrl.test_samples import keep
 from tests.support.traces import record_run, trace_of

@@ -6,7 +6,9 @@ from dataclasses import asdict, replace
 import pytest
 
 from asyncrl.cli.compose import compose_run
-from asyncrl.controller.resume import (
+from asyncrl.data import PromptStream
+from asyncrl.data.config import DataConfig
+from asyncrl.run.resume import (
     ResumedPrompts,
     RunState,
     begin_buffer_at,
@@ -14,8 +16,6 @@ from asyncrl.controller.resume import (
     find_checkpoint,
     learning_options,
 )
-from asyncrl.data import PromptStream
-from asyncrl.data.config import DataConfig
 from buffer.config import BufferConfig, Durability
 from buffer.keys import make_keys
 from learner.checkpoint_folder import SavedProgress, write_progress

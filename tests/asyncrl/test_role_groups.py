@@ -18,13 +18,12 @@ from transformers import AutoModelForSequenceClassification
 
 from asyncrl.cli.compose import compose_run
 from asyncrl.config import RunConfig, learner_pools, learner_roles, requested_cpus
-from asyncrl.controller.learner_group import LearnerGroup, _or_death
-from asyncrl.controller.run_folder import RunPaths
+from asyncrl.core.errors import BatchLost, ClusterDiedError, DeadlineError, LearnerDiedError, WorkerDiedError
+from asyncrl.core.trajectory import TrajectoryGroup
+from asyncrl.core.types import FinishReason, Plan, WeightOffer
 from asyncrl.option_checks import check_options
-from asyncrl.protocol.errors import BatchLost, ClusterDiedError, DeadlineError, LearnerDiedError, WorkerDiedError
-from asyncrl.protocol.manifest import WeightOffer
-from asyncrl.protocol.trajectory import TrajectoryGroup
-from asyncrl.protocol.types import FinishReason, Plan
+from asyncrl.run.learner_group import LearnerGroup, _or_death
+from asyncrl.run.run_folder import RunPaths
 from buffer import BufferConnection
 from tests.support.tiny_models import VOCABULARY, save_tiny_model
 from tests.support.trajectories import make_group

@@ -9,10 +9,10 @@ import pytest
 from rich.console import Console
 
 from asyncrl.cli.compose import compose_run
-from asyncrl.controller import run
-from asyncrl.controller.run import Run
+from asyncrl.core.errors import WorkerDiedError
 from asyncrl.metrics import TerminalView
-from asyncrl.protocol.errors import WorkerDiedError
+from asyncrl.run import run
+from asyncrl.run.run import Run
 from tests.asyncrl.test_controller import make_controller, train
 
 
@@ -70,5 +70,5 @@ async def test_a_profile_that_cannot_be_written_costs_a_line_whatever_was_wrong(
 
 
 def test_the_controller_loads_no_torch():
-    code = "import sys, asyncrl.controller.run; sys.exit('torch' in sys.modules or 'tensorflow' in sys.modules)"
+    code = "import sys, asyncrl.run.run; sys.exit('torch' in sys.modules or 'tensorflow' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

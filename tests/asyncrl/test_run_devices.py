@@ -14,15 +14,15 @@ from ray import cloudpickle
 from asyncrl.cli import dry_run, train_command
 from asyncrl.cli.compose import compose_run
 from asyncrl.config import learner_pools, learner_roles
-from asyncrl.controller.cluster import gpu_of_this_node, learner_layout, pool_of_one, ray_cluster, worker_env
-from asyncrl.controller.engine_places import EnginePlaces
-from asyncrl.controller.run import Run
+from asyncrl.core.types import Prompt
+from asyncrl.core.visible_gpus import visible_gpus
 from asyncrl.devices import resolve_devices
 from asyncrl.metrics import TerminalView
-from asyncrl.protocol.types import Prompt
-from asyncrl.protocol.visible_gpus import visible_gpus
+from asyncrl.run.cluster import gpu_of_this_node, learner_layout, pool_of_one, ray_cluster, worker_env
+from asyncrl.run.engine_places import EnginePlaces
+from asyncrl.run.run import Run
+from asyncrl.sft.warm_start import WarmStart, warm_start
 from asyncrl.single_controller import RayClassWithInitArgs, RayWorkerGroup, Role, Worker
-from asyncrl.supervised.warm_start import WarmStart, warm_start
 from learner.config import Device
 from rollout_fleet.config import EngineDevice
 from rollout_fleet.rewards import WeightedRewards
@@ -222,7 +222,7 @@ def test_each_rank_knows_its_place_on_the_node(ray_with_8_gpus):
 async def test_auto_in_a_cluster_that_is_joined_is_resolved_by_its_gpus(ray_with_8_gpus):
     found = await asyncio.to_thread(lambda: ray.get_runtime_context().gcs_address)
     assert found
-    from asyncrl.controller.cluster import _checked_against_cluster
+    from asyncrl.run.cluster import _checked_against_cluster
 
     asked = run(*SEPARATE, f"ray.address={found}")
     config = await asyncio.to_thread(_checked_against_cluster, asked, print)
@@ -311,7 +311,7 @@ async def test_the_warm_start_sees_the_gpu_that_was_reserved_for_it(gpus, tmp_pa
     code = (
         f"import os, pathlib; pathlib.Path({str(tmp_path / 'seen')!r}).write_text(os.environ['CUDA_VISIBLE_DEVICES'])"
     )
-    monkeypatch.setattr("asyncrl.supervised.warm_start._COMMAND", ("-c", code))
+    monkeypatch.setattr("asyncrl.sft.warm_start._COMMAND", ("-c", code))
     config = run(f"output_dir={tmp_path}")
     await warm_start(config, [], tmp_path / "sft.log", print, visible_devices=devices)
     assert (tmp_path / "seen").read_text() == devices

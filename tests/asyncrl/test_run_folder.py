@@ -15,8 +15,8 @@ import pytest
 
 from asyncrl.cli import train_command
 from asyncrl.cli.compose import compose_run
-from asyncrl.controller import run_folder
-from asyncrl.controller.run_folder import (
+from asyncrl.run import run_folder
+from asyncrl.run.run_folder import (
     RunPaths,
     hold_shared_folder,
     join_shared_folder,

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from asyncrl.cli.compose import compose_run
 from asyncrl.cli.quickstart import make_assets
 from asyncrl.config import StopMetric, WarmStartConfig
-from asyncrl.supervised.fine_tuning import SftEvaluation, best_of, fine_tune, read_demonstrations, should_stop
+from asyncrl.sft.fine_tuning import SftEvaluation, best_of, fine_tune, read_demonstrations, should_stop
 from tests.support.ranks import run_on_ranks
 
 NUM_ROWS = 4096
@@ -66,7 +66,7 @@ def test_held_back_rows_are_the_last_and_are_not_trained_on(folder):
 
 async def test_fine_tuning_changes_the_policy_and_says_how_well_it_does(folder, caplog):
     config = composed(folder, "sft.val_rows=64")
-    with caplog.at_level("INFO", logger="asyncrl.supervised"):
+    with caplog.at_level("INFO", logger="asyncrl.sft"):
         policy = await fine_tune(config)
     losses = [float(line.split("loss ")[1].split()[0]) for line in caplog.messages if line.startswith("step")]
     assert losses[-1] < losses[0] < 2.7, "log(14) = 2.64 is a policy that knows nothing"
@@ -79,7 +79,7 @@ async def test_fine_tuning_changes_the_policy_and_says_how_well_it_does(folder, 
     assert any((a != b).any() for a, b in zip(trained.parameters(), untrained.parameters(), strict=True))
     assert AutoTokenizer.from_pretrained(policy).eos_token == "<eos>"
     caplog.clear()
-    with caplog.at_level("INFO", logger="asyncrl.supervised"):
+    with caplog.at_level("INFO", logger="asyncrl.sft"):
         assert await fine_tune(config) == policy
     assert [line.split()[0] for line in caplog.messages] == ["reusing"], "nothing is trained twice"
 

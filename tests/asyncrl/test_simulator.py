@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 import simpy
 
-from asyncrl.profile.scenario import (
+from asyncrl.planner.scenario import (
     EngineModel,
     HostModel,
     LearnerModel,
@@ -15,9 +15,9 @@ from asyncrl.profile.scenario import (
     load_spec,
     overrides,
 )
-from asyncrl.profile.simulated_engine import SimulatedEngine, SimulatedGroup
-from asyncrl.profile.simulated_time import SharedCore
-from asyncrl.profile.simulator import Simulation, simulate
+from asyncrl.planner.simulated_engine import SimulatedEngine, SimulatedGroup
+from asyncrl.planner.simulated_time import SharedCore
+from asyncrl.planner.simulator import Simulation, simulate
 from buffer.config import OnStale
 from rollout_fleet.config import OnUpdate
 

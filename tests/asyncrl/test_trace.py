@@ -2,9 +2,9 @@
 
 import pytest
 
+from asyncrl.core.record import Pool, Recorder, clock_id
 from asyncrl.profile import Trace, TraceReader
 from asyncrl.profile.trace import FOLDER, UNMEASURED_ERROR_NS, ClockOffsets, Span
-from asyncrl.protocol.record import Pool, Recorder, clock_id
 from tests.support.traces import record_run, trace_of
 
 
@@ -152,7 +152,7 @@ def test_a_run_without_a_record_is_said(tmp_path):
 
 
 def test_records_of_another_schema_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("asyncrl.protocol.record.SCHEMA", 99)
+    monkeypatch.setattr("asyncrl.core.record.SCHEMA", 99)
     recorder(tmp_path).close()
     with pytest.raises(ValueError, match="schema 99, this version reads 1"):
         Trace.load(tmp_path)
@@ -160,7 +160,7 @@ def test_records_of_another_schema_are_refused(tmp_path, monkeypatch):
 
 def test_the_clock_of_another_host_is_moved_by_what_it_measured(tmp_path, monkeypatch):
     recorder(tmp_path, process="buffer", pool=Pool.buffer, clock=lambda: 1000).close()
-    monkeypatch.setattr("asyncrl.protocol.record.clock_id", lambda: "elsewhere")
+    monkeypatch.setattr("asyncrl.core.record.clock_id", lambda: "elsewhere")
     now = 50
     far = recorder(tmp_path, clock=lambda: now)
     monkeypatch.undo()
@@ -180,7 +180,7 @@ def test_the_clock_of_another_host_is_moved_by_what_it_measured(tmp_path, monkey
 
 def test_a_clock_that_was_never_measured_goes_by_the_wall_clocks_and_says_so(tmp_path, monkeypatch):
     recorder(tmp_path, process="buffer", pool=Pool.buffer, clock=lambda: 1000).close()
-    monkeypatch.setattr("asyncrl.protocol.record.clock_id", lambda: "elsewhere")
+    monkeypatch.setattr("asyncrl.core.record.clock_id", lambda: "elsewhere")
     recorder(tmp_path, clock=lambda: 5_000_000).close()
     near, far = Trace.load(tmp_path).processes
     assert far.error_ns == UNMEASURED_ERROR_NS

@@ -15,7 +15,7 @@ from asyncrl.cli import train_command
 PRELUDE = """
 import asyncio, logging, os, signal, sys
 from asyncrl.cli import train_command
-from asyncrl.protocol.errors import ClusterDiedError, DeadlineError, WorkerDiedError
+from asyncrl.core.errors import ClusterDiedError, DeadlineError, WorkerDiedError
 
 async def run(config, run_dir, overrides, view, on_fault):
 {body}

@@ -9,9 +9,9 @@ import pytest
 from rich.console import Console
 
 from asyncrl.cli.compose import compose_run
-from asyncrl.controller import watching
-from asyncrl.controller.watching import AdviceProcess, Watching
 from asyncrl.metrics import TerminalView, Trackers
+from asyncrl.run import watching
+from asyncrl.run.watching import AdviceProcess, Watching
 from tests.asyncrl.test_metrics import make_record
 from tests.support.traces import record_run
 

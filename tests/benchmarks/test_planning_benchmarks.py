@@ -7,8 +7,8 @@ import pytest
 from transformers import AutoConfig, AutoTokenizer
 
 from asyncrl.cli.compose import compose_run
-from asyncrl.profile.scenario import EngineModel, Scenario
-from asyncrl.profile.simulator import simulate
+from asyncrl.planner.scenario import EngineModel, Scenario
+from asyncrl.planner.simulator import simulate
 from benchmarks import scale
 from benchmarks.overlap import NUM_WARM_UP, WORKS
 from benchmarks.plan import CASES, RECORDED, order_of_runs

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from asyncrl.protocol.errors import RateExceeded, ReplayBufferError, StoreFull, WireError
-from asyncrl.protocol.types import Prompt
+from asyncrl.core.errors import RateExceeded, ReplayBufferError, StoreFull, WireError
+from asyncrl.core.types import Prompt
 from buffer import BufferConfig, BufferProcess
 from buffer.admission import PendingRequest, PendingRequests
 from buffer.client import BufferClient

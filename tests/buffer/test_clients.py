@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.protocol.errors import ReplayBufferError
+from asyncrl.core.errors import ReplayBufferError
 from buffer import BufferClient, BufferConfig, BufferProcess, SyncBufferClient
 from tests.support.buffer_groups import prompt, rollout, running
 

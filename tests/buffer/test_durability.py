@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.protocol.errors import ReplayBufferError
-from asyncrl.protocol.types import Lease
+from asyncrl.core.errors import ReplayBufferError
+from asyncrl.core.types import Lease
 from buffer import BufferClient, BufferConfig, BufferProcess, Durability, StoresOn, journal, service
 from buffer.commands import Command, Commit, Committed, LeaseGroups, Put, PutOutcome, PutResult
 from buffer.journal import AppendOnlyFile, Journal

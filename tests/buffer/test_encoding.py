@@ -8,8 +8,8 @@ import msgpack
 import numpy as np
 import pytest
 
-from asyncrl.protocol.errors import WireError
-from asyncrl.protocol.trajectory import Trajectory, TrajectoryGroup, Turn
+from asyncrl.core.errors import WireError
+from asyncrl.core.trajectory import Trajectory, TrajectoryGroup, Turn
 from buffer.encoding import group_frames, group_of, pack, unpack
 
 

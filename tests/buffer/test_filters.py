@@ -5,8 +5,8 @@ import logging
 
 import pytest
 
-from asyncrl.protocol.errors import ReplayBufferError
-from asyncrl.protocol.types import Lease
+from asyncrl.core.errors import ReplayBufferError
+from asyncrl.core.types import Lease
 from buffer import BufferClient
 from buffer.account import Account
 from tests.support.buffer_groups import prompt, rollout, running

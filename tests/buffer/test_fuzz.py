@@ -10,8 +10,8 @@ import pytest
 TARGET = """
 import sys, asyncio
 import atheris
-with atheris.instrument_imports(include=["buffer", "asyncrl.protocol"]):
-    from asyncrl.protocol.errors import WireError
+with atheris.instrument_imports(include=["buffer", "asyncrl.core"]):
+    from asyncrl.core.errors import WireError
     from buffer import BufferConfig, messages, encoding
     from buffer.service import BufferService
 

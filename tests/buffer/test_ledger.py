@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.protocol.errors import (
+from asyncrl.core.errors import (
     LeaseExpired,
     NotLeaseOwner,
     ReplayBufferError,

@@ -19,8 +19,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from asyncrl.protocol.errors import LeaseExpired, ReplayBufferError, StoreFull, UnknownGroup, VersionTooOld
-from asyncrl.protocol.types import GroupSummary
+from asyncrl.core.errors import LeaseExpired, ReplayBufferError, StoreFull, UnknownGroup, VersionTooOld
+from asyncrl.core.types import GroupSummary
 from buffer.commands import Frames, GrantedLease, Progress, PutResult, Reserved
 from buffer.config import OnStale
 from buffer.journal import pack, unpack

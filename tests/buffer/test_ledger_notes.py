@@ -5,9 +5,9 @@ from itertools import repeat
 import msgpack
 import pytest
 
+from asyncrl.core import record
+from asyncrl.core.record import Pool, ProfileConfig, Recorder, Tag
 from asyncrl.profile.trace import FOLDER, Trace
-from asyncrl.protocol import record
-from asyncrl.protocol.record import Pool, ProfileConfig, Recorder, Tag
 from buffer.config import OnStale
 from buffer.ledger_notes import LedgerNotes
 from buffer.rule import StalenessRule

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from asyncrl.protocol.errors import VersionTooNew, WeightsError, WeightsGone, WireError
+from asyncrl.core.errors import VersionTooNew, WeightsError, WeightsGone, WireError
 from buffer import BufferClient, BufferConfig, SyncBufferClient
 from buffer.messages import Message
 from buffer.offers import OfferLog

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.profile.scenario import EngineModel, LearnerModel, LengthModel, Scenario
-from asyncrl.profile.simulator import Simulation
+from asyncrl.planner.scenario import EngineModel, LearnerModel, LengthModel, Scenario
+from asyncrl.planner.simulator import Simulation
 from buffer import BufferConfig
 from buffer.commands import GrantedLease, Progress
 from buffer.groups import Group

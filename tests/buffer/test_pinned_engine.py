@@ -4,7 +4,7 @@ import asyncio
 import itertools
 from contextlib import AsyncExitStack, asynccontextmanager
 
-from asyncrl.protocol.manifest import WeightOffer
+from asyncrl.core.types import WeightOffer
 from buffer import BufferClient, BufferConfig
 from buffer.server import BufferServer
 from rollout_fleet.config import EngineKind, RolloutFleetConfig

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.protocol.errors import DeclaredDead, LeaseExpired, NotLeaseOwner, WireError
+from asyncrl.core.errors import DeclaredDead, LeaseExpired, NotLeaseOwner, WireError
 from buffer import BufferClient, BufferConfig, BufferProcess, Durability
 from buffer.admission import FairQueue
 from buffer.commands import GrantedLease

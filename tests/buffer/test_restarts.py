@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.protocol.errors import WorkerDiedError
+from asyncrl.core.errors import WorkerDiedError
 from buffer import BufferClient, BufferConfig, BufferSupervisor, Durability, journal
 from buffer.encoding import prompt_frames
 from buffer.journal import Journal

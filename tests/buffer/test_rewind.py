@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.protocol.errors import LeaseExpired, ReplayBufferError, WrongEpoch
+from asyncrl.core.errors import LeaseExpired, ReplayBufferError, WrongEpoch
 from buffer import Durability
 from buffer.account import IdSet
 from buffer.commands import GrantedLease, Progress, Rewind

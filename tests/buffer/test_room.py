@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from asyncrl.protocol.errors import (
+from asyncrl.core.errors import (
     ReplayBufferError,
     StoreFull,
 )

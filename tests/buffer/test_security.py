@@ -18,9 +18,9 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.protocol.errors import DeadlineError, NotAllowed, RateExceeded, ReplayBufferError, WireError, WrongEpoch
-from asyncrl.protocol.private_folders import NotPrivate
-from asyncrl.protocol.types import BufferStats
+from asyncrl.core.errors import DeadlineError, NotAllowed, RateExceeded, ReplayBufferError, WireError, WrongEpoch
+from asyncrl.core.private_folders import NotPrivate
+from asyncrl.core.types import BufferStats
 from buffer import (
     BufferClient,
     BufferConfig,

@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 
-from asyncrl.protocol.errors import (
+from asyncrl.core.errors import (
     ReplayBufferError,
 )
 from buffer.commands import (

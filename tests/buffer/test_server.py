@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from asyncrl.protocol.errors import (
+from asyncrl.core.errors import (
     DeadlineError,
     LeaseExpired,
     ReplayBufferError,

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from asyncrl.controller.reporting import balanced_account
-from asyncrl.protocol.types import BufferStats, GroupSummary
+from asyncrl.core.types import BufferStats, GroupSummary
+from asyncrl.run.reporting import balanced_account
 from buffer import BufferConfig, journal
 from buffer.config import OnStale
 from buffer.encoding import prompt_frames

@@ -6,8 +6,8 @@ from contextlib import suppress
 
 import pytest
 
-from asyncrl.protocol.errors import DeadlineError
-from asyncrl.protocol.types import Lease
+from asyncrl.core.errors import DeadlineError
+from asyncrl.core.types import Lease
 from buffer import BufferClient
 from buffer.server import BufferServer
 from buffer.socket_folders import bulk_address, make_socket_folder, remove_socket_folder, unix_address

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.protocol.errors import DeadlineError, ReplayBufferError, UnknownGroup, VersionTooOld, WireError
-from asyncrl.protocol.types import Lease
+from asyncrl.core.errors import DeadlineError, ReplayBufferError, UnknownGroup, VersionTooOld, WireError
+from asyncrl.core.types import Lease
 from buffer import BufferConfig, Durability, StoresOn, make_keys
 from buffer.client import BufferClient
 from buffer.commands import Put

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from asyncrl.protocol.errors import LeaseExpired, UnknownGroup
+from asyncrl.core.errors import LeaseExpired, UnknownGroup
 from buffer import BufferConfig, BufferProcess, BufferSupervisor, Durability, SyncBufferClient
 from buffer.client import BufferClient
 from buffer.client_socket import ClientSocket

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.protocol.errors import LeaseExpired
+from asyncrl.core.errors import LeaseExpired
 from buffer import BufferConfig
 from buffer.commands import GrantedLease, Progress, TakeBack
 from buffer.groups import Group

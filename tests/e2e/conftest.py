@@ -7,7 +7,7 @@ from tests.support.training_run import RunningTraining
 
 @pytest.fixture
 def start(tmp_path):
-    """Start ``python -m asyncrl.train`` with these overrides in a process of its own; what is left of it is ended."""
+    """Start ``python -m asyncrl train`` with these overrides in a process of its own; what is left of it is ended."""
     running = []
 
     def start(*overrides, output_dir=tmp_path, **options):

@@ -152,7 +152,7 @@ FAULTS = (
     _replaced("sglang::scheduler", engines=("sglang",), signal=signal.SIGSTOP, options=_SHORT_SILENCE),
     _replaced("ray::RolloutWorker", signal=signal.SIGSTOP, options=_SHORT_WAITS),
     _killed(
-        "asyncrl.sft",
+        "asyncrl sft",
         "error: the warm start",
         moment="warm start: step",
         options=("sft.enabled=true", "sft.target_accuracy=1.01"),

@@ -39,7 +39,7 @@ def test_a_process_that_stands_still_for_five_seconds_costs_nothing_but_time(sta
     run.wait_for_step(3)
     pids = {part: run.pid_at(words) for part, words in parts_of(ENGINE, GROUPS_PER_STEP).items()}
     pids |= {part: run.pid_of(words) for part, words in RAY.items()}
-    for part, pid in (pids | {CONTROLLER: run.pid_of("asyncrl.train")}).items():
+    for part, pid in (pids | {CONTROLLER: run.pid_of("asyncrl train")}).items():
         before = run.num_steps
         os.kill(pid, signal.SIGSTOP)
         time.sleep(PAUSE_S)

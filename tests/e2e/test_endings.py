@@ -21,7 +21,7 @@ def test_a_second_signal_ends_a_run_without_its_supervisor_on_the_spot(start):
     run = start(*FAST)
     run.wait_for_line("step 1/")
     run.remember_family()
-    controller = run.pid_of("asyncrl.train")
+    controller = run.pid_of("asyncrl train")
     run.process.kill()
     run.process.wait(10)
     for _ in range(2):

@@ -44,7 +44,7 @@ def test_a_run_ends_as_the_table_says_and_leaves_nothing(start, fault: Fault, en
     time.sleep(random.Random(seed).uniform(0.0, fault.within_s))
     run.remember_family()
     shared_memory = shared_memory_of(run.family.values())
-    words = "asyncrl.train" if fault.part == CONTROLLER else fault.part
+    words = "asyncrl train" if fault.part == CONTROLLER else fault.part
     os.kill(run.process.pid if fault.part == SUPERVISOR else run.wait_for_process(words), fault.signal)
     if fault.goes_on:
         struck_s = time.monotonic()

@@ -27,7 +27,7 @@ GROUPS_PER_STEP = 8
 DEADLINE_S = 12.0
 STALLS_S = [1.0, 5.0, 1.5 * DEADLINE_S]
 END_TIMEOUT_S = 300.0
-PARTS = parts_of(ENGINE, GROUPS_PER_STEP) | {CONTROLLER: "asyncrl.train"}
+PARTS = parts_of(ENGINE, GROUPS_PER_STEP) | {CONTROLLER: "asyncrl train"}
 
 
 def evaluates(run: RunningTraining) -> None:

@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 
-from asyncrl.protocol.registry import Registry
+from asyncrl.core.registry import Registry
 from tests.support.training_run import ROOT
 
 pytestmark = pytest.mark.e2e

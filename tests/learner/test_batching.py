@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.protocol.types import GroupSummary, Plan
+from asyncrl.core.types import GroupSummary, Plan
 from learner.batching import karmarkar_karp, overlong_penalty, rank_batches, sample_costs, split_sequences
 from learner.config import AlgorithmConfig
 from learner.types import RankBatch, TokenSequence

@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from asyncrl.protocol.trajectory import Trajectory, TrajectoryGroup, Turn
-from asyncrl.protocol.types import FinishReason, Plan
+from asyncrl.core.trajectory import Trajectory, TrajectoryGroup, Turn
+from asyncrl.core.types import FinishReason, Plan
 from buffer.messages import summary_fields, summary_of
 from learner.advantages import BatchAdvantages
 from learner.batching import rank_batches, sample_costs

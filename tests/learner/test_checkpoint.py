@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from transformers import AutoModelForCausalLM
 
 import learner.checkpoint
-from asyncrl.protocol.errors import CheckpointError
+from asyncrl.core.errors import CheckpointError
 from learner.checkpoint import ShardedCheckpointer, main
 from learner.checkpoint_folder import newest_checkpoint, read_progress
 from learner.config import AlgorithmConfig, Device, LearnerConfig, LoraConfig, OptimizerConfig, Schedule

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from asyncrl.cli.compose import compose_run
-from asyncrl.protocol.trajectory import Trajectory, TrajectoryGroup, Turn
-from asyncrl.protocol.types import FinishReason
+from asyncrl.core.trajectory import Trajectory, TrajectoryGroup, Turn
+from asyncrl.core.types import FinishReason
 from learner.config import AlgorithmConfig, Anchor, Device, LearnerConfig, OptimizerConfig
 from learner.losses import LOSSES, LossTerms, by_token, policy_objective
 from learner.trainer import Trainer

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.protocol.types import FinishReason
+from asyncrl.core.types import FinishReason
 from learner.attention import packed_layout
 from learner.packing import MicroBatch, pack
 from learner.types import TokenSequence, group_sequences

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.protocol.trajectory import TrajectoryGroup
-from asyncrl.protocol.types import FinishReason, Plan
+from asyncrl.core.trajectory import TrajectoryGroup
+from asyncrl.core.types import FinishReason, Plan
 from learner import fsdp
 from learner.advantages import BatchAdvantages
 from learner.batching import karmarkar_karp, rank_batches

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
 
-from asyncrl.protocol.data_proto import DataProto
+from asyncrl.single_controller.data_proto import DataProto
 from learner.config import (
     AlgorithmConfig,
     Anchor,

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from asyncrl.protocol import DataProto
+from asyncrl.single_controller import DataProto
 from learner.ulysses import (
     UlyssesShardingManager,
     gather_heads_scatter_seq,

@@ -14,11 +14,11 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from asyncrl.protocol.errors import WeightsError, WeightsGone
-from asyncrl.protocol.lent_memory import LentWeights
-from asyncrl.protocol.manifest import PublishedWeights, read_manifest
-from asyncrl.protocol.weight_receiver import receive_weights
-from asyncrl.protocol.weight_rounds import CollectiveOptions
+from asyncrl.core.errors import WeightsError, WeightsGone
+from asyncrl.weights.lent_memory import LentWeights
+from asyncrl.weights.manifest import PublishedWeights, read_manifest
+from asyncrl.weights.receiver import receive_weights
+from asyncrl.weights.rounds import CollectiveOptions
 from learner import weights
 from learner.config import AlgorithmConfig, Device, LearnerConfig, LoraConfig, OptimizerConfig
 from learner.fsdp import local_tensor

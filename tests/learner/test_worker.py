@@ -15,10 +15,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from asyncrl.protocol.errors import BatchLost, DeadlineError, StalenessError, UnknownGroup
-from asyncrl.protocol.manifest import WeightOffer, read_manifest
-from asyncrl.protocol.trajectory import TrajectoryGroup
-from asyncrl.protocol.types import FinishReason
+from asyncrl.core.errors import BatchLost, DeadlineError, StalenessError, UnknownGroup
+from asyncrl.core.trajectory import TrajectoryGroup
+from asyncrl.core.types import FinishReason, WeightOffer
+from asyncrl.weights.manifest import read_manifest
 from learner.config import AlgorithmConfig, Device, LearnerConfig, OptimizerConfig
 from learner.trajectory_log import TokenLogOptions
 from learner.types import GroupShare, RankBatch

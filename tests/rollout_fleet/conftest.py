@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from asyncrl.core import record
+from asyncrl.core.record import Pool, ProfileConfig
 from asyncrl.profile.trace import Trace
-from asyncrl.protocol import record
-from asyncrl.protocol.record import Pool, ProfileConfig
 from tests.support.rollout import InMemoryBuffer, make_prompts
 
 

@@ -5,8 +5,8 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 
-from asyncrl.protocol.errors import EngineError
-from asyncrl.protocol.types import FinishReason, Lease, Prompt
+from asyncrl.core.errors import EngineError
+from asyncrl.core.types import FinishReason, Lease, Prompt
 from rollout_fleet.config import SamplingConfig
 from rollout_fleet.engines.engine import SampleOutput, SampleRequest, check_output, check_prompt
 from rollout_fleet.inflight import to_trajectory_group

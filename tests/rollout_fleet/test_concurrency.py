@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from asyncrl.protocol.errors import EngineError
+from asyncrl.core.errors import EngineError
 from rollout_fleet.concurrency import GroupLimit
 from rollout_fleet.config import EngineKind, RolloutFleetConfig
 from rollout_fleet.engines.engine import EngineLoad

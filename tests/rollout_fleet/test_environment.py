@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from asyncrl.protocol.errors import RewardError
-from asyncrl.protocol.types import Prompt
+from asyncrl.core.errors import RewardError
+from asyncrl.core.types import Prompt
 from rollout_fleet.config import EngineDevice, RolloutFleetConfig, SGLangConfig
 from rollout_fleet.engines.sglang_server import SGLangServer
 from rollout_fleet.environment import is_secret, without_secrets

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from asyncrl.protocol.errors import ReplayBufferError
-from asyncrl.protocol.types import FinishReason, Lease, Prompt
+from asyncrl.core.errors import ReplayBufferError
+from asyncrl.core.types import FinishReason, Lease, Prompt
 from rollout_fleet.config import SamplingConfig
 from rollout_fleet.engines.engine import SampleOutput
 from rollout_fleet.inflight import InflightGroup, to_prefixes, to_progress, to_trajectory_group

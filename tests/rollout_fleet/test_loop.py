@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from asyncrl.protocol.errors import (
+from asyncrl.core.errors import (
     DeadlineError,
     EngineError,
     ReplayBufferError,

@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from asyncrl.protocol.errors import EngineError, StoreFull
-from asyncrl.protocol.types import FinishReason
+from asyncrl.core.errors import EngineError, StoreFull
+from asyncrl.core.types import FinishReason
 from rollout_fleet.config import SaveProgress
 from rollout_fleet.inflight import GroupPhase
 from tests.support.offers import bare_offer

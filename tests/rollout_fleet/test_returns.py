@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from asyncrl.protocol.errors import DeadlineError
+from asyncrl.core.errors import DeadlineError
 from rollout_fleet.config import SaveProgress
 from rollout_fleet.engines.scripted import ScriptedEngine
 from rollout_fleet.rewards import WeightedRewards

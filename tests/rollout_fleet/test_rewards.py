@@ -9,8 +9,8 @@ import numpy as np
 import psutil
 import pytest
 
-from asyncrl.protocol.errors import RewardError, WorkerDiedError
-from asyncrl.protocol.types import Prompt
+from asyncrl.core.errors import RewardError, WorkerDiedError
+from asyncrl.core.types import Prompt
 from rollout_fleet.config import RolloutFleetConfig
 from rollout_fleet.rewards import REWARDS, RewardProcesses, WeightedRewards
 from tests.support.leftovers import left_in_shared_memory, shared_memory_of

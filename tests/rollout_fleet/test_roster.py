@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from asyncrl.protocol.errors import MembershipRefused
+from asyncrl.core.errors import MembershipRefused
 from rollout_fleet.roster import Presence, Roster
 
 FEWEST, MOST, NEEDED = 2, 5, 1

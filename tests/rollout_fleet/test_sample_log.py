@@ -5,7 +5,7 @@ import logging
 import numpy as np
 import pyarrow.parquet as pq
 
-from asyncrl.protocol.types import FinishReason, Prompt
+from asyncrl.core.types import FinishReason, Prompt
 from rollout_fleet.config import SamplesConfig
 from rollout_fleet.engines.engine import SampleOutput
 from rollout_fleet.rewards import Scores

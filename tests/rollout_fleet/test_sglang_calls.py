@@ -9,8 +9,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from asyncrl.protocol.errors import DeadlineError, EngineError, RequestRefused, WorkerDiedError
-from asyncrl.protocol.types import FinishReason
+from asyncrl.core.errors import DeadlineError, EngineError, RequestRefused, WorkerDiedError
+from asyncrl.core.types import FinishReason
 from rollout_fleet.config import EngineDevice, OnUpdate, RolloutFleetConfig, SamplingConfig, SGLangConfig
 from rollout_fleet.engines.engine import EngineLoad, SampleRequest
 from rollout_fleet.engines.sglang import SGLangEngine, _StreamedSample

@@ -11,7 +11,7 @@ from contextlib import suppress
 import numpy as np
 import pytest
 
-from asyncrl.protocol.errors import EngineError, WorkerDiedError
+from asyncrl.core.errors import EngineError, WorkerDiedError
 from rollout_fleet.config import EngineDevice, RolloutFleetConfig, SamplingConfig, SGLangConfig
 from rollout_fleet.engines import sglang_client
 from rollout_fleet.engines.engine import SampleRequest

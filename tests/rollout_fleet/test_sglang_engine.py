@@ -20,8 +20,8 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from asyncrl.protocol.errors import AsyncRLError, DeadlineError, EngineError, WorkerDiedError
-from asyncrl.protocol.types import FinishReason
+from asyncrl.core.errors import AsyncRLError, DeadlineError, EngineError, WorkerDiedError
+from asyncrl.core.types import FinishReason
 from rollout_fleet.config import EngineDevice, RolloutFleetConfig, SamplingConfig, SGLangConfig
 from rollout_fleet.engines.engine import SampleRequest
 from rollout_fleet.engines.sglang import SGLangEngine

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from asyncrl.protocol.errors import DeadlineError, WorkerDiedError
+from asyncrl.core.errors import DeadlineError, WorkerDiedError
 from rollout_fleet.config import EngineDevice, EngineKind, OnUpdate, RolloutFleetConfig, SGLangConfig
 from rollout_fleet.engines import sglang_server
 from rollout_fleet.engines.sglang_server import SGLangServer

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from asyncrl.protocol.errors import DeadlineError, EngineError
+from asyncrl.core.errors import DeadlineError, EngineError
 from rollout_fleet.engines.engine import SilenceWatch
 
 pytestmark = [pytest.mark.timeout(30), pytest.mark.usefixtures("virtual_time")]

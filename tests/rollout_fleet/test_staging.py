@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.protocol.collective import WeightSender
-from asyncrl.protocol.errors import DeadlineError, WeightsError, WeightsGone
-from asyncrl.protocol.manifest import FROZEN, read_manifest
-from asyncrl.protocol.weight_rounds import CollectiveOptions
+from asyncrl.core.errors import DeadlineError, WeightsError, WeightsGone
+from asyncrl.core.types import FROZEN
+from asyncrl.weights.collective import WeightSender
+from asyncrl.weights.manifest import read_manifest
+from asyncrl.weights.rounds import CollectiveOptions
 from rollout_fleet.engines import staging
 from rollout_fleet.engines.staging import WeightStager
 from tests.support.published_bytes import bytes_of, changed, publish_bytes, random_bytes

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from asyncrl.protocol.errors import DeadlineError
+from asyncrl.core.errors import DeadlineError
 from rollout_fleet.engines.engine import EngineLoad
 from rollout_fleet.engines.stream_watch import Stream, StreamWatch, beyond_queue
 

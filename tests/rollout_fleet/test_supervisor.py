@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from asyncrl.protocol.errors import DeadlineError, EngineLost, RequestRefused, WorkerDiedError
+from asyncrl.core.errors import DeadlineError, EngineLost, RequestRefused, WorkerDiedError
 from rollout_fleet import worker as worker_module
 from rollout_fleet.config import EngineKind, RolloutFleetConfig, SamplingConfig
 from rollout_fleet.engines.scripted import ScriptedAnswer, ScriptedEngine

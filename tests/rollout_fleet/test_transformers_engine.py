@@ -15,9 +15,8 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from asyncrl.protocol.errors import DeadlineError, EngineError, WeightsError, WorkerDiedError
-from asyncrl.protocol.manifest import FROZEN
-from asyncrl.protocol.types import FinishReason
+from asyncrl.core.errors import DeadlineError, EngineError, WeightsError, WorkerDiedError
+from asyncrl.core.types import FROZEN, FinishReason
 from learner.config import Device, LearnerConfig, LoraConfig
 from learner.lora import is_adapter
 from learner.packed_model import PackedModel

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from asyncrl.protocol.errors import DeadlineError, EngineError
+from asyncrl.core.errors import DeadlineError, EngineError
 from rollout_fleet.config import EngineDevice, RolloutFleetConfig, SamplingConfig
 from rollout_fleet.engines.sglang import SGLangEngine
 from rollout_fleet.engines.sglang_server import SGLangServer

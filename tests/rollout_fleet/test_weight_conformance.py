@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from asyncrl.protocol.weight_rounds import CollectiveOptions
+from asyncrl.weights.rounds import CollectiveOptions
 from learner.config import Device, LearnerConfig, LoraConfig
 from learner.fsdp import local_tensor
 from learner.lent_weights import LendOptions

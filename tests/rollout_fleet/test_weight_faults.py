@@ -18,7 +18,7 @@ import pytest
 import pytest_asyncio
 from transformers import AutoModelForCausalLM
 
-from asyncrl.protocol.errors import AsyncRLError
+from asyncrl.core.errors import AsyncRLError
 from rollout_fleet.config import EngineDevice, RolloutFleetConfig, SGLangConfig
 from rollout_fleet.engines import sglang_client
 from rollout_fleet.engines.sglang import SGLangEngine

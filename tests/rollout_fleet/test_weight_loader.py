@@ -9,8 +9,9 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from asyncrl.protocol.errors import WeightsError
-from asyncrl.protocol.manifest import FROZEN, AdaptedLayer, Adapter, DigestThreads, describe_model
+from asyncrl.core.errors import WeightsError
+from asyncrl.core.types import FROZEN
+from asyncrl.weights.manifest import AdaptedLayer, Adapter, DigestThreads, describe_model
 from rollout_fleet.engines.weight_loader import load_verified, submissions_run_at_once
 
 

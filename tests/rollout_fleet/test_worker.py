@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from asyncrl.protocol.errors import AsyncRLError, EngineError, RewardError
+from asyncrl.core.errors import AsyncRLError, EngineError, RewardError
 from rollout_fleet.config import EngineKind, RolloutFleetConfig, SamplingConfig
 from rollout_fleet.engines.scripted import ScriptedAnswer, ScriptedEngine
 from rollout_fleet.evaluation import HeldOutAnswers

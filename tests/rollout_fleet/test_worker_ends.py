@@ -7,8 +7,8 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from asyncrl.controller.reporting import balanced_account
-from asyncrl.protocol.types import BufferStats
+from asyncrl.core.types import BufferStats
+from asyncrl.run.reporting import balanced_account
 from buffer import BufferClient, BufferConfig, BufferProcess
 from rollout_fleet.config import SaveProgress
 from rollout_fleet.loop import RolloutLoop

@@ -7,8 +7,8 @@ import ray
 import torch
 from ray import cloudpickle
 
-from asyncrl.protocol import DataProto
 from asyncrl.single_controller import (
+    DataProto,
     Dispatch,
     RayClassWithInitArgs,
     RayResourcePool,

@@ -7,10 +7,10 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from asyncrl.protocol import DataProto
 from asyncrl.single_controller import (
     DISPATCH_MODE_FN_REGISTRY,
     MAGIC_ATTR,
+    DataProto,
     Dispatch,
     DynamicEnum,
     Execute,

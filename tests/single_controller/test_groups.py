@@ -11,9 +11,11 @@ import torch
 from ray import cloudpickle
 from tensordict import TensorDict
 
-from asyncrl.protocol import DataProto, DataProtoConfig, DataProtoFuture
-from asyncrl.protocol.errors import BatchError, DeadlineError
+from asyncrl.core.errors import BatchError, DeadlineError
 from asyncrl.single_controller import (
+    DataProto,
+    DataProtoConfig,
+    DataProtoFuture,
     Dispatch,
     Execute,
     RayClassWithInitArgs,

@@ -5,12 +5,11 @@ import subprocess
 import sys
 
 import asyncrl
-import asyncrl.protocol
 import asyncrl.single_controller
 
 
 def test_public_names_are_sorted_and_exist():
-    for package in (asyncrl, asyncrl.protocol, asyncrl.single_controller):
+    for package in (asyncrl, asyncrl.single_controller):
         names = package.__all__
         assert sorted(names, key=lambda name: (not name.isupper(), not name[0].isupper(), name)) == list(names)
         assert all(hasattr(package, name) for name in names)
@@ -53,13 +52,13 @@ def test_verls_names_are_all_in_one_package():
 def test_the_protocol_loads_neither_torch_nor_ray_and_the_controller_no_torch():
     code = (
         "import sys\n"
-        "import asyncrl, asyncrl.protocol, asyncrl.protocol.codec, asyncrl.protocol.remote\n"
+        "import asyncrl, asyncrl.core, asyncrl.single_controller.codec, asyncrl.core.remote\n"
         "from asyncrl import DataProtoFuture\n"
         "assert not {'torch', 'ray'} & sys.modules.keys()\n"
         "import asyncrl.single_controller\n"
         "from asyncrl import Dispatch, RayWorkerGroup, Worker, register\n"
         "assert 'torch' not in sys.modules\n"
         "from asyncrl import DataProto\n"
-        "assert DataProto.__module__ == 'asyncrl.protocol.data_proto'\n"
+        "assert DataProto.__module__ == 'asyncrl.single_controller.data_proto'\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -11,9 +11,9 @@ import torch
 from ray import cloudpickle
 from ray.util.placement_group import placement_group_table
 
-from asyncrl.protocol import DataProto
-from asyncrl.protocol.errors import WorkerDiedError
+from asyncrl.core.errors import WorkerDiedError
 from asyncrl.single_controller import (
+    DataProto,
     Dispatch,
     RayClassWithInitArgs,
     RayResourcePool,

@@ -10,7 +10,7 @@ import ray
 from ray import cloudpickle
 from ray.util.placement_group import placement_group_table
 
-from asyncrl.protocol.errors import DeadlineError
+from asyncrl.core.errors import DeadlineError
 from asyncrl.single_controller import (
     Dispatch,
     RayClassWithInitArgs,

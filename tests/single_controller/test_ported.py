@@ -11,9 +11,10 @@ import torch
 from ray import cloudpickle
 from tensordict import TensorDict
 
-from asyncrl.protocol import DataProto, DataProtoFuture
 from asyncrl.single_controller import (
     ClassWithInitArgs,
+    DataProto,
+    DataProtoFuture,
     Dispatch,
     Execute,
     FusedWorkerCLSName,

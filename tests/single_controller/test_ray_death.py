@@ -7,7 +7,7 @@ import textwrap
 DRIVER = textwrap.dedent("""
     import asyncio, os, signal
     import psutil, ray
-    from asyncrl.protocol.errors import ClusterDiedError
+    from asyncrl.core.errors import ClusterDiedError
     from asyncrl.single_controller import ray_death
 
     ray.init(address="local", num_cpus=1, include_dashboard=False, object_store_memory=100 * 2**20)

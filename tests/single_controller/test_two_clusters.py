@@ -11,8 +11,8 @@ import pytest
 _SCRIPT = """
 import gc, os, sys
 import ray, torch
-from asyncrl.protocol import DataProto
-from asyncrl.protocol.errors import WorkerDiedError
+from asyncrl.single_controller import DataProto
+from asyncrl.core.errors import WorkerDiedError
 from asyncrl.single_controller import *
 
 class Passer(Worker):

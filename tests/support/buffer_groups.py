@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from asyncrl.protocol.trajectory import TrajectoryGroup
-from asyncrl.protocol.types import FinishReason, Lease, Prompt
+from asyncrl.core.trajectory import TrajectoryGroup
+from asyncrl.core.types import FinishReason, Lease, Prompt
 from buffer import BufferClient, BufferConfig
 from buffer.server import BufferServer
 from tests.support.trajectories import make_group

@@ -16,7 +16,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from asyncrl.protocol.manifest import WeightOffer, describe_model, read_manifest
+from asyncrl.core.types import WeightOffer
+from asyncrl.weights.manifest import describe_model, read_manifest
 from rollout_fleet.config import SamplingConfig
 from rollout_fleet.engines.engine import SampleOutput, SampleRequest
 from tests.support.rollout import VOCABULARY

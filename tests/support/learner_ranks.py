@@ -11,12 +11,13 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from asyncrl.protocol.collective import WeightSender
-from asyncrl.protocol.handles import LentPart
-from asyncrl.protocol.lent_memory import LentBuffer
-from asyncrl.protocol.manifest import Piece, WeightOffer, read_manifest
-from asyncrl.protocol.weight_channel import ChannelAddress
-from asyncrl.protocol.weight_rounds import CollectiveOptions
+from asyncrl.core.types import WeightOffer
+from asyncrl.weights.channel import ChannelAddress
+from asyncrl.weights.collective import WeightSender
+from asyncrl.weights.handles import LentPart
+from asyncrl.weights.lent_memory import LentBuffer
+from asyncrl.weights.manifest import Piece, read_manifest
+from asyncrl.weights.rounds import CollectiveOptions
 from tests.support.peers import Peer, peers
 
 Way = Literal["engine", "tensor"]

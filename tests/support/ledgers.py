@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-from asyncrl.protocol.types import GroupSummary, Plan
+from asyncrl.core.types import GroupSummary, Plan
 from buffer.commands import (
     AddStore,
     Commit,

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Collection
 from dataclasses import asdict
 
-from asyncrl.protocol.manifest import WeightOffer
+from asyncrl.core.types import WeightOffer
 from buffer.offers import OfferLog
 
 

@@ -1,6 +1,6 @@
 """A user's own selection order and filter, found as ``tests.support.orders_of_mine:…``."""
 
-from asyncrl.protocol.types import GroupSummary
+from asyncrl.core.types import GroupSummary
 
 
 def longest_first(summary: GroupSummary, deadline: int) -> float:

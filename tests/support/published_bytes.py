@@ -4,18 +4,9 @@ from pathlib import Path
 
 import numpy as np
 
-from asyncrl.protocol.delta import write_delta
-from asyncrl.protocol.manifest import (
-    FROZEN,
-    AdaptedLayer,
-    Adapter,
-    Delta,
-    Manifest,
-    PublishedWeights,
-    StoredTensor,
-    WeightOffer,
-    pieces_of,
-)
+from asyncrl.core.types import FROZEN, WeightOffer
+from asyncrl.weights.delta import write_delta
+from asyncrl.weights.manifest import AdaptedLayer, Adapter, Delta, Manifest, PublishedWeights, StoredTensor, pieces_of
 
 PIECE = 1 << 14
 ADAPTED = AdaptedLayer(weight="w", down="w", up="w", scale=1.0)

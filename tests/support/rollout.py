@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from asyncrl.protocol.trajectory import TrajectoryGroup
-from asyncrl.protocol.types import GroupSummary, Lease, Prompt
+from asyncrl.core.trajectory import TrajectoryGroup
+from asyncrl.core.types import GroupSummary, Lease, Prompt
 from buffer.commands import Commit, Enqueue, Expire, LeaseGroups, PlanBatch, Progress, Put, Release, Renew, SavePrefix
 from buffer.ledger import Ledger
 from buffer.rule import StalenessRule

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from asyncrl.cli.compose import compose_run
-from asyncrl.controller import fleet_group
-from asyncrl.controller.fleet_group import FleetGroup
-from asyncrl.controller.run_folder import RunPaths
-from asyncrl.protocol.errors import WorkerDiedError
+from asyncrl.core.errors import WorkerDiedError
+from asyncrl.run import fleet_group
+from asyncrl.run.fleet_group import FleetGroup
+from asyncrl.run.run_folder import RunPaths
 from rollout_fleet.metrics import FleetMeter
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import simpy
 
-from asyncrl.profile.simulated_buffer import SimulatedBuffer, SimulatedLoop, buffer_options, call_after
+from asyncrl.planner.simulated_buffer import SimulatedBuffer, SimulatedLoop, buffer_options, call_after
 
 _CONTROLLER = b"controller"
 _GATHER_S = 0.02

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from itertools import count, pairwise
 from pathlib import Path
 
+from asyncrl.core.record import GroupEvent, LevelName, OpenSpan, Pool, Recorder, SpanKind
+from asyncrl.core.types import GroupSummary
 from asyncrl.profile.trace import FOLDER, Level, Process, Span, Trace
-from asyncrl.protocol.record import GroupEvent, LevelName, OpenSpan, Pool, Recorder, SpanKind
-from asyncrl.protocol.types import GroupSummary
 from buffer.commands import Commit, Enqueue, GrantedLease, LeaseGroups, PlanBatch, Put
 from buffer.ledger import Ledger
 from buffer.ledger_notes import LedgerNotes

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from asyncrl.controller.run_folder import shared_folder
+from asyncrl.run.run_folder import shared_folder
 from tests.support.process_output import ProcessOutput
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,14 +45,14 @@ def _words_of(process: psutil.Process) -> str:
 
 
 class RunningTraining(ProcessOutput):
-    """``python -m asyncrl.train`` with its output read line by line."""
+    """``python -m asyncrl train`` with its output read line by line."""
 
     def __init__(self, output_dir: Path, *overrides: str, cwd: Path = ROOT) -> None:
         self.output_dir = output_dir
         self.scratch = Path(tempfile.mkdtemp(prefix="run-"))  # short: sockets lie in it
         self.family: dict[int, psutil.Process] = {}
         process = subprocess.Popen(
-            [sys.executable, "-m", "asyncrl.train", f"output_dir={output_dir}", *overrides],
+            [sys.executable, "-m", "asyncrl", "train", f"output_dir={output_dir}", *overrides],
             cwd=cwd,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

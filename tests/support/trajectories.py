@@ -7,8 +7,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from asyncrl.protocol.trajectory import Trajectory, TrajectoryGroup, Turn
-from asyncrl.protocol.types import FinishReason
+from asyncrl.core.trajectory import Trajectory, TrajectoryGroup, Turn
+from asyncrl.core.types import FinishReason
 
 
 def make_group(

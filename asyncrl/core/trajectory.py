@@ -1,0 +1,491 @@
+"""What an episode produces: trees of turns, and a prompt group of them as columns.
+
+A *turn* is a run of tokens that either the policy sampled or somebody else gave: the prompt, a tool, an environment.
+Turns form a tree; a *branch* is the path from a root to a leaf. A single-turn answer is the smallest tree: the prompt,
+and one sampled turn below it.
+
+A group travels, is stored and is trained on as columns with names: per token, per turn, per trajectory. Whoever adds a
+column needs no new code in between.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from itertools import accumulate, pairwise, repeat
+
+import numpy as np
+
+from asyncrl.core.types import FinishReason, GroupSummary
+
+SHARED = -1  # the trajectory of a turn that all trajectories of the group share: the prompt
+ROOT = -1  # the parent of a turn that begins a branch
+UNVERSIONED = -1  # the policy version of a token that was not sampled
+
+TURN_DTYPE = np.dtype([(name, "<i4") for name in ("trajectory", "parent", "num_tokens", "sampled", "finish_reason")])
+"""A turn's place in its group: its trajectory (or `SHARED`), the index of its parent (or `ROOT`), its length in tokens,
+whether the policy sampled it, and the index of its finish reason in `FinishReason` (-1 without one)."""
+_TURN = struct.Struct("<5i")
+
+
+FINISH_REASONS = tuple(FinishReason)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """A node of a trajectory's tree.
+
+    Attributes:
+        token_ids: [T] int32.
+        parent: Index of the turn before it in `Trajectory.turns`; -1 at a root.
+        sampled: Whether the policy wrote the tokens.
+        logprobs: [T] float32, log-prob at sampling, under the sampling temperature; 0 where not sampled.
+        versions: [T] int32, the policy version that the engine reported for each token; -1 where not sampled.
+        finish_reason: Why a sampled turn ended.
+        columns: Further [T, …] numeric arrays by name. Example: ``routed_experts`` [T, layers, top-k] int16.
+    """
+
+    token_ids: np.ndarray
+    parent: int = ROOT
+    sampled: bool = False
+    logprobs: np.ndarray
+    versions: np.ndarray
+    finish_reason: FinishReason | None = None
+    columns: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+    @classmethod
+    def given(cls, token_ids: np.ndarray, *, parent: int = ROOT) -> Turn:
+        """A turn that the policy did not write: a prompt, a tool's answer, an observation."""
+        return cls(
+            token_ids=token_ids,
+            parent=parent,
+            logprobs=np.zeros(len(token_ids), dtype=np.float32),
+            versions=np.full(len(token_ids), UNVERSIONED, dtype=np.int32),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trajectory:
+    """One rollout of a prompt: a tree of turns and what it earned.
+
+    Attributes:
+        turns: Parents before children. The first is the prompt, which all trajectories of a group share.
+        reward: Its outcome.
+        turn_rewards: Rewards of single turns beside the outcome, by index in ``turns``.
+        metrics: Numbers to report, by name.
+        baseline: It is compared with, and not trained on: the greedy answer of ReMax (arXiv 2310.10505).
+    """
+
+    turns: tuple[Turn, ...]
+    reward: float
+    turn_rewards: Mapping[int, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    baseline: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Branch:
+    """A path from a root to a leaf: what one forward pass of the policy sees.
+
+    Attributes:
+        trajectory: Index of the trajectory that it belongs to.
+        turns: Indices of its turns, from the root to the leaf.
+        trained: Those of ``turns`` that are trained on here: sampled, and on no branch before this one.
+    """
+
+    trajectory: int
+    turns: tuple[int, ...]
+    trained: frozenset[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrajectoryGroup:
+    """G trajectories of one prompt as columns: M turns, the prompt first, and N tokens, turn after turn.
+
+    Attributes:
+        group_id: See `Prompt`; ``attempt``: see `Lease`.
+        turns: [M] of `TURN_DTYPE`, the skeleton; the turns of a trajectory follow one another, parents before children.
+        token_columns: [N, …] arrays by name. Always ``token_ids`` int32, ``logprobs`` float32 (0 where not sampled) and
+            ``versions`` int32 (-1 where not sampled).
+        trajectory_columns: [G, …] arrays by name. Always ``rewards`` float32; ``baseline`` bool where there is one.
+        turn_columns: [M, …] arrays by name. Example: ``turn_rewards`` float32.
+    """
+
+    group_id: int
+    attempt: int
+    turns: np.ndarray
+    token_columns: Mapping[str, np.ndarray]
+    trajectory_columns: Mapping[str, np.ndarray]
+    turn_columns: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+    @classmethod
+    def from_trajectories(cls, trajectories: Sequence[Trajectory], *, group_id: int, attempt: int) -> TrajectoryGroup:
+        """Lay trajectories of one prompt out as columns. Raises `ValueError` if they do not fit together."""
+        if not trajectories:
+            raise ValueError(f"prompt group {group_id} has no trajectories; it needs at least one")
+        prompt = trajectories[0].turns[0]
+        skeleton = [_skeleton_of(prompt, SHARED, ROOT)]
+        turns = [prompt]
+        for index, trajectory in enumerate(trajectories):
+            own = trajectory.turns[0]
+            if own is not prompt and not np.array_equal(own.token_ids, prompt.token_ids):
+                which = f"trajectory {index} of prompt group {group_id}"
+                raise ValueError(f"{which} begins with another prompt than the first")
+            if strange := {*trajectory.turn_rewards} - {*range(1, len(trajectory.turns))}:
+                raise ValueError(
+                    f"trajectory {index} of prompt group {group_id} has rewards of turns {sorted(strange)}, expected "
+                    f"turns from 1 to {len(trajectory.turns) - 1}; the prompt, turn 0, earns none"
+                )
+            offset = len(turns) - 1
+            for turn in trajectory.turns[1:]:
+                skeleton.append(_skeleton_of(turn, index, turn.parent + offset if turn.parent > 0 else turn.parent))
+                turns.append(turn)
+        trajectory_columns = {"rewards": np.array([each.reward for each in trajectories], dtype=np.float32)}
+        if any(each.baseline for each in trajectories):
+            trajectory_columns["baseline"] = np.array([each.baseline for each in trajectories])
+        for name in sorted({name for each in trajectories for name in each.metrics}):
+            values = [each.metrics.get(name, np.nan) for each in trajectories]
+            trajectory_columns[_METRICS + name] = np.array(values, dtype=np.float32)
+        group = cls(
+            group_id=group_id,
+            attempt=attempt,
+            turns=np.array(skeleton, dtype=TURN_DTYPE),
+            token_columns=_token_columns(turns),
+            trajectory_columns=trajectory_columns,
+            turn_columns=_turn_columns(trajectories),
+        )
+        group.check()
+        _ = group.summary  # made while the columns are in the processor's cache; a put sends it
+        return group
+
+    def check(self) -> None:
+        """Raise `ValueError` for columns that do not fit together, with which and what was expected."""
+        token, trajectory = self.token_columns, self.trajectory_columns
+        for columns, needed in ((token, _TOKEN_COLUMNS), (trajectory, _TRAJECTORY_COLUMNS)):
+            for name, dtype in needed.items():
+                column = columns.get(name)
+                if column is None or column.dtype != dtype or column.ndim != 1:
+                    got = "none" if column is None else column.dtype
+                    raise ValueError(f"{self._where}: column {name!r} must be one-dimensional {dtype}, got {got}")
+        num_tokens, num_trajectories = len(token["token_ids"]), len(trajectory["rewards"])
+        self._check_rows("token", token, num_tokens)
+        self._check_rows("turn", self.turn_columns, len(self.turns))
+        self._check_rows("trajectory", trajectory, num_trajectories)
+        if not self._is_flat(num_tokens, num_trajectories):
+            self._check_tree(self._where)
+
+    @property
+    def _where(self) -> str:
+        return f"prompt group {self.group_id}"
+
+    def _check_rows(self, scope: str, columns: Mapping[str, np.ndarray], length: int) -> None:
+        for name, values in columns.items():
+            if values.ndim == 0 or len(values) != length:
+                raise ValueError(f"{self._where}: {scope} column {name!r} must have {length} rows, got {values.shape}")
+
+    def _is_flat(self, num_tokens: int, num_trajectories: int) -> bool:
+        """Whether it is a whole tree of a prompt and one sampled turn per trajectory, as most are: seen at a glance."""
+        if len(self.turns) != num_trajectories + 1:
+            return False
+        trajectories, parents, lengths, sampled, reasons = zip(*self._rows, strict=True)
+        return (
+            (trajectories, parents, sampled) == _flat_skeleton(num_trajectories)
+            and min(lengths) >= 0
+            and lengths[0] < sum(lengths) == num_tokens
+            and min(reasons) >= -1
+            and max(reasons) < len(FINISH_REASONS)
+        )
+
+    def _check_tree(self, where: str) -> None:
+        rows, num_trajectories, total, last = self._rows, self.num_trajectories, 0, SHARED
+        num_reasons = len(FINISH_REASONS)
+        if not rows or rows[0][0] != SHARED or rows[0][3]:
+            raise ValueError(f"{where}: the first turn must be the shared prompt, which is not sampled")
+        for index, (trajectory, parent, num_tokens, sampled, reason) in enumerate(rows):
+            total += num_tokens
+            is_same_tree = parent == ROOT or (0 <= parent < index and rows[parent][0] in (SHARED, trajectory))
+            in_order = last <= trajectory < num_trajectories and (trajectory != SHARED or index == 0)
+            if not (is_same_tree and in_order) or num_tokens < 0 or not -1 <= reason < num_reasons:
+                raise ValueError(f"{where}: turn {index} has no place in the tree: {self.turns[index]}")
+            if sampled not in (0, 1) or (sampled and parent == ROOT):
+                raise ValueError(f"{where}: turn {index} is sampled from nothing; a sampled turn needs a parent")
+            last = trajectory
+        if total != len(self.token_ids):
+            raise ValueError(f"{where}: the turns have {total} tokens, the columns {len(self.token_ids)}")
+        if missing := {*range(num_trajectories)} - {row[0] for row in rows}:
+            raise ValueError(f"{where}: trajectory {min(missing)} has no turn behind the prompt; leave it out")
+        if not any(row[3] and row[2] for row in rows):
+            raise ValueError(f"{where}: the policy wrote no token of it; a group needs at least one sampled token")
+
+    @property
+    def num_trajectories(self) -> int:
+        """G."""
+        return len(self.trajectory_columns["rewards"])
+
+    @property
+    def token_ids(self) -> np.ndarray:
+        """[N] int32."""
+        return self.token_columns["token_ids"]
+
+    @property
+    def logprobs(self) -> np.ndarray:
+        """[N] float32, 0 where not sampled."""
+        return self.token_columns["logprobs"]
+
+    @property
+    def versions(self) -> np.ndarray:
+        """[N] int32, -1 where not sampled."""
+        return self.token_columns["versions"]
+
+    @property
+    def rewards(self) -> np.ndarray:
+        """[G] float32."""
+        return self.trajectory_columns["rewards"]
+
+    @property
+    def prompt_ids(self) -> np.ndarray:
+        """[P] int32, the shared prompt."""
+        return self.token_ids[: self.turns["num_tokens"][0]]
+
+    @cached_property
+    def is_baseline(self) -> np.ndarray:
+        """[G] bool, True where a trajectory is only compared with."""
+        return self.trajectory_columns.get("baseline", np.zeros(self.num_trajectories, dtype=bool))
+
+    @cached_property
+    def branches(self) -> tuple[Branch, ...]:
+        """Every path from root to leaf; each sampled turn is trained on exactly once, those of a baseline nowhere."""
+        if self._is_flat(len(self.token_ids), self.num_trajectories) and not self.is_baseline.any():
+            return _flat_branches(self.num_trajectories)
+        parents, sampled = self.turns["parent"].tolist(), self.turns["sampled"].tolist()
+        inner, seen, branches = set(parents), set[int](), []
+        for leaf, trajectory in enumerate(self.turns["trajectory"].tolist()):
+            if leaf in inner or trajectory == SHARED:
+                continue
+            path = [leaf]
+            while parents[path[-1]] != ROOT:
+                path.append(parents[path[-1]])
+            new = {turn for turn in path if sampled[turn] and turn not in seen}
+            seen |= new
+            trained = frozenset[int]() if self.is_baseline[trajectory] else frozenset(new)
+            branches.append(Branch(trajectory=trajectory, turns=tuple(reversed(path)), trained=trained))
+        return tuple(branches)
+
+    def along(self, branch: Branch, name: str) -> np.ndarray:
+        """[T, …] of a token column along a branch."""
+        return self.along_each([branch], name)[0]
+
+    def along_each(self, branches: Sequence[Branch], name: str) -> list[np.ndarray]:
+        """[T, …] of a token column along each of some branches, one or more; parts of one array."""
+        column, ends, lengths = self.token_columns[name], self._ends, self._lengths
+        spans = [column[ends[turn] - lengths[turn] : ends[turn]] for branch in branches for turn in branch.turns]
+        return self._apart(np.concatenate(spans), branches)
+
+    def trained_mask(self, branch: Branch) -> np.ndarray:
+        """[T] bool, True at the tokens of a branch that are trained on there."""
+        return self.trained_masks([branch])[0]
+
+    def trained_masks(self, branches: Sequence[Branch]) -> list[np.ndarray]:
+        """[T] bool of each of some branches, as `trained_mask`; parts of one array."""
+        is_trained = [turn in branch.trained for branch in branches for turn in branch.turns]
+        lengths = [self._lengths[turn] for branch in branches for turn in branch.turns]
+        return self._apart(np.repeat(is_trained, lengths), branches)
+
+    def _apart(self, joined: np.ndarray, branches: Sequence[Branch]) -> list[np.ndarray]:
+        """Cut what lies end to end into one part per branch."""
+        lengths = self._lengths
+        ends = [*accumulate([sum([lengths[turn] for turn in branch.turns]) for branch in branches])]
+        return [joined[start:end] for start, end in pairwise([0, *ends])]
+
+    @cached_property
+    def turn_sums(self) -> np.ndarray:
+        """[G] float32, the sum of the rewards of each trajectory's turns."""
+        sums = np.zeros(self.num_trajectories, dtype=np.float32)
+        if "turn_rewards" in self.turn_columns:
+            np.add.at(sums, self.turns["trajectory"][1:], np.nan_to_num(self.turn_columns["turn_rewards"][1:]))
+        return sums
+
+    def rewards_along(self, branch: Branch) -> np.ndarray | None:
+        """[T] float32, rewards of the turns that are trained on in a branch, at their last tokens; None without any."""
+        if "turn_rewards" not in self.turn_columns:
+            return None
+        earned = np.nan_to_num(self.turn_columns["turn_rewards"])
+        rewards, end = np.zeros(sum(self._lengths[turn] for turn in branch.turns), dtype=np.float32), 0
+        for turn in branch.turns:
+            end += self._lengths[turn]
+            if turn in branch.trained and self._lengths[turn]:
+                rewards[end - 1] = earned[turn]
+        return rewards
+
+    def is_truncated(self, branch: Branch) -> bool:
+        """Whether the branch ended because it was too long."""
+        return self.turns["finish_reason"][branch.turns[-1]] == _TRUNCATED
+
+    def trajectories(self) -> list[Trajectory]:
+        """The trees that `from_trajectories` was given."""
+        rows, first = self.turns.tolist(), {}
+        turns: list[list[Turn]] = [[self._turn(0, ROOT)] for _ in range(self.num_trajectories)]
+        for index, (trajectory, parent, _, _, _) in enumerate(rows[1:], start=1):
+            offset = first.setdefault(trajectory, index) - 1
+            turns[trajectory].append(self._turn(index, parent - offset if parent > 0 else parent))
+        earned = self.turn_columns.get("turn_rewards", np.full(len(rows), np.nan, dtype=np.float32))
+        reported = {name: column for name, column in self.trajectory_columns.items() if name.startswith(_METRICS)}
+        return [
+            Trajectory(
+                turns=tuple(turns[index]),
+                reward=float(self.rewards[index]),
+                turn_rewards={
+                    place: float(earned[first[index] + place - 1])
+                    for place in range(1, len(turns[index]))
+                    if not np.isnan(earned[first[index] + place - 1])
+                },
+                metrics={
+                    name.removeprefix(_METRICS): float(column[index])
+                    for name, column in reported.items()
+                    if not np.isnan(column[index])
+                },
+                baseline=bool(self.is_baseline[index]),
+            )
+            for index in range(self.num_trajectories)
+        ]
+
+    def _turn(self, index: int, parent: int) -> Turn:
+        _, _, num_tokens, sampled, reason = self.turns[index].tolist()
+        span = slice(self._ends[index] - num_tokens, self._ends[index])
+        return Turn(
+            token_ids=self.token_ids[span],
+            parent=parent,
+            sampled=bool(sampled),
+            logprobs=self.logprobs[span],
+            versions=self.versions[span],
+            finish_reason=FINISH_REASONS[reason] if reason >= 0 else None,
+            columns={name: values[span] for name, values in self.token_columns.items() if name not in _TOKEN_COLUMNS},
+        )
+
+    @cached_property
+    def _rows(self) -> list[tuple[int, int, int, int, int]]:
+        """The turns as plain numbers, which are read one by one in a tenth of the time."""
+        return [*_TURN.iter_unpack(self.turns.tobytes())]
+
+    @cached_property
+    def _lengths(self) -> list[int]:
+        return [row[2] for row in self._rows]
+
+    @cached_property
+    def _ends(self) -> list[int]:
+        return np.cumsum(self.turns["num_tokens"]).tolist()
+
+    @cached_property
+    def summary(self) -> GroupSummary:
+        """The metadata that travels in the header of a put."""
+        lengths, branch_tokens, num_branches = self._single_turns, (), ()
+        if lengths is None:
+            lengths, branch_tokens, num_branches = self._counts()
+        sampled = [row for row in self._rows[1:] if row[3]]
+        if "baseline" in self.trajectory_columns:
+            sampled = [row for row in sampled if not self.is_baseline[row[0]]]
+        rewards = self.rewards + self.turn_sums if "turn_rewards" in self.turn_columns else self.rewards
+        return GroupSummary(
+            group_id=self.group_id,
+            attempt=self.attempt,
+            num_prompt_tokens=self._rows[0][2],
+            response_lengths=lengths,
+            num_tokens=sum([row[2] for row in sampled]),
+            oldest_version=int(np.minimum.reduce(self.versions.view(np.uint32))),  # UNVERSIONED is the largest there
+            newest_version=int(np.maximum.reduce(self.versions)),
+            rewards=tuple(rewards.tolist()),
+            branch_tokens=branch_tokens,
+            num_branches=num_branches,
+            num_truncated=self._num_truncated(),
+            metrics=self._mean_metrics(),
+        )
+
+    def _num_truncated(self) -> int:
+        cut = {row[0] for row in self._rows if row[4] == _TRUNCATED}
+        return sum(not self.is_baseline[trajectory] for trajectory in cut)
+
+    def _mean_metrics(self) -> tuple[tuple[str, float], ...]:
+        means = {}
+        for name, values in sorted(self.trajectory_columns.items()):
+            if name.startswith(_METRICS):
+                known = values[~self.is_baseline & ~np.isnan(values)]
+                means |= {name.removeprefix(_METRICS): float(known.mean())} if len(known) else {}
+        return tuple(means.items())
+
+    @property
+    def _single_turns(self) -> tuple[int, ...] | None:
+        """[G] tokens of the only turn of each trajectory; None where one has more."""
+        trajectories, parents, lengths, _, _ = zip(*self._rows, strict=True)
+        is_single = trajectories[1:] == (*range(self.num_trajectories),) and not any(parents[1:])
+        return lengths[1:] if is_single else None
+
+    def _counts(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        """[G] tokens behind the prompt, of all branches, and their number; without branching the latter are empty."""
+        lengths = [0] * self.num_trajectories
+        for trajectory, num_tokens in zip(self.turns["trajectory"].tolist()[1:], self._lengths[1:], strict=True):
+            lengths[trajectory] += num_tokens
+        branch_tokens, num_branches = [0] * self.num_trajectories, [0] * self.num_trajectories
+        for branch in self.branches:
+            branch_tokens[branch.trajectory] += sum(self._lengths[turn] for turn in branch.turns)
+            num_branches[branch.trajectory] += 1
+        is_plain = branch_tokens == [self._lengths[0] + length for length in lengths] and set(num_branches) == {1}
+        return (tuple(lengths), (), ()) if is_plain else (tuple(lengths), tuple(branch_tokens), tuple(num_branches))
+
+
+@lru_cache(maxsize=64)
+def _flat_skeleton(num_trajectories: int) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Trajectory, parent and whether it was sampled, of each turn, where every trajectory has one."""
+    return (
+        (SHARED, *range(num_trajectories)),
+        (ROOT, *repeat(0, num_trajectories)),
+        (0, *repeat(1, num_trajectories)),
+    )
+
+
+@lru_cache(maxsize=64)
+def _flat_branches(num_trajectories: int) -> tuple[Branch, ...]:
+    """The branches of a group in which every trajectory has one turn behind the prompt, which is trained on."""
+    return tuple(
+        Branch(trajectory=index, turns=(0, index + 1), trained=frozenset([index + 1]))
+        for index in range(num_trajectories)
+    )
+
+
+_METRICS = "metrics/"
+_TRUNCATED = FINISH_REASONS.index(FinishReason.length)
+_TOKEN_COLUMNS = {"token_ids": np.dtype("<i4"), "logprobs": np.dtype("<f4"), "versions": np.dtype("<i4")}
+_TRAJECTORY_COLUMNS = {"rewards": np.dtype("<f4")}
+
+
+def _skeleton_of(turn: Turn, trajectory: int, parent: int) -> tuple[int, int, int, int, int]:
+    reason = -1 if turn.finish_reason is None else FINISH_REASONS.index(turn.finish_reason)
+    return trajectory, parent, len(turn.token_ids), int(turn.sampled), reason
+
+
+def _token_columns(turns: Sequence[Turn]) -> dict[str, np.ndarray]:
+    """Every token column of the turns end to end; zeros where a turn lacks one."""
+    columns = {
+        name: np.concatenate([getattr(turn, name) for turn in turns], dtype=dtype)
+        for name, dtype in _TOKEN_COLUMNS.items()
+    }
+    samples = {name: values for turn in turns for name, values in turn.columns.items()}
+    for name, sample in sorted(samples.items()):
+        columns[name] = np.zeros((len(columns["token_ids"]), *sample.shape[1:]), dtype=sample.dtype)
+        end = 0
+        for turn in turns:
+            end += len(turn.token_ids)
+            if name in turn.columns:
+                columns[name][end - len(turn.token_ids) : end] = turn.columns[name]
+    return columns
+
+
+def _turn_columns(trajectories: Sequence[Trajectory]) -> dict[str, np.ndarray]:
+    """``turn_rewards`` [M] float32, NaN where a turn has none; nothing where no turn has one."""
+    if not any(each.turn_rewards for each in trajectories):
+        return {}
+    earned = [np.nan]
+    for each in trajectories:
+        earned += [each.turn_rewards.get(index, np.nan) for index in range(1, len(each.turns))]
+    return {"turn_rewards": np.array(earned, dtype=np.float32)}

@@ -1,0 +1,333 @@
+"""One simulated engine: prompt groups come in, and are handed out when their longest sample is written.
+
+Between two events of an engine all of its running samples write at the same speed. So one number, the tokens that a
+sample which runs since the start would have, stands for the progress of all: an event costs O(log running samples).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from heapq import heapify, heappop, heappush
+
+import simpy
+
+from asyncrl.planner.scenario import EngineModel
+from asyncrl.planner.simulated_time import call_after
+from rollout_fleet.config import OnUpdate
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class SimulatedGroup:
+    """A prompt group on an engine.
+
+    Attributes:
+        group_id: Its prompt.
+        attempt: Its fence.
+        lengths: Tokens that its samples will have.
+        to_write: Tokens that the samples which are not whole yet need; fewer than ``lengths`` where an earlier attempt
+            was saved.
+        num_left: Samples that are not written yet.
+        oldest_version: Of its first token; -1 before that.
+        newest_version: Of its last.
+        has_begun: One of its samples has.
+        is_revoked: Nobody wants it any more.
+        written: Tokens of the samples that this attempt has written.
+        on_cut: Set where it is to be handed on; gets what is still to be written.
+        cut_at: When that was asked for, in simulated seconds.
+    """
+
+    group_id: int
+    attempt: int
+    lengths: list[int]
+    to_write: list[int]
+    num_left: int = 0
+    oldest_version: int = -1
+    newest_version: int = -1
+    has_begun: bool = False
+    is_revoked: bool = False
+    written: int = 0
+    on_cut: Callable[[list[int]], None] | None = None
+    cut_at: float = 0.0
+
+    @property
+    def num_saved(self) -> int:
+        """Tokens of earlier attempts."""
+        return sum(self.lengths) - sum(self.to_write)
+
+
+@dataclass(order=True, slots=True)
+class _Running:
+    """A sample that is being written: when the engine's progress reaches ``ends_at`` it is whole."""
+
+    ends_at: float
+    place: int
+    group: SimulatedGroup = field(compare=False)
+    length: int = field(compare=False)
+    weight: float = field(compare=False)
+
+
+class SimulatedEngine:
+    """An engine with the speed of an `EngineModel`.
+
+    Args:
+        env: The clock.
+        model: Its speed.
+        on_update: What a weight update does to running samples.
+        prompt_tokens: Tokens of a prompt, computed once for all samples of its group.
+        whole_groups: See `asyncrl.planner.scenario.Scenario`.
+        on_finished: Gets each group whose samples are written.
+        after: Calls back after so many seconds of work: of the clock, or of a core that the engine shares.
+        vary: From the time that a batch should take to what it takes.
+
+    Attributes:
+        version: Policy version that it serves.
+        busy_s: Seconds in which it wrote.
+        loading_s: Seconds in which it stood still for weights.
+        prefill_s: Seconds in which it computed KV caches again after an update.
+        num_tokens: Tokens written.
+    """
+
+    def __init__(
+        self,
+        env: simpy.Environment,
+        model: EngineModel,
+        *,
+        on_update: OnUpdate,
+        prompt_tokens: float,
+        whole_groups: bool,
+        on_finished: Callable[[SimulatedGroup], None],
+        after: Callable[[float, Callable[[], None]], None] | None = None,
+        vary: Callable[[float], float] = lambda seconds: seconds,
+    ) -> None:
+        self.version = 0
+        self.busy_s = self.loading_s = self.prefill_s = self.num_tokens = 0.0
+        self._env, self._model, self._on_finished = env, model, on_finished
+        self._after, self._vary = after or partial(call_after, env), vary
+        self._recomputes = on_update is OnUpdate.recompute
+        self._prompt_tokens, self._whole_groups = prompt_tokens, whole_groups
+        self._running: list[_Running] = []
+        self._waiting: deque[tuple[SimulatedGroup, int, float]] = deque()
+        self._load = 0.0  # samples that run, by weight
+        self._begun = 0.0  # the sum of their progress at their beginnings, by weight
+        self._progress = self._seen_at = self._stalled_until = 0.0
+        self._place = self._timer = 0
+        self._is_loading = False
+        self._pending_load: tuple[int, float, Callable[[], None]] | None = None
+
+    def stood_s(self) -> float:
+        """Seconds, up to now, in which it stood still for weights."""
+        self._advance()
+        return self.loading_s
+
+    def add(self, groups: list[SimulatedGroup]) -> None:
+        """Take groups; their samples begin where there is room."""
+        for group in groups:
+            if self._whole_groups:
+                longest = max(group.to_write)
+                group.num_left = 1
+                self._waiting.append((group, longest, sum(group.to_write) / longest))
+            else:
+                group.num_left = len(group.to_write)
+                self._waiting.extend((group, length, 1.0) for length in group.to_write)
+        self._advance()
+        self._begin_waiting()
+        self._set_timer()
+
+    def revoke(self, group: SimulatedGroup) -> int:
+        """Take a group's samples out; returns the tokens that it had."""
+        self._advance()
+        group.is_revoked = True
+        num_tokens = group.written
+        kept = []
+        for sample in self._running:
+            if sample.group is group:
+                begun = round(max(0.0, sample.length - (sample.ends_at - self._progress)) * sample.weight)
+                num_tokens += begun
+                self.num_tokens += begun
+                self._leave(sample)
+            else:
+                kept.append(sample)
+        heapify(kept)
+        self._running = kept
+        if not kept:
+            self._load = self._begun = 0.0
+        self._waiting = deque(entry for entry in self._waiting if entry[0] is not group)
+        self._begin_waiting()
+        self._set_timer()
+        return num_tokens
+
+    def cut(self, group: SimulatedGroup, on_cut: Callable[[list[int]], None]) -> None:
+        """Take a group out, for another engine to go on with what ``on_cut`` is told that its samples still need.
+
+        That is known with the next decoding step; of an engine that takes batches with the end of the batch, where what
+        had not begun gets a token.
+        """
+        self._advance()
+        group.on_cut, group.cut_at = on_cut, self._env.now
+        if self._model.takes_batches:
+            return
+        running = [sample for sample in self._running if sample.group is group]
+        left = [length for waiting, length, _ in self._waiting if waiting is group]
+        left += [max(1, round(sample.ends_at - self._progress)) for sample in running]
+        if self._whole_groups:
+            longest = max(group.to_write)
+            left = [length - (longest - left[0]) for length in group.to_write if length > longest - left[0]]
+        step_s = self._token_s()
+        self.revoke(group)
+        call_after(self._env, step_s, lambda: on_cut(left))
+
+    def load(self, version: int, load_s: float, on_loaded: Callable[[], None]) -> None:
+        """Stand still for ``load_s``, then serve ``version``; between two batches, where it takes batches."""
+        self._advance()
+        if self._model.takes_batches and self._running:
+            self._pending_load = version, load_s, on_loaded
+            return
+        self._is_loading = True
+        self._set_timer()
+        self._after(load_s, lambda: self._loaded(version, on_loaded))
+
+    def _loaded(self, version: int, on_loaded: Callable[[], None]) -> None:
+        self._advance()
+        self._is_loading = False
+        self.version = version
+        if self._recomputes and not self._model.takes_batches:
+            num_cached = self._load * (self._prompt_tokens + self._progress) - self._begun
+            recompute_s = max(0.0, num_cached) * self._model.prefill_s_per_token
+            self.prefill_s += recompute_s
+            self._stall(recompute_s)
+        self._begin_waiting()
+        self._set_timer()
+        on_loaded()
+
+    def _stall(self, seconds: float) -> None:
+        self._stalled_until = max(self._env.now, self._stalled_until) + seconds
+
+    # Writing
+
+    def _advance(self) -> None:
+        """Bring the progress up to now."""
+        now = self._env.now
+        if self._is_loading:
+            self.loading_s += now - self._seen_at
+        elif self._running:
+            wrote_s = now - max(self._seen_at, min(now, self._stalled_until))
+            self.busy_s += now - self._seen_at
+            if not self._model.takes_batches:
+                self._progress += wrote_s / self._token_s()
+        self._seen_at = now
+
+    def _token_s(self) -> float:
+        return self._model.step_s + self._model.step_s_per_sample * self._load
+
+    def _begin_waiting(self) -> None:
+        if self._is_loading or not self._waiting:
+            return
+        if self._model.takes_batches:
+            if not self._running and self._pending_load is None:
+                self._begin_batch()
+            return
+        while self._waiting and (self._load + self._waiting[0][2] <= self._model.max_running or not self._running):
+            self._begin(*self._waiting.popleft())
+
+    def _begin(self, group: SimulatedGroup, length: int, weight: float) -> None:
+        if not group.has_begun:
+            group.has_begun = True
+            group.oldest_version = self.version if group.oldest_version < 0 else group.oldest_version
+            if self._prompt_tokens and not self._model.takes_batches:
+                self._stall((self._prompt_tokens + group.num_saved) * self._model.prefill_s_per_token)
+        self._place += 1
+        heappush(self._running, _Running(self._progress + length, self._place, group, length, weight))
+        self._load += weight
+        self._begun += weight * self._progress
+
+    def _begin_batch(self) -> None:
+        """Write as many samples as a batch holds; all are handed out when the longest is written."""
+        longest = 0
+        while self._waiting and self._load < self._model.max_running:
+            group, length, weight = self._waiting.popleft()
+            longest = max(longest, length if group.on_cut is None else 1)
+            self._begin(group, length, weight)
+        self._timer += 1
+        timer = self._timer
+        began_at, num_steps = self._env.now, self._model.batch_s / self._token_s() + longest
+        batch_s = self._vary(num_steps * self._token_s())
+
+        def steps_until(moment: float) -> int:
+            """Tokens that each sample had at a moment of the batch that has ended."""
+            passed = (moment - began_at) / max(self._env.now - began_at, 1e-9) * num_steps
+            return max(0, int(passed - (num_steps - longest)))
+
+        self._after(batch_s, lambda: self._end_batch(timer, steps_until))
+
+    def _end_batch(self, timer: int, steps_until: Callable[[float], int]) -> None:
+        if timer != self._timer:
+            return
+        self._advance()
+        finished, self._running = self._running, []
+        self._load = self._begun = 0.0
+        done, cut = [], dict[int, tuple[SimulatedGroup, list[int]]]()
+        for sample in finished:
+            group = sample.group
+            left = sample.length - max(1, steps_until(group.cut_at)) if group.on_cut is not None else 0
+            if left > 0:
+                cut.setdefault(id(group), (group, []))[1].append(left)
+            elif self._write(sample):
+                done.append(group)
+        if self._pending_load is not None:
+            pending, self._pending_load = self._pending_load, None
+            self.load(*pending)
+        for group, left in cut.values():
+            left += [length for waiting, length, _ in self._waiting if waiting is group]
+            self._waiting = deque(entry for entry in self._waiting if entry[0] is not group)
+            if group.on_cut is not None and not group.is_revoked:
+                group.on_cut(left)
+        self._begin_waiting()
+        for group in done:
+            self._on_finished(group)
+
+    def _set_timer(self) -> None:
+        if self._model.takes_batches:
+            return
+        self._timer += 1  # those set before come to nothing
+        timer = self._timer
+        if self._is_loading or not self._running:
+            return
+        left = max(0.0, self._running[0].ends_at - self._progress) * self._token_s()
+        stalled = max(0.0, self._stalled_until - self._env.now)
+        call_after(self._env, stalled + left, lambda: self._end_sample(timer))
+
+    def _end_sample(self, timer: int) -> None:
+        if timer != self._timer:
+            return
+        self._advance()
+        first = self._running[0].ends_at
+        self._progress = max(self._progress, first)
+        done = []
+        while self._running and self._running[0].ends_at <= first + 1e-9:
+            sample = heappop(self._running)
+            self._leave(sample)
+            if self._write(sample):
+                done.append(sample.group)
+        self._begin_waiting()
+        self._set_timer()
+        for group in done:
+            self._on_finished(group)
+
+    def _leave(self, sample: _Running) -> None:
+        self._load -= sample.weight
+        self._begun -= sample.weight * (sample.ends_at - sample.length)
+        if not self._running:  # no rounding errors stay
+            self._load = self._begun = 0.0
+
+    def _write(self, sample: _Running) -> bool:
+        """Count a written sample; whether its group is whole now."""
+        group = sample.group
+        num_tokens = round(sample.length * sample.weight)
+        self.num_tokens += num_tokens
+        group.written += num_tokens
+        group.num_left -= 1
+        group.newest_version = self.version
+        return group.num_left == 0 and not group.is_revoked

@@ -1,0 +1,606 @@
+"""A run in simulated time: the real buffer between simulated engines, a simulated learner and simulated publishes.
+
+    feed ──prompts──▶ buffer.service ──leases──▶ workers ──▶ engines
+                           ▲   │                    │
+                   commits │   │ plans     puts ◀───┘          offers: learner ─▶ buffer ─▶ workers
+                        learner ◀
+
+Who waits for whom is as in `asyncrl.run.controller` and `rollout_fleet.loop`; the ledger, admission, selection
+and the log of offers are the buffer's own code (`asyncrl.planner.simulated_buffer`). simpy keeps the time. A scenario
+and a seed give the same outcome each time.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import simpy
+from simpy.events import ProcessGenerator
+
+from asyncrl.core.errors import AsyncRLError, LeaseExpired, StoreFull
+from asyncrl.planner.scenario import Scenario
+from asyncrl.planner.simulated_buffer import SimulatedBuffer, buffer_options
+from asyncrl.planner.simulated_engine import SimulatedEngine, SimulatedGroup
+from asyncrl.planner.simulated_time import SharedCore, SimulatedLoop, call_after
+
+_CONTROLLER = b"controller"
+_LEARNER = b"learner"
+_QUEUED_STEPS = 2
+"""Batches' worth of prompts kept queued, so that admission never waits for them."""
+_DRAWN_AT_ONCE = 1024
+_SLICES = 8
+"""Slices of the controller's work for a step, each of which finds the core that has less to do then."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a simulated run came to, without its first steps.
+
+    Attributes:
+        step_s: Mean seconds from one step's end to the next.
+        tokens_per_s: Response tokens trained on per second.
+        lag_mean: Mean lag of the consumed groups.
+        lag_histogram: Lag to share of the consumed groups.
+        learner_idle: Cause to share of the time in which the ranks stood still for it; the names are those of
+            `asyncrl.profile.attribution`.
+        fleet_idle: Cause to share of the engines' places, over time, that were idle for it.
+        stored_bytes: Most bytes that the buffer held.
+        dropped: Share of the written tokens that were dropped.
+        wait_s: Mean seconds per step that the ranks waited for a batch.
+        update_s: Mean seconds per step that they computed.
+        step_ends: Seconds at which each step ended, from the beginning.
+    """
+
+    step_s: float
+    tokens_per_s: float
+    lag_mean: float
+    lag_histogram: Mapping[int, float]
+    learner_idle: Mapping[str, float]
+    fleet_idle: Mapping[str, float]
+    stored_bytes: int
+    dropped: float
+    wait_s: float
+    update_s: float
+    step_ends: tuple[float, ...] = field(repr=False, default=())
+
+
+def simulate(scenario: Scenario, *, seed: int = 0) -> Outcome:
+    """Run a scenario to its last step.
+
+    Raises:
+        ReplayBufferError: the buffer refuses, as it would in a run: a batch that no room can hold, for one.
+    """
+    return Simulation(scenario, seed=seed).run()
+
+
+class PromptLengths:
+    """Response lengths by prompt: a prompt that is leased again draws anew from the same stream."""
+
+    def __init__(self, scenario: Scenario, seed: int) -> None:
+        self._scenario = scenario
+        self._rng = np.random.default_rng(seed)
+        self._drawn: list[list[int]] = []
+
+    def next(self) -> list[int]:
+        """Lengths of a group's samples."""
+        if not self._drawn:
+            lengths = self._scenario.lengths
+            drawn = lengths.draw(self._rng, _DRAWN_AT_ONCE, self._scenario.samples_per_prompt)
+            self._drawn = drawn.tolist()[::-1]
+        return self._drawn.pop()
+
+    def is_equal(self) -> bool:
+        """Whether a group's rewards are all the same."""
+        return self._scenario.equal_rewards > 0 and self._rng.random() < self._scenario.equal_rewards
+
+
+class Variation:
+    """Times as they come out: recorded ratios to what was to be expected, in their order, from a random one on.
+
+    So long ones are as frequent as in the record, and follow on each other as there.
+    """
+
+    def __init__(self, recorded: Sequence[float], rng: np.random.Generator) -> None:
+        self._recorded = recorded
+        self._next = int(rng.integers(len(recorded))) if recorded else 0
+
+    def __call__(self, seconds: float) -> float:
+        """How long it takes now, where ``seconds`` are to be expected."""
+        if not self._recorded:
+            return seconds
+        self._next = (self._next + 1) % len(self._recorded)
+        return seconds * self._recorded[self._next]
+
+
+class SimulatedWorker:
+    """A rollout worker: asks for leases, hands groups to its engine, stores them, and loads what is offered."""
+
+    def __init__(self, simulation: Simulation, index: int) -> None:
+        scenario = simulation.scenario
+        self._simulation, self._scenario, self._env = simulation, scenario, simulation.env
+        self._buffer = simulation.buffer
+        self._client = b"engine-%d" % index
+        self.engine = SimulatedEngine(
+            simulation.env,
+            scenario.engine,
+            on_update=scenario.learner.on_update,
+            prompt_tokens=scenario.lengths.prompt_tokens,
+            whole_groups=scenario.whole_groups,
+            on_finished=self._settle,
+            after=None if simulation.host is None else simulation.host.engines.run,
+            vary=Variation(scenario.engine.variation, simulation.rng),
+        )
+        self._groups: dict[tuple[int, int], SimulatedGroup] = {}
+        self._num_settling = 0
+        self._to_settle: deque[SimulatedGroup] = deque()
+        self._is_settling = False
+        self._asked: int | None = None
+        self._is_gathering = False
+        self._seen_at = self._stood_s = 0.0
+        self.idle: defaultdict[str, float] = defaultdict(float)
+
+    def start(self) -> None:
+        """Ask for work and for weights."""
+        self._buffer.join(self._client, self._on_revoked, self._on_hand_on if self._scenario.hands_on else None)
+        self._report_loaded(0, 0.0)
+        self._follow_weights()
+        self._ask()
+
+    def account(self) -> None:
+        """Count the places that were idle since the last call, by cause."""
+        now = self._env.now
+        passed, self._seen_at = now - self._seen_at, now
+        if not passed:
+            return
+        stood_s = self.engine.stood_s() - self._stood_s
+        self._stood_s += stood_s
+        self.idle["publish_pause"] += stood_s * self._scenario.groups_in_flight
+        passed -= stood_s
+        num_places = self._scenario.groups_in_flight
+        num_free = num_places - (len(self._groups) - self._num_settling)
+        self.idle["reward"] += passed * min(self._num_settling, num_free)
+        num_free -= min(self._num_settling, num_free)
+        if num_free > 0:
+            cause = "staleness_gate" if self._buffer.ledger.has_room() else "buffer_full"
+            self.idle["lease" if self._is_gathering else cause] += passed * num_free
+
+    # Leases
+
+    def _ask(self) -> None:
+        """Ask for leases a moment after places became free, once at a time."""
+        if self._asked is None and not self._is_gathering and self._num_free > 0:
+            self._is_gathering = True
+            if self._scenario.engine.takes_batches:  # all groups of a batch end in one moment: see to that first
+                call_after(self._env, 0.0, self._gather)
+            else:
+                self._gather()
+
+    def _gather(self) -> None:
+        """Wait for other places to become free; not where all are."""
+        is_idle = len(self._groups) == self._num_settling
+        call_after(self._env, 0.0 if is_idle else self._scenario.ask_s, self._request_leases)
+
+    def _request_leases(self) -> None:
+        self.account()
+        self._is_gathering = False
+        if (num_free := self._num_free) > 0:
+            fields = {"engine_version": self.engine.version, "max_groups": num_free}
+            self._asked = self._buffer.request(self._client, "lease", fields, on_reply=self._begin)
+
+    @property
+    def _num_free(self) -> int:
+        """Places on the engine; as many groups again may be scored and stored beside it."""
+        num_places = self._scenario.groups_in_flight
+        return num_places - len(self._groups) + min(self._num_settling, num_places)
+
+    def _begin(self, fields: Mapping[str, Any]) -> None:
+        self.account()
+        self._asked = None
+        new = []
+        for group_id, attempt, version, _, _, num_prefix_frames in fields["leases"]:
+            saved = self._simulation.saved.pop(group_id, None)
+            if saved is None or num_prefix_frames <= 0:
+                lengths = self._simulation.lengths.next()
+                group = SimulatedGroup(group_id=group_id, attempt=attempt, lengths=lengths, to_write=lengths)
+            else:
+                lengths, left = saved
+                group = SimulatedGroup(
+                    group_id=group_id, attempt=attempt, lengths=lengths, to_write=left, oldest_version=version
+                )
+            self._groups[group_id, attempt] = group
+            new.append(group)
+        self.engine.add(new)
+        self._simulation.learner.account()
+        self._ask()
+
+    def _on_revoked(self, group_id: int, attempt: int) -> None:
+        group = self._groups.get((group_id, attempt))
+        if group is None or group.num_left == 0:
+            return
+        self.account()
+        del self._groups[group_id, attempt]
+        fields = {"group_id": group_id, "attempt": attempt, "num_tokens": self.engine.revoke(group)}
+        self._buffer.request(self._client, "release", {**fields, "reason": "revoked", "max_failures": 0})
+        self._ask()
+
+    def _on_hand_on(self, keys: Sequence[tuple[int, int]]) -> None:
+        """Cut groups off, save them and give them back; one that the engine is done with is stored as it is."""
+        for key in keys:
+            group = self._groups.get(key)
+            if group is not None and group.num_left and group.on_cut is None:
+                self.engine.cut(group, partial(self._give_back, group))
+
+    def _give_back(self, group: SimulatedGroup, left: list[int]) -> None:
+        """Save a group that was cut off, as far as it is written, then release it; its place is free then."""
+        if self._groups.get((group.group_id, group.attempt)) is not group:  # it was revoked meanwhile
+            return
+        self.account()
+        named = {"group_id": group.group_id, "attempt": group.attempt, "num_tokens": sum(group.lengths) - sum(left)}
+
+        def released(_: object) -> None:
+            self.account()
+            self._groups.pop((group.group_id, group.attempt), None)
+            self._ask()
+
+        def release(_: object = None) -> None:
+            fields = {**named, "reason": "handed_on", "max_failures": 0}
+            self._buffer.request(self._client, "release", fields, on_reply=released)
+
+        if not named["num_tokens"]:
+            release()
+            return
+        self._simulation.saved[group.group_id] = (group.lengths, left)
+        oldest = group.oldest_version if group.oldest_version >= 0 else self.engine.version
+        versions = {"oldest_version": oldest, "newest_version": self.engine.version}
+        versions["longest_response"] = max(group.lengths) - max(left)
+        num_bytes = max(1, round(named["num_tokens"] * self._scenario.bytes_per_token))
+        self._buffer.request(
+            self._client, "save", named | versions, num_bytes=num_bytes, on_reply=release, on_refusal=release
+        )
+
+    # Results
+
+    def _settle(self, group: SimulatedGroup) -> None:
+        self.account()
+        self._num_settling += 1
+        if self._simulation.host is None:
+            call_after(self._env, self._scenario.settle_s, lambda: self._put(group))
+        else:
+            self._to_settle.append(group)
+            self._settle_next()
+        self._ask()
+
+    def _settle_next(self) -> None:
+        """On a shared core: the worker's event loop settles one group after another, beside the generating thread."""
+        host = self._simulation.host
+        if self._is_settling or not self._to_settle or host is None:
+            return
+        group, self._is_settling = self._to_settle.popleft(), True
+
+        def settled() -> None:
+            self._is_settling = False
+            host.other(self._scenario.host.group_s)
+            self._put(group)
+            self._settle_next()
+
+        host.engines.run(self._scenario.host.settle_s, settled)
+
+    def _put(self, group: SimulatedGroup) -> None:
+        num_bytes = round(sum(group.lengths) * self._scenario.bytes_per_token)
+        rewards = [0.0] if self._simulation.lengths.is_equal() else [0.0, 1.0]
+        fields = {
+            "group_id": group.group_id,
+            "attempt": group.attempt,
+            "num_prompt_tokens": round(self._scenario.lengths.prompt_tokens),
+            "num_tokens": sum(group.lengths),
+            "oldest_version": group.oldest_version,
+            "newest_version": group.newest_version,
+            "num_truncated": 0,
+            "response_lengths": group.lengths,
+            "branch_tokens": [],
+            "num_branches": [],
+            "rewards": rewards,
+            "metrics": [],
+        }
+
+        def put() -> None:
+            self._buffer.request(
+                self._client,
+                "put",
+                fields,
+                num_bytes=num_bytes,
+                on_reply=lambda _: self._stored(group),
+                on_refusal=on_refusal,
+            )
+
+        def on_refusal(error: AsyncRLError) -> None:
+            if isinstance(error, StoreFull):  # wait until it fits
+                asked = {"group_id": group.group_id, "attempt": group.attempt, "num_bytes": num_bytes}
+                self._buffer.request(self._client, "reserve", asked, on_reply=lambda _: put())
+            elif isinstance(error, LeaseExpired):  # it was revoked while it was scored
+                self._stored(group)
+            else:
+                raise error
+
+        put()
+
+    def _stored(self, group: SimulatedGroup) -> None:
+        """The buffer has a group, or wants it no more."""
+        self.account()
+        self._num_settling -= 1
+        del self._groups[group.group_id, group.attempt]
+        self._simulation.stored(group)
+        self._ask()
+
+    # Weights
+
+    def _follow_weights(self) -> None:
+        fields = {"at_least": self.engine.version + 1}
+        self._buffer.request(self._client, "next_offer", fields, on_reply=self._load)
+
+    def _report_loaded(self, version: int, load_s: float) -> None:
+        fields = {"version": version, "seconds": load_s, "engine": self._client.decode()}
+        self._buffer.request(self._client, "loaded", fields)
+
+    def _load(self, fields: Mapping[str, Any]) -> None:
+        self.account()
+        version, load_s = fields["offer"]["version"], self._scenario.learner.load_s
+
+        def on_loaded() -> None:
+            self.account()
+            self._report_loaded(version, load_s)
+            if self._asked is not None:  # at the version before
+                self._buffer.cancel_lease(self._client, self._asked)
+                self._asked = None
+            self._follow_weights()
+            self._ask()
+
+        self.engine.load(version, load_s, on_loaded)
+
+
+class SimulatedLearner:
+    """The learner's ranks and the controller's loops: plan, update, commit, publish."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        self._simulation, self._scenario, self._env = simulation, simulation.scenario, simulation.env
+        self._buffer = simulation.buffer
+        self._places = simpy.Container(self._env, init=self._scenario.pipeline_steps)
+        self._planned = simpy.Store(self._env)
+        self._vary = Variation(self._scenario.learner.variation, simulation.rng)
+        self._published_at = self.stood_s = 0.0
+        self._is_waiting = False
+        self._cause, self._seen_at = "slow_generation", 0.0
+        self.idle: defaultdict[str, float] = defaultdict(float)
+        self.steps: list[tuple[float, float, int, list[int]]] = []
+
+    def start(self) -> simpy.Process:
+        """Start the loops; the process ends with the last step."""
+        self.feed()
+        self._env.process(self._plan())
+        return self._env.process(self._train())
+
+    def feed(self) -> None:
+        """Keep prompts queued: called whenever a batch was planned, and where filters leave too few for the fleet."""
+        wanted = _QUEUED_STEPS * self._scenario.groups_per_step + self._simulation.capacity
+        missing = wanted - self._buffer.ledger.num_queued
+        if missing > 0:
+            first = self._simulation.num_prompts
+            self._simulation.num_prompts += missing
+            fields = {"groups": list(range(first, first + missing)), "counts": [0] * missing}
+            self._buffer.request(_CONTROLLER, "enqueue", fields)
+
+    def account(self) -> None:
+        """Count the time that the ranks waited since the last call, by what was in the way until now."""
+        now = self._env.now
+        if self._is_waiting:
+            self.idle[self._cause] += now - self._seen_at
+            self._cause = self._what_is_missing()
+        self._seen_at = now
+
+    def _what_is_missing(self) -> str:
+        ledger, scenario = self._buffer.ledger, self._scenario
+        num_missing = scenario.groups_per_step - ledger.num_stored
+        if num_missing <= 0 or num_missing <= ledger.num_leased < self._simulation.capacity / 2:
+            return "batch_tail"
+        if ledger.num_leased < num_missing:
+            return "publish"
+        return "slow_generation"
+
+    def _plan(self) -> ProcessGenerator:
+        for version in range(self._scenario.num_steps):
+            yield self._places.get(1)
+            made = self._env.event()
+
+            self._ask_plan(version, made)
+            groups = yield made
+            self.feed()
+            yield self._planned.put(groups)
+
+    def _ask_plan(self, version: int, made: simpy.Event) -> None:
+        def on_plan(fields: Mapping[str, Any]) -> None:
+            if "groups" not in fields:  # a warning that filters drop much: ask again, as the buffer's client does
+                self._ask_plan(version, made)
+                return
+            self._simulation.planned({group["group_id"] for group in fields["groups"]})
+            made.succeed(fields["groups"])
+
+        self._buffer.request(_CONTROLLER, "plan", {"version": version}, on_reply=on_plan)
+
+    def _train(self) -> ProcessGenerator:
+        scenario = self._scenario
+        for version in range(scenario.num_steps):
+            self._is_waiting, self._seen_at = True, self._env.now
+            asked_s, self._cause = self._env.now, self._what_is_missing()
+            groups = yield self._planned.get()
+            self.account()
+            self._is_waiting = False
+            waited_s = self._env.now - asked_s
+            num_response = sum(group["num_tokens"] for group in groups)
+            num_prompt = scenario.lengths.prompt_tokens * scenario.samples_per_prompt * len(groups)
+            tokens_s = scenario.learner.rank_s_per_token * (num_response + num_prompt) / scenario.num_ranks
+            yield self._env.timeout(scenario.plan_s)
+            update_s = scenario.learner.step_s + tokens_s
+            yield self._computed(self._vary(update_s))
+            self._buffer.request(_CONTROLLER, "commit", {"version": version})
+            yield self._places.put(1)
+            self.steps.append((self._env.now, waited_s, num_response, [version - g["oldest_version"] for g in groups]))
+            if (version + 1) % scenario.publish_every == 0:
+                yield from self._publish(version + 1)
+
+    def _computed(self, work_s: float) -> simpy.Event:
+        """So much work of the ranks."""
+        host = self._simulation.host
+        if host is None:
+            return self._env.timeout(work_s)
+        done = self._env.event()
+        host.ranks.run(work_s, lambda: _trigger(done))
+        host.other(self._scenario.host.step_s, num_slices=_SLICES)
+        return done
+
+    def _publish(self, version: int) -> ProcessGenerator:
+        """Copy the weights when the publish before is done; the rest is off the ranks, unless they are in it."""
+        learner = self._scenario.learner
+        began_s = self._env.now
+        ready_s = max(0.0, self._published_at - began_s)
+        shared_s = learner.publish_s + learner.load_s if learner.shares_learner else 0.0
+        self._published_at = began_s + ready_s + learner.copy_s + learner.publish_s
+        call_after(self._env, self._published_at - began_s, lambda: self._offer(version))
+        if ready_s + learner.copy_s + shared_s:
+            yield self._env.timeout(ready_s + learner.copy_s + shared_s)
+            if self._simulation.host is not None:
+                self._simulation.host.ranks.run(self._scenario.host.publish_s, lambda: None)
+            self.idle["publish"] += self._env.now - began_s
+            self.stood_s += self._env.now - began_s
+
+    def _offer(self, version: int) -> None:
+        self.account()
+        self._buffer.request(_LEARNER, "offer", {"offer": {"version": version}})
+
+
+def _trigger(event: simpy.Event) -> None:
+    event.succeed()
+
+
+class SimulatedHost:
+    """The cores of a host: one that all engines share, and one that all ranks share; see `HostModel`."""
+
+    def __init__(self, env: simpy.Environment) -> None:
+        self.engines, self.ranks = SharedCore(env), SharedCore(env)
+        self._last = self.ranks
+
+    def other(self, work_s: float, *, num_slices: int = 1) -> None:
+        """Work of another process, each slice of it on the core with less to do, or else on the other one in turn."""
+        if not work_s or not num_slices:
+            return
+        turns = (self.ranks, self.engines) if self._last is self.engines else (self.engines, self.ranks)
+        self._last = min(turns, key=lambda core: core.num_running)
+        left_s = work_s * (num_slices - 1) / num_slices
+        self._last.run(work_s / num_slices, lambda: self.other(left_s, num_slices=num_slices - 1))
+
+
+class Simulation:
+    """A scenario being run; use `simulate`, unless you look inside.
+
+    Attributes:
+        buffer: The real service, in simulated time.
+        workers: One per engine.
+        learner: Ranks and controller.
+        capacity: Groups that all workers hold at most.
+        host: The cores that they share; None where each has a device.
+        rng: Draws where recorded variations begin.
+        saved: Of groups that were handed on, the tokens of their samples, and those that are still to be written.
+    """
+
+    def __init__(self, scenario: Scenario, *, seed: int = 0) -> None:
+        self.scenario = scenario
+        self.env = simpy.Environment()
+        self.lengths = PromptLengths(scenario, seed)
+        self.rng = np.random.default_rng([seed, 1])
+        self.host = SimulatedHost(self.env) if scenario.host.is_shared else None
+        self.num_prompts = 0
+        self.capacity = scenario.num_engines * scenario.groups_in_flight
+        options = buffer_options(
+            max_lag=scenario.max_lag,
+            on_stale=scenario.on_stale,
+            order=scenario.order,
+            max_stored_bytes=scenario.max_stored_bytes,
+            queue_size=2 * (_QUEUED_STEPS * scenario.groups_per_step + self.capacity),
+            filters=["equal_rewards"] if scenario.equal_rewards else [],
+            max_filtered_steps=0,
+        )
+        self._loop = SimulatedLoop(self.env)
+        with self._loop.running():
+            self.buffer = SimulatedBuffer(self.env, options, groups_per_step=scenario.groups_per_step)
+        self.saved: dict[int, tuple[list[int], list[int]]] = {}
+        self._queue: dict[int, int] = {}
+        self._most_bytes = 0
+        self.learner = SimulatedLearner(self)
+        self.workers = [SimulatedWorker(self, index) for index in range(scenario.num_engines)]
+
+    def run(self) -> Outcome:
+        """Run to the last step."""
+        with self._loop.running():
+            trained = self.learner.start()
+            for worker in self.workers:
+                worker.start()
+            self.env.run(until=trained)
+            for worker in self.workers:
+                worker.account()
+            return self._outcome()
+
+    def stored(self, group: SimulatedGroup) -> None:
+        """A group was stored; where a queue is bounded, the one stored first gives way to it."""
+        self._most_bytes = max(self._most_bytes, self.buffer.ledger.stored_bytes)
+        if self.scenario.queue_groups:
+            self._queue[group.group_id] = group.attempt
+            call_after(self.env, 0.0, self._bound_queue)  # when a batch that takes some of them is known
+        if self.scenario.equal_rewards and self.buffer.ledger.num_queued < self.capacity:
+            self.learner.feed()
+        self.learner.account()
+
+    def _bound_queue(self) -> None:
+        while len(self._queue) > self.scenario.queue_groups:
+            group_id = next(iter(self._queue))
+            self.buffer.lose(group_id, self._queue.pop(group_id))
+
+    def planned(self, group_ids: set[int]) -> None:
+        """A batch was made."""
+        for group_id in group_ids & self._queue.keys():
+            del self._queue[group_id]
+
+    def _outcome(self) -> Outcome:
+        scenario, steps = self.scenario, self.learner.steps
+        first = scenario.warm_up_steps
+        began_s = steps[first - 1][0] if first else 0.0
+        took_s, total_s = steps[-1][0] - began_s, self.env.now
+        counted = steps[first:]
+        lags = Counter(lag for step in counted for lag in step[3])
+        waits_s = sum(step[1] for step in counted) / len(counted)
+        step_s = took_s / len(counted)
+        places_s = total_s * self.capacity
+        fleet_idle: defaultdict[str, float] = defaultdict(float)
+        for worker in self.workers:
+            fleet_idle["re_prefill"] += worker.engine.prefill_s * scenario.groups_in_flight
+            for cause, idle_s in worker.idle.items():
+                fleet_idle[cause] += idle_s
+        account = self.buffer.ledger.account
+        dropped = sum(account.tokens_dropped.values())
+        written = dropped + account.tokens_trained + account.tokens_buffered
+        return Outcome(
+            step_s=step_s,
+            tokens_per_s=sum(step[2] for step in counted) / took_s,
+            lag_mean=sum(lag * number for lag, number in lags.items()) / lags.total(),
+            lag_histogram={lag: lags[lag] / lags.total() for lag in sorted(lags)},
+            learner_idle={cause: idle / total_s for cause, idle in sorted(self.learner.idle.items())},
+            fleet_idle={cause: idle / places_s for cause, idle in sorted(fleet_idle.items()) if idle > 0},
+            stored_bytes=self._most_bytes,
+            dropped=dropped / written if written else 0.0,
+            wait_s=waits_s,
+            update_s=max(0.0, step_s - waits_s - self.learner.stood_s / len(steps)),
+            step_ends=tuple(step[0] for step in steps),
+        )

@@ -1,0 +1,343 @@
+"""The Ray cluster of a run, its own or one that is joined: its places, and what all worker groups have in common."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Generator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+import ray
+from ray._private import worker as ray_worker
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from asyncrl.config import LOOPBACK, RunConfig, Transport, learner_pools, requested_cpus
+from asyncrl.core.errors import ClusterDiedError, DeadlineError
+from asyncrl.core.remote import within
+from asyncrl.core.visible_gpus import visible_gpus
+from asyncrl.devices import resolve_devices
+from asyncrl.option_checks import check_placement
+from asyncrl.placement_config import RAY_SETS_DEVICES, WORKER_ENV, Strategy
+from asyncrl.single_controller import RayResourcePool, ResourcePoolManager, Role
+from asyncrl.single_controller.resource_pool import NODE_ID_LABEL, can_place
+
+logger = logging.getLogger(__name__)
+
+# Ray starts workers at nice 15 by default, which starves them beside any other load; idle workers started ahead of
+# need cost start-up time and memory that a run of a few actors never earns back; a control service that died on the
+# same machine does not come back, so nobody needs to wait a minute for it; and the children of a worker that died end
+# by themselves, after they have removed what it left.
+_OWN_CLUSTER_ENV = {
+    "RAY_worker_niceness": "0",
+    "RAY_enable_worker_prestart": "0",
+    "RAY_prestart_worker_first_driver": "0",
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "5",
+    "RAY_process_group_cleanup_enabled": "0",
+}
+
+ALLOCATOR_VARIABLE = "PYTORCH_CUDA_ALLOC_CONF"
+
+T = TypeVar("T")
+
+
+@asynccontextmanager
+async def ray_cluster(config: RunConfig, say: Callable[[str], None] = logger.info) -> AsyncIterator[RunConfig]:
+    """Start or join Ray, resolve the run's devices, check that the run fits, and leave nothing behind.
+
+    Args:
+        config: The run.
+        say: Shows the user a line.
+
+    Yields:
+        The run with its devices; see `resolve_devices`.
+
+    Raises:
+        ClusterDiedError: Ray does not start, or cannot be joined.
+        DeadlineError: the cluster does not answer within ``ray.start_timeout_s``.
+        ValueError: the run asks for more than the cluster has.
+    """
+    starting = asyncio.ensure_future(asyncio.to_thread(_join if config.ray.address else _start_own, config))
+    try:
+        try:
+            await asyncio.wait_for(asyncio.shield(starting), config.ray.start_timeout_s)
+        except TimeoutError:
+            raise DeadlineError(
+                f"Ray did not come up within ray.start_timeout_s={config.ray.start_timeout_s:g} s "
+                f"(address {config.ray.address or 'of our own'!r}); raise it, or look into Ray's session logs"
+            ) from None
+        except Exception as error:
+            where = f"at ray.address={config.ray.address}" if config.ray.address else "on this machine"
+            raise ClusterDiedError(f"Ray {where} did not come up: {error}; look into Ray's session logs") from error
+        yield await asyncio.to_thread(_checked_against_cluster, config, say)
+    finally:
+        # Ray that is shut down while its thread still starts it ends this process, with a status of its own.
+        await asyncio.wait([starting], timeout=config.stop_timeout_s / 2)
+        await asyncio.to_thread(_shut_down)
+
+
+def _shut_down() -> None:
+    """Leave the cluster; end the daemons of a cluster of our own.
+
+    Ray sends SIGTERM to its daemons and waits a second for each of them. The daemons of a run have inherited that
+    SIGTERM is blocked (`asyncrl.core.stop_signals`), so SIGKILL follows at once.
+    """
+    node: Any = ray_worker._global_node
+    if node is not None:
+        kill_all = node.kill_all_processes
+        node.kill_all_processes = lambda **options: kill_all(**options | {"allow_graceful": False})
+    ray.shutdown()
+
+
+def _start_own(config: RunConfig) -> None:
+    for name, value in _OWN_CLUSTER_ENV.items():
+        os.environ.setdefault(name, value)
+    cores = os.cpu_count() or 1
+    wanted = requested_cpus(config, config.rollout_fleet.most_engines)
+    ray.init(
+        address="local",
+        num_cpus=max(cores, int(wanted + 0.999)) if config.placement.oversubscribe else cores,
+        num_gpus=visible_gpus(),
+        include_dashboard=False,
+        object_store_memory=config.ray.object_store_bytes,
+        logging_level=logging.ERROR,
+        log_to_driver=False,
+        _node_ip_address="127.0.0.1",
+    )
+
+
+def _join(config: RunConfig) -> None:
+    own: dict[str, Any] = {"_node_ip_address": config.ray.node_address} if config.ray.node_address else {}
+    ray.init(address=config.ray.address, logging_level=logging.ERROR, log_to_driver=False, **own)
+
+
+def warning_of_open_cluster(config: RunConfig) -> str:
+    """What to tell the user of a cluster of several nodes that was joined and asks for no token; empty otherwise."""
+    is_open = os.environ.get("RAY_AUTH_MODE", "").lower() != "token"  # which Ray sets where it has found a token
+    if not (config.ray.address and config.placement.num_nodes > 1 and is_open):
+        return ""
+    return (
+        f"warning: the Ray cluster at ray.address={config.ray.address} asks for no token, so everyone who can reach "
+        "its nodes can run code on them; start every node and the run with RAY_AUTH_MODE=token and one RAY_AUTH_TOKEN"
+    )
+
+
+def _checked_against_cluster(config: RunConfig, say: Callable[[str], None]) -> RunConfig:
+    """Resolve the devices by the GPUs of the cluster; check a cluster that was joined with `check_nodes`.
+
+    A cluster that grows is not checked: nodes may come. There, ``auto`` is ``cuda`` if any node has a GPU by now.
+    """
+    nodes = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
+    if config.placement.num_nodes == 1:
+        own = ray.get_runtime_context().get_node_id()
+        nodes = {own: nodes[own]}
+    resources = {node["NodeManagerAddress"]: node["Resources"] for node in nodes.values()}
+    num_gpus = sum(node.get("GPU", 0.0) for node in resources.values())
+    if config.placement.autoscale:
+        return resolve_devices(config, math.inf if num_gpus else 0, say)
+    config = resolve_devices(config, num_gpus, say)
+    if config.ray.address:
+        check_nodes(config, resources)
+    return config
+
+
+@asynccontextmanager
+async def gpu_of_this_node(config: RunConfig) -> AsyncIterator[str]:
+    """Reserve one GPU of this node through Ray, for a process that Ray does not start.
+
+    Yields:
+        What ``CUDA_VISIBLE_DEVICES`` must be in that process.
+
+    Raises:
+        DeadlineError: no GPU of this node became free within ``ray.start_timeout_s``.
+        ValueError: this node has no GPU.
+    """
+    own = ray.get_runtime_context().get_node_id()
+    resources = next(node["Resources"] for node in ray.nodes() if node["NodeID"] == own)
+    if not resources.get("GPU"):
+        raise ValueError(
+            "the warm start computes on this node with learner.device=cuda, which must have a GPU, got none; start the "
+            "run on a node with a GPU, or run asyncrl sft there first and name its result in model.path"
+        )
+    environment = {"env_vars": RAY_SETS_DEVICES}
+    here = NodeAffinitySchedulingStrategy(node_id=own, soft=False)
+    holder: Any = _GPU_HOLDER.options(
+        num_cpus=0, num_gpus=1, scheduling_strategy=here, runtime_env=environment
+    ).remote()
+    try:
+        asked = holder.visible_devices.remote()
+        yield await within(asked, config.ray.start_timeout_s, "a free GPU of this node", "ray.start_timeout_s")
+    finally:
+        ray.kill(holder)
+
+
+class _GpuHolder:
+    """Holds a GPU for as long as it lives; does nothing with it."""
+
+    def visible_devices(self) -> str:
+        """``CUDA_VISIBLE_DEVICES`` as Ray has set it."""
+        return os.environ["CUDA_VISIBLE_DEVICES"]
+
+
+_GPU_HOLDER: Any = ray.remote(_GpuHolder)
+
+
+def check_nodes(config: RunConfig, nodes: Mapping[str, Mapping[str, float]]) -> None:
+    """Check that a run fits the nodes that it may use: their resources, by address.
+
+    Raises `ValueError` if there are too few of them, or what must be on one node is more than there is.
+    """
+    if len(nodes) < config.placement.num_nodes:
+        raise ValueError(
+            f"placement.num_nodes={config.placement.num_nodes} nodes must be in the cluster at "
+            f"ray.address={config.ray.address}, got {len(nodes)} ({', '.join(sorted(nodes))}); start Ray on more, or "
+            "lower it"
+        )
+    total = {kind: sum(int(node.get(kind, 0)) for node in nodes.values()) for kind in ("CPU", "GPU")}
+    check_placement(config, num_cpus=total["CPU"], num_gpus=total["GPU"])
+    shares = node_shares(config)
+    if not can_place(sorted(shares, key=lambda share: sorted(share.items()), reverse=True), nodes.values()):
+        have = {address: {kind: node.get(kind, 0) for kind in ("CPU", "GPU")} for address, node in nodes.items()}
+        largest = max(shares, key=lambda share: (share.get("GPU", 0.0), share["CPU"]))
+        raise ValueError(
+            f"the nodes that placement.num_nodes={config.placement.num_nodes} allows must hold the run's shares, each "
+            f"on one node, the largest {largest}, got {have}; lower placement.ranks_per_node or "
+            "placement.engines_per_node, or raise placement.num_nodes"
+        )
+
+
+def node_shares(config: RunConfig) -> list[dict[str, float]]:
+    """What a run takes of the cluster, in shares that each lie on one node."""
+    placement, fleet = config.placement, config.rollout_fleet
+    gpus_per_rank = 1 if config.learner.device == "cuda" else 0
+    gpus_per_engine = fleet.sglang.tp_size if fleet.device == "cuda" and not placement.colocated else 0
+    ranks = [n for size in learner_pools(config).values() for n in placement.on_nodes(size, placement.ranks_per_node)]
+    engines = placement.on_nodes(fleet.fewest_engines, placement.engines_per_node or 1)
+    takers = [(count, placement.cpus_per_learner_rank, gpus_per_rank) for count in ranks]
+    takers += [(count, placement.cpus_per_engine, gpus_per_engine) for count in engines]
+    return [
+        {"CPU": count * num_cpus} | ({"GPU": float(count * num_gpus)} if num_gpus else {})
+        for count, num_cpus, num_gpus in takers
+    ]
+
+
+def learner_layout(config: RunConfig, pool_sizes: Mapping[str, int], pools: Mapping[str, str]) -> ResourcePoolManager:
+    """The learner's pools, made: ``pool_sizes`` processes each, of which ``pools`` names each role's."""
+    placement = config.placement
+    cpus = placement.cpus_per_learner_rank + (placement.cpus_per_engine if placement.colocated else 0.0)
+    layout = ResourcePoolManager(
+        resource_pool_spec={
+            pool: placement.on_nodes(size, placement.ranks_per_node) for pool, size in pool_sizes.items()
+        },
+        mapping={Role.from_string(role): pool for role, pool in pools.items()},
+        use_gpu=config.learner.device == "cuda",
+        max_colocate_count=2 if placement.colocated else 1,
+        num_cpus_per_process=cpus,
+        apart=placement.strategy is Strategy.spread,
+        labels=_labels(config, placement.learner_labels),
+        timeout_s=config.ray.start_timeout_s,
+    )
+    layout.create_resource_pool()
+    return layout
+
+
+def engine_pool(config: RunConfig, num_engines: int | None = None) -> RayResourcePool:
+    """Places for so many rollout workers, each with its engine; by default for those that the run starts with."""
+    placement, fleet = config.placement, config.rollout_fleet
+    count = fleet.fewest_engines if num_engines is None else num_engines
+    by_node = placement.engines_per_node > 0 or placement.num_nodes == 1
+    return RayResourcePool(
+        process_on_nodes=placement.on_nodes(count, placement.engines_per_node),
+        use_gpu=fleet.device == "cuda",
+        name_prefix="rollout",
+        max_colocate_count=1,
+        num_cpus_per_process=placement.cpus_per_engine,
+        num_devices_per_process=fleet.sglang.tp_size,
+        strategy="STRICT_PACK" if by_node else placement.strategy.upper(),
+        apart=by_node and placement.strategy is Strategy.spread,
+        labels=_labels(config, placement.engine_labels),
+        timeout_s=config.ray.start_timeout_s,
+    )
+
+
+def pool_of_one(config: RunConfig, *, node_id: str, full: Collection[str]) -> RayResourcePool:
+    """The place of one engine that joins: on the node of this id, or, without one, on any that is not ``full``."""
+    placement = config.placement
+    labels = _labels(config, placement.engine_labels)
+    if node_id:
+        labels |= {NODE_ID_LABEL: node_id}
+    elif full and NODE_ID_LABEL not in labels:
+        labels |= {NODE_ID_LABEL: f"!in({','.join(sorted(full))})"}
+    return RayResourcePool(
+        process_on_nodes=[1],
+        use_gpu=config.rollout_fleet.device == "cuda",
+        max_colocate_count=1,
+        num_cpus_per_process=placement.cpus_per_engine,
+        num_devices_per_process=config.rollout_fleet.sglang.tp_size,
+        labels=labels,
+    )
+
+
+def _labels(config: RunConfig, labels: Mapping[str, str]) -> dict[str, str]:
+    """The labels of the nodes that will do; a run on one node of a larger cluster stays where it was started."""
+    if config.placement.num_nodes > 1 or not config.ray.address:
+        return dict(labels)
+    return {NODE_ID_LABEL: ray.get_runtime_context().get_node_id()}
+
+
+def worker_env(config: RunConfig) -> dict[str, str]:
+    """Environment of the workers of a run."""
+    interface = config.placement.interface or (LOOPBACK if config.placement.num_nodes == 1 else "")
+    return WORKER_ENV | ({"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface} if interface else {})
+
+
+def learner_env(config: RunConfig) -> dict[str, str]:
+    """Environment of the learner's ranks: a worker's, and how torch allocates the memory of a GPU.
+
+    Packed batches differ in length, and expandable segments keep the allocator from breaking memory into pieces. CUDA
+    IPC cannot hand such memory to an engine, and a memory saver cannot give it back to the device.
+    """
+    if config.learner.device != "cuda":
+        return worker_env(config)
+    allowed = not config.placement.colocated and config.weights.transport is not Transport.tensor
+    parts = [part for part in os.environ.get(ALLOCATOR_VARIABLE, "").split(",") if part]
+    is_named = any("expandable_segments" in part for part in parts)
+    if not allowed or not is_named:
+        parts = [part for part in parts if "expandable_segments" not in part]
+        parts.append(f"expandable_segments:{allowed}")
+    return worker_env(config) | {ALLOCATOR_VARIABLE: ",".join(parts)}
+
+
+async def stop_groups(groups: Sequence[Any], shutdown: Callable[[], None], timeout_s: float) -> None:
+    """Ask every worker of the groups to stop, for at most ``timeout_s`` seconds, then kill what is left."""
+    try:
+        # Whatever a dying worker answers no longer matters: it is killed next.
+        with contextlib.suppress(Exception):
+            await asyncio.wait_for(AllOf([group.execute_all_async("stop") for group in groups]), timeout_s)
+    finally:
+        await asyncio.to_thread(shutdown)
+
+
+async def finished_in_thread(work: Callable[[], T], timeout_s: float) -> T:
+    """Do work in a thread; a cancellation waits for it, since it needs the Ray that is stopped next."""
+    working = asyncio.create_task(asyncio.to_thread(work))
+    try:
+        return await asyncio.shield(working)
+    except asyncio.CancelledError:
+        await asyncio.wait([working], timeout=timeout_s)
+        raise
+
+
+class AllOf:
+    """Calls made to several groups, awaited one after another; ``futures`` lets a message name the late workers."""
+
+    def __init__(self, calls: Sequence[Awaitable[Any]]) -> None:
+        self._calls = calls
+        self.futures = [ref for call in calls if isinstance(call, list) for ref in call]
+
+    def __await__(self) -> Generator[Any, None, None]:
+        for call in self._calls:
+            yield from call.__await__()

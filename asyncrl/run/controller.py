@@ -1,0 +1,344 @@
+"""The training loops: one asyncio process that sees metadata only.
+
+The five loops of `Controller`, what each waits for, and who wakes it::
+
+    feed      waits for room in the buffer's queue    ── woken by the buffer, when a lease is granted
+    plan      waits for a place in the pipeline       ── woken by complete, when it commits a step
+              then for the next batch                 ── woken by the buffer, when B groups are stored
+    complete  waits for the update it was handed      ── woken by the learner ranks
+    follow    waits for a version that all engines serve ── woken by the buffer, when the last of them has loaded it
+    examine   waits for engines that serve the version to be evaluated ── woken by the buffer, when one has loaded it
+              then for their answers                  ── woken by the rollout workers
+
+    prompts ─feed─▶ buffer ─plan─▶ [at most 2 steps] ─complete─▶ buffer (commits)
+
+While the learner computes step v, the fleet generates, the plan of v + 1 is made and queued behind it on the ranks,
+and the weights of v travel. No loop here waits for that: rank 0 offers a version to the buffer, which shows it to the
+rollout workers when its step is committed, and each takes the newest when it can. Where that is slower than training,
+versions are skipped, and admission, which goes by the engine's version, slows generation down. For an evaluation
+between, a few engines keep its version until it is done.
+
+A deadlock would need a loop that waits for one that waits for it. feed and plan wait for the buffer only; complete for
+the learner only; follow for the buffer; examine for the buffer, and for engines that answer, which wait for nobody.
+Admission waits for commits (complete) and newer engines, which wait for commits and the end of an evaluation (examine).
+So the only cycle is plan → rollouts → admission → complete → plan, and it moves because a batch at the learner's
+version is admitted without any further commit (docs/staleness.md).
+
+The plan loop queues a checkpoint on the ranks between two updates, with what the run needs to go on
+(asyncrl/run/resume.py); the ranks write it while they train on. Where a rank dies, the loops end, and
+begin again at the newest checkpoint (asyncrl/run/learner_restarts.py). Where a store died with a batch that the
+ranks had not fetched, no rank makes the step, and the loops begin again at that step, on a batch that is planned anew.
+
+`ColocatedController` has devices that both pools share. Beside feed it has one loop, in which each step waits for the
+one before::
+
+    buffer fills a batch ─▶ engines let what runs end, and release the device ─▶ learner takes it, and updates
+          ▲                                                                             │
+          └── engines take the device back, load the weights, go on ◀── learner offers them, and offloads
+
+The same ledger holds the staleness bound: what still runs when a batch is full ends under the old weights, is stored,
+and is trained on with a lag of one step or more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from asyncrl.config import RunConfig
+from asyncrl.core import record
+from asyncrl.core.errors import BatchLost
+from asyncrl.core.ports import (
+    ColocatedFleetPort,
+    ColocatedLearnerPort,
+    ControlBuffer,
+    FleetPort,
+    LearnerPort,
+    PromptSource,
+)
+from asyncrl.core.types import Plan, Prompt
+from asyncrl.metrics import StepRecord, TrainingResult
+from asyncrl.run.evaluator import PinnedEngines, num_pinned_engines
+from asyncrl.run.reporting import Reporter
+from asyncrl.run.resume import Checkpointer, Resumed, RunState
+
+LearnerT = TypeVar("LearnerT", bound=LearnerPort)
+FleetT = TypeVar("FleetT", bound=FleetPort)
+Loop = Callable[[], Coroutine[Any, Any, None]]
+Evaluate = Callable[[int, PinnedEngines | None], Awaitable[Any]]
+
+logger = logging.getLogger(__name__)
+
+# The step that the ranks compute, and one queued behind it: enough that they never wait for the controller.
+_PIPELINE_STEPS = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class _QueuedStep:
+    """A learner step queued on the ranks: its batch, and the handles of the update, the weights and the checkpoint."""
+
+    plan: Plan
+    plan_wait_s: float
+    update: Awaitable[Mapping[str, float]]
+    weights: Awaitable[None] | None
+    critic: Awaitable[Mapping[str, float]]
+    dispatched: record.OpenSpan
+    checkpoint: Awaitable[str] | None
+
+
+class _Training(ABC, Generic[LearnerT, FleetT]):
+    """What both controllers do: feed prompts, run their loops to the end, and close the account."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        buffer: ControlBuffer,
+        learner: LearnerT,
+        fleet: FleetT,
+        prompts: PromptSource,
+        on_step: Callable[[StepRecord], None],
+        evaluate: Evaluate | None = None,
+        resumed: RunState | None = None,
+    ) -> None:
+        """Take the parts, all started, with learner, buffer and engines at the version of ``resumed``.
+
+        ``evaluate`` is called every ``evaluation.every_steps``, with the version; and with what waits for the engines
+        that are pinned to it, where the others go on.
+        """
+        resumed = resumed or RunState()
+        self._evaluate = evaluate
+        self._resumed = resumed
+        self._evaluation_steps = config.evaluation.every_steps if config.evaluation.enabled else 0
+        self._versions = range(resumed.version, config.total_steps)
+        self._publish_every = config.weights.publish_every
+        self._min_engines = config.rollout_fleet.min_engines
+        self._evaluation_share = config.evaluation.share
+        self._queued_version = resumed.version
+        self._prompts_per_call = config.algorithm.groups_per_step
+        self._buffer = buffer
+        self._learner = learner
+        self._fleet = fleet
+        self._prompts = prompts
+        self._unqueued: Sequence[Prompt] = ()
+        self._reporter = Reporter(
+            samples_per_prompt=config.algorithm.samples_per_prompt, on_step=on_step, resumed=resumed
+        )
+        self._checkpointer = Checkpointer(
+            config, buffer=buffer, learner=learner, fleet=fleet, prompts=prompts, resumed=resumed
+        )
+
+    async def train(self) -> None:
+        """Train to the last step and publish its weights. Raises `AsyncRLError` if a part died or was late.
+
+        After it has raised `LearnerDiedError`, and `rewind`, it may be called again; likewise after `BatchLost`, and
+        `replan`.
+        """
+        self._reporter.begin()
+        async with asyncio.TaskGroup() as tasks:
+            feed = tasks.create_task(self._feed(), name="feed")
+            await asyncio.gather(*(tasks.create_task(loop()) for loop in self._loops()))
+            feed.cancel()
+
+    def newest_checkpoint(self, folder: Path) -> Resumed | None:
+        """See `Checkpointer.newest`."""
+        return self._checkpointer.newest(folder)
+
+    async def rewind(self, state: RunState, *, incarnation: int) -> None:
+        """Take the buffer and this controller back to a checkpoint; the learner's next life, ``incarnation``, follows.
+
+        The checkpoint may hold a step more than the ledger has heard of.
+        """
+        for version in range((await self._buffer.stats()).learner_version, state.version):
+            await self._buffer.commit(version)
+        added = state.since(self._resumed)
+        await self._buffer.rewind(
+            state.version,
+            incarnation=incarnation,
+            finished=state.finished,
+            tokens_trained=added.tokens_trained,
+            lag_histogram=added.lag_histogram,
+        )
+        self._go_on_from(state.version)
+        self._reporter.rewind(state.version)
+
+    async def replan(self) -> tuple[int, Sequence[int]]:
+        """After a `BatchLost`: have the lost groups generated again, and their batch planned anew; `train` comes next.
+
+        Returns the step and its lost groups. Raises `LearnerDiedError` if the ranks cannot go on.
+        """
+        group_ids = await self._learner.withdraw()
+        await self._buffer.lose(group_ids)
+        version = (await self._buffer.stats()).learner_version
+        self._go_on_from(version)
+        self._reporter.rewind(self._reporter.engine_version)
+        return version, group_ids
+
+    def _go_on_from(self, version: int) -> None:
+        """Nothing beyond ``version`` is planned or queued any more."""
+        self._versions = range(version, self._versions.stop)
+        self._queued_version = version
+        self._checkpointer.rewind(version)
+
+    async def settle(self) -> None:
+        """Commit the steps that a cancelled `train` left queued on the ranks; call it when they are done with them."""
+        for version in range((await self._buffer.stats()).learner_version, self._queued_version):
+            await self._buffer.commit(version)
+
+    async def account(self) -> TrainingResult:
+        """Let the fleet stop all work, and close the account. Raises `AccountError` if it does not balance."""
+        counts = await self._fleet.drain()
+        return self._reporter.result(await self._buffer.stats(), counts)
+
+    @abstractmethod
+    def _loops(self) -> Sequence[Loop]:
+        """The loops that end with the last step."""
+
+    async def _follow_fleet(self) -> None:
+        """Wait until all engines serve newer weights."""
+        version, took_s = await self._buffer.served(self._reporter.engine_version, self._min_engines)
+        self._reporter.published(version, took_s)
+
+    def _next_evaluated(self, after: int) -> int | None:
+        """The first published version above ``after`` that is evaluated during training; None if there is none."""
+        steps = self._evaluation_steps
+        if not steps or self._evaluate is None:
+            return None
+        due = steps * (after // steps + 1)
+        published = -(-due // self._publish_every) * self._publish_every
+        return published if published < self._versions.stop else None
+
+    async def _feed(self) -> None:
+        """Queue the prompts of the stream. Prompts that a cancelled call did not queue are sent again first."""
+        while True:
+            self._unqueued = self._unqueued or self._prompts.take(self._prompts_per_call)
+            await self._buffer.enqueue(self._unqueued)
+            self._unqueued = ()
+
+    async def _planned(self, version: int) -> tuple[Plan, float]:
+        """The batch of a step, and the seconds spent waiting for it."""
+        asked_s = time.monotonic()
+        with record.span(record.SpanKind.plan_wait, lane="/plan", step=version):
+            plan = await self._buffer.plan(version)
+        waited_s = time.monotonic() - asked_s
+        self._checkpointer.planned(plan)
+        return plan, waited_s
+
+
+class Controller(_Training[LearnerPort, FleetPort]):
+    """Generates and trains at the same time."""
+
+    def __init__(self, config: RunConfig, **parts: Any) -> None:
+        """Take the parts of every controller."""
+        super().__init__(config, **parts)
+        self._steps: asyncio.Queue[_QueuedStep | BatchLost] = asyncio.Queue()
+        self._places = asyncio.Semaphore(_PIPELINE_STEPS)
+
+    def _go_on_from(self, version: int) -> None:
+        """As of every controller; what was queued on the ranks is gone."""
+        self._steps, self._places = asyncio.Queue(), asyncio.Semaphore(_PIPELINE_STEPS)
+        super()._go_on_from(version)
+
+    def _loops(self) -> Sequence[Loop]:
+        return self._plan, self._complete, self._follow, self._examine
+
+    async def _plan(self) -> None:
+        for version in self._versions:
+            await self._places.acquire()
+            plan, waited_s = await self._planned(version)
+            dispatched = record.span(record.SpanKind.dispatched, lane="/complete", step=version)
+            try:
+                plan = await self._learner.scored(plan)
+            except BatchLost as lost:  # when the steps before it are committed
+                await self._steps.put(lost)
+                return
+            self._queued_version = version + 1
+            step = _QueuedStep(
+                plan=plan,
+                plan_wait_s=waited_s,
+                dispatched=dispatched,
+                update=self._learner.update(plan),
+                weights=self._learner.publish(version + 1) if self._is_published(version + 1) else None,
+                critic=self._learner.update_critic(plan),  # after the weights, which need the policy alone
+                checkpoint=await self._checkpointer.save_if_due(version + 1),
+            )
+            await self._steps.put(step)
+
+    async def _complete(self) -> None:
+        for _ in self._versions:
+            step = await self._steps.get()
+            if isinstance(step, BatchLost):
+                raise step
+            metrics = await step.update
+            step.dispatched.close()
+            stats = await self._buffer.commit(step.plan.version)
+            self._checkpointer.committed(step.plan.version)
+            self._places.release()
+            if step.weights is not None:
+                await step.weights  # the copy, which is done before the critic's step can begin
+            metrics = {**metrics, **await step.critic}
+            if step.checkpoint is not None:
+                with record.span(record.SpanKind.checkpoint, lane="/complete", version=step.plan.version + 1):
+                    await step.checkpoint
+            self._reporter.step(
+                step.plan,
+                plan_wait_s=step.plan_wait_s,
+                metrics=metrics,
+                stats=stats,
+                counts=await self._fleet.counters(),
+            )
+        await self._learner.finish_publish()  # no call runs on the ranks now, by which their death would be noticed
+
+    def _is_published(self, version: int) -> bool:
+        return version % self._publish_every == 0 or version == self._versions.stop
+
+    async def _follow(self) -> None:
+        while self._reporter.engine_version < self._versions.stop:
+            await self._follow_fleet()
+
+    async def _examine(self) -> None:
+        """Evaluate one version after another, each on a few engines, which keep it until it is done."""
+        due = self._next_evaluated(self._queued_version)
+        while (version := self._next_evaluated(self._queued_version)) is not None and self._evaluate is not None:
+            if version != due:
+                logger.info("training has passed policy version %s: %d is evaluated next", due, version)
+            num_engines = num_pinned_engines(self._evaluation_share, len(self._fleet.engines()))
+            await self._evaluate(version, partial(self._buffer.pin, version, num_engines))
+            due = self._next_evaluated(version)
+        await self._buffer.unpin()
+
+
+class ColocatedController(_Training[ColocatedLearnerPort, ColocatedFleetPort]):
+    """Lets both pools take turns on the same devices, with the learner offloaded and the engines up when it begins."""
+
+    def _loops(self) -> Sequence[Loop]:
+        return (self._take_turns,)
+
+    async def _take_turns(self) -> None:
+        for version in self._versions:
+            plan, waited_s = await self._planned(version)
+            await self._fleet.release_device()
+            await self._learner.trainer_mode()
+            plan = await self._learner.scored(plan)
+            self._queued_version = version + 1
+            with record.span(record.SpanKind.dispatched, lane="/complete", step=version):
+                metrics = await self._learner.update(plan)
+                metrics = {**metrics, **await self._learner.update_critic(plan)}
+            checkpoint = await self._checkpointer.save_if_due(version + 1)
+            await self._learner.rollout_mode(version + 1)
+            stats = await self._buffer.commit(version)
+            self._checkpointer.committed(version)
+            await self._follow_fleet()
+            if self._evaluate is not None and version + 1 == self._next_evaluated(version):
+                await self._evaluate(version + 1, None)
+            if checkpoint is not None:
+                await checkpoint
+            counts = await self._fleet.counters()
+            self._reporter.step(plan, plan_wait_s=waited_s, metrics=metrics, stats=stats, counts=counts)

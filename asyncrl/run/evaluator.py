@@ -1,0 +1,181 @@
+"""Held-out evaluation: prompts are dealt out to engines that serve one policy version, and dealt again if one is lost.
+
+`HeldOutEvaluator` waits for engines that answer, and for a pinned engine that comes or goes; the fleet and the buffer
+wake it. It loads neither Ray nor torch: ``asyncrl evaluate`` drives one engine of its own by it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from contextlib import suppress
+from typing import Protocol
+
+from asyncrl.config import RunConfig
+from asyncrl.core.errors import AsyncRLError, WeightsGone
+from asyncrl.core.remote import raised_in_worker
+from asyncrl.core.types import AnsweredPrompt, Prompt
+from asyncrl.metrics import Evaluation, evaluation_of
+
+logger = logging.getLogger(__name__)
+
+_CALLS_PER_ENGINE = 4
+"""Into so many calls an engine's fair share of the prompts is cut, so that a slow engine gets fewer of them."""
+
+
+class AnsweringFleet(Protocol):
+    """Engines that answer held-out prompts."""
+
+    def engines(self) -> Sequence[str]:
+        """Names of the engines that are there now."""
+        ...
+
+    async def answer(
+        self, engine: str, prompts: Sequence[Prompt], *, version: int, num_samples: int
+    ) -> list[AnsweredPrompt]:
+        """Answer prompts on one engine, each token under ``version``; prompts that could not be are left out.
+
+        Raises `AsyncRLError` if the engine is lost, or serves another version.
+        """
+        ...
+
+
+PinnedEngines = Callable[[Collection[str]], Awaitable[set[str]]]
+"""Waits until the engines that are pinned to the version are others than those given; see `ControlBuffer.pin`."""
+
+
+def num_pinned_engines(share: float, num_engines: int) -> int:
+    """Engines that an evaluation between is run on: the ``share`` of those that are there, at least one."""
+    return max(1, math.floor(share * num_engines))
+
+
+def slots_of_evaluation(config: RunConfig, num_engines: int) -> int:
+    """Samples that one pinned engine may have under way for an evaluation between; one prompt's at least."""
+    slots = config.rollout_fleet.most_groups_in_flight * config.algorithm.samples_per_prompt
+    num_pinned = num_pinned_engines(config.evaluation.share, num_engines)
+    share = min(1.0, config.evaluation.share * num_engines / num_pinned)
+    return max(config.evaluation.num_samples + 1, math.floor(share * slots))
+
+
+class HeldOutEvaluator:
+    """Evaluates versions on the held-out ``prompts``."""
+
+    def __init__(self, config: RunConfig, *, fleet: AnsweringFleet, prompts: Sequence[Prompt]) -> None:
+        self._config = config
+        self._fleet = fleet
+        self._prompts = list(prompts)
+
+    async def evaluate_all(self, version: int) -> Evaluation | None:
+        """Evaluate on all engines, which serve ``version`` and have no other work; None where nobody could answer."""
+        engines = set(self._fleet.engines())
+        size = math.ceil(len(self._prompts) / (max(1, len(engines)) * _CALLS_PER_ENGINE))
+        return await self._evaluate(version, _Deal(self._prompts, size=size, calls=_CALLS_PER_ENGINE), engines)
+
+    async def evaluate_pinned(self, version: int, pinned: PinnedEngines) -> Evaluation | None:
+        """Evaluate beside training, on the engines that are ``pinned`` to ``version``, within the share of slots."""
+        slots = slots_of_evaluation(self._config, len(self._fleet.engines()))
+        per_call = max(1, slots // (_CALLS_PER_ENGINE * (self._config.evaluation.num_samples + 1)))
+        calls = max(1, slots // (per_call * (self._config.evaluation.num_samples + 1)))
+        try:
+            engines = await pinned(())
+        except WeightsGone as gone:  # the buffer was started again when the version had passed
+            logger.warning("evaluation of version %d: %s", version, gone)
+            return None
+        return await self._evaluate(version, _Deal(self._prompts, size=per_call, calls=calls), engines, pinned)
+
+    async def _evaluate(
+        self, version: int, deal: _Deal, engines: set[str], pinned: PinnedEngines | None = None
+    ) -> Evaluation | None:
+        began_s = time.monotonic()
+        async with asyncio.TaskGroup() as tasks:
+            watch = tasks.create_task(_follow(deal, engines, pinned)) if pinned else None
+            deal.join(engines)
+            await deal.run(tasks, lambda engine, prompts: self._answer(engine, prompts, version))
+            if watch is not None:
+                watch.cancel()
+        for engine, reason in deal.lost.items():
+            logger.warning("evaluation of version %d: engine %s is left out: %s", version, engine, reason)
+        return evaluation_of(
+            deal.answers,
+            policy_version=version,
+            num_prompts=len(self._prompts),
+            pass_reward=self._config.evaluation.pass_reward,
+            incomplete=deal.lost if len(deal.answers) < len(self._prompts) else {},
+            took_s=time.monotonic() - began_s,
+        )
+
+    async def _answer(self, engine: str, prompts: Sequence[Prompt], version: int) -> list[AnsweredPrompt]:
+        return await self._fleet.answer(
+            engine, prompts, version=version, num_samples=self._config.evaluation.num_samples
+        )
+
+
+async def _follow(deal: _Deal, engines: set[str], pinned: PinnedEngines) -> None:
+    """Let engines take part that are pinned while the evaluation runs."""
+    with suppress(WeightsGone):  # none can come any more
+        while True:
+            engines = await pinned(engines)
+            deal.join(engines)
+
+
+Answer = Callable[[str, Sequence[Prompt]], Awaitable[list[AnsweredPrompt]]]
+
+
+class _Deal:
+    """Prompts that are dealt out, ``size`` at a time, to engines with at most ``calls`` under way each.
+
+    Attributes:
+        answers: One entry per prompt that is answered.
+        lost: Why an engine gets no more prompts, by its name.
+    """
+
+    def __init__(self, prompts: Sequence[Prompt], *, size: int, calls: int) -> None:
+        self.answers: list[AnsweredPrompt] = []
+        self.lost: dict[str, str] = {}
+        self._size = size
+        self._calls = calls
+        self._left = deque(prompts)
+        self._num_running: dict[str, int] = {}
+        self._changed = asyncio.Event()
+
+    def join(self, engines: Collection[str]) -> None:
+        """Deal to these engines too, but not again to one that was lost."""
+        for engine in sorted(engines):
+            self._num_running.setdefault(engine, 0)
+        self._changed.set()
+
+    async def run(self, tasks: asyncio.TaskGroup, answer: Answer) -> None:
+        """Deal until all prompts are answered, or all engines are lost."""
+        while True:
+            self._changed.clear()
+            while self._left and (engine := self._free_engine()) is not None:
+                hand = [self._left.popleft() for _ in range(min(self._size, len(self._left)))]
+                self._num_running[engine] += 1
+                tasks.create_task(self._play(engine, hand, answer))
+            if not any(self._num_running.values()):
+                return
+            await self._changed.wait()
+
+    def _free_engine(self) -> str | None:
+        """The engine with the fewest calls under way; None where all have as many as they may."""
+        free = [name for name, count in self._num_running.items() if count < self._calls and name not in self.lost]
+        return min(free, key=self._num_running.__getitem__, default=None)
+
+    async def _play(self, engine: str, prompts: Sequence[Prompt], answer: Answer) -> None:
+        """Have an engine answer prompts; those that it leaves unanswered are dealt again."""
+        answered: list[AnsweredPrompt] = []
+        try:
+            answered = await answer(engine, prompts)
+            if len(answered) < len(prompts):
+                self.lost[engine] = "it went on to another policy version meanwhile"
+        except AsyncRLError as error:
+            self.lost[engine] = str(raised_in_worker(error))
+        self.answers += answered
+        known = {one.group_id for one in answered}
+        self._left.extend(prompt for prompt in prompts if prompt.group_id not in known)
+        self._num_running[engine] -= 1
+        self._changed.set()

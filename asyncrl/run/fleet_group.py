@@ -1,0 +1,385 @@
+"""The rollout fleet: its members, behind the port that the controller drives.
+
+An elastic fleet begins with ``rollout_fleet.num_engines.min`` members. Others come up beside them, asked for by the
+fleet itself or by ``asyncrl join``, and roll out as soon as they serve the newest weights. ``asyncrl leave`` takes
+members out.
+
+`run` waits for members that end, for one that has come up (`join` wakes it), and for the end of the time that training
+may go without engines (a timer). All other waits are for the members, which see to the deadlines; see
+`asyncrl.run.fleet_member`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import ray
+
+from asyncrl.config import RunConfig
+from asyncrl.core.errors import EngineLost, MembershipRefused
+from asyncrl.core.ports import FleetCounts
+from asyncrl.core.remote import raised_in_worker, within
+from asyncrl.core.types import AnsweredPrompt, Prompt
+from asyncrl.run.engine_places import EnginePlaces
+from asyncrl.run.fleet_member import FleetMember, MemberParts
+from asyncrl.run.host_stores import client_on_this_node
+from asyncrl.run.run_folder import RunPaths
+from asyncrl.single_controller import RayClassWithInitArgs, RayResourcePool
+from buffer import BufferConnection, BufferRole
+from rollout_fleet.config import RolloutFleetConfig
+from rollout_fleet.engines.staging import LINKS
+from rollout_fleet.member import MemberState
+from rollout_fleet.metrics import FleetCounters
+from rollout_fleet.roster import Presence, Roster
+from rollout_fleet.worker import RolloutWorker
+
+logger = logging.getLogger(__name__)
+
+
+class FleetGroup:
+    """The rollout fleet."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        buffer: BufferConnection,
+        paths: RunPaths,
+        say: Callable[[str], None],
+        supply: Callable[[str], Awaitable[str]],
+        pool: RayResourcePool | None = None,
+    ) -> None:
+        """Start the first workers, in their own pool unless one is given; `start` brings up their engines.
+
+        ``say`` tells people what becomes of members; ``supply`` has a node, named by its id, hold what a worker reads,
+        and returns the path of the model there.
+        """
+        fleet = config.rollout_fleet
+        self._config = config
+        self._links = paths.snapshots / LINKS
+        self._control = buffer.client()
+        self._say = say
+        self._places = EnginePlaces(config, worker=_worker_class(config, buffer, paths), logs=paths.logs, pool=pool)
+        self._parts = MemberParts(
+            places=self._places, bury=self._control.bury, supply=supply, on_change=self._note_change, say=say
+        )
+        most = fleet.most_engines if fleet.is_elastic else None
+        self._roster = Roster(fewest=fleet.fewest_engines, most=most, needed=fleet.min_engines)
+        self._members = {rank: FleetMember(rank, config, self._parts) for rank in self._roster.ranks}
+        self._departed: list[FleetCounters] = []
+        self._coming: dict[int, asyncio.Task[str]] = {}
+        self._leaving: dict[int, asyncio.Task[None]] = {}
+        self._arrivals: asyncio.Queue[FleetMember] = asyncio.Queue()
+        self._has_started = False
+        self._is_idle = False
+        self._is_closing = False
+        self._patience: asyncio.TimerHandle | None = None
+        self._given_up = asyncio.Event()
+
+    async def start(self) -> None:
+        """Bring the first engines up, on the weights that the learner offers first; in an elastic fleet, let more come.
+
+        Raises `DeadlineError`, or `WorkerDiedError`, which ends with the dead one's log: what fails at once is more
+        likely wrong than broken.
+        """
+        first = list(self._members.values())
+        if self._roster.num_free:
+            self._bring_up(self._roster.join(self._roster.num_free), waits=self._config.placement.autoscale)
+        await asyncio.gather(*(member.start() for member in first))
+        await asyncio.gather(*(member.load_first() for member in first))
+        for member in first:
+            self._arrivals.put_nowait(member)
+        self._has_started = True
+
+    async def run(self) -> None:
+        """Roll out until `drain`, on the engines that are there.
+
+        Raises `EngineLost` when fewer are left than ``rollout_fleet.min_engines``, in an elastic fleet after
+        ``rollout_fleet.no_engine_timeout_s``, or when none was up for so long; and what a worker raises that no other
+        could do better.
+        """
+        running: dict[asyncio.Future[None], FleetMember] = {}
+        arriving = asyncio.create_task(self._arrivals.get())
+        giving_up = asyncio.create_task(self._given_up.wait())
+        try:
+            while True:
+                waiting = {*running, arriving, giving_up}
+                done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                if giving_up in done:
+                    raise self._too_few(self._gone_too_long())
+                if arriving in done:
+                    member = arriving.result()
+                    running[asyncio.ensure_future(member.run())] = member
+                    arriving = asyncio.create_task(self._arrivals.get())
+                for run in done & running.keys():
+                    await self._take_out(running.pop(run), run)
+                has_more = arriving.done() or not self._arrivals.empty()
+                waits = self._config.rollout_fleet.is_elastic and not self._is_closing
+                if not (running or has_more or waits):
+                    return
+        finally:
+            tasks: list[asyncio.Future[Any]] = [*running, arriving, giving_up]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _take_out(self, member: FleetMember, run: asyncio.Future[None]) -> None:
+        """A member rolls out no more: go on without it, if enough are left, or if others may still come."""
+        try:
+            run.result()
+        except EngineLost as error:
+            num_left, wanted = len(self._left), self._config.rollout_fleet.min_engines
+            is_elastic = self._config.rollout_fleet.is_elastic
+            if num_left < wanted and not is_elastic:
+                raise self._too_few(str(error)) from error
+            headline = str(error).splitlines()[0]
+            self._say(f"the run goes on with {num_left} of {len(self._members)} rollout engines: {headline}")
+            if num_left < wanted:
+                self._say(f"rollout_fleet.min_engines is {wanted}: let others join, by asyncrl join")
+            if is_elastic:
+                await asyncio.to_thread(self._places.close, member.rank)
+                self._forget(member)
+
+    def _too_few(self, reason: str) -> EngineLost:
+        return EngineLost(
+            f"{len(self._left)} of {len(self._members)} rollout engines are left, rollout_fleet.min_engines is "
+            f"{self._config.rollout_fleet.min_engines}. {reason}"
+        )
+
+    def _gone_too_long(self) -> str:
+        waited_s = self._config.rollout_fleet.no_engine_timeout_s
+        return (
+            f"Training waited rollout_fleet.no_engine_timeout_s={waited_s:g} s for engines; look into the logs for "
+            "what they failed of, raise it, or let others join in time"
+        )
+
+    def _note_change(self) -> None:
+        """Say it when no engine is up any more, and when one is back; bound the time that training waits for one."""
+        if not self._has_started:
+            return
+        is_idle = not any(member.is_serving for member in self._members.values())
+        if is_idle != self._is_idle and (self._left or not is_idle):
+            self._say("no rollout engine is up; training waits" if is_idle else "training goes on")
+        self._is_idle = is_idle
+        fleet = self._config.rollout_fleet
+        is_short = is_idle or (fleet.is_elastic and len(self._left) < fleet.min_engines)
+        if self._is_closing or not is_short:
+            self._be_patient(None)
+        elif self._patience is None:
+            self._be_patient(fleet.no_engine_timeout_s)
+
+    def _be_patient(self, seconds: float | None) -> None:
+        """Give up after so many seconds from now; None: there is nothing to wait for."""
+        if self._patience is not None:
+            self._patience.cancel()
+        give_up = self._given_up.set
+        self._patience = None if seconds is None else asyncio.get_running_loop().call_later(seconds, give_up)
+
+    @property
+    def _left(self) -> list[FleetMember]:
+        """The members that are there or expected back."""
+        away = self._coming.keys() | self._leaving.keys()
+        members = (member for rank, member in self._members.items() if rank not in away)
+        return [member for member in members if member.member.state is not MemberState.failed]
+
+    # Coming and going
+
+    async def join(self, num_engines: int, *, node: str = "") -> str:
+        """Add engines while the run goes; returns what became of them, when they serve.
+
+        Args:
+            num_engines: How many.
+            node: Id of the node to be on; empty for any.
+
+        Raises:
+            MembershipRefused: the fleet may not have so many, not all of them came up, or the run starts or ends.
+        """
+        self._check_open()
+        ranks = self._roster.join(num_engines, in_kept_places=not node)
+        coming = self._bring_up(ranks, waits=self._config.placement.autoscale, node=node)
+        await asyncio.wait(coming)  # engines come though who asked for them goes away
+        ended = await asyncio.gather(*coming, return_exceptions=True)
+        failures = [str(raised_in_worker(end)) for end in ended if isinstance(end, BaseException)]
+        joined = ", ".join(str(rank) for rank, end in zip(ranks, ended, strict=True) if isinstance(end, str))
+        if failures:
+            raise MembershipRefused(
+                f"{len(failures)} of {num_engines} engines did not join: {failures[0] or 'withdrawn'}"
+                + (f" (these did: {joined})" if joined else "")
+            )
+        return f"joined: rollout worker {joined}"
+
+    def _bring_up(self, ranks: Sequence[int], *, waits: bool, node: str = "") -> list[asyncio.Task[str]]:
+        """Have engines come up; each waits for a place as long as it takes, or for ``ray.start_timeout_s`` only."""
+        tasks = []
+        for rank in ranks:
+            member = self._members[rank] = FleetMember(rank, self._config, self._parts)
+            limits = {} if waits else {"place_timeout_s": self._config.ray.start_timeout_s}
+            task = self._coming[rank] = asyncio.create_task(self._come(member, member.join(node=node, **limits)))
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())  # it was told
+            tasks.append(task)
+        return tasks
+
+    async def _come(self, member: FleetMember, joining: Awaitable[str]) -> str:
+        try:
+            node = await joining
+        except BaseException as error:
+            self._forget(member)
+            if isinstance(error, Exception):
+                logger.warning("%s did not join: %s", member.member.name, error)
+                self._say(f"{member.member.name} did not join: {str(raised_in_worker(error)).splitlines()[0]}")
+            raise
+        del self._coming[member.rank]
+        self._roster.arrived(member.rank)
+        self._arrivals.put_nowait(member)
+        self._say(f"{member.member.name} has joined; {len(self._left)} engines are there")
+        self._note_change()
+        return node
+
+    def _forget(self, member: FleetMember) -> None:
+        """Nothing is left of a member but what it has done."""
+        self._departed.append(member.total)
+        self._coming.pop(member.rank, None)
+        self._leaving.pop(member.rank, None)
+        del self._members[member.rank]
+        self._roster.gone(member.rank)
+        self._note_change()
+
+    async def leave(self, rank: int) -> str:
+        """Let a member hand on what it has under way, and end; returns when nothing is left of it.
+
+        Raises:
+            MembershipRefused: there is no such member, too few would be left, or the run starts or ends.
+        """
+        self._check_open()
+        self._roster.leave(rank)
+        member = self._members[rank]
+        if rank in self._coming:
+            self._coming[rank].cancel()
+            await asyncio.wait([self._coming[rank]])
+            return f"{member.member.name} does not come"
+        self._say(f"{member.member.name} leaves")
+        self._leaving[rank] = asyncio.create_task(self._let_go(member))
+        await asyncio.shield(self._leaving[rank])  # it goes though who asked for it goes away
+        return f"{member.member.name} has left"
+
+    async def _let_go(self, member: FleetMember) -> None:
+        await member.leave()
+        self._forget(member)
+        self._say(f"{member.member.name} has left; {len(self._left)} engines are there")
+
+    def _check_open(self) -> None:
+        if not self._has_started:
+            raise MembershipRefused("the run is starting; ask again when its first engines are ready")
+        if self._is_closing:
+            raise MembershipRefused("the run is ending; start another")
+
+    def describe(self) -> str:
+        """The members, one a line, for people."""
+        lines = [f"{rank}: {self._describe(member)}" for rank, member in sorted(self._members.items())]
+        size = self._config.rollout_fleet.num_engines
+        return "\n".join([*lines, f"rollout_fleet.num_engines={size}: {self._roster.num_free} more may join"])
+
+    def _describe(self, member: FleetMember) -> str:
+        presence = self._roster.presence_of(member.rank)
+        state = "serves" if member.is_serving else str(member.member.state)
+        return state if presence is Presence.present else f"{presence}, {state}"
+
+    # The controller's port
+
+    async def release_device(self) -> None:
+        """See `ColocatedFleetPort.release_device`."""
+        fleet = self._config.rollout_fleet
+        timeout_s = fleet.drain_timeout_s + 2 * fleet.load_timeout_s + 10
+        option = "rollout_fleet.drain_timeout_s"
+        await within(self._places.first.release_device(), timeout_s, "the engines to release their devices", option)
+
+    async def counters(self) -> FleetCounts:
+        """See `FleetPort.counters`."""
+        departed, members = list(self._departed), list(self._members.values())
+        return _total([*departed, *await asyncio.gather(*(member.counters() for member in members))])
+
+    async def drain(self) -> FleetCounts:
+        """See `FleetPort.drain`. Who is on the way turns back, and who leaves is waited for."""
+        self._is_closing = True
+        self._note_change()
+        await self._withdraw()
+        await asyncio.gather(*self._leaving.values(), return_exceptions=True)
+        departed, members = list(self._departed), list(self._members.values())
+        return _total([*departed, *await asyncio.gather(*(member.drain() for member in members))])
+
+    async def _withdraw(self) -> None:
+        """Stop bringing engines up."""
+        coming = list(self._coming.values())
+        for task in coming:
+            task.cancel()
+        await asyncio.gather(*coming, return_exceptions=True)
+
+    def engines(self) -> list[str]:
+        """See `FleetPort.engines`: the ranks of the workers that are there."""
+        return [str(rank) for rank, member in sorted(self._members.items()) if member.is_there]
+
+    async def answer(
+        self, engine: str, prompts: Sequence[Prompt], *, version: int, num_samples: int
+    ) -> list[AnsweredPrompt]:
+        """See `AnsweringFleet.answer`."""
+        member = self._members.get(int(engine))
+        if member is None:
+            raise EngineLost(f"rollout worker {engine} has left")
+        return await member.answer(prompts, version=version, num_samples=num_samples)
+
+    async def stop(self, timeout_s: float) -> None:
+        """End engines and workers: ask, then kill, and remove the links to weights that a killed one has left."""
+        self._is_closing = True
+        self._be_patient(None)
+        for task in self._leaving.values():
+            task.cancel()
+        try:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    stopping = [member.stop() for rank, member in self._members.items() if rank not in self._coming]
+                    await asyncio.gather(self._withdraw(), *stopping, return_exceptions=True)
+        finally:
+            await asyncio.to_thread(self._places.shutdown)
+            await self._control.close()
+            shutil.rmtree(self._links, ignore_errors=True)
+
+
+def _worker_class(config: RunConfig, buffer: BufferConnection, paths: RunPaths) -> RayClassWithInitArgs:
+    return RayClassWithInitArgs(
+        ray.remote(RolloutWorker),
+        fleet_options(config),
+        model_path=config.model.path,
+        samples_per_prompt=config.algorithm.samples_per_prompt,
+        connect_buffer=partial(client_on_this_node, buffer.for_role(BufferRole.rollout)),
+        log_dir=str(paths.logs),
+        staging_dir=str(paths.staging),
+        copy_weights=config.weights.copies,
+        seed=config.seed,
+        greedy_baseline=config.algorithm.greedy_baseline,
+        sample_dir=str(paths.samples),
+        profile=config.profile,
+    )
+
+
+def fleet_options(config: RunConfig) -> RolloutFleetConfig:
+    """The fleet's options; servers on shared devices must be able to leave them, and are not replaced."""
+    fleet = config.rollout_fleet
+    if not config.placement.colocated:
+        return fleet
+    return replace(fleet, restarts=0, sglang=replace(fleet.sglang, memory_saver=True))
+
+
+def _total(workers: Sequence[FleetCounters]) -> FleetCounts:
+    return FleetCounts(
+        tokens_generated=sum(worker.tokens_generated for worker in workers),
+        tokens_in_flight=sum(worker.tokens_in_flight for worker in workers),
+        groups_failed=sum((worker.groups_failed for worker in workers), Counter()),
+    )

@@ -1,0 +1,504 @@
+"""The learner's roles as worker groups, behind the port that the controller drives.
+
+Every wait is for the ranks, under a deadline of `within`; Ray wakes it when they answer or die.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+from ray.exceptions import RayError, RayTaskError
+
+from asyncrl.config import CollectiveInto, RunConfig, Transport, learner_pools, learner_roles
+from asyncrl.core.errors import BatchLost, ClusterDiedError, DeadlineError, LearnerDiedError, WorkerDiedError
+from asyncrl.core.private_folders import make_private_folder
+from asyncrl.core.remote import StepDeadline, death_among, refs_of, within
+from asyncrl.core.types import Plan
+from asyncrl.run.cluster import AllOf, finished_in_thread, learner_env, learner_layout, stop_groups
+from asyncrl.run.run_folder import RunPaths, remove_published
+from asyncrl.single_controller import (
+    RayClassWithInitArgs,
+    RayResourcePool,
+    RayWorkerGroup,
+    ResourcePoolManager,
+    Role,
+    create_colocated_worker_cls_fused,
+)
+from asyncrl.weights.rounds import CollectiveOptions
+from buffer import BufferConnection, BufferRole
+from learner.batching import needs_whole_groups, rank_batches
+from learner.config import RENDEZVOUS_FILE, LearnerConfig
+from learner.roles import ROLES, RemoteScores, scored_by
+from learner.trajectory_log import TokenLogOptions
+from learner.types import RankBatch
+from learner.verl_api import ActorWorker, CriticWorker, ReferenceWorker, RewardModelWorker
+
+if TYPE_CHECKING:
+    from learner.lent_weights import LendOptions
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+_DEATH_NOTICED_S = 10.0
+_CALLS_FAIL_S = 5.0
+"""How long after a rank's death a call on the ranks takes to fail, at most."""
+"""How long Ray may take to report a rank's death after another rank has felt it."""
+
+WORKER_CLASSES = {"actor": ActorWorker, "critic": CriticWorker, "ref": ReferenceWorker, "rm": RewardModelWorker}
+
+
+class LearnerGroup:
+    """The learner's roles. Calls queue on the ranks in the order they are made.
+
+    A step queues, role by role: the reference's and the critic's scores, the actor's step, the weights, the critic's
+    step. What a role scored reaches the others from worker to worker, or stays in the process that they share.
+
+    Attributes:
+        checkpoints: The folder of its checkpoints.
+    """
+
+    def __init__(self, config: RunConfig, *, buffer: BufferConnection, paths: RunPaths) -> None:
+        """Start the ranks; `init` builds their models."""
+        self._config = config
+        self._buffer = buffer
+        self._paths = paths
+        self.checkpoints = paths.checkpoints
+        self._layout = learner_layout(config, learner_pools(config), learner_roles(config))
+        for pool in self._layout.resource_pool_dict.values():
+            pool.enter()  # so that the next life of the learner has the same places
+        self._begin(incarnation=0)
+
+    def _begin(self, *, incarnation: int) -> None:
+        """Start the ranks of a life of the learner, in the places that all its lives have."""
+        self._batches: tuple[Plan | None, dict[str, list[RankBatch]]] = (None, {})
+        self._scores: dict[str, RemoteScores] = {}
+        self._deadline = StepDeadline(2 * self._config.learner.step_timeout_s)
+        self._roles = RoleGroups(
+            self._config,
+            layout=self._layout,
+            buffer=replace(self._buffer, incarnation=incarnation),
+            log_dir=self._paths.logs,
+            snapshots=self._paths.snapshots,
+            trajectories=self._paths.trajectories,
+            tokens=self._paths.tokens,
+            memory=self._paths.staging,
+        )
+
+    async def init(self) -> None:
+        """Load the models on every rank. Raises `DeadlineError` or `WorkerDiedError`."""
+        timeout_s = self._config.learner.start_timeout_s
+        pending = AllOf([group.init_model() for group in self._roles])
+        loading = within(pending, timeout_s, "the learner's models", "learner.start_timeout_s")
+        await _or_death(loading, pending)
+
+    async def death(self) -> NoReturn:
+        """Wait until a rank's process has ended, also while nothing is asked of the ranks. Raises `LearnerDiedError`.
+
+        A call that is pending on the ranks tells more of a death, and is given time to.
+        """
+        try:
+            death: Exception = await self._roles.death()
+        except Exception as error:  # noqa: BLE001 - ranks that cannot be watched are not trusted to live
+            death = WorkerDiedError(f"the learner's ranks cannot be watched any more: {error!r}")
+        await asyncio.sleep(_CALLS_FAIL_S)
+        raise LearnerDiedError(str(death))
+
+    async def end(self) -> None:
+        """Kill what is left of a group of which a rank died; `begin_again` comes next, or `stop`."""
+        await asyncio.to_thread(self._roles.shutdown)
+
+    async def begin_again(self, checkpoint: Path, version: int, *, incarnation: int) -> None:
+        """Start the ranks anew from a checkpoint of ``version``, and publish it. Raises as `init` and `load` do.
+
+        What the life before has published beyond that version is removed.
+        """
+        await finished_in_thread(partial(self._begin, incarnation=incarnation), self._config.ray.start_timeout_s)
+        await asyncio.to_thread(remove_published, self._paths.snapshots, after=version)
+        await self.init()
+        await self.load(checkpoint)
+        await self.publish(version)
+        await self.finish_publish()
+
+    async def scored(self, plan: Plan) -> Plan:
+        """See `LearnerPort.scored`."""
+        if "rm" not in self._roles:
+            return plan
+        pending = self._roles["rm"].rewards(self._shares(plan, "rm"))
+        results = await self._in_time(pending, f"the rewards of step {plan.version}")
+        scores = {sample: reward for result in results for sample, reward in result.items()}
+        groups = [
+            replace(group, rewards=tuple(scores[group.group_id, sample] for sample in range(len(group.rewards))))
+            for group in plan.groups
+        ]
+        if unscored := [group.group_id for group in groups if not group.is_scored]:
+            logger.warning(
+                "step %d leaves groups %s out: the reward model gave no finite score", plan.version, unscored
+            )
+        if len(unscored) == len(groups):
+            raise ValueError(
+                f"learner.reward_model.path={self._config.learner.reward_model.path} must give finite scores, got none "
+                f"for all {len(groups)} groups of step {plan.version}; check the model, or set learner.dtype=float32"
+            )
+        return replace(plan, groups=groups)
+
+    def update(self, plan: Plan) -> Awaitable[Mapping[str, float]]:
+        """See `LearnerPort.update`."""
+        unsent: list[Awaitable[Any]] = []
+        readers = [role for role in ("actor", "critic") if role in self._roles]
+        columns = dict.fromkeys(column for role in readers for column in self._reads(role))
+        self._scores = {column: self._score(column, plan, unsent) for column in sorted(columns)}
+        step = self._roles["actor"].step(*self._step_arguments("actor", plan))
+        return self._after(unsent, step, f"the update of step {plan.version}")
+
+    def update_critic(self, plan: Plan) -> Awaitable[Mapping[str, float]]:
+        """See `LearnerPort.update_critic`."""
+        if "critic" not in self._roles:
+            return _nothing()
+        step = self._roles["critic"].step(*self._step_arguments("critic", plan))
+        return self._critic_metrics(step, f"the critic's update of step {plan.version}")
+
+    def publish(self, version: int) -> Awaitable[None]:
+        """See `LearnerPort.publish`."""
+        return self._first(self._roles["actor"].publish_weights(version), f"the weights of version {version}")
+
+    async def finish_publish(self) -> None:
+        """See `LearnerPort.finish_publish`."""
+        await self._in_time(self._roles["actor"].finish_publish(), "the offer of the last weights")
+
+    def rollout_mode(self, version: int) -> Awaitable[None]:
+        """See `ColocatedLearnerPort.rollout_mode`."""
+        others = [group.rollout_mode(version) for role, group in self._on_shared_devices() if role != "actor"]
+        return self._after(others, self._roles["actor"].rollout_mode(version), f"the turn to rollout at {version}")
+
+    async def trainer_mode(self) -> None:
+        """See `ColocatedLearnerPort.trainer_mode`."""
+        await self._in_time(AllOf([group.trainer_mode() for _, group in self._on_shared_devices()]), "training's turn")
+
+    async def withdraw(self) -> list[int]:
+        """See `LearnerPort.withdraw`. Where the critic has places of its own, it may have made the step already."""
+        if "critic" in self._roles and not self._roles.share_a_pool("critic", "actor"):
+            raise LearnerDiedError(
+                "the critic, in a pool of its own, may have learned from a batch that the actor lost"
+            )
+        found: set[int] = set()
+        for group in self._roles:  # behind all that is queued there, which does nothing
+            lost = await self._in_time(group.forget_batch(), "what the ranks did not find of a batch")
+            found.update(group_id for part in lost for group_id in part)
+        self._batches, self._scores = (None, {}), {}
+        return sorted(found)
+
+    @property
+    def pool(self) -> RayResourcePool:
+        """The places of the actor's processes."""
+        return self._roles.actor_pool
+
+    def _on_shared_devices(self) -> list[tuple[str, Any]]:
+        """The roles in the actor's pool, which engines share where the pools are colocated."""
+        return [(role, self._roles[role]) for role in self._roles.pools if self._roles.share_a_pool(role, "actor")]
+
+    def save(self, version: int, run: Mapping[str, Any], *, wait: bool) -> Awaitable[str]:
+        """See `LearnerPort.save`."""
+        critic = []
+        if "critic" in self._roles:
+            critic = [self._roles["critic"].save_checkpoint(str(self.checkpoints / "critic"), version, wait)]
+        actor = self._roles["actor"].save_checkpoint(str(self.checkpoints), version, wait, run)
+        return self._after(critic, actor, f"the checkpoint of version {version}")
+
+    async def load(self, checkpoint: Path) -> int:
+        """Go on from a checkpoint; returns its version. Raises `ValueError` if the run's critic is missing there."""
+        if "critic" in self._roles:
+            critic = checkpoint.parent / "critic" / checkpoint.name
+            if not critic.is_dir():
+                raise ValueError(
+                    f"checkpoint.resume needs the critic of {checkpoint} in {critic}, got none; name an older "
+                    "checkpoint, or resume with the algorithm that saved it"
+                )
+            await self._first(self._roles["critic"].load_checkpoint(str(critic)), f"loading {critic}")
+        return await self._first(self._roles["actor"].load_checkpoint(str(checkpoint)), f"loading {checkpoint}")
+
+    async def save_policy(self, directory: Path) -> None:
+        """Write the policy and its tokenizer in Hugging Face layout."""
+        await self._first(self._roles["actor"].save_policy(str(directory)), "the saved policy")
+
+    async def stop(self, timeout_s: float) -> None:
+        """End the ranks: ask, then kill, and give their places back."""
+        try:
+            await stop_groups(list(self._roles), self._roles.shutdown, timeout_s)
+        finally:
+            while self._layout.resource_pool_dict:
+                self._layout.resource_pool_dict.popitem()[1].leave()
+
+    def _shares(self, plan: Plan, role: str) -> list[RankBatch]:
+        """The plan as the data-parallel ranks of a role's pool share it."""
+        if self._batches[0] is not plan:
+            self._batches = (plan, {})
+        shares, pool = self._batches[1], self._roles.pools[role]
+        if pool not in shares:
+            shares[pool] = rank_batches(
+                plan,
+                self._config.algorithm,
+                num_shards=self._roles.pool_sizes[pool] // self._config.learner.sp_size,
+                max_lag=self._config.buffer.max_lag,
+                whole_groups=needs_whole_groups(self._config.algorithm.advantage),
+            )
+        return shares[pool]
+
+    def _reads(self, role: str) -> tuple[str, ...]:
+        """The columns that a role's step takes."""
+        return ROLES[role].reads(self._config.algorithm)
+
+    def _score(self, column: str, plan: Plan, unsent: list[Awaitable[Any]]) -> RemoteScores:
+        """Queue a column's scores; where no reader is in another pool they stay, and join ``unsent``."""
+        role = scored_by(column, self._config.learner).name
+        batches = self._shares(plan, role)
+        readers = [reader for reader in ("actor", "critic") if reader in self._roles and column in self._reads(reader)]
+        send = not all(self._roles.share_a_pool(role, reader) for reader in readers)
+        results = self._roles[role].score(batches, send=send)
+        if not send:
+            unsent.append(results)
+        return RemoteScores(role=role, batches=batches, results=results)
+
+    def _step_arguments(self, role: str, plan: Plan) -> list[Sequence[Any]]:
+        """A role's share of the plan, and what each of its ranks is handed of other roles' scores."""
+        batches = self._shares(plan, role)
+        return [batches, *(self._sent(self._scores[column], role, batches) for column in self._reads(role))]
+
+    def _sent(self, scores: RemoteScores, role: str, batches: Sequence[RankBatch]) -> Sequence[Any]:
+        """What each data-parallel rank of a role is handed of a column: None where it is in its process."""
+        if self._roles.share_a_pool(scores.role, role):
+            return [None] * len(batches)
+        return scores.needed_by(batches)
+
+    async def _after(self, before: Sequence[Awaitable[Any]], pending: Awaitable[list[T]], what: str) -> T:
+        """Rank 0's answer, or the error of a call before it, which is the cause of its own."""
+        for earlier in before:
+            await self._in_time(earlier, what)
+        return await self._first(pending, what)
+
+    async def _critic_metrics(self, pending: Awaitable[list[Mapping[str, float]]], what: str) -> Mapping[str, float]:
+        return {f"critic.{name}": value for name, value in (await self._first(pending, what)).items()}
+
+    async def _first(self, pending: Awaitable[list[T]], what: str) -> T:
+        """Rank 0's answer; the ranks reduce what they measure among themselves."""
+        return (await self._in_time(pending, what))[0]
+
+    async def _in_time(self, pending: Awaitable[T], what: str) -> T:
+        """Await a call; raises as `_or_death` does."""
+        return await _or_death(self._within(pending, what), pending)
+
+    async def _within(self, pending: Awaitable[T], what: str) -> T:
+        """Await a call; steps under a deadline that follows their durations, at first twice ``step_timeout_s``."""
+        kind, _, number = what.rpartition(" of step ")
+        if number and kind:
+            return await self._deadline.within(pending, kind, what, "learner.step_timeout_s")
+        # Twice: the step before the call has the ranks first.
+        return await within(pending, 2 * self._config.learner.step_timeout_s, what, "learner.step_timeout_s")
+
+
+async def _or_death(result: Awaitable[T], pending: Any) -> T:
+    """Await a call that is ``pending`` on the ranks.
+
+    Raises `LearnerDiedError` if a rank died or is late, `BatchLost` as the ranks do, or else what a rank raised. A
+    death makes the other ranks fail in their own ways, some of them sooner than Ray notices it.
+    """
+    try:
+        return await result
+    except ClusterDiedError:
+        raise
+    except BatchLost as lost:
+        raise BatchLost(_last_line(lost)) from lost
+    except (WorkerDiedError, DeadlineError) as fault:
+        raise LearnerDiedError(str(fault)) from fault
+    except Exception as fault:
+        death = await asyncio.to_thread(death_among, refs_of(pending), _DEATH_NOTICED_S)
+        if death is None and isinstance(fault, RayError) and not isinstance(fault, RayTaskError):
+            death = fault  # Ray itself failed, and no rank raised it
+        if death is None:
+            raise
+        raise LearnerDiedError(str(death)) from death
+
+
+def _rendezvous(config: RunConfig, memory: Path) -> dict[str, str]:
+    """The environment in which the ranks of a pool on one host find each other, without a port; of each life anew."""
+    if config.placement.num_nodes > 1:
+        return {}
+    return {RENDEZVOUS_FILE: str(make_private_folder(memory) / f"ranks-{uuid.uuid4().hex}")}
+
+
+class RoleGroups:
+    """A group for each role that the run needs; every group has the methods of its role's worker class.
+
+    ``layout`` has the pools. ``log_dir`` gets one log per process, ``<pool>-<rank>.log``. The actor publishes weights
+    in ``snapshots``, and records what it consumed in ``trajectories``, unless that is None, and a little of it for
+    people in ``tokens``. On one host, ranks find each other through a file in ``memory``. Engines may share
+    ``actor_pool``.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        layout: ResourcePoolManager,
+        buffer: BufferConnection,
+        log_dir: Path,
+        snapshots: Path,
+        trajectories: Path | None,
+        tokens: Path,
+        memory: Path,
+    ) -> None:
+        self.pools = learner_roles(config)
+        self.pool_sizes = learner_pools(config)
+        self._groups: dict[str, Any] = {}
+        self._hosts: list[RayWorkerGroup] = []
+        self._is_down = False
+        self.actor_pool = layout.get_resource_pool(Role.from_string("actor"))
+        for pool in self.pool_sizes:
+            roles = [role for role, its_pool in self.pools.items() if its_pool == pool]
+            options = pool_config(config, pool)
+            connect = buffer.for_role(BufferRole.learner).sync_client
+            classes = {
+                role: _worker_class(
+                    role,
+                    config,
+                    options,
+                    connect,
+                    pool=pool,
+                    snapshots=snapshots,
+                    trajectories=trajectories,
+                    tokens=tokens,
+                )
+                for role in roles
+            }
+            host = RayWorkerGroup(
+                layout.get_resource_pool(Role.from_string(roles[0])),
+                classes[roles[0]] if len(roles) == 1 else create_colocated_worker_cls_fused(classes),
+                name_prefix=pool,
+                log_dir=log_dir,
+                worker_env=learner_env(config) | _rendezvous(config, memory),
+                python=config.ray.python,
+            )
+            self._hosts.append(host)
+            self._groups |= {roles[0]: host} if len(roles) == 1 else host.spawn(roles)
+
+    def __contains__(self, role: str) -> bool:
+        return role in self._groups
+
+    def __getitem__(self, role: str) -> Any:
+        """A role's group; typed Any, because its methods are bound from the worker class when it is made."""
+        if self._is_down:
+            raise LearnerDiedError("a learner rank died, and the ranks are not started again yet")
+        return self._groups[role]
+
+    def __iter__(self) -> Any:
+        return iter(self._groups.values())
+
+    async def death(self) -> WorkerDiedError:
+        """Wait until a process of any role has died; returns the error that names it."""
+        watching = {asyncio.ensure_future(host.death()) for host in self._hosts}
+        try:
+            ended, _ = await asyncio.wait(watching, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for watch in watching:
+                watch.cancel()
+            await asyncio.gather(*watching, return_exceptions=True)
+        return ended.pop().result()
+
+    def share_a_pool(self, one: str, other: str) -> bool:
+        """Whether two roles live in the same processes."""
+        return self.pools[one] == self.pools[other]
+
+    def shutdown(self) -> None:
+        """Kill the processes of all roles."""
+        self._is_down = True
+        for host in self._hosts:
+            host.shutdown()
+
+
+def pool_config(config: RunConfig, pool: str) -> LearnerConfig:
+    """The learner's options in one of its pools."""
+    size, learner = learner_pools(config)[pool], config.learner
+    return replace(learner, num_ranks=size, fsdp_size=learner.fsdp_size if size == learner.num_ranks else -1)
+
+
+def _collective_options(config: RunConfig) -> CollectiveOptions | None:
+    """How the ranks send weights over the network; None with another transport."""
+    if config.weights.transport is not Transport.collective:
+        return None
+    fleet, into_engines = config.rollout_fleet, config.weights.collective_into is CollectiveInto.engine
+    own_gpus = config.learner.device == fleet.device == "cuda" and not config.placement.colocated
+    return CollectiveOptions(
+        interface=config.weights.interface,
+        num_receivers=fleet.most_engines * (fleet.sglang.tp_size if into_engines else 1),
+        timeout_s=fleet.load_timeout_s,
+        into_engines=into_engines,
+        backend="nccl" if into_engines and own_gpus else "gloo",
+        # While engines receive version u + 1, admission at u lets the learner reach u + max_lag + 1, and no further.
+        keep=config.buffer.max_lag + 2,
+    )
+
+
+def _lend_options(config: RunConfig) -> LendOptions | None:
+    """How the ranks lend the memory that holds their weights; None with another transport."""
+    if config.weights.transport is not Transport.tensor:
+        return None
+    from learner.lent_weights import LendOptions  # needs torch, as little else in the controller
+
+    num_buffers = 3 if config.evaluation.every_steps else 2  # engines that evaluate may still load the oldest
+    return LendOptions(num_buffers=num_buffers, timeout_s=config.rollout_fleet.load_timeout_s)
+
+
+def _token_log_options(config: RunConfig, tokens: Path | None) -> TokenLogOptions | None:
+    every_steps = config.rollout_fleet.samples.every_steps
+    return TokenLogOptions(directory=str(tokens), every_steps=every_steps) if tokens and every_steps else None
+
+
+def _worker_class(
+    role: str,
+    config: RunConfig,
+    options: LearnerConfig,
+    connect_buffer: Any,
+    *,
+    pool: str,
+    snapshots: Path,
+    trajectories: Path | None,
+    tokens: Path | None,
+) -> RayClassWithInitArgs:
+    paths = {"rm": config.learner.reward_model.path, "critic": config.learner.critic.path or config.model.path}
+    publishes = {
+        "snapshot_dir": str(snapshots),
+        "full_every": config.weights.full_every,
+        "adapters": config.publishes_adapters,
+        "trajectory_dir": str(trajectories) if trajectories else None,
+        "token_log": _token_log_options(config, tokens),
+        "collective": _collective_options(config),
+        "lend": _lend_options(config),
+    }
+    return RayClassWithInitArgs(
+        WORKER_CLASSES[role],
+        options,
+        config.algorithm,
+        model_path=paths.get(role, config.model.path),
+        total_steps=config.total_steps,
+        temperature=config.rollout_fleet.sampling.temperature,
+        connect_buffer=connect_buffer,
+        seed=config.seed,
+        profile=config.profile,
+        pool=pool,
+        **(publishes if role == "actor" else {}),
+    )
+
+
+def _last_line(fault: Exception) -> str:
+    """What a rank said: Ray puts its traceback before it."""
+    return str(fault).strip().rpartition("\n")[2].rpartition("BatchLost: ")[2]
+
+
+async def _nothing() -> Mapping[str, float]:
+    return {}

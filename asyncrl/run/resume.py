@@ -1,0 +1,376 @@
+"""Where a run stood at a checkpoint, and how it, or another run, goes on from there.
+
+A checkpoint of policy version v holds what every step before v has consumed, and nothing later. Prompts that were
+queued, in flight or stored at that moment are handed out again; the tokens that had been written for them count as
+dropped, for the reason ``resume``.
+
+Within a run whose learner died (`asyncrl.run.learner_restarts`) the same holds, with one difference: the buffer
+stays up, so prompts that it still knows need not be handed out again, and tokens count as dropped for ``rewound``.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from asyncrl.config import RunConfig, learner_roles
+from asyncrl.core.ports import ControlBuffer, FleetPort, LearnerPort, PromptSource
+from asyncrl.core.types import BufferStats, Plan, Prompt
+from asyncrl.data.prompts import PromptStream
+from buffer.config import BufferConfig, Durability
+from buffer.keys import BufferRole, client_keys, server_keys
+from learner.checkpoint_folder import newest_checkpoint, read_progress, whole_checkpoints
+
+RESUME = "resume"
+"""The reason that tokens of unfinished groups are dropped for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunState:
+    """Where a run stood, over all its lives.
+
+    Attributes:
+        version: Learner version, steps committed.
+        prompts: The prompt stream's own state; its position is the number of prompts handed out.
+        finished: Group ids that are consumed or dropped, as sorted ranges [start, end).
+        tokens_generated: Policy tokens that the fleet had written.
+        tokens_trained: Policy tokens of consumed groups.
+        tokens_dropped: Policy tokens dropped, by reason.
+        lag_histogram: Lag in learner steps to number of consumed groups.
+        options: The options that decide what is learned, by dotted name, as text.
+    """
+
+    version: int = 0
+    prompts: Mapping[str, Any] = field(default_factory=dict)
+    finished: Sequence[tuple[int, int]] = ()
+    tokens_generated: int = 0
+    tokens_trained: int = 0
+    tokens_dropped: Mapping[str, int] = field(default_factory=dict)
+    lag_histogram: Mapping[int, int] = field(default_factory=dict)
+    options: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def unfinished(self) -> list[int]:
+        """Group ids handed out and not finished, ascending."""
+        gaps, start = [], 0
+        for first, end in [*self.finished, (self.prompts.get("position", 0),) * 2]:
+            gaps.extend(range(start, first))
+            start = end
+        return gaps
+
+    def since(self, before: RunState) -> RunState:
+        """What the life of the run that began at ``before`` has added to the account of trained groups."""
+        lags = Counter(self.lag_histogram)
+        lags.subtract(before.lag_histogram)
+        return replace(
+            self,
+            tokens_trained=self.tokens_trained - before.tokens_trained,
+            lag_histogram={k: n for k, n in lags.items() if n},
+        )
+
+    @property
+    def tokens_lost(self) -> int:
+        """Policy tokens that were buffered or in flight: they are written again."""
+        return self.tokens_generated - self.tokens_trained - sum(self.tokens_dropped.values())
+
+    def all_dropped(self) -> dict[str, int]:
+        """Dropped tokens by reason, with those that resuming drops."""
+        lost = {RESUME: self.tokens_lost} if self.tokens_lost else {}
+        return dict(Counter(self.tokens_dropped) + Counter(lost))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The state as values that JSON can hold, for `from_dict`."""
+        return asdict(self) | {"finished": [list(part) for part in self.finished]}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> RunState:
+        """Read what `to_dict` returned. Raises `ValueError` if the checkpoint was not saved by a run."""
+        names = set(cls.__dataclass_fields__)
+        if set(values) != names:
+            raise ValueError(
+                f"a checkpoint to resume must hold {sorted(names)} of its run, got {sorted(values)}; it was saved by "
+                "another version of asyncrl, or not by a run"
+            )
+        lags = {int(lag): count for lag, count in values["lag_histogram"].items()}
+        finished = tuple((first, end) for first, end in values["finished"])
+        return cls(**{**values, "finished": finished, "lag_histogram": lags})
+
+    def changed_options(self, config: RunConfig) -> list[str]:
+        """What a run that goes on learns with otherwise. Example: ``learner.optimizer.lr was 0.001, is 0.0001``."""
+        now = learning_options(config)
+        return [f"{name} was {was}, is {now[name]}" for name, was in self.options.items() if now.get(name, was) != was]
+
+    def after(
+        self,
+        *,
+        prompts: Mapping[str, Any],
+        stats: BufferStats,
+        finished: Iterable[tuple[int, int]],
+        planned: Iterable[Plan],
+        tokens_generated: int,
+        version: int,
+    ) -> RunState:
+        """The state at the checkpoint of ``version`` of a run that began with this one.
+
+        ``finished`` and ``tokens_generated`` are of this life alone. ``planned`` are the batches before ``version``
+        that the ledger had not committed yet, at ``stats`` or later.
+        """
+        open_plans = [plan for plan in planned if plan.version >= stats.learner_version]
+        groups = [group for plan in open_plans for group in plan.groups]
+        ids = [(group.group_id, group.group_id + 1) for plan in planned for group in plan.groups]
+        lags = Counter(plan.version - group.oldest_version for plan in open_plans for group in plan.groups)
+        return RunState(
+            version=version,
+            prompts=prompts,
+            finished=_joined([*self.finished, *finished, *ids]),
+            tokens_generated=self.tokens_generated + tokens_generated,
+            tokens_trained=self.tokens_trained + stats.tokens_trained + sum(group.num_tokens for group in groups),
+            tokens_dropped=dict(Counter(self.all_dropped()) + Counter(stats.tokens_dropped)),
+            lag_histogram=dict(Counter(self.lag_histogram) + Counter(stats.lag_histogram) + lags),
+        )
+
+
+def _joined(ranges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Sorted, disjoint ranges. Example: [(2, 3), (0, 2), (5, 6)] gives ((0, 3), (5, 6))."""
+    found: list[tuple[int, int]] = []
+    for start, end in sorted(ranges):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], end))
+        else:
+            found.append((start, end))
+    return tuple(found)
+
+
+def learning_options(config: RunConfig) -> dict[str, str]:
+    """The options that decide what is learned, by dotted name, as text."""
+    sections = {
+        "model": config.model,
+        "algorithm": config.algorithm,
+        "learner.optimizer": config.learner.optimizer,
+        "learner.critic": config.learner.critic,
+        "learner.lora": config.learner.lora,
+        "rollout_fleet.sampling": config.rollout_fleet.sampling,
+    }
+    found = {f"{name}.{key}": str(value) for name, part in sections.items() for key, value in asdict(part).items()}
+    buffer = {f"buffer.{key}": str(getattr(config.buffer, key)) for key in ("max_lag", "on_stale", "order", "filters")}
+    return found | buffer | {"rollout_fleet.reward": str(config.rollout_fleet.reward_weights)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resumed:
+    """A checkpoint's folder, and where the run stood there."""
+
+    checkpoint: Path
+    state: RunState
+
+
+class Checkpointer:
+    """Saves a checkpoint of learner and run where one is due; used by both controllers.
+
+    The learner's save queues on the ranks right after the update that leads to the version.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        buffer: ControlBuffer,
+        learner: LearnerPort,
+        fleet: FleetPort,
+        prompts: PromptSource,
+        resumed: RunState,
+    ) -> None:
+        self._every_steps = config.checkpoint.every_steps
+        self._has_critic = "critic" in learner_roles(config)
+        self._total_steps = config.total_steps
+        self._buffer = buffer
+        self._learner = learner
+        self._fleet = fleet
+        self._prompts = prompts
+        self._resumed = resumed
+        self._options = learning_options(config)
+        self._uncommitted: dict[int, Plan] = {}
+        self._queued: dict[int, RunState] = {}
+
+    def planned(self, plan: Plan) -> None:
+        """A batch was planned."""
+        self._uncommitted[plan.version] = plan
+
+    def committed(self, version: int) -> None:
+        """The batch planned at ``version`` was consumed."""
+        del self._uncommitted[version]
+
+    async def save_if_due(self, version: int) -> Awaitable[str] | None:
+        """Queue a checkpoint of ``version`` on the ranks where one is due; the result is its folder, once written."""
+        is_last = version == self._total_steps
+        if self._every_steps == 0 or (version % self._every_steps != 0 and not is_last):
+            return None
+        planned = list(self._uncommitted.values())
+        stats = await self._buffer.stats()
+        state = self._resumed.after(
+            prompts=self._prompts.state(),
+            stats=stats,
+            finished=await self._buffer.finished(),
+            planned=planned,
+            tokens_generated=(await self._fleet.counters()).tokens_generated,
+            version=version,
+        )
+        state = self._queued[version] = replace(state, options=self._options)
+        return self._learner.save(version, state.to_dict(), wait=is_last)
+
+    def newest(self, folder: Path) -> Resumed | None:
+        """The newest whole checkpoint that this life of the run has saved in ``folder``; None where there is none."""
+        for path in reversed(whole_checkpoints(folder)):
+            state = self._queued.get(int(path.name[1:]))
+            if (
+                state is not None
+                and _is_of(path, state)
+                and (not self._has_critic or (folder / "critic" / path.name).is_dir())
+            ):
+                return Resumed(checkpoint=path, state=state)
+        return None
+
+    def rewind(self, version: int) -> None:
+        """The learner goes on from ``version``: batches planned meanwhile count no more."""
+        self._uncommitted.clear()
+        self._queued = {saved: state for saved, state in self._queued.items() if saved <= version}
+
+
+def find_checkpoint(config: RunConfig) -> Resumed | None:
+    """What ``checkpoint.resume`` names; None for ``never``, and for ``auto`` where no run has saved a checkpoint.
+
+    Raises `ValueError` if there is no checkpoint at the path, or it is at the run's last step already.
+    """
+    choice = config.checkpoint.resume
+    if choice == "never":
+        return None
+    path = _newest_of_experiment(config) if choice == "auto" else _newest(Path(choice), config) or Path(choice)
+    if path is None:
+        return None
+    progress = read_progress(path)
+    if progress.version >= config.total_steps:
+        raise ValueError(
+            f"total_steps must be above the {progress.version} steps of {path} to resume it, got "
+            f"{config.total_steps}; raise it, or set checkpoint.resume=never"
+        )
+    return Resumed(checkpoint=path, state=RunState.from_dict(progress.run))
+
+
+def check_beginning(config: RunConfig) -> None:
+    """Check what a run begins with, before anything is made or started: its checkpoint, and the buffer's folder.
+
+    Raises `ValueError` as `find_checkpoint` does, or if the buffer would go on from what another run left.
+    """
+    if config.buffer.keys:
+        check_keys(Path(config.buffer.keys))
+    if find_checkpoint(config) is not None or config.buffer.durability is not Durability.disk:
+        return
+    folder = Path(config.buffer.directory)
+    if folder.is_dir() and any(folder.iterdir()):
+        raise ValueError(
+            f"buffer.directory={folder} holds what another run left, and this run begins anew; name an empty "
+            "directory, remove this one, or go on from a checkpoint with checkpoint.resume=auto"
+        )
+
+
+def check_keys(folder: Path) -> None:
+    """Raise `ValueError` if a role's keys are of another run than the server's: they are refused without an answer."""
+    if not (folder / "server.json").is_file():
+        return
+    server = server_keys(folder)
+    for role, public in server.role_publics.items():
+        keys = client_keys(folder, BufferRole(role))
+        if (server.public, public) != (keys.server_public, keys.public):
+            raise ValueError(
+                f"buffer.keys={folder} must hold the keys of one run, got a server.json and a {role}.json of different "
+                "runs; remove the folder to have new ones made, or name another one"
+            )
+
+
+def begin_buffer_at(options: BufferConfig, version: int) -> BufferConfig:
+    """The buffer's options for a run that goes on: it begins empty, at the checkpoint's version.
+
+    What an earlier server kept on disk is of a later moment than the checkpoint: it is put aside, not deleted.
+    """
+    kept = Path(options.directory)
+    if options.durability is Durability.disk and kept.is_dir():
+        kept.rename(kept.with_name(f"{kept.name}.before-resume-{time.strftime('%Y%m%d-%H%M%S')}"))
+    return replace(options, first_version=version)
+
+
+def _is_of(path: Path, state: RunState) -> bool:
+    """Whether a checkpoint is the one that was saved with this state, and not of another run in the same folder."""
+    try:
+        return RunState.from_dict(read_progress(path).run) == RunState.from_dict(
+            json.loads(json.dumps(state.to_dict()))
+        )
+    except ValueError:
+        return False
+
+
+def _newest_of_experiment(config: RunConfig) -> Path | None:
+    if config.checkpoint.directory:
+        return _newest(Path(config.checkpoint.directory).resolve(), config)
+    folders = Path(config.output_dir, config.experiment).resolve().glob("*/checkpoints")
+    found = [_newest(folder, config) for folder in sorted(folders, key=lambda folder: folder.parent.name)]
+    return next((path for path in reversed(found) if path is not None), None)
+
+
+def _newest(path: Path, config: RunConfig) -> Path | None:
+    """A checkpoint, or the newest of a folder that all roles of the run have saved: each role saves its own."""
+    if (newest := newest_checkpoint(path)) in (None, path) or "critic" not in learner_roles(config):
+        return newest
+    both = [found for found in whole_checkpoints(path) if (path / "critic" / found.name).is_dir()]
+    return both[-1] if both else newest
+
+
+class PromptsAgain:
+    """Prompts, before which those that a restarted learner needs once more are handed out.
+
+    ``at`` gives prompts by group id.
+    """
+
+    def __init__(self, prompts: PromptSource, at: Callable[[Sequence[int]], list[Prompt]]) -> None:
+        self._prompts = prompts
+        self._at = at
+        self._again: list[int] = []
+
+    def again(self, finished: Sequence[tuple[int, int]]) -> int:
+        """Hand out all that were handed out and are not ``finished``; how many they are. The buffer knows some."""
+        self._again = RunState(prompts=self._prompts.state(), finished=finished).unfinished
+        return len(self._again)
+
+    def take(self, count: int) -> list[Prompt]:
+        """The next ``count`` prompts."""
+        again, self._again = self._again[:count], self._again[count:]
+        return [*self._at(again), *self._prompts.take(count - len(again))]
+
+    def state(self) -> Mapping[str, Any]:
+        """The state of the prompts behind."""
+        return self._prompts.state()
+
+
+class ResumedPrompts:
+    """The prompts of a run that goes on: first those that were handed out and not finished, then the stream's.
+
+    Raises `ValueError`, naming the difference, if the stream has other files or options than the saved run's.
+    """
+
+    def __init__(self, stream: PromptStream, state: RunState) -> None:
+        stream.restore(state.prompts)
+        self._stream = stream
+        self._again = stream.at(state.unfinished)
+
+    def take(self, count: int) -> list[Prompt]:
+        """The next ``count`` prompts."""
+        again, self._again = self._again[:count], self._again[count:]
+        return again + self._stream.take(count - len(again))
+
+    def state(self) -> dict[str, Any]:
+        """The stream's state."""
+        return self._stream.state()

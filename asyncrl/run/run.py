@@ -1,0 +1,489 @@
+"""The life of a run: start every part, evaluate, train, evaluate again, save, stop.
+
+A part that dies ends the run: its watcher raises, everything else is cancelled, and what was started is stopped in the
+reverse order, whatever happened. The buffer server and the learner's ranks are started again first, as often as
+``buffer.restarts`` and ``learner.restarts`` allow.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import shutil
+import uuid
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import AsyncExitStack, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeAlias, TypeVar
+
+from asyncrl.config import RunConfig, keeps_stores_on_hosts, num_buffer_clients, stop_deadlines, with_time_to_read
+from asyncrl.core import record
+from asyncrl.core.errors import AsyncRLError
+from asyncrl.core.ports import PromptSource
+from asyncrl.core.private_folders import make_private_folder
+from asyncrl.core.types import Prompt
+from asyncrl.data.prompts import PromptStream
+from asyncrl.metrics import (
+    Evaluation,
+    MetricsWriter,
+    StepRecord,
+    TerminalView,
+    TrainingResult,
+    plot_reward,
+    summary_document,
+    write_json,
+)
+from asyncrl.profile.advice import read_advice
+from asyncrl.profile.command import explain
+from asyncrl.run.cluster import finished_in_thread, gpu_of_this_node, ray_cluster, warning_of_open_cluster
+from asyncrl.run.controller import ColocatedController, Controller
+from asyncrl.run.evaluator import HeldOutEvaluator, PinnedEngines
+from asyncrl.run.fleet_group import FleetGroup
+from asyncrl.run.fleet_requests import served_requests
+from asyncrl.run.host_stores import HostStores, ray_actors
+from asyncrl.run.learner_group import LearnerGroup
+from asyncrl.run.learner_restarts import AnyController, LearnerRestarts
+from asyncrl.run.node_folders import NodeFolders, node_folders
+from asyncrl.run.resume import (
+    PromptsAgain,
+    Resumed,
+    ResumedPrompts,
+    RunState,
+    begin_buffer_at,
+    find_checkpoint,
+)
+from asyncrl.run.run_folder import SHARED_MEMORY, RunPaths, shared_folder
+from asyncrl.run.watching import Watching
+from asyncrl.samples import NewSamples, sample_line
+from asyncrl.sft.warm_start import WarmStart, needs_fine_tuning, policy_path
+from asyncrl.single_controller import ray_death
+from buffer import BufferClient, BufferConfig, BufferConnection, BufferSupervisor, StoresOn
+from learner.config import Device
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+U = TypeVar("U")
+Starter: TypeAlias = Callable[..., Coroutine[Any, Any, T]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Parts:
+    """What is running."""
+
+    buffer: BufferClient
+    learner: LearnerGroup
+    fleet: FleetGroup
+
+
+class Run:
+    """One run, in its folder."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        run_dir: Path,
+        prompts: tuple[PromptStream, list[Prompt]],
+        warming: WarmStart,
+        view: TerminalView,
+        on_fault: Callable[[BaseException], None],
+    ) -> None:
+        """Take the run, checked, with its assets: ``prompts`` are those to train on, and the held-out ones.
+
+        ``warming`` makes the policy to start from; it has begun unless it may compute on a GPU. ``on_fault`` hears of a
+        fault before the parts are stopped, so that stopping can be given a deadline.
+        """
+        config = with_time_to_read(config)
+        self._config = replace(config, profile=replace(config.profile, directory=str(run_dir / "profile")))
+        self._run_dir = run_dir
+        self._prompts, self._held_out = prompts
+        self._warming = warming
+        self._view = view
+        self._on_fault = on_fault
+        self._records: list[StepRecord] = []
+        self._evaluations: list[Evaluation] = []
+        self._samples = NewSamples(run_dir)
+        self._watching = Watching(config, run_dir, view)
+        self._start_s = 0.0
+        self._resumed: Resumed | None = None
+        self._server: BufferSupervisor | None = None
+        self._stores: HostStores | None = None
+        self._restarts: LearnerRestarts | None = None
+        self._nodes = NodeFolders(run_dir, {}, timeout_s=config.ray.start_timeout_s)
+        self._collecting: asyncio.Future[None] | None = None
+
+    async def run(self) -> None:
+        """Run to the end, and write the summary. Raises `ValueError` for a wrong option or file, or `AsyncRLError`."""
+        self._resumed = find_checkpoint(self._config)
+        prompts = self._prompts if self._resumed is None else self._resume(self._resumed)
+        record.start(self._config.profile, process="controller", pool=record.Pool.controller)
+        async with AsyncExitStack() as stack:
+            stack.callback(record.stop)
+            stack.callback(shutil.rmtree, shared_folder(self._run_dir), ignore_errors=True)
+            try:
+                await stack.enter_async_context(self._watching)
+                options = self._buffer_options()
+                server = self._start_buffer(stack, options)
+                with self._view.waiting_for("Ray"):
+                    self._config = await stack.enter_async_context(ray_cluster(self._config, self._view.say))
+                if warning := warning_of_open_cluster(self._config):
+                    self._view.say(warning)
+                folders = node_folders(self._config, self._run_dir, self._view.say)
+                self._nodes = await stack.enter_async_context(folders)
+                several = self._config.placement.num_nodes > 1
+                with self._view.waiting_for("the nodes' models and keys") if several else nullcontext():
+                    resumes, keys = self._resumed is not None, server.connection.keys
+                    self._config = await self._nodes.supply(self._config, keys=keys, resumes=resumes)
+                work = self._run_parts(stack, server, prompts)
+                watchers = [server.watch(), ray_death()]
+                if options.stores_on is StoresOn.hosts:
+                    watchers.append(self._host_stores(stack, options, server.connection).watch())
+                summary = await _unless(work, watchers)
+            except BaseException as fault:
+                self._on_fault(fault)
+                raise
+            self._view.say("stopping")
+        self._view.summary(summary, self._run_dir)
+
+    def _resume(self, resumed: Resumed) -> PromptSource:
+        """The prompts that are left to a run that goes on from a checkpoint."""
+        state = resumed.state
+        self._view.say(
+            f"resuming {resumed.checkpoint}: {state.version} steps done, {len(state.unfinished)} prompts are "
+            f"handed out again, {state.tokens_lost} tokens written for them are dropped"
+        )
+        if changed := state.changed_options(self._config):
+            self._view.say(f"resuming with other options than the checkpoint's: {'; '.join(changed)}")
+        return ResumedPrompts(self._prompts, state)
+
+    def _buffer_options(self) -> BufferConfig:
+        """The buffer's options in this run: a port with keys, or Unix sockets in the run's folder in shared memory."""
+        options = self._config.buffer
+        options = replace(options, epoch=options.epoch or uuid.uuid4().hex[:16])
+        if options.host:
+            options = replace(options, keys=options.keys or str(self._run_dir / "keys"))
+        elif not options.socket_folder and SHARED_MEMORY.is_dir():
+            folder = make_private_folder(shared_folder(self._run_dir)) / "sockets"
+            options = replace(options, socket_folder=str(folder))
+        if keeps_stores_on_hosts(self._config):
+            options = replace(options, stores_on=StoresOn.hosts)
+        if self._resumed is not None:
+            options = begin_buffer_at(options, self._resumed.state.version)
+        return options
+
+    def _host_stores(self, stack: AsyncExitStack, options: BufferConfig, buffer: BufferConnection) -> HostStores:
+        """Stores on the hosts of rollout workers, as these enter; the stack stops them."""
+        if options.directory:
+            options = replace(options, directory=str(Path(options.directory).absolute()))
+        timeout_s = options.request_timeout_s
+        make = ray_actors(
+            options,
+            num_clients=num_buffer_clients(self._config),
+            start_timeout_s=timeout_s,
+            log_dir=self._run_dir / "logs",
+            profile=self._config.profile,
+        )
+        self._stores = HostStores(
+            buffer,
+            make=make,
+            start_timeout_s=timeout_s + self._config.ray.start_timeout_s,
+            restarts=options.restarts,
+            say=self._view.say,
+        )
+        stack.push_async_callback(self._stores.stop)
+        return self._stores
+
+    def _start_buffer(self, stack: AsyncExitStack, options: BufferConfig) -> BufferSupervisor:
+        # Started from this thread, which outlives it: the server dies with the thread that started it.
+        with self._view.waiting_for("buffer"):
+            server = stack.enter_context(
+                BufferSupervisor(
+                    options,
+                    groups_per_step=self._config.algorithm.groups_per_step,
+                    log_path=self._run_dir / "logs" / "buffer.log",
+                    start_timeout_s=self._config.buffer.request_timeout_s,
+                    on_restart=self._view.say,
+                    profile=self._config.profile,
+                )
+            )
+        self._server = server
+        keys = f" --keys {server.connection.keys}" if server.connection.keys else ""
+        self._view.say(f"to look into the buffer: python -m buffer.inspect {server.connection.address}{keys}")
+        return server
+
+    async def _run_parts(
+        self, stack: AsyncExitStack, server: BufferSupervisor, prompts: PromptSource
+    ) -> dict[str, Any]:
+        buffer = server.connection.client()
+        stack.push_async_callback(buffer.close)
+        if not self._warming.has_begun:
+            await self._warm_up()
+        if self._config.placement.colocated:
+            learner, fleet = await self._start_in_turn(stack, server.connection)
+        else:
+            learner, fleet = await self._start_groups(stack, server.connection)
+        return await self._train(_Parts(buffer=buffer, learner=learner, fleet=fleet), prompts)
+
+    async def _start_groups(self, stack: AsyncExitStack, buffer: BufferConnection) -> tuple[LearnerGroup, FleetGroup]:
+        """Start the fleet while the policy is warm-started, then the learner; the stack stops them.
+
+        Engines take longest to come up: they start on ``model.path``, which has the policy's shape, and then take what
+        the learner holds, warm-started or from a checkpoint, as they take every later version.
+        """
+        make = partial(_made, buffer=buffer, paths=RunPaths.of(self._config, self._run_dir))
+        return await _together(self._start_and_publish(stack, make), self._start_fleet(stack, make))
+
+    async def _start_and_publish(self, stack: AsyncExitStack, make: Starter[LearnerGroup]) -> LearnerGroup:
+        learner = await self._start_learner(stack, make)
+        await learner.publish(self._state.version)
+        await learner.finish_publish()
+        return learner
+
+    async def _start_in_turn(self, stack: AsyncExitStack, buffer: BufferConnection) -> tuple[LearnerGroup, FleetGroup]:
+        """Start both groups in the same places: the learner first, which leaves the devices to the engines."""
+        make = partial(_made, buffer=buffer, paths=RunPaths.of(self._config, self._run_dir))
+        learner = await self._start_learner(stack, make)
+        await learner.rollout_mode(self._state.version)
+        fleet = await self._start_fleet(stack, partial(make, pool=learner.pool))
+        return learner, fleet
+
+    async def _start_fleet(self, stack: AsyncExitStack, make: Starter[FleetGroup]) -> FleetGroup:
+        fleet = await make(FleetGroup, self._config, say=self._view.say, supply=self._nodes.admit)
+        stack.push_async_callback(fleet.stop, stop_deadlines(self._config).fleet_s)
+        await stack.enter_async_context(served_requests(fleet, self._config, self._run_dir))
+        count, engine = self._config.rollout_fleet.fewest_engines, self._config.rollout_fleet.engine
+        await self._ready(f"rollout fleet ({count} {engine} engines)", fleet.start())
+        return fleet
+
+    async def _start_learner(self, stack: AsyncExitStack, make: Starter[LearnerGroup]) -> LearnerGroup:
+        """Start the ranks while the policy is warm-started, and load it then, or the checkpoint."""
+        policy = await asyncio.to_thread(policy_path, self._config)
+        if self._config.placement.num_nodes > 1:  # ranks elsewhere may need a copy of what is finished
+            policy = await self._nodes.bring(await self._warmed(), "start")
+        config = replace(self._config, model=replace(self._config.model, path=str(policy)))
+        learner = await make(LearnerGroup, config)
+        stack.push_async_callback(learner.stop, stop_deadlines(self._config).learner_s)
+        await self._warmed()
+        await self._ready(f"learner ({config.learner.num_ranks} ranks)", learner.init())
+        if self._resumed is not None:
+            with self._view.waiting_for("checkpoint"):
+                await learner.load(self._resumed.checkpoint)
+        return learner
+
+    async def _warm_up(self) -> None:
+        """Begin the warm start; one on a GPU ends before learner and engines take their GPUs, maybe the same one."""
+        if self._config.learner.device is Device.cpu or not needs_fine_tuning(self._config):
+            self._warming.begin(self._config)
+            return
+        async with gpu_of_this_node(self._config) as visible_devices:
+            self._warming.begin(self._config, visible_devices)
+            await self._warmed()
+
+    async def _warmed(self) -> Path:
+        """The policy that training starts from, once it is there."""
+        with nullcontext() if self._warming.is_done else self._view.waiting_for("warm start"):
+            return await self._warming.policy()
+
+    @property
+    def _state(self) -> RunState:
+        """Where the run begins."""
+        return self._resumed.state if self._resumed is not None else RunState()
+
+    async def _ready(self, part: str, start: Coroutine[Any, Any, None]) -> None:
+        with self._view.waiting_for(part):
+            await start
+
+    async def _train(self, parts: _Parts, prompts: PromptSource) -> dict[str, Any]:
+        writer = MetricsWriter(self._run_dir)
+        evaluator = HeldOutEvaluator(self._config, fleet=parts.fleet, prompts=self._held_out)
+        evaluate = partial(self._evaluate, evaluator, writer)
+        before = await evaluate(self._state.version)
+        self._start_s = self._view.elapsed_s
+        kind = ColocatedController if self._config.placement.colocated else Controller
+        prompts = PromptsAgain(prompts, self._prompts.at)
+        controller = kind(
+            self._config,
+            buffer=parts.buffer,
+            learner=parts.learner,
+            fleet=parts.fleet,
+            prompts=prompts,
+            on_step=lambda record: self._on_step(writer, record),
+            evaluate=evaluate,
+            resumed=self._state,
+        )
+        self._restarts = LearnerRestarts(
+            self._config,
+            controller=controller,
+            learner=parts.learner,
+            prompts=prompts,
+            resumed=self._resumed,
+            say=self._view.say,
+        )
+        work = self._restarts.through(partial(self._train_and_save, controller, parts.learner))
+        try:
+            await _unless(work, [parts.fleet.run()])
+            result = await controller.account()
+            after = await evaluate(result.policy_version)
+            await self._watching.last_advice()  # the report shows what it finds
+            overlap = await self._explain(writer)
+        except asyncio.CancelledError as end:
+            if self._records and not is_death(end):  # what is left of the run could not answer
+                await self._keep(controller, parts.learner, writer, before)
+            raise
+        finally:
+            writer.close()
+        return self._summarise(result, before, after, overlap)
+
+    async def _train_and_save(self, controller: AnyController, learner: LearnerGroup) -> None:
+        """Save the policy as soon as it is trained: whatever goes wrong later, it is there."""
+        gc.freeze()  # what was imported stays: each look at all of it would stop training for a second
+        await _unless(controller.train(), [learner.death()])
+        await self._save_policy(learner)
+
+    async def _save_policy(self, learner: LearnerGroup) -> None:
+        """Write ``policy/``, whole or not at all."""
+        unfinished = self._run_dir / ".policy.partial"
+        await learner.save_policy(unfinished)
+        await self._nodes.fetch(unfinished)
+        unfinished.rename(self._run_dir / "policy")
+
+    async def _keep(
+        self, controller: AnyController, learner: LearnerGroup, writer: MetricsWriter, before: Evaluation | None
+    ) -> None:
+        """Write what a run that is stopped by a signal has learned until then."""
+        timeout_s = self._config.save_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                if not (self._run_dir / "policy").exists():
+                    await self._save_policy(learner)
+                await controller.settle()
+                result = await controller.account()
+                overlap = await self._explain(writer)
+        except TimeoutError:
+            self._view.say(f"writing policy and summary took longer than save_timeout_s={timeout_s:g}; raise it")
+        except AsyncRLError as error:
+            self._view.say(f"policy and summary could not be written: {error}")
+        else:
+            self._summarise(result, before, None, overlap)
+
+    async def _evaluate(
+        self, evaluator: HeldOutEvaluator, writer: MetricsWriter, version: int, pinned: PinnedEngines | None = None
+    ) -> Evaluation | None:
+        """Evaluate a version, on the engines that are ``pinned`` to it or on all of them."""
+        if not self._config.evaluation.enabled:
+            return None
+        work = evaluator.evaluate_all(version) if pinned is None else evaluator.evaluate_pinned(version, pinned)
+        with record.span(record.SpanKind.evaluation, version=version):
+            evaluation = await work
+        if evaluation is None:
+            self._view.say(f"held out, policy version {version}: not evaluated, see logs/controller.log")
+            return None
+        self._evaluations.append(evaluation)
+        writer.evaluation(evaluation)
+        self._watching.evaluation(evaluation)
+        await self._nodes.collect()
+        return evaluation
+
+    async def _explain(self, writer: MetricsWriter) -> dict[str, Any] | None:
+        """Say what the time went into, where it was recorded: in files of the run's folder, and for the summary.
+
+        What cannot be explained is said, and costs the run nothing that it has learned.
+        """
+        if record.current() is None:
+            return None
+        try:
+            report = await asyncio.to_thread(explain, self._run_dir)
+        except Exception as error:
+            logger.exception("the profile could not be written")
+            self._view.say(f"the profile could not be written: {error!r}; logs/controller.log says more")
+            return None
+        for step, figures in dict(report.steps).items():  # of one that was taken again the last
+            writer.profile(step, figures.flat())
+        return report.summary()
+
+    def _on_step(self, writer: MetricsWriter, record: StepRecord) -> None:
+        if self._records and record.step <= self._records[-1].step:  # the learner went back to a checkpoint
+            self._records = [kept for kept in self._records if kept.step < record.step]
+            self._evaluations = [kept for kept in self._evaluations if kept.policy_version <= record.step]
+        self._records.append(record)
+        writer.write(record)
+        self._watching.step(record)
+        kept = self._config.rollout_fleet.samples
+        if kept.every_steps and (record.step + 1) % kept.every_steps == 0:
+            self._collecting = asyncio.ensure_future(self._nodes.collect())
+            for sample in self._samples.extremes(kept.num_shown) if kept.num_shown else ():
+                self._view.say(sample_line(sample))
+
+    def _summarise(
+        self,
+        result: TrainingResult,
+        before: Evaluation | None,
+        after: Evaluation | None,
+        overlap: Mapping[str, Any] | None,
+    ) -> dict[str, Any]:
+        """Write the summary, at once after the last evaluation: a run that is stopped later keeps it."""
+        advice = read_advice(self._run_dir)
+        summary = summary_document(
+            experiment=self._config.experiment,
+            seed=self._config.seed,
+            total_steps=self._config.total_steps,
+            max_lag=self._config.buffer.max_lag,
+            result=result,
+            before=before,
+            after=after,
+            evaluations=self._evaluations,
+            restarts={
+                "buffer": self._server.num_restarts if self._server else 0,
+                "stores": self._stores.num_restarts if self._stores else 0,
+                "learner": self._restarts.num_restarts if self._restarts else 0,
+                "batches": self._restarts.num_replans if self._restarts else 0,
+            },
+            wall_s={"total": self._view.elapsed_s, "start": self._start_s},
+            overlap=overlap,
+            advice=advice and advice.to_dict(),
+        )
+        write_json(self._run_dir / "summary.json", summary)
+        plot_reward(self._run_dir / "reward.png", self._records, self._evaluations)
+        return summary
+
+
+_A_PART_DIED = "a part of the run died"
+
+
+def is_death(end: asyncio.CancelledError) -> bool:
+    """Whether work is cancelled because a part of the run died, and not by a signal."""
+    return _A_PART_DIED in end.args
+
+
+async def _unless(work: Coroutine[Any, Any, T], watchers: Sequence[Coroutine[Any, Any, Any]]) -> T:
+    """Return what ``work`` returns; a watcher that raises first cancels it and is raised, one that ends is left."""
+    task = asyncio.ensure_future(work)
+    watching = {asyncio.ensure_future(watcher) for watcher in watchers}
+    try:
+        while not task.done():
+            done, _ = await asyncio.wait({task, *watching}, return_when=asyncio.FIRST_COMPLETED)
+            for watcher in done & watching:
+                if watcher.exception() is not None:
+                    task.cancel(_A_PART_DIED)
+                watcher.result()
+                watching.discard(watcher)
+        return task.result()
+    finally:
+        for left in {task, *watching}:
+            left.cancel()
+        await asyncio.gather(task, *watching, return_exceptions=True)
+
+
+async def _made(kind: Callable[..., T], config: RunConfig, **parts: Any) -> T:
+    """Make a group in a thread, which a cancellation waits for."""
+    return await finished_in_thread(partial(kind, config, **parts), config.ray.start_timeout_s)
+
+
+async def _together(first: Coroutine[Any, Any, T], second: Coroutine[Any, Any, U]) -> tuple[T, U]:
+    """Await both; a failure of one cancels the other."""
+    async with asyncio.TaskGroup() as tasks:
+        left, right = tasks.create_task(first), tasks.create_task(second)
+    return left.result(), right.result()

@@ -1,0 +1,334 @@
+"""Supervised fine-tuning: the updates, the evaluations between them, and when to stop.
+
+Training stops early at an accuracy or a validation loss; see `asyncrl.config.WarmStartConfig`.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+from transformers import AutoTokenizer
+
+from asyncrl.config import RunConfig, StopMetric, WarmStartConfig, num_positions, why_positions_end
+from asyncrl.core.errors import RewardError
+from asyncrl.core.types import Prompt
+from asyncrl.core.visible_gpus import visible_gpus
+from asyncrl.data.demonstrations import Demonstration, DemonstrationFormat, load_demonstrations
+from asyncrl.data.prompts import load_eval_prompts
+from asyncrl.sft.warm_start import finished_warm_start, warm_start_path, write_warm_start
+from learner.config import Device, LearnerConfig, LoraConfig, Schedule
+from learner.fsdp import LearnerMesh
+from learner.losses import Objective, negative_log_likelihood
+from learner.model_folder import save_policy
+from learner.plain_values import gather_values
+from learner.trainer import Trainer
+from learner.types import TokenSequence
+from learner.weights import WeightPublisher
+from rollout_fleet.config import EngineDevice, EngineKind
+from rollout_fleet.engines import make_engine
+from rollout_fleet.engines.model_files import load_decoder
+from rollout_fleet.evaluation import HeldOutAnswers
+from rollout_fleet.rewards import WeightedRewards
+
+logger = logging.getLogger(__name__)
+
+SUPERVISED = Objective(loss=negative_log_likelihood)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SftEvaluation:
+    """How well the policy does after some updates.
+
+    Attributes:
+        step: Updates.
+        accuracy: Greedy, on the held-out prompts; None where it is not measured.
+        val_loss: On held-back demonstrations, in nats per token; None where there are none.
+    """
+
+    step: int
+    accuracy: float | None = None
+    val_loss: float | None = None
+
+    def __str__(self) -> str:
+        """In words, for the log."""
+        words = [f"validation loss {self.val_loss:.3f}"] if self.val_loss is not None else []
+        words += [f"greedy {self.accuracy:.3f}"] if self.accuracy is not None else []
+        return "  ".join(words) or "not measured"
+
+
+async def fine_tune(config: RunConfig) -> Path:
+    """Fine-tune ``model.path`` on ``sft.train_files``, unless it was done before; returns the policy's directory.
+
+    Raises:
+        ValueError: an option or a file is wrong, by name.
+    """
+    began_s = time.monotonic()
+    if (known := finished_warm_start(config)) is not None:
+        logger.info("reusing %s, %s", warm_start_path(config), known)
+        return warm_start_path(config)
+    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+    train, validation = read_demonstrations(config, tokenizer)
+    held_out = _held_out_prompts(config, tokenizer)
+    trainer = Trainer(
+        _learner_config(config), model_path=config.model.path, total_updates=config.sft.max_steps, seed=config.seed
+    )
+    final = warm_start_path(config)
+    kept = final.with_name(f".{final.name}-kept-{os.getpid()}")
+    async with AsyncExitStack() as stack:
+        stack.callback(shutil.rmtree, kept, ignore_errors=True)
+        evaluator = await stack.enter_async_context(GreedyAccuracy(config, held_out)) if held_out else None
+        loop = _FineTuning(config.sft, trainer, evaluator, validation, kept)
+        await loop.run(_batches(train, config.sft.batch_size, config.seed, trainer.mesh), began_s)
+        if trainer.mesh.rank == 0:
+            last = loop.chosen
+            result = {"steps": last.step, "accuracy": last.accuracy, "val_loss": last.val_loss}
+            write_warm_start(config, result, kept.rename)
+    logger.info(
+        "%d steps, %s, %.1f s: %s",
+        loop.chosen.step,
+        loop.chosen,
+        time.monotonic() - began_s,
+        warm_start_path(config),
+    )
+    return warm_start_path(config)
+
+
+class _FineTuning:
+    """The updates and evaluations of one fine-tuning.
+
+    Args:
+        sft: The options.
+        trainer: Holds the policy.
+        evaluator: Measures accuracy; None measures none.
+        validation: Held-back demonstrations, over all ranks.
+        kept: Where the policy that is kept is written, on rank 0.
+    """
+
+    def __init__(
+        self,
+        sft: WarmStartConfig,
+        trainer: Trainer,
+        evaluator: GreedyAccuracy | None,
+        validation: Sequence[TokenSequence],
+        kept: Path,
+    ) -> None:
+        self._sft = sft
+        self._trainer = trainer
+        self._evaluator = evaluator
+        self._validation = _share(validation, trainer.mesh)
+        self._history: list[SftEvaluation] = []
+        self._kept = kept
+
+    @property
+    def chosen(self) -> SftEvaluation:
+        """The evaluation of the policy that is kept: the best one under ``patience``, else the last."""
+        return best_of(self._history, self._sft.stop_metric) if self._sft.patience else self._history[-1]
+
+    async def run(self, batches: Iterator[list[TokenSequence]], began_s: float) -> None:
+        """Update until the last step or an early stop; a collective."""
+        for step in range(1, self._sft.max_steps + 1):
+            metrics = self._trainer.update(next(batches), SUPERVISED)
+            if step % self._sft.eval_every and step != self._sft.max_steps:
+                continue
+            self._history.append(await self._evaluate(step))
+            if self._sft.patience and self.chosen.step == step:
+                save_policy(self._trainer, str(self._kept))
+            words = ["step %d  loss %.3f  %s  %.1f s", step, metrics["loss"], self._history[-1]]
+            logger.info(*words, time.monotonic() - began_s)
+            if should_stop(self._history, self._sft):
+                break
+        if not self._sft.patience:
+            save_policy(self._trainer, str(self._kept))
+
+    async def _evaluate(self, step: int) -> SftEvaluation:
+        accuracy = await self._evaluator.accuracy(self._trainer, step) if self._evaluator else None
+        if not self._sft.validates:
+            return SftEvaluation(step=step, accuracy=accuracy)
+        loss = self._trainer.evaluate(self._validation, SUPERVISED)["loss"]
+        return SftEvaluation(step=step, accuracy=accuracy, val_loss=loss)
+
+
+def best_of(history: Sequence[SftEvaluation], metric: StopMetric) -> SftEvaluation:
+    """The first of the best evaluations."""
+    if metric is StopMetric.val_loss:
+        losses = [math.inf if one.val_loss is None or math.isnan(one.val_loss) else one.val_loss for one in history]
+        return history[losses.index(min(losses))]
+    return max(history, key=lambda one: -1.0 if one.accuracy is None else one.accuracy)
+
+
+def should_stop(history: Sequence[SftEvaluation], sft: WarmStartConfig) -> bool:
+    """Whether the last evaluation ends fine-tuning early."""
+    last = history[-1]
+    if last.accuracy is not None and last.accuracy >= sft.target_accuracy:
+        return True
+    if last.val_loss is not None and last.val_loss <= sft.target_val_loss:
+        return True
+    since_best = len(history) - 1 - history.index(best_of(history, sft.stop_metric))
+    return 0 < sft.patience <= since_best
+
+
+def read_demonstrations(config: RunConfig, tokenizer: Any) -> tuple[list[TokenSequence], list[TokenSequence]]:
+    """Read demonstrations for training and for validation; the loss is on what the assistant says and its end.
+
+    Raises:
+        ValueError: no file, or a file, row or column that is not as the options say.
+    """
+    sft = config.sft
+    if not sft.train_files:
+        raise ValueError("sft.train_files must name at least one parquet or jsonl file, got none")
+    form = DemonstrationFormat(
+        prompt_key=sft.prompt_key,
+        response_key=sft.response_key,
+        chat_template=sft.chat_template,
+        chat_template_kwargs=sft.chat_template_kwargs,
+    )
+    train, validation = (
+        _sequences(load_demonstrations(files, form, tokenizer), config) for files in (sft.train_files, sft.val_files)
+    )
+    if sft.val_rows >= len(train):
+        raise ValueError(
+            f"sft.val_rows must be below the {len(train)} rows of sft.train_files, got {sft.val_rows}; lower it"
+        )
+    if sft.val_rows:
+        train, validation = train[: -sft.val_rows], train[-sft.val_rows :]
+    return train, validation
+
+
+def _sequences(demonstrations: Sequence[Demonstration], config: RunConfig) -> list[TokenSequence]:
+    limit = num_positions(config)
+    overlong = [one for one in demonstrations if len(one.token_ids) > limit]
+    if overlong:
+        raise ValueError(
+            f"{overlong[0].where}: a demonstration of {len(overlong[0].token_ids)} tokens, expected at most the "
+            f"model's {limit} positions{why_positions_end(config)} ({len(overlong)} of {len(demonstrations)} rows are "
+            "longer); shorten or drop it"
+        )
+    return [TokenSequence(input_ids=one.token_ids, loss_mask=one.learned) for one in demonstrations]
+
+
+def _held_out_prompts(config: RunConfig, tokenizer: Any) -> list[Prompt]:
+    if not config.sft.eval_prompts:
+        return []
+    if not config.data.eval_files:
+        raise ValueError(
+            f"sft.eval_prompts={config.sft.eval_prompts} needs data.eval_files, got none; name one, or set "
+            "sft.eval_prompts=0"
+        )
+    return load_eval_prompts(config.data, tokenizer)[: config.sft.eval_prompts]
+
+
+def _share(sequences: Sequence[TokenSequence], mesh: LearnerMesh) -> list[TokenSequence]:
+    """This rank's share; the sp ranks of a group have the same."""
+    return list(sequences[mesh.dp_rank :: mesh.num_ranks // mesh.sp_size])
+
+
+def _learner_config(config: RunConfig) -> LearnerConfig:
+    """The learner's options with the warm start's optimizer, on the ranks and GPUs that this process group has.
+
+    Raises:
+        ValueError: this node has fewer GPUs than ranks, and the ranks are to compute on GPUs.
+    """
+    num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    num_here, num_gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), visible_gpus()
+    device = config.learner.device
+    if device is Device.cuda and num_gpus < num_here:
+        raise ValueError(
+            f"learner.device=cuda needs a GPU for each of the {num_here} ranks on this node, got {num_gpus} visible; "
+            "start fewer ranks, or set learner.device=cpu"
+        )
+    if device is Device.auto:
+        device = Device.cuda if num_gpus >= num_here else Device.cpu
+        if 0 < num_gpus < num_here:
+            logger.warning("learner.device: auto is cpu, because %d ranks see %d GPUs", num_here, num_gpus)
+    sft = config.sft
+    optimizer = replace(
+        config.learner.optimizer,
+        lr=sft.lr,
+        weight_decay=sft.weight_decay,
+        warmup_steps=sft.warmup_steps,
+        schedule=Schedule.linear,
+        min_lr_ratio=0.0,
+    )
+    sp_size = config.learner.sp_size if num_ranks > 1 else 1
+    # A warm start has much to learn: it trains all weights, also where the run then trains adapters.
+    own = {"num_ranks": num_ranks, "sp_size": sp_size, "device": device, "optimizer": optimizer, "lora": LoraConfig()}
+    return replace(config.learner, **own)
+
+
+def _batches(
+    sequences: Sequence[TokenSequence], size: int, seed: int, mesh: LearnerMesh
+) -> Iterator[list[TokenSequence]]:
+    """Endless batches in a seeded order, reshuffled every epoch; each rank gets its share of every batch."""
+    generator = np.random.default_rng(seed)
+    order: list[int] = []
+    while True:
+        while len(order) < size:
+            order += generator.permutation(len(sequences)).tolist()
+        batch, order = order[:size], order[size:]
+        yield _share([sequences[index] for index in batch], mesh)
+
+
+class GreedyAccuracy:
+    """Answers held-out prompts greedily with the weights of the moment; on rank 0, the other ranks hear the result."""
+
+    def __init__(self, config: RunConfig, held_out: Sequence[Prompt]) -> None:
+        device = EngineDevice(_learner_config(config).device.value)  # rank 0 and this engine share one
+        self._config = replace(config.rollout_fleet, engine=EngineKind.transformers, device=device)
+        self._model_path = config.model.path
+        self._held_out = held_out
+        self._is_first = int(os.environ.get("RANK", "0")) == 0
+        self._directory = tempfile.TemporaryDirectory(prefix="asyncrl-sft-")
+        self._publisher: WeightPublisher | None = None
+        self._engine = make_engine(self._config, model_path=self._model_path, rank=0, log_dir="", seed=config.seed)
+        self._rewards = WeightedRewards(replace(self._config, reward_processes=1))
+        self._answers = HeldOutAnswers(
+            engine=self._engine,
+            rewards=self._rewards,
+            decode=load_decoder(self._model_path),
+            sampling=self._config.sampling,
+        )
+
+    async def __aenter__(self) -> GreedyAccuracy:
+        if self._is_first:
+            await self._engine.start()
+            await self._rewards.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._engine.stop()
+        await self._rewards.close()
+        if self._publisher is not None:
+            self._publisher.close()
+        self._directory.cleanup()
+
+    async def accuracy(self, trainer: Trainer, step: int) -> float:
+        """Mean greedy reward over the held-out prompts, on every rank; a collective."""
+        if self._publisher is None:
+            self._publisher = WeightPublisher(trainer, _first_of([self._directory.name], trainer.mesh), keep=2)
+        offer = self._publisher.publish(step).result()
+        result = [0.0]
+        if offer is not None:
+            await self._engine.load_weights(offer)
+            answered = await self._answers.answer(self._held_out, version=step, num_samples=0)
+            rewards = [one.greedy for one in answered if one.greedy is not None]
+            if not rewards:
+                raise RewardError(f"no held-out prompt has a reward: {answered[0].reward_failure}")
+            result = [sum(rewards) / len(rewards)]
+        return _first_of(result, trainer.mesh)
+
+
+def _first_of(value: list[Any], mesh: LearnerMesh) -> Any:
+    """The one value of rank 0, on every rank; a collective."""
+    return gather_values(value[0], type(value[0]), dist.group.WORLD if mesh.num_ranks > 1 else None)[0]

@@ -1,0 +1,427 @@
+"""Columns by name and their rows: taken, joined, checked, merged and compared. Nested tensors too."""
+
+from __future__ import annotations
+
+from collections.abc import ItemsView, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
+
+from asyncrl.core.errors import BatchError
+
+
+def as_index(idxs: Any, num_rows: int) -> np.ndarray:
+    """Convert an index of positions, integers in [-B, B), or a mask of B bools, to positions (int64, from 0).
+
+    Raises `TypeError` for other values, `IndexError` for a position outside the batch or an index of another shape.
+    """
+    index = np.asarray(idxs.detach().cpu() if isinstance(idxs, torch.Tensor) else idxs)
+    if index.ndim != 1:
+        raise IndexError(f"an index of rows must have one dimension, got shape {index.shape}")
+    if index.dtype == bool:
+        if len(index) != num_rows:
+            raise IndexError(f"a mask must have one bool for each of {num_rows} rows, got {len(index)}")
+        return index.nonzero()[0]
+    if not index.size:
+        return np.empty(0, dtype=np.int64)
+    if index.dtype.kind not in "iu":
+        raise TypeError(f"rows are indexed by integers or bools, got {index.dtype}")
+    index = index.astype(np.int64)
+    if index.min() < -num_rows or index.max() >= num_rows:
+        raise IndexError(f"rows {index.min()} to {index.max()} asked for, of a batch of {num_rows} rows")
+    return np.where(index < 0, index + num_rows, index)
+
+
+def as_counts(repeat_times: Any, num_rows: int) -> np.ndarray:
+    """One count (int64) per row. Raises `BatchError` for anything else."""
+    counts = np.asarray(repeat_times.detach().cpu() if isinstance(repeat_times, torch.Tensor) else repeat_times)
+    if counts.shape != (num_rows,):
+        raise BatchError(f"repeat_times must have one count for each of {num_rows} rows, got shape {counts.shape}")
+    if num_rows and (counts.dtype.kind not in "iu" or counts.min() < 0):
+        raise BatchError(f"repeat_times must be integers >= 0, got {counts.dtype} from {counts.min()}")
+    return counts.astype(np.int64)
+
+
+def take_rows(column: Any, rows: slice | np.ndarray) -> Any:
+    """Rows of a column: a slice (step > 0) shares the memory of dense columns, positions are copied."""
+    if isinstance(column, np.ndarray):
+        return column[rows]
+    if not is_nested(column):
+        return column[rows if isinstance(rows, slice) else torch.from_numpy(rows).to(column.device)]
+    parts = rows_of(column)
+    return nested_of(parts[rows] if isinstance(rows, slice) else [parts[row] for row in rows.tolist()], column)
+
+
+def cat_rows(tensors: Sequence[Any]) -> Any:
+    """Lay tensors end to end along the rows; nested ones by their rows."""
+    if not any(map(is_nested, tensors)):
+        return torch.cat(list(tensors), dim=0)
+    if not all(map(is_nested, tensors)):
+        raise BatchError("nested and dense tensors cannot be joined; make all of them nested")
+    return nested_of([row for tensor in tensors for row in rows_of(tensor)], tensors[0])
+
+
+def stack_rows(rows: Sequence[torch.Tensor]) -> torch.Tensor:
+    """One tensor of these rows: dense, or jagged where their first dimensions differ."""
+    if len({row.shape for row in rows}) == 1:
+        return torch.stack(list(rows))
+    return torch.nested.as_nested_tensor(list(rows), layout=torch.jagged)
+
+
+def unfold_columns(values: Any, n_split: int, key: str) -> Any:
+    """Cut the second dimension into ``n_split`` parts, each a row of its own."""
+    if is_nested(values) or values.ndim < 2:
+        raise BatchError(f"{key!r} has no second dimension of one length, which split_keys must have")
+    rows, columns = values.shape[:2]
+    if columns % n_split != 0:
+        raise BatchError(f"{key!r} has {columns} columns, which {n_split} does not divide")
+    return values.reshape(rows * n_split, columns // n_split, *values.shape[2:])
+
+
+def is_nested(tensor: Any) -> bool:
+    """Whether this is a nested tensor; a TensorDict within a batch is not."""
+    return isinstance(tensor, torch.Tensor) and tensor.is_nested
+
+
+def rows_of(nested: Any) -> list[torch.Tensor]:
+    """The rows of a nested tensor, as views."""
+    if nested.layout is not torch.jagged:
+        return list(nested.unbind())
+    offsets, lengths = nested.offsets(), nested.lengths()
+    starts, sizes = offsets[:-1].tolist(), (offsets.diff() if lengths is None else lengths).tolist()
+    values, dim = nested.values(), nested._ragged_idx - 1
+    return [values.narrow(dim, start, size) for start, size in zip(starts, sizes, strict=True)]
+
+
+def nested_of(rows: Sequence[torch.Tensor], like: Any) -> Any:
+    """A nested tensor of these rows, with the layout and the ragged dimension of another."""
+    if like.layout is not torch.jagged:
+        return torch.nested.as_nested_tensor(list(rows), layout=like.layout)
+    values, dim = like.values(), like._ragged_idx - 1
+    sizes = torch.tensor([0, *(row.shape[dim] for row in rows)], device=values.device)
+    offsets = sizes.cumsum(0).to(like.offsets().dtype)
+    joined = torch.cat(list(rows), dim=dim) if rows else values.narrow(dim, 0, 0)
+    return torch.nested.nested_tensor_from_jagged(joined, offsets, jagged_dim=dim + 1)
+
+
+def object_array(values: Any) -> np.ndarray:
+    """An object array of Python values, as numpy makes it: values of equal length become further dimensions."""
+    try:
+        return np.array(values, dtype=object)
+    except ValueError:  # arrays that agree in their first dimensions only
+        column = np.empty(len(values), dtype=object)
+        for index, value in enumerate(values):
+            column[index] = value
+        return column
+
+
+def tensors_together(tensors: Mapping[str, Any], num_batch_dims: int) -> TensorDict | None:
+    """A TensorDict, or None without tensors. Raises `BatchError` unless their leading dimensions agree."""
+    sizes = {
+        key: (tensor.size(0),) if is_nested(tensor) else tuple(tensor.shape[:num_batch_dims])
+        for key, tensor in tensors.items()
+    }
+    for key, size in sizes.items():
+        if not size:
+            raise BatchError(f"tensor {key!r} has no dimension, and needs one for the rows; put it into meta_info")
+    if len(set(sizes.values())) > 1:
+        raise BatchError(f"tensors must have the same first dimension, got {sizes}")
+    return TensorDict(source=dict(tensors), batch_size=next(iter(sizes.values()))) if tensors else None
+
+
+def picked(entries: dict[str, Any], keys: Iterable[str] | None) -> dict[str, Any]:
+    """The named entries; None returns the same dict."""
+    if keys is None:
+        return entries
+    wanted = set(keys)
+    return {key: value for key, value in entries.items() if key in wanted}
+
+
+def pop_all(parts: Mapping[str, Any], wanted: Sequence[list[str]]) -> list[dict[str, Any]]:
+    """Take entries out of several parts, all or none. Raises `BatchError` if one is missing."""
+    for keys, (name, part) in zip(wanted, parts.items(), strict=True):
+        known = [] if part is None else list(part.keys())
+        missing = sorted(set(keys) - set(known))
+        if missing:
+            raise BatchError(f"{name} has no {missing}, only {sorted(known)}")
+    return [{key: part.pop(key) for key in keys} for keys, part in zip(wanted, parts.values(), strict=True)]
+
+
+def rename_tensors(batch: TensorDict, old_keys: Any, new_keys: Any) -> None:
+    """Give tensors new names, in place; names may be exchanged."""
+    for keys in (old_keys, new_keys):
+        if not isinstance(keys, str | list | tuple):
+            raise TypeError(f"names must be a string or a list of strings, got {type(keys).__name__}")
+    old, new = ([keys] if isinstance(keys, str) else list(keys) for keys in (old_keys, new_keys))
+    if len(old) != len(new) or len(set(old)) != len(old) or len(set(new)) != len(new):
+        raise ValueError(f"rename needs as many new names as old ones, each once, got {old} and {new}")
+    (tensors,) = pop_all({"batch": batch}, [old])
+    for key, tensor in zip(new, tensors.values(), strict=True):
+        batch.set(key, tensor)
+
+
+@dataclass(slots=True)
+class UnbuiltBatch:
+    """The tensors of a `DataProto` that was cut, joined or received, until their TensorDict is needed.
+
+    Building a TensorDict takes longer than cutting one. Never written to, but not frozen: freezing doubles
+    construction time.
+
+    Attributes:
+        tensors: Tensors by name, all of ``num_rows`` rows.
+        device: Of the TensorDict to be built; None if it has none.
+        is_borrowed: Other processes may read the memory too, so the TensorDict gets copies.
+    """
+
+    tensors: dict[str, Any]
+    num_rows: int
+    device: torch.device | None = None
+    is_borrowed: bool = False
+
+    @property
+    def batch_size(self) -> torch.Size:
+        """``[B]``."""
+        return torch.Size((self.num_rows,))
+
+    def items(self) -> ItemsView[str, Any]:
+        """Names and tensors; read-only."""
+        return self.tensors.items()
+
+    def select(self, *keys: str) -> UnbuiltBatch:
+        """The tensors named. Raises `KeyError` if one is missing."""
+        missing = [key for key in keys if key not in self.tensors]
+        if missing:
+            raise KeyError(f"batch has no {missing}, only {list(self.tensors)}")
+        return UnbuiltBatch({key: self.tensors[key] for key in keys}, self.num_rows, self.device, self.is_borrowed)
+
+    def build(self) -> TensorDict:
+        """The TensorDict, copied if the memory is borrowed."""
+        return self.clone() if self.is_borrowed else self._build(self.tensors)
+
+    def clone(self) -> TensorDict:
+        """The TensorDict, copied."""
+        return self._build({key: tensor.clone() for key, tensor in self.tensors.items()})
+
+    def _build(self, tensors: dict[str, Any]) -> TensorDict:
+        return TensorDict(tensors, batch_size=self.batch_size, device=self.device)
+
+
+def sort_tensordict(tensor_dict: TensorDict) -> tuple[dict[str, Any], dict[str, np.ndarray], dict[str, Any]]:
+    """Tensors, per-row values and values for all rows of a TensorDict."""
+    tensors: dict[str, Any] = {}
+    arrays: dict[str, np.ndarray] = {}
+    facts: dict[str, Any] = {}
+    for key in map(str, tensor_dict.keys()):
+        value = tensor_dict.get(key)
+        if isinstance(value, torch.Tensor):
+            tensors[key] = value
+        elif isinstance(value, NonTensorStack):
+            arrays[key] = object_array([item.tolist() for item in value])
+        elif isinstance(value, NonTensorData):
+            facts[key] = value.data
+        else:
+            raise BatchError(
+                f"entry {key!r} is a {type(value).__name__}; only tensors and non-tensor data have a place"
+            )
+    return tensors, arrays, facts
+
+
+def join_tensordict(
+    tensors: Mapping[str, torch.Tensor],
+    arrays: Mapping[str, np.ndarray],
+    facts: Mapping[str, Any],
+    batch_size: tuple[int, ...],
+) -> TensorDict:
+    """The inverse of `sort_tensordict`."""
+    names = [*tensors, *arrays, *facts]
+    if len(set(names)) < len(names):
+        raise BatchError(f"a name stands in more than one part: {sorted({n for n in names if names.count(n) > 1})}")
+    joined: Any = TensorDict(dict(tensors), batch_size=batch_size)
+    for key, array in arrays.items():
+        values: list[Any] = [NonTensorData(value) for value in array]
+        joined.set(key, NonTensorStack.from_list(values))
+    for key, value in facts.items():
+        joined.set(key, NonTensorData(value, batch_size=joined.batch_size))
+    return joined
+
+
+def chunk_tensordict(data: TensorDictBase, chunks: int) -> list[TensorDictBase]:
+    """Cut a TensorDict into equal parts, with its nested tensors and non-tensor entries, or raise `BatchError`."""
+    if not data.batch_size or chunks < 1 or data.batch_size[0] % chunks != 0:
+        raise BatchError(f"a TensorDict of batch size {tuple(data.batch_size)} cannot be cut into {chunks} equal parts")
+    nested, rest = _apart(data)
+    size = data.batch_size[0] // chunks
+    slices = [slice(index * size, (index + 1) * size) for index in range(chunks)]
+    return [_together(rest[part], {key: take_rows(tensor, part) for key, tensor in nested.items()}) for part in slices]
+
+
+def concat_tensordict(data: Sequence[TensorDictBase]) -> TensorDictBase:
+    """Join TensorDicts of the same entries along the rows; without a batch dimension, return the first."""
+    if not data[0].batch_size:
+        return data[0]
+    same_columns([dict.fromkeys(map(str, part.keys())) for part in data], "a TensorDict")
+    nested, rests = zip(*map(_apart, data), strict=True)
+    joined = {key: cat_rows(parts) for key, parts in same_columns(nested, "the nested tensors").items()}
+    return _together(torch.cat(list(rests), dim=0), joined)
+
+
+def _apart(data: TensorDictBase) -> tuple[dict[str, Any], Any]:
+    """The nested tensors, which torch neither cuts nor joins, and a TensorDict of everything else."""
+    nested = {key: tensor for key, tensor in data.items() if is_nested(tensor)}
+    return nested, data.exclude(*nested)
+
+
+def _together(rest: Any, nested: dict[str, Any]) -> TensorDictBase:
+    for key, tensor in nested.items():
+        rest.set(key, tensor)
+    return rest
+
+
+_DROP_ONE = "Drop or rename one of them"
+
+
+def union_tensor_dict(tensor_dict1: TensorDict | None, tensor_dict2: TensorDict | None) -> TensorDict | None:
+    """Add the second's tensors to the first, in place. Raises `BatchError` if one in both differs (NaN equals NaN)."""
+    if tensor_dict1 is None or tensor_dict2 is None:
+        return tensor_dict2 if tensor_dict1 is None else tensor_dict1
+    if tensor_dict1.batch_size != tensor_dict2.batch_size:
+        raise BatchError(
+            "the two tensor dicts must have identical batch sizes, "
+            f"got {tuple(tensor_dict1.batch_size)} and {tuple(tensor_dict2.batch_size)}"
+        )
+    own = dict(tensor_dict1.items())
+    for key, value in tensor_dict2.items():
+        if key in own and not deep_equal(own[key], value):
+            raise BatchError(f"`{key}` in tensor_dict1 and tensor_dict2 are not the same object. {_DROP_ONE}")
+    for key, value in tensor_dict2.items():
+        if key not in own:
+            tensor_dict1[key] = value
+    return tensor_dict1
+
+
+def union_numpy_dict(tensor_dict1: dict[str, np.ndarray], tensor_dict2: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Add the second's arrays to the first, in place. Raises `BatchError` if one in both differs (NaN equals NaN)."""
+    for key in tensor_dict1.keys() & tensor_dict2.keys():
+        first, second = tensor_dict1[key], tensor_dict2[key]
+        if not isinstance(first, np.ndarray) or not isinstance(second, np.ndarray) or not deep_equal(first, second):
+            raise BatchError(f"`{key}` in tensor_dict1 and tensor_dict2 are not the same object. {_DROP_ONE}")
+    tensor_dict1.update(tensor_dict2)
+    return tensor_dict1
+
+
+def union_two_dict(dict1: dict[Any, Any], dict2: dict[Any, Any]) -> dict[Any, Any]:
+    """Add the second's entries to the first, in place. Raises `BatchError` if an entry in both differs."""
+    for key in dict1.keys() & dict2.keys():
+        if not facts_equal(dict1[key], dict2[key]):
+            raise BatchError(
+                f"{key} in meta_dict1 and meta_dict2 are not the same object: "
+                f"{dict1[key]!r:.200} and {dict2[key]!r:.200}. {_DROP_ONE}"
+            )
+    dict1.update(dict2)
+    return dict1
+
+
+def list_of_dict_to_dict_of_list(list_of_dict: Sequence[Mapping[Any, Any]]) -> dict[Any, list[Any]]:
+    """Turn records into columns named by the first record's keys. Missing keys are skipped, others refused."""
+    if not list_of_dict:
+        return {}
+    columns: dict[Any, list[Any]] = {key: [] for key in list_of_dict[0]}
+    for record in list_of_dict:
+        for key, value in record.items():
+            if key not in columns:
+                raise BatchError(f"key {key!r} is missing in the first record, which has {list(columns)}")
+            columns[key].append(value)
+    return columns
+
+
+def same_columns(records: Sequence[Mapping[Any, Any]], part: str) -> dict[Any, list[Any]]:
+    """Turn records into columns. Raises `BatchError` unless all have the same keys."""
+    for record in records:
+        if record.keys() != records[0].keys():
+            raise BatchError(
+                f"all batches must have the same keys in {part}, got {sorted(records[0])} and {sorted(record)}"
+            )
+    return list_of_dict_to_dict_of_list(records)
+
+
+def merge_meta_info(meta_infos: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Merge facts, which must be equal; each entry of ``metrics`` becomes the list of what the parts have."""
+    merged: dict[str, Any] = {}
+    metrics: list[Mapping[str, Any]] = []
+    for meta_info in meta_infos:
+        own = meta_info.get("metrics")
+        metrics.extend(own if isinstance(own, list) else [own] if own is not None else [])
+        for key, value in meta_info.items():
+            if key == "metrics":
+                continue
+            if key in merged and not facts_equal(merged[key], value):
+                raise BatchError(f"Conflicting values for meta_info key '{key}': {merged[key]!r:.200}, {value!r:.200}")
+            merged.setdefault(key, value)
+    if metrics:
+        names = dict.fromkeys(name for own in metrics for name in own)
+        merged["metrics"] = {name: [own[name] for own in metrics if name in own] for name in names}
+    return merged
+
+
+def deep_equal(a: Any, b: Any) -> bool:
+    """Equality of type and value that looks into arrays, tensors and containers, cyclic ones too; NaN equals NaN."""
+    return _equal(a, b, frozenset())
+
+
+def facts_equal(a: Any, b: Any) -> bool:
+    """Whether two values are `deep_equal`, or equal by ``==``: 1 and 1.0, a dict and an OrderedDict."""
+    if deep_equal(a, b):
+        return True
+    try:
+        return bool(a == b)
+    except (TypeError, ValueError, RuntimeError):  # a comparison that has no single answer, as of arrays
+        return False
+
+
+def _equal(a: Any, b: Any, open_pairs: frozenset[tuple[int, int]]) -> bool:
+    """As `deep_equal`; ``open_pairs`` holds the ids of the containers being compared."""
+    if a is b:
+        return True
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return tensors_equal(a, b)
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, TensorDictBase):
+        return bool((a == b).all())
+    if isinstance(a, float | np.floating):
+        return bool(a == b or (a != a and b != b))
+    if not isinstance(a, np.ndarray | Mapping | list | tuple):
+        return bool(a == b)
+    if (id(a), id(b)) in open_pairs:
+        return True
+    return _containers_equal(a, b, open_pairs | {(id(a), id(b))})
+
+
+def _containers_equal(a: Any, b: Any, open_pairs: frozenset[tuple[int, int]]) -> bool:
+    if isinstance(a, Mapping):
+        return a.keys() == b.keys() and all(_equal(a[key], b[key], open_pairs) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(_equal(x, y, open_pairs) for x, y in zip(a, b, strict=True))
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if a.dtype.names:
+        return all(_equal(a[name], b[name], open_pairs) for name in a.dtype.names)
+    if a.dtype.hasobject:
+        return all(_equal(x, y, open_pairs) for x, y in zip(a.flat, b.flat, strict=True))
+    return bool(np.array_equal(a, b, equal_nan=a.dtype.kind in "fcmM"))
+
+
+def tensors_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Same dtype, shape and values; NaN equals NaN. Nested tensors are compared by their rows."""
+    if a.is_nested or b.is_nested:
+        if not (a.is_nested and b.is_nested) or a.size(0) != b.size(0):
+            return False
+        return all(map(tensors_equal, a.unbind(), b.unbind()))
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if a.is_floating_point() or a.is_complex():
+        return bool(((a == b) | (a.isnan() & b.isnan())).all())
+    return torch.equal(a, b)

@@ -1,0 +1,537 @@
+"""`DataProto`, the batch that a controller and its workers exchange: tensors, numpy arrays, and shared facts."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import pickle
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+from torch.utils.data import DataLoader
+
+from asyncrl.core.errors import BatchError
+from asyncrl.single_controller import columns, serialization
+from asyncrl.single_controller.codec import decode, encode
+from asyncrl.single_controller.columns import UnbuiltBatch, is_nested, object_array, same_columns, take_rows
+
+_log = logging.getLogger(__name__)
+
+
+class _CheckedSwitches(type):
+    """Checks a switch when it is set rather than when a batch is split."""
+
+    def __setattr__(cls, name: str, value: Any) -> None:
+        if name == "auto_padding" and not isinstance(value, bool):
+            raise BatchError(f"DataProtoConfig.auto_padding must be a bool, got {value!r}")
+        super().__setattr__(name, value)
+
+
+class DataProtoConfig(metaclass=_CheckedSwitches):
+    """Switches of all batches of this process.
+
+    Attributes:
+        auto_padding: Whether dispatch pads any batch that cannot be split evenly.
+        auto_padding_key: Entry of ``meta_info`` that asks for it for one batch; verl's, as scripts set it by name.
+    """
+
+    auto_padding: bool = False
+    auto_padding_key: str = "_verl_auto_padding"
+
+
+class _BuiltWhenRead:
+    """The field ``batch``, built when it is first read. On the class it is None, which is the field's default."""
+
+    def __get__(self, data: Any, kind: Any = None) -> Any:
+        if data is not None and isinstance(data._batch, UnbuiltBatch):
+            data._batch = data._batch.build()
+        return None if data is None else data._batch
+
+    def __set__(self, data: Any, batch: Any) -> None:
+        data._batch = batch
+
+
+_BUILT_WHEN_READ: Any = _BuiltWhenRead()
+
+
+@dataclass
+class DataProtoItem:
+    """One row of a `DataProto`."""
+
+    batch: TensorDict | None = None
+    non_tensor_batch: dict[str, Any] = field(default_factory=dict)
+    meta_info: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(eq=False, repr=False)
+class DataProto:
+    """B rows of named columns. Raises `BatchError` unless all columns have the same number of rows.
+
+    The tensors of a received batch stay in the memory they arrived in, which other processes may read too. They are
+    copied when ``batch`` is first read, so that the reader may write to them. A batch that came through Ray is not
+    even decoded until one of its attributes is read; a process that only passes it on never decodes it.
+
+    Args:
+        batch: Tensors whose first dimension is B; None without tensors.
+        non_tensor_batch: Numpy arrays whose first dimension is B; of dtype object for Python values.
+        meta_info: Facts about all rows.
+    """
+
+    batch: TensorDict | None = _BUILT_WHEN_READ
+    non_tensor_batch: dict[str, np.ndarray] = field(default_factory=dict)
+    meta_info: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Check the batch; the ``__init__`` of a subclass that is a dataclass calls this too."""
+        if self.non_tensor_batch is None:  # as verl's callers write it
+            self.non_tensor_batch = {}
+        if self.meta_info is None:
+            self.meta_info = {}
+        self.check_consistency()
+
+    if TYPE_CHECKING:
+        _batch: ClassVar[Any]  # a TensorDict, an UnbuiltBatch or None
+        _arrived: ClassVar[serialization.Message]  # until a received batch is decoded
+    else:
+
+        def __getattr__(self, name: str) -> Any:
+            """Decode a received batch when its first attribute is read."""
+            serialization.unfold(self)
+            if name not in self.__dict__:
+                raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+            return self.__dict__[name]
+
+    def __len__(self) -> int:
+        if self._batch is not None:
+            return self._batch.batch_size[0]
+        return next((len(array) for array in self.non_tensor_batch.values()), 0)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__} of {len(self)} rows\n{self.get_data_info()}"
+
+    def check_consistency(self) -> None:
+        """Raise `BatchError` unless all columns have the same number of rows, and the tensors one batch dimension."""
+        if self._batch is not None and len(self._batch.batch_size) != 1:
+            raise BatchError(f"batch must have one batch dimension, got {tuple(self._batch.batch_size)}")
+        for key, array in self.non_tensor_batch.items():
+            if not isinstance(array, np.ndarray):
+                raise BatchError(f"non_tensor_batch[{key!r}] must be a numpy array, got {type(array).__name__}")
+            if array.ndim == 0 or len(array) != len(self):
+                raise BatchError(f"non_tensor_batch[{key!r}] has shape {array.shape}, the batch has {len(self)} rows")
+
+    @classmethod
+    def from_single_dict(
+        cls, data: dict[str, Any], meta_info: dict[str, Any] | None = None, auto_padding: bool = False
+    ) -> DataProto:
+        """Sort the entries of one dict into tensors and numpy arrays. Raises `ValueError` for any other entry."""
+        tensors = {key: value for key, value in data.items() if isinstance(value, torch.Tensor)}
+        arrays = {key: value for key, value in data.items() if isinstance(value, np.ndarray)}
+        for key in data.keys() - tensors.keys() - arrays.keys():
+            raise ValueError(f"data[{key!r}] must be a tensor or a numpy array, got {type(data[key]).__name__}")
+        return cls.from_dict(tensors=tensors, non_tensors=arrays, meta_info=meta_info, auto_padding=auto_padding)
+
+    @classmethod
+    def from_dict(
+        cls,
+        tensors: dict[str, torch.Tensor] | None = None,
+        non_tensors: dict[str, Any] | None = None,
+        meta_info: dict[str, Any] | None = None,
+        num_batch_dims: int = 1,
+        auto_padding: bool = False,
+    ) -> DataProto:
+        """Build a batch from tensors, and arrays or lists of as many rows; the lists become object arrays.
+
+        The tensors' first ``num_batch_dims`` dimensions must agree; more than one only without arrays. With
+        ``auto_padding``, dispatch pads the batch if its rows cannot be split evenly.
+        """
+        if num_batch_dims < 1 or (non_tensors and num_batch_dims != 1):
+            raise BatchError(f"num_batch_dims must be positive, and 1 beside arrays; got {num_batch_dims}")
+        if not isinstance(non_tensors, Mapping | None):
+            raise BatchError(f"non_tensors must be a dict of arrays or lists, got {type(non_tensors).__name__}")
+        batch = columns.tensors_together({} if tensors is None else tensors, num_batch_dims)
+        arrays = {
+            key: value if isinstance(value, np.ndarray) else object_array(value)
+            for key, value in (non_tensors or {}).items()
+        }
+        meta_info = {} if meta_info is None else meta_info
+        if auto_padding:
+            meta_info[DataProtoConfig.auto_padding_key] = True
+        return cls(batch=batch, non_tensor_batch=arrays, meta_info=meta_info)
+
+    @classmethod
+    def from_tensordict(
+        cls, tensor_dict: TensorDict, meta_info: dict[str, Any] | None = None, num_batch_dims: int = 1
+    ) -> DataProto:
+        """Sort a TensorDict into tensors, per-row values (arrays) and values for all rows (meta information)."""
+        tensors, arrays, facts = columns.sort_tensordict(tensor_dict)
+        facts = {**(meta_info or {}), **facts}
+        if not tensors and not arrays:
+            return cls(TensorDict({}, tensor_dict.batch_size) if tensor_dict.batch_size else None, meta_info=facts)
+        return cls.from_dict(tensors, arrays, facts, num_batch_dims)
+
+    def to_tensordict(self) -> TensorDict:
+        """One TensorDict of all three parts. Raises `BatchError` if two of them share a name."""
+        batch_size = (len(self),) if self.batch is not None or self.non_tensor_batch else ()
+        return columns.join_tensordict(self._columns(), self.non_tensor_batch, self.meta_info, batch_size)
+
+    def __getitem__(self, item: Any) -> Any:
+        if isinstance(item, slice):
+            return self.slice(item.start, item.stop, item.step)
+        if isinstance(item, np.ndarray | torch.Tensor) and item.ndim == 0:
+            item = item.item()
+        if isinstance(item, list | np.ndarray | torch.Tensor):
+            return self.select_idxs(item)
+        if isinstance(item, int | np.integer):
+            if not -len(self) <= item < len(self):
+                raise IndexError(f"row {item} of a batch of {len(self)} rows")
+            row = None if self.batch is None else self.batch[int(item)]
+            values = {key: array[item] for key, array in self.non_tensor_batch.items()}
+            return DataProtoItem(batch=row, non_tensor_batch=values, meta_info=self.meta_info)
+        raise TypeError(f"a DataProto is indexed by int, slice, list, array or tensor, got {type(item).__name__}")
+
+    def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> DataProto:
+        """Rows ``start:end:step``, sharing memory with this batch; copied where ``step`` is negative."""
+        rows = slice(start, end, step)
+        positions = range(*rows.indices(len(self)))
+        if positions.step < 0:
+            return self.select_idxs(list(positions))
+        return self._mapped(lambda _, column: take_rows(column, rows), len(positions), shares_memory=True)
+
+    def select_idxs(self, idxs: Any) -> DataProto:
+        """The rows at these positions, or where the mask is True; copied. Raises as `columns.as_index` does."""
+        index = columns.as_index(idxs, len(self))
+        return self._mapped(lambda _, column: take_rows(column, index), len(index))
+
+    def select(
+        self,
+        batch_keys: Iterable[str] | None = None,
+        non_tensor_batch_keys: Iterable[str] | None = None,
+        meta_info_keys: Iterable[str] | None = None,
+        deepcopy: bool = False,
+    ) -> DataProto:
+        """The named columns, sharing memory unless ``deepcopy``; None selects all of a part."""
+        batch = self._shared_batch()
+        if batch_keys is not None:
+            keys = tuple(batch_keys)
+            if keys and batch is None:
+                raise BatchError(f"this DataProto has no tensors, so it has no {list(keys)}")
+            batch = None if batch is None else batch.select(*keys)
+        arrays = columns.picked(self.non_tensor_batch, non_tensor_batch_keys)
+        meta_info = columns.picked(self.meta_info, meta_info_keys)
+        if deepcopy:
+            arrays, meta_info = copy.deepcopy(arrays), copy.deepcopy(meta_info)
+        return self._derived(batch, arrays, meta_info)
+
+    def pop(
+        self,
+        batch_keys: Iterable[str] | None = None,
+        non_tensor_batch_keys: Iterable[str] | None = None,
+        meta_info_keys: Iterable[str] | None = None,
+    ) -> DataProto:
+        """Move the named columns into a new batch. Raises `BatchError` if one is missing."""
+        parts = {"batch": self.batch, "non_tensor_batch": self.non_tensor_batch, "meta_info": self.meta_info}
+        wanted = (batch_keys, non_tensor_batch_keys, meta_info_keys)
+        tensors, arrays, meta_info = columns.pop_all(parts, [list(dict.fromkeys(keys or ())) for keys in wanted])
+        return type(self).from_dict(tensors=tensors, non_tensors=arrays, meta_info=meta_info)
+
+    def rename(self, old_keys: str | list[str] | None = None, new_keys: str | list[str] | None = None) -> DataProto:
+        """Give tensors new names, in place; arrays and meta information keep theirs."""
+        if self.batch is None:
+            raise BatchError("this DataProto holds no tensors to be renamed")
+        columns.rename_tensors(self.batch, old_keys, new_keys)
+        return self
+
+    def union(self, other: DataProto) -> DataProto:
+        """Add the other's columns and facts to this batch, in place.
+
+        Raises `BatchError` if a column or fact in both differs, or the numbers of rows do; the batch is unchanged.
+        """
+        sizes = [len(data) for data in (self, other) if data._batch is not None or data.non_tensor_batch]
+        if len(set(sizes)) > 1:
+            raise BatchError(f"union needs identical batch sizes, got {sizes[0]} and {sizes[1]} rows")
+        arrays = columns.union_numpy_dict(dict(self.non_tensor_batch), other.non_tensor_batch)
+        meta_info = columns.union_two_dict(dict(self.meta_info), other.meta_info)
+        self.batch = columns.union_tensor_dict(self.batch, other.batch)
+        self.non_tensor_batch.update(arrays)
+        self.meta_info.update(meta_info)
+        return self
+
+    def reorder(self, indices: Any) -> None:
+        """Put the rows into this order, in place."""
+        reordered = self.select_idxs(indices)
+        self.batch, self.non_tensor_batch = reordered._batch, reordered.non_tensor_batch
+
+    def repeat(self, repeat_times: int = 2, interleave: bool = True) -> DataProto:
+        """Repeat every row: ``a a b b`` interleaved, ``a b a b`` otherwise."""
+        rows = np.arange(len(self))
+        return self.select_idxs(np.repeat(rows, repeat_times) if interleave else np.tile(rows, repeat_times))
+
+    def sample_level_repeat(self, repeat_times: Any) -> DataProto:
+        """Repeat row i ``repeat_times[i]`` times in succession; a list, tuple, array or tensor of B counts."""
+        counts = columns.as_counts(repeat_times, len(self))
+        return self.select_idxs(np.repeat(np.arange(len(self)), counts))
+
+    def unfold_column_chunks(self, n_split: int, split_keys: list[str] | None = None) -> DataProto:
+        """Cut the named columns into ``n_split`` rows along their second dimension; repeat the other columns.
+
+        Example: ``[B, n * m]`` becomes ``[B * n, m]``, the parts of a row in succession. Raises `BatchError` if
+        ``n_split`` does not divide the second dimension, or there is none of one length.
+        """
+        repeated, split = np.repeat(np.arange(len(self)), n_split), set(split_keys or ())
+
+        def unfold(key: str, column: Any) -> Any:
+            return columns.unfold_columns(column, n_split, key) if key in split else take_rows(column, repeated)
+
+        return self._mapped(unfold, len(repeated), shares_memory=True)
+
+    def to(self, device: Any) -> DataProto:
+        """Move the tensors, in place."""
+        if self.batch is not None:
+            self.batch = self.batch.to(device)
+        return self
+
+    def is_padding_enabled(self) -> bool:
+        """Whether dispatch may pad this batch to a multiple of the ranks."""
+        return bool(self.meta_info.get(DataProtoConfig.auto_padding_key) or DataProtoConfig.auto_padding)
+
+    def padding(self, padding_size: int, padding_candidate: str = "") -> None:
+        """Append copies of the last row, or of the first if ``padding_candidate`` is ``first``; in place."""
+        if padding_size == 0:
+            return
+        if not len(self):
+            raise BatchError(f"an empty batch has no row to append {padding_size} times")
+        row = 0 if padding_candidate == "first" else len(self) - 1
+        self.reorder([*range(len(self)), *[row] * padding_size])
+
+    def chunk(self, chunks: int) -> list[DataProto]:
+        """Cut the rows into equal parts, sharing memory with this batch.
+
+        With padding enabled the parts may differ in size: a batch with tensors is cut as by ``torch.chunk``, with
+        empty parts at the end; a batch of arrays alone as by ``numpy.array_split``. Raises `BatchError` if the rows
+        cannot be cut evenly, and padding is not enabled.
+        """
+        if chunks < 1 or (len(self) % chunks != 0 and not self.is_padding_enabled()):
+            raise BatchError(f"{len(self)} rows cannot be cut into {chunks} equal parts; pad them or enable padding")
+        num_rows, size = len(self), -(-len(self) // chunks)
+        ends = [min((index + 1) * size, num_rows) for index in range(chunks)]
+        if self._batch is None:
+            ends = np.cumsum([len(part) for part in np.array_split(np.arange(num_rows), chunks)]).tolist()
+        return [self.slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+
+    def split(self, split_size: int) -> list[DataProto]:
+        """Cut the rows into parts of ``split_size``, sharing memory with this batch; the last may be shorter."""
+        return [self.slice(start, start + split_size) for start in range(0, len(self), split_size)]
+
+    @staticmethod
+    def concat(data: Sequence[DataProto]) -> DataProto:
+        """Concatenate batches. ``metrics`` in meta_info become lists over the batches.
+
+        Raises `BatchError` if the batches have different columns, or other facts that differ.
+        """
+        if not data:
+            return DataProto()
+        tensors = same_columns([part._columns() for part in data], "batch")
+        batch = None
+        if any(part._batch is not None for part in data):
+            joined = {key: columns.cat_rows(parts) for key, parts in tensors.items()}
+            batch = UnbuiltBatch(joined, sum(map(len, data)))
+        array_parts = same_columns([part.non_tensor_batch for part in data], "non_tensor_batch")
+        arrays = {key: np.concatenate(parts, axis=0) for key, parts in array_parts.items()}
+        return data[0]._derived(batch, arrays, columns.merge_meta_info([part.meta_info for part in data]))
+
+    def make_iterator(
+        self,
+        mini_batch_size: int,
+        epochs: int,
+        seed: int | None = None,
+        dataloader_kwargs: dict[str, Any] | None = None,
+    ) -> Iterator[DataProto]:
+        """Mini-batches of equal size, ``epochs`` times over; raises `BatchError` unless the size divides B.
+
+        ``torch.utils.data.DataLoader`` chooses the rows by these options; ``seed`` seeds its order under ``shuffle``.
+        Arrays are object arrays, as by `collate_fn`; Python lists of one length become a further dimension.
+        """
+        if mini_batch_size < 1 or len(self) % mini_batch_size != 0:
+            raise BatchError(f"mini_batch_size must divide the {len(self)} rows, got {mini_batch_size}")
+        if not len(self):  # a DataLoader cannot shuffle an empty data set
+            return iter(())
+
+        def collate(rows: list[int]) -> DataProto:
+            mini_batch = self.select_idxs(rows)
+            arrays = mini_batch.non_tensor_batch
+            mini_batch.non_tensor_batch = {key: object_array(list(array)) for key, array in arrays.items()}
+            return mini_batch
+
+        generator = None if seed is None else torch.Generator().manual_seed(seed)
+        loader = DataLoader(
+            range(len(self)),  # type: ignore[arg-type]
+            batch_size=mini_batch_size,
+            collate_fn=collate,
+            generator=generator,
+            **(dataloader_kwargs or {}),
+        )
+        return (mini_batch for _ in range(epochs) for mini_batch in loader)
+
+    def get_data_info(self) -> str:
+        """One line for each entry: its name, shape, dtype and device, or its type."""
+        tensors = [f"  {key}: {_shape_of(t)} ({t.dtype}) {t.device}" for key, t in self._columns().items()]
+        arrays = [f"  {key}: ndarray{array.shape} ({array.dtype})" for key, array in self.non_tensor_batch.items()]
+        facts = [f"  {key}: {_type_name(value)}" for key, value in self.meta_info.items()]
+        return "\n".join(["batch", *tensors, "non_tensor_batch", *arrays, "meta_info", *facts])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors and arrays; of object arrays, their pointers."""
+        return sum(value.nbytes for value in [*self._columns().values(), *self.non_tensor_batch.values()])
+
+    def save_to_disk(self, filepath: str | Path) -> None:
+        """Write the file atomically. Raises `WireError` naming the place of a value that the codec does not carry."""
+        frames = encode(serialization.parts_of(self))
+        partial = Path(f"{filepath}.partial")
+        with open(partial, "wb") as file:
+            serialization.write_frames(file, frames)
+        os.replace(partial, filepath)
+
+    @classmethod
+    def load_from_disk(cls, filepath: str | Path) -> DataProto:
+        """Read a batch from a file. Raises `WireError` if `save_to_disk` did not write it."""
+        frames = serialization.read_frames(np.fromfile(filepath, dtype=np.uint8).data)
+        parts = decode(frames, max_frames=sys.maxsize, max_bytes=sys.maxsize, writable=True)
+        return serialization.from_parts(cls, parts, is_borrowed=False)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """The codec's header and buffers, out of band from pickle protocol 5 on."""
+        header, buffers, foreign = self.__getstate__()
+        wrap = pickle.PickleBuffer if protocol >= 5 else bytearray
+        return serialization.rebuild, (type(self), header, [wrap(buffer) for buffer in buffers], foreign)
+
+    def __getstate__(self) -> serialization.Message:
+        """The batch as a message; a received batch that was not decoded is passed on unchanged."""
+        if vars(self).keys() == {"_arrived"}:
+            return self._arrived
+        foreign: list[Any] = []  # values that the codec does not carry, which Ray pickles
+        header, *buffers = encode(serialization.parts_of(self), foreign=foreign, max_depth=None)
+        return header, buffers, foreign
+
+    def __setstate__(self, message: serialization.Message) -> None:
+        self.__dict__ = {"_arrived": message}
+
+    def __copy__(self) -> DataProto:
+        return self._derived(self._shared_batch(), dict(self.non_tensor_batch), dict(self.meta_info))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DataProto:
+        batch = None if self._batch is None else self._batch.clone()
+        arrays, meta_info = copy.deepcopy((self.non_tensor_batch, self.meta_info), memo)
+        return self._derived(batch, arrays, meta_info)
+
+    def _derived(self, batch: Any, arrays: dict[str, np.ndarray], meta_info: dict[str, Any]) -> DataProto:
+        return type(self)(batch=batch, non_tensor_batch=arrays, meta_info=meta_info)
+
+    def _mapped(self, change: Callable[[str, Any], Any], num_rows: int, *, shares_memory: bool = False) -> DataProto:
+        """The batch of the columns ``change(key, column)``, with the same facts."""
+        batch = None
+        if self._batch is not None:
+            is_borrowed = shares_memory and isinstance(self._batch, UnbuiltBatch) and self._batch.is_borrowed
+            tensors = {key: change(key, tensor) for key, tensor in self._batch.items()}
+            batch = UnbuiltBatch(tensors, num_rows, self._batch.device, is_borrowed)
+        arrays = {key: change(key, array) for key, array in self.non_tensor_batch.items()}
+        return self._derived(batch, arrays, self.meta_info)
+
+    def _shared_batch(self) -> Any:
+        """The tensors for another `DataProto` to share; borrowed ones are copied by each batch."""
+        return self._batch if isinstance(self._batch, UnbuiltBatch) and self._batch.is_borrowed else self.batch
+
+    def _columns(self) -> dict[str, Any]:
+        """The tensors by name; read-only."""
+        return {} if self._batch is None else dict(self._batch.items())
+
+
+def collate_fn(x: Sequence[DataProtoItem]) -> DataProto:
+    """Stack rows into a batch; values become object arrays, tensors of different first dimensions a jagged tensor."""
+    tensors = [item.batch for item in x if item.batch is not None]
+    batch = None
+    if tensors:
+        parts = same_columns([dict(row.items()) for row in tensors], "batch")
+        batch = TensorDict({key: columns.stack_rows(rows) for key, rows in parts.items()}, batch_size=(len(tensors),))
+    values = same_columns([item.non_tensor_batch for item in x], "non_tensor_batch")
+    return DataProto(batch=batch, non_tensor_batch={key: object_array(column) for key, column in values.items()})
+
+
+def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:
+    """Append rows from the beginning, over and over, until ``size_divisor`` divides their number; none to no rows.
+
+    Returns the padded batch (``data`` itself if nothing is missing) and the number of rows appended.
+    """
+    if not hasattr(data, "select_idxs") or size_divisor < 1:
+        raise BatchError(f"a DataProto and a divisor >= 1 are needed, got {type(data).__name__} and {size_divisor}")
+    pad_size = -len(data) % size_divisor
+    if len(data) == 0:
+        _log.warning("an empty DataProto cannot be padded to a multiple of %d; it stays empty", size_divisor)
+    if pad_size == 0:
+        return data, 0
+    return data.select_idxs(np.resize(np.arange(len(data)), len(data) + pad_size)), pad_size
+
+
+def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
+    """The batch without its last ``pad_size`` rows."""
+    return data[:-pad_size] if pad_size else data
+
+
+def fold_batch_dim(data: DataProto, new_batch_size: int) -> DataProto:
+    """Columns ``[B, ...]`` become ``[new_batch_size, B // new_batch_size, ...]``, views. None may be nested."""
+    if new_batch_size < 1 or len(data) % new_batch_size != 0:
+        raise BatchError(f"new_batch_size must divide the {len(data)} rows, got {new_batch_size}")
+    shape = (new_batch_size, len(data) // new_batch_size)
+
+    def fold(key: str, column: Any) -> Any:
+        return _dense(key, column).reshape(*shape, *column.shape[1:])
+
+    return data._mapped(fold, new_batch_size, shares_memory=True)
+
+
+def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
+    """Columns ``[A, B, ...]`` become ``[A * B, ...]``: ``batch_dims`` dimensions are joined. None may be nested."""
+
+    def unfold(key: str, column: Any) -> Any:
+        if _dense(key, column).ndim < batch_dims:
+            raise BatchError(f"{key!r} has {column.ndim} dimensions, of which {batch_dims} cannot be joined")
+        return column.reshape(prod(column.shape[:batch_dims]), *column.shape[batch_dims:])
+
+    columns_now = [*data._columns().items(), *data.non_tensor_batch.items()]
+    num_rows = len(unfold(*columns_now[0])) if columns_now else len(data)
+    return data._mapped(unfold, num_rows, shares_memory=True)
+
+
+def _dense(key: str, column: Any) -> Any:
+    if is_nested(column):
+        raise BatchError(f"{key!r} is a nested tensor, which cannot be folded; take it out by pop")
+    return column
+
+
+def _shape_of(tensor: Any) -> str:
+    """The shape in words; of a nested tensor, its rows and layout."""
+    if is_nested(tensor):
+        return f"({tensor.size(0)}, {str(tensor.layout).removeprefix('torch.')})"
+    return str(tuple(tensor.shape))
+
+
+def _type_name(value: Any) -> str:
+    """The type of a value, with the types inside a container. Example: ``dict[str: list[int]]``."""
+    if isinstance(value, list):
+        return f"list[{'|'.join(sorted({_type_name(item) for item in value[:3]})) or '...'}]"
+    if isinstance(value, tuple):
+        return f"tuple({', '.join(map(_type_name, value))})"
+    if isinstance(value, dict) and value:
+        key, item = next(iter(value.items()))
+        return f"dict[{_type_name(key)}: {_type_name(item)}]"
+    if isinstance(value, np.ndarray):
+        return f"ndarray{value.shape} ({value.dtype})"
+    return type(value).__name__

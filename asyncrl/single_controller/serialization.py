@@ -1,0 +1,202 @@
+"""How a `DataProto` travels: through Ray, to disk, between the ranks of a process group, and as plain tuples."""
+
+from __future__ import annotations
+
+import pickle
+import struct
+import sys
+from collections.abc import Sequence
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+
+from asyncrl.core.errors import BatchError, WireError
+from asyncrl.single_controller.codec import Columns, Frame, decode
+from asyncrl.single_controller.columns import UnbuiltBatch, is_nested, rows_of
+
+Message = tuple[Frame, Sequence[Any], Sequence[Any]]
+"""Header, buffers and foreign values."""
+
+
+def rebuild(kind: Any, header: Frame, buffers: Sequence[Any], foreign: Sequence[Any]) -> Any:
+    """Unpickle a batch; `unfold` decodes the message when an attribute of the batch is first read."""
+    data = kind.__new__(kind)
+    data.__setstate__((header, buffers, foreign))
+    return data
+
+
+def unfold(data: Any) -> None:
+    """Decode the message of a received batch. Attributes set since then are kept; tensors are views of the buffers."""
+    message = vars(data).get("_arrived")
+    if message is None:  # it was made here, or another thread has read it
+        return
+    header, buffers, foreign = message
+    trusted = {"max_frames": sys.maxsize, "max_bytes": sys.maxsize, "max_depth": None, "writable": True}
+    arrived = from_parts(type(data), decode([header, *buffers], foreign=foreign, **trusted))
+    for name, value in vars(arrived).items():
+        vars(data).setdefault(name, value)
+    vars(data).pop("_arrived", None)
+
+
+def parts_of(data: Any) -> dict[str, Any]:
+    """The batch as a value of the codec. Raises `BatchError` if its columns no longer fit together."""
+    data.check_consistency()
+    batch = None
+    if data._batch is not None:
+        batch = [len(data), Columns(dict(data._batch.items()))]
+    return {"batch": batch, "non_tensor_batch": data.non_tensor_batch, "meta_info": data.meta_info}
+
+
+def from_parts(kind: type, parts: Any, *, is_borrowed: bool = True) -> Any:
+    """The inverse of `parts_of`, for `DataProto` or a subclass. Raises `WireError` if the value is not of that form."""
+    try:
+        batch, arrays, meta_info = parts["batch"], parts["non_tensor_batch"], parts["meta_info"]
+        if type(arrays) is not dict or type(meta_info) is not dict:
+            raise TypeError("its parts are not maps")
+        tensors = None if batch is None else _batch_of(*batch, is_borrowed=is_borrowed)
+        return kind(batch=tensors, non_tensor_batch=arrays, meta_info=meta_info)  # type: ignore[arg-type]
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise WireError(f"message is not a DataProto: {error}") from error
+
+
+def _batch_of(num_rows: Any, tensors: Any, *, is_borrowed: bool) -> UnbuiltBatch:
+    if type(num_rows) is not int or not 0 <= num_rows < sys.maxsize or type(tensors) is not dict:
+        raise ValueError(f"its batch has {num_rows!r:.40} rows, or no map of tensors")
+    for name, tensor in tensors.items():
+        if type(name) is not str or not isinstance(tensor, torch.Tensor | TensorDict):
+            raise TypeError(f"its batch holds something other than tensors with names: {name!r:.40}")
+        if tensor.size(0) != num_rows:
+            raise ValueError(f"its batch has {num_rows} rows, and {name!r} has not")
+    return UnbuiltBatch(tensors, num_rows, is_borrowed=is_borrowed)
+
+
+_FILE_MAGIC = b"aRLfile\x01"
+_ALIGNMENT = 64
+
+
+def write_frames(file: BinaryIO, frames: Sequence[Frame]) -> None:
+    """Write frames to a file opened for binary writing."""
+    sizes = [memoryview(frame).nbytes for frame in frames]
+    head = _FILE_MAGIC + struct.pack(f"<I{len(sizes)}Q", len(sizes), *sizes)
+    file.write(head + b"\0" * (-len(head) % _ALIGNMENT))
+    for frame, size in zip(frames, sizes, strict=True):
+        file.write(frame)
+        file.write(b"\0" * (-size % _ALIGNMENT))
+
+
+def read_frames(data: bytes | memoryview) -> list[memoryview]:
+    """The frames in a file's bytes, as views. Raises `WireError` if these are not such a file, or a part of one."""
+    view = memoryview(data)
+    if bytes(view[: len(_FILE_MAGIC)]) != _FILE_MAGIC:
+        raise WireError(f"not a file of this protocol: it begins with {bytes(view[: len(_FILE_MAGIC)])!r}")
+    try:
+        (num_frames,) = struct.unpack_from("<I", view, len(_FILE_MAGIC))
+        sizes = struct.unpack_from(f"<{num_frames}Q", view, len(_FILE_MAGIC) + 4)
+    except struct.error as error:
+        raise WireError(f"file is truncated: {error}") from error
+    start = _aligned(len(_FILE_MAGIC) + 4 + 8 * num_frames)
+    frames = []
+    for size in sizes:
+        if start + size > view.nbytes:
+            raise WireError(f"file is truncated: it has {view.nbytes} bytes, a frame ends at {start + size}")
+        frames.append(view[start : start + size])
+        start += _aligned(size)
+    if start != view.nbytes:
+        raise WireError(f"file has {view.nbytes} bytes, its frames end at {start}")
+    return frames
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def all_gather_data_proto(data: Any, process_group: Any) -> None:
+    """Concatenate the parts of all ranks on every rank, in the order of the ranks, in place.
+
+    The ranks' numbers of rows may differ, and may be zero; all ranks raise `BatchError` if their columns differ. The
+    tensors end up on the device that this rank's were on; ``meta_info`` is unchanged. The timeout of ``process_group``
+    bounds the wait; None is the default group.
+    """
+    tensors = data._columns()
+    part = pickle.dumps(data.select(meta_info_keys=()), protocol=5)
+    parts = [pickle.loads(message) for message in all_gather_bytes(part, process_group)]
+    whole = type(data).concat(parts)
+    if whole.batch is not None and data._batch is not None:
+        for key, tensor in tensors.items():
+            whole.batch[key] = whole.batch[key].to(tensor.device)
+        if data._batch.device is not None:
+            whole.batch = whole.batch.to(data._batch.device)
+    data.batch, data.non_tensor_batch = whole.batch, whole.non_tensor_batch
+
+
+def all_gather_bytes(message: bytes, group: Any) -> list[memoryview]:
+    """The messages of all ranks; they are sent padded to the longest."""
+    on_cpu = any(name in dist.get_backend(group) for name in ("gloo", "mpi"))
+    device = torch.device("cpu") if on_cpu else torch.accelerator.current_accelerator()
+    num_ranks = dist.get_world_size(group)
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(num_ranks)]
+    dist.all_gather(sizes, torch.tensor([len(message)], device=device), group=group)
+    longest = max(map(int, sizes))
+    padded = torch.frombuffer(bytearray(message.ljust(longest, b"\0")), dtype=torch.uint8).to(device)
+    gathered = [torch.empty_like(padded) for _ in range(num_ranks)]
+    dist.all_gather(gathered, padded, group=group)
+    return [part.cpu().numpy().data[: int(size)] for part, size in zip(gathered, sizes, strict=True)]
+
+
+TensorParts = tuple[str, tuple[int, ...], Any]
+
+
+def serialize_single_tensor(obj: torch.Tensor) -> TensorParts:
+    """The name of the dtype, the shape, and the memory as [nbytes] uint8, shared with a contiguous CPU tensor."""
+    flat = obj.detach().cpu().flatten().contiguous()
+    memory = flat.view(torch.uint8).numpy() if flat.numel() else np.empty(0, dtype=np.uint8)
+    return str(obj.dtype).removeprefix("torch."), obj.shape, memory
+
+
+def deserialize_single_tensor(arr: TensorParts) -> torch.Tensor:
+    """The inverse of `serialize_single_tensor`, in memory of its own. Raises `BatchError` if the parts do not fit."""
+    name, shape, data = arr
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise BatchError(f"torch has no dtype {name!r}")
+    memory = bytearray(data)
+    if len(memory) != torch.Size(shape).numel() * dtype.itemsize:
+        raise BatchError(f"a tensor {name}{list(shape)} does not have {len(memory)} bytes")
+    if not memory:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
+
+
+def serialize_tensordict(
+    batch: TensorDict,
+) -> tuple[tuple[int, ...], str | None, dict[str, TensorParts | tuple[str, list[TensorParts]]]]:
+    """Batch size, device (None if none is shared), and by name each tensor's parts; of nested ones layout and rows."""
+    items: dict[str, Any] = {}
+    tensor: Any
+    for key, tensor in batch.items():
+        if is_nested(tensor):
+            rows = [serialize_single_tensor(row) for row in rows_of(tensor)]
+            items[key] = (str(tensor.layout).removeprefix("torch."), rows)
+        else:
+            items[key] = serialize_single_tensor(tensor)
+    return tuple(batch.batch_size), None if batch.device is None else str(batch.device), items
+
+
+def deserialize_tensordict(arr: Any) -> TensorDict:
+    """The inverse of `serialize_tensordict`. Raises `ValueError` if the parts do not fit together."""
+    batch_size, device, items = arr
+    tensors: dict[str, Any] = {}
+    for key, parts in items.items():
+        if len(parts) not in (2, 3):
+            raise ValueError(f"tensor {key!r} must have 3 parts, or 2 if it is nested, got {len(parts)}")
+        if len(parts) == 3:
+            tensors[key] = deserialize_single_tensor(parts)
+            continue
+        layout, rows = parts
+        tensors[key] = torch.nested.as_nested_tensor(
+            [deserialize_single_tensor(row) for row in rows], layout=getattr(torch, layout)
+        )
+    return TensorDict(source=tensors, batch_size=batch_size, device=device)

@@ -1,0 +1,1 @@
+"""How a policy version reaches the engines: its manifest, and the ways in which its bytes travel and are verified."""

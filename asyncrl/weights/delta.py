@@ -1,0 +1,154 @@
+"""Exact sparse differences between two versions of a data file.
+
+A delta file holds, per piece that changed, the new values and the gaps between their indices, or the piece whole where
+that is smaller. Values are compared as integers, so that not-a-number and minus zero are exact.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+
+from asyncrl.core.errors import WeightsError
+from asyncrl.weights.manifest import DIGEST_THREADS, Change, Manifest, digest_of
+
+_INTEGERS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+
+
+def encode(old: np.ndarray, new: np.ndarray, item_bytes: int) -> tuple[int, int, bytes] | None:
+    """What changed between two images of a piece; None where nothing did.
+
+    Args:
+        old: [bytes] uint8.
+        new: [bytes] uint8.
+        item_bytes: Bytes per value: 1, 2, 4 or 8.
+
+    Returns:
+        The number of changed values, the bytes per gap (1 or 2; 0 where the piece is whole), and what a delta file
+        holds of it.
+    """
+    values = new.view(_INTEGERS[item_bytes])
+    indices = np.flatnonzero(values != old.view(_INTEGERS[item_bytes]))
+    if not len(indices):
+        return None
+    gaps = np.diff(indices, prepend=0)
+    codes = min((_to_codes(gaps, gap_bytes) for gap_bytes in (1, 2)), key=lambda codes: codes.nbytes)
+    if len(indices) * item_bytes + codes.nbytes >= len(new):
+        return len(values), 0, new.tobytes()
+    return len(indices), codes.itemsize, values[indices].tobytes() + codes.tobytes()
+
+
+def decode(change: Change, data: bytes, place: np.ndarray) -> None:
+    """Turn the old image of a piece into the new one.
+
+    Args:
+        change: Of the piece.
+        data: What the delta file holds of it.
+        place: [bytes] uint8, the old image; it is spoiled if an error is raised.
+
+    Raises:
+        ValueError: the data are not those of the change.
+        IndexError: the same.
+    """
+    size = change.num_values * change.item_bytes
+    new = np.frombuffer(data[:size], dtype=_INTEGERS[change.item_bytes])
+    values = place.view(new.dtype)
+    if change.gap_bytes == 0:
+        values[:] = new
+    else:
+        codes = np.frombuffer(data[size:], dtype=_INTEGERS[change.gap_bytes])
+        values[_to_indices(codes)] = new
+
+
+def write_delta(
+    path: Path, file: int, old: np.ndarray, new: np.ndarray, spans: Iterable[tuple[int, int, int]]
+) -> list[Change]:
+    """Write what changed between two images of a data file.
+
+    Args:
+        path: The delta file.
+        file: Its index in the manifest.
+        old: [bytes] uint8, the whole data file before.
+        new: [bytes] uint8, the whole data file now.
+        spans: First byte, bytes, and bytes per value of each piece that is compared.
+    """
+    changes: list[Change] = []
+    left = iter(spans)
+    with path.open("wb") as stream, ThreadPoolExecutor(DIGEST_THREADS) as threads:
+        while group := list(islice(left, DIGEST_THREADS)):
+            encoded = threads.map(lambda s: encode(old[s[0] : s[0] + s[1]], new[s[0] : s[0] + s[1]], s[2]), group)
+            for (start, _, item_bytes), found in zip(group, encoded, strict=True):
+                if found is not None:
+                    num_values, gap_bytes, data = found
+                    changes.append(
+                        Change(
+                            start=start,
+                            item_bytes=item_bytes,
+                            num_values=num_values,
+                            gap_bytes=gap_bytes,
+                            file=file,
+                            at=stream.tell(),
+                            num_bytes=len(data),
+                        )
+                    )
+                    stream.write(data)
+        stream.flush()
+        os.fsync(stream.fileno())  # other hosts that share the directory see it only then
+    return changes
+
+
+def apply_delta(manifest: Manifest, image: np.ndarray) -> None:
+    """Turn the data file of the base into the one that the manifest describes, and compare each changed piece.
+
+    Args:
+        manifest: Of a delta.
+        image: [bytes] uint8, the base's data file, which is changed in place.
+
+    Raises:
+        FileNotFoundError: the version is gone: a newer one took its place.
+        WeightsError: a piece is not what was published; the image is spoiled.
+    """
+    delta = manifest.delta
+    assert delta is not None, "a full version has nothing to apply"
+    pieces = {piece.start: piece for piece in manifest.pieces}
+    paths = [Path(manifest.directory, name) for name in delta.files]
+
+    with ExitStack() as stack:
+        files = [stack.enter_context(path.open("rb")) for path in paths]
+
+        def is_right(change: Change) -> bool:
+            piece = pieces[change.start]
+            place = image[piece.start : piece.start + piece.num_bytes]
+            try:
+                decode(change, os.pread(files[change.file].fileno(), change.num_bytes, change.at), place)
+            except (ValueError, IndexError):
+                return False
+            return digest_of(place) == piece.digest
+
+        with ThreadPoolExecutor(DIGEST_THREADS) as threads:
+            rights = threads.map(is_right, delta.changes)
+            wrong = [change for change, right in zip(delta.changes, rights, strict=True) if not right]
+    if wrong:
+        raise WeightsError(
+            f"{paths[wrong[0].file]} does not turn policy version {delta.base.version} into what was published: "
+            f"{len(wrong)} of {len(delta.changes)} changed pieces differ, the first begins at byte {wrong[0].start}"
+        )
+
+
+def _to_codes(gaps: np.ndarray, gap_bytes: int) -> np.ndarray:
+    """Each gap as full codes (the type's largest value) and a rest below that."""
+    full = np.iinfo(_INTEGERS[gap_bytes]).max
+    ends = np.cumsum(gaps // full + 1) - 1
+    codes = np.full(ends[-1] + 1, full, dtype=_INTEGERS[gap_bytes])
+    codes[ends] = gaps % full
+    return codes
+
+
+def _to_indices(codes: np.ndarray) -> np.ndarray:
+    return np.cumsum(codes, dtype=np.int64)[codes != np.iinfo(codes.dtype).max]

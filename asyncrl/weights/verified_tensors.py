@@ -1,0 +1,180 @@
+"""Puts published tensors together of pieces that come one by one, on any device, and compares each with its digest.
+
+Bytes in the host's memory have the digest of `manifest.digest_of`. Bytes that never leave a GPU have `device_digest`,
+which torch computes there. Both say by their form which they are, so who reads them need not know.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from asyncrl.core.errors import WeightsError
+from asyncrl.weights.manifest import (
+    DIGEST_THREADS,
+    DTYPES,
+    PIECE_BYTES,
+    DigestThreads,
+    Manifest,
+    Piece,
+    StoredTensor,
+    digest_of,
+)
+
+DEVICE_DIGEST = "splitmix64:"
+"""How a digest of `device_digest` begins."""
+
+
+def device_digest(data: Tensor) -> str:
+    """A digest of [bytes] uint8, computed where they are: 64 bits, alike on every device.
+
+    The sum, modulo 2**64, of the words w_i of 8 bytes, each with its place mixed in: s(w_i + (i + 1) * gamma), where s
+    is SplitMix64's finalizer (Steele, Lea, Flood 2014, doi 10.1145/2714064.2660195). The last word is padded with
+    zeros, and the number of bytes is added likewise. Since s is a bijection, a change within one word is always found;
+    any other accident passes with a chance of 2**-64. It stops no attacker.
+    """
+    num_bytes, size = data.numel(), -(-data.numel() // 8) * 8
+    if num_bytes != size or data.data_ptr() % 8:
+        padded = torch.zeros(size, dtype=torch.uint8, device=data.device)
+        padded[:num_bytes] = data
+        data = padded
+    places = torch.arange(1, size // 8 + 1, dtype=torch.int64, device=data.device)
+    total = _finalized(data.view(torch.int64) + places * _GAMMA).sum()
+    total += _finalized(torch.tensor([num_bytes], dtype=torch.int64, device=data.device)).sum()
+    return f"{DEVICE_DIGEST}{int(total) & (1 << 64) - 1:016x}"
+
+
+def _signed(constant: int) -> int:
+    return constant - (1 << 64)
+
+
+_GAMMA, _FIRST, _SECOND = map(_signed, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+
+
+def _finalized(words: Tensor) -> Tensor:
+    """SplitMix64's finalizer of [n] int64; its shifts repeat the sign here, and it stays a bijection."""
+    words = (words ^ (words >> 30)) * _FIRST
+    words = (words ^ (words >> 27)) * _SECOND
+    return words ^ (words >> 31)
+
+
+def tensor_pieces(start: int, data: Tensor) -> list[Piece]:
+    """Digest [bytes] uint8, which stand from byte ``start`` on in the data file, where they are."""
+    parts = [(at, data[at : at + PIECE_BYTES]) for at in range(0, data.numel(), PIECE_BYTES)]
+    return [Piece(file=0, start=start + at, num_bytes=len(part), digest=_digest(part)) for at, part in parts]
+
+
+def _digest(data: Tensor) -> str:
+    return digest_of(data.numpy()) if data.device.type == "cpu" else device_digest(data)
+
+
+class TensorAssembly:
+    """The tensors of one version, each given out as soon as all of its pieces were added and verified.
+
+    A tensor whose pieces are added together is a view of them, any other has memory of its own. Neither is written to
+    again, so a model may keep what it is given for as long as it likes.
+    """
+
+    def __init__(self, manifest: Manifest, *, name: str, device: torch.device) -> None:
+        """Begin with nothing.
+
+        Args:
+            manifest: Of the version; it has one data file.
+            name: Of the version, for messages.
+            device: Where tensors of several parts are put together.
+
+        Raises:
+            WeightsError: a tensor is of a type that torch does not have.
+        """
+        for stored in manifest.tensors:
+            if stored.dtype not in DTYPES:
+                raise WeightsError(f"{stored.name} is of type {stored.dtype}; known are {sorted(DTYPES)}")
+        self._name, self._device = name, device
+        self._tensors = sorted(manifest.tensors, key=lambda stored: (stored.start, stored.num_bytes))
+        self._starts = [stored.start for stored in self._tensors]
+        self._num_left = {stored.name: stored.num_bytes for stored in self._tensors}
+        self._begun: dict[str, Tensor] = {}
+        self._added: set[int] = set()
+        self._threads = DigestThreads(DIGEST_THREADS)
+
+    def add(self, span: Sequence[Piece], data: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Verify pieces that follow one another in the file; yields name and tensor of what is whole with them.
+
+        Args:
+            span: The pieces, in order, none of them added before.
+            data: [bytes] uint8, theirs.
+
+        Raises:
+            WeightsError: they are not what was published.
+        """
+        first = span[0].start
+        self._verify(span, data)
+        for piece in span:
+            stored = self._tensors[bisect_right(self._starts, piece.start) - 1]
+            if piece.start in self._added or stored.name not in self._num_left:
+                raise WeightsError(f"{self._name}: bytes of {stored.name} came twice")
+            self._added.add(piece.start)
+            self._num_left[stored.name] -= piece.num_bytes
+            begin, end = stored.start - first, stored.start + stored.num_bytes - first
+            if not (begin >= 0 and end <= data.numel()):
+                at = piece.start - first
+                self._place(stored, piece)[:] = data[at : at + piece.num_bytes]
+            if not self._num_left[stored.name]:
+                del self._num_left[stored.name]
+                yield stored.name, _shaped(stored, self._begun.pop(stored.name, data[max(begin, 0) : max(end, 0)]))
+
+    def finish(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors without bytes.
+
+        Raises:
+            WeightsError: a tensor is not whole.
+        """
+        self._threads.shutdown(wait=False)
+        for stored in self._tensors:
+            if self._num_left.get(stored.name):
+                raise WeightsError(
+                    f"{self._name}: {len(self._num_left)} of {len(self._tensors)} tensors did not come whole, first "
+                    f"{stored.name} without {self._num_left[stored.name]} of {stored.num_bytes} bytes"
+                )
+            if not stored.num_bytes:
+                yield stored.name, _shaped(stored, torch.empty(0, dtype=torch.uint8, device=self._device))
+        self._num_left.clear()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every tensor was given out."""
+        return not self._num_left
+
+    def _verify(self, span: Sequence[Piece], data: Tensor) -> None:
+        ends = [piece.start + piece.num_bytes - span[0].start for piece in span]
+        own = [data[end - piece.num_bytes : end] for piece, end in zip(span, ends, strict=True)]
+        if any(not piece.digest.startswith(DEVICE_DIGEST) for piece in span):
+            on_host = data.cpu()
+            own = [on_host[end - piece.num_bytes : end] for piece, end in zip(span, ends, strict=True)]
+        pairs = zip(span, own, strict=True)
+        are_right = map(_is_right, pairs) if len(span) == 1 else self._threads.map(_is_right, pairs)
+        for piece, is_right in zip(span, are_right, strict=True):
+            if not is_right:
+                stored = self._tensors[bisect_right(self._starts, piece.start) - 1]
+                raise WeightsError(f"{self._name}: other bytes of {stored.name} arrived than were published")
+
+    def _place(self, stored: StoredTensor, piece: Piece) -> Tensor:
+        if stored.name not in self._begun:
+            self._begun[stored.name] = torch.empty(stored.num_bytes, dtype=torch.uint8, device=self._device)
+        at = piece.start - stored.start
+        return self._begun[stored.name][at : at + piece.num_bytes]
+
+
+def _is_right(part: tuple[Piece, Tensor]) -> bool:
+    piece, data = part
+    computed = device_digest(data) if piece.digest.startswith(DEVICE_DIGEST) else digest_of(data.numpy())
+    return computed == piece.digest
+
+
+def _shaped(stored: StoredTensor, data: Tensor) -> Tensor:
+    dtype = getattr(torch, DTYPES[stored.dtype])
+    aligned = data if data.data_ptr() % dtype.itemsize == 0 else data.clone()
+    return aligned.view(dtype).view(stored.shape)

@@ -1,0 +1,101 @@
+"""Names of algorithms, found among ours, in files and in modules."""
+
+from pathlib import Path
+
+import pytest
+
+from asyncrl.core.registry import Registry, absolute_name
+from learner.advantages import ADVANTAGES
+from learner.losses import LOSSES
+
+OWN = '''
+"""A user's file."""
+from json import dumps as written
+from learner.losses import LossTerms
+from learner.losses import LOSSES
+
+if True:
+    def bounded(inputs, config):
+        return LossTerms(per_token=-inputs.log_probs)
+
+try:
+    first, (second, number) = bounded, (bounded, 3)
+except ValueError:
+    pass
+
+@LOSSES.register("short_name_{tag}")
+def long_name(inputs, config):
+    inside = 1
+    return LossTerms(per_token=-inputs.log_probs)
+'''
+
+
+@pytest.fixture
+def own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(LOSSES, "_entries", dict(LOSSES._entries))  # what the file registers goes with it
+    path = tmp_path / "own_losses.py"
+    path.write_text(OWN.replace("{tag}", tmp_path.name))
+    return path
+
+
+@pytest.mark.parametrize("registry", [LOSSES, ADVANTAGES])
+def test_every_name_of_ours_is_found(registry: Registry) -> None:
+    for name in registry.names():
+        assert callable(registry.get(name))
+
+
+def test_an_unknown_name_lists_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"algorithm\.advantage must be one of .*'gae', 'grpo'.*got 'grppo'"):
+        ADVANTAGES.get("grppo")
+    with pytest.raises(ValueError, match="no_such_module"):
+        ADVANTAGES.get("no_such_module:f")
+    with pytest.raises(ValueError, match=r"learner\.advantages has no 'grppo'"):
+        ADVANTAGES.get("learner.advantages:grppo")
+    assert ADVANTAGES.get("learner.advantages:grpo") is ADVANTAGES.get("grpo")
+
+
+@pytest.mark.parametrize("name", ["bounded", "first", "second", "written", "short_name_{tag}", "long_name"])
+def test_a_function_of_ones_own_file_is_found_by_any_name_it_has(own_file: Path, name: str) -> None:
+    name = name.replace("{tag}", own_file.parent.name)
+    assert callable(LOSSES.get(f"{own_file}:{name}"))
+    assert LOSSES.get(f"{own_file}:{name}") is LOSSES.get(f"{own_file}:{name}"), "a file is imported once"
+
+
+@pytest.mark.parametrize("name", ["missing", "inside"])
+def test_a_name_that_a_file_does_not_have_is_refused_with_those_it_has(own_file: Path, name: str) -> None:
+    with pytest.raises(ValueError, match=rf"own_losses\.py has no '{name}', only .*'bounded'.*'long_name'"):
+        LOSSES.get(f"{own_file}:{name}")
+
+
+def test_what_is_no_function_is_refused_when_it_is_looked_up(own_file: Path) -> None:
+    with pytest.raises(ValueError, match=r"number must name a function, got 3"):
+        LOSSES.get(f"{own_file}:number")
+
+
+def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"there is no file .*absent\.py"):
+        LOSSES.get(f"{tmp_path}/absent.py:f")
+    (tmp_path / "broken.py").write_text("x = 1\ndef f(:\n")
+    with pytest.raises(ValueError, match=r"broken\.py, line 2"):
+        LOSSES.get(f"{tmp_path}/broken.py:f")
+    (tmp_path / "needs.py").write_text("import no_such_package\ndef f(): ...\n")
+    with pytest.raises(ValueError, match="No module named 'no_such_package'"):
+        LOSSES.get(f"{tmp_path}/needs.py:f")
+    (tmp_path / "script.py").write_text("def f(): ...\nraise SystemExit(0)\n")
+    with pytest.raises(ValueError, match="cannot be imported: SystemExit"):
+        LOSSES.get(f"{tmp_path}/script.py:f")
+
+
+def test_files_get_their_whole_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert absolute_name("own.py:f") == f"{tmp_path}/own.py:f"
+    assert absolute_name("package.module:f") == "package.module:f"
+    assert absolute_name("ppo_clip") == "ppo_clip"
+
+
+def test_a_name_is_registered_once() -> None:
+    registry: Registry = Registry("algorithm.loss")
+    registry.register("mine")(len)
+    with pytest.raises(ValueError, match="mine is registered already"):
+        registry.register("mine")(len)
+    assert registry.get("mine") is len

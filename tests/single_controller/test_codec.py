@@ -1,0 +1,250 @@
+"""The codec: what goes in comes out, and whatever else comes in is a WireError."""
+
+import subprocess
+import sys
+import tracemalloc
+from contextlib import suppress
+
+import msgpack
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as npst
+
+from asyncrl.core.errors import WireError
+from asyncrl.single_controller import codec, codec_torch
+from asyncrl.single_controller.columns import deep_equal
+
+PREFIX = b"aRL\x01"
+
+scalars = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**80), 2**80)
+    | st.floats()
+    | st.text(max_size=8)
+    | st.binary(max_size=8)
+    | st.complex_numbers(allow_nan=False)
+)
+plain_dtypes = (
+    npst.boolean_dtypes()
+    | npst.integer_dtypes()
+    | npst.unsigned_integer_dtypes()
+    | npst.floating_dtypes()
+    | npst.complex_number_dtypes()
+    | npst.unicode_string_dtypes(max_len=4)
+    | npst.byte_string_dtypes(max_len=4)
+    | npst.datetime64_dtypes()
+)
+arrays = plain_dtypes.flatmap(lambda dtype: npst.arrays(dtype, npst.array_shapes(min_dims=0, min_side=0, max_side=4)))
+records = st.builds(
+    lambda numbers, texts: np.array(list(zip(numbers, texts, strict=False)), dtype=[("n", "<i8"), ("t", "<U3")]),
+    st.lists(st.integers(-9, 9), max_size=3),
+    st.lists(st.text(max_size=3).filter(lambda text: not text.endswith("\0")), max_size=3),
+)
+torch_dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool])
+nested_tensors = st.builds(
+    lambda sizes, dtype: torch.nested.nested_tensor([torch.ones(n, 2) for n in sizes], layout=torch.jagged).to(dtype),
+    st.lists(st.integers(0, 3), min_size=1, max_size=3),
+    torch_dtypes,
+)
+tensors = st.builds(
+    lambda shape, dtype: torch.arange(int(np.prod(shape))).reshape(shape).to(dtype),
+    st.lists(st.integers(0, 3), max_size=3).map(tuple),
+    torch_dtypes,
+)
+
+
+def object_array(items):
+    array = np.empty(len(items), dtype=object)
+    for index, item in enumerate(items):
+        array[index] = item
+    return array
+
+
+values = st.recursive(
+    scalars | arrays | records | tensors | nested_tensors,
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.lists(inner, max_size=4).map(tuple)
+        | st.lists(inner, max_size=4).map(object_array)
+        | st.dictionaries(st.text(max_size=4) | st.integers(-9, 9), inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+
+
+def as_received(frames):
+    return [bytes(frame) for frame in frames]
+
+
+@given(values)
+@settings(max_examples=200)
+def test_any_nested_value_comes_back_equal(value):
+    assert deep_equal(codec.decode(as_received(codec.encode(value))), value)
+
+
+@given(st.lists(st.binary(max_size=40), max_size=4))
+@settings(max_examples=300)
+def test_random_bytes_only_ever_raise_wire_error(frames):
+    for candidate in (frames, [PREFIX + frames[0], *frames[1:]] if frames else frames):
+        with suppress(WireError):
+            codec.decode(candidate)
+
+
+@given(values, st.data())
+@settings(max_examples=200)
+def test_corrupted_messages_decode_or_raise_wire_error(value, data):
+    frames = [bytearray(frame) for frame in codec.encode(value)]
+    frame = frames[data.draw(st.integers(0, len(frames) - 1))]
+    if frame:
+        frame[data.draw(st.integers(0, len(frame) - 1))] = data.draw(st.integers(0, 255))
+    with suppress(WireError):
+        codec.decode(as_received(frames))
+
+
+@given(values, st.data())
+@settings(max_examples=100)
+def test_truncated_messages_raise_wire_error(value, data):
+    frames = as_received(codec.encode(value))
+    header = frames[0][: data.draw(st.integers(0, len(frames[0]) - 1))]
+    with pytest.raises(WireError):
+        codec.decode([header, *frames[1:]])
+
+
+def test_buffers_are_not_copied_on_either_side():
+    array = np.arange(1000, dtype=np.int32)
+    frames = codec.encode({"a": array})
+    decoded = codec.decode(frames)["a"]
+    assert np.shares_memory(decoded, array)
+    assert not decoded.flags.writeable
+
+
+def test_a_tensor_from_read_only_memory_is_a_copy_that_may_be_written():
+    frame = as_received(codec.encode(torch.zeros(4)))
+    tensor = codec.decode(frame)
+    tensor += 1
+    assert codec.decode(frame).tolist() == [0, 0, 0, 0]
+
+
+def test_columns_come_back_as_views():
+    frames = as_received(codec.encode(codec.Columns({"a": torch.arange(4)})))
+    tensor = codec.decode(frames)["a"]
+    assert tensor.data_ptr() == np.frombuffer(frames[1], dtype=np.uint8).ctypes.data
+
+
+def test_jagged_tensors_keep_their_rows_and_their_holes():
+    nested = torch.nested.nested_tensor([torch.arange(2.0), torch.arange(3.0)], layout=torch.jagged)
+    holes = torch.nested.nested_tensor_from_jagged(torch.arange(6), torch.tensor([0, 3, 6]), torch.tensor([1, 2]))
+    for tensor in (nested, holes):
+        rows = codec.decode(as_received(codec.encode(tensor))).unbind()
+        assert [row.tolist() for row in rows] == [row.tolist() for row in tensor.unbind()]
+
+
+@pytest.mark.parametrize("offsets", [[0, 2, 9], [0, -1, 3], [1, 2, 3], [0, 2, 1]])
+def test_jagged_tensors_whose_rows_leave_the_values_are_refused(offsets):
+    with pytest.raises(WireError, match="offsets"):
+        codec_torch.jagged_of(torch.arange(3.0), torch.tensor(offsets), None, 1)
+
+
+def test_not_contiguous_views_and_foreign_byte_orders_travel():
+    for array in (np.arange(12).reshape(3, 4).T, np.arange(5, dtype=">i4"), np.arange(10)[::2]):
+        decoded = codec.decode(as_received(codec.encode(array)))
+        assert decoded.dtype == array.dtype
+        np.testing.assert_array_equal(decoded, array)
+
+
+def test_numpy_scalars_keep_their_type():
+    for scalar in (np.float32(1.5), np.int8(-3), np.bool_(True), np.datetime64("2020-02-02"), np.float64("nan")):
+        assert type(codec.decode(codec.encode(scalar))) is type(scalar)
+
+
+def test_a_value_that_does_not_travel_is_named():
+    with pytest.raises(WireError, match=r"value\['a'\]\[1\]\[0\]: the wire carries no object"):
+        codec.encode({"a": [0, np.array([object(), 1], dtype=object)]})
+
+
+def test_foreign_values_are_handed_to_the_transport_and_back():
+    foreign = []
+    frames = codec.encode({"f": len, "x": 1}, foreign=foreign)
+    assert foreign == [len]
+    assert codec.decode(frames, foreign=foreign) == {"f": len, "x": 1}
+    with pytest.raises(WireError, match="did not travel"):
+        codec.decode(frames)
+
+
+def test_a_list_that_holds_itself_is_refused():
+    loop = []
+    loop.append(loop)
+    with pytest.raises(WireError, match="holds itself"):
+        codec.encode(loop)
+
+
+@pytest.mark.parametrize("wrap", [lambda inner: [inner], lambda inner: (inner,), lambda inner: {"k": inner}])
+def test_depth_is_bounded_on_both_sides(wrap):
+    value = 1
+    for _ in range(5):
+        value = wrap(value)
+    assert codec.decode(codec.encode(value), max_depth=5) == value
+    with pytest.raises(WireError, match="deeper"):
+        codec.decode(codec.encode(value), max_depth=4)
+    with pytest.raises(WireError, match="deeper"):
+        codec.encode(value, max_depth=4)
+
+
+def test_frames_and_bytes_are_bounded():
+    frames = codec.encode([np.zeros(10), np.zeros(10)])
+    with pytest.raises(WireError, match="frames"):
+        codec.decode(frames, max_frames=2)
+    with pytest.raises(WireError, match="bytes"):
+        codec.decode(frames, max_bytes=100)
+
+
+def test_missing_and_surplus_buffers_are_refused():
+    frames = codec.encode([np.zeros(10), np.zeros(10)])
+    with pytest.raises(WireError, match="truncated"):
+        codec.decode(frames[:2])
+    with pytest.raises(WireError, match="buffers"):
+        codec.decode([*frames, b""])
+    with pytest.raises(WireError, match="needs"):
+        codec.decode([frames[0], b"123", frames[2]])
+
+
+def test_another_version_is_refused_by_name():
+    with pytest.raises(WireError, match="version 2"):
+        codec.decode([b"aRL\x02\xc0"])
+
+
+@pytest.mark.parametrize("dtype", [b"|O", b"<i4,<f8", b"V8", b"<U99999999999", b"\xff"])
+def test_dtypes_with_pointers_or_without_sense_are_refused(dtype):
+    descriptor = bytes([len(dtype), 0]) + dtype
+    header = PREFIX + msgpack.packb(msgpack.ExtType(1, descriptor))
+    with pytest.raises(WireError):
+        codec.decode([header, b"12345678"])
+
+
+def test_a_message_cannot_make_the_reader_allocate_much_more_than_itself():
+    nested_claims = b"\xdd\x00\x0f\xff\xff" * 900 + b"\xc0" * 1_000_000
+    tracemalloc.start()
+    with pytest.raises(WireError):
+        codec.decode([PREFIX + nested_claims])
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 20 * len(nested_claims)
+
+
+def test_the_codec_needs_no_torch_and_does_not_load_it():
+    code = (
+        "import sys, numpy as np\n"
+        "from asyncrl.single_controller import codec\n"
+        "from asyncrl.core.errors import WireError\n"
+        "assert codec.decode(codec.encode({'a': np.ones(2)}))['a'].sum() == 2\n"
+        "assert 'torch' not in sys.modules and 'ray' not in sys.modules\n"
+        f"frames = {as_received(codec.encode(torch.ones(1)))!r}\n"
+        "try:\n    codec.decode(frames)\nexcept WireError as error:\n    assert 'torch' in str(error)\n"
+        "else:\n    raise SystemExit('decoded')\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

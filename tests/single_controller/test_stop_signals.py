@@ -1,0 +1,62 @@
+"""Who obeys SIGTERM among the processes of a run."""
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+LEFT = """
+import os, signal, subprocess, sys, threading
+from multiprocessing import get_context
+from asyncrl.core.stop_signals import keep_stop_blocked, leave_stop_to_owner, outlive_stop
+"""
+SLEEPER = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(60)"]
+
+
+def output_of(body: str) -> list[str]:
+    script = LEFT + f"SLEEPER = {SLEEPER!r}\n" + textwrap.dedent(body)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+@pytest.mark.parametrize("number", ["SIGTERM", "SIGINT"])
+def test_a_process_that_leaves_stop_to_its_owner_outlives_it_and_so_do_its_children(number):
+    assert output_of(f"""
+        leave_stop_to_owner()
+        get_context("spawn").Lock()  # brings Python's resource tracker up, which unblocks the signals
+        os.kill(os.getpid(), signal.{number})
+        child = subprocess.Popen(SLEEPER, stdout=subprocess.PIPE)
+        child.stdout.readline()
+        child.send_signal(signal.{number})
+        try:
+            child.wait(1)
+        except subprocess.TimeoutExpired:
+            print("both live")
+        child.kill()
+    """) == ["both", "live"]
+
+
+def test_a_process_that_has_not_inherited_a_blocked_stop_signal_goes_on_obeying_it():
+    assert output_of("""
+        keep_stop_blocked()
+        print(len(signal.pthread_sigmask(signal.SIG_BLOCK, ())))
+    """) == ["0"]
+
+
+def test_a_reward_process_outlives_sigterm_and_can_end_its_own_children_by_it():
+    assert output_of("""
+        leave_stop_to_owner()
+        outlive_stop()
+        os.kill(os.getpid(), signal.SIGTERM)
+        child = subprocess.Popen(SLEEPER, stdout=subprocess.PIPE)
+        child.stdout.readline()
+        child.terminate()
+        print(child.wait(20))
+        forked = os.fork()
+        if forked == 0:
+            signal.pause()
+        os.kill(forked, signal.SIGTERM)
+        print(os.waitstatus_to_exitcode(os.waitpid(forked, 0)[1]))
+    """) == ["-15", "-15"]

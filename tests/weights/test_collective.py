@@ -1,0 +1,437 @@
+"""Rounds in which learner ranks broadcast a version to receivers on other hosts; here all are on one."""
+
+import asyncio
+import signal
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from asyncrl.core.errors import DeadlineError, WeightsError, WeightsGone
+from asyncrl.weights import collective
+from asyncrl.weights import rounds as weight_rounds
+from asyncrl.weights.channel import WeightChannel
+from asyncrl.weights.collective import RoundGroup, WeightSender, interface_address
+from asyncrl.weights.manifest import (
+    Manifest,
+    Piece,
+    PublishedWeights,
+    StoredTensor,
+    digest_of,
+    read_manifest,
+    safetensors_header,
+)
+from asyncrl.weights.receiver import ArrivingWeights, WeightReceiver, channel_of, receive_weights
+from asyncrl.weights.rounds import CollectiveOptions, RoundCoordinator
+from rollout_fleet.engines.weight_loader import load_from
+from tests.support.peers import peers
+
+PIECE_BYTES = 20_000
+SPAN_BYTES = 45_000
+CALL_S = 1.0
+TENSORS = [
+    ("count", "I64", (3,), 8),
+    ("odd", "F32", (5, 3), 4),
+    ("large", "F32", (61, 1021), 4),
+    ("half", "BF16", (1000, 7), 2),
+]
+"""Name, dtype, shape and bytes per value; one is larger than what is broadcast at once."""
+OPTIONS = CollectiveOptions(interface="lo", num_receivers=2, timeout_s=30.0, keep=2)
+
+
+def version_of(number: int) -> tuple[torch.Tensor, list[list[Piece]], Manifest]:
+    """Random data, what each of two ranks has of them (a third, and the rest), and the manifest."""
+    sizes = [(name, dtype, shape, int(np.prod(shape)) * width) for name, dtype, shape, width in TENSORS]
+    head, starts = safetensors_header(sizes)
+    values = np.random.default_rng(number).integers(0, 256, sum(size[3] for size in sizes), dtype=np.uint8)
+    data = np.concatenate([np.frombuffer(head, dtype=np.uint8), values])
+    tensors = tuple(
+        StoredTensor(name=name, dtype=dtype, shape=shape, file=0, start=start, num_bytes=num_bytes)
+        for (name, dtype, shape, num_bytes), start in zip(sizes, starts, strict=True)
+    )
+    parts: list[list[Piece]] = [[], []]
+    for tensor in tensors:
+        cut = tensor.start + tensor.num_bytes // 24 * 8
+        for part, begin, end in ((0, tensor.start, cut), (1, cut, tensor.start + tensor.num_bytes)):
+            for at in range(begin, end, PIECE_BYTES):
+                size = min(PIECE_BYTES, end - at)
+                parts[part].append(Piece(file=0, start=at, num_bytes=size, digest=digest_of(data[at : at + size])))
+    manifest = Manifest(directory=".", files=("model.safetensors",), tensors=tensors, pieces=tuple(parts[0] + parts[1]))
+    return torch.from_numpy(data), parts, manifest
+
+
+# What a process does
+
+
+def begin(state, rank, address, options=OPTIONS):
+    collective.SPAN_BYTES, weight_rounds.CALL_S = SPAN_BYTES, CALL_S
+    state["rank"] = rank
+    state["sender"] = WeightSender(options, rank=rank, num_ranks=2, address=address)
+    return state["sender"].address
+
+
+def hold(state, version):
+    data, parts, _ = version_of(version)
+    state["sender"].hold(version, data, parts[state["rank"]])
+
+
+def offer(state, version, folder):
+    _, parts, manifest = version_of(version)
+    target = Path(folder, f"v{version}")
+    target.mkdir()
+    own = replace(manifest, directory=str(target)).offer(target / "manifest.json", version)
+    return state["sender"].offer(own, [len(part) for part in parts])
+
+
+def receive(state, offered, folder, timeout_s=30.0):
+    collective.SPAN_BYTES, weight_rounds.CALL_S = SPAN_BYTES, CALL_S
+    began = time.monotonic()
+    return asyncio.run(receive_weights(offered, Path(folder), timeout_s=timeout_s)), time.monotonic() - began
+
+
+def fall_at_the_third_broadcast(state, number):
+    """Signal this process in the middle of a round, once."""
+    broadcast, calls = RoundGroup.broadcast, []
+
+    def falling(*args):
+        calls.append(1)
+        if len(calls) == 3:
+            signal.pthread_kill(threading.get_ident(), number)  # this very thread goes no further
+        return broadcast(*args)
+
+    RoundGroup.broadcast = falling
+
+
+def arrive(state, offered, timeout_s=30.0):
+    """Take part in rounds as an engine's rank does; returns what its model was given, by name, and for how long."""
+    collective.SPAN_BYTES, weight_rounds.CALL_S = SPAN_BYTES, CALL_S
+    began = time.monotonic()
+
+    def take_all(weights):
+        taken = {name: tensor.view(torch.uint8).numpy().copy() for name, tensor in weights.tensors()}
+        weights.verify()
+        return taken
+
+    taken = load_from(offered, torch.device("cpu"), take_all, timeout_s=timeout_s)
+    return taken, time.monotonic() - began
+
+
+def change_what_is_sent(state, version):
+    state["sender"]._parts[version].data[-1] ^= 1
+
+
+def publish(senders, version, folder):
+    """Have two processes hold and offer a version."""
+    for sender in senders:
+        sender.ask(hold, version).answer()
+    return senders[0].ask(offer, version, str(folder)).answer()
+
+
+def start_senders(senders, options=OPTIONS):
+    address = senders[0].ask(begin, 0, None, options).answer()
+    senders[1].ask(begin, 1, address, options).answer()
+
+
+def assert_holds(received, version):
+    data, _, manifest = version_of(version)
+    folder = Path(received.manifest).parent
+    assert np.array_equal(np.fromfile(folder / "model.safetensors", dtype=np.uint8), data.numpy())
+    assert load_file(folder / "model.safetensors").keys() == {name for name, *_ in TENSORS}
+    assert read_manifest(received).pieces == manifest.pieces
+
+
+def assert_all_arrived(taken, version):
+    data, _, manifest = version_of(version)
+    assert taken.keys() == {name for name, *_ in TENSORS}
+    for stored in manifest.tensors:
+        published = data[stored.start : stored.start + stored.num_bytes]
+        assert np.array_equal(taken[stored.name].reshape(-1), published), stored.name
+
+
+def both_ranks(options):
+    states = [{}, {}]
+    address = begin(states[0], 0, None, options)
+    begin(states[1], 1, address, options)
+    yield states
+    for state in states:
+        state["sender"].close()
+
+
+def receive_in_one_process(folder):
+    """Have two ranks send a version to a receiver beside them; for a process that a test has prepared."""
+    ranks = both_ranks(replace(OPTIONS, num_receivers=1))
+    offered = offered_by(next(ranks), 1, Path(folder))
+    assert_holds(asyncio.run(receive_weights(offered, Path(folder, "r"), timeout_s=30.0)), 1)
+
+
+@pytest.fixture
+def short_rounds(monkeypatch):
+    monkeypatch.setattr(collective, "SPAN_BYTES", SPAN_BYTES)
+    monkeypatch.setattr(weight_rounds, "CALL_S", CALL_S)
+
+
+@pytest.fixture
+def ranks(short_rounds):
+    """Two senders in this process; those of receivers beside them are threads."""
+    yield from both_ranks(OPTIONS)
+
+
+@pytest.fixture
+def ranks_into_engines(short_rounds):
+    """The same; they send to the ranks of engines."""
+    yield from both_ranks(replace(OPTIONS, into_engines=True))
+
+
+def lose_answers_to_calls(monkeypatch):
+    take = RoundCoordinator._take
+
+    def losing(self, message):
+        if message.head["kind"] != "present":
+            take(self, message)
+
+    monkeypatch.setattr(RoundCoordinator, "_take", losing)
+
+
+def offered_by(ranks, version, folder):
+    for state in ranks:
+        hold(state, version)
+    return offer(ranks[0], version, folder)
+
+
+def test_receivers_hold_every_byte_that_two_ranks_have_of_a_version(tmp_path):
+    with peers(4) as everyone:
+        senders, receivers = everyone[:2], everyone[2:]
+        start_senders(senders)
+        for version in (1, 2):
+            offered = publish(senders, version, tmp_path)
+            assert offered.is_collective
+            for receiver in receivers:
+                receiver.ask(receive, offered, str(tmp_path / "received"))
+            for receiver in receivers:
+                received, _ = receiver.answer()
+                assert_holds(received, version)
+                assert replace(received, manifest=offered.manifest) == offered
+                PublishedWeights(received).verify()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_a_receiver_that_falls_in_a_round_holds_the_other_up_until_the_deadline_only(number, tmp_path):
+    with peers(4) as everyone:
+        senders, (falling, other) = everyone[:2], everyone[2:]
+        start_senders(senders, replace(OPTIONS, timeout_s=2.0))
+        offered = publish(senders, 1, tmp_path)
+        falling.ask(fall_at_the_third_broadcast, number).answer()
+        falling.ask(receive, offered, str(tmp_path / "received"), 2.0)
+        received, seconds = other.ask(receive, offered, str(tmp_path / "received"), 2.0).answer()
+        assert_holds(received, 1)
+        assert seconds < 15.0
+        received, _ = other.ask(receive, publish(senders, 2, tmp_path), str(tmp_path / "received"), 2.0).answer()
+        assert_holds(received, 2)
+
+
+def test_a_rank_that_stops_in_a_round_ends_it_by_the_deadline_and_sends_again_when_it_goes_on(tmp_path):
+    with peers(4) as everyone:
+        senders, receivers = everyone[:2], everyone[2:]
+        start_senders(senders, replace(OPTIONS, timeout_s=1.0))
+        offered = publish(senders, 1, tmp_path)
+        senders[1].ask(fall_at_the_third_broadcast, signal.SIGSTOP).answer()
+        for receiver in receivers:
+            receiver.ask(receive, offered, str(tmp_path / "received"), 1.0)
+        for receiver in receivers:
+            with pytest.raises(WeightsError, match=r"version 1 was not received from gloo://127.0.0.1:\d+ in 3 rounds"):
+                receiver.answer(20.0)
+        senders[1].signal(signal.SIGCONT)
+        for receiver in receivers:  # with time for the rank to find that its round is over
+            receiver.ask(receive, offered, str(tmp_path / "received"), 5.0)
+        for receiver in receivers:
+            assert_holds(receiver.answer()[0], 1)
+
+
+def test_the_death_of_a_rank_in_a_round_ends_it_by_name(tmp_path):
+    with peers(3) as everyone:
+        senders, receiver = everyone[:2], everyone[2]
+        start_senders(senders, replace(OPTIONS, timeout_s=1.0, num_receivers=1))
+        offered = publish(senders, 1, tmp_path)
+        senders[1].ask(fall_at_the_third_broadcast, signal.SIGKILL).answer()
+        with pytest.raises(WeightsError, match="in 3 rounds"):
+            receiver.ask(receive, offered, str(tmp_path / "received"), 1.0).answer(20.0)
+        assert not list((tmp_path / "received").iterdir())
+
+
+def test_a_stop_of_rank_0_is_a_deadline_that_names_the_option(tmp_path):
+    with peers(3) as everyone:
+        senders, receiver = everyone[:2], everyone[2]
+        start_senders(senders)
+        offered = publish(senders, 1, tmp_path)
+        senders[0].signal(signal.SIGSTOP)
+        with pytest.raises(DeadlineError, match=r"within 4\.0 s: twice rollout_fleet\.load_timeout_s = 0\.5 s"):
+            receiver.ask(receive, offered, str(tmp_path / "received"), 0.5).answer()
+
+
+async def test_who_comes_late_gets_the_newest_version_in_a_round_of_its_own(ranks, tmp_path):
+    offers = [offered_by(ranks, version, tmp_path) for version in (1, 2, 3)]
+    both = await asyncio.gather(*(receive_weights(offers[2], tmp_path / "r", timeout_s=30.0) for _ in range(2)))
+    late = await receive_weights(offers[2], tmp_path / "r", timeout_s=30.0)
+    for received in (*both, late):
+        assert_holds(received, 3)
+    assert_holds(await receive_weights(offers[1], tmp_path / "r", timeout_s=30.0), 2)
+    with pytest.raises(WeightsGone, match="version 1 is no longer sent"):
+        await receive_weights(offers[0], tmp_path / "r", timeout_s=30.0)
+
+
+async def test_versions_that_nobody_will_ask_for_are_held_by_no_rank(ranks, tmp_path):
+    for version in (1, 2):
+        offered = offered_by(ranks, version, tmp_path)
+    ranks[0]["sender"].retire(2)
+    await receive_weights(offered, tmp_path / "r", timeout_s=30.0)
+    assert [list(state["sender"]._parts) for state in ranks] == [[2], [2]]
+    assert list(ranks[0]["sender"]._coordinator._offers) == [2]
+
+
+async def test_a_version_that_engines_are_still_offered_is_sent_however_many_are_newer(ranks, tmp_path):
+    """An evaluation of it waited for an engine that had joined, and that could not have it any more."""
+    pinned = offered_by(ranks, 1, tmp_path)
+    for state in ranks:
+        state["sender"].retire(1)
+    for version in (2, 3, 4):
+        offered_by(ranks, version, tmp_path)
+    assert [list(state["sender"]._parts) for state in ranks] == [[1, 3, 4]] * 2
+    assert_holds(await receive_weights(pinned, tmp_path / "r", timeout_s=30.0), 1)
+
+
+async def test_of_two_versions_that_are_asked_for_at_once_the_newer_is_sent(ranks, tmp_path):
+    offers = [offered_by(ranks, version, tmp_path) for version in (1, 2)]
+    pending = [receive_weights(offered, tmp_path / "r", timeout_s=30.0) for offered in offers]
+    older, newer = await asyncio.gather(*pending, return_exceptions=True)
+    assert isinstance(older, WeightsGone)
+    assert_holds(newer, 2)
+
+
+async def test_who_asked_and_fell_silent_holds_nobody_up(ranks, tmp_path):
+    offered = offered_by(ranks, 1, tmp_path)
+    with WeightChannel(channel_of(offered)) as silent:
+        silent.send({"kind": "ask", "version": 1, "holds": ""})
+        assert_holds(await receive_weights(offered, tmp_path / "r", timeout_s=30.0), 1)
+
+
+async def test_who_is_not_heard_in_time_asks_again_and_then_says_so(ranks, tmp_path, monkeypatch):
+    offered = offered_by(ranks, 1, tmp_path)
+    lose_answers_to_calls(monkeypatch)
+    with pytest.raises(WeightsError, match=r"in 3 rounds: \['rank 0 did not hear of this receiver within 1\.0 s', .*"):
+        await receive_weights(offered, tmp_path / "r", timeout_s=30.0)
+
+
+async def test_a_rank_that_no_longer_holds_a_version_ends_its_round_at_once(ranks, tmp_path):
+    """Receivers waited for the round's deadline, a minute, before they could ask for a newer version."""
+    offered, began = offered_by(ranks, 1, tmp_path), time.monotonic()
+    del ranks[1]["sender"]._parts[1]
+    with pytest.raises(WeightsError, match=r"in 3 rounds: \['round 1 of weights is over', 'round 2"):
+        await receive_weights(offered, tmp_path / "r", timeout_s=30.0)
+    assert time.monotonic() - began < 15.0
+
+
+async def test_bytes_that_change_on_the_way_are_never_received(ranks, tmp_path):
+    offered = offered_by(ranks, 1, tmp_path)
+    change_what_is_sent(ranks[1], 1)
+    with pytest.raises(WeightsError, match=r"in 3 rounds: \['policy version 1: other bytes of half arrived', .*"):
+        await receive_weights(offered, tmp_path / "r", timeout_s=30.0)
+    assert not list((tmp_path / "r").iterdir())
+
+
+async def test_into_engines_every_tensor_arrives_whole_on_each_of_its_ranks(ranks_into_engines, tmp_path):
+    offered = offered_by(ranks_into_engines, 1, tmp_path)
+    assert offered.is_sent_to_engines
+    assert not offered.is_collective
+    for taken, _ in await asyncio.gather(*(asyncio.to_thread(arrive, {}, offered) for _ in range(2))):
+        assert_all_arrived(taken, 1)
+
+
+async def test_an_engine_that_stands_still_is_sent_its_version_also_beside_a_newer_one(ranks_into_engines, tmp_path):
+    offers = [offered_by(ranks_into_engines, version, tmp_path) for version in (1, 2)]
+    older, newer = await asyncio.gather(*(asyncio.to_thread(arrive, {}, offered) for offered in offers))
+    assert_all_arrived(older[0], 1)
+    assert_all_arrived(newer[0], 2)
+
+
+def test_into_engines_bytes_that_change_on_the_way_are_never_given_to_a_model(ranks_into_engines, tmp_path):
+    offered = offered_by(ranks_into_engines, 1, tmp_path)
+    change_what_is_sent(ranks_into_engines[1], 1)
+    with pytest.raises(WeightsError, match=r"in 3 rounds: \['policy version 1: other bytes of half arrived"):
+        arrive({}, offered)
+
+
+def test_an_engines_rank_that_is_not_heard_in_time_asks_again_and_then_says_so(
+    ranks_into_engines, tmp_path, monkeypatch
+):
+    offered = offered_by(ranks_into_engines, 1, tmp_path)
+    lose_answers_to_calls(monkeypatch)
+    with pytest.raises(WeightsError, match=r"in 3 rounds: \['rank 0 did not hear of this receiver within 1\.0 s', .*"):
+        arrive({}, offered)
+
+
+def test_a_load_that_ends_early_leaves_the_round_and_the_next_one_goes_well(ranks_into_engines, tmp_path):
+    offered = offered_by(ranks_into_engines, 1, tmp_path)
+    weights = ArrivingWeights(offered, torch.device("cpu"), timeout_s=10.0)
+    next(weights.tensors())
+    with pytest.raises(WeightsError, match="policy version 1: not every tensor was taken from engine://"):
+        weights.verify()
+    weights.close()
+    assert_all_arrived(arrive({}, offered)[0], 1)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_an_engines_rank_that_falls_in_a_round_leaves_the_other_time_for_a_second_one(number, tmp_path):
+    with peers(4) as everyone:
+        senders, (falling, other) = everyone[:2], everyone[2:]
+        start_senders(senders, replace(OPTIONS, timeout_s=5.0, into_engines=True))
+        offered = publish(senders, 1, tmp_path)
+        falling.ask(fall_at_the_third_broadcast, number).answer()
+        falling.ask(arrive, offered, 5.0)
+        taken, seconds = other.ask(arrive, offered, 5.0).answer()
+        assert_all_arrived(taken, 1)
+        assert seconds < 5.0
+
+
+def test_into_engines_a_rank_that_stops_is_a_deadline_by_name(tmp_path):
+    with peers(3) as everyone:
+        senders, receiver = everyone[:2], everyone[2]
+        start_senders(senders, replace(OPTIONS, timeout_s=30.0, num_receivers=1, into_engines=True))
+        offered = publish(senders, 1, tmp_path)
+        senders[1].ask(fall_at_the_third_broadcast, signal.SIGSTOP).answer()
+        with pytest.raises(DeadlineError, match=r"policy version 1 did not arrive from engine://127.0.0.1:\d+ within"):
+            receiver.ask(arrive, offered, 1.5).answer(20.0)
+
+
+async def test_versions_of_a_learner_that_has_ended_are_gone_at_once(ranks, tmp_path):
+    offered = offered_by(ranks, 1, tmp_path)
+    with pytest.raises(WeightsGone, match=r"policy version 1 is no longer sent: nobody listens at 127.0.0.1:1"):
+        await receive_weights(replace(offered, manifest="gloo://127.0.0.1:1"), tmp_path / "r", timeout_s=30.0)
+
+
+def test_no_room_on_the_receivers_host_is_an_error_by_name(tmp_path, monkeypatch):
+    _, _, manifest = version_of(1)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("asyncrl.weights.receiver.os.posix_fallocate", full)
+    receiver = WeightReceiver(manifest.offer(tmp_path / "manifest.json", 1), tmp_path, timeout_s=1.0)
+    with pytest.raises(WeightsError, match=r"no room for \d+ bytes of weights in .*No space left"):
+        receiver._make_file(manifest)
+
+
+def test_an_interface_that_is_not_there_is_refused_with_those_that_are():
+    assert interface_address("lo") == "127.0.0.1"
+    with pytest.raises(ValueError, match=r"weights.interface must be .* got 'eth77' .* there are \['lo'"):
+        interface_address("eth77")
+
+
+def test_closed_senders_leave_no_thread(ranks):
+    for state in ranks:
+        state["sender"].close()
+    assert not [state["sender"]._thread for state in ranks if state["sender"]._thread.is_alive()]
