@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from asyncrl import protocol
+from asyncrl import single_controller
 from asyncrl.single_controller import register
 
 from .config import AlgorithmConfig, LearnerConfig
@@ -45,7 +45,7 @@ class ActorWorker(ModelWorker):
         temperature = float(data.meta_info.get("temperature", self._temperature))
         with self._offload.reading(), self._model.at_temperature(temperature):
             log_probs, entropies = self._model.log_probs_and_entropies(scored_sequences(data))
-        return protocol.DataProto.from_dict(
+        return single_controller.DataProto.from_dict(
             {"old_log_probs": response_rows(data, log_probs), "entropys": response_rows(data, entropies)},
             meta_info={"temperature": temperature},
         )
@@ -69,7 +69,9 @@ class ActorWorker(ModelWorker):
         temperature = float(data.meta_info.get("temperature", self._temperature))
         with self._offload.updating(), self._model.at_temperature(temperature):
             metrics = self._step.update(sequences)
-        return protocol.DataProto(meta_info={"metrics": {f"actor/{name}": value for name, value in metrics.items()}})
+        return single_controller.DataProto(
+            meta_info={"metrics": {f"actor/{name}": value for name, value in metrics.items()}}
+        )
 
     @property
     def _actor_model_offloaded(self) -> bool:
@@ -91,7 +93,7 @@ class CriticWorker(ModelWorker):
         """``values`` [B, R] float32 of the states before the tokens of responses."""
         with self._offload.reading():
             values = self._model.scores(scored_sequences(data))
-        return protocol.DataProto.from_dict({"values": response_rows(data, values)})
+        return single_controller.DataProto.from_dict({"values": response_rows(data, values)})
 
     @register(dispatch_mode=BY_ROWS)
     def update_critic(self, data: DataProto) -> DataProto:
@@ -105,7 +107,7 @@ class CriticWorker(ModelWorker):
         with self._offload.updating():
             metrics = self._step.update(sequences)
         named = {f"critic/{_VERL_METRICS.get(name, name)}": value for name, value in metrics.items()}
-        return protocol.DataProto(meta_info={"metrics": named})
+        return single_controller.DataProto(meta_info={"metrics": named})
 
 
 class ReferenceWorker(ModelWorker):
@@ -132,14 +134,14 @@ class RewardModelWorker(ModelWorker):
         """``rm_scores`` [B, R] float32 of whole rows in the reward model's own tokens, at the last attended token."""
         with self._offload.reading():
             scores = self._model.scores(scored_sequences(data))
-        return protocol.DataProto.from_dict({"rm_scores": response_rows(data, scores)})
+        return single_controller.DataProto.from_dict({"rm_scores": response_rows(data, scores)})
 
 
 def _reference_rows(model: PackedModel, data: DataProto, temperature: float) -> DataProto:
     """``ref_log_prob`` of the rows under the weights that the run started from."""
     with model.frozen(), model.at_temperature(float(data.meta_info.get("temperature", temperature))):
         log_probs = model.scores(scored_sequences(data))
-    return protocol.DataProto.from_dict({"ref_log_prob": response_rows(data, log_probs)})
+    return single_controller.DataProto.from_dict({"ref_log_prob": response_rows(data, log_probs)})
 
 
 def _columns_of(data: DataProto, algorithm: AlgorithmConfig) -> dict[str, str]:

@@ -150,7 +150,7 @@ def test_weights_arrive_where_the_name_service_answers_nothing_since_nobody_asks
     """Torch's own store asks it at each connection; where an answer was lost, that took 5 s, and rounds were missed."""
     library, queries = tmp_path / "no_name_service.so", tmp_path / "queries"
     subprocess.run(["cc", "-shared", "-fPIC", "-o", library, NO_NAME_SERVICE, "-ldl"], check=True)
-    script = "from tests.protocol.test_collective import receive_in_one_process as run; import sys; run(sys.argv[1])"
+    script = "from tests.weights.test_collective import receive_in_one_process as run; import sys; run(sys.argv[1])"
     subprocess.run(
         [sys.executable, "-c", script, tmp_path],
         check=True,
