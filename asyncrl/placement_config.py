@@ -114,6 +114,10 @@ class PlacementConfig:
         return [per_node] * full + [rest] * (rest > 0)
 
 
+REMOVED_OPTIONS = {"ray.fork_workers": "it is gone: every worker imports what it needs; leave it out"}
+"""Options of earlier releases that have no replacement, with what to do."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RayConfig:
     """The Ray cluster.
@@ -124,17 +128,14 @@ class RayConfig:
             Empty: as Ray finds out.
         object_store_bytes: Shared memory of a cluster of our own; weights and batches do not pass through it.
         start_timeout_s: Deadline for the cluster to come up, and for it to grant the run's places.
-        fork_workers: In a cluster of our own on CPUs, fork what needs torch (learner ranks, engines in process, the
-            warm start) from one process that has imported it.
-        python: What runs Python in learner ranks and engines in process, as in a shell (``nsys profile python``); they
-            are not forked then. Empty: the Python of this process, or its fork server.
+        python: What runs Python in learner ranks and engines in process, as in a shell (``nsys profile python``).
+            Empty: the Python of this process.
     """
 
     address: str = ""
     node_address: str = ""
     object_store_bytes: int = 128 * 1024**2
     start_timeout_s: float = 60.0
-    fork_workers: bool = True
     python: str = ""
 
     def __post_init__(self) -> None:

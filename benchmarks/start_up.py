@@ -81,7 +81,7 @@ def main() -> int:
     """Measure, and report; returns 0 when the target is met."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.start_up", description="Command to first step.")
     parser.add_argument("--engine", choices=sorted(_WALL_S), default="transformers")
-    parser.add_argument("overrides", nargs="*", help="further options of the run, such as ray.fork_workers=false")
+    parser.add_argument("overrides", nargs="*", help="further options of the run")
     options = parser.parse_args()
     engine, overrides = options.engine, options.overrides
     with tempfile.TemporaryDirectory(prefix="asyncrl-start-") as folder:

@@ -26,6 +26,7 @@ from yaml import YAMLError
 
 from asyncrl.config import RunConfig
 from asyncrl.core.registry import absolute_name
+from asyncrl.placement_config import REMOVED_OPTIONS
 from learner.config import RETIRED_OPTIONS
 
 CONFIG_DIR = Path(__file__).resolve().parents[2] / "configs"
@@ -114,6 +115,9 @@ def read_config(run_folder: Path) -> RunConfig:
     if not isinstance(options, DictConfig) or not options:
         raise ValueError(f"{path} must hold the options of the run as YAML, got {got}; restore it from a copy")
     try:
+        for name in REMOVED_OPTIONS:  # a run of an earlier release may have written them
+            section, _, key = name.rpartition(".")
+            (OmegaConf.select(options, section) or {}).pop(key, None)
         config = OmegaConf.to_object(OmegaConf.merge(schema(), options))
     except OmegaConfBaseException as error:
         raise ValueError(f"{path}: {_explain(error, ())}; read it with the release that wrote it") from error
@@ -264,7 +268,7 @@ def _explain(error: Exception, overrides: Sequence[str]) -> str:
     reason = str(detail).split("Config search path")[0].split("full_key:")[0]
     reason = " ".join(reason.split())
     if isinstance(detail, ConfigAttributeError | ConfigKeyError) and option:
-        return f"unknown option {option}; {RETIRED_OPTIONS.get(option) or _nearest(option)}"
+        return f"unknown option {option}; {(RETIRED_OPTIONS | REMOVED_OPTIONS).get(option) or _nearest(option)}"
     if option and "is not a ListConfig" in reason:
         value = next((item.partition("=")[2] for item in overrides if item.startswith(f"{option}=")), "a single value")
         return f"{option} must be a list, got {value}; write '{option}=[{value}]'"

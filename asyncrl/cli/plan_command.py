@@ -1,8 +1,8 @@
 """``asyncrl plan RUN | SPEC.yaml``: predict throughput, idle time and lag for other options, and recommend some.
 
 RUN is the folder of a run, which may still go on; SPEC.yaml a scenario (docs/planning.md). Writes ``plan.json``, which
-the run's report shows, a chart ``plan.png`` beside it, and of a run ``advice.json``. A run that goes on has this done
-beside it for the advice alone (`asyncrl.run.watching`).
+the run's report shows, a chart ``plan.png`` beside it, and of a run ``advice.json``. A run
+uses the command itself after its last step, for the advice alone (`asyncrl.run.watching`).
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def _advised(run_dir: Path, calibration: Calibration, options: argparse.Namespac
 
 
 def _advise_beside(run_dir: Path, options: argparse.Namespace) -> int:
-    """Advice for a run that goes on: it is to cost little, and the kernel ends it where it would cost more."""
+    """Write advice alone, for a run that ends; the kernel limits this process to ``--only-advice`` CPU seconds."""
     resource.setrlimit(resource.RLIMIT_CPU, (options.only_advice, options.only_advice))
     num_bytes = sum(path.stat().st_size for path in (run_dir / FOLDER).glob("*.msgpack"))
     if num_bytes > _MAX_RECORD_BYTES:

@@ -9,20 +9,16 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-import os
-import shlex
 import shutil
 import signal
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
 
 from asyncrl.cli.compose import CONFIG_DIR, compose_run, dump_yaml, help_text
-from asyncrl.cli.fork_server import ForkServer
 from asyncrl.cli.preflight import check_folders, preflight
 from asyncrl.cli.quickstart import with_quickstart_assets
 from asyncrl.cli.supervisor import (
@@ -34,14 +30,13 @@ from asyncrl.cli.supervisor import (
     report_fault,
     supervise,
 )
-from asyncrl.config import RunConfig, learner_pools
+from asyncrl.config import RunConfig
 from asyncrl.core.errors import AsyncRLError, ClusterDiedError, DeadlineError
 from asyncrl.core.remote import last_lines
-from asyncrl.core.visible_gpus import NO_GPUS, visible_gpus
+from asyncrl.core.visible_gpus import visible_gpus
 from asyncrl.devices import resolve_devices
 from asyncrl.metrics import TerminalView
 from asyncrl.option_checks import check_options
-from asyncrl.placement_config import WORKER_ENV
 from asyncrl.run import protect_own_cluster
 from asyncrl.run.resume import check_beginning
 from asyncrl.run.run_folder import (
@@ -51,9 +46,8 @@ from asyncrl.run.run_folder import (
     shared_folder,
     sweep_shared_memory,
 )
-from asyncrl.sft.warm_start import WarmStart, needs_fine_tuning, warm_start
+from asyncrl.sft.warm_start import WarmStart, warm_start
 from learner.config import Device
-from rollout_fleet.config import EngineKind
 
 EXIT_USAGE = 2
 _MULTIRUN = {"--multirun", "-m"}
@@ -238,7 +232,7 @@ async def _run(
     view: TerminalView,
     on_fault: Callable[[BaseException], None],
 ) -> None:
-    """Warm-start the policy while torch is imported for its workers, and the parts start that do not need it."""
+    """Start the warm start on a CPU, then import Ray and run; the warm start goes on meanwhile."""
     async with AsyncExitStack() as stack:
         try:
             config = await asyncio.to_thread(with_quickstart_assets, config)
@@ -251,37 +245,14 @@ async def _run(
             raise
         if not config.ray.address:
             protect_own_cluster()
-        python: Sequence[str] = (sys.executable,)
-        if modules := _imported_once(config):
-            log_path = run_dir / "logs" / "fork-server.log"
-            server = ForkServer(modules, environment=os.environ | WORKER_ENV | NO_GPUS, log_path=log_path)
-            stack.callback(server.stop)
-            python = server.command
-            config = replace(config, ray=replace(config.ray, python=shlex.join(python)))
         log_path = run_dir / "logs" / "sft.log"
-        warming = WarmStart(partial(warm_start, overrides=overrides, log_path=log_path, say=view.say, python=python))
+        warming = WarmStart(partial(warm_start, overrides=overrides, log_path=log_path, say=view.say))
         stack.push_async_callback(warming.stop)
         if config.learner.device is Device.cpu:
             warming.begin(config)
         with view.waiting_for("Ray to be imported"):
             module = await asyncio.to_thread(import_module, "asyncrl.run.run")
         await module.Run(config, run_dir, prompts, warming, view, on_fault).run()
-
-
-def _imported_once(config: RunConfig) -> list[str]:
-    """What the run's workers are to be forked from; nothing where they start by themselves, as one alone does."""
-    on_cpu = config.learner.device == config.rollout_fleet.device == "cpu"
-    if not config.ray.fork_workers or config.ray.python or config.ray.address or not on_cpu:
-        return []
-    in_process = config.rollout_fleet.engine is EngineKind.transformers
-    num_forked = sum(learner_pools(config).values()) + in_process * config.rollout_fleet.fewest_engines
-    num_forked += needs_fine_tuning(config)
-    if num_forked < 2:
-        return []
-    modules = [f"learner.{part}" for part in ("checkpoint", "roles", "trainer", "trajectory_log", "weights")]
-    if in_process:
-        modules.append("rollout_fleet.engines.transformers_model")
-    return modules
 
 
 def root_cause(error: BaseException) -> BaseException:

@@ -45,7 +45,7 @@ class ProfileConfig:
 
     Attributes:
         enabled: Record spans, levels and group stamps in the run's ``profile/``.
-        advice: Replay the record beside the run, now and then, to find the option that would make it faster.
+        advice: Replay the record after the last step, to find the option that would have made the run faster.
         torch_steps: Learner steps of which each rank also writes a trace of torch.profiler. Example: ``[10, 11]``.
         max_file_bytes: Largest file of a process; what would go beyond is dropped, and counted.
         directory: Where processes write; the run sets it: its folder's ``profile/``. Empty records nothing.

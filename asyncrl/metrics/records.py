@@ -167,11 +167,10 @@ def counted(number: float, noun: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class RunUse:
-    """Both pools, and what to change, in one line; empty where there is no advice."""
+    """The use of both pools."""
 
     learner: PoolUse
     fleet: PoolUse
-    advice: str = ""
 
 
 def summary_document(

@@ -90,9 +90,7 @@ class TerminalView:
             self.say(self._line(record))
 
     def use(self, use: RunUse) -> None:
-        """Show how the pools are used, until it is told anew; advice that is new becomes a line that stays."""
-        if use.advice and use.advice != (self._use.advice if self._use else "") and not self._console.is_terminal:
-            self.say(f"advice: {use.advice}")
+        """Show how the pools are used, until the next call."""
         self._use = use
 
     def evaluation(self, evaluation: Evaluation) -> None:
@@ -178,7 +176,6 @@ class TerminalView:
             rows += [ProgressBar(total=self._total_steps, completed=record.step + 1), self._table(record)]
             rows += [self._pools(self._use)] if self._use else []
             rows.append(self._sparks())
-            rows += [Text(f"advice: {self._use.advice}", style="cyan")] if self._use and self._use.advice else []
         rows += [
             Text(f"waiting for {part} ({time.monotonic() - since:.0f} s)", style="yellow")
             for part, since in self._waiting.items()

@@ -41,7 +41,7 @@ def explain(run_dir: Path) -> OverlapReport:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Explain the run that the command line names; returns the exit status."""
     parser = argparse.ArgumentParser(
-        prog=Path(sys.argv[0]).name if sys.argv[0].startswith("asyncrl") else "python -m asyncrl.profile",
+        prog="asyncrl profile",
         description="Say why learner and fleet were idle. The run may still be going on.",
     )
     parser.add_argument("run", type=Path, help="folder of the run, <output_dir>/<experiment>/<time>")

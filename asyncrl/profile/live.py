@@ -8,7 +8,6 @@ from pathlib import Path
 
 from asyncrl.core.record import Pool
 from asyncrl.metrics import BUSY, PoolUse, RunUse
-from asyncrl.profile.advice import read_advice
 from asyncrl.profile.attribution import Attribution, PoolTime
 from asyncrl.profile.trace import Trace, TraceReader
 
@@ -24,7 +23,6 @@ class LiveUse:
     """
 
     def __init__(self, run_dir: Path) -> None:
-        self._run_dir = run_dir
         self._reader = TraceReader(run_dir)
         self._upto: int | None = None
         self._busy: Counter[str] = Counter()
@@ -50,8 +48,7 @@ class LiveUse:
             self._reader.forget(before=new[-1].end)
         if self._upto is None:
             return None
-        advice = str(read_advice(self._run_dir) or "")
-        return RunUse(learner=self._use(Pool.learner), fleet=self._use(Pool.fleet), advice=advice)
+        return RunUse(learner=self._use(Pool.learner), fleet=self._use(Pool.fleet))
 
     def _use(self, pool: str) -> PoolUse:
         recent: Counter[str] = Counter()

@@ -1,16 +1,14 @@
-"""Who watches a run: the terminal, the trackers, the dashboard, the planner. None may slow it down, or end it.
+"""What shows a run to people: the terminal, the trackers, the dashboard, advice. A failure of one never ends the run.
 
-The dashboard is a process of its own. How the pools are used is read from the run's own record, on a thread, after
-learner steps; `Watching.step` wakes that, and it rests long enough to stay below a hundredth of the time. So does the
-planner, which replays the run under other options, in processes of its own (`AdviceProcess`).
+The dashboard is a process of its own. A thread reads the use of the pools from the run's record. `Watching.step` wakes
+the thread after learner steps, and the thread rests long enough to take less than a hundredth of the time. The planner
+looks for advice once, after the last step.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-import math
 import os
 import sys
 import time
@@ -21,7 +19,6 @@ from typing import Self
 
 from asyncrl.config import RunConfig
 from asyncrl.metrics import Evaluation, LearningSignals, RunUse, StepRecord, TerminalView, TrackedRun, Trackers
-from asyncrl.profile.advice import advice_file
 from asyncrl.profile.live import LiveUse
 
 logger = logging.getLogger(__name__)
@@ -31,15 +28,12 @@ _LEAST_REST_S = 1.0
 _START_TIMEOUT_S = 30.0
 _CLOSE_TIMEOUT_S = 30.0
 MIN_ADVICE_STEPS = 30
-"""Learner steps before the first look for advice."""
-ADVICE_SHARE = 0.01
-"""CPU time that looks for advice may take, as a share of the time since training began."""
-_FIRST_ADVICE_S = 3.0
-_LAST_ADVICE_S = 20.0
+"""A run with fewer learner steps gets no advice."""
+_ADVICE_S = 20.0
 
 
 class Watching:
-    """Tells all who watch a run of each step and evaluation.
+    """Passes each step and evaluation of a run on to the terminal, the trackers and the dashboard.
 
     Args:
         config: Of the run.
@@ -53,8 +47,7 @@ class Watching:
         self._view = view
         self._trackers = Trackers({})
         self._dashboard = DashboardProcess(run_dir, config.dashboard_address)
-        is_advised = config.profile.enabled and config.profile.advice and not config.placement.colocated
-        self._advice = AdviceProcess(run_dir) if is_advised else None
+        self._num_steps = 0
         self._signals = LearningSignals()
         self._stepped = asyncio.Event()
         self._reading: asyncio.Task[None] | None = None
@@ -81,8 +74,6 @@ class Watching:
         if self._reading is not None:
             self._reading.cancel()
             await asyncio.gather(self._reading, return_exceptions=True)
-        if self._advice is not None:
-            await self._advice.stop()
         await self._dashboard.stop()
         try:
             async with asyncio.timeout(_CLOSE_TIMEOUT_S):
@@ -98,14 +89,15 @@ class Watching:
         self._trackers.step(record)
         for line in self._signals.step(record):
             self._view.say(f"warning: {line}")
-        if self._advice is not None:
-            self._advice.step()
+        self._num_steps += 1
         self._stepped.set()
 
     async def last_advice(self) -> None:
-        """Look for advice once more, on the whole run, and predict the frontier: nothing trains any more."""
-        if self._advice is not None:
-            await self._advice.last()
+        """Look for advice on the whole run, unless ``profile.advice`` is off; call it when training has ended."""
+        profile = self._config.profile
+        is_advised = profile.enabled and profile.advice and not self._config.placement.colocated
+        if is_advised and self._num_steps >= MIN_ADVICE_STEPS:
+            await look_for_advice(self._run_dir)
 
     def evaluation(self, evaluation: Evaluation) -> None:
         """A held-out evaluation is done."""
@@ -132,7 +124,7 @@ class Watching:
 
 
 class DashboardProcess:
-    """The dashboard of a run, as a child that ends with this process, whatever that dies of: its stdin ends then.
+    """The dashboard of a run: a child process, which exits when its stdin closes, so it never outlives this process.
 
     Args:
         run_dir: Folder of the run.
@@ -155,7 +147,7 @@ class DashboardProcess:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=stderr,
-                start_new_session=True,  # Ctrl-C is the run's: the page shows how it ends
+                start_new_session=True,  # Ctrl-C must not end it: the page shows how the run ends
             )
         assert self._process.stdout is not None
         with suppress(TimeoutError):
@@ -172,74 +164,28 @@ class DashboardProcess:
             await self._process.wait()
 
 
-class AdviceProcess:
-    """``asyncrl plan --only-advice`` beside a run, again and again: at nice 19, one process at a time.
+async def look_for_advice(run_dir: Path) -> None:
+    """Replay a finished training under other options, for the advice and the frontier that its report shows.
 
-    The first look is taken once a hundredth of the time since training began suffices for it, the next when it
-    suffices for all so far and one more. A look that fails is counted at four times the cost, and tried again then.
-
-    Args:
-        run_dir: Folder of the run; ``advice.json`` is written there.
+    ``asyncrl plan --only-advice`` runs at nice 19 for at most `_ADVICE_S`. A failure is logged and the run goes on.
     """
-
-    def __init__(self, run_dir: Path) -> None:
-        self._run_dir = run_dir
-        self._num_steps = 0
-        self._began_s = 0.0
-        self._spent_s, self._next_s = 0.0, _FIRST_ADVICE_S
-        self._looking: asyncio.Task[None] | None = None
-
-    def step(self) -> None:
-        """A learner step is done: take a look, if it may be afforded."""
-        now_s = time.monotonic()
-        self._began_s = self._began_s or now_s
-        self._num_steps += 1
-        is_looking = self._looking is not None and not self._looking.done()
-        affordable_s = ADVICE_SHARE * (now_s - self._began_s)
-        if not is_looking and self._num_steps >= MIN_ADVICE_STEPS and self._spent_s + self._next_s <= affordable_s:
-            self._looking = asyncio.create_task(self._look())
-
-    async def last(self) -> None:
-        """Look once more after the last step, and predict each bound for the report's frontier, within a few seconds.
-
-        A run with too few steps is not looked at.
-        """
-        if self._num_steps >= MIN_ADVICE_STEPS:
-            await self.stop()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_LAST_ADVICE_S):
-                    await self._look("--frontier")
-
-    async def stop(self) -> None:
-        """End a look that is being taken."""
-        if self._looking is not None:
-            self._looking.cancel()
-            await asyncio.gather(self._looking, return_exceptions=True)
-
-    async def _look(self, *flags: str) -> None:
-        limit_s = math.ceil(max(10.0, 4 * self._next_s))
-        command = ["nice", "-n", "19", sys.executable, "-m", "asyncrl", "plan", str(self._run_dir)]
-        try:
-            with (self._run_dir / "logs" / "advice.log").open("ab") as log:
-                process = await asyncio.create_subprocess_exec(
-                    *command,
-                    *("--only-advice", str(limit_s)),
-                    *flags,
-                    stdin=asyncio.subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    env={**os.environ, "OMP_NUM_THREADS": "1"},
-                )
-            try:
+    command = ["nice", "-n", "19", sys.executable, "-m", "asyncrl", "plan", str(run_dir)]
+    with (run_dir / "logs" / "advice.log").open("ab") as log:
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            *("--only-advice", f"{_ADVICE_S:.0f}", "--frontier"),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+    status = None
+    try:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_ADVICE_S):
                 status = await process.wait()
-            finally:
-                with suppress(ProcessLookupError):
-                    process.kill()
-            if status != 0:
-                raise ChildProcessError(f"it ended with status {status}")
-            cost_s = json.loads(advice_file(self._run_dir).read_text())["cpu_s"]
-        except (OSError, ValueError, KeyError) as error:
-            logger.warning("no advice was found: %s; see logs/advice.log", error)
-            cost_s = 4 * self._next_s
-        self._spent_s += cost_s
-        self._next_s = cost_s
+    finally:
+        with suppress(ProcessLookupError):
+            process.kill()
+    if status != 0:
+        logger.warning("no advice was found (status %s); see logs/advice.log", status)

@@ -178,7 +178,6 @@ async def warm_start(
     log_path: Path,
     say: Callable[[str], None],
     *,
-    python: Sequence[str] = (sys.executable,),
     visible_devices: str = "",
 ) -> Path:
     """Return the directory of the policy that training starts from: fine-tuned where ``sft.enabled``.
@@ -188,7 +187,6 @@ async def warm_start(
         overrides: The command line it was composed from; the warm start composes the same.
         log_path: The warm start's log.
         say: Shows the user a line.
-        python: What runs Python.
         visible_devices: The GPUs that the process sees, in the notation of ``CUDA_VISIBLE_DEVICES``; empty: none.
 
     Raises:
@@ -201,7 +199,7 @@ async def warm_start(
         async with _lock(policy, say):
             known = finished_warm_start(config)  # another run may have made it while this one waited
             if known is None:
-                command = [*python, *_COMMAND, *overrides]
+                command = [sys.executable, *_COMMAND, *overrides]
                 devices = {"CUDA_VISIBLE_DEVICES": visible_devices} if visible_devices else NO_GPUS
                 process = await _started(command, log_path, devices)
                 await _relay(process, log_path, config.sft.progress_timeout_s, say, policy)

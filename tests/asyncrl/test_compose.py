@@ -128,6 +128,14 @@ def test_a_retired_option_is_refused_with_the_new_names(tmp_path):
         compose_run([f"experiment={own}"])
 
 
+def test_a_removed_option_is_refused_and_left_out_of_the_options_of_an_earlier_run(tmp_path):
+    with pytest.raises(ValueError, match=r"unknown option ray\.fork_workers; it is gone: .*; leave it out"):
+        compose_run(["ray.fork_workers=false"])
+    written = dump_yaml(compose_run(["seed=3"])).replace("ray:\n", "ray:\n  fork_workers: true\n")
+    (tmp_path / "config.yaml").write_text(written)
+    assert read_config(tmp_path).seed == 3
+
+
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [

@@ -234,7 +234,7 @@ def test_a_full_disk_is_an_error_with_the_process_and_the_path(tmp_path):
     writer.close()
 
 
-def make_use(advice=""):
+def make_use():
     learner = PoolUse(
         name="learner",
         capacity=2,
@@ -243,14 +243,14 @@ def make_use(advice=""):
         recent={BUSY: 0.75, "slow_generation": 0.25},
     )
     fleet = PoolUse(name="fleet", capacity=8, busy_s=1.0, idle_s={}, recent={BUSY: 1.0})
-    return RunUse(learner=learner, fleet=fleet, advice=advice)
+    return RunUse(learner=learner, fleet=fleet)
 
 
 def test_how_the_pools_are_used_is_on_the_terminal_with_what_cost_most():
     output = io.StringIO()
     view = TerminalView(title="run", total_steps=2, console=Console(file=output, width=160, force_terminal=True))
     with view:
-        view.use(make_use("buffer.max_lag=2 would make a step 0.2 s"))
+        view.use(make_use())
         for step in (0, 1):
             view.step(make_record(step))
         view._live.refresh()
@@ -259,18 +259,15 @@ def test_how_the_pools_are_used_is_on_the_terminal_with_what_cost_most():
     assert "75%" in text
     assert "100%" in text
     assert "██" in text
-    assert "advice: buffer.max_lag=2 would make a step 0.2 s" in text
 
 
-def test_without_a_terminal_the_use_is_in_the_line_and_new_advice_is_said_once():
+def test_without_a_terminal_the_use_is_in_the_line_of_a_step():
     output = io.StringIO()
     view = TerminalView(title="run", total_steps=2, console=Console(file=output, width=250))
     with view:
-        for advice in ("", "publish less often", "publish less often"):
-            view.use(make_use(advice))
+        view.use(make_use())
         view.step(make_record(0))
     assert "learner at work 75% (slow generation 25%)  fleet at work 100%" in output.getvalue()
-    assert output.getvalue().count("advice: publish less often") == 1
 
 
 def test_a_sparkline_is_as_high_as_its_values():

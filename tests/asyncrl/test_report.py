@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, models
 from asyncrl.core.record import Pool, Recorder
 from asyncrl.metrics import BUSY
 from asyncrl.profile import charts
-from asyncrl.profile.advice import Advice, advice_file
+from asyncrl.profile.advice import advice_file
 from asyncrl.profile.attribution import Attribution
 from asyncrl.profile.live import LiveUse
 from asyncrl.profile.report import RunReport, write_report
@@ -204,11 +204,8 @@ def test_a_run_that_goes_on_is_read_on(tmp_path):
         live.read()
     record_run(tmp_path, num_steps=2)
     first = live.read()
-    advice = Advice(change="buffer.max_lag=2", why="w", predicted_step_s=0.2, interval=(0.1, 0.3), predicted_lag=1.0)
-    advice_file(tmp_path).write_text(json.dumps({"advice": advice.to_dict()}))
-    again = live.read()
-    assert (again.learner, again.fleet) == (first.learner, first.fleet)
-    assert (first.advice, again.advice) == ("", str(advice))
+    assert first is not None
+    assert live.read() == first
 
 
 spans = st.tuples(st.integers(0, 100), st.integers(1, 30), st.integers(1, 4)).map(lambda s: (s[0], s[0] + s[1], s[2]))

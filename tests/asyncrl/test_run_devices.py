@@ -11,7 +11,7 @@ import pytest
 import ray
 from ray import cloudpickle
 
-from asyncrl.cli import dry_run, train_command
+from asyncrl.cli import dry_run
 from asyncrl.cli.compose import compose_run
 from asyncrl.config import learner_pools, learner_roles
 from asyncrl.core.types import Prompt
@@ -295,14 +295,6 @@ def test_a_dry_run_counts_visible_gpus(gpus, tmp_path):
     page = dry_run.dry_run(run(f"output_dir={tmp_path}", "learner.device=cuda", "learner.num_ranks=3")).page()
     assert "asks for 3 GPUs" in page
     assert "got 2" in page
-
-
-def test_a_run_on_gpus_forks_nothing(gpus):
-    gpus(2)
-    options = ["rollout_fleet.engine=transformers", "sft.enabled=false"]
-    on_gpus = resolve_devices(run(*options), visible_gpus(), print)
-    assert train_command._imported_once(on_gpus) == []
-    assert train_command._imported_once(resolve_devices(run(*options), 0, print))
 
 
 @pytest.mark.parametrize("devices", ["", "3"])

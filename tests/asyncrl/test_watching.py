@@ -1,4 +1,4 @@
-"""Who watches a run: what goes wrong with them costs a line, and never the run."""
+"""The terminal, trackers, dashboard and advice of a run: a failure of one costs a line and never the run."""
 
 import asyncio
 import io
@@ -11,7 +11,7 @@ from rich.console import Console
 from asyncrl.cli.compose import compose_run
 from asyncrl.metrics import TerminalView, Trackers
 from asyncrl.run import watching
-from asyncrl.run.watching import AdviceProcess, Watching
+from asyncrl.run.watching import Watching
 from tests.asyncrl.test_metrics import make_record
 from tests.support.traces import record_run
 
@@ -64,40 +64,41 @@ async def test_trackers_that_do_not_end_are_left(watched, monkeypatch):
 
 
 @pytest.fixture
-def advised(tmp_path, monkeypatch):
-    """Return the looks for advice of a run whose steps take a simulated second; each look takes 3 s of CPU."""
-    (tmp_path / "logs").mkdir()
-    looks, process = [], AdviceProcess(tmp_path)
+def looks(monkeypatch):
+    """Return the folders of the runs for which advice was looked for."""
+    found = []
 
-    async def look(*flags):
-        looks.append(process._num_steps)
-        process._spent_s, process._next_s = process._spent_s + 3, 3
+    async def look(run_dir):
+        found.append(run_dir)
 
-    monkeypatch.setattr(process, "_look", look)
-    monkeypatch.setattr(watching, "time", SimpleNamespace(monotonic=lambda: 1000.0 + process._num_steps))
-    return process, looks
+    monkeypatch.setattr(watching, "look_for_advice", look)
+    return found
 
 
-async def test_looks_for_advice_take_a_hundredth_of_the_time(advised):
-    process, looks = advised
-    for _ in range(1300):
-        process.step()
-        await asyncio.sleep(0)
-    assert looks == [301, 601, 901, 1201]  # 3 s are expected of the first; then 3 + 3, 6 + 3, ...
+@pytest.mark.parametrize(
+    ("num_steps", "options", "num_looks"),
+    [(30, [], 1), (29, [], 0), (30, ["profile.advice=false"], 0), (30, ["profile.enabled=false"], 0)],
+)
+async def test_a_run_of_thirty_steps_looks_for_advice_when_it_ends(
+    watched, looks, tmp_path, num_steps, options, num_looks
+):
+    watching, _ = watched(*options)
+    async with watching:
+        for step in range(num_steps):
+            watching.step(make_record(step))
+        await watching.last_advice()
+    assert looks == [tmp_path] * num_looks
 
 
-async def test_after_the_last_step_there_is_one_look_more_unless_there_were_few_steps(advised):
-    process, looks = advised
-    await process.last()
-    for _ in range(40):
-        process.step()
-    await process.last()
-    assert looks == [40]
-
-
-async def test_a_look_for_advice_that_fails_is_counted_and_costs_the_run_nothing(tmp_path, monkeypatch):
+async def test_a_look_for_advice_that_fails_or_hangs_is_logged_and_ends(tmp_path, monkeypatch, caplog):
     (tmp_path / "logs").mkdir()
     monkeypatch.setattr(watching.sys, "executable", "/bin/false")
-    process = AdviceProcess(tmp_path)
-    await process._look()
-    assert (process._spent_s, process._next_s) == (12.0, 12.0)
+    await watching.look_for_advice(tmp_path)
+    assert "no advice was found (status 1); see logs/advice.log" in caplog.text
+    hanging = tmp_path / "python"
+    hanging.write_text("#!/bin/sh\nsleep 60\n")
+    hanging.chmod(0o755)
+    monkeypatch.setattr(watching.sys, "executable", str(hanging))
+    monkeypatch.setattr(watching, "_ADVICE_S", 0.2)
+    await watching.look_for_advice(tmp_path)
+    assert "no advice was found (status None)" in caplog.text

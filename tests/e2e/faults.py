@@ -232,13 +232,6 @@ RECOVERIES = (
         options=(*_CHECKPOINTS, "learner.num_ranks=2", "weights.full_every=3"),
         restarts=(_LEARNER,),
     ),
-    Recovery(  # that the learner's ranks, and engines in process, die with; with SGLang it forks the ranks alone
-        part="asyncrl.cli.fork_server",
-        signal=signal.SIGKILL,
-        words="the learner goes on from version",
-        options=(*_CHECKPOINTS, "learner.num_ranks=2"),
-        restarts=(_LEARNER,),
-    ),
     Recovery(
         part="ray::ActorWorker",
         signal=signal.SIGSTOP,
