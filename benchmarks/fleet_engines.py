@@ -13,9 +13,9 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Iterator
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +25,12 @@ import psutil
 
 from asyncrl.core.types import Prompt
 from asyncrl.weights.manifest import describe_model
-from benchmarks.fleet_scripted import running_loop
+from benchmarks.fleet_scripted import LocalWorker
 from benchmarks.random_models import save_random_qwen3
 from buffer import BufferClient, BufferConfig, BufferProcess
 from rollout_fleet.config import EngineDevice, RolloutFleetConfig, SamplingConfig, SGLangConfig
-from rollout_fleet.engine_supervisor import EngineSupervisor
 from rollout_fleet.engines.sglang import STREAM_INTERVAL, SGLangEngine
 from rollout_fleet.engines.sglang_server import GUARD, SGLangServer
-from rollout_fleet.loop import RolloutLoop
 
 logger = logging.getLogger(__name__)
 
@@ -86,18 +84,11 @@ class _PinnedEngine(SGLangEngine):
 
 @dataclass(kw_only=True)
 class _Fleet:
-    """Two loops on two servers, and the buffer. ``run_loop`` runs the loop of a supervisor that has started."""
+    """Two workers on two servers, and the buffer."""
 
     client: BufferClient
-    supervisors: list[EngineSupervisor]
-    run_loop: Callable[[EngineSupervisor], Awaitable[RolloutLoop]]
-    loops: list[RolloutLoop] = field(default_factory=list)
+    workers: list[LocalWorker]
     num_prompts: int = 0
-
-    async def start(self, supervisor: EngineSupervisor) -> None:
-        """Start an engine, and its loop."""
-        await supervisor.start()
-        self.loops.append(await self.run_loop(supervisor))
 
     async def roll_out(self, number: int) -> float:
         """Roll groups out; returns the tokens per second until the last is stored."""
@@ -119,12 +110,12 @@ class _Fleet:
     @property
     def tokens(self) -> int:
         """Tokens that the engines have answered with."""
-        return sum(loop.counters().tokens_generated for loop in self.loops)
+        return sum(worker.counters.tokens_generated for worker in self.workers)
 
     @property
     def stored(self) -> int:
         """Groups that are stored."""
-        return sum(loop.counters().groups_finished for loop in self.loops)
+        return sum(worker.counters.groups_finished for worker in self.workers)
 
 
 def prompts_of(number: int) -> Iterator[np.ndarray]:
@@ -142,7 +133,7 @@ def measure_engines() -> dict[str, float]:
 async def _measure(scratch: Path) -> dict[str, float]:
     async with AsyncExitStack() as stack:
         fleet = await _make_fleet(stack, scratch / "rates", NEW_TOKENS)
-        await asyncio.gather(*map(fleet.start, fleet.supervisors))
+        await asyncio.gather(*(worker.start() for worker in fleet.workers))
         figures = await _rates(fleet)
     kills = _Kills()
     for turn in range(NUM_KILLS):
@@ -206,16 +197,15 @@ async def _make_fleet(stack: AsyncExitStack, scratch: Path, new_tokens: int) -> 
             server=server,
         )
 
-    supervisors = [
-        EngineSupervisor(f"engine-{rank}", config, make=lambda rank=rank: make(rank)) for rank in range(NUM_ENGINES)
+    workers = [
+        LocalWorker(
+            f"engine-{rank}", config, make=lambda rank=rank: make(rank), address=process.address, num_samples=SAMPLES
+        )
+        for rank in range(NUM_ENGINES)
     ]
-    for supervisor in supervisors:
-        stack.push_async_callback(supervisor.stop)
-    return _Fleet(
-        client=client,
-        supervisors=supervisors,
-        run_loop=lambda supervisor: running_loop(stack, config, supervisor, process.address, num_samples=SAMPLES),
-    )
+    for worker in workers:
+        stack.push_async_callback(worker.close)
+    return _Fleet(client=client, workers=workers)
 
 
 async def _bare(fleet: _Fleet, number: int) -> float:
@@ -236,8 +226,8 @@ async def _bare(fleet: _Fleet, number: int) -> float:
 
     async with AsyncExitStack() as stack:
         sessions = []
-        for supervisor in fleet.supervisors:
-            engine = _engine(supervisor)
+        for worker in fleet.workers:
+            engine = _engine(worker)
             session = aiohttp.ClientSession(engine.server.url, headers=engine.server.headers)
             sessions.append(await stack.enter_async_context(session))
         began_s = time.perf_counter()
@@ -283,14 +273,14 @@ class _Kills:
 
     async def strike(self, fleet: _Fleet) -> None:
         """Start the second engine, then the first beside it, whose server is killed while both are at work."""
-        struck, other = fleet.supervisors
-        await fleet.start(other)
+        struck, other = fleet.workers
+        await other.start()
         survivor = _engine(other)
         for _ in range(NUM_ENGINES * PLACES):  # one by one, as responses of many lengths end and others begin
             await fleet.enqueue(1)
             await asyncio.sleep(SPREAD_S / (NUM_ENGINES * PLACES))
         await fleet.enqueue(40 * GROUPS_PER_ROUND)
-        start_s = await self._beside_start.listen(survivor, fleet.start(struck))
+        start_s = await self._beside_start.listen(survivor, struck.start())
         await asyncio.sleep(SPREAD_S)
         await self._usual.listen(survivor, asyncio.sleep(USUAL_S))
         lost, num_running = await _lost(fleet), len(_engine(struck)._running)
@@ -311,15 +301,15 @@ class _Kills:
         }
 
 
-def _engine(supervisor: EngineSupervisor) -> _PinnedEngine:
-    assert isinstance(supervisor.engine, _PinnedEngine)
-    return supervisor.engine
+def _engine(worker: LocalWorker) -> _PinnedEngine:
+    assert isinstance(worker.engine, _PinnedEngine)
+    return worker.engine
 
 
-async def _kill_and_wait(supervisor: EngineSupervisor) -> None:
+async def _kill_and_wait(worker: LocalWorker) -> None:
     """SIGKILL to a server, not to its guard; returns when its engine serves again."""
-    member = supervisor.member
-    epoch, port = member.epoch, _engine(supervisor).server.url.rpartition(":")[2]
+    member = worker.member
+    epoch, port = member.epoch, _engine(worker).server.url.rpartition(":")[2]
     for process in psutil.process_iter(["cmdline"]):
         words = process.info["cmdline"] or ()
         if {"sglang.launch_server", "--port", port} <= set(words) and str(GUARD) not in words:

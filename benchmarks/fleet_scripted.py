@@ -13,19 +13,22 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from typing import NoReturn
 
 import numpy as np
 
-from asyncrl.core.errors import AsyncRLError
+from asyncrl.core.errors import EngineLost
 from asyncrl.core.types import Prompt, WeightOffer
+from asyncrl.run.lives import Lives
 from buffer import BufferClient, BufferConfig
 from buffer.commands import Granted
 from buffer.server import BufferServer
 from rollout_fleet.config import EngineKind, RolloutFleetConfig
-from rollout_fleet.engine_supervisor import EngineSupervisor
-from rollout_fleet.engines.engine import SampleOutput, SampleRequest
+from rollout_fleet.engines.engine import Engine, SampleOutput, SampleRequest
 from rollout_fleet.engines.scripted import Script, ScriptedAnswer, ScriptedEngine
 from rollout_fleet.loop import RolloutLoop
+from rollout_fleet.member import Member, member_limits
+from rollout_fleet.metrics import FleetCounters
 from rollout_fleet.rewards import WeightedRewards
 
 GROUPS_PER_STEP = 16
@@ -47,7 +50,7 @@ class _FleetRun:
 
     server: BufferServer
     control: BufferClient
-    supervisors: list[EngineSupervisor]
+    workers: list[LocalWorker]
 
     async def learn(self) -> None:
         """Feed, train, publish, until cancelled; more prompts are queued than admission ever leaves."""
@@ -142,7 +145,7 @@ async def _start(
     control = BufferClient(server.address)
     stack.push_async_callback(control.close)
     await control.offer(_offer(0))
-    run = _FleetRun(server=server, control=control, supervisors=[])
+    run = _FleetRun(server=server, control=control, workers=[])
     for rank, delay_s in enumerate(delays_s):
 
         def answer(request: SampleRequest, version: int, delay_s: float = delay_s) -> ScriptedAnswer:
@@ -155,45 +158,88 @@ async def _start(
         def make(answer: Script = answer, rank: int = rank) -> ScriptedEngine:
             return _SlowToStart(answer) if meters is None else _metered(answer, meters[rank])
 
-        supervisor = EngineSupervisor(f"engine-{rank}", config, make=make)
-        await supervisor.start()
-        stack.push_async_callback(supervisor.stop)
-        await running_loop(stack, config, supervisor, server.address, num_samples=SAMPLES)
-        run.supervisors.append(supervisor)
+        worker = LocalWorker(f"engine-{rank}", config, make=make, address=server.address, num_samples=SAMPLES)
+        stack.push_async_callback(worker.close)
+        await worker.start()
+        run.workers.append(worker)
     return run
 
 
-async def running_loop(
-    stack: AsyncExitStack, config: RolloutFleetConfig, supervisor: EngineSupervisor, address: str, *, num_samples: int
-) -> RolloutLoop:
-    """A rollout loop on a supervised engine that is up, running until ``stack`` is closed."""
-    client = BufferClient(address)
-    stack.push_async_callback(client.close)
-    loop = RolloutLoop(
-        config,
-        engine=supervisor.engine,
-        member=supervisor.member,
-        buffer=client,
-        rewards=WeightedRewards(config),
-        decode=str,
-        samples_per_prompt=num_samples,
-    )
-    await supervisor.load_first(loop, client)
-    stack.push_async_callback(loop.stop)
-    running = asyncio.create_task(_keep_running(supervisor, loop))
-    stack.callback(running.cancel)
-    return loop
+class LocalWorker:
+    """A rollout loop with its engine in this process; `Lives` starts another engine when one fails."""
 
+    def __init__(
+        self, name: str, config: RolloutFleetConfig, *, make: Callable[[], Engine], address: str, num_samples: int
+    ) -> None:
+        self.member = Member(name, member_limits(config), time.monotonic())
+        self.engine = make()
+        self._config = config
+        self._make = make
+        self._address = address
+        self._num_samples = num_samples
+        self._before: list[FleetCounters] = []
+        self._loop: RolloutLoop | None = None
+        self._client: BufferClient | None = None
+        self._running: asyncio.Task[FleetCounters] | None = None
+        self._lives = Lives(self.member, self, say=lambda words: None)
 
-async def _keep_running(supervisor: EngineSupervisor, loop: RolloutLoop) -> None:
-    """As `RolloutWorker.run`."""
-    while not loop.has_ended:
-        engine = await supervisor.ready(unless=lambda: loop.is_stopping)
-        try:
-            await loop.run()
-        except AsyncRLError:
-            if not engine.has_failed:
-                raise
+    @property
+    def counters(self) -> FleetCounters:
+        """What it has done in all its lives."""
+        now = [] if self._loop is None else [self._loop.counters()]
+        return FleetCounters.total([*self._before, *now])
+
+    async def start(self) -> None:
+        """Bring the first engine up, and replace it from then on."""
+        await self._come_up()
+        self._lives.watch()
+
+    async def begin(self) -> None:
+        """Start another engine."""
+        self.engine = self._make()
+        await self._come_up()
+
+    async def _come_up(self) -> None:
+        await self.engine.start()
+        self.member.started(self.member.epoch)
+        self._client = BufferClient(self._address)
+        self._loop = RolloutLoop(
+            self._config,
+            engine=self.engine,
+            member=self.member,
+            buffer=self._client,
+            rewards=WeightedRewards(self._config),
+            decode=str,
+            samples_per_prompt=self._num_samples,
+        )
+        await self._loop.load_next(-1)
+        self._running = asyncio.create_task(self._loop.run())
+
+    async def watch(self) -> NoReturn:
+        """Wait for the end of the loop: its engine has failed."""
+        assert self._running is not None
+        await self._running
+        raise EngineLost(f"{self.member.name} has ended")
+
+    async def end(self, failure: Exception) -> None:
+        """Stop the engine and its loop."""
+        await self._stop()
+
+    async def close(self) -> None:
+        """Stop the loop, the engine and the client."""
+        await self._lives.close()
+        await self._stop()
+
+    async def _stop(self) -> None:
+        if self._loop is not None:
+            await self._loop.stop()
+            self._before.append(self._loop.counters())
+            self._loop = None
+        await self.engine.stop()
+        if self._running is not None:
+            await asyncio.gather(self._running, return_exceptions=True)
+        if self._client is not None:
+            await self._client.close()
 
 
 EQUAL = [TOKEN_DELAY_S] * 4
@@ -252,7 +298,7 @@ async def recovery() -> dict[str, float]:
         learning = asyncio.create_task(run.learn())
         stack.callback(learning.cancel)
         await asyncio.sleep(WARM_UP_S)
-        struck = run.supervisors[0]
+        struck = run.workers[0]
         epoch = struck.member.epoch
         died_s = time.perf_counter()
         struck.engine.die("killed by the benchmark")  # type: ignore[attr-defined]

@@ -54,8 +54,3 @@ class GroupLimit:
         elif not is_full and load.cache_use < ROOMY_CACHE and num_held >= self.value:
             self.value = min(self._highest, self.value + 1 if self._has_been_full else 2 * self.value)
         return self.value != before
-
-    def restart(self) -> None:
-        """Another engine takes the place of the one before: nothing is known of it."""
-        self._has_been_full, self._num_full = False, 0
-        self.value = self._lowest

@@ -47,10 +47,6 @@ class HeldOutAnswers:
         self._log = log
         self._num_rounds = 0
 
-    def use(self, engine: Engine) -> None:
-        """Answer on another engine, which took the place of one that failed."""
-        self._engine = engine
-
     async def answer(self, prompts: Sequence[Prompt], *, version: int, num_samples: int) -> list[AnsweredPrompt]:
         """Answer prompts with the policy of ``version``; several calls may run at a time.
 

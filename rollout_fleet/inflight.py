@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import Enum, auto
+from enum import Enum, StrEnum, auto
 
 import numpy as np
 
@@ -44,6 +44,19 @@ class GroupPhase(Enum):
     settling = auto()
 
 
+class GroupEnd(StrEnum):
+    """Why a group is given back unfinished; the reason that the buffer counts.
+
+    A stalled stream says nothing about the group, so it does not count as a failed attempt.
+    """
+
+    revoked = "revoked"
+    handed_on = "handed_on"
+    stopped = "stopped"
+    stalled = "stalled"
+    engine_failed = "engine_failed"
+
+
 ON_ENGINE = (GroupPhase.generating, GroupPhase.cutting, GroupPhase.ending)
 
 
@@ -59,7 +72,7 @@ class InflightGroup:
             its tokens are in no account.
         num_inherited: Tokens that an earlier attempt wrote.
         phase: See `GroupPhase`.
-        end_reason: Why the group is given back; empty while it is not. Example: ``"revoked"``.
+        end: Why the group is given back unfinished; None while it is not.
     """
 
     lease: Lease
@@ -67,7 +80,7 @@ class InflightGroup:
     num_baselines: int = 0
     num_inherited: int = 0
     phase: GroupPhase = GroupPhase.generating
-    end_reason: str = ""
+    end: GroupEnd | None = None
     _outstanding: dict[str, int] = field(default_factory=dict)
     _num_rounds: int = 0
 

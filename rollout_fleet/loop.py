@@ -16,9 +16,8 @@ or the loop's state notifies it.
 - `_keep_fitting`, where the engine's load sets how many groups it holds, and `_keep_renewing`: their timers.
 - `_obey_revocations`: the next revoked lease; woken by the buffer.
 - `_hand_on`: a faster worker, or one that has nothing to do; woken by the buffer.
-- the engine's `wait_failed`: the engine's failure, which ends `run`; `use` gives the loop another engine.
+- the engine's `wait_failed`: the engine's failure, which ends `run`.
 - `run`: a stop, or the first failure of any task. Woken by `stop` or the failed task.
-- `Returns.keep_giving_back`: the buffer, for groups that an earlier `run` could not give back, and a timer.
 - `load_weights`, `release_device`, `stop`: groups that leave the engine or the loop. Woken by `_generate`, `_settle`.
 
 A group that is cut off, by a stop, an update, a stream that stalls or its engine's failure, is saved with its lease
@@ -46,13 +45,12 @@ from .concurrency import GroupLimit
 from .config import RolloutFleetConfig, SaveProgress
 from .engines.engine import Engine, SampleOutput, SampleRequest
 from .engines.model_files import Decode
-from .inflight import ON_ENGINE, GroupPhase, InflightGroup, to_prefixes
+from .inflight import ON_ENGINE, GroupEnd, GroupPhase, InflightGroup, to_prefixes
 from .member import Member
 from .metrics import FleetCounters, FleetMeter, note_places
-from .returns import Returns
 from .rewards import WeightedRewards
 from .sample_log import SampleLog
-from .settlement import ENGINE_FAILED, STALLED, Settlement
+from .settlement import Settlement
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +63,7 @@ and sampled together."""
 
 
 class LoopState(Enum):
-    """The life of a `RolloutLoop`, in this order; an engine that fails takes it back to ``idle``."""
+    """The life of a `RolloutLoop`, in this order."""
 
     idle = auto()
     running = auto()
@@ -74,7 +72,7 @@ class LoopState(Enum):
 
 
 class RolloutLoop:
-    """Rolls prompt groups out on one engine. Call `run` once per engine; all else may be called while it runs.
+    """Rolls prompt groups out on one engine. Call `run` once; all else may be called while it runs.
 
     The collaborators are started, and the loop closes none of them. ``member`` is told of weights that are loaded, and
     says whether leases may be asked for. ``decode`` turns response tokens into the text that rewards read;
@@ -114,7 +112,6 @@ class RolloutLoop:
             samples=samples,
         )
         self._groups: dict[tuple[int, int], InflightGroup] = {}
-        self._returns = Returns(config, self._settlement)
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Condition()
         self._settling_turns = asyncio.Semaphore(SETTLED_AT_ONCE)
@@ -133,9 +130,9 @@ class RolloutLoop:
         """Roll out until `stop`; then abort, give back what is held, and return the final counters.
 
         Raises `AsyncRLError` if the engine or the buffer fails; all leases are given back first, as far as the buffer
-        still answers. After a failure of the engine the loop can run again; see `use`.
+        still answers.
         """
-        if self._state is LoopState.stopping:  # stopped before, or between two engines
+        if self._state is LoopState.stopping:  # stopped before it ran
             self._state = LoopState.ended
             return self._meter.counters()
         self._state = LoopState.running
@@ -144,7 +141,6 @@ class RolloutLoop:
         pump_tasks = {leasing, *(self._spawn(pump) for pump in pumps)}
         if not self._limit.is_fixed:
             pump_tasks.add(self._spawn(self._keep_fitting))
-        self._spawn(self._returns.keep_giving_back)
         self._spawn(self._keep_loading)  # a load that has begun goes on while the groups are put down
         try:
             await self._until(lambda: self._state is LoopState.stopping or self._failure is not None)
@@ -157,23 +153,17 @@ class RolloutLoop:
             await self._put_down()
         finally:
             await _cancel(self._tasks)
-            # No task owns these groups any more, so nothing may renew their leases.
-            self._returns.add(self._groups.values())
+            groups = list(self._groups.values())
             self._groups.clear()
-            await self._returns.give_back()
+            await self._settlement.give_back(groups)
             self._count_running()
-            may_go_on = self._engine.has_failed and self._state is LoopState.running
-            self._state = LoopState.idle if may_go_on else LoopState.ended
+            self._state = LoopState.ended
             await self._notify()
         return self._meter.counters()
 
-    async def use(self, engine: Engine) -> None:
-        """Wait until `run` has ended under an engine that failed, and take another; `load_next`, then `run` again."""
-        await self._until(lambda: self._state is not LoopState.running)
-        self._engine = engine
-        self._failure = None
-        self._limit.restart()
-        self._note_capacity()
+    async def wait_ended(self) -> None:
+        """Wait until `run` has ended, if it runs."""
+        await self._until(lambda: self._state not in (LoopState.running, LoopState.stopping))
 
     async def stop(self) -> None:
         """End `run`; returns when it has given everything back. May be called more than once, or before `run`."""
@@ -181,9 +171,7 @@ class RolloutLoop:
         if self._state in (LoopState.idle, LoopState.running):
             self._state = LoopState.stopping
             await self._notify()
-        if never_ran:
-            await self._returns.give_back()
-        else:
+        if not never_ran:
             await self._until(lambda: self._state is LoopState.ended)
 
     async def load_next(self, after: int) -> None:
@@ -285,16 +273,6 @@ class RolloutLoop:
         with suppress(TimeoutError):
             async with asyncio.timeout(self._config.drain_timeout_s):
                 await self._until(lambda: self._state is not LoopState.running or not (self._is_asking or self._groups))
-
-    @property
-    def is_stopping(self) -> bool:
-        """Whether `stop` was called, or `run` has ended for good."""
-        return self._state in (LoopState.stopping, LoopState.ended)
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether `run` has ended for good."""
-        return self._state is LoopState.ended
 
     def counters(self) -> FleetCounters:
         """What has been done up to now."""
@@ -419,7 +397,7 @@ class RolloutLoop:
         """Give back what was granted at the very moment of a stop."""
         if grant.done() and not grant.cancelled() and grant.exception() is None:
             for lease in grant.result():
-                await self._buffer.release(lease, num_tokens=0, reason="stopped")
+                await self._buffer.release(lease, num_tokens=0, reason=str(GroupEnd.stopped))
 
     def _begin(self, leases: Sequence[Lease]) -> None:
         """Send newly leased groups to the engine; each goes on from what an earlier attempt saved of it."""
@@ -457,7 +435,7 @@ class RolloutLoop:
             group = self._groups.get(await self._buffer.revocation())
             if group is None or group.phase is GroupPhase.settling:
                 continue
-            await self._end(group, "revoked")
+            await self._end(group, GroupEnd.revoked)
             await self._engine.abort(group.outstanding)
 
     async def _hand_on(self) -> None:
@@ -469,7 +447,7 @@ class RolloutLoop:
             running = (self._groups[key] for key in asked if key in self._groups)
             chosen = [group for group in running if group.phase not in (GroupPhase.ending, GroupPhase.settling)]
             for group in chosen:
-                await self._end(group, "handed_on")
+                await self._end(group, GroupEnd.handed_on)
             await self._engine.abort([request_id for group in chosen for request_id in group.outstanding])
 
     # One group's way
@@ -493,19 +471,19 @@ class RolloutLoop:
         except Exception:
             for group in groups:  # what the engine was never asked for
                 if self._engine.has_failed and group.phase in ON_ENGINE:
-                    group.end_reason = group.end_reason or ENGINE_FAILED
+                    group.end = group.end or GroupEnd.engine_failed
                     await self._leave_engine(group)
             raise
 
     async def _take(self, group: InflightGroup, request: SampleRequest, output: SampleOutput) -> None:
         """Add a sample that has ended to its group, which leaves the engine with its last one."""
         if self._engine.has_failed and not output.finish_reason:
-            group.end_reason = group.end_reason or ENGINE_FAILED
+            group.end = group.end or GroupEnd.engine_failed
         num_tokens = group.take(request.id, output)
         self._meter.generated(num_tokens)
         self._places_changed()
-        if output.is_stalled and not group.end_reason:
-            await self._end(group, STALLED)
+        if output.is_stalled and group.end is None:
+            await self._end(group, GroupEnd.stalled)
             self._spawn(self._engine.abort, group.outstanding)
         if not group.outstanding:
             await self._leave_engine(group)
@@ -517,7 +495,7 @@ class RolloutLoop:
 
     async def _leave_engine(self, group: InflightGroup) -> None:
         """See to what becomes of a group that the engine is done with."""
-        if group.phase is GroupPhase.cutting and not group.is_finished and not group.end_reason:
+        if group.phase is GroupPhase.cutting and not group.is_finished and group.end is None:
             group.phase = GroupPhase.parked
             self._spawn(self._settlement.save, group)
         else:
@@ -541,9 +519,9 @@ class RolloutLoop:
 
     # Cutting off
 
-    async def _end(self, group: InflightGroup, reason: str) -> None:
+    async def _end(self, group: InflightGroup, end: GroupEnd) -> None:
         """Have a group given back: now if it is parked, else once the engine is done with it."""
-        group.end_reason = reason
+        group.end = end
         if group.phase is GroupPhase.parked:
             await self._leave_engine(group)
         elif group.phase in ON_ENGINE:
@@ -625,7 +603,7 @@ class RolloutLoop:
     async def _let_settle(self) -> None:
         """After the engine's failure: store what is whole, and give back the rest with what is written of it."""
         for group in self._running(GroupPhase.parked):
-            await self._end(group, ENGINE_FAILED)
+            await self._end(group, GroupEnd.engine_failed)
         try:
             async with asyncio.timeout(self._config.reward_timeout_s + self._config.stop_timeout_s):
                 await self._until(lambda: not self._groups)
@@ -639,7 +617,7 @@ class RolloutLoop:
         """
         for group in list(self._groups.values()):
             if group.phase is not GroupPhase.settling:
-                await self._end(group, "stopped")
+                await self._end(group, GroupEnd.stopped)
         try:
             async with asyncio.timeout(self._config.stop_timeout_s):
                 await self._abort_all(GroupPhase.ending)

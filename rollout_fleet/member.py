@@ -1,4 +1,4 @@
-"""One member of the fleet as a state machine: an engine under its worker, or a worker under the fleet.
+"""One member of a run as a state machine, such as a rollout worker with its engine.
 
 ::
 
@@ -23,6 +23,12 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
+
+from .config import RolloutFleetConfig
+
+LONGEST_BACKOFF_S = 60.0
+STOP_MARGIN_S = 5.0
+"""How much longer than its own deadlines a start or a stop may take before it is given up."""
 
 
 class MemberState(StrEnum):
@@ -71,6 +77,19 @@ class MemberLimits:
     def pause_s(self, num_faults: int) -> float:
         """The pause after so many faults. Example: 0, 1, 2, 4 s after 1, 2, 3, 4 faults with ``backoff_s`` 1."""
         return 0.0 if num_faults < 2 else min(self.longest_backoff_s, self.backoff_s * 2.0 ** min(num_faults - 2, 63))
+
+
+def member_limits(config: RolloutFleetConfig) -> MemberLimits:
+    """The limits of a rollout worker with its engine."""
+    return MemberLimits(
+        start_s=config.start_timeout_s + config.server_stop_timeout_s + STOP_MARGIN_S,
+        stop_s=config.server_stop_timeout_s + STOP_MARGIN_S,
+        drain_s=config.drain_timeout_s,
+        restarts=config.restarts,
+        window_s=config.restart_window_s,
+        backoff_s=config.restart_backoff_s,
+        longest_backoff_s=LONGEST_BACKOFF_S,
+    )
 
 
 class Member:

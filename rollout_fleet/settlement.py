@@ -15,9 +15,11 @@ The rollout loop decides when a group leaves the engine, and forgets it once it 
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -29,19 +31,15 @@ from asyncrl.core.record import GroupEvent, SpanKind
 from .config import OnRewardFailure, RolloutFleetConfig, SaveProgress
 from .engines.engine import SampleOutput
 from .engines.model_files import Decode
-from .inflight import InflightGroup, to_progress, to_trajectory_group
+from .inflight import GroupEnd, InflightGroup, to_progress, to_trajectory_group
 from .metrics import FleetMeter
 from .rewards import Scores, WeightedRewards
 from .sample_log import SampleLog
 
 logger = logging.getLogger(__name__)
 
-ENGINE_FAILED = "engine_failed"
-"""Why a group is given back whose engine has failed."""
 FEWEST_SAMPLES = 2
 """What a group must have left where the reward failed on some of its responses: an advantage compares."""
-STALLED = "stalled"
-"""Why a group is given back of which a sample's stream has stalled, which says nothing about the group."""
 
 
 class Settlement:
@@ -77,8 +75,8 @@ class Settlement:
         Raises the failure of this attempt, if as many as ``max_failures_in_a_row`` groups have failed one after
         another, and whatever the buffer raises except for a lease that has run out.
         """
-        if group.end_reason == "revoked":
-            await self.release(group, "revoked")
+        if group.end is GroupEnd.revoked:
+            await self.release(group, group.end)
         elif not group.is_finished:
             await self._settle_unfinished(group, engine_failure)
         else:
@@ -98,10 +96,37 @@ class Settlement:
         except (LeaseExpired, StoreFull, VersionTooOld) as error:
             logger.warning("prompt group %d was not saved: %s", group.lease.prompt.group_id, error)
 
+    async def give_back(self, groups: Sequence[InflightGroup]) -> None:
+        """Save and release what an ended loop still holds, finished groups too, within ``stop_timeout_s``.
+
+        A revoked group is released only. A lease that the buffer does not take back in time runs out; its tokens stay
+        in flight in the counters, and the run has the buffer account for them (`ControlBuffer.bury`).
+        """
+        if self._config.save_progress is not SaveProgress.never:
+            await self._for_each([group for group in groups if group.end is not GroupEnd.revoked], self.save)
+        await self._for_each(groups, lambda group: self.release(group, GroupEnd.stopped))
+
+    async def _for_each(
+        self, groups: Sequence[InflightGroup], work: Callable[[InflightGroup], Coroutine[Any, Any, Any]]
+    ) -> None:
+        """Do ``work`` on all groups at once, within half of ``stop_timeout_s``; failures are logged."""
+        tasks = {group.key: asyncio.create_task(work(group)) for group in groups}
+        try:
+            if tasks:
+                await asyncio.wait(tasks.values(), timeout=self._config.stop_timeout_s / 2)
+        finally:
+            for task in tasks.values():
+                task.cancel()
+            await asyncio.gather(*tasks.values(), return_exceptions=True)
+        for key, task in tasks.items():
+            failure = TimeoutError() if task.cancelled() else task.exception()
+            if failure is not None:
+                logger.warning("prompt group %d, attempt %d, could not be given back: %r", *key, failure)
+
     async def release(self, group: InflightGroup, reason: str, *, max_failures: int = 0) -> bool:
         """Give a group back unfinished; see `RolloutBuffer.release`."""
         is_dropped = await self._buffer.release(
-            group.lease, num_tokens=group.num_tokens, reason=reason, max_failures=max_failures
+            group.lease, num_tokens=group.num_tokens, reason=str(reason), max_failures=max_failures
         )
         self._meter.released(group.num_own_tokens)
         return is_dropped
@@ -109,13 +134,13 @@ class Settlement:
     async def _settle_unfinished(self, group: InflightGroup, engine_failure: Exception | None) -> None:
         if self._config.save_progress is not SaveProgress.never:
             await self.save(group)
-        if group.end_reason == ENGINE_FAILED:
-            self._meter.failed(ENGINE_FAILED)
-            await self._try_again(group, ENGINE_FAILED, engine_failure)
-        elif group.end_reason:
-            if group.end_reason == STALLED:
-                self._meter.failed(STALLED)
-            await self.release(group, group.end_reason)
+        if group.end is GroupEnd.engine_failed:
+            self._meter.failed(group.end)
+            await self._try_again(group, group.end, engine_failure)
+        elif group.end is not None:
+            if group.end is GroupEnd.stalled:
+                self._meter.failed(group.end)
+            await self.release(group, group.end)
         else:
             await self._fail_attempt(group, "aborted", EngineError(f"the engine aborted prompt group {group.key}"))
 

@@ -1,7 +1,8 @@
 """The rollout worker: one actor with an engine, a connection to the buffer, and the loop between them.
 
-Its methods are asynchronous and overlap: counters are read while `run` rolls out, which takes new weights by itself. An
-engine that fails is replaced by `EngineSupervisor`, and `run` goes on.
+Its methods are asynchronous and overlap: `counters` answers while `run` rolls out and loads new weights by itself.
+A worker ends with its engine: when the engine fails, the loop saves and gives back its groups, `run` and `wait_failed`
+raise, and the run starts another worker (`asyncrl.run.lives`).
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ import gc
 import logging
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 from asyncrl.core import record
-from asyncrl.core.errors import AsyncRLError
+from asyncrl.core.errors import AsyncRLError, EngineLost
 from asyncrl.core.ports import RolloutBuffer
 from asyncrl.core.process_memory import WORKER_BYTES, keep_freed_memory
 from asyncrl.core.record import ProfileConfig
@@ -23,13 +24,13 @@ from asyncrl.core.types import AnsweredPrompt, Prompt
 from asyncrl.single_controller import Dispatch, Worker, register
 
 from .config import RolloutFleetConfig
-from .engine_supervisor import EngineSupervisor
 from .engines import make_engine
 from .engines.model_files import load_decoder
 from .engines.staging import WeightStager
 from .evaluation import HeldOutAnswers
 from .loop import RolloutLoop
-from .metrics import FleetCounters
+from .member import Member, member_limits
+from .metrics import FleetCounters, MemberNotes
 from .rewards import WeightedRewards
 from .sample_log import SampleLog
 
@@ -68,8 +69,10 @@ class RolloutWorker(Worker):
         self._connect_buffer = connect_buffer
         self._rewards = WeightedRewards(config)
         self._decode = load_decoder(model_path)
-        make = partial(make_engine, config, model_path=model_path, rank=self.rank, log_dir=log_dir, seed=seed)
-        self._supervisor = EngineSupervisor(f"engine-{self.rank}", config, make=make)
+        self._engine = make_engine(config, model_path=model_path, rank=self.rank, log_dir=log_dir, seed=seed)
+        self._member = Member(f"engine-{self.rank}", member_limits(config), time.monotonic())
+        MemberNotes("/member").follow(self._member)
+        self._down = record.NO_SPAN
         self._stager = WeightStager(
             f"engine-{self.rank}", memory=Path(staging_dir), copies=copy_weights, timeout_s=config.load_timeout_s
         )
@@ -77,22 +80,24 @@ class RolloutWorker(Worker):
         if sample_dir:
             self._samples = SampleLog(Path(sample_dir), rank=self.rank, config=config.samples, decode=self._decode)
         self._held_out = HeldOutAnswers(
-            engine=self._supervisor.engine,
+            engine=self._engine,
             rewards=self._rewards,
             decode=self._decode,
             sampling=config.sampling,
             log=self._samples,
         )
         self._buffer: RolloutBuffer | None = None
-        self._make_loop = partial(
-            RolloutLoop,
+        self._make_loop = lambda buffer: RolloutLoop(
             config,
-            member=self._supervisor.member,
+            engine=self._engine,
+            member=self._member,
             rewards=self._rewards,
             decode=self._decode,
             samples_per_prompt=samples_per_prompt,
             greedy_baseline=greedy_baseline,
             samples=self._samples,
+            buffer=buffer,
+            stage=self._stager.staged,
         )
         self._loop: RolloutLoop | None = None
 
@@ -102,48 +107,66 @@ class RolloutWorker(Worker):
 
         Returns the name that the buffer knows this worker by.
         """
-        await asyncio.gather(self._supervisor.start(), self._prepare_samples())
+        starting = [self._engine.start()] + ([self._samples.prepare()] if self._samples is not None else [])
+        await asyncio.gather(*starting)
+        self._member.started(self._member.epoch)
         await self._rewards.start()
         self._buffer = self._connect_buffer(str(self.rank))
-        engine, stage = self._supervisor.engine, self._stager.staged
-        self._loop = self._make_loop(engine=engine, buffer=self._buffer, stage=stage)
+        self._loop = self._make_loop(self._buffer)
         gc.freeze()  # what was loaded stays: the engine and the event loop would stand still for each look at all of it
         return await self._buffer.enter()
 
-    async def _prepare_samples(self) -> None:
-        if self._samples is not None:
-            await self._samples.prepare()
-
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def load_first(self) -> None:
-        """Wait for what the learner holds when the run begins, and load it; see `RolloutLoop.load_next`."""
-        loop = self._started()
-        assert self._buffer is not None
-        await self._supervisor.load_first(loop, self._buffer)
+        """Wait for weights and load them: those that the learner holds when the run begins, or the newest.
+
+        Raises as `RolloutLoop.load_next`, or `EngineLost` if the engine fails meanwhile.
+        """
+        loading = asyncio.create_task(self._started().load_next(-1))
+        failing = asyncio.create_task(self._engine.wait_failed())
+        try:
+            done, _ = await asyncio.wait({loading, failing}, return_when=asyncio.FIRST_COMPLETED)
+            await (loading if loading in done else failing)
+        finally:
+            for task in (loading, failing):
+                task.cancel()
+            await asyncio.gather(loading, failing, return_exceptions=True)
         self._starting.close()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def run(self) -> FleetCounters:
-        """Roll out until `stop`, on one engine after another where they fail; see `RolloutLoop.run`.
-
-        Raises `EngineLost` when the engine is replaced no more.
-        """
+        """Roll out until `stop`; see `RolloutLoop.run`. Raises `EngineLost` if the engine has failed."""
         loop = self._started()
-        while not loop.has_ended:
-            engine = await self._supervisor.ready(unless=lambda: loop.is_stopping)
-            try:
-                await loop.run()
-            except Exception as error:
-                if not engine.has_failed:
-                    raise
-                if not isinstance(error, AsyncRLError):
-                    logger.exception("rollout worker %d: an error beside the failure of its engine", self.rank)
-        return loop.counters()
+        try:
+            return await loop.run()
+        except Exception as error:
+            if not self._engine.has_failed:
+                raise
+            if not isinstance(error, AsyncRLError):
+                logger.exception("rollout worker %d: an error beside the failure of its engine", self.rank)
+            raise EngineLost(str(error)) from error
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
-    async def next_note(self, num_heard: int) -> tuple[bool, str]:
-        """See `EngineSupervisor.next_note`."""
-        return await self._supervisor.next_note(num_heard)
+    async def wait_failed(self) -> NoReturn:
+        """Wait until the engine has failed and its groups are given back. Raises `EngineLost`, with the cause."""
+        try:
+            await self._engine.wait_failed()
+        except Exception as error:
+            self._down = record.span(record.SpanKind.down, cause=type(error).__name__)
+            self._member.fault(self._member.epoch, str(error), time.monotonic())
+            await self._report_fenced()
+            if self._loop is not None:
+                await self._loop.wait_ended()
+            raise EngineLost(str(error)) from error
+        raise EngineLost(f"{self._member.name} has ended")
+
+    async def _report_fenced(self) -> None:
+        """Tell the buffer that this engine loads no weights any more, so that nobody waits for it."""
+        if self._buffer is not None:
+            try:
+                await self._buffer.fenced()
+            except Exception as error:  # noqa: BLE001 - the death of the buffer is noticed elsewhere
+                logger.warning("the buffer was not told that %s has failed: %s", self._member.name, error)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def release_device(self) -> None:
@@ -152,7 +175,6 @@ class RolloutWorker(Worker):
 
     async def answer(self, prompts: Sequence[Prompt], version: int, num_samples: int) -> list[AnsweredPrompt]:
         """Answer held-out prompts with the policy of ``version``; see `HeldOutAnswers.answer`."""
-        self._held_out.use(await self._supervisor.ready())
         with record.span(record.SpanKind.evaluation, version=version):
             return await self._held_out.answer(prompts, version=version, num_samples=num_samples)
 
@@ -164,13 +186,13 @@ class RolloutWorker(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def drain(self) -> FleetCounters:
         """End `run`, give all leases back; the engine stays up for `answer`. Returns the final counters."""
-        await self._stop_loop(self._started())
+        await self._started().stop()
         return self._started().counters()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def leave(self) -> FleetCounters | None:
         """Take no more work, hand on what runs with what is written of it, and `stop`; see `RolloutLoop.let_end`."""
-        self._supervisor.member.drain(time.monotonic())
+        self._member.drain(time.monotonic())
         if self._loop is not None:
             await self._loop.let_end()
         return await self.stop()
@@ -180,21 +202,19 @@ class RolloutWorker(Worker):
         """End `run`, give all back, stop the engine; returns the final counters, None if it was never started."""
         try:
             if self._loop is not None:
-                await self._stop_loop(self._loop)
+                await self._loop.stop()
         finally:
-            await self._supervisor.stop()
+            try:
+                await self._engine.stop()
+            except Exception:
+                logger.exception("%s was not stopped; its processes end with this one", self._member.name)
             self._stager.close()
             await self._rewards.close()
             if self._buffer is not None:
                 await self._buffer.close()
+            self._down.close()
             record.stop()
         return self._loop.counters() if self._loop is not None else None
-
-    async def _stop_loop(self, loop: RolloutLoop) -> None:
-        stopping = asyncio.create_task(loop.stop())
-        await asyncio.sleep(0)  # it is stopping now
-        await self._supervisor.wake()
-        await stopping
 
     def _started(self) -> RolloutLoop:
         if self._loop is None:

@@ -370,11 +370,11 @@ def _worker_class(config: RunConfig, buffer: BufferConnection, paths: RunPaths) 
 
 
 def fleet_options(config: RunConfig) -> RolloutFleetConfig:
-    """The fleet's options; servers on shared devices must be able to leave them, and are not replaced."""
+    """The fleet's options; servers on shared devices must be able to leave them."""
     fleet = config.rollout_fleet
     if not config.placement.colocated:
         return fleet
-    return replace(fleet, restarts=0, sglang=replace(fleet.sglang, memory_saver=True))
+    return replace(fleet, sglang=replace(fleet.sglang, memory_saver=True))
 
 
 def _total(workers: Sequence[FleetCounters]) -> FleetCounts:

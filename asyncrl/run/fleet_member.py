@@ -1,16 +1,12 @@
-"""One rollout worker of the fleet, over all its lives: one that dies or hangs is buried, and another takes its place.
+"""One rollout worker of the fleet, over all its lives: a worker that dies or hangs is replaced.
 
-A life begins with a place in the cluster, for which it waits as long as the cluster takes; Ray moves the place of a
-node that died. Then the node is given what the worker reads, the worker is made, its engine started, and the newest
-weights are loaded.
+A life begins with a place in the cluster. The member waits for the place as long as the cluster takes; Ray moves the
+place of a node that died. The node then gets what the worker reads, the worker starts its engine, and the engine loads
+the newest weights. A worker whose engine fails gives its groups back with what is written of them, and ends too.
 
 Every call waits for the worker. Ray wakes the call when the worker answers or dies. A worker that misses
-``buffer.request_timeout_s`` for a call that it answers at once is taken for dead. The first call that sees the end of a
-life declares it (`FleetMember._declare`), and `FleetMember._watch` then begins the next life. Any error ends a life,
-except for the errors that every worker would raise (`RUN_ERRORS`): they end the run.
-
-A worker replaces its engine by itself (`rollout_fleet.engine_supervisor`). A worker whose engine has failed for good
-has failed too, unless the engine lives in the worker's own process.
+``buffer.request_timeout_s`` for a call that it answers at once counts as dead. The first call that fails ends the life
+(`Lives.declare`), and the next life begins. Errors that every worker would raise (`RUN_ERRORS`) end the run instead.
 """
 
 from __future__ import annotations
@@ -35,15 +31,13 @@ from asyncrl.core.errors import (
     EngineLost,
     RequestRefused,
     RewardError,
-    WorkerDiedError,
     WrongEpoch,
 )
 from asyncrl.core.remote import raised_in_worker, within
 from asyncrl.core.types import AnsweredPrompt, Prompt
 from asyncrl.run.cluster import finished_in_thread
-from rollout_fleet.config import EngineKind
-from rollout_fleet.engine_supervisor import engine_limits
-from rollout_fleet.member import Member, MemberState
+from asyncrl.run.lives import Lives
+from rollout_fleet.member import Member, MemberState, member_limits
 from rollout_fleet.metrics import FleetCounters, MemberNotes
 
 logger = logging.getLogger(__name__)
@@ -56,7 +50,7 @@ START_MARGIN_S = 30.0
 COUNTERS_S = 1.0
 """How long `FleetMember.counters` waits for an answer before it returns the last known one."""
 RUN_ERRORS = (RewardError, RequestRefused, AccountError, WrongEpoch, ClusterDiedError)
-"""What every worker would raise: the reward's configuration, a request, the account or the run's epoch is wrong."""
+"""Errors that every worker would raise: the reward's configuration, a request, the account or the epoch is wrong."""
 
 
 class WorkerPlaces(Protocol):
@@ -103,51 +97,40 @@ class FleetMember:
 
     Attributes:
         rank: Its place in the fleet.
-        member: What the state of the worker is.
+        member: The state of the worker.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        config: RunConfig,
-        parts: MemberParts,
-    ) -> None:
+    def __init__(self, rank: int, config: RunConfig, parts: MemberParts) -> None:
         fleet = config.rollout_fleet
         self.rank = rank
         restarts = 0 if config.placement.colocated else fleet.restarts
-        limits = replace(engine_limits(fleet), restarts=restarts)
+        limits = replace(member_limits(fleet), restarts=restarts)
         self.member = Member(f"rollout worker {rank}", limits, time.monotonic())
         MemberNotes(f"engine-{rank}/worker").follow(self.member)
+        self._lives = Lives(self.member, self, run_errors=RUN_ERRORS, say=parts.say, on_change=parts.on_change)
         self._places = parts.places
         self._bury = parts.bury
         self._supply = parts.supply
-        self._on_change = parts.on_change
         self._say = parts.say
-        self._engine_serves = True
         self._has_served = False
         self._answer_s = config.buffer.request_timeout_s
         self._start_s = fleet.start_timeout_s + START_MARGIN_S
         self._stop_s = fleet.worker_stop_timeout_s
         self._leave_s = fleet.drain_timeout_s + fleet.worker_stop_timeout_s
-        self._is_in_process = fleet.engine is EngineKind.transformers
         self._has_process = True
         self._worker = ""
         self._before: list[FleetCounters] = []
         self._last = FleetCounters()
-        self._watching: asyncio.Task[None] | None = None
         self._counting: asyncio.Task[None] | None = None
-        self._end_of_life: Exception | None = None
-        self._failure: Exception | None = None
-        self._changed = asyncio.Condition()
 
     @property
     def is_serving(self) -> bool:
         """Whether its engine can generate."""
-        return self.member.may_lease and self._engine_serves
+        return self.member.may_lease
 
     @property
     def is_there(self) -> bool:
-        """Whether it serves, or is expected back: it has served, has a place, and neither leaves nor has ended."""
+        """Whether it serves or is expected back: it has served, has a place, and neither leaves nor has ended."""
         away = (MemberState.pending, MemberState.draining)
         return self._has_served and not self.member.has_ended and self.member.state not in away
 
@@ -156,12 +139,11 @@ class FleetMember:
         option = "rollout_fleet.start_timeout_s"
         self._worker = await within(self._call("start"), self._start_s, "the rollout engines", option)
         self.member.started(self.member.epoch)
-        self._engine_serves = True
 
     async def load_first(self) -> None:
         """Wait for the weights that the learner offers first; from then on the worker is replaced when it dies."""
         await self._catch_up()
-        self._watching = asyncio.create_task(self._watch())
+        self._lives.watch()
 
     async def join(self, *, node: str = "", place_timeout_s: float = math.inf) -> str:
         """Come up in a fleet that runs, on the newest weights; from then on the worker is replaced when it dies.
@@ -182,30 +164,31 @@ class FleetMember:
         except BaseException as error:
             self.member.fail(str(raised_in_worker(error)))
             if isinstance(error, Exception):
-                await self._settle(error)
+                await self.end(error)
             await asyncio.to_thread(self._places.close, self.rank)
             raise
-        self._watching = asyncio.create_task(self._watch())
-        await self._notify()
+        self._lives.watch()
+        await self._lives.notify()
         return found
 
     async def run(self) -> None:
         """Roll out until `drain` or `leave`, in one life after another. Raises `EngineLost` when no other follows."""
         while (epoch := await self._ready()) is not None:
-            if await self._tried(epoch, self._call("run")):
+            if await self._lives.tried(epoch, self._call("run")):
                 return
 
     async def answer(self, prompts: Sequence[Prompt], *, version: int, num_samples: int) -> list[AnsweredPrompt]:
         """See `RolloutWorker.answer`. Raises `AsyncRLError` if the worker does not answer them, for any reason."""
         if not await self._is_up():
-            why = "it cannot answer" if self._failure is None else raised_in_worker(self._failure)
+            failure = self._lives.failure
+            why = "it cannot answer" if failure is None else raised_in_worker(failure)
             raise EngineLost(f"{self.member.name} is {self.member.state}: {why}")
         epoch, call = self.member.epoch, self._call("answer", list(prompts), version, num_samples)
         try:
             return await self._while_answering(call, f"rollout worker {self.rank}, which answers held-out prompts")
         except Exception as error:
-            if not isinstance(error, RayTaskError) and self._watching is not None:
-                await self._declare(epoch, error)
+            if not isinstance(error, RayTaskError):
+                await self._lives.declare(epoch, error)
             if isinstance(error, AsyncRLError):
                 raise
             raise EngineLost(
@@ -213,7 +196,7 @@ class FleetMember:
             ) from error
 
     async def counters(self) -> FleetCounters:
-        """What this member has done in all its lives, by its last known answer if it does not answer at once."""
+        """What this member has done in all its lives; the last known answer if the worker does not answer at once."""
         if self.member.state is MemberState.ready and (self._counting is None or self._counting.done()):
             self._counting = asyncio.create_task(self._count(self.member.epoch))
         if self._counting is not None:
@@ -225,7 +208,7 @@ class FleetMember:
 
     async def _count(self, epoch: int) -> None:
         worker = self._worker
-        found = await self._tried(epoch, self._answer("counters", "the fleet's counters"))
+        found = await self._lives.tried(epoch, self._answer("counters", "the fleet's counters"))
         if found and self._worker == worker:  # else its last counters are known
             self._last = found[0]
 
@@ -237,32 +220,31 @@ class FleetMember:
     async def drain(self) -> FleetCounters:
         """End `run`, give all leases back; the worker stays for `answer`. Returns the final counters."""
         while await self._is_up():
-            if found := await self._tried(self.member.epoch, self._call("drain")):
+            if found := await self._lives.tried(self.member.epoch, self._call("drain")):
                 self._last = await self._closed(found[0])
                 break
         return self.total
 
     async def _is_up(self) -> bool:
-        """Wait for a worker that holds work, or until there is none: it has ended, or waits for a place."""
-        async with self._changed:
-            await self._changed.wait_for(
-                lambda: self.member.may_lease or self.member.has_ended or self.member.state is MemberState.pending
-            )
+        """Wait until a worker holds work, or until there is none: the member has ended or waits for a place."""
+        await self._lives.until(
+            lambda member: member.may_lease or member.has_ended or member.state is MemberState.pending
+        )
         return self.member.may_lease
 
     async def leave(self) -> None:
-        """Take no more work, hand on what runs, and end for good; returns when nothing is left of it.
+        """Take no more work, hand on what runs, and end for good; returns when nothing is left of the worker.
 
-        One that dies over it has left too. What it has done counts in `counters`.
+        A worker that dies meanwhile has left too. `counters` includes its work.
         """
         member, epoch = self.member, self.member.epoch
         member.drain(time.monotonic())
-        await self._notify()
+        await self._lives.notify()
         if member.state is MemberState.draining:
             leaving = self._while_answering(self._call("leave"), f"{member.name}, which leaves")
             try:
                 async with asyncio.timeout(self._leave_s):
-                    if found := await self._tried(epoch, leaving):
+                    if found := await self._lives.tried(epoch, leaving):
                         self._before.append(await self._closed(found[0] or FleetCounters()))
                         self._last, self._worker = FleetCounters(), ""
                         member.drained(epoch)
@@ -271,23 +253,23 @@ class FleetMember:
             except (TimeoutError, AsyncRLError, RayError) as error:
                 logger.warning("%s is killed, since it did not leave by itself: %r", member.name, error)
                 member.due(member.deadline)
-        await asyncio.gather(*self._cancel_tasks(), return_exceptions=True)
-        await self._settle(DeadlineError(f"{member.name} was asked to leave, and did not end"))
+        await self._close()
+        await self.end(DeadlineError(f"{member.name} was asked to leave, and did not end"))
         await asyncio.to_thread(self._places.close, self.rank)
         self._has_process = False
-        await self._notify()
+        await self._lives.notify()
 
     async def stop(self) -> None:
-        """End the worker, if there is one. It is not watched any more: its death is expected."""
-        self._cancel_tasks()
+        """End the worker, if there is one; its end is expected."""
+        await self._close()
         if self._has_process:
             await self._call("stop")
 
-    def _cancel_tasks(self) -> list[asyncio.Task[None]]:
-        tasks = [task for task in (self._watching, self._counting) if task is not None]
-        for task in tasks:
-            task.cancel()
-        return tasks
+    async def _close(self) -> None:
+        await self._lives.close()
+        if self._counting is not None:
+            self._counting.cancel()
+            await asyncio.gather(self._counting, return_exceptions=True)
 
     # One life
 
@@ -295,7 +277,7 @@ class FleetMember:
         return self._places.execute_rank_async(self.rank, method, *arguments)
 
     async def _answer(self, method: str, what: str) -> Any:
-        """A call that is answered at once, or the worker hangs."""
+        """Await a call that a worker answers at once unless it hangs."""
         return await within(self._call(method), self._answer_s, what, "buffer.request_timeout_s")
 
     async def _while_answering(self, pending: Awaitable[T], what: str) -> T:
@@ -320,110 +302,27 @@ class FleetMember:
 
     async def _ready(self) -> int | None:
         """Wait for a worker that serves weights; its epoch, None if it has left. Raises `EngineLost` if it failed."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: self.member.may_lease or self.member.has_ended)
+        await self._lives.until(lambda member: member.may_lease or member.has_ended)
         if self.member.state is MemberState.left:
             return None
-        if self._failure is not None:
-            raise EngineLost(f"{self.member.name}: {raised_in_worker(self._failure)}") from self._failure
+        if (failure := self._lives.failure) is not None:
+            raise EngineLost(f"{self.member.name}: {raised_in_worker(failure)}") from failure
         return self.member.epoch
 
-    async def _tried(self, epoch: int, pending: Awaitable[T]) -> tuple[T] | None:
-        """The answer of a call; None where the worker's life ends first, or by this call. Raises errors of the run."""
-        call, ending = asyncio.ensure_future(pending), asyncio.create_task(self._until_after(epoch))
-        try:
-            await asyncio.wait({call, ending}, return_when=asyncio.FIRST_COMPLETED)
-            if ending.done():
-                return None
-            if (error := _failure_of(call, self.member.name)) is None:
-                return (call.result(),)
-            if self._watching is None or isinstance(raised_in_worker(error), RUN_ERRORS):
-                raise error
-            await self._declare(epoch, error)
-            return None
-        finally:
-            for task in (call, ending):
-                task.cancel()
-            await asyncio.gather(call, ending, return_exceptions=True)
+    # From one life to the next, driven by `Lives`
 
-    async def _declare(self, epoch: int, error: Exception) -> None:
-        """Declare that ``error`` has ended the life of ``epoch``. A second call does nothing. `_watch` goes on."""
-        if self.member.fault(epoch, str(raised_in_worker(error)), time.monotonic()):
-            self._end_of_life = error
-            await self._notify()
+    async def begin(self) -> None:
+        """Start another worker and let it load the newest weights."""
+        await self._come_up()
 
-    async def _until_after(self, epoch: int) -> None:
-        async with self._changed:
-            await self._changed.wait_for(lambda: self.member.epoch > epoch)
+    async def watch(self) -> NoReturn:
+        """Wait for the failure of the engine; raises what the worker's life ends of."""
+        failing = self._call("wait_failed")
+        await self._while_answering(failing, "the rollout workers, which generate")
+        raise EngineLost(f"the engine of {self.member.name} has ended")
 
-    # From one life to the next
-
-    async def _watch(self) -> None:
-        while not self.member.has_ended:
-            await self._hear_until_declared()
-            if (failure := self._end_of_life) is None:  # it has left
-                return
-            self._end_of_life = None
-            try:
-                await self._replace(failure)
-            except Exception as error:  # noqa: BLE001 - told to whoever waits for this member
-                self.member.fail(str(raised_in_worker(error)))
-                self._failure = error
-                await self._notify()
-
-    async def _hear_until_declared(self) -> None:
-        """Hear the worker until the end of its life is declared: by another call, or here for what `_hear` raises."""
-        hearing, declared = asyncio.ensure_future(self._hear()), asyncio.create_task(self._until_declared())
-        try:
-            await asyncio.wait({hearing, declared}, return_when=asyncio.FIRST_COMPLETED)
-            if not declared.done() and (error := _failure_of(hearing, self.member.name)) is not None:
-                await self._declare(self.member.epoch, error)
-        finally:
-            for task in (hearing, declared):
-                task.cancel()
-            await asyncio.gather(hearing, declared, return_exceptions=True)
-
-    async def _until_declared(self) -> None:
-        async with self._changed:
-            await self._changed.wait_for(lambda: self._end_of_life is not None or self.member.has_ended)
-
-    async def _hear(self) -> NoReturn:
-        """Pass on what the worker says of its engine. Raises what the worker's life ends of."""
-        num_heard = 0
-        while True:
-            noting = self._call("next_note", num_heard)
-            serves, note = await self._while_answering(noting, "the rollout workers, which generate")
-            num_heard += 1
-            self._tell(note)
-            self._engine_serves = serves
-            self._on_change()
-
-    async def _replace(self, error: Exception) -> None:
-        """Bury a worker, and start another until one is ready or this member has failed for good."""
-        member, died_s = self.member, time.monotonic()
-        failure: Exception | None = error
-        while failure is not None:
-            is_final = isinstance(failure, EngineLost) and not self._is_in_process
-            words = str(raised_in_worker(failure))
-            member.fault(member.epoch, words, time.monotonic())
-            await self._notify()
-            self._tell(f"{member.name} has ended, epoch {member.epoch} begins: {words}")
-            await self._settle(failure)
-            member.stopped(time.monotonic())
-            if is_final:
-                member.fail(words)
-            if member.has_ended:
-                self._failure = failure
-                break
-            await asyncio.sleep(member.seconds_left(time.monotonic()) or 0.0)
-            member.due(member.deadline)
-            failure = await self._next_life()
-        else:
-            self._say(f"{member.name} is back after {time.monotonic() - died_s:.1f} s")
-        await self._notify()
-
-    async def _settle(self, failure: BaseException) -> None:
-        """Get the last counters of a worker that still answers; bury one that does not, where there is one."""
+    async def end(self, failure: Exception) -> None:
+        """Get the last counters of a worker that still answers; bury a worker that does not."""
         if isinstance(failure, EngineLost | RayTaskError):  # raised in a worker that lives
             try:
                 last = await within(self._call("stop"), self._stop_s, self.member.name, "rollout_fleet.stop_timeout_s")
@@ -453,18 +352,8 @@ class FleetMember:
             except DeadlineError as error:
                 logger.warning("%s is not buried yet: %s", self.member.name, error)
 
-    async def _next_life(self) -> Exception | None:
-        """Start another worker and let it catch up; what became of it if it fails at that."""
-        try:
-            await self._come_up()
-        except ClusterDiedError:
-            raise
-        except Exception as error:  # noqa: BLE001 - the next life may do better
-            return error
-        return None
-
     async def _come_up(self, node: str = "", place_timeout_s: float = math.inf) -> str:
-        """Take a place, start a worker there, and let it catch up; the id of its node."""
+        """Take a place, start a worker there, and let it load the newest weights; returns the id of its node."""
         found = await self._place(node, place_timeout_s)
         model_path = await self._supply(found)
         make = partial(self._places.replace_worker, self.rank, model_path=model_path)
@@ -475,9 +364,9 @@ class FleetMember:
         return found
 
     async def _place(self, wanted: str, timeout_s: float) -> str:
-        """Wait for a place; the id of its node. People hear of it where it takes a while."""
+        """Wait for a place and return the id of its node; a long wait is shown to people."""
         self.member.unplaced(self.member.epoch)
-        await self._notify()
+        await self._lives.notify()
         placing = asyncio.ensure_future(self._places.node_of(self.rank, wanted))
         try:
             await asyncio.wait({placing}, timeout=min(PLACE_NOTICE_S, timeout_s))
@@ -494,21 +383,3 @@ class FleetMember:
             placing.cancel()
         self.member.placed(self.member.epoch, time.monotonic())
         return node
-
-    def _tell(self, words: str) -> None:
-        """Log what happened, and tell people the first line: the end of a dead process's log is in ours."""
-        logger.warning(words)
-        self._say(words.partition("\n")[0])
-
-    async def _notify(self) -> None:
-        self._on_change()
-        async with self._changed:
-            self._changed.notify_all()
-
-
-def _failure_of(call: asyncio.Future[Any], name: str) -> Exception | None:
-    """What a call that is done failed of; None where it was answered."""
-    if call.cancelled():
-        return WorkerDiedError(f"a call of {name} was cancelled by Ray")
-    error = call.exception()
-    return error if error is None or isinstance(error, Exception) else WorkerDiedError(f"{name}: {error!r}")

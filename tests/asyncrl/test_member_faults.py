@@ -191,13 +191,13 @@ async def test_a_watch_that_ray_cancels_is_the_end_of_a_workers_life(fleet_of):
     workers = Workers()
     notes = asyncio.Event()
 
-    async def next_note(rank, num_heard):
+    async def wait_failed(rank):
         await notes.wait()
         raise asyncio.CancelledError
 
-    workers.next_note = next_note
+    workers.wait_failed = wait_failed
     fleet, run = await training_on(fleet_of, workers, "rollout_fleet.restarts=1")
-    del workers.next_note
+    del workers.wait_failed
     notes.set()
     await asyncio.sleep(DEADLINE_S)
     assert (sorted(workers.replaced), fleet.engines(), run.done()) == ([0, 1], ["0", "1"], False)

@@ -2,15 +2,16 @@
 
 import asyncio
 import itertools
+import time
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from asyncrl.core.types import WeightOffer
 from buffer import BufferClient, BufferConfig
 from buffer.server import BufferServer
 from rollout_fleet.config import EngineKind, RolloutFleetConfig
-from rollout_fleet.engine_supervisor import EngineSupervisor
 from rollout_fleet.engines.scripted import ScriptedAnswer, ScriptedEngine
 from rollout_fleet.loop import RolloutLoop
+from rollout_fleet.member import Member, member_limits
 from rollout_fleet.rewards import WeightedRewards
 from tests.support.buffer_groups import prompt
 
@@ -33,25 +34,24 @@ async def staged_until_pinned(offered: WeightOffer):
 async def start_loop(stack: AsyncExitStack, address: str, delay_s: float, *, is_pinned: bool) -> None:
     config = RolloutFleetConfig(engine=EngineKind.scripted, groups_in_flight=4, reward="exact_match", renew_every_s=5.0)
 
-    def make() -> ScriptedEngine:
-        return ScriptedEngine(lambda request, version: ScriptedAnswer(response=[7] * 20, token_delay_s=delay_s))
-
-    supervisor = EngineSupervisor(f"engine-{delay_s}", config, make=make)
-    await supervisor.start()
-    stack.push_async_callback(supervisor.stop)
+    engine = ScriptedEngine(lambda request, version: ScriptedAnswer(response=[7] * 20, token_delay_s=delay_s))
+    await engine.start()
+    stack.push_async_callback(engine.stop)
+    member = Member(f"engine-{delay_s}", member_limits(config), time.monotonic())
+    member.started(member.epoch)
     client = BufferClient(address)
     stack.push_async_callback(client.close)
     loop = RolloutLoop(
         config,
-        engine=supervisor.engine,
-        member=supervisor.member,
+        engine=engine,
+        member=member,
         buffer=client,
         rewards=WeightedRewards(config),
         decode=str,
         samples_per_prompt=2,
         **({"stage": staged_until_pinned} if is_pinned else {}),
     )
-    await supervisor.load_first(loop, client)
+    await loop.load_next(-1)
     running = asyncio.create_task(loop.run())
     stack.callback(running.cancel)
 

@@ -65,14 +65,6 @@ def test_the_limit_settles_near_what_the_engine_has_room_for(room):
     assert min(settled) >= int(0.75 * (room + 1))
 
 
-def test_another_engine_begins_at_the_lower_bound():
-    limit = GroupLimit(2, 100)
-    limits(limit, ROOMY, FULL, FULL)
-    limit.restart()
-    assert limit.value == 2
-    assert limits(limit, ROOMY, ROOMY) == [4, 8]
-
-
 @pytest.mark.timeout(60)
 @pytest.mark.usefixtures("virtual_time")
 async def test_a_loop_holds_what_its_engine_has_room_for(make_buffer, recorded):

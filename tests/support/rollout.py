@@ -15,10 +15,9 @@ from buffer.commands import Commit, Enqueue, Expire, LeaseGroups, PlanBatch, Pro
 from buffer.ledger import Ledger
 from buffer.rule import StalenessRule
 from rollout_fleet.config import RolloutFleetConfig
-from rollout_fleet.engine_supervisor import engine_limits
 from rollout_fleet.engines.scripted import Script, ScriptedAnswer, ScriptedEngine, repeat_last_token
 from rollout_fleet.loop import RolloutLoop
-from rollout_fleet.member import Member
+from rollout_fleet.member import Member, member_limits
 from rollout_fleet.metrics import FleetCounters
 from rollout_fleet.rewards import WeightedRewards
 from tests.support.offers import OffersInMemory, bare_offer
@@ -222,7 +221,7 @@ def writes(num_tokens: int, token_delay_s: float = 0.01) -> Script:
 
 def ready_member(version: int = 0) -> Member:
     """A member that serves a version."""
-    member = Member("engine-0", engine_limits(RolloutFleetConfig()), now=0.0)
+    member = Member("engine-0", member_limits(RolloutFleetConfig()), now=0.0)
     member.started(0)
     member.verified(0, version)
     return member

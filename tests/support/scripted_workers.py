@@ -116,7 +116,7 @@ class Workers:
     async def load_first(self, rank):
         await asyncio.sleep(self.takes_s)
 
-    async def next_note(self, rank, num_heard):
+    async def wait_failed(self, rank):
         await asyncio.Event().wait()
 
     async def leave(self, rank):
