@@ -42,8 +42,8 @@ def run(tmp_path_factory):
     )
     try:
         running.wait_for_line("step 1/")
-        strike(running, "sglang::scheduler", signal.SIGKILL, "serves version")
-        strike(running, "sglang::scheduler", signal.SIGSTOP, "serves version")
+        strike(running, "sglang::scheduler", signal.SIGKILL, "is back after")
+        strike(running, "sglang::scheduler", signal.SIGSTOP, "is back after")
         strike(running, "ray::RolloutWorker", signal.SIGKILL, "is back after")
         assert running.finish(timeout_s=1200) == 0, running.output
         yield running

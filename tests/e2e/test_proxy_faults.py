@@ -41,9 +41,9 @@ def test_a_run_outlives_whatever_the_network_answers_in_the_place_of_its_server(
             run.wait_for_step(5 + number * STEPS_BETWEEN)
             struck_s = time.monotonic()
             proxy.fail("/generate", "during", answer)
-            run.wait_for_line("is fenced", timeout_s=120)
+            run.wait_for_line("has ended, epoch", timeout_s=120)
             proxy.heal()
-            run.wait_for_line("serves version", timeout_s=240)
+            run.wait_for_line("is back after", timeout_s=240)
             run.wait_for_step(run.num_steps + 1)
             print(f"{name}: a step after {time.monotonic() - struck_s:.1f} s")  # noqa: T201 - the time to recovery
         run.remember_family()

@@ -2,13 +2,10 @@
 
 import math
 
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from rollout_fleet.config import EngineKind, RolloutFleetConfig
-from rollout_fleet.engine_supervisor import engine_limits
 from rollout_fleet.member import ENDED, SERVING, Member, MemberLimits, MemberState
 
 LIMITS = MemberLimits(
@@ -235,8 +232,3 @@ def test_a_member_that_is_asked_to_leave_takes_no_more_work_and_leaves_by_its_de
     early.drain(1.0)
     early.started(0)
     assert early.state is MemberState.left
-
-
-@pytest.mark.parametrize(("engine", "restarts"), [(EngineKind.sglang, 3), (EngineKind.transformers, 0)])
-def test_an_engine_inside_the_workers_process_is_replaced_with_the_process(engine, restarts):
-    assert engine_limits(RolloutFleetConfig(engine=engine)).restarts == restarts

@@ -131,6 +131,20 @@ async def test_an_engine_that_fails_while_the_buffer_is_gone_ends_its_worker_all
         assert run.done()
 
 
+async def test_a_prompt_that_kills_engines_is_dropped_after_some_attempts(monkeypatch, tmp_path):
+    def script(request, version):
+        return ScriptedAnswer(die="poisoned") if request.id.startswith("0-") else ScriptedAnswer(response=[5])
+
+    buffer, options = buffer_of(3), {"max_attempts": 2, "groups_in_flight": 1}
+    for _ in range(2):
+        async with working(monkeypatch, tmp_path, buffer, ScriptedEngine(script), **options) as (_, run):
+            with pytest.raises(EngineLost, match="poisoned"):
+                await asyncio.wait_for(run, 60)
+    async with working(monkeypatch, tmp_path, buffer, ScriptedEngine(script), **options):
+        await buffer.stored(2)
+    assert dict(buffer.ledger.account.groups_dropped) == {"engine_failed": 1}
+
+
 async def test_no_room_on_the_workers_host_ends_its_loop_with_that_error(monkeypatch, tmp_path):
     buffer, engine = buffer_of(2), ScriptedEngine(writes(400))
     async with working(monkeypatch, tmp_path, buffer, engine) as (worker, run):
