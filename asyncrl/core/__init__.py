@@ -1,1 +1,1 @@
-"""The vocabulary of the system: types, errors, ports and records. Importing it loads neither torch nor ray."""
+"""Types, errors, ports and the recorder, which all packages share. Importing them loads neither torch nor ray."""

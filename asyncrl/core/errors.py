@@ -1,132 +1,131 @@
-"""The exception tree. Each error carries a single message, so that it survives pickling through Ray.
+"""The exceptions of a run. Each carries a single string, so that Ray can pickle it.
 
-A user's mistake (a wrong option, a missing file) is a ``ValueError`` raised where the value is read; the errors here
-occur while a run is going.
+A user's mistake (a wrong option, a missing file) is a ``ValueError`` instead, raised where the value is read.
 """
 
 
 class AsyncRLError(Exception):
-    """Base of every run-time error of the system."""
+    """Base of all exceptions in this module."""
 
 
 class WireError(AsyncRLError):
-    """Bytes from the network or from disk are not a message of this protocol."""
+    """Bytes from the network or from disk are not a valid message."""
 
 
 class StalenessError(AsyncRLError):
-    """A batch would break the staleness bound. This never happens unless the ledger is wrong."""
+    """A batch would exceed ``buffer.max_lag``. This is a defect of the ledger."""
 
 
 class AccountError(AsyncRLError):
-    """Tokens or prompt groups are not all accounted for."""
+    """The token account does not balance, or a prompt group is missing."""
 
 
 class DeadlineError(AsyncRLError):
-    """A configured deadline passed; the message names what was awaited, and for how long."""
+    """A configured deadline passed. The message names the awaited result and the deadline."""
 
 
 class WorkerDiedError(AsyncRLError):
-    """A process of the run died; the message names it and ends with the last lines of its log."""
+    """A process of the run died. The message names the process and ends with the last lines of its log."""
 
 
 class LearnerDiedError(WorkerDiedError):
-    """A learner rank died, hangs, or lost its batch: the group can go on from a checkpoint, and not otherwise."""
+    """A learner rank died, hung, or lost its batch. The learner group can continue only from a checkpoint."""
 
 
 class BatchLost(AsyncRLError):
-    """Trajectories of a planned batch are gone, and no rank has made its step: the batch can be planned anew."""
+    """Trajectories of a planned batch are lost. No rank has trained on the batch, so it can be planned again."""
 
 
 class ClusterDiedError(WorkerDiedError):
-    """One of Ray's own processes died, or did not come up; nothing can be stopped through Ray any more."""
+    """One of Ray's own processes died or did not start. Ray can no longer stop the workers."""
 
 
 class CheckpointError(AsyncRLError):
-    """A checkpoint could not be written (the one before it is intact), or could not be read."""
+    """A checkpoint could not be written or read. A failed write leaves the previous checkpoint intact."""
 
 
 class EngineError(AsyncRLError):
-    """An inference engine refused a request or broke its contract."""
+    """An inference engine refused a request or violated the engine protocol."""
 
 
 class EngineLost(EngineError):
-    """An engine has failed for good: it was replaced as often as the options allow."""
+    """An engine failed and has no restarts left."""
 
 
 class MembershipRefused(AsyncRLError):
-    """The run does not let an engine join, or leave; the message says why, and what to do."""
+    """The run refused a request to add or remove an engine. The message gives the reason and the remedy."""
 
 
 class RequestRefused(EngineError):
-    """A request that every engine would refuse: the prompt or an option is wrong, and no restart mends it."""
+    """Every engine would refuse this request: the prompt or an option is wrong. A restart does not help."""
 
 
 class WeightsError(AsyncRLError):
-    """Published weights are missing bytes, or an engine holds other weights than were published."""
+    """Published weights are incomplete, or an engine's weights differ from the published ones."""
 
 
 class WeightsGone(WeightsError):
-    """An offered version was removed, since newer ones took its place; ask for the newest."""
+    """An offered version was removed because newer versions exist. Request the newest version."""
 
 
 class RewardError(AsyncRLError):
-    """A reward function raised, hung, or did not return a number."""
+    """A reward function raised an exception, timed out, or did not return a number."""
 
 
 class ReplayBufferError(AsyncRLError):
-    """Base of what the replay buffer answers instead of a result."""
+    """Base of the errors that the replay buffer returns to its clients."""
 
 
 class StoreFull(ReplayBufferError):
-    """The store's byte bound is reached; the sender waits and sends again."""
+    """The store has reached its limit of bytes. The sender waits and retries."""
 
 
 class StoreLost(ReplayBufferError):
-    """The store that took a group's payload does not hold it any more; the sender sends it again."""
+    """The store no longer holds a group's payload. The sender sends the payload again."""
 
 
 class LeaseExpired(ReplayBufferError):
-    """A put, renewal or release came under a lease that is no longer held."""
+    """A put, renewal or release names a lease that is no longer held."""
 
 
 class UnknownGroup(ReplayBufferError):
-    """No such group, or not in the state that the request needs."""
+    """The group does not exist, or its state does not allow the request."""
 
 
 class VersionTooOld(ReplayBufferError):
-    """A trajectory holds a token older than the version its lease was granted at."""
+    """A trajectory contains a token that is older than the policy version of its lease."""
 
 
 class VersionTooNew(ReplayBufferError):
-    """An engine or a trajectory names a policy version that no learner step has made."""
+    """An engine or a trajectory names a policy version that the learner has not produced yet."""
 
 
 class NotLeaseOwner(ReplayBufferError):
-    """A put, renewal or release came from another client than the one that holds the lease."""
+    """A client sent a put, renewal or release for a lease that another client holds."""
 
 
 class DeclaredDead(ReplayBufferError):
-    """A message of a rollout worker that was replaced because it seemed dead; it must end."""
+    """The buffer has declared this rollout worker dead and replaced it. The worker must exit."""
 
 
 class WrongEpoch(ReplayBufferError):
-    """A message belongs to another run than the replay buffer's, or to a learner that was replaced: its sender ends."""
+    """The sender belongs to another run, or to a learner that was replaced. The sender must exit."""
 
 
 class NotAllowed(ReplayBufferError):
-    """The key of a client's role does not allow what it asks for."""
+    """The role of the client's key does not allow the request."""
 
 
 class RateExceeded(ReplayBufferError):
-    """A client sends more requests per second than the server accepts from one client."""
+    """A client exceeded the server's limit of requests per second and client."""
 
 
 class UsageError(TypeError, ValueError, AssertionError):
-    """A call, a dispatch mode or a pool of the single controller is used in a way that it does not support.
+    """A call, a dispatch mode or a resource pool of the single controller does not support this use.
 
-    It is an AssertionError too, so that code written against verl, which raises that, catches it.
+    Also an AssertionError: verl raises that type, and code written for verl may catch it.
     """
 
 
 class BatchError(ValueError, AssertionError):
-    """The parts of a `DataProto` do not fit together, or not the request; an AssertionError as `UsageError` is."""
+    """The parts of a `DataProto` do not match each other or the request. An AssertionError, as `UsageError` is."""

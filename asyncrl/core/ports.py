@@ -1,4 +1,4 @@
-"""The seams between the packages: what each part needs of the others. Peers never import one another."""
+"""The protocols between the packages. Peer packages depend on these and do not import each other."""
 
 from __future__ import annotations
 
@@ -11,87 +11,87 @@ from asyncrl.core.types import BufferStats, Lease, Plan, Prompt, WeightOffer
 
 
 class RolloutBuffer(Protocol):
-    """What a rollout worker needs of the replay buffer. Every call is awaited under the client's deadline.
+    """The replay buffer for a rollout worker. The client applies its deadline to every call.
 
     Attributes:
-        count_generated: Returns the policy tokens that this worker has generated, those of running samples among them.
-            The worker sets it, and each beat reports what it returns.
+        count_generated: Returns the policy tokens that this worker has generated so far, including running samples.
+            The worker sets the function; each heartbeat reports its result.
     """
 
     count_generated: Callable[[], int]
 
     async def enter(self) -> str:
-        """Connect, and be heard of from now on; returns the name that `ControlBuffer.bury` knows this worker by."""
+        """Connect and start the heartbeats; return the worker's name for `ControlBuffer.bury`."""
         ...
 
     async def lease(self, engine_version: int, max_groups: int) -> list[Lease]:
         """Wait until at least one group is admitted at ``engine_version``; return up to ``max_groups`` leases.
 
-        Empty when nothing was admitted within the server's long-poll period: ask again, with the engine's version then.
+        Returns an empty list if the server's long-poll period ends first. Call again with the engine's current version.
         """
         ...
 
     async def renew(self, leases: Sequence[Lease]) -> None:
-        """Extend the leases that are still held; the others arrive through `revocation`."""
+        """Extend the leases that are still valid. `revocation` reports the others."""
         ...
 
     async def put(self, group: TrajectoryGroup, *, num_left_out: int = 0) -> None:
-        """Store a finished group; returns once it is stored. Sent again until acknowledged; stored once.
+        """Store a finished group and wait until it is stored. The client retries; the buffer stores the group once.
 
-        ``num_left_out`` tokens of trajectories that are not part of it are dropped (``reward``).
-        Raises `LeaseExpired` if the attempt is no longer the current one, which counts its tokens as dropped, and
-        `VersionTooOld` if the group holds a token older than its lease.
+        ``num_left_out`` are tokens of trajectories that the worker left out of the group. They count as dropped for
+        the reason ``reward``. Raises `LeaseExpired` if the attempt is no longer current; its tokens count as dropped.
+        Raises `VersionTooOld` if the group has a token that is older than its lease.
         """
         ...
 
     async def release(self, lease: Lease, *, num_tokens: int, reason: str, max_failures: int = 0) -> bool:
-        """Give a lease back unfinished. Its ``num_tokens`` policy tokens count as dropped for ``reason``.
+        """Return a lease without a result. Its ``num_tokens`` policy tokens count as dropped for ``reason``.
 
-        The prompt is queued again, unless the attempt has failed, and so have ``max_failures`` of its attempts on
-        whichever workers by now: then the group is dropped. 0: it has not failed. Returns whether it was dropped.
+        The buffer requeues the prompt. If ``max_failures`` is not 0, the attempt counts as failed, and the buffer drops
+        the group at its ``max_failures``-th failed attempt on any worker. Returns whether the group was dropped.
         """
         ...
 
     def take_progress(self, lease: Lease) -> TrajectoryGroup | None:
-        """What an earlier attempt saved of this lease's group, to be continued; asked once, before it begins.
+        """Return the saved prefix of this lease's group, if an earlier attempt saved one. Call once, before generating.
 
-        Who takes it reports all tokens, those of the prefix among them, in its put or release. Who does not begins
-        afresh, and the prefix counts as dropped when it puts.
+        A worker that takes the prefix includes its tokens in the put or release. Otherwise the prefix counts as dropped
+        at the put.
         """
         ...
 
     async def save_progress(self, lease: Lease, group: TrajectoryGroup) -> None:
         """Save a running group with its lease, so that another worker can continue it.
 
-        Samples that did not end have the finish reason ``unfinished``; the group has at least one token. Raises as
-        `put` does, or `StoreFull` if there is no room for it now.
+        Unfinished samples have the finish reason ``unfinished``; the group has at least one token. Raises the errors of
+        `put`, and `StoreFull` if the store has no room.
         """
         ...
 
     async def revocation(self) -> tuple[int, int]:
-        """Wait for the next (group_id, attempt) whose rollout is to be aborted."""
+        """Wait for the next (group_id, attempt) to abort."""
         ...
 
     async def hand_on_request(self) -> list[tuple[int, int]]:
-        """Wait for groups that others would have done sooner; returns the (group_id, attempt) of each.
+        """Wait for groups that another worker would finish sooner; return the (group_id, attempt) of each.
 
-        What is saved and released goes to them.
+        The worker saves and releases them, and the buffer leases them to a faster worker.
         """
         ...
 
     async def next_offer(self, after: int) -> WeightOffer:
-        """Wait for weights newer than version ``after``, -1 for any; the newest are answered, others are skipped.
+        """Wait for weights newer than version ``after`` (-1 for any) and return the newest ones.
 
         Raises `WeightsError` if a version could not be published.
         """
         ...
 
     async def loaded(self, version: int, took_s: float) -> None:
-        """Report that this worker's engine serves ``version``, which it took ``took_s`` seconds to load."""
+        """Report that this worker's engine serves ``version``; loading took ``took_s`` seconds."""
         ...
 
     async def fenced(self) -> None:
-        """Report that this worker's engine serves nothing until `loaded` is called again: nobody waits for it."""
+        """Report that this worker's engine serves no version until the next `loaded`. Nothing waits for it."""
         ...
 
     async def close(self) -> None:
@@ -100,22 +100,22 @@ class RolloutBuffer(Protocol):
 
 
 class WeightLog(Protocol):
-    """Where a learner's rank 0 reports what it published; any thread may call it."""
+    """The interface for rank 0 of the learner to report published versions; thread-safe."""
 
     def offer(self, offer: WeightOffer) -> int:
-        """Offer weights to the engines; returns the oldest version that engines may still be offered."""
+        """Offer weights to the engines; return the oldest version that the buffer may still offer."""
         ...
 
     def publish_failed(self, reason: str) -> None:
-        """Report that a version could not be published: whoever waits for weights raises `WeightsError`."""
+        """Report a failed publish. Pending calls that wait for weights raise `WeightsError`."""
         ...
 
 
 class LearnerBuffer(WeightLog, Protocol):
-    """What a learner rank needs of the replay buffer."""
+    """The replay buffer for a learner rank."""
 
     def fetch(self, group_ids: Sequence[int]) -> list[TrajectoryGroup]:
-        """Return planned groups in the order asked for. Arrays are read-only views of the received bytes."""
+        """Return planned groups in the order of ``group_ids``. Arrays are read-only views of the received bytes."""
         ...
 
     def close(self) -> None:
@@ -124,52 +124,55 @@ class LearnerBuffer(WeightLog, Protocol):
 
 
 class ControlBuffer(Protocol):
-    """What the controller needs of the replay buffer."""
+    """The replay buffer for the controller."""
 
     async def enqueue(self, prompts: Sequence[Prompt]) -> None:
-        """Queue prompts; returns when they are queued, which waits while the queue is full. Idempotent by group id."""
+        """Queue prompts; waits while the queue is full. Idempotent per group id."""
         ...
 
     async def plan(self, version: int) -> Plan:
-        """Wait for the batch that the learner consumes at ``version``; asking again gives the same plan."""
+        """Wait for the batch that the learner consumes at ``version``. A second call returns the same plan."""
         ...
 
     async def commit(self, version: int) -> BufferStats:
-        """Mark the plan of ``version`` consumed: the learner is now at ``version + 1``. Idempotent."""
+        """Mark the plan of ``version`` as consumed; the learner is then at ``version + 1``. Idempotent."""
         ...
 
     async def stats(self) -> BufferStats:
-        """The ledger now."""
+        """Return the ledger's current counts."""
         ...
 
     async def finished(self) -> list[tuple[int, int]]:
-        """Ids of the groups that are consumed or dropped, as sorted ranges [start, end)."""
+        """Return the ids of consumed and dropped groups, as sorted ranges [start, end)."""
         ...
 
     async def served(self, after: int, num_engines: int) -> tuple[int, float]:
-        """Wait until at least ``num_engines`` engines serve versions newer than ``after``, and all engines do.
+        """Wait until there are ``num_engines`` engines or more, and all serve versions newer than ``after``.
 
-        Returns the oldest version that one of them serves, and the seconds that the slowest took to load it. Raises
-        `WeightsError` if a version could not be published.
+        Returns the oldest version that an engine serves, and the longest load time in seconds. Raises `WeightsError` if
+        a version could not be published.
         """
         ...
 
     async def bury(self, worker: str, num_generated: int = 0) -> int:
-        """A rollout worker is dead, or ended with leases: take these back, and accept nothing of it any more.
+        """Declare a rollout worker dead: take back its leases and refuse its messages from now on. Idempotent.
 
-        ``worker`` is what `RolloutBuffer.enter` returned to it. ``num_generated`` are the tokens that it is known to
-        have generated; its last heartbeat may know of more. Returns all of them. Those that were neither stored nor
-        released count as lost. Asking again returns the same.
+        ``worker`` is the name from `RolloutBuffer.enter`. ``num_generated`` is the number of tokens that the caller
+        knows the worker generated. Returns the larger of ``num_generated`` and the last heartbeat's number. Tokens that
+        the worker neither stored nor released count as lost.
         """
         ...
 
     async def pin(self, version: int, num_engines: int, known: Collection[str] = ()) -> set[str]:
-        """Have up to ``num_engines`` engines keep ``version``, which is still to come, until `unpin` or another pin.
+        """Keep up to ``num_engines`` engines on ``version`` until `unpin` or the next pin; call it before the offer.
 
-        They are those that ask for it first. It is offered to them until so many serve it, however old it is then; the
-        other engines go on to newer versions. Waits until those that serve it are others than ``known``; returns their
-        names. Raises `WeightsGone` if none serves it and it is not offered any more, `WeightsError` if a version could
-        not be published.
+        The first engines that request the version keep it. The buffer offers it until ``num_engines`` engines serve it,
+        even if newer versions exist. The other engines load newer versions. Waits until the set of engines that serve
+        it differs from ``known``, and returns that set.
+
+        Raises:
+            WeightsGone: no engine serves the version, and it is no longer offered.
+            WeightsError: a version could not be published.
         """
         ...
 
@@ -178,9 +181,9 @@ class ControlBuffer(Protocol):
         ...
 
     async def lose(self, group_ids: Sequence[int]) -> None:
-        """The learner's ranks did not find these groups of planned batches: they are generated again (``store_lost``).
+        """Report groups of planned batches that are missing in the stores; their prompts are requeued (``store_lost``).
 
-        The batches that held them, and those after them, are planned anew. Groups that no batch holds are left out.
+        The buffer plans their batches, and all later batches, again. It ignores groups that are not in a batch.
         """
         ...
 
@@ -193,12 +196,17 @@ class ControlBuffer(Protocol):
         tokens_trained: int,
         lag_histogram: Mapping[int, int],
     ) -> None:
-        """Take the learner back to ``version``, which a checkpoint holds, for its next life, number ``incarnation``.
+        """Set the learner back to the ``version`` of a checkpoint. Idempotent.
 
-        ``finished`` are the groups that were consumed or dropped before ``version``; ``tokens_trained`` and
-        ``lag_histogram`` what the steps of this run before it had consumed. Offers are withdrawn, running attempts
-        revoked, and engines lease again once they have loaded what the new learner offers. Prompts that were finished
-        since then have to be enqueued again. Idempotent.
+        The buffer withdraws all offers and revokes running attempts. Engines get new leases after they load weights of
+        the new learner. The caller enqueues the prompts again that were finished after the checkpoint.
+
+        Args:
+            version: Learner version of the checkpoint.
+            incarnation: Number of the learner's new incarnation.
+            finished: Groups that were consumed or dropped before ``version``, as ranges.
+            tokens_trained: Tokens that this run trained before ``version``.
+            lag_histogram: Lags of the groups that this run consumed before ``version``.
         """
         ...
 
@@ -208,63 +216,63 @@ class ControlBuffer(Protocol):
 
 
 class LearnerPort(Protocol):
-    """What the controller needs of the learner group. Calls queue on the ranks in the order they are made."""
+    """The learner group for the controller. The ranks execute calls in the order in which they are made."""
 
     async def scored(self, plan: Plan) -> Plan:
-        """Return the plan with the rewards of the reward model, where there is one."""
+        """Return the plan with the rewards of the reward model; unchanged without a reward model."""
         ...
 
     def update(self, plan: Plan) -> Awaitable[Mapping[str, float]]:
-        """Start the update on a batch; its metrics come with ``started_at`` and ``ended_at`` (Unix seconds)."""
+        """Start the update on a batch. Its metrics include ``started_at`` and ``ended_at`` (Unix seconds)."""
         ...
 
     def publish(self, version: int) -> Awaitable[None]:
-        """Publish the weights, as they are after the updates queued so far, as ``version``.
+        """Publish the weights, including all updates queued so far, as ``version``.
 
-        The ranks are free as soon as they have copied them; the engines learn from the buffer when they are offered.
+        The ranks continue as soon as they have copied the weights. The buffer tells the engines about the offer.
         """
         ...
 
     async def finish_publish(self) -> None:
-        """Wait until the version that is on its way is offered. Raises `WeightsError` if it could not be published."""
+        """Wait until the version that is being published is offered. Raises `WeightsError` if publishing failed."""
         ...
 
     def update_critic(self, plan: Plan) -> Awaitable[Mapping[str, float]]:
-        """Let the critic learn from the batch of the last `update`; no metrics where there is no critic."""
+        """Train the critic on the batch of the last `update`; returns no metrics without a critic."""
         ...
 
     def save(self, version: int, run: Mapping[str, Any], *, wait: bool) -> Awaitable[str]:
-        """Save a checkpoint of ``version`` with the run's own state; with ``wait``, until it is complete."""
+        """Save a checkpoint of ``version`` with the run's state ``run``; ``wait`` waits until it is complete."""
         ...
 
     async def withdraw(self) -> Sequence[int]:
-        """After a `BatchLost`: wait until the ranks have passed over what was queued, and let go of the batch.
+        """After a `BatchLost`: discard the batch and wait until the ranks have skipped their queued calls.
 
-        Returns the groups that they did not find. Raises `LearnerDiedError` if the ranks cannot go on from there.
+        Returns the missing groups. Raises `LearnerDiedError` if the ranks cannot continue.
         """
         ...
 
 
 class ColocatedLearnerPort(LearnerPort, Protocol):
-    """A learner group that can leave its devices."""
+    """A learner group that can release its devices."""
 
     def rollout_mode(self, version: int) -> Awaitable[None]:
-        """Publish the weights as ``version``, offload as the options say, and wait until the version is offered."""
+        """Publish the weights as ``version``, offload, and wait until the version is offered."""
         ...
 
     def trainer_mode(self) -> Awaitable[None]:
-        """Bring back what `rollout_mode` moved away."""
+        """Load everything back that `rollout_mode` offloaded."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class FleetCounts:
-    """The fleet's counters, over its engines.
+    """The fleet's counters, summed over its engines.
 
     Attributes:
-        tokens_generated: Policy tokens that the engines produced for training, including those of aborted requests.
-        tokens_in_flight: Those of them that are not yet stored or given back.
-        groups_failed: Attempts that failed, by reason: ``aborted`` by the engine, ``stalled``, ``reward``, …
+        tokens_generated: Policy tokens that the engines produced for training, including aborted requests.
+        tokens_in_flight: Generated tokens whose groups are neither stored nor released.
+        groups_failed: Failed attempts by reason: ``aborted`` by the engine, ``stalled``, ``reward``, …
     """
 
     tokens_generated: int
@@ -273,36 +281,36 @@ class FleetCounts:
 
 
 class FleetPort(Protocol):
-    """What the controller needs of the rollout fleet. Its engines take offered weights by themselves."""
+    """The rollout fleet for the controller. Its engines load offered weights without the controller."""
 
     def engines(self) -> Sequence[str]:
-        """Names of the engines that are there now."""
+        """Return the names of the current engines."""
         ...
 
     async def counters(self) -> FleetCounts:
-        """Return the fleet's own counts since it began."""
+        """Return the fleet's counters since its start."""
         ...
 
     async def drain(self) -> FleetCounts:
-        """Stop all work: abort what runs, give the leases back; returns the final counts."""
+        """Abort running groups, release their leases, and return the final counters."""
         ...
 
 
 class ColocatedFleetPort(FleetPort, Protocol):
-    """A fleet that can leave its devices."""
+    """A fleet that can release its devices."""
 
     async def release_device(self) -> None:
-        """Let what runs end, and give the devices up until the next weights."""
+        """Wait until running groups end, then release the devices until the next weights are offered."""
         ...
 
 
 class PromptSource(Protocol):
-    """Where prompts come from."""
+    """The source of the run's prompts."""
 
     def take(self, count: int) -> Sequence[Prompt]:
         """Return the next ``count`` prompts of an endless order."""
         ...
 
     def state(self) -> Mapping[str, Any]:
-        """Return where the order stands, as values that JSON can hold."""
+        """Return the current position as JSON values."""
         ...

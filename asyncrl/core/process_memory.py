@@ -1,4 +1,4 @@
-"""How the memory that a process frees goes back to the kernel. Loads neither torch nor ray."""
+"""How much freed memory a process keeps instead of returning it to the kernel. Imports neither torch nor ray."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ import logging
 logger = logging.getLogger(__name__)
 
 WORKER_BYTES = 256 << 20
-"""Freed bytes that a process that computes keeps: more than one step of a small model, little on a host of any size."""
+"""Freed bytes that a computing process keeps: more than one step of a small model needs, and little for any host."""
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # as in malloc.h
 
 
 def keep_freed_memory(num_bytes: int) -> None:
-    """Have glibc keep freed memory for what is allocated next, instead of giving it back and asking for it again.
+    """Make glibc keep freed memory for later allocations instead of returning it to the kernel.
 
-    The kernel fills a new page with zeros when it is first touched. A process that allocates the same tensors or frames
-    in every step would pay for that in every step: a tenth of the processor time of a small model's update, a third of
-    that of receiving a frame.
+    The kernel zeroes each new page at its first access. A process that allocates the same tensors or frames in every
+    step pays for this in every step: a tenth of the processor time of a small model's update, and a third of the time
+    to receive a frame.
 
     Args:
-        num_bytes: What is kept at most at the end of each heap, in 0..2**31 - 1. A block of 32 MiB or more always goes
-            back at once.
+        num_bytes: Most bytes to keep at the end of each heap, in 0..2**31 - 1. A block of 32 MiB or more is always
+            returned at once.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     options = {
@@ -32,4 +32,4 @@ def keep_freed_memory(num_bytes: int) -> None:
     }
     for name, (option, value) in options.items():
         if mallopt is None or not mallopt(option, value):
-            logger.info("the C library has no %s; freed memory goes back to the kernel", name)
+            logger.info("the C library does not support %s; freed memory returns to the kernel", name)

@@ -1,7 +1,6 @@
-"""Names for functions: ours by a short name, a user's own by ``file.py:function`` or ``module:function``.
+"""Look up functions by name: a registered short name, or ``file.py:function`` or ``module:function`` of the user.
 
-The registries themselves stand beside what they name: `learner.losses.LOSSES`, `learner.advantages.ADVANTAGES`,
-`rollout_fleet.rewards.REWARDS`.
+The registries are `learner.losses.LOSSES`, `learner.advantages.ADVANTAGES` and `rollout_fleet.rewards.REWARDS`.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ E = TypeVar("E")
 
 
 class Registry(Generic[T]):
-    """Named implementations of one kind; ``option`` names an entry, for messages. Example: ``algorithm.loss``."""
+    """Named implementations of one kind. Messages name ``option``, for example ``algorithm.loss``."""
 
     def __init__(self, option: str) -> None:
         self._option = option
         self._entries: dict[str, T] = {}
 
     def register(self, name: str) -> Callable[[E], E]:
-        """Decorator that enters an implementation under a name. Raises `ValueError` if the name is taken."""
+        """Return a decorator that registers an implementation. Raises `ValueError` if the name is taken."""
 
         def enter(entry: E) -> E:
             if name in self._entries:
@@ -42,10 +41,14 @@ class Registry(Generic[T]):
         return sorted(self._entries)
 
     def get(self, name: str) -> T:
-        """Look an implementation up; a user's own file or module is imported.
+        """Return an implementation; import the user's file or module if the name contains one.
 
-        ``name`` is registered, or ``file.py:name`` or ``module:name`` of a function, or of a name that the module
-        registers. Raises `ValueError` if there is no such name, file, module or function.
+        Args:
+            name: A registered name, or ``file.py:name`` or ``module:name``. The part after the colon is a function of
+                the module, or a name that the module registers.
+
+        Raises:
+            ValueError: there is no such name, file, module or function.
         """
         if name in self._entries:
             return self._entries[name]
@@ -61,31 +64,34 @@ class Registry(Generic[T]):
             known = sorted(known for known, value in vars(module).items() if callable(value) and known[0] != "_")
             raise ValueError(f"{self._option}={name}: {place} has no {attribute!r}, only {known}; name one of them")
         if not callable(found):
-            raise ValueError(f"{self._option}={name} must name a function, got {found!r}; name another one in {place}")
+            raise ValueError(f"{self._option}={name} must name a function, got {found!r}; name a function of {place}")
         return cast(T, found)
 
     def _imported(self, place: str, name: str) -> ModuleType:
         try:
             return _import_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
         except FileNotFoundError as error:
-            raise ValueError(f"{self._option}={name}: there is no file {error.filename}; name another one") from error
+            raise ValueError(f"{self._option}={name}: there is no file {error.filename}; check the path") from error
         except SyntaxError as error:
             raise ValueError(
-                f"{self._option}={name}: {error.filename}, line {error.lineno}: {error.msg}; mend the file"
+                f"{self._option}={name}: {error.filename}, line {error.lineno}: {error.msg}; fix the file"
             ) from error
         except (Exception, SystemExit) as error:
-            reason = f"{type(error).__name__}: {error}; mend the module, or name another one"
+            reason = f"{type(error).__name__}: {error}; fix the module, or name another one"
             raise ValueError(f"{self._option}={name} cannot be imported: {reason}") from error
 
 
 def absolute_name(name: str) -> str:
-    """The name with its file's whole path, for processes that run elsewhere; other names as they are."""
+    """Make the path of ``file.py:function`` absolute, for processes with another working directory.
+
+    Other names are returned unchanged.
+    """
     place, colon, attribute = name.rpartition(":")
     return f"{Path(place).expanduser().resolve()}:{attribute}" if colon and place.endswith(".py") else name
 
 
 def _import_file(path: Path) -> ModuleType:
-    """Import a file once per process, under a name of its own; it can import the files beside it."""
+    """Import a file once per process, under a unique module name. The file can import its neighbours."""
     name = f"{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
     if name in sys.modules:
         return sys.modules[name]

@@ -1,8 +1,8 @@
-"""Who obeys SIGINT and SIGTERM: of all processes of a run only its supervisor does.
+"""SIGINT and SIGTERM in the processes of a run: only the supervisor handles them.
 
 A scheduler (``scancel``) or systemd sends SIGTERM to every process of a run at once. The controller blocks both
-signals, and every thread and process inherits that, Ray's daemons included. Each process ends by what its owner does: a
-closed pipe, another signal, SIGKILL, or the kernel's signal at its owner's death.
+signals, and its threads and child processes inherit the mask, including Ray's daemons. The parent of each process stops
+that process: it closes a pipe, or sends another signal. The kernel signals a process whose parent died.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ STOP_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM})
 
 
 def leave_stop_to_owner() -> None:
-    """Block the stop signals in this thread, and in the threads and processes that it starts from now on.
+    """Block the stop signals in this thread, and in the threads and processes that it starts later.
 
-    Python's resource tracker starts first: the thread that starts it unblocks both signals afterwards (Python < 3.13).
+    Starts Python's resource tracker first, because starting the tracker unblocks both signals (Python < 3.13).
     """
     resource_tracker.ensure_running()
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
 
 
 def keep_stop_blocked() -> None:
-    """As `leave_stop_to_owner`, where this process has inherited that the stop signals are blocked; else nothing."""
+    """Call `leave_stop_to_owner` if this process inherited blocked stop signals; otherwise do nothing."""
     if signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, ()):
         leave_stop_to_owner()
 
 
 def release_resource_tracker() -> None:
-    """Let Python's resource tracker clean up and exit, unless a child of this process still uses it."""
+    """Let Python's resource tracker clean up and exit. It stays while a child of this process uses it."""
     tracker: Any = resource_tracker._resource_tracker
     if tracker._fd is not None:
         os.close(tracker._fd)
@@ -39,12 +39,12 @@ def release_resource_tracker() -> None:
 
 
 def outlive_stop() -> None:
-    """Ignore SIGTERM in this process alone: programs that it starts obey both stop signals, and so do forked children.
+    """Ignore SIGTERM in this process. Started programs and forked children still obey both stop signals.
 
-    Code of users may end its own subprocesses by SIGTERM, which a mask that they inherit would prevent. Call it in the
-    main thread before there are others.
+    A user's code may stop its own subprocesses with SIGTERM; an inherited mask would prevent that. Call this in the
+    main thread, before other threads start.
     """
-    signal.signal(signal.SIGTERM, _ignore)  # a handler, since SIG_IGN would be inherited
+    signal.signal(signal.SIGTERM, _ignore)  # a handler: children would inherit SIG_IGN
     os.register_at_fork(before=_hold_back, after_in_child=_obey, after_in_parent=_let_through)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 

@@ -1,7 +1,7 @@
-"""The nouns of the system: what travels between rollout fleet, replay buffer, learner group and controller.
+"""Records that rollout fleet, replay buffer, learner group and controller exchange.
 
-What an episode writes stands in `asyncrl.core.trajectory`. Arrays are numpy, so that the buffer and the fleet need
-no torch. Letters: P prompt tokens, G trajectories of a prompt group.
+Trajectories are in `asyncrl.core.trajectory`. Arrays are numpy arrays, so that the buffer and the fleet do not need
+torch. Letters: P prompt tokens, G trajectories of a prompt group.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 
 
 class FinishReason(StrEnum):
-    """Why a sampled turn ended; ``unfinished`` only in saved progress, where it did not."""
+    """Why a sampled turn ended. ``unfinished`` occurs only in saved progress: the turn has not ended."""
 
     stop = "stop"
     length = "length"
@@ -30,8 +30,8 @@ class Prompt:
     Attributes:
         group_id: Position in the run's seeded prompt order; unique in the run. Example: 4711.
         prompt_ids: [P] int32 token ids.
-        ground_truth: What the reward function compares with; any msgpack value. Example: ``"54321"``.
-        data_source: Names the reward function's task. Example: ``"reverse"``.
+        ground_truth: Expected answer, for the reward function; any msgpack value. Example: ``"54321"``.
+        data_source: Name of the task, for the reward function. Example: ``"reverse"``.
         extra: Further columns for the reward function.
     """
 
@@ -44,16 +44,16 @@ class Prompt:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AnsweredPrompt:
-    """What the answers to a held-out prompt earned, all of them sampled under one policy version.
+    """Rewards of the answers to one held-out prompt. One policy version sampled all answers.
 
     Attributes:
-        group_id: See `Prompt`.
-        data_source: See `Prompt`.
+        group_id: As in `Prompt`.
+        data_source: As in `Prompt`.
         sampled: Reward of each answer at the training temperature.
         greedy: Reward of the greedy answer.
-        response_lengths: Tokens of each answer, the greedy one last.
-        num_truncated: Answers that hit the length limit.
-        reward_failure: Why the reward failed; then there are no rewards. Empty where it did not.
+        response_lengths: Tokens of each answer; the greedy answer is last.
+        num_truncated: Answers that reached the length limit.
+        reward_failure: Why the reward function failed; empty if it succeeded. A failure leaves no rewards.
     """
 
     group_id: int
@@ -67,11 +67,11 @@ class AnsweredPrompt:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lease:
-    """The right, and the duty, to roll out one prompt group.
+    """The right of one worker to roll out one prompt group.
 
     Attributes:
-        prompt: What to roll out.
-        attempt: Fence: a put under an older attempt is refused. 0 is the first attempt.
+        prompt: The prompt to roll out.
+        attempt: Fencing token: the buffer refuses a put under an older attempt. 0 is the first attempt.
         engine_version: u, the policy version that the worker's engine served at admission.
         deadline_version: u + max_lag, the last learner version that may consume the group.
     """
@@ -84,20 +84,20 @@ class Lease:
 
 @dataclass(frozen=True, kw_only=True)
 class GroupSummary:
-    """What ledger and controller know of a stored group: metadata, never tokens.
+    """Metadata of a stored group for ledger and controller; contains no tokens.
 
     Attributes:
-        group_id: See `Prompt`; ``attempt``: see `Lease`.
+        group_id: As in `Prompt`; ``attempt``: as in `Lease`.
         num_prompt_tokens: P.
-        response_lengths: [G] ints, tokens after the prompt (policy's and environment's).
-        num_tokens: Tokens the policy wrote, over all samples; the unit of the token account.
+        response_lengths: [G] ints, tokens after the prompt, of the policy and of the environment.
+        num_tokens: Tokens that the policy wrote, over all samples; the unit of the token account.
         oldest_version: Version of the group's oldest token; ``newest_version``: of its newest.
-        rewards: [G] floats, what each trajectory earned: its outcome and the rewards of its turns.
-        branch_tokens: [G] ints, tokens of all branches of each trajectory, prompts included; empty where each is one
-            branch below the prompt.
-        num_branches: [G] ints, likewise.
-        num_truncated: Trajectories with a turn that hit the length limit; baselines are not counted.
-        metrics: Name and mean of each of the trajectories' metrics, sorted; baselines are left out.
+        rewards: [G] floats, per trajectory the outcome plus the rewards of its turns.
+        branch_tokens: [G] ints, tokens of all branches of each trajectory, including their prompts. Empty if every
+            trajectory is a single branch below the prompt.
+        num_branches: [G] ints, branches of each trajectory; empty in the same case.
+        num_truncated: Trajectories with a turn that reached the length limit, without baselines.
+        metrics: Name and mean of each metric of the trajectories, sorted, without baselines.
     """
 
     group_id: int
@@ -115,17 +115,17 @@ class GroupSummary:
 
     @property
     def is_scored(self) -> bool:
-        """Whether every reward is a finite number. A reward model may fail to give one."""
+        """Whether every reward is finite. A reward model may return NaN or infinity."""
         return all(map(math.isfinite, self.rewards))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """The batch of one learner step, as metadata.
+    """Metadata of the batch of one learner step.
 
     Attributes:
-        version: Learner version that consumes the batch; the step takes it to ``version + 1``.
-        groups: The B groups of the batch.
+        version: Learner version that consumes the batch; ``version + 1`` after the step.
+        groups: The groups of the batch.
     """
 
     version: int
@@ -134,7 +134,7 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenAccount:
-    """Every token the policy wrote is somewhere: generated = trained + dropped + buffered + in_flight."""
+    """Where the tokens of the policy are: generated = trained + dropped + buffered + in_flight."""
 
     generated: int
     trained: int
@@ -144,31 +144,31 @@ class TokenAccount:
 
     @property
     def balance(self) -> int:
-        """Zero when every token is accounted for."""
+        """Tokens that are not accounted for; 0 if the account is right."""
         return self.generated - self.trained - self.dropped - self.buffered - self.in_flight
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BufferStats:
-    """The ledger at one moment.
+    """Counts of the ledger at one moment.
 
     Attributes:
-        learner_version: Version that the next batch will be consumed at.
+        learner_version: Learner version that will consume the next batch.
         groups: Groups by state: queued, leased, stored, planned, consumed, dropped.
         tokens_trained: Policy tokens of consumed groups.
         tokens_dropped: Policy tokens of dropped groups, abandoned attempts and refused puts, by reason.
-        tokens_buffered: Policy tokens of stored and planned groups, and of prefixes handed on to a next attempt.
+        tokens_buffered: Policy tokens of stored and planned groups, and of saved prefixes.
         lag_histogram: Realised lag (learner steps) to number of consumed groups.
         puts_refused: Refused puts by reason (duplicate, expired, …).
-        stored_bytes: Payload bytes held.
-        leases_waiting: Workers now waiting for admission.
+        stored_bytes: Bytes of the stored payloads.
+        leases_waiting: Workers that wait for admission.
         mean_length_kept: Mean response length of consumed samples, in tokens.
-        mean_length_dropped: Mean response length of dropped samples, in tokens; 0 when none was dropped. Against
-            ``mean_length_kept`` it is the length bias of dropping.
-        mean_length_dropped_by_reason: The same for each reason of ``tokens_dropped`` that ended whole groups.
-        groups_dropped: The dropped groups by reason: a filter's name, or ``stale``.
-        filtered_in_a_row: Finished groups that filters have dropped since the last one that was stored.
-        held_bytes: Bytes held in all: payloads, saved prefixes, prompts, and what waits to be queued.
+        mean_length_dropped: Mean response length of dropped samples, in tokens; 0 without any. The difference to
+            ``mean_length_kept`` is the length bias of dropping.
+        mean_length_dropped_by_reason: The same for each reason of ``tokens_dropped`` that dropped whole groups.
+        groups_dropped: Dropped groups by reason: a filter's name, or ``stale``.
+        filtered_in_a_row: Finished groups that filters dropped since the last stored group.
+        held_bytes: All bytes of the buffer: payloads, saved prefixes, prompts, and prompts that wait to be queued.
     """
 
     learner_version: int

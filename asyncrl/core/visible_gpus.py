@@ -1,4 +1,4 @@
-"""The GPUs that a process may use, counted and hidden through its environment. Imports no torch."""
+"""Count the GPUs that a process may use, and hide them through its environment. Does not import torch."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ NO_GPUS = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
 
 
 def visible_gpus(environment: Mapping[str, str] = os.environ) -> int:
-    """Return how many GPUs CUDA shows to a process with this environment; 0 without a driver.
+    """Return the number of GPUs that CUDA shows to a process with this environment; 0 without a driver.
 
-    ``CUDA_VISIBLE_DEVICES`` holds indices or UUIDs. As in CUDA, the first entry that names no GPU ends the list.
+    ``CUDA_VISIBLE_DEVICES`` holds indices or UUIDs. As in CUDA, the first invalid entry ends the list.
     """
     tool = shutil.which("nvidia-smi")
     listed = _listed_uuids(tool) if tool is not None else []
@@ -35,7 +35,7 @@ def visible_gpus(environment: Mapping[str, str] = os.environ) -> int:
 
 @cache
 def _listed_uuids(tool: str) -> list[str]:
-    """UUIDs of the GPUs that the NVIDIA driver lists on this machine, in the driver's order."""
+    """UUIDs of this machine's GPUs, in the order of the NVIDIA driver."""
     listed = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=30, check=False)
     lines = [line for line in listed.stdout.splitlines() if line.startswith("GPU ")]
     return [line.rpartition("UUID: ")[2].rstrip(")") for line in lines]
