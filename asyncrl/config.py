@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from asyncrl.core.record import ProfileConfig
+from asyncrl.core.types import Carrier
 from asyncrl.data.config import DataConfig
 from asyncrl.placement_config import LEARNER_POOL, PlacementConfig, RayConfig
+from asyncrl.weights.carriers import CARRIERS, SLOWEST_LOAD, CarrierRules
 from buffer.config import BufferConfig, StoresOn
 from learner.config import AlgorithmConfig, LearnerConfig
 from learner.rope import rope_limit
-from rollout_fleet.config import SLOWEST_LOAD, RolloutFleetConfig
+from rollout_fleet.config import RolloutFleetConfig
 
 LOOPBACK = "lo"
 _OWN_CLIENTS = 4
@@ -259,48 +261,26 @@ class WeightsConfig:
     @property
     def keeps_images(self) -> bool:
         """Whether each engine has one there, if only until it is loaded."""
-        return self.copies or (self.transport is Transport.collective and not self.is_into_engines)
+        return self.copies or self.rules.carrier is Carrier.host_stream
 
     @property
-    def way(self) -> str:
-        """The options that say how weights travel, for messages. Example: ``"weights.transport=tensor"``."""
-        into = f", collective_into={self.collective_into}" if self.transport is Transport.collective else ""
-        return f"weights.transport={self.transport}{into}"
+    def rules(self) -> CarrierRules:
+        """What the chosen carrier can do."""
+        into_engines = self.transport is Transport.collective and self.collective_into is CollectiveInto.engine
+        return CARRIERS[f"{self.transport}{', collective_into=engine' if into_engines else ''}"]
 
     @property
-    def is_into_engines(self) -> bool:
-        """Whether engines take weights out of the learner's memory, and nothing stands between the two."""
-        return self.transport is Transport.tensor or self.collective_into is CollectiveInto.engine
+    def given(self) -> dict[str, object]:
+        """The options of single carriers that differ from their defaults."""
+        names = ("copy_to_memory", "directory", "collective_into", "interface")
+        defaults = {one.name: one.default for one in fields(self)}
+        return {f"weights.{name}": getattr(self, name) for name in names if getattr(self, name) != defaults[name]}
 
     def __post_init__(self) -> None:
         if self.publish_every < 1:
             raise ValueError(f"weights.publish_every must be >= 1 learner steps, got {self.publish_every}")
         if self.full_every < 1:
             raise ValueError(f"weights.full_every must be >= 1 versions, got {self.full_every}; 1 has no deltas")
-        if self.copy_to_memory and self.transport is not Transport.file:
-            raise ValueError(
-                f"weights.copy_to_memory is used by weights.transport=file, got {self.transport}; set it, or "
-                "weights.copy_to_memory=false"
-            )
-        if self.directory and self.transport is not Transport.file:
-            raise ValueError(
-                f"weights.directory={self.directory} is used by weights.transport=file, got {self.transport}; set it"
-            )
-        if self.collective_into is not CollectiveInto.host and self.transport is not Transport.collective:
-            raise ValueError(
-                f"weights.collective_into={self.collective_into} is used by weights.transport=collective, got "
-                f"{self.transport}; set it"
-            )
-        if self.full_every > 1 and self.is_into_engines:
-            raise ValueError(
-                f"weights.full_every must be 1 where no host holds the weights ({self.way}), got {self.full_every}: a "
-                "delta applies to a copy beside the engine; set it, or another transport"
-            )
-        if self.interface != LOOPBACK and self.transport is not Transport.collective:
-            raise ValueError(
-                f"weights.interface={self.interface} is used by weights.transport=collective, got {self.transport}; "
-                "set it"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)

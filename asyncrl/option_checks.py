@@ -11,9 +11,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from asyncrl.config import (
-    LOOPBACK,
     RunConfig,
-    Transport,
     learner_pools,
     learner_roles,
     num_positions,
@@ -23,6 +21,7 @@ from asyncrl.config import (
     why_positions_end,
 )
 from asyncrl.metrics import counted
+from asyncrl.weights.carriers import CarrierUse, check_carrier
 from buffer.config import is_loopback
 from learner.config import ANCHORED_LOSSES, GROUP_ADVANTAGES, Anchor, Mask
 from rollout_fleet.config import EngineKind, OnRewardFailure
@@ -66,8 +65,8 @@ def check_options(config: RunConfig) -> None:
             f"{config.stop_timeout_s:g}; raise the first or lower the second"
         )
     _check_colocation(config)
-    check_devices(config)
     _check_nodes(config)
+    check_devices(config)
     _check_autoscaling(config)
     if config.rollout_fleet.engine is EngineKind.scripted:
         raise ValueError(
@@ -234,21 +233,20 @@ def _check_weights(config: RunConfig) -> None:
             f"weights.publish_every must be at most buffer.max_lag + 1 = {config.buffer.max_lag + 1}, got "
             f"{config.weights.publish_every}: the learner would wait for rollouts under weights that are not published"
         )
-    if config.weights.full_every > 1 and config.publishes_adapters:
-        raise ValueError(
-            f"weights.full_every must be 1 where adapters are published alone, got {config.weights.full_every}: they "
-            "are smaller than what they change; set it, or weights.adapters=false to publish merged weights"
-        )
-    if config.weights.is_into_engines and config.publishes_adapters:
-        raise ValueError(
-            f"weights.adapters must be false where no host holds the weights ({config.weights.way}): what adapters "
-            "apply to would have to be sent with each of them; set it to publish merged weights, or another transport"
-        )
-    if config.weights.transport not in (Transport.auto, Transport.file) and config.learner.keep_snapshots == -1:
-        raise ValueError(
-            "weights.transport must be file to keep all versions (learner.keep_snapshots=-1), got "
-            f"{config.weights.transport}"
-        )
+
+
+def _check_carrier(config: RunConfig) -> None:
+    """Compare what the run asks of its carrier of weights with what the carrier declares."""
+    use = CarrierUse(
+        full_every=config.weights.full_every,
+        adapters=config.publishes_adapters,
+        learner=config.learner.device,
+        engines=config.rollout_fleet.device,
+        num_hosts=config.placement.num_nodes,
+        keeps_all=config.learner.keep_snapshots == -1,
+        given=config.weights.given,
+    )
+    check_carrier(config.weights.rules, use)
 
 
 def _check_colocation(config: RunConfig) -> None:
@@ -275,11 +273,7 @@ def _check_colocation(config: RunConfig) -> None:
 def check_devices(config: RunConfig) -> None:
     """Check what follows from the devices of learner and engines, before and after ``auto`` is resolved."""
     learner, fleet = config.learner, config.rollout_fleet
-    if config.weights.transport is Transport.tensor and learner.device == "cuda" and fleet.device == "cpu":
-        raise ValueError(
-            "rollout_fleet.device must be cuda with weights.transport=tensor and learner.device=cuda, got "
-            f"{fleet.device}: only a GPU maps another one's memory"
-        )
+    _check_carrier(config)
     if not config.placement.colocated:
         return
     if learner.device == "cuda" and fleet.sglang.tp_size > 1:
@@ -296,19 +290,15 @@ def check_devices(config: RunConfig) -> None:
 
 def _check_nodes(config: RunConfig) -> None:
     """Check that a run on several nodes leaves nothing to paths and sockets that only one of them has."""
-    placement, weights, buffer = config.placement, config.weights, config.buffer
+    placement, buffer = config.placement, config.buffer
     if placement.num_nodes == 1:
         return
-    per_node, transport = placement.ranks_per_node, weights.transport
-    is_file, is_collective = transport is Transport.file, transport is Transport.collective
+    per_node = placement.ranks_per_node
     own_only = is_loopback(buffer.host) and not buffer.advertised_host
     checks = {
         "ray.address": ("none", "auto, or host:port of a Ray cluster of all nodes", not config.ray.address),
         "placement.colocated": ("true", "false", placement.colocated),
         "buffer.host": (buffer.host or "none", "an address or interface of this node that the others reach", own_only),
-        "weights.transport": (transport, "file or collective", not (is_file or is_collective)),
-        "weights.directory": ("none", "a folder that all nodes share", is_file and not weights.directory),
-        "weights.interface": (LOOPBACK, "one that all nodes reach", is_collective and weights.interface == LOOPBACK),
         "placement.ranks_per_node": (
             per_node,
             f"a divisor of the processes of each pool ({learner_pools(config)})",

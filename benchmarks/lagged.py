@@ -21,12 +21,13 @@ from asyncrl.config import RunConfig
 from asyncrl.core.trajectory import TrajectoryGroup
 from asyncrl.core.types import Lease, Plan, Prompt, WeightOffer
 from asyncrl.data.prompts import PromptStream, load_eval_prompts
+from asyncrl.weights.publish import WeightPublisher
 from learner.advantages import BatchAdvantages
 from learner.batching import rank_batches
 from learner.losses import policy_objective
+from learner.model_shards import PretrainedShards
 from learner.trainer import LearnerStep, Trainer
 from learner.types import group_sequences
-from learner.weights import WeightPublisher
 from rollout_fleet.engines.engine import SampleOutput, SampleRequest
 from rollout_fleet.engines.model_files import load_decoder, read_model_facts
 from rollout_fleet.engines.transformers_model import AbortFlag, GenerationModel
@@ -102,7 +103,7 @@ class LaggedTraining:
         self._engine.load()
         with (
             tempfile.TemporaryDirectory(prefix="asyncrl-lagged-") as folder,
-            closing(WeightPublisher(self._trainer, folder, keep=self._lag + 2)) as publisher,
+            closing(WeightPublisher(PretrainedShards.of(self._trainer), folder, keep=self._lag + 2)) as publisher,
         ):
             snapshots = [_alone(publisher.publish(0))]
             curve = {0: self._accuracy(snapshots[0])}

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from asyncrl.weights.manifest import describe_model
+from asyncrl.weights.publish import WeightPublisher
 from benchmarks import publish_collective, publish_delta
 from benchmarks.publish_log import measure_log
 from benchmarks.publish_steps import NUM_RANKS, measure_steps, run_ranks
@@ -27,9 +28,9 @@ from benchmarks.random_models import save_random_qwen3
 from benchmarks.report import Target, print_report
 from learner.config import Device, LearnerConfig
 from learner.fsdp import local_tensor
+from learner.model_shards import PretrainedShards
 from learner.packed_model import PackedModel
 from learner.roles import ACTOR
-from learner.weights import WeightPublisher
 from rollout_fleet.config import EngineDevice, RolloutFleetConfig, SGLangConfig
 from rollout_fleet.engines.sglang import SGLangEngine
 
@@ -80,7 +81,7 @@ def rank_main(model_path: str, folders: list[str]) -> None:
     for index, folder in enumerate(folders):
         before = _status("VmRSS")
         _reset_peak()
-        publisher = WeightPublisher(model, folder, keep=2)
+        publisher = WeightPublisher(PretrainedShards.of(model), folder, keep=2)
         for version in range(NUM_RUNS + 1):
             publisher._ready.result()  # a step of training takes longer than making the next file ready
             dist.barrier()

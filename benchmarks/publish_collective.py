@@ -23,36 +23,37 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from asyncrl.core.types import WeightOffer
+from asyncrl.core.types import Carrier, WeightOffer
+from asyncrl.weights.carriers import PublishOptions
+from asyncrl.weights.load import open_weights
+from asyncrl.weights.publish import WeightPublisher
 from asyncrl.weights.receiver import receive_weights
-from asyncrl.weights.rounds import CollectiveOptions
 from benchmarks.report import Target
 from learner.config import Device, LearnerConfig
 from learner.fsdp import local_tensor
-from learner.lent_weights import LendOptions
+from learner.model_shards import PretrainedShards
 from learner.packed_model import PackedModel
 from learner.roles import ACTOR
-from learner.weights import WeightPublisher
-from rollout_fleet.engines.weight_loader import open_weights
 
 NUM_RANKS = 2
 NUM_RECEIVERS = 2
 TIMEOUT_S = 60.0
-WAYS = ("collective", "collective_engine", "tensor")
-TARGETS = {f"publish_memcpys_{way}": Target() for way in WAYS}
+CARRIERS = {
+    "collective": Carrier.host_stream,
+    "collective_engine": Carrier.engine_stream,
+    "tensor": Carrier.lent_memory,
+}
+TARGETS = {f"publish_memcpys_{way}": Target() for way in CARRIERS}
 
 
 def rank_main(way: str, model_path: str, folder: str) -> None:
     """One learner rank: publishes a version per line that it reads; rank 0 prints the offers, each its memcpy."""
     torch.set_num_threads(1)
     model = PackedModel(LearnerConfig(device=Device.cpu, num_ranks=NUM_RANKS), ACTOR, model_path=model_path)
-    collective, lend = None, LendOptions(num_buffers=2, timeout_s=TIMEOUT_S)
-    if way != "tensor":
-        into_engines, lend = way == "collective_engine", None
-        collective = CollectiveOptions(
-            interface="lo", num_receivers=NUM_RECEIVERS, timeout_s=TIMEOUT_S, keep=1, into_engines=into_engines
-        )
-    publisher = WeightPublisher(model, folder, keep=1, collective=collective, lend=lend)
+    options = PublishOptions(
+        carrier=CARRIERS[way], num_receivers=NUM_RECEIVERS, timeout_s=TIMEOUT_S, num_held=2 if way == "tensor" else 1
+    )
+    publisher = WeightPublisher(PretrainedShards.of(model), folder, keep=1, options=options)
     shards = [local_tensor(parameter.detach()) for parameter in model.head.parameters()]
     copies = [torch.zeros_like(shard) for shard in shards]
     for version, _ in enumerate(sys.stdin):
@@ -74,7 +75,7 @@ def rank_main(way: str, model_path: str, folder: str) -> None:
 
 def measure(model_path: str, scratch: Path, num_runs: int) -> dict[str, float]:
     """From the call until two receivers have the version, in memcpys of the larger shard; ``scratch`` is in memory."""
-    return {f"publish_memcpys_{way}": _measure(way, model_path, scratch / way, num_runs) for way in WAYS}
+    return {f"publish_memcpys_{way}": _measure(way, model_path, scratch / way, num_runs) for way in CARRIERS}
 
 
 def _measure(way: str, model_path: str, scratch: Path, num_runs: int) -> float:
@@ -116,7 +117,7 @@ def _publish_and_receive(ranks: list[subprocess.Popen[str]], folder: Path) -> fl
 
 
 async def _receive(offer: WeightOffer, folder: Path) -> None:
-    if offer.is_collective:
+    if offer.carrier == Carrier.host_stream:
         await asyncio.gather(*(receive_weights(offer, folder, timeout_s=TIMEOUT_S) for _ in range(NUM_RECEIVERS)))
     else:
         await asyncio.gather(*(asyncio.to_thread(_read_whole, offer) for _ in range(NUM_RECEIVERS)))
@@ -131,7 +132,7 @@ def _read_whole(offer: WeightOffer) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("way", choices=WAYS)
+    parser.add_argument("way", choices=CARRIERS)
     parser.add_argument("model_path")
     parser.add_argument("folder")
     arguments = parser.parse_args()

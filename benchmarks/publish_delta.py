@@ -9,14 +9,16 @@ from pathlib import Path
 import torch
 
 from asyncrl.core.types import WeightOffer
+from asyncrl.weights.carriers import PublishOptions
 from asyncrl.weights.delta import write_delta
 from asyncrl.weights.manifest import PIECE_BYTES, read_manifest
+from asyncrl.weights.publish import WeightPublisher
 from benchmarks.report import Target
 from learner.config import Device, LearnerConfig, LoraConfig
 from learner.fsdp import local_tensor
+from learner.model_shards import PretrainedShards
 from learner.packed_model import PackedModel
 from learner.roles import ACTOR
-from learner.weights import WeightPublisher
 
 SHARES = (0.01, 0.05)
 """Of values that change at random; what an update of a run does in bfloat16."""
@@ -74,7 +76,12 @@ def publish_memcpys(
     model = PackedModel(config, ACTOR, model_path=model_path)
     weights = [local_tensor(parameter.detach()) for parameter in model.head.parameters()]
     copies = [torch.zeros_like(weight) for weight in weights]
-    publisher = WeightPublisher(model, str(folder), keep=2, full_every=full_every, adapters=lora is not None)
+    publisher = WeightPublisher(
+        PretrainedShards.of(model),
+        str(folder),
+        keep=2,
+        options=PublishOptions(full_every=full_every, adapters=lora is not None),
+    )
     offer = publisher.publish(0).result()
     ratios = []
     for version in range(1, num_runs + 1):

@@ -18,11 +18,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from asyncrl.weights.publish import WeightPublisher
 from learner.config import AlgorithmConfig, Device, LearnerConfig, OptimizerConfig
 from learner.losses import policy_objective
+from learner.model_shards import PretrainedShards
 from learner.trainer import Trainer
 from learner.types import TokenSequence
-from learner.weights import WeightPublisher
 
 NUM_RANKS = 2
 NUM_STEPS = 5
@@ -65,7 +66,7 @@ def rank_main(model_path: str, folder: str) -> None:
     torch.set_num_threads(1)
     config = LearnerConfig(device=Device.cpu, num_ranks=NUM_RANKS, optimizer=OptimizerConfig(lr=1e-6))
     trainer, objective = Trainer(config, model_path=model_path, total_updates=1000), policy_objective(AlgorithmConfig())
-    publisher = WeightPublisher(trainer, folder, keep=2)
+    publisher = WeightPublisher(PretrainedShards.of(trainer), folder, keep=2)
     publisher._thread.submit(os.sched_setaffinity, 0, cores[-1:]).result()  # and the threads that it starts
     sequences = _sequences(trainer.mesh.rank)
     times: dict[str, list[float]] = {"without_s": [], "with_s": []}

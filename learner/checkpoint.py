@@ -29,6 +29,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from asyncrl.core.errors import CheckpointError
+from asyncrl.weights.layout import ModelLayout, Part
+from asyncrl.weights.snapshot import DATA_FILE, WritableFile
 
 from .checkpoint_folder import (
     HUGGING_FACE,
@@ -45,12 +47,11 @@ from .checkpoint_folder import (
 from .config import LoraConfig
 from .fsdp import stored_buffers
 from .lora import add_adapters, has_adapters
-from .model_folder import copy_tokenizer, new_model_folder, write_description
+from .model_folder import copy_tokenizer, new_model_folder
+from .model_shards import PretrainedShards
 from .plain_reading import load_plain
 from .plain_values import gather_values
 from .trainer import Trainer
-from .weight_files import DATA_FILE, WritableFile
-from .weight_layout import ModelLayout
 
 logger = logging.getLogger(__name__)
 
@@ -267,13 +268,14 @@ def export(checkpoint: Path, out: Path, *, dtype: str = "") -> Path:
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
     if progress.lora:
         add_adapters(model, LoraConfig(**progress.lora))
-    layout = ModelLayout(model, kind)
+    shards = PretrainedShards(model, kind)
+    layout = ModelLayout(shards)
     with new_model_folder(out) as partial:
         file = WritableFile(partial / DATA_FILE, layout.num_bytes, [], is_alone=True)
         layout.fill(file.data, lambda names: _read(source, model, names))
         file.sync()
         file.close()
-        write_description(partial, model, kind)
+        shards.describe(partial, Part.whole)
         copy_tokenizer(str(folder), partial)
     return source
 

@@ -109,17 +109,17 @@ def adapted_layers(model: nn.Module, tensor_of: Mapping[str, str]) -> tuple[Adap
 
     Args:
         model: With adapters.
-        tensor_of: Name of a parameter, in a model without adapters, to that of the tensor of a checkpoint that it is.
+        tensor_of: Name of a parameter to the name of the checkpoint's tensor that equals it.
 
     Raises:
         WeightsError: an adapted parameter is not a tensor of the checkpoint as it is, but a part, joined or transposed.
     """
     layers = _layers(model)
-    if missing := [name for name, _ in layers if f"{name}.weight" not in tensor_of]:
+    if missing := [name for name, _ in layers if f"{name}.base_layer.weight" not in tensor_of]:
         raise WeightsError(f"{missing[0]}.weight is not a tensor of the checkpoint as it is ({len(missing)} are not)")
     return tuple(
         AdaptedLayer(
-            weight=tensor_of[f"{name}.weight"],
+            weight=tensor_of[f"{name}.base_layer.weight"],
             down=f"{_PEFT_PREFIX}{name}.lora_A.weight",
             up=f"{_PEFT_PREFIX}{name}.lora_B.weight",
             scale=_scale(layer),

@@ -6,25 +6,22 @@ host needs the folder. A rank waits for the others under the deadline of the lea
 
 from __future__ import annotations
 
-import copy
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from asyncrl.core.errors import WeightsError
+from asyncrl.weights.layout import ModelLayout, Part, in_file
+from asyncrl.weights.snapshot import BUCKET_BYTES, DATA_FILE, WritableFile
 
+from .model_shards import PretrainedShards
 from .packed_model import PackedModel
-from .plain_values import gather_values
-from .weight_files import BUCKET_BYTES, DATA_FILE, WritableFile
-from .weight_layout import ModelLayout, in_file, reshard
 
 Span = tuple[int, int]
 """First byte in the file, and bytes."""
@@ -39,23 +36,18 @@ def save_policy(model: PackedModel, directory: str) -> None:
     Raises:
         WeightsError: there is no room on a host, on every rank.
     """
-    mesh = model.mesh
-    reshard(model.head)
-    layout = ModelLayout(model.pretrained, model.compute_dtype)
-    group = None
-    if mesh.num_ranks > 1:
-        group = cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=mesh.timeout))
+    shards = PretrainedShards.of(model)
+    layout = ModelLayout(shards)
     try:
-        if mesh.rank > 0:
-            _write_shards(layout, None, group)
+        if shards.rank > 0:
+            _write_shards(layout, None, shards)
             return
         with new_model_folder(Path(directory)) as partial:
-            _write_shards(layout, partial / DATA_FILE, group)
-            write_description(partial, model.pretrained, model.compute_dtype)
+            _write_shards(layout, partial / DATA_FILE, shards)
+            shards.describe(partial, Part.whole)
             copy_tokenizer(model.model_path, partial)
     finally:
-        if group is not None:
-            dist.destroy_process_group(group)
+        shards.close()
 
 
 @contextmanager
@@ -72,25 +64,23 @@ def new_model_folder(directory: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _write_shards(layout: ModelLayout, path: Path | None, group: dist.ProcessGroup | None) -> None:
+def _write_shards(layout: ModelLayout, path: Path | None, shards: PretrainedShards) -> None:
     """Write every rank's part into the file at ``path``, which rank 0 alone has."""
     files: list[WritableFile] = []
     try:
         error = _error_of(lambda: files.extend(_filled(layout, path)))
-        errors = gather_values(error, str, group)
-        if failed := [f"rank {rank}: {error}" for rank, error in enumerate(errors) if error]:
+        if failed := [f"rank {rank}: {error}" for rank, error in enumerate(shards.gather(error, str)) if error]:
             raise WeightsError(f"the model cannot be written: {'; '.join(failed)}")
         data, spans = files[0].data, [(region.start, region.num_bytes) for region in layout.regions]
         if layout.num_raw_bytes:
-            rank, num_ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
-            if group is not None:
-                layout.exchange(files[1].data, group)
-            done = layout.compute(files[1].data, in_file(data), rank, num_ranks)
-            spans += [(stored.start, stored.num_bytes) for stored in done]
-        if group is not None:
-            _send_to_first(data, spans, group)
+            if shards.group is not None:
+                layout.exchange(files[1].data)
+            layout.compute(files[1].data, in_file(data))
+            spans += [(stored.start, stored.num_bytes) for stored in layout.computed]
+        if shards.group is not None:
+            _send_to_first(data, spans, shards)
         if path is not None:
-            data[: len(layout.head)].copy_(torch.frombuffer(bytearray(layout.head), dtype=torch.uint8))
+            layout.write_head(data)
             files[0].sync()
         del data
     finally:
@@ -109,16 +99,16 @@ def _filled(layout: ModelLayout, path: Path | None) -> Iterator[WritableFile]:
         yield file
 
 
-def _send_to_first(data: Tensor, spans: list[Span], group: dist.ProcessGroup) -> None:
+def _send_to_first(data: Tensor, spans: list[Span], shards: PretrainedShards) -> None:
     """Bring what the other ranks hold of the file to rank 0, a bucket at a time."""
-    for sender, theirs in enumerate(gather_values(spans, list[Span], group)):
+    for sender, theirs in enumerate(shards.gather(spans, list[Span])):
         for start, num_bytes in theirs:
             for at in range(start, start + num_bytes, BUCKET_BYTES):
                 bucket = data[at : min(at + BUCKET_BYTES, start + num_bytes)]
-                if dist.get_rank(group) == sender != 0:
-                    dist.send(bucket, group_dst=0, group=group)
-                elif dist.get_rank(group) == 0 != sender:
-                    dist.recv(bucket, group_src=sender, group=group)
+                if shards.rank == sender != 0:
+                    dist.send(bucket, group_dst=0, group=shards.group)
+                elif shards.rank == 0 != sender:
+                    dist.recv(bucket, group_src=sender, group=shards.group)
 
 
 def _error_of(action: Callable[[], Any]) -> str:
@@ -128,15 +118,6 @@ def _error_of(action: Callable[[], Any]) -> str:
     except Exception as error:  # noqa: BLE001 - raised on every rank
         return f"{type(error).__name__}: {error}"
     return ""
-
-
-def write_description(directory: Path, model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Write the JSON files beside the weights; ``dtype`` is theirs, whatever the model's is."""
-    config = copy.deepcopy(model.config)  # written in a thread while the model is used
-    config.dtype = dtype
-    config.save_pretrained(directory)
-    if model.generation_config is not None:
-        model.generation_config.save_pretrained(directory)
 
 
 def copy_tokenizer(source: str, directory: Path) -> None:

@@ -31,7 +31,7 @@ from asyncrl.core.process_memory import WORKER_BYTES, keep_freed_memory
 from asyncrl.core.record import ProfileConfig, SpanKind
 from asyncrl.core.trajectory import TrajectoryGroup
 from asyncrl.single_controller import Dispatch, Worker, make_nd_compute_dataproto_dispatch_fn, register
-from asyncrl.weights.rounds import CollectiveOptions
+from asyncrl.weights.carriers import PublishOptions
 
 from .checkpoint_folder import read_progress
 from .config import AlgorithmConfig, LearnerConfig
@@ -40,10 +40,10 @@ from .trajectory_log import LEARNER_LOGPROBS, TokenLogOptions, TrajectoryLog
 from .types import RankBatch, SampleKey, TokenSequence, group_sequences
 
 if TYPE_CHECKING:
+    from asyncrl.weights.publish import WeightPublisher
+
     from .checkpoint import ShardedCheckpointer
-    from .lent_weights import LendOptions
     from .packed_model import PackedModel
-    from .weights import WeightPublisher
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -134,12 +134,9 @@ class ModelWorker(Worker):
         connect_buffer: Opens this rank's connection to the replay buffer; None where only verl's methods are called.
         seed: Seeds the adapters and their dropout.
         snapshot_dir: Where published weights go, readable by the engines of this host; None publishes none.
-        full_every: See `WeightPublisher`.
-        adapters: See `WeightPublisher`.
+        publish: How weights are published.
         trajectory_dir: Where consumed samples are logged, one file per step and rank; None logs nothing.
         token_log: What is kept for people to read; None keeps nothing.
-        collective: See `WeightPublisher`.
-        lend: See `WeightPublisher`.
         profile: What this process records of its time, as ``pool`` and its rank.
         pool: Name of the pool that the role runs in.
 
@@ -159,12 +156,9 @@ class ModelWorker(Worker):
         connect_buffer: Callable[[], LearnerBuffer] | None = None,
         seed: int = 0,
         snapshot_dir: str | None = None,
-        full_every: int = 1,
-        adapters: bool = False,
+        publish: PublishOptions | None = None,
         trajectory_dir: str | None = None,
         token_log: TokenLogOptions | None = None,
-        collective: CollectiveOptions | None = None,
-        lend: LendOptions | None = None,
         profile: ProfileConfig | None = None,
         pool: str = "learner",
     ) -> None:
@@ -185,9 +179,7 @@ class ModelWorker(Worker):
         self._buffer: LearnerBuffer | None = None
         self._checkpoints: dict[str, ShardedCheckpointer] = {}
         self._snapshot_dir = snapshot_dir
-        self._full_every = full_every
-        self._adapters = adapters
-        self._collective, self._lend = collective, lend
+        self._publish = publish
         self._publisher: WeightPublisher | None = None
         self._log = TrajectoryLog(trajectory_dir) if trajectory_dir else None
         self._token_log_options = token_log
@@ -197,10 +189,12 @@ class ModelWorker(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def init_model(self) -> None:
         """Join the group, load the model, connect to the buffer. Raises `ValueError` for options that do not fit."""
+        from asyncrl.weights.publish import WeightPublisher
+
         from .advantages import BatchAdvantages
+        from .model_shards import PretrainedShards
         from .offload import OffloadPolicy
         from .trainer import Trainer
-        from .weights import WeightPublisher
 
         self._model, optimizer = self._load(), None
         if isinstance(self._model, Trainer):
@@ -211,13 +205,10 @@ class ModelWorker(Worker):
             self._buffer = self._connect_buffer()
         if self._snapshot_dir is not None:
             self._publisher = WeightPublisher(
-                self._model,
+                PretrainedShards.of(self._model),
                 self._snapshot_dir,
                 keep=self._config.keep_snapshots,
-                full_every=self._full_every,
-                adapters=self._adapters,
-                collective=self._collective,
-                lend=self._lend,
+                options=self._publish,
                 log=self._buffer,
             )
         self._offload = OffloadPolicy(self._config, self._model.head, optimizer)

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
-SLOWEST_LOAD = 1e8
-"""Bytes of weights per second, by which the deadlines of a start and of a load grow."""
+from asyncrl.weights.carriers import load_limit_s
+
 CLEANUP_S = 2.0
 """Seconds to remove what a killed server left behind, or to close a log."""
 FLOAT32_NAMES = ("float32", "float")
@@ -309,7 +309,7 @@ class RolloutFleetConfig:
 
     def update_timeout_s(self, num_bytes: int) -> float:
         """How long a member may take for new weights: to bring them near, to end a batch, and to load them."""
-        return 2 * (self.load_timeout_s + num_bytes / SLOWEST_LOAD) + self.drain_timeout_s
+        return 2 * load_limit_s(self.load_timeout_s, num_bytes) + self.drain_timeout_s
 
     @property
     def reward_weights(self) -> dict[str, float]:

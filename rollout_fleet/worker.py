@@ -22,11 +22,11 @@ from asyncrl.core.process_memory import WORKER_BYTES, keep_freed_memory
 from asyncrl.core.record import ProfileConfig
 from asyncrl.core.types import AnsweredPrompt, Prompt
 from asyncrl.single_controller import Dispatch, Worker, register
+from asyncrl.weights.staging import WeightStager
 
 from .config import RolloutFleetConfig
 from .engines import make_engine
 from .engines.model_files import load_decoder
-from .engines.staging import WeightStager
 from .evaluation import HeldOutAnswers
 from .loop import RolloutLoop
 from .member import Member, member_limits

@@ -188,12 +188,17 @@ class BufferStats:
     held_bytes: int = 0
 
 
-COLLECTIVE_SCHEME = "gloo://"
-"""Of what engines' hosts receive."""
+class Carrier(StrEnum):
+    """How the bytes of an offered version reach an engine; see `asyncrl.weights.carriers`.
 
+    ``folder``: the engine's host reads files. ``host_stream``: the host receives them first. ``engine_stream``: the
+    engine receives them as it loads. ``lent_memory``: the engine maps memory of the learner ranks.
+    """
 
-ENGINE_SCHEME = "engine://"
-"""Of what engines receive themselves, as they load."""
+    folder = "folder"
+    host_stream = "host_stream"
+    engine_stream = "engine_stream"
+    lent_memory = "lent_memory"
 
 
 OfferKind = Literal["full", "delta", "adapter"]
@@ -210,22 +215,24 @@ class WeightOffer:
 
     Attributes:
         version: Learner steps contained in the weights.
-        manifest: Path of the manifest, readable where the engine runs; where it is received first, of whom. Example:
-            ``"gloo://10.0.0.5:41234"``, or ``"engine://10.0.0.5:41234"``, see `asyncrl.weights.collective`.
+        manifest: Path of the manifest, readable where the engine runs; where the version is received first, host and
+            port of learner rank 0. Example: ``"10.0.0.5:41234"``.
         digest: Of the manifest's bytes, as `digest_of`.
         num_bytes: Bytes of all tensors, of an adapter also of the frozen weights; deadlines scale with it.
-        kind: A delta becomes a full version on the engine's side before the engine loads it; an adapter is loaded, or
-            merged into the frozen weights, by the engine.
-        base_version: To which a delta applies; `FROZEN` for an adapter, None for a full version.
+        carrier: How the bytes reach the engines.
+        kind: A delta becomes a full version on the engine's side before the engine loads it; an engine applies an
+            adapter to the frozen weights.
+        base_version: The version to which a delta applies; `FROZEN` for an adapter, None for a full version.
         incarnation: How often the learner had been started again from a checkpoint. The same version of two
             incarnations may be different weights.
-        access: Keys of who sends the weights, see `ChannelAddress`, never shown; empty where they are read.
+        access: Keys of the sender, never shown; empty where no sender is asked.
     """
 
     version: int
     manifest: str
     digest: str
     num_bytes: int
+    carrier: Carrier = Carrier.folder
     kind: OfferKind = "full"
     base_version: int | None = None
     incarnation: int = 0
@@ -235,18 +242,3 @@ class WeightOffer:
     def name(self) -> str:
         """For messages. Example: ``"policy version 7"``."""
         return "the frozen weights" if self.version == FROZEN else f"policy version {self.version}"
-
-    @property
-    def is_collective(self) -> bool:
-        """Whether the weights have to be received before they can be read."""
-        return self.manifest.startswith(COLLECTIVE_SCHEME)
-
-    @property
-    def is_sent_to_engines(self) -> bool:
-        """Whether the ranks of an engine receive the weights as they load them."""
-        return self.manifest.startswith(ENGINE_SCHEME)
-
-    @property
-    def sender(self) -> str:
-        """Host and port of who sends the weights; empty where they are read."""
-        return self.manifest.partition("://")[2]

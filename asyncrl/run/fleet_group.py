@@ -33,9 +33,9 @@ from asyncrl.run.fleet_member import FleetMember, MemberParts
 from asyncrl.run.host_stores import client_on_this_node
 from asyncrl.run.run_folder import RunPaths
 from asyncrl.single_controller import RayClassWithInitArgs, RayResourcePool
+from asyncrl.weights.staging import LINKS
 from buffer import BufferConnection, BufferRole
 from rollout_fleet.config import RolloutFleetConfig
-from rollout_fleet.engines.staging import LINKS
 from rollout_fleet.member import MemberState
 from rollout_fleet.metrics import FleetCounters
 from rollout_fleet.roster import Presence, Roster

@@ -12,15 +12,15 @@ from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from ray.exceptions import RayError, RayTaskError
 
-from asyncrl.config import CollectiveInto, RunConfig, Transport, learner_pools, learner_roles
+from asyncrl.config import RunConfig, learner_pools, learner_roles
 from asyncrl.core.errors import BatchLost, ClusterDiedError, DeadlineError, LearnerDiedError, WorkerDiedError
 from asyncrl.core.private_folders import make_private_folder
 from asyncrl.core.remote import StepDeadline, death_among, refs_of, within
-from asyncrl.core.types import Plan
+from asyncrl.core.types import Carrier, Plan
 from asyncrl.run.cluster import AllOf, finished_in_thread, learner_env, learner_layout, stop_groups
 from asyncrl.run.run_folder import RunPaths, remove_published
 from asyncrl.single_controller import (
@@ -31,7 +31,7 @@ from asyncrl.single_controller import (
     Role,
     create_colocated_worker_cls_fused,
 )
-from asyncrl.weights.rounds import CollectiveOptions
+from asyncrl.weights.carriers import PublishOptions
 from buffer import BufferConnection, BufferRole
 from learner.batching import needs_whole_groups, rank_batches
 from learner.config import RENDEZVOUS_FILE, LearnerConfig
@@ -39,9 +39,6 @@ from learner.roles import ROLES, RemoteScores, scored_by
 from learner.trajectory_log import TokenLogOptions
 from learner.types import RankBatch
 from learner.verl_api import ActorWorker, CriticWorker, ReferenceWorker, RewardModelWorker
-
-if TYPE_CHECKING:
-    from learner.lent_weights import LendOptions
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -427,31 +424,26 @@ def pool_config(config: RunConfig, pool: str) -> LearnerConfig:
     return replace(learner, num_ranks=size, fsdp_size=learner.fsdp_size if size == learner.num_ranks else -1)
 
 
-def _collective_options(config: RunConfig) -> CollectiveOptions | None:
-    """How the ranks send weights over the network; None with another transport."""
-    if config.weights.transport is not Transport.collective:
-        return None
-    fleet, into_engines = config.rollout_fleet, config.weights.collective_into is CollectiveInto.engine
+def _publish_options(config: RunConfig) -> PublishOptions:
+    """How the ranks publish their weights."""
+    fleet, carrier = config.rollout_fleet, config.weights.rules.carrier
+    into_engines = carrier is Carrier.engine_stream
     own_gpus = config.learner.device == fleet.device == "cuda" and not config.placement.colocated
-    return CollectiveOptions(
+    if carrier is Carrier.lent_memory:
+        num_held = 3 if config.evaluation.every_steps else 2  # engines that evaluate may still load the oldest
+    else:
+        # While engines receive version u + 1, admission at u lets the learner reach u + max_lag + 1, and no further.
+        num_held = config.buffer.max_lag + 2
+    return PublishOptions(
+        carrier=carrier,
+        full_every=config.weights.full_every,
+        adapters=config.publishes_adapters,
+        timeout_s=fleet.load_timeout_s,
+        num_held=num_held,
         interface=config.weights.interface,
         num_receivers=fleet.most_engines * (fleet.sglang.tp_size if into_engines else 1),
-        timeout_s=fleet.load_timeout_s,
-        into_engines=into_engines,
         backend="nccl" if into_engines and own_gpus else "gloo",
-        # While engines receive version u + 1, admission at u lets the learner reach u + max_lag + 1, and no further.
-        keep=config.buffer.max_lag + 2,
     )
-
-
-def _lend_options(config: RunConfig) -> LendOptions | None:
-    """How the ranks lend the memory that holds their weights; None with another transport."""
-    if config.weights.transport is not Transport.tensor:
-        return None
-    from learner.lent_weights import LendOptions  # needs torch, as little else in the controller
-
-    num_buffers = 3 if config.evaluation.every_steps else 2  # engines that evaluate may still load the oldest
-    return LendOptions(num_buffers=num_buffers, timeout_s=config.rollout_fleet.load_timeout_s)
 
 
 def _token_log_options(config: RunConfig, tokens: Path | None) -> TokenLogOptions | None:
@@ -473,12 +465,9 @@ def _worker_class(
     paths = {"rm": config.learner.reward_model.path, "critic": config.learner.critic.path or config.model.path}
     publishes = {
         "snapshot_dir": str(snapshots),
-        "full_every": config.weights.full_every,
-        "adapters": config.publishes_adapters,
+        "publish": _publish_options(config),
         "trajectory_dir": str(trajectories) if trajectories else None,
         "token_log": _token_log_options(config, tokens),
-        "collective": _collective_options(config),
-        "lend": _lend_options(config),
     }
     return RayClassWithInitArgs(
         WORKER_CLASSES[role],

@@ -28,14 +28,15 @@ from asyncrl.core.visible_gpus import visible_gpus
 from asyncrl.data.demonstrations import Demonstration, DemonstrationFormat, load_demonstrations
 from asyncrl.data.prompts import load_eval_prompts
 from asyncrl.sft.warm_start import finished_warm_start, warm_start_path, write_warm_start
+from asyncrl.weights.publish import WeightPublisher
 from learner.config import Device, LearnerConfig, LoraConfig, Schedule
 from learner.fsdp import LearnerMesh
 from learner.losses import Objective, negative_log_likelihood
 from learner.model_folder import save_policy
+from learner.model_shards import PretrainedShards
 from learner.plain_values import gather_values
 from learner.trainer import Trainer
 from learner.types import TokenSequence
-from learner.weights import WeightPublisher
 from rollout_fleet.config import EngineDevice, EngineKind
 from rollout_fleet.engines import make_engine
 from rollout_fleet.engines.model_files import load_decoder
@@ -316,7 +317,8 @@ class GreedyAccuracy:
     async def accuracy(self, trainer: Trainer, step: int) -> float:
         """Mean greedy reward over the held-out prompts, on every rank; a collective."""
         if self._publisher is None:
-            self._publisher = WeightPublisher(trainer, _first_of([self._directory.name], trainer.mesh), keep=2)
+            directory = _first_of([self._directory.name], trainer.mesh)
+            self._publisher = WeightPublisher(PretrainedShards.of(trainer), directory, keep=2)
         offer = self._publisher.publish(step).result()
         result = [0.0]
         if offer is not None:

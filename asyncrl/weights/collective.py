@@ -37,12 +37,11 @@ from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, S
 
 from asyncrl.core.errors import WeightsError, WeightsGone
 from asyncrl.core.remote import on_own_thread
-from asyncrl.core.types import COLLECTIVE_SCHEME, ENGINE_SCHEME, WeightOffer
+from asyncrl.core.types import WeightOffer
+from asyncrl.weights.carriers import HOST_WINDOW_S, PublishOptions
 from asyncrl.weights.channel import ChannelAddress, ChannelServer, RankChannel, WeightChannel
 from asyncrl.weights.manifest import Piece, read_manifest
 from asyncrl.weights.rounds import (
-    WINDOW_S,
-    CollectiveOptions,
     HeldOffer,
     Round,
     RoundCoordinator,
@@ -87,7 +86,7 @@ class WeightSender:
     """
 
     def __init__(
-        self, options: CollectiveOptions, *, rank: int, num_ranks: int, address: ChannelAddress | None = None
+        self, options: PublishOptions, *, rank: int, num_ranks: int, address: ChannelAddress | None = None
     ) -> None:
         """Listen on rank 0, or connect to rank 0 at ``address``.
 
@@ -112,7 +111,7 @@ class WeightSender:
         Those who hold the version before are sent ``delta`` instead, [bytes] uint8 of this rank's delta file.
         """
         self._parts[version] = RankPart(data=data, pieces=tuple(pieces), delta=delta)
-        keep_newest(self._parts, self._options.keep, oldest=self._oldest)
+        keep_newest(self._parts, self._options.num_held, oldest=self._oldest)
 
     def offer(self, offer: WeightOffer, shares: Sequence[int]) -> WeightOffer:
         """On rank 0, once every rank holds its part: the offer as engines of any host can take it.
@@ -131,8 +130,8 @@ class WeightSender:
                 base="" if delta is None else delta.base.digest,
             )
         )
-        scheme = ENGINE_SCHEME if self._options.into_engines else COLLECTIVE_SCHEME
-        return replace(offer, manifest=f"{scheme}{self.address.endpoint}", access=self.address.access)
+        carrier = self._options.carrier
+        return replace(offer, manifest=self.address.endpoint, carrier=carrier, access=self.address.access)
 
     def retire(self, oldest: int) -> None:
         """Nobody will ask for a version before ``oldest``, which engines are still offered."""
@@ -146,7 +145,7 @@ class WeightSender:
         if not self._loop.is_closed():
             with suppress(RuntimeError):  # it has ended by itself
                 self._loop.call_soon_threadsafe(self._end)
-        self._thread.join(WINDOW_S)
+        self._thread.join(HOST_WINDOW_S)
 
     # On the thread
 
@@ -198,7 +197,7 @@ class WeightSender:
             if (part := self._parts.get(this.version)) is None:
                 raise WeightsGone(f"rank {self._rank} no longer holds policy version {this.version}")
             sending = on_own_thread(partial(self._transfer, this, part, address, RoundDeadline(this.timeout_s)))
-            async with asyncio.timeout(this.timeout_s + WINDOW_S):  # a group that cannot be left is abandoned
+            async with asyncio.timeout(this.timeout_s + HOST_WINDOW_S):  # a group that cannot be left is abandoned
                 await asyncio.wrap_future(sending)
         except Exception as error:  # noqa: BLE001 - a member that is gone, in whatever way the group says it
             logger.warning("round %d of policy version %d failed: %s", this.number, this.version, one_line(error))

@@ -7,14 +7,16 @@ follows from the offer alone. Tensors are numpy here; who has torch views them a
 
 from __future__ import annotations
 
+import fcntl
 import json
 import mmap
 import os
+import struct
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,10 +25,9 @@ import orjson
 import xxhash
 from typing_extensions import Buffer
 
-from asyncrl.core.errors import WeightsError
+from asyncrl.core.errors import WeightsError, WeightsGone
 from asyncrl.core.private_folders import is_bare_name
-from asyncrl.core.types import OfferKind, WeightOffer
-from asyncrl.weights.handles import LentPart
+from asyncrl.core.types import Carrier, OfferKind, WeightOffer
 
 DTYPES = {
     "F64": "float64",
@@ -48,6 +49,10 @@ PIECE_BYTES = 4 << 20
 CACHED_BYTES = 256 << 10
 DIGEST_THREADS = min(4, os.cpu_count() or 1)
 _HEADER_LIMIT = 1 << 28
+NOTE = struct.Struct("<q16s")
+"""Beside a lent buffer: the version that the buffer holds, and `MemoryHandle.life`. Readers lock it with the kernel."""
+NOTHING = -2
+"""Stands for the version of a buffer that is about to be written."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,6 +152,52 @@ class Adapter:
     layers: tuple[AdaptedLayer, ...]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryHandle:
+    """A buffer of another process of this host, which can be mapped while that one lives.
+
+    Attributes:
+        pid: The process.
+        life: 16 random characters; another process that was given the same id has others.
+        note: Descriptor of the note, in that process.
+        data: Descriptor of the bytes, in that process; -1 where they are on a GPU.
+        num_bytes: Of the buffer.
+        gpu: Unique id of the GPU; empty where the bytes are in the host's memory.
+        ipc: What torch needs to map memory of a GPU (CUDA IPC), bytes in hexadecimal.
+    """
+
+    pid: int
+    life: str
+    note: int
+    data: int
+    num_bytes: int
+    gpu: str = ""
+    ipc: tuple[Any, ...] = ()
+
+    def path(self, descriptor: int) -> str:
+        """Where another process finds a file that this one has open."""
+        return f"/proc/{self.pid}/fd/{descriptor}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LentPart:
+    """What one learner rank lends of a version.
+
+    Attributes:
+        handle: Of its buffer.
+        segments: First byte in the data file, number of bytes, and first byte in the buffer, of each contiguous part.
+    """
+
+    handle: MemoryHandle
+    segments: tuple[tuple[int, int, int], ...]
+
+    @classmethod
+    def read(cls, fields: dict[str, Any]) -> LentPart:
+        """From what JSON made of one."""
+        handle = MemoryHandle(**{**fields["handle"], "ipc": tuple(fields["handle"]["ipc"])})
+        return cls(handle=handle, segments=tuple((start, size, at) for start, size, at in fields["segments"]))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
     """Everything about a version but its bytes.
@@ -186,6 +237,14 @@ class Manifest:
         """Bytes of all tensors in ``files``."""
         return sum(tensor.num_bytes for tensor in self.tensors)
 
+    def tensor_at(self, piece: Piece) -> StoredTensor:
+        """The tensor to which a piece belongs."""
+        return next(
+            tensor
+            for tensor in self.tensors
+            if tensor.file == piece.file and tensor.start <= piece.start < tensor.start + tensor.num_bytes
+        )
+
     def offer(self, path: Path, version: int) -> WeightOffer:
         """Write the manifest to ``path``, whole or not at all; returns the offer of it.
 
@@ -206,6 +265,7 @@ class Manifest:
             manifest=str(path),
             digest=digest_of(content),
             num_bytes=self.num_bytes + (0 if self.adapter is None else self.adapter.base.num_bytes),
+            carrier=Carrier.lent_memory if self.lent else Carrier.folder,
             kind=self.kind,
             base_version=None if self.base is None else self.base.version,
         )
@@ -238,7 +298,7 @@ class DigestThreads(ThreadPoolExecutor):
     """Threads that digest and copy while a model is loaded.
 
     A load may replace ``ThreadPoolExecutor.submit`` meanwhile, so that the model's own writes stay on its thread
-    (`rollout_fleet.engines.weight_loader.ComparedWrites`). These threads keep the method as it was imported.
+    (`load.ComparedWrites`). These threads keep the method as it was imported.
     """
 
     submit = ThreadPoolExecutor.submit
@@ -306,102 +366,43 @@ def _base_of(fields: dict[str, Any], folder: Path) -> WeightOffer:
     return WeightOffer(**{**fields["base"], "manifest": os.path.normpath(folder / fields["base"]["manifest"])})
 
 
-class PublishedWeights:
-    """The tensors of an offer, in files, mapped read-only; of an adapter, its own without the frozen weights.
+class ReadLock:
+    """While it is open, the rank does not overwrite the version in its buffer."""
 
-    Nothing is verified before `copy` or `verify` reads it.
-
-    Attributes:
-        manifest: Of the offer.
-    """
-
-    def __init__(self, offer: WeightOffer) -> None:
-        """Map the files.
+    def __init__(self, handle: MemoryHandle, version: int) -> None:
+        """Lock the buffer for reading; waits only for a rank that writes its note.
 
         Raises:
-            FileNotFoundError: the version is gone: a newer one took its place.
-            WeightsError: the manifest is not the one that was offered, or the offer is of a delta.
+            WeightsGone: the rank has ended, or has overwritten the version.
+            WeightsError: its memory may not be opened by this process.
         """
-        if offer.kind == "delta":
+        who = f"policy version {version} is no longer lent: learner process {handle.pid}"
+        try:
+            self._descriptor = os.open(handle.path(handle.note), os.O_RDONLY)
+        except (FileNotFoundError, ProcessLookupError):
+            raise WeightsGone(f"{who} has ended") from None
+        except PermissionError as error:
             raise WeightsError(
-                f"policy version {offer.version} holds what changed since version {offer.base_version}; it must be "
-                "staged before it can be loaded"
-            )
-        self.manifest = read_manifest(offer)
-        self._name = offer.name
-        self._maps = [map_file(Path(self.manifest.directory, name)) for name in self.manifest.files]
-        self._pieces = {(piece.file, piece.start): piece for piece in self.manifest.pieces}
-        self._verified: set[Piece] = set()
-        self._threads = DigestThreads(DIGEST_THREADS)
+                f"the memory that learner process {handle.pid} lends cannot be opened: {error}; learner and engines "
+                "must run as one user of one host, or set weights.transport=shared_memory"
+            ) from error
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_SH)
+            note = os.pread(self._descriptor, NOTE.size, 0)
+            if len(note) != NOTE.size or NOTE.unpack(note)[1] != handle.life.encode():
+                raise WeightsGone(f"{who} has ended, and another has its number")
+            if (held := NOTE.unpack(note)[0]) != version:
+                now = "is about to write a newer one" if held == NOTHING else f"has written version {held} in its place"
+                raise WeightsGone(f"{who} {now}")
+        except BaseException:
+            self.close()
+            raise
 
-    def tensors(self) -> Iterator[tuple[StoredTensor, np.ndarray]]:
-        """Yield each tensor with its [bytes] uint8, a read-only view of the file."""
-        for tensor in self.manifest.tensors:
-            yield tensor, self._maps[tensor.file][tensor.start : tensor.start + tensor.num_bytes]
-
-    def pieces_at(self, address: int, num_bytes: int) -> list[Piece]:
-        """The pieces that make up these bytes of a mapped file exactly, in order; empty where none do."""
-        for index, data in enumerate(self._maps):
-            start = address - data.ctypes.data
-            if 0 <= start <= len(data) - num_bytes:
-                return self._tiling(index, start, start + num_bytes)
-        return []
-
-    def copy(self, pieces: Sequence[Piece], target: np.ndarray) -> bool:
-        """Copy pieces to ``target``, [bytes] uint8; returns whether it then holds what was published.
-
-        What was copied is digested while it is in the processor's cache, which costs next to nothing. `verify` need not
-        read such pieces again.
-        """
-        ends = list(accumulate(piece.num_bytes for piece in pieces))
-        places = [target[end - piece.num_bytes : end] for piece, end in zip(pieces, ends, strict=True)]
-        copied = map(self._copy, pieces, places) if len(pieces) == 1 else self._threads.map(self._copy, pieces, places)
-        is_right = all(list(copied))
-        if is_right:
-            self._verified.update(pieces)
-        return is_right
-
-    def verify(self) -> None:
-        """Read all bytes of which no copy was verified.
-
-        Raises:
-            WeightsError: bytes differ from what was published; the message names the first tensor.
-        """
-        left = [piece for piece in self.manifest.pieces if piece not in self._verified]
-        is_right = self._threads.map(self._is_right, left)
-        if wrong := [piece for piece, right in zip(left, is_right, strict=True) if not right]:
-            names = sorted({self._tensor_at(piece) for piece in wrong})
-            raise WeightsError(
-                f"{self._name}: {self.manifest.directory} holds other bytes than were published: "
-                f"{len(names)} of {len(self.manifest.tensors)} tensors differ, first {names[0]}"
-            )
-        self._verified.update(left)
-
-    def _copy(self, piece: Piece, target: np.ndarray) -> bool:
-        source, digest = self._maps[piece.file][piece.start : piece.start + piece.num_bytes], xxhash.xxh3_128()
-        for start in range(0, piece.num_bytes, CACHED_BYTES):
-            target[start : start + CACHED_BYTES] = source[start : start + CACHED_BYTES]
-            digest.update(cast("Buffer", target[start : start + CACHED_BYTES]))
-        return digest.hexdigest() == piece.digest
-
-    def _tiling(self, file: int, start: int, end: int) -> list[Piece]:
-        pieces = []
-        while start < end and (piece := self._pieces.get((file, start))) is not None:
-            pieces.append(piece)
-            start += piece.num_bytes
-        return pieces if start == end else []
-
-    def _is_right(self, piece: Piece) -> bool:
-        data = self._maps[piece.file]
-        return digest_of(data[piece.start : piece.start + piece.num_bytes]) == piece.digest
-
-    def _tensor_at(self, piece: Piece) -> str:
-        inside = (
-            tensor.name
-            for tensor in self.manifest.tensors
-            if tensor.file == piece.file and tensor.start <= piece.start < tensor.start + tensor.num_bytes
-        )
-        return next(inside)
+    def close(self) -> None:
+        """Let the rank write. May be called more than once."""
+        with suppress(OSError):
+            os.close(self._descriptor)
+        self._descriptor = -1
 
 
 def map_file(path: Path) -> np.ndarray:

@@ -30,8 +30,10 @@ from torch import Tensor
 from asyncrl.core.errors import DeadlineError, WeightsError, WeightsGone
 from asyncrl.core.private_folders import make_private_folder, open_private
 from asyncrl.core.remote import on_own_thread
-from asyncrl.core.types import WeightOffer
+from asyncrl.core.types import Carrier, WeightOffer
 from asyncrl.weights import rounds as weight_rounds
+from asyncrl.weights.assembly import TensorAssembly
+from asyncrl.weights.carriers import HOST_WINDOW_S, load_limit_s
 from asyncrl.weights.channel import ChannelAddress, ChannelRefused, WeightChannel
 from asyncrl.weights.collective import (
     RoundDeadline,
@@ -45,7 +47,6 @@ from asyncrl.weights.collective import (
 )
 from asyncrl.weights.manifest import Manifest, Piece, digest_of, read_manifest, safetensors_header
 from asyncrl.weights.rounds import MAX_ROUNDS, Round
-from asyncrl.weights.verified_tensors import TensorAssembly
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +58,7 @@ async def receive_weights(offer: WeightOffer, folder: Path, *, timeout_s: float,
     """Receive what is offered into ``folder``, made for it, on this host; generation goes on meanwhile.
 
     Args:
-        offer: For which `WeightOffer.is_collective` holds.
+        offer: Carried by `Carrier.host_stream`.
         folder: Gets ``manifest.json`` and the data file; in shared memory, where there is room.
         timeout_s: As in `CollectiveOptions`.
         holds: Digest of the manifest of the version that this host holds. If the one that is offered is a delta to it,
@@ -103,7 +104,7 @@ async def _received(receiver: WeightReceiver, offer: WeightOffer, timeout_s: flo
 
 def _longest_wait_s(timeout_s: float, num_bytes: int) -> float:
     """Of a host: for the round that runs when it asks, and for its own."""
-    return 2 * (timeout_s + num_bytes / weight_rounds.SLOWEST_ROUND + weight_rounds.WINDOW_S + weight_rounds.CALL_S)
+    return 2 * (load_limit_s(timeout_s, num_bytes) + HOST_WINDOW_S + weight_rounds.CALL_S)
 
 
 class WeightReceiver:
@@ -217,7 +218,7 @@ class ArrivingWeights:
         """Ask for the version, and wait for its manifest.
 
         Args:
-            offer: For which `WeightOffer.is_sent_to_engines` holds.
+            offer: Carried by `Carrier.engine_stream`.
             device: Where the tensors are to be, if the round moves memory of GPUs; else they are in the host's.
             timeout_s: Of everything.
 
@@ -341,7 +342,7 @@ class _RankStream:
 
 def channel_of(offer: WeightOffer) -> ChannelAddress:
     """Where learner rank 0 is asked for what it offers."""
-    return ChannelAddress(endpoint=offer.sender, access=offer.access)
+    return ChannelAddress(endpoint=offer.manifest, access=offer.access)
 
 
 def admission(
@@ -374,7 +375,7 @@ def fetch_manifest(store: RoundStore, offer: WeightOffer, folder: Path) -> tuple
     """Fetch the manifest of a round into ``folder``; returns the offer of it there, and what it says."""
     path = folder / "manifest.json"
     path.write_bytes(store.get("manifest"))
-    local = replace(offer, manifest=str(path))
+    local = replace(offer, manifest=str(path), carrier=Carrier.folder)
     return local, read_manifest(local)
 
 

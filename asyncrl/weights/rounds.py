@@ -17,58 +17,18 @@ import logging
 import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from asyncrl.core.types import FROZEN, WeightOffer
+from asyncrl.weights.carriers import HOST_WINDOW_S, Backend, PublishOptions
 from asyncrl.weights.channel import ChannelMessage, ChannelServer, rank_id
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Backend = Literal["gloo", "nccl"]
 MAX_ROUNDS = 3
-WINDOW_S = 0.5
-"""How long a round waits for further hosts after the first one, which generate meanwhile."""
-ENGINE_WINDOW_S = 0.1
-"""How long it waits for further ranks of engines, which stand still."""
-ENGINE_SHARE = 0.4
-"""Of the deadline of its load, that a round may take of an engine: there is time for a second one without a member that
-stopped in the first."""
 CALL_S = 3.0
 """How long rank 0 waits for those who asked to say that they are still there."""
-SLOWEST_ROUND = 1e8  # bytes per second, on top of which the deadline stands
-
-
-@dataclass(frozen=True, kw_only=True)
-class CollectiveOptions:
-    """How the learner ranks send.
-
-    Attributes:
-        interface: Network interface whose IPv4 address engines know rank 0 by; ``lo`` reaches this host only.
-        num_receivers: A round begins as soon as so many ask.
-        timeout_s: Of a round; a second per 100 MB comes on top. Rounds into engines have `ENGINE_SHARE` of both.
-        keep: Newest versions that each rank holds in memory for those who ask, unless it is told that fewer will do.
-            The oldest one that engines are still offered stays beside them.
-        into_engines: The receivers are the ranks of the engines, in the middle of a load, and not their hosts.
-        backend: ``gloo`` broadcasts in host memory, ``nccl`` between GPUs, each of which has one member at most.
-    """
-
-    interface: str
-    num_receivers: int
-    timeout_s: float
-    keep: int
-    into_engines: bool = False
-    backend: Backend = "gloo"
-
-    @property
-    def window_s(self) -> float:
-        """How long a round waits for further receivers after the first one."""
-        return ENGINE_WINDOW_S if self.into_engines else WINDOW_S
-
-    def round_timeout_s(self, num_bytes: int) -> float:
-        """Of a round that sends so many bytes."""
-        whole_s = self.timeout_s + num_bytes / SLOWEST_ROUND
-        return whole_s * ENGINE_SHARE if self.into_engines else whole_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +43,7 @@ class Round:
         is_delta: Each rank sends its delta file instead, to those who hold the version before.
         timeout_s: Of the round, the bytes included.
         oldest: Older versions need not be held any more.
-        backend: See `CollectiveOptions`.
+        backend: See `PublishOptions`.
     """
 
     number: int
@@ -156,7 +116,7 @@ class Meeting:
 class RoundCoordinator:
     """Makes rounds for those who ask, one after the other. Any thread may call `hold` and `retire`."""
 
-    def __init__(self, options: CollectiveOptions, server: ChannelServer, *, num_ranks: int) -> None:
+    def __init__(self, options: PublishOptions, server: ChannelServer, *, num_ranks: int) -> None:
         self._options, self._server, self._num_ranks = options, server, num_ranks
         self._offers: dict[int, HeldOffer] = {}
         self._oldest = 0
@@ -170,7 +130,7 @@ class RoundCoordinator:
     def hold(self, held: HeldOffer) -> None:
         """Send a version to those who ask; every rank holds its part of it."""
         self._offers[held.offer.version] = held
-        keep_newest(self._offers, self._options.keep, oldest=self._oldest)
+        keep_newest(self._offers, self._options.num_held, oldest=self._oldest)
 
     def retire(self, oldest: int) -> None:
         """Nobody will ask for a version before ``oldest``, which engines are still offered."""
@@ -291,7 +251,7 @@ class RoundCoordinator:
             self._server.send(rank_id(rank), asdict(this))
         self._answer(requests, asdict(this))
         try:
-            async with asyncio.timeout(this.timeout_s + WINDOW_S):
+            async with asyncio.timeout(this.timeout_s + HOST_WINDOW_S):
                 await self._until_done(number)
         except TimeoutError:
             logger.warning("round %d of weights: not every rank was done within %.1f s", number, this.timeout_s)

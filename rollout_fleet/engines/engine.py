@@ -19,7 +19,8 @@ from asyncrl.core import record
 from asyncrl.core.errors import AsyncRLError, DeadlineError, EngineError, RequestRefused
 from asyncrl.core.record import SpanKind
 from asyncrl.core.types import FinishReason, WeightOffer
-from rollout_fleet.config import SLOWEST_LOAD, SamplingConfig
+from asyncrl.weights.carriers import SLOWEST_LOAD, load_limit_s
+from rollout_fleet.config import SamplingConfig
 
 LOGPROB_ROUNDING = 1e-4
 PROBE_SHARE = 0.25  # of the deadline on silence
@@ -228,7 +229,7 @@ class EngineFailure:
         ``spent_s`` of ``timeout_s`` have passed before the block begins.
         After that raises `DeadlineError`, which says that the engine did not do ``what``, and ends with its log.
         """
-        seconds = timeout_s + num_bytes / SLOWEST_LOAD
+        seconds = load_limit_s(timeout_s, num_bytes)
         try:
             async with asyncio.timeout(seconds - spent_s):
                 yield

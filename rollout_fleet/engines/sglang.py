@@ -2,7 +2,7 @@
 
 A sample is one SGLang request. Several samples travel in one HTTP request, which reaches the scheduler as one batch;
 its answer is a stream in which each sample ends by itself. Weights are loaded in one transaction: pause, load, verify
-(`weight_loader`, inside the server), continue. Where that fails, the server holds weights that nobody has verified: the
+(`asyncrl.weights.load`, inside the server), continue. Where that fails, nobody has verified the server's weights: the
 engine has failed, and the server stays paused until it is stopped.
 """
 
@@ -29,8 +29,9 @@ from rollout_fleet.config import EngineDevice, OnUpdate, RolloutFleetConfig, Sam
 
 from .engine import EngineFailure, EngineLoad, SampleOutput, SampleRequest, SilenceWatch, check_output, check_prompt
 from .model_files import ModelFacts, read_model_facts
+from .server_hooks import WEIGHT_LOADER, report_path
 from .sglang_client import SGLangClient
-from .sglang_server import WEIGHT_LOADER, SGLangServer, report_path
+from .sglang_server import SGLangServer
 from .stream_watch import Stream, StreamWatch
 
 logger = logging.getLogger(__name__)

@@ -29,7 +29,7 @@ from asyncrl.core.errors import DeadlineError, WorkerDiedError
 from rollout_fleet.config import EngineDevice, OnUpdate, SGLangConfig
 from rollout_fleet.environment import without_secrets
 
-from .server_hooks import PLUGIN, write_plugin
+from .server_hooks import ORDER_VARIABLE, PLUGIN, WEIGHT_LOADER, write_plugin
 
 logger = logging.getLogger(__name__)
 
@@ -49,9 +49,6 @@ COMPILE_CACHES = {
 }
 """Variables of compilers that keep their results below TMPDIR. Triton, FlashInfer, DeepGEMM and TVM use HOME."""
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-WEIGHT_LOADER = "rollout_fleet.engines.weight_loader.load"
-ORDER_VARIABLE = "ASYNCRL_WEIGHT_ORDER"
-"""Environment variable of the server: path of the file that says which weights `weight_loader` loads."""
 STAND_IN = Path(__file__).with_name("cpu_stand_in")
 GUARD = Path(__file__).with_name("process_guard.py")
 _LOGGING = {
@@ -125,7 +122,7 @@ class SGLangServer:
 
     @property
     def weight_order(self) -> Path:
-        """The file that says which weights `weight_loader` is to load; the reports stand beside it."""
+        """The file that says which weights `server_hooks.load` loads; the reports stand beside it."""
         assert self._scratch is not None
         return self._scratch / "weights.json"
 
@@ -374,11 +371,6 @@ async def _read_line(stream: asyncio.StreamReader) -> bytes:
         return error.partial
     except asyncio.LimitOverrunError as error:
         return await stream.readexactly(error.consumed)
-
-
-def report_path(order: Path, rank: int) -> Path:
-    """Where a tensor-parallel rank reports what came of an order to load weights."""
-    return order.with_name(f"{order.name}.{rank}")
 
 
 def _plugin_folder(scratch: Path) -> Path:

@@ -22,11 +22,11 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from asyncrl.core.errors import EngineError, WeightsError
 from asyncrl.core.types import FinishReason, WeightOffer
+from asyncrl.weights.load import AdaptedModules, ComparedWrites, PublishedAdapter, WeightSource, load_from
 from rollout_fleet.config import SamplingConfig
 
 from .engine import SampleOutput, SampleRequest
 from .model_files import ModelFacts
-from .weight_loader import AdaptedModules, ComparedWrites, PublishedAdapter, WeightSource, load_from
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from asyncrl.core.errors import DeadlineError, EngineError, RequestRefused, Work
 from asyncrl.core.types import FinishReason
 from rollout_fleet.config import EngineDevice, OnUpdate, RolloutFleetConfig, SamplingConfig, SGLangConfig
 from rollout_fleet.engines.engine import EngineLoad, SampleRequest
+from rollout_fleet.engines.server_hooks import report_path
 from rollout_fleet.engines.sglang import SGLangEngine, _StreamedSample
-from rollout_fleet.engines.sglang_server import report_path
 from tests.support.offers import bare_offer
 
 pytestmark = [pytest.mark.timeout(30), pytest.mark.usefixtures("virtual_time")]

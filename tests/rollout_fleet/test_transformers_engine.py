@@ -17,11 +17,13 @@ from transformers import DynamicCache
 
 from asyncrl.core.errors import DeadlineError, EngineError, WeightsError, WorkerDiedError
 from asyncrl.core.types import FROZEN, FinishReason
+from asyncrl.weights.carriers import PublishOptions
+from asyncrl.weights.publish import WeightPublisher
 from learner.config import Device, LearnerConfig, LoraConfig
 from learner.lora import is_adapter
+from learner.model_shards import PretrainedShards
 from learner.packed_model import PackedModel
 from learner.roles import ACTOR
-from learner.weights import WeightPublisher
 from rollout_fleet.config import EngineDevice, RolloutFleetConfig, SamplingConfig, TransformersConfig
 from rollout_fleet.engines.engine import SampleRequest
 from rollout_fleet.engines.model_files import ModelFacts
@@ -490,7 +492,9 @@ async def test_adapters_alone_are_computed_beside_frozen_weights_that_are_loaded
 ):
     config = LearnerConfig(device=Device.cpu, lora=LoraConfig(rank=4))
     learner = PackedModel(config, ACTOR, model_path=model_path)
-    publisher = WeightPublisher(learner, str(tmp_path / "published"), keep=2, adapters=True)
+    publisher = WeightPublisher(
+        PretrainedShards.of(learner), str(tmp_path / "published"), keep=2, options=PublishOptions(adapters=True)
+    )
     engine, requests, loads = await start(), requests_of(3, temperature=0.7), []
     load = engine._model._load_full
     engine._model._load_full = lambda version, weights: (loads.append(version), load(version, weights))

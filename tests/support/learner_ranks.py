@@ -11,13 +11,12 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from asyncrl.core.types import WeightOffer
+from asyncrl.core.types import Carrier, WeightOffer
+from asyncrl.weights.carriers import PublishOptions
 from asyncrl.weights.channel import ChannelAddress
 from asyncrl.weights.collective import WeightSender
-from asyncrl.weights.handles import LentPart
-from asyncrl.weights.lent_memory import LentBuffer
-from asyncrl.weights.manifest import Piece, read_manifest
-from asyncrl.weights.rounds import CollectiveOptions
+from asyncrl.weights.manifest import LentPart, Piece, read_manifest
+from asyncrl.weights.memory import LentBuffer
 from tests.support.peers import Peer, peers
 
 Way = Literal["engine", "tensor"]
@@ -34,8 +33,8 @@ class LearnerRanks:
         self.ranks = ranks
         self._way = way
         if way == "engine":
-            options = CollectiveOptions(
-                interface="lo", num_receivers=num_receivers, timeout_s=timeout_s, keep=2, into_engines=True
+            options = PublishOptions(
+                carrier=Carrier.engine_stream, num_receivers=num_receivers, timeout_s=timeout_s, num_held=2
             )
             address = ranks[0].ask(_begin, 0, None, options).answer()
             ranks[1].ask(_begin, 1, address, options).answer()
@@ -69,9 +68,7 @@ def learner_ranks(way: Way, *, num_receivers: int, timeout_s: float) -> Iterator
 # What a process does
 
 
-def _begin(
-    state: dict[str, Any], rank: int, address: ChannelAddress | None, options: CollectiveOptions
-) -> ChannelAddress:
+def _begin(state: dict[str, Any], rank: int, address: ChannelAddress | None, options: PublishOptions) -> ChannelAddress:
     state["sender"] = WeightSender(options, rank=rank, num_ranks=2, address=address)
     return state["sender"].address
 
@@ -88,8 +85,7 @@ def _offer(state: dict[str, Any], offer: WeightOffer, shares: list[int]) -> Weig
 def _lend(state: dict[str, Any], version: int, file: str, pieces: list[Piece]) -> LentPart:
     data = np.fromfile(file, dtype=np.uint8)
     buffers = state.setdefault("buffers", [])
-    buffers.append(LentBuffer(len(data), torch.device("cpu")))
-    buffers[-1].data.copy_(torch.from_numpy(data))
-    buffers[-1].complete(version)
-    segments = tuple((piece.start, piece.num_bytes, piece.start) for piece in pieces)
-    return LentPart(handle=buffers[-1].handle, segments=segments)
+    segments = [(piece.start, piece.num_bytes, piece.start) for piece in pieces]
+    buffers.append(LentBuffer(segments, torch.device("cpu")))
+    buffers[-1].data.copy_(torch.from_numpy(data[: len(buffers[-1].data)]))
+    return buffers[-1].lend(version)

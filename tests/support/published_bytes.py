@@ -6,7 +6,8 @@ import numpy as np
 
 from asyncrl.core.types import FROZEN, WeightOffer
 from asyncrl.weights.delta import write_delta
-from asyncrl.weights.manifest import AdaptedLayer, Adapter, Delta, Manifest, PublishedWeights, StoredTensor, pieces_of
+from asyncrl.weights.load import FileWeights
+from asyncrl.weights.manifest import AdaptedLayer, Adapter, Delta, Manifest, StoredTensor, pieces_of
 
 PIECE = 1 << 14
 ADAPTED = AdaptedLayer(weight="w", down="w", up="w", scale=1.0)
@@ -66,7 +67,7 @@ def publish_bytes(
 
 def bytes_of(offer: WeightOffer) -> np.ndarray:
     """[bytes] uint8 of what an offer holds, verified."""
-    weights = PublishedWeights(offer)
+    weights = FileWeights(offer)
     weights.verify()
     ((_, data),) = weights.tensors()
     return data.copy()

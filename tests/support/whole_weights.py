@@ -13,9 +13,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
 
+from asyncrl.weights.layout import Part
 from learner.fsdp import stored_buffers
 from learner.lora import merged_weights
-from learner.model_folder import write_description
+from learner.model_shards import PretrainedShards
 from learner.packed_model import PackedModel
 
 
@@ -63,5 +64,5 @@ def save_whole(directory: Path, model: PackedModel) -> str:
     directory.mkdir(parents=True)
     weights = {name: tensor.contiguous() for name, tensor in (gather_weights(model) or {}).items()}
     save_file(weights, directory / "model.safetensors", {"format": "pt"})
-    write_description(directory, model.pretrained, model.compute_dtype)
+    PretrainedShards(model.pretrained, model.compute_dtype).describe(directory, Part.whole)
     return str(directory)

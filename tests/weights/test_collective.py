@@ -13,22 +13,23 @@ import torch
 from safetensors.torch import load_file
 
 from asyncrl.core.errors import DeadlineError, WeightsError, WeightsGone
+from asyncrl.core.types import Carrier
 from asyncrl.weights import collective
 from asyncrl.weights import rounds as weight_rounds
+from asyncrl.weights.carriers import PublishOptions
 from asyncrl.weights.channel import WeightChannel
 from asyncrl.weights.collective import RoundGroup, WeightSender, interface_address
+from asyncrl.weights.load import FileWeights, load_from
 from asyncrl.weights.manifest import (
     Manifest,
     Piece,
-    PublishedWeights,
     StoredTensor,
     digest_of,
     read_manifest,
     safetensors_header,
 )
 from asyncrl.weights.receiver import ArrivingWeights, WeightReceiver, channel_of, receive_weights
-from asyncrl.weights.rounds import CollectiveOptions, RoundCoordinator
-from rollout_fleet.engines.weight_loader import load_from
+from asyncrl.weights.rounds import RoundCoordinator
 from tests.support.peers import peers
 
 PIECE_BYTES = 20_000
@@ -41,7 +42,7 @@ TENSORS = [
     ("half", "BF16", (1000, 7), 2),
 ]
 """Name, dtype, shape and bytes per value; one is larger than what is broadcast at once."""
-OPTIONS = CollectiveOptions(interface="lo", num_receivers=2, timeout_s=30.0, keep=2)
+OPTIONS = PublishOptions(carrier=Carrier.host_stream, num_receivers=2, timeout_s=30.0, num_held=2)
 
 
 def version_of(number: int) -> tuple[torch.Tensor, list[list[Piece]], Manifest]:
@@ -184,7 +185,7 @@ def ranks(short_rounds):
 @pytest.fixture
 def ranks_into_engines(short_rounds):
     """The same; they send to the ranks of engines."""
-    yield from both_ranks(replace(OPTIONS, into_engines=True))
+    yield from both_ranks(replace(OPTIONS, carrier=Carrier.engine_stream))
 
 
 def lose_answers_to_calls(monkeypatch):
@@ -209,14 +210,14 @@ def test_receivers_hold_every_byte_that_two_ranks_have_of_a_version(tmp_path):
         start_senders(senders)
         for version in (1, 2):
             offered = publish(senders, version, tmp_path)
-            assert offered.is_collective
+            assert offered.carrier == Carrier.host_stream
             for receiver in receivers:
                 receiver.ask(receive, offered, str(tmp_path / "received"))
             for receiver in receivers:
                 received, _ = receiver.answer()
                 assert_holds(received, version)
                 assert replace(received, manifest=offered.manifest) == offered
-                PublishedWeights(received).verify()
+                FileWeights(received).verify()
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
@@ -346,7 +347,7 @@ async def test_bytes_that_change_on_the_way_are_never_received(ranks, tmp_path):
 async def test_into_engines_every_tensor_arrives_whole_on_each_of_its_ranks(ranks_into_engines, tmp_path):
     offered = offered_by(ranks_into_engines, 1, tmp_path)
     assert offered.is_sent_to_engines
-    assert not offered.is_collective
+    assert offered.carrier == Carrier.engine_stream
     for taken, _ in await asyncio.gather(*(asyncio.to_thread(arrive, {}, offered) for _ in range(2))):
         assert_all_arrived(taken, 1)
 
@@ -388,7 +389,7 @@ def test_a_load_that_ends_early_leaves_the_round_and_the_next_one_goes_well(rank
 def test_an_engines_rank_that_falls_in_a_round_leaves_the_other_time_for_a_second_one(number, tmp_path):
     with peers(4) as everyone:
         senders, (falling, other) = everyone[:2], everyone[2:]
-        start_senders(senders, replace(OPTIONS, timeout_s=5.0, into_engines=True))
+        start_senders(senders, replace(OPTIONS, timeout_s=5.0, carrier=Carrier.engine_stream))
         offered = publish(senders, 1, tmp_path)
         falling.ask(fall_at_the_third_broadcast, number).answer()
         falling.ask(arrive, offered, 5.0)
@@ -400,7 +401,7 @@ def test_an_engines_rank_that_falls_in_a_round_leaves_the_other_time_for_a_secon
 def test_into_engines_a_rank_that_stops_is_a_deadline_by_name(tmp_path):
     with peers(3) as everyone:
         senders, receiver = everyone[:2], everyone[2]
-        start_senders(senders, replace(OPTIONS, timeout_s=30.0, num_receivers=1, into_engines=True))
+        start_senders(senders, replace(OPTIONS, timeout_s=30.0, num_receivers=1, carrier=Carrier.engine_stream))
         offered = publish(senders, 1, tmp_path)
         senders[1].ask(fall_at_the_third_broadcast, signal.SIGSTOP).answer()
         with pytest.raises(DeadlineError, match=r"policy version 1 did not arrive from engine://127.0.0.1:\d+ within"):

@@ -8,7 +8,8 @@ from hypothesis.extra import numpy as npst
 
 from asyncrl.core.errors import WeightsError
 from asyncrl.weights.delta import apply_delta, decode, encode, write_delta
-from asyncrl.weights.manifest import Change, PublishedWeights, read_manifest
+from asyncrl.weights.load import FileWeights
+from asyncrl.weights.manifest import Change, read_manifest
 from tests.support.published_bytes import changed, publish_bytes, random_bytes
 
 ITEMS = {"bf16": 2, "fp32": 4}
@@ -116,4 +117,4 @@ def test_a_delta_is_not_loaded_as_if_it_were_whole(tmp_path):
     old = random_bytes(100)
     offer = publish_bytes(tmp_path, 2, old, base=(publish_bytes(tmp_path, 1, old), old))
     with pytest.raises(WeightsError, match="version 2 holds what changed since version 1; it must be staged"):
-        PublishedWeights(offer)
+        FileWeights(offer)

@@ -10,11 +10,10 @@ import pytest
 import torch
 
 from asyncrl.core.errors import WeightsError, WeightsGone
-from asyncrl.weights import verified_tensors
-from asyncrl.weights.handles import LentPart, ReadLock
-from asyncrl.weights.lent_memory import LentBuffer, LentWeights
-from asyncrl.weights.manifest import Manifest, StoredTensor
-from asyncrl.weights.verified_tensors import DEVICE_DIGEST, device_digest, tensor_pieces
+from asyncrl.weights import assembly
+from asyncrl.weights.assembly import DEVICE_DIGEST, device_digest, tensor_pieces
+from asyncrl.weights.manifest import LentPart, Manifest, ReadLock, StoredTensor
+from asyncrl.weights.memory import LentBuffer, LentWeights
 from tests.support.peers import peers
 
 CPU = torch.device("cpu")
@@ -54,13 +53,12 @@ def lend(state, rank, version):
     """Write a version into this process's buffer; returns what of it rank 0 needs for the manifest."""
     data = np.concatenate([np.zeros(100, np.uint8), *values_of(version).values()])
     segments = segments_of(rank)
-    buffer = state.setdefault("buffer", LentBuffer(segments[-1][1] + segments[-1][2], CPU))
+    buffer = state.setdefault("buffer", LentBuffer(segments, CPU))
     pieces = []
     for start, size, at in segments:
         buffer.data[at : at + size] = torch.from_numpy(data[start : start + size])
         pieces += tensor_pieces(start, buffer.data[at : at + size])
-    buffer.complete(version)
-    return LentPart(handle=buffer.handle, segments=segments), pieces
+    return buffer.lend(version), pieces
 
 
 def spoil(state):
@@ -105,7 +103,7 @@ def assert_read(taken, version):
 @pytest.mark.parametrize("kind", ["of-the-host", "of-the-device"])
 def test_what_two_ranks_lend_is_read_whole_in_another_process_and_spoiled_bytes_are_named(kind, tmp_path, monkeypatch):
     if kind == "of-the-device":  # as on a GPU, where the bytes have no digest of the host
-        monkeypatch.setattr(verified_tensors, "_digest", device_digest)
+        monkeypatch.setattr(assembly, "digest_of", lambda data: device_digest(torch.from_numpy(data)))
     with peers(1) as (reader,):
         ranks = [{}, {}]
         offer = offer_of([lend(state, rank, 1) for rank, state in enumerate(ranks)], 1, tmp_path)

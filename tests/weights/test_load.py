@@ -11,8 +11,8 @@ from torch import nn
 
 from asyncrl.core.errors import WeightsError
 from asyncrl.core.types import FROZEN
+from asyncrl.weights.load import load_verified, submissions_run_at_once
 from asyncrl.weights.manifest import AdaptedLayer, Adapter, DigestThreads, describe_model
-from rollout_fleet.engines.weight_loader import load_verified, submissions_run_at_once
 
 
 class Model(nn.Module):

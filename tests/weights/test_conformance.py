@@ -15,17 +15,18 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from asyncrl.weights.rounds import CollectiveOptions
+from asyncrl.core.types import Carrier
+from asyncrl.weights.carriers import PublishOptions
+from asyncrl.weights.publish import WeightPublisher
+from asyncrl.weights.staging import WeightStager
 from learner.config import Device, LearnerConfig, LoraConfig
 from learner.fsdp import local_tensor
-from learner.lent_weights import LendOptions
 from learner.lora import is_adapter
+from learner.model_shards import PretrainedShards
 from learner.packed_model import PackedModel
 from learner.roles import ACTOR
-from learner.weights import WeightPublisher
 from rollout_fleet.config import EngineDevice, OnUpdate, RolloutFleetConfig, SGLangConfig
 from rollout_fleet.engines.sglang import SGLangEngine
-from rollout_fleet.engines.staging import WeightStager
 from tests.support.engine_probes import answer, forward_by_versions, requests_of
 from tests.support.tiny_models import save_tiny_model
 from tests.support.whole_weights import save_whole
@@ -37,24 +38,27 @@ pytestmark = [
     pytest.mark.skipif("not __import__('importlib.util').util.find_spec('sglang')", reason="SGLang is not installed"),
 ]
 NUM_UPDATES = 30
-NETWORK = CollectiveOptions(interface="lo", num_receivers=1, timeout_s=30.0, keep=1)
-INTO_ENGINES = {"collective": replace(NETWORK, num_receivers=2, into_engines=True)}
-LENT = {"lend": LendOptions(num_buffers=2, timeout_s=30.0)}
+NETWORK = PublishOptions(carrier=Carrier.host_stream, num_receivers=1, timeout_s=30.0, num_held=1)
+INTO_ENGINES = replace(NETWORK, carrier=Carrier.engine_stream, num_receivers=2)
+LENT = PublishOptions(carrier=Carrier.lent_memory, timeout_s=30.0)
+FOLDER = PublishOptions()
 SHARED_PREFIX = np.asarray([3 + position * 7 % 10 for position in range(60)], dtype=np.int32)
 
 
 @pytest.mark.parametrize(
-    ("family", "tp_size", "dtype", "atol", "on_update", "offers"),
+    ("family", "tp_size", "dtype", "atol", "on_update", "options"),
     [
-        pytest.param("llama", 2, "float32", 1e-4, OnUpdate.recompute, {}, id="two-tensor-parallel-ranks"),
-        pytest.param("qwen3", 1, "float32", 1e-4, OnUpdate.recompute, {}, id="tied"),
-        pytest.param("qwen3_moe", 1, "float32", 1e-4, OnUpdate.recompute, {}, id="experts"),
-        pytest.param("qwen2", 1, "bfloat16", 0.1, OnUpdate.recompute, {}, id="bfloat16"),
-        pytest.param("qwen3", 1, "float32", 1e-4, OnUpdate.recompute, {"threads": True}, id="loaded-in-threads"),
-        pytest.param("qwen3", 1, "float32", 1e-4, OnUpdate.keep, {}, id="kept-kv-cache"),
-        pytest.param("qwen3", 1, "float32", 1e-4, OnUpdate.recompute, {"full_every": 5}, id="deltas"),
-        pytest.param("llama", 2, "float32", 1e-4, OnUpdate.recompute, {"collective": NETWORK}, id="over-the-network"),
-        pytest.param("llama", 2, "float32", 1e-4, OnUpdate.recompute, {"adapters": True}, id="adapters-alone"),
+        pytest.param("llama", 2, "float32", 1e-4, OnUpdate.recompute, FOLDER, id="two-tensor-parallel-ranks"),
+        pytest.param("qwen3", 1, "float32", 1e-4, OnUpdate.recompute, FOLDER, id="tied"),
+        pytest.param("qwen3_moe", 1, "float32", 1e-4, OnUpdate.recompute, FOLDER, id="experts"),
+        pytest.param("qwen2", 1, "bfloat16", 0.1, OnUpdate.recompute, FOLDER, id="bfloat16"),
+        pytest.param("qwen3", 1, "float32", 1e-4, OnUpdate.recompute, FOLDER, id="loaded-in-threads"),
+        pytest.param("qwen3", 1, "float32", 1e-4, OnUpdate.keep, FOLDER, id="kept-kv-cache"),
+        pytest.param("qwen3", 1, "float32", 1e-4, OnUpdate.recompute, PublishOptions(full_every=5), id="deltas"),
+        pytest.param("llama", 2, "float32", 1e-4, OnUpdate.recompute, NETWORK, id="over-the-network"),
+        pytest.param(
+            "llama", 2, "float32", 1e-4, OnUpdate.recompute, PublishOptions(adapters=True), id="adapters-alone"
+        ),
         pytest.param("llama", 2, "float32", 1e-4, OnUpdate.recompute, INTO_ENGINES, id="into-two-ranks-of-an-engine"),
         pytest.param("qwen3", 1, "float32", 1e-4, OnUpdate.recompute, INTO_ENGINES, id="into-an-engine-tied"),
         pytest.param("qwen3_moe", 1, "float32", 1e-4, OnUpdate.recompute, INTO_ENGINES, id="into-an-engine-experts"),
@@ -66,15 +70,15 @@ SHARED_PREFIX = np.asarray([3 + position * 7 % 10 for position in range(60)], dt
     ],
 )
 async def test_every_token_is_of_the_version_that_it_names(
-    family, tp_size, dtype, atol, on_update, offers, tmp_path, monkeypatch
+    family, tp_size, dtype, atol, on_update, options, tmp_path, monkeypatch, request
 ):
-    if offers.pop("threads", False):
+    if "loaded-in-threads" in request.node.callspec.id:
         monkeypatch.setenv("SGLANG_EXTERNAL_MODEL_PACKAGE", "tests.support.threaded_models")
     path = save_tiny_model(tmp_path / "model", family, initializer_range=0.1)
-    lora = LoraConfig(rank=4 if "adapters" in offers else 0)
+    lora = LoraConfig(rank=4 if options.adapters else 0)
     learner = PackedModel(LearnerConfig(device=Device.cpu, dtype=dtype, lora=lora), ACTOR, model_path=path)
-    publisher = WeightPublisher(learner, str(tmp_path / "published"), keep=2, **offers)
-    stager = WeightStager("engine-0", memory=tmp_path / "memory", copies="full_every" in offers, timeout_s=30.0)
+    publisher = WeightPublisher(PretrainedShards.of(learner), str(tmp_path / "published"), keep=2, options=options)
+    stager = WeightStager("engine-0", memory=tmp_path / "memory", copies=options.full_every > 1, timeout_s=30.0)
     config = RolloutFleetConfig(
         stop_timeout_s=1.0,
         sglang=SGLangConfig(
@@ -99,7 +103,7 @@ async def test_every_token_is_of_the_version_that_it_names(
                 asked.append((batch, asyncio.create_task(answer(engine, batch))))
             await asyncio.sleep(0.05)
         answered = [
-            (request, sample) for batch, task in asked for request, sample in zip(batch, await task, strict=True)
+            (asked_for, sample) for batch, task in asked for asked_for, sample in zip(batch, await task, strict=True)
         ]
     finally:
         await engine.stop()

@@ -5,6 +5,7 @@ import os
 import resource
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,23 +16,24 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from asyncrl.core.errors import WeightsError, WeightsGone
-from asyncrl.weights.lent_memory import LentWeights
-from asyncrl.weights.manifest import PublishedWeights, read_manifest
+from asyncrl.core.types import Carrier
+from asyncrl.weights import publish as weights
+from asyncrl.weights.carriers import PublishOptions
+from asyncrl.weights.layout import ModelLayout, Region
+from asyncrl.weights.load import FileWeights, PublishedAdapter
+from asyncrl.weights.manifest import read_manifest
+from asyncrl.weights.memory import LentBuffers, LentWeights
+from asyncrl.weights.publish import WeightPublisher
 from asyncrl.weights.receiver import receive_weights
-from asyncrl.weights.rounds import CollectiveOptions
-from learner import weights
+from asyncrl.weights.snapshot import RankPart, WritableFile
+from asyncrl.weights.staging import WeightStager
 from learner.config import AlgorithmConfig, Device, LearnerConfig, LoraConfig, OptimizerConfig
 from learner.fsdp import local_tensor
-from learner.lent_weights import LendOptions, LentBuffers
 from learner.lora import adapted_layers
 from learner.losses import policy_objective
 from learner.model_folder import save_policy
+from learner.model_shards import PretrainedShards
 from learner.trainer import Trainer
-from learner.weight_files import ModelFiles, WritableFile
-from learner.weight_layout import ModelLayout, Region
-from learner.weights import WeightPublisher
-from rollout_fleet.engines.staging import WeightStager
-from rollout_fleet.engines.weight_loader import FileWeights, PublishedAdapter
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny_models import TRAINED_FAMILIES, random_sequences, save_tiny_model
 from tests.support.whole_weights import gather_weights, save_whole
@@ -45,7 +47,7 @@ def publisher_of():
     made = []
 
     def make(trainer, directory, keep=2, **options):
-        made.append(WeightPublisher(trainer, str(directory), keep=keep, **options))
+        made.append(WeightPublisher(PretrainedShards.of(trainer), str(directory), keep=keep, **options))
         return made[-1]
 
     yield make
@@ -80,17 +82,17 @@ def test_published_weights_load_as_the_trained_model(family, dtype, tmp_path, pu
     for name, value in loaded.named_parameters():
         torch.testing.assert_close(again.pretrained.get_parameter(name), value)
     assert (written["model.embed_tokens.weight"].float() - original["model.embed_tokens.weight"]).abs().max() > 1e-3
-    assert {name.name for name, _ in PublishedWeights(offer).tensors()} == written.keys()
+    assert {name.name for name, _ in FileWeights(offer).tensors()} == written.keys()
 
 
 def published_by_a_rank(config, path, folder):
     trainer = Trainer(config, model_path=path, total_updates=1)
     trainer.update(random_sequences(3), policy_objective(AlgorithmConfig()))
-    publisher = WeightPublisher(trainer, folder, keep=2)
+    publisher = WeightPublisher(PretrainedShards.of(trainer), folder, keep=2)
     offers = [publisher.publish(version).result() for version in (3, 4)]
     whole = gather_weights(trainer)
     publisher.close()
-    own = sum(region.num_bytes for region in ModelLayout(trainer.pretrained, trainer.compute_dtype).regions)
+    own = sum(region.num_bytes for region in ModelLayout(PretrainedShards.of(trainer)).regions)
     return offers[-1], own, None if whole is None else {name: value.numpy() for name, value in whole.items()}
 
 
@@ -110,7 +112,7 @@ def test_each_of_two_ranks_writes_its_own_shards_of_what_one_would_gather(family
     config = replace(CONFIG, num_ranks=2, **options)
     (offer, first, whole), (none, second, _) = run_on_ranks(2, published_by_a_rank, config, path, str(tmp_path / "p"))
     assert none is None
-    PublishedWeights(offer).verify()
+    FileWeights(offer).verify()
     written = load_file(folder_of(offer) / "model.safetensors")
     assert written.keys() == whole.keys()
     for name, value in whole.items():
@@ -132,8 +134,10 @@ def sent_and_received_by_a_rank(config, path, folder, hosts):
     trainer = Trainer(config, model_path=path, total_updates=1)
     rank, directory = trainer.mesh.rank, Path(folder, f"host-{hosts[trainer.mesh.rank]}")
     weights.socket.gethostname = lambda: hosts[rank]
-    options = CollectiveOptions(interface="lo", num_receivers=2, timeout_s=60.0, keep=2)
-    publisher = WeightPublisher(trainer, str(directory / "published"), keep=2, collective=options, log=NewestOnly())
+    options = PublishOptions(carrier=Carrier.host_stream, num_receivers=2, timeout_s=60.0, num_held=2)
+    publisher = WeightPublisher(
+        PretrainedShards.of(trainer), str(directory / "published"), keep=2, options=options, log=NewestOnly()
+    )
     offers = [publisher.publish(version).result() for version in (3, 4)]
     dist.broadcast_object_list(offers, src=0)
     received = asyncio.run(receive_weights(offers[-1], directory / "received", timeout_s=60.0))
@@ -160,7 +164,7 @@ def test_what_two_ranks_send_over_the_network_is_what_one_would_gather(family, o
     ranks = run_on_ranks(2, sent_and_received_by_a_rank, config, path, str(tmp_path), hosts)
     whole = ranks[0][2]
     for received, left, _ in ranks:
-        PublishedWeights(received).verify()
+        FileWeights(received).verify()
         written = load_file(Path(received.manifest).parent / "model.safetensors")
         assert written.keys() == whole.keys()
         for name, value in whole.items():
@@ -173,8 +177,8 @@ def test_what_two_ranks_send_over_the_network_is_what_one_would_gather(family, o
 def lent_by_a_rank(config, path, folder):
     """Publish in memory; each rank reads what both lend, as an engine beside it would."""
     trainer = Trainer(config, model_path=path, total_updates=1)
-    lend = LendOptions(num_buffers=2, timeout_s=60.0)
-    publisher = WeightPublisher(trainer, folder, keep=3, lend=lend, log=NewestOnly())
+    lend = PublishOptions(carrier=Carrier.lent_memory, num_held=2, timeout_s=60.0)
+    publisher = WeightPublisher(PretrainedShards.of(trainer), folder, keep=3, options=lend, log=NewestOnly())
     offers = [publisher.publish(version).result() for version in (3, 4)]
     trainer.update(random_sequences(3), policy_objective(AlgorithmConfig()))
     offers.append(publisher.publish(5).result())
@@ -221,14 +225,17 @@ def test_what_two_ranks_lend_is_what_one_would_gather_and_of_older_versions_noth
     [(2, 5, {6: 4, 7: 5, 8: 6}), (3, 4, {6: None, 7: 5, 8: 6}), (3, 0, {6: None, 7: 4, 8: 5})],
 )
 def test_the_oldest_version_in_memory_makes_way_unless_it_is_still_shown(num_buffers, shown, overwritten):
-    buffers = LentBuffers(LendOptions(num_buffers=num_buffers, timeout_s=1.0), 8, torch.device("cpu"), whole_bytes=8)
+    layout = SimpleNamespace(
+        num_bytes=8, regions=[], computed=[SimpleNamespace(start=0, num_bytes=8)], device=torch.device("cpu")
+    )
+    buffers = LentBuffers(layout, num_buffers=num_buffers, timeout_s=1.0)
     for version in (4, 5):
-        buffers.take(shown=shown).complete(version)
+        buffers.take(shown=shown).lend(version)
     for version, expected in overwritten.items():
         before = {id(buffer): buffer.version for buffer in buffers._buffers}
         chosen = buffers.take(shown=shown)
         assert before.get(id(chosen)) == expected
-        chosen.complete(version)
+        chosen.lend(version)
     buffers.close()
 
 
@@ -236,13 +243,12 @@ def adapters_of_a_rank(config, path, folder, hosts):
     """What an engine of this rank's host makes of the second version of adapters alone, with what one would gather."""
     trainer = Trainer(config, model_path=path, total_updates=2)
     rank, directory = trainer.mesh.rank, Path(folder, f"host-{hosts[trainer.mesh.rank]}")
-    options = None
+    options = PublishOptions(adapters=True)
     if len(set(hosts)) > 1:
         weights.socket.gethostname = lambda: hosts[rank]
-        options = CollectiveOptions(interface="lo", num_receivers=2, timeout_s=60.0, keep=2)
-    publisher = WeightPublisher(
-        trainer, str(directory / "p"), keep=1, adapters=True, collective=options, log=NewestOnly()
-    )
+        options = replace(options, carrier=Carrier.host_stream, num_receivers=2, timeout_s=60.0)
+    shards = PretrainedShards.of(trainer)
+    publisher = WeightPublisher(shards, str(directory / "p"), keep=1, options=options, log=NewestOnly())
     stager = WeightStager(f"engine-{rank}", memory=directory / "memory", copies=False, timeout_s=60.0)
     seen = []
     for version in (3, 4):
@@ -294,7 +300,7 @@ def test_published_adapters_are_folders_that_peft_loads(tmp_path, publisher_of):
     path = save_tiny_model(tmp_path / "model")
     trainer = Trainer(replace(CONFIG, lora=LoraConfig(rank=2)), model_path=path, total_updates=1)
     trainer.update(random_sequences(3), policy_objective(AlgorithmConfig(loss="reinforce")))
-    folder = folder_of(publisher_of(trainer, tmp_path / "p", adapters=True).publish(7).result())
+    folder = folder_of(publisher_of(trainer, tmp_path / "p", options=PublishOptions(adapters=True)).publish(7).result())
     frozen = AutoModelForCausalLM.from_pretrained(folder.parent / "frozen", dtype=torch.float32)
     model = PeftModel.from_pretrained(frozen, folder)
     merged = AutoModelForCausalLM.from_pretrained(save_whole(tmp_path / "merged", trainer), dtype=torch.float32)
@@ -306,10 +312,10 @@ def test_published_adapters_are_folders_that_peft_loads(tmp_path, publisher_of):
 def test_adapters_of_weights_that_no_checkpoint_holds_are_merged_and_the_log_says_so(
     tmp_path, publisher_of, monkeypatch, caplog
 ):
-    monkeypatch.setattr("learner.weights.adapted_layers", lambda model, _: adapted_layers(model, {}))
+    monkeypatch.setattr("learner.model_shards.adapted_layers", lambda model, _: adapted_layers(model, {}))
     path = save_tiny_model(tmp_path / "model")
     trainer = Trainer(replace(CONFIG, lora=LoraConfig(rank=2)), model_path=path, total_updates=1)
-    offer = publisher_of(trainer, tmp_path / "p", adapters=True).publish(1).result()
+    offer = publisher_of(trainer, tmp_path / "p", options=PublishOptions(adapters=True)).publish(1).result()
     assert offer.kind == "full"
     assert "adapters are merged before they are published: model.layers.0" in caplog.text
 
@@ -317,7 +323,7 @@ def test_adapters_of_weights_that_no_checkpoint_holds_are_merged_and_the_log_say
 def deltas_of_a_rank(config, path, folder):
     """Kind of each version, whether what an engine stages of it is what one rank would gather, and bytes published."""
     trainer = Trainer(config, model_path=path, total_updates=1)
-    publisher = WeightPublisher(trainer, folder, keep=-1, full_every=3)
+    publisher = WeightPublisher(PretrainedShards.of(trainer), folder, keep=-1, options=PublishOptions(full_every=3))
     stager = WeightStager("engine-0", memory=Path(folder, "memory"), copies=True, timeout_s=10)
     seen = []
     for version in range(5):
@@ -358,7 +364,7 @@ def test_deltas_of_two_ranks_make_what_one_would_gather(family, options, tmp_pat
 
 def test_with_the_oldest_version_that_is_kept_the_full_one_stays_on_which_it_is_based(tmp_path, publisher_of):
     trainer = Trainer(CONFIG, model_path=save_tiny_model(tmp_path / "model"), total_updates=1)
-    publisher = publisher_of(trainer, tmp_path / "s", full_every=3)
+    publisher = publisher_of(trainer, tmp_path / "s", options=PublishOptions(full_every=3))
     kept = []
     for version in range(6):
         publisher.publish(version).result()
@@ -406,7 +412,7 @@ def test_a_version_is_offered_only_after_it_has_reached_the_file_system(tmp_path
         fsync(descriptor)
         synced.append((os.fstat(descriptor).st_ino, list(tmp_path.rglob("manifest.json"))))
 
-    monkeypatch.setattr("learner.weight_files.os.fsync", record)
+    monkeypatch.setattr("asyncrl.weights.snapshot.os.fsync", record)
     folder = folder_of(publisher.publish(1).result())
     assert synced == [((folder / "model.safetensors").stat().st_ino, [])]
 
@@ -420,7 +426,7 @@ def test_no_room_for_the_next_version_is_an_error_by_name(tmp_path, publisher_of
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("learner.weight_files.os.posix_fallocate", full)
+    monkeypatch.setattr("asyncrl.weights.snapshot.os.posix_fallocate", full)
     publisher.publish(2).result()
     with pytest.raises(WeightsError, match=r"no room for \d+ bytes of weights in .*No space left"):
         publisher.publish(3)
@@ -444,7 +450,7 @@ class KeptLog:
 def test_versions_that_engines_may_still_be_offered_stay_whatever_is_kept(tmp_path):
     trainer = Trainer(CONFIG, model_path=save_tiny_model(tmp_path / "model"), total_updates=1)
     log = KeptLog(oldest=3)
-    publisher = WeightPublisher(trainer, str(tmp_path / "s"), keep=1, log=log)
+    publisher = WeightPublisher(PretrainedShards.of(trainer), str(tmp_path / "s"), keep=1, log=log)
     for version in range(1, 6):
         publisher.publish(version)
         publisher.wait()
@@ -456,12 +462,12 @@ def test_versions_that_engines_may_still_be_offered_stay_whatever_is_kept(tmp_pa
 def test_a_manifest_that_cannot_be_written_is_reported_to_the_log(tmp_path, monkeypatch):
     trainer = Trainer(CONFIG, model_path=save_tiny_model(tmp_path / "model"), total_updates=1)
     log = KeptLog()
-    publisher = WeightPublisher(trainer, str(tmp_path / "s"), keep=1, log=log)
+    publisher = WeightPublisher(PretrainedShards.of(trainer), str(tmp_path / "s"), keep=1, log=log)
 
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("learner.weights.Manifest.offer", full)
+    monkeypatch.setattr("asyncrl.weights.publish.Manifest.offer", full)
     publisher.publish(3)
     with pytest.raises(OSError, match="No space left"):
         publisher.wait()
@@ -473,7 +479,7 @@ def failed_publish(config, path, folder, where):
     """What each of two ranks hears, and reports, of a publish at which rank 1 fails."""
     trainer = Trainer(config, model_path=path, total_updates=1)
     log = KeptLog()
-    publisher = WeightPublisher(trainer, folder, keep=2, log=log)
+    publisher = WeightPublisher(PretrainedShards.of(trainer), folder, keep=2, log=log)
     heard = []
     with pytest.MonkeyPatch.context() as patch:
         if trainer.mesh.rank == 1:
@@ -481,7 +487,7 @@ def failed_publish(config, path, folder, where):
             def full(*_):
                 raise OSError(28, "No space left on device")
 
-            patch.setattr(ModelFiles, where, full)
+            patch.setattr(RankPart, where, full)
         for call in (lambda: publisher.publish(7), publisher.wait):
             try:
                 call()
@@ -542,7 +548,7 @@ def save_without_room(config, path, folder):
             def full(*_):
                 raise OSError(28, "No space left on device")
 
-            patch.setattr("learner.weight_files.os.posix_fallocate", full)
+            patch.setattr("asyncrl.weights.snapshot.os.posix_fallocate", full)
         try:
             save_policy(trainer, folder)
         except WeightsError as error:

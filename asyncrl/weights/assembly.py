@@ -1,7 +1,7 @@
-"""Puts published tensors together of pieces that come one by one, on any device, and compares each with its digest.
+"""Puts published tensors together from pieces, on any device, and compares each piece with its digest.
 
-Bytes in the host's memory have the digest of `manifest.digest_of`. Bytes that never leave a GPU have `device_digest`,
-which torch computes there. Both say by their form which they are, so who reads them need not know.
+Bytes in host memory have the digest of `manifest.digest_of`. Bytes that never leave a GPU have `device_digest`, which
+torch computes there. The form of a digest tells which one it is.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ from asyncrl.weights.manifest import (
 )
 
 DEVICE_DIGEST = "splitmix64:"
-"""How a digest of `device_digest` begins."""
+"""The first characters of a `device_digest`."""
+_GAMMA, _FIRST, _SECOND = (c - (1 << 64) for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
 def device_digest(data: Tensor) -> str:
-    """A digest of [bytes] uint8, computed where they are: 64 bits, alike on every device.
+    """A 64-bit digest of [bytes] uint8, computed on their device; equal on every device.
 
-    The sum, modulo 2**64, of the words w_i of 8 bytes, each with its place mixed in: s(w_i + (i + 1) * gamma), where s
-    is SplitMix64's finalizer (Steele, Lea, Flood 2014, doi 10.1145/2714064.2660195). The last word is padded with
-    zeros, and the number of bytes is added likewise. Since s is a bijection, a change within one word is always found;
-    any other accident passes with a chance of 2**-64. It stops no attacker.
+    The sum, modulo 2**64, of s(w_i + (i + 1) * gamma) over the words w_i of 8 bytes, where s is SplitMix64's finalizer
+    (Steele, Lea, Flood 2014, doi 10.1145/2714064.2660195). Zeros pad the last word, and the number of bytes is added in
+    the same way. s is a bijection: a change within one word is always found. Any other accident passes with a chance of
+    2**-64. The digest does not stop an attacker.
     """
     num_bytes, size = data.numel(), -(-data.numel() // 8) * 8
     if num_bytes != size or data.data_ptr() % 8:
@@ -47,51 +48,44 @@ def device_digest(data: Tensor) -> str:
     return f"{DEVICE_DIGEST}{int(total) & (1 << 64) - 1:016x}"
 
 
-def _signed(constant: int) -> int:
-    return constant - (1 << 64)
-
-
-_GAMMA, _FIRST, _SECOND = map(_signed, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
-
-
 def _finalized(words: Tensor) -> Tensor:
-    """SplitMix64's finalizer of [n] int64; its shifts repeat the sign here, and it stays a bijection."""
+    """SplitMix64's finalizer of [n] int64, with shifts that repeat the sign; it stays a bijection."""
     words = (words ^ (words >> 30)) * _FIRST
     words = (words ^ (words >> 27)) * _SECOND
     return words ^ (words >> 31)
 
 
 def tensor_pieces(start: int, data: Tensor) -> list[Piece]:
-    """Digest [bytes] uint8, which stand from byte ``start`` on in the data file, where they are."""
+    """Digest [bytes] uint8, which stand from byte ``start`` on in the data file, on their device."""
     parts = [(at, data[at : at + PIECE_BYTES]) for at in range(0, data.numel(), PIECE_BYTES)]
-    return [Piece(file=0, start=start + at, num_bytes=len(part), digest=_digest(part)) for at, part in parts]
+    digest = (lambda part: digest_of(part.numpy())) if data.device.type == "cpu" else device_digest
+    return [Piece(file=0, start=start + at, num_bytes=len(part), digest=digest(part)) for at, part in parts]
 
 
-def _digest(data: Tensor) -> str:
-    return digest_of(data.numpy()) if data.device.type == "cpu" else device_digest(data)
+def known_dtype(stored: StoredTensor) -> torch.dtype:
+    """Torch's type of a tensor. Raises `WeightsError` if torch does not have it."""
+    if stored.dtype not in DTYPES:
+        raise WeightsError(f"{stored.name} is of type {stored.dtype}; known are {sorted(DTYPES)}")
+    return getattr(torch, DTYPES[stored.dtype])
 
 
 class TensorAssembly:
     """The tensors of one version, each given out as soon as all of its pieces were added and verified.
 
-    A tensor whose pieces are added together is a view of them, any other has memory of its own. Neither is written to
-    again, so a model may keep what it is given for as long as it likes.
+    A tensor whose pieces are added together is a view of the added bytes; any other tensor has memory of its own.
+    Neither is written to again, so a model may keep what it is given.
+
+    Args:
+        manifest: Of the version; it has one data file.
+        name: Of the version, for messages.
+        device: Where tensors of several parts are put together.
+
+    Raises `WeightsError` for a type that torch does not have.
     """
 
     def __init__(self, manifest: Manifest, *, name: str, device: torch.device) -> None:
-        """Begin with nothing.
-
-        Args:
-            manifest: Of the version; it has one data file.
-            name: Of the version, for messages.
-            device: Where tensors of several parts are put together.
-
-        Raises:
-            WeightsError: a tensor is of a type that torch does not have.
-        """
         for stored in manifest.tensors:
-            if stored.dtype not in DTYPES:
-                raise WeightsError(f"{stored.name} is of type {stored.dtype}; known are {sorted(DTYPES)}")
+            known_dtype(stored)
         self._name, self._device = name, device
         self._tensors = sorted(manifest.tensors, key=lambda stored: (stored.start, stored.num_bytes))
         self._starts = [stored.start for stored in self._tensors]
@@ -101,37 +95,35 @@ class TensorAssembly:
         self._threads = DigestThreads(DIGEST_THREADS)
 
     def add(self, span: Sequence[Piece], data: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Verify pieces that follow one another in the file; yields name and tensor of what is whole with them.
+        """Verify pieces that follow one another in the file; yields name and tensor of each tensor that is complete.
 
         Args:
             span: The pieces, in order, none of them added before.
             data: [bytes] uint8, theirs.
 
         Raises:
-            WeightsError: they are not what was published.
+            WeightsError: the bytes are not those that were published.
         """
         first = span[0].start
         self._verify(span, data)
         for piece in span:
-            stored = self._tensors[bisect_right(self._starts, piece.start) - 1]
+            stored = self._tensor_at(piece)
             if piece.start in self._added or stored.name not in self._num_left:
                 raise WeightsError(f"{self._name}: bytes of {stored.name} came twice")
             self._added.add(piece.start)
             self._num_left[stored.name] -= piece.num_bytes
             begin, end = stored.start - first, stored.start + stored.num_bytes - first
             if not (begin >= 0 and end <= data.numel()):
-                at = piece.start - first
-                self._place(stored, piece)[:] = data[at : at + piece.num_bytes]
+                if stored.name not in self._begun:
+                    self._begun[stored.name] = torch.empty(stored.num_bytes, dtype=torch.uint8, device=self._device)
+                at, source = piece.start - stored.start, piece.start - first
+                self._begun[stored.name][at : at + piece.num_bytes] = data[source : source + piece.num_bytes]
             if not self._num_left[stored.name]:
                 del self._num_left[stored.name]
                 yield stored.name, _shaped(stored, self._begun.pop(stored.name, data[max(begin, 0) : max(end, 0)]))
 
     def finish(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors without bytes.
-
-        Raises:
-            WeightsError: a tensor is not whole.
-        """
+        """Yield the tensors without bytes. Raises `WeightsError` if a tensor is not complete."""
         self._threads.shutdown(wait=False)
         for stored in self._tensors:
             if self._num_left.get(stored.name):
@@ -148,24 +140,20 @@ class TensorAssembly:
         """Whether every tensor was given out."""
         return not self._num_left
 
+    def _tensor_at(self, piece: Piece) -> StoredTensor:
+        return self._tensors[bisect_right(self._starts, piece.start) - 1]
+
     def _verify(self, span: Sequence[Piece], data: Tensor) -> None:
-        ends = [piece.start + piece.num_bytes - span[0].start for piece in span]
-        own = [data[end - piece.num_bytes : end] for piece, end in zip(span, ends, strict=True)]
+        first = span[0].start
+        places = [slice(piece.start - first, piece.start - first + piece.num_bytes) for piece in span]
         if any(not piece.digest.startswith(DEVICE_DIGEST) for piece in span):
-            on_host = data.cpu()
-            own = [on_host[end - piece.num_bytes : end] for piece, end in zip(span, ends, strict=True)]
-        pairs = zip(span, own, strict=True)
-        are_right = map(_is_right, pairs) if len(span) == 1 else self._threads.map(_is_right, pairs)
+            data = data.cpu()
+        parts = [(piece, data[place]) for piece, place in zip(span, places, strict=True)]
+        are_right = map(_is_right, parts) if len(span) == 1 else self._threads.map(_is_right, parts)
         for piece, is_right in zip(span, are_right, strict=True):
             if not is_right:
-                stored = self._tensors[bisect_right(self._starts, piece.start) - 1]
-                raise WeightsError(f"{self._name}: other bytes of {stored.name} arrived than were published")
-
-    def _place(self, stored: StoredTensor, piece: Piece) -> Tensor:
-        if stored.name not in self._begun:
-            self._begun[stored.name] = torch.empty(stored.num_bytes, dtype=torch.uint8, device=self._device)
-        at = piece.start - stored.start
-        return self._begun[stored.name][at : at + piece.num_bytes]
+                name = self._tensor_at(piece).name
+                raise WeightsError(f"{self._name}: other bytes of {name} arrived than were published")
 
 
 def _is_right(part: tuple[Piece, Tensor]) -> bool:
@@ -175,6 +163,6 @@ def _is_right(part: tuple[Piece, Tensor]) -> bool:
 
 
 def _shaped(stored: StoredTensor, data: Tensor) -> Tensor:
-    dtype = getattr(torch, DTYPES[stored.dtype])
+    dtype = known_dtype(stored)
     aligned = data if data.data_ptr() % dtype.itemsize == 0 else data.clone()
     return aligned.view(dtype).view(stored.shape)

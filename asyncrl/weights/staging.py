@@ -1,10 +1,11 @@
-"""Brings offered weights near one engine while it generates, so that only the load itself makes it stand still.
+"""Brings offered weights near one engine while it generates, so that the engine only stands still for the load.
 
-A full version is hard-linked beside the published one: the learner may then remove it at any time. For deltas, where
-the options say so, or where the file system has no links, the engine keeps an image of its version in its host's
-memory, which the next one overwrites. What learner ranks send over the network is received there. With adapters come
-the frozen weights that they apply to: once where they are copied or received. What the ranks lend in their own memory
-is locked, so that it is not overwritten; what they send to the engine itself is left to it.
+- A full version or an adapter in a folder is hard-linked: the learner may then remove it.
+- Deltas apply to an image of the engine's version in host memory. The options and file systems without links make
+  full versions copies there.
+- The host receives a version of a host stream into its memory; frozen weights below adapters once.
+- Lent memory is locked against overwriting.
+- A version of an engine stream needs no staging.
 """
 
 from __future__ import annotations
@@ -24,11 +25,10 @@ import numpy as np
 
 from asyncrl.core.errors import DeadlineError, WeightsError, WeightsGone
 from asyncrl.core.private_folders import NotPrivate, check_owned, make_private_folder, open_private
-from asyncrl.core.types import WeightOffer
+from asyncrl.core.types import Carrier, WeightOffer
+from asyncrl.weights.carriers import load_limit_s
 from asyncrl.weights.delta import apply_delta
-from asyncrl.weights.handles import ReadLock
-from asyncrl.weights.manifest import Manifest, read_manifest
-from rollout_fleet.config import SLOWEST_LOAD
+from asyncrl.weights.manifest import Manifest, ReadLock, read_manifest
 
 logger = logging.getLogger(__name__)
 
@@ -42,10 +42,10 @@ class WeightStager:
 
     Args:
         name: Unique among the engines of a run. Example: ``"engine-3"``.
-        memory: Folder in the host's memory, made if it is not there; no other user may write to it.
-        copies: Copy full versions to ``memory`` too, instead of linking them, and keep there what is received over the
-            network, so that deltas apply to it.
-        timeout_s: Longest time of staging, beside a second per 100 MB.
+        memory: Folder in the host's memory, made if it does not exist; no other user may write to it.
+        copies: Copy full versions to ``memory`` instead of linking them, and keep received versions there, so that
+            deltas apply to them.
+        timeout_s: Deadline of staging, beside a second per 100 MB.
     """
 
     def __init__(self, name: str, *, memory: Path, copies: bool, timeout_s: float) -> None:
@@ -63,8 +63,8 @@ class WeightStager:
     async def staged(self, offer: WeightOffer) -> AsyncIterator[WeightOffer]:
         """Stage an offer in a thread; the block loads what is yielded, the same version in full or as an adapter.
 
-        A thread that misses the deadline, or that a cancellation leaves behind, keeps the folders that it writes to. It
-        removes them when it ends. What is staged next goes to folders of their own.
+        A thread that misses the deadline, or outlives a cancellation, keeps the folders that it writes to, and removes
+        them when it ends. The next version goes to other folders.
 
         Raises:
             WeightsGone: the version was removed before it was staged; ask for the newest.
@@ -74,9 +74,9 @@ class WeightStager:
         local = offer
         try:
             make_private_folder(self._memory)
-            if offer.is_collective:
+            if offer.carrier == Carrier.host_stream:
                 local = await self._received(offer)
-            elif not offer.is_sent_to_engines:
+            elif offer.carrier != Carrier.engine_stream:
                 local = await self._in_time(WeightStager.stage, offer)
         except NotPrivate as error:
             raise WeightsError(f"{self._name} did not stage {offer.name}: {error}") from error
@@ -89,8 +89,8 @@ class WeightStager:
     async def _in_time(
         self, work: Callable[[WeightStager, WeightOffer], WeightOffer], offer: WeightOffer
     ) -> WeightOffer:
-        """Do some of the staging in a thread, under the deadline. The thread works on a copy of this stager."""
-        limit_s = self._timeout_s + offer.num_bytes / SLOWEST_LOAD
+        """Run ``work`` in a thread, on a copy of this stager, under the deadline."""
+        limit_s = load_limit_s(self._timeout_s, offer.num_bytes)
         of_thread = copy(self)
         working = asyncio.ensure_future(asyncio.to_thread(work, of_thread, offer))
         try:
@@ -108,20 +108,20 @@ class WeightStager:
                 self._leave_behind(of_thread, working)
 
     def _leave_behind(self, of_thread: WeightStager, working: asyncio.Future[WeightOffer]) -> None:
-        """Go on in folders of their own; what a thread writes to is removed when the thread has ended."""
+        """Continue in other folders; the thread's folders are removed when it has ended."""
         self._life += 1
         self._image = self._image.with_name(f"{self._name}.{self._life}")
         self._links, self._locks, self._held = None, [], ""
 
         def remove(done: asyncio.Future[WeightOffer]) -> None:
             if not done.cancelled() and (error := done.exception()) is not None:
-                logger.warning("%s: staging that was given up failed: %s", self._name, error)
+                logger.warning("%s: staging failed after its deadline: %s", self._name, error)
             of_thread.close()
 
         working.add_done_callback(remove)
 
     async def _received(self, offer: WeightOffer) -> WeightOffer:
-        """Receive what the learner ranks send into this host's memory; where there are deltas, into the image."""
+        """Receive a version into this host's memory; into the image where deltas apply to it."""
         from asyncrl.weights.receiver import receive_weights  # torch, which other workers do without
 
         holds = self._held if offer.kind == "delta" else ""
@@ -141,7 +141,7 @@ class WeightStager:
         return local
 
     async def _receive_frozen(self, offer: WeightOffer, manifest: Manifest) -> None:
-        """Receive what an adapter applies to, where the image does not hold it."""
+        """Receive the frozen weights below an adapter, unless the image holds them."""
         from asyncrl.weights.receiver import receive_weights
 
         base = manifest.base
@@ -155,13 +155,13 @@ class WeightStager:
                 f"{offer.name} applies to weights at {base.manifest}, expected a folder of {self._image}"
             )
         shutil.rmtree(frozen, ignore_errors=True)
-        sent = replace(base, manifest=offer.manifest, access=offer.access)
+        sent = replace(base, manifest=offer.manifest, carrier=offer.carrier, access=offer.access)
         received = await receive_weights(sent, self._image, timeout_s=self._timeout_s)
         Path(received.manifest).parent.rename(frozen)
         self._held = base.digest
 
     def _into_image(self, received: WeightOffer) -> WeightOffer:
-        """Make the image the version that was received, in whole or as a delta to what the image holds."""
+        """Make the image the received version, which is whole, or a delta to the image's version."""
         manifest = read_manifest(received)
         self._held = ""
         if received.kind == "delta":
@@ -173,10 +173,10 @@ class WeightStager:
         return self._in_image(received)
 
     def stage(self, offer: WeightOffer) -> WeightOffer:
-        """See `staged`; without a deadline."""
+        """As `staged`, without a deadline."""
         try:
-            if (manifest := read_manifest(offer)).lent:
-                return self._locked(offer, manifest)
+            if offer.carrier == Carrier.lent_memory:
+                return self._locked(offer)
             if offer.kind != "delta" and not self._copies and (local := self._linked(offer)):
                 return local
             if offer.kind == "adapter":
@@ -208,10 +208,10 @@ class WeightStager:
         if self._links is not None:
             shutil.rmtree(self._links, ignore_errors=True)
 
-    def _locked(self, offer: WeightOffer, manifest: Manifest) -> WeightOffer:
+    def _locked(self, offer: WeightOffer) -> WeightOffer:
         """Lock what the learner ranks lend, and keep the manifest, which says where it is."""
         try:
-            for part in manifest.lent:
+            for part in read_manifest(offer).lent:
                 self._locks.append(ReadLock(part.handle, offer.version))
         except WeightsError:
             self._unlock()
@@ -250,7 +250,7 @@ class WeightStager:
         return replace(offer, manifest=str(self._links / source.parent.name / source.name))
 
     def _adapter_in_memory(self, offer: WeightOffer) -> WeightOffer:
-        """Copy a version that is an adapter; the frozen weights only where the image does not hold them."""
+        """Copy an adapter, and the frozen weights unless the image holds them."""
         manifest, source = read_manifest(offer), Path(offer.manifest)
         assert manifest.base is not None, "an adapter applies to something"
         frozen = Path(manifest.base.manifest)
@@ -286,7 +286,7 @@ class WeightStager:
         return replace(offer, manifest=str(local), kind="full", base_version=None)
 
     def _copy(self, manifest: Manifest, folder: Path) -> None:
-        """Copy the data files into a folder of the image; what is there is overwritten, and its memory stays."""
+        """Copy the data files into a folder of the image; they overwrite the files there, whose memory stays."""
         for name in manifest.files:
             with Path(manifest.directory, name).open("rb") as source:
                 try:
@@ -302,13 +302,13 @@ class WeightStager:
 
 
 def _copy_manifest(source: Path, target: Path) -> None:
-    """Copy a manifest to a file of this user's, and through no link."""
+    """Copy a manifest to a file of this user, and through no link."""
     content = source.read_bytes()
     with os.fdopen(open_private(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
         file.write(content)
 
 
 def _map_writable(path: Path) -> np.ndarray:
-    """[bytes] uint8 of a whole file; what is written to it is in the file."""
+    """[bytes] uint8 of a whole file; writes reach the file."""
     with os.fdopen(open_private(path, os.O_RDWR), "r+b") as file:
         return np.frombuffer(mmap.mmap(file.fileno(), 0), dtype=np.uint8)

@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from asyncrl.core.errors import DeadlineError, WeightsError, WeightsGone
-from asyncrl.core.types import FROZEN
+from asyncrl.core.types import FROZEN, Carrier
+from asyncrl.weights.carriers import PublishOptions
 from asyncrl.weights.collective import WeightSender
 from asyncrl.weights.manifest import read_manifest
-from asyncrl.weights.rounds import CollectiveOptions
+from asyncrl.weights.staging import WeightStager
 from rollout_fleet.engines import staging
-from rollout_fleet.engines.staging import WeightStager
 from tests.support.published_bytes import bytes_of, changed, publish_bytes, random_bytes
 
 pytestmark = pytest.mark.timeout(20)
@@ -235,7 +235,7 @@ async def test_what_is_sent_over_the_network_lies_in_the_hosts_memory_until_it_i
 ):
     offer = learner.publish()
     pieces = read_manifest(offer).pieces
-    options = CollectiveOptions(interface="lo", num_receivers=1, timeout_s=10.0, keep=1)
+    options = PublishOptions(carrier=Carrier.host_stream, num_receivers=1, timeout_s=10.0, num_held=1)
     sender = WeightSender(options, rank=0, num_ranks=1)
     sender.hold(0, torch.from_numpy(learner.images[0]), pieces)
     try:
@@ -321,7 +321,7 @@ async def test_frozen_weights_are_copied_once_and_again_when_they_change(make_st
 
 async def test_over_the_network_the_frozen_weights_come_once_and_each_adapter_alone(make_stager, tmp_path):
     learner = AdapterLearner(tmp_path / "published")
-    options = CollectiveOptions(interface="lo", num_receivers=1, timeout_s=10.0, keep=1)
+    options = PublishOptions(carrier=Carrier.host_stream, num_receivers=1, timeout_s=10.0, num_held=1)
     sender, stager = WeightSender(options, rank=0, num_ranks=1), make_stager()
 
     def send(offer, image):
@@ -348,7 +348,7 @@ class NetworkLearner(Learner):
 
     def __init__(self, folder):
         super().__init__(folder)
-        options = CollectiveOptions(interface="lo", num_receivers=1, timeout_s=10.0, keep=2)
+        options = PublishOptions(carrier=Carrier.host_stream, num_receivers=1, timeout_s=10.0, num_held=2)
         self.sender = WeightSender(options, rank=0, num_ranks=1)
         self.deltas_sent, send = [], self.sender._send
 

@@ -1,72 +1,90 @@
-"""Loads an offer of weights inside a server, and proves that every parameter then holds what was published.
+"""Loads an offer of weights into a model, and verifies that every parameter then holds what was published.
 
-SGLang calls `load` in the scheduler of each tensor-parallel rank (``--custom-weight-loader``), between two steps of the
-model. The bytes are verified against the offer's digests, the model's own ``load_weights`` distributes them, and each
-write into a parameter is compared with its source once it is done. A parameter that was not written whole is an error.
-What happened is reported per rank in a file, since SGLang passes on no result. The device makes no difference.
-
-An offer says where its bytes are (`open_weights`): in files, in memory that learner ranks lend, or still with them, to
-be received by this very rank. Then it waits for them, on a thread that it leaves behind at the deadline.
+The bytes are compared with the offer's digests. The model's own ``load_weights`` distributes them, and each write into
+a parameter is compared with its source. A parameter that was not written whole is an error. `open_weights` finds the
+bytes: in files, in memory that learner ranks lend, or with the ranks, which send them to this process.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
+from itertools import accumulate
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+import xxhash
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
+from typing_extensions import Buffer
 
 from asyncrl.core.errors import WeightsError
-from asyncrl.core.types import WeightOffer
-from asyncrl.weights.lent_memory import LentWeights
-from asyncrl.weights.manifest import DTYPES, Manifest, PublishedWeights, read_manifest
+from asyncrl.core.types import Carrier, WeightOffer
+from asyncrl.weights.assembly import known_dtype
+from asyncrl.weights.carriers import load_limit_s
+from asyncrl.weights.manifest import (
+    CACHED_BYTES,
+    DIGEST_THREADS,
+    DigestThreads,
+    Manifest,
+    Piece,
+    digest_of,
+    map_file,
+    read_manifest,
+)
+from asyncrl.weights.memory import LentWeights
 from asyncrl.weights.receiver import ArrivingWeights, RoundFailed
 from asyncrl.weights.rounds import MAX_ROUNDS
-from rollout_fleet.config import SLOWEST_LOAD
-
-from .sglang_server import ORDER_VARIABLE, report_path
 
 T = TypeVar("T")
 LOAD_TIMEOUT_S = 120.0
-"""Of a load for which nobody says otherwise."""
+"""Of a load whose caller names no deadline."""
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _copy, _fill, _zero = torch.ops.aten.copy_.default, torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default
 
 
-def load(model: nn.Module, _named_tensors: Any) -> None:
-    """SGLang's entry: load what the order file says; the report says what came of it, also a failure."""
-    order = Path(os.environ[ORDER_VARIABLE])
-    fields = json.loads(order.read_text())
-    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-    report: dict[str, Any] = {"order": fields["order"]}
-    try:
-        report["num_values"] = load_verified(model, WeightOffer(**fields["offer"]), timeout_s=fields["timeout_s"])
-    except Exception as error:  # noqa: BLE001 - reported: an exception here would kill the server without a word
-        report["error"] = f"{type(error).__name__}: {error}"
-    partial = order.with_name(f"{order.name}.{rank}.partial")
-    partial.write_text(json.dumps(report))
-    partial.replace(report_path(order, rank))
+class WeightSource(Protocol):
+    """The tensors of one version, from wherever they come.
+
+    Attributes:
+        manifest: Of the version.
+    """
+
+    manifest: Manifest
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield name and tensor of each, once; a tensor does not change while it is referenced."""
+        ...
+
+    @property
+    def copier(self) -> FileWeights | None:
+        """Verifies host memory as it copies it; None where each tensor is verified before it is given out."""
+        ...
+
+    def verify(self) -> None:
+        """Raise `WeightsError` unless every byte is as it was published, and was there."""
+        ...
+
+    def close(self) -> None:
+        """Release the version."""
+        ...
 
 
 def load_verified(model: nn.Module, offer: WeightOffer, *, timeout_s: float = LOAD_TIMEOUT_S) -> int:
-    """Load an offer through the model's ``load_weights``; returns how many values were written and compared.
+    """Load an offer through the model's ``load_weights``; returns the number of values that were written and compared.
 
     Args:
         model: SGLang's, or one like it.
         offer: Staged.
-        timeout_s: Of what the learner ranks send, as in `RolloutFleetConfig.load_timeout_s`.
+        timeout_s: Deadline of what the learner ranks send, beside a second per 100 MB.
 
     Raises:
         WeightsError: the bytes are not those that were published, or a parameter holds something else afterwards.
@@ -91,11 +109,11 @@ def load_verified(model: nn.Module, offer: WeightOffer, *, timeout_s: float = LO
 def load_from(
     offer: WeightOffer, device: torch.device, load_all: Callable[[WeightSource], T], *, timeout_s: float
 ) -> T:
-    """Call ``load_all`` with the tensors of an offer; again, from the beginning, where a round came to nothing.
+    """Call ``load_all`` with the tensors of an offer; again, from the beginning, if a round of a stream fails.
 
     Raises as ``load_all`` and `open_weights` do.
     """
-    ends_s = time.monotonic() + timeout_s + offer.num_bytes / SLOWEST_LOAD
+    ends_s = time.monotonic() + load_limit_s(timeout_s, offer.num_bytes)
     errors: list[str] = []
     while True:
         try:
@@ -114,11 +132,114 @@ def open_weights(offer: WeightOffer, device: torch.device, *, timeout_s: float) 
         WeightsGone: they were removed, or overwritten.
         WeightsError: the manifest is not the one that was offered, or memory cannot be mapped.
     """
-    if offer.is_sent_to_engines:
-        return ArrivingWeights(offer, device, timeout_s=timeout_s)
-    if read_manifest(offer).lent:
-        return LentWeights(offer, device)
-    return FileWeights(offer)
+    match offer.carrier:
+        case Carrier.engine_stream:
+            return ArrivingWeights(offer, device, timeout_s=timeout_s)
+        case Carrier.lent_memory:
+            return LentWeights(offer, device)
+        case _:
+            return FileWeights(offer)
+
+
+class FileWeights:
+    """The tensors of an offer in mapped files; of an adapter, its own without the frozen weights.
+
+    Nothing is verified before `copy` or `verify` reads it.
+
+    Args:
+        offer: Of a full version or an adapter.
+
+    Attributes:
+        manifest: Of the offer.
+
+    Raises `FileNotFoundError` if a newer version took its place, `WeightsError` if the manifest is not the one that was
+    offered, or the offer is of a delta.
+    """
+
+    def __init__(self, offer: WeightOffer) -> None:
+        if offer.kind == "delta":
+            raise WeightsError(
+                f"policy version {offer.version} holds what changed since version {offer.base_version}; it must be "
+                "staged before it can be loaded"
+            )
+        self.manifest = read_manifest(offer)
+        self._name = offer.name
+        self._maps = [map_file(Path(self.manifest.directory, name)) for name in self.manifest.files]
+        self._pieces = {(piece.file, piece.start): piece for piece in self.manifest.pieces}
+        self._verified: set[Piece] = set()
+        self._threads = DigestThreads(DIGEST_THREADS)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield name and tensor, a view of the file; raises `WeightsError` for a type that torch does not have."""
+        for stored in self.manifest.tensors:
+            dtype = known_dtype(stored)
+            with warnings.catch_warnings():  # the file is mapped read-only, and nothing here writes to it
+                warnings.simplefilter("ignore", UserWarning)
+                flat = torch.from_numpy(self._maps[stored.file][stored.start : stored.start + stored.num_bytes])
+            # A view needs an aligned start, which safetensors promises only for its header.
+            aligned = flat if stored.start % dtype.itemsize == 0 else flat.clone()
+            yield stored.name, aligned.view(dtype).view(stored.shape)
+
+    @property
+    def copier(self) -> FileWeights:
+        """See `WeightSource.copier`."""
+        return self
+
+    def pieces_at(self, address: int, num_bytes: int) -> list[Piece]:
+        """The pieces that make up these bytes of a mapped file exactly, in order; empty where none do."""
+        for index, data in enumerate(self._maps):
+            start = address - data.ctypes.data
+            if 0 <= start <= len(data) - num_bytes:
+                found, at = [], start
+                while at < start + num_bytes and (piece := self._pieces.get((index, at))) is not None:
+                    found.append(piece)
+                    at += piece.num_bytes
+                return found if at == start + num_bytes else []
+        return []
+
+    def copy(self, pieces: Sequence[Piece], target: np.ndarray) -> bool:
+        """Copy pieces to ``target``, [bytes] uint8; returns whether it then holds what was published.
+
+        The copy is digested while it is in the processor's cache, which costs almost nothing. `verify` does not read
+        such pieces again.
+        """
+        ends = list(accumulate(piece.num_bytes for piece in pieces))
+        places = [target[end - piece.num_bytes : end] for piece, end in zip(pieces, ends, strict=True)]
+        copied = map(self._copy, pieces, places) if len(pieces) == 1 else self._threads.map(self._copy, pieces, places)
+        is_right = all(list(copied))
+        if is_right:
+            self._verified.update(pieces)
+        return is_right
+
+    def verify(self) -> None:
+        """Read all bytes that no copy has verified.
+
+        Raises:
+            WeightsError: bytes differ from what was published; the message names the first tensor.
+        """
+        left = [piece for piece in self.manifest.pieces if piece not in self._verified]
+        is_right = self._threads.map(self._is_right, left)
+        if wrong := [piece for piece, right in zip(left, is_right, strict=True) if not right]:
+            names = sorted({self.manifest.tensor_at(piece).name for piece in wrong})
+            raise WeightsError(
+                f"{self._name}: {self.manifest.directory} holds other bytes than were published: "
+                f"{len(names)} of {len(self.manifest.tensors)} tensors differ, first {names[0]}"
+            )
+        self._verified.update(left)
+
+    def close(self) -> None:
+        """The mapping stays while tensors view it."""
+
+    def _copy(self, piece: Piece, target: np.ndarray) -> bool:
+        source, digest = self._maps[piece.file][piece.start : piece.start + piece.num_bytes], xxhash.xxh3_128()
+        for start in range(0, piece.num_bytes, CACHED_BYTES):
+            target[start : start + CACHED_BYTES] = source[start : start + CACHED_BYTES]
+            digest.update(cast("Buffer", target[start : start + CACHED_BYTES]))
+        return digest.hexdigest() == piece.digest
+
+    def _is_right(self, piece: Piece) -> bool:
+        data = self._maps[piece.file]
+        return digest_of(data[piece.start : piece.start + piece.num_bytes]) == piece.digest
 
 
 class PublishedAdapter:
@@ -126,16 +247,13 @@ class PublishedAdapter:
 
     Attributes:
         weights: The adapters' own tensors.
-        base: The frozen weights that they apply to.
+        base: The frozen weights to which they apply.
+
+    Raises `FileNotFoundError` if a newer version took its place, `WeightsError` if the bytes are not those that were
+    published.
     """
 
     def __init__(self, offer: WeightOffer) -> None:
-        """Map and verify.
-
-        Raises:
-            FileNotFoundError: the version is gone: a newer one took its place.
-            WeightsError: the bytes are not those that were published.
-        """
         self.weights = FileWeights(offer)
         self.weights.verify()
         fields = self.weights.manifest.adapter
@@ -150,10 +268,10 @@ class PublishedAdapter:
             yield name, down, up, scale
 
     def merged(self, frozen: Iterable[tuple[str, Tensor]], device: torch.device) -> Iterator[tuple[str, Tensor]]:
-        """The frozen weights with what the adapters add, W + scale · B A, computed in float32 on ``device``.
+        """The frozen weights with the adapters merged, W + scale · B A, computed in float32 on ``device``.
 
         Raises:
-            WeightsError: a weight that is adapted is not among them.
+            WeightsError: an adapted weight is not among them.
         """
         left = dict(self._layers)
         for name, weight in frozen:
@@ -175,13 +293,8 @@ class AdaptedModules:
     def load(self, adapter: PublishedAdapter, version: int, modules: Mapping[str, nn.Module]) -> None:
         """Compute with the adapters of a version from now on, in the type of the weights; each write is compared.
 
-        Args:
-            adapter: Of the version.
-            version: Its number.
-            modules: The linear layers by the names of their weights in the frozen weights.
-
-        Raises:
-            WeightsError: there is no such layer, or an adapter holds something else afterwards.
+        ``modules`` are the linear layers by the names of their weights in the frozen weights. Raises `WeightsError` if
+        there is no such layer, or an adapter holds something else afterwards.
         """
         layers = list(adapter.layers())
         if missing := sorted({name for name, *_ in layers} - modules.keys()):
@@ -216,62 +329,6 @@ def _added_by(down: Tensor, up: Tensor, scale: float) -> Any:
     return add
 
 
-class WeightSource(Protocol):
-    """The tensors of one version, from wherever they come.
-
-    Attributes:
-        manifest: Of the version.
-    """
-
-    manifest: Manifest
-
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield name and tensor of each, once; a tensor stays as it is for as long as somebody refers to it."""
-        ...
-
-    @property
-    def copier(self) -> PublishedWeights | None:
-        """Verifies host memory as it copies it; None where each tensor is verified before it is given out."""
-        ...
-
-    def verify(self) -> None:
-        """Raise `WeightsError` unless every byte is as it was published, and was there."""
-        ...
-
-    def close(self) -> None:
-        """Nothing is read any more."""
-        ...
-
-
-class FileWeights(PublishedWeights):
-    """A version in mapped files."""
-
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:  # type: ignore[override]
-        """Yield name and tensor, viewing the mapped file.
-
-        Raises:
-            WeightsError: a tensor is of a type that torch does not have.
-        """
-        for stored, data in super().tensors():
-            if stored.dtype not in DTYPES:
-                raise WeightsError(f"{stored.name} is of type {stored.dtype}; known are {sorted(DTYPES)}")
-            dtype = getattr(torch, DTYPES[stored.dtype])
-            with warnings.catch_warnings():  # the file is mapped read-only, and nothing here writes to it
-                warnings.simplefilter("ignore", UserWarning)
-                flat = torch.from_numpy(data)
-            # A view needs an aligned start, which safetensors promises only for its header.
-            aligned = flat if stored.start % dtype.itemsize == 0 else flat.clone()
-            yield stored.name, aligned.view(dtype).view(stored.shape)
-
-    @property
-    def copier(self) -> PublishedWeights:
-        """See `WeightSource.copier`."""
-        return self
-
-    def close(self) -> None:
-        """Nothing is held but the mapping, which views keep."""
-
-
 @contextmanager
 def submissions_run_at_once() -> Iterator[None]:
     """Inside, what this thread submits to a ``ThreadPoolExecutor`` runs on this thread, before ``submit`` returns.
@@ -286,7 +343,7 @@ def submissions_run_at_once() -> Iterator[None]:
         future: Future[T] = Future()
         try:
             future.set_result(function(*args, **kwargs))
-        except Exception as error:  # noqa: BLE001 - whoever reads the result gets it, as from a pool
+        except Exception as error:  # noqa: BLE001 - raised where the result is read, as by a pool
             future.set_exception(error)
         return future
 
@@ -300,11 +357,11 @@ def submissions_run_at_once() -> Iterator[None]:
 class ComparedWrites(TorchDispatchMode):
     """Inside, every copy of published weights into one of the parameters is verified once it is done.
 
-    A copy of whole pieces on the CPU is compared with the digest of what was published. Any other (part of a piece, of
-    another type, on a GPU) is compared with its source, whose own digest is compared in the end.
+    A copy of whole pieces on the CPU is compared with the published digest. Any other copy (part of a piece, of another
+    type, on a GPU) is compared with its source; the source's own digest is compared at the end.
 
-    A dispatch mode sees the operations of its own thread only. So what this thread submits to a thread pool meanwhile,
-    as SGLang's loaders of some models do with their copies, runs at once on this thread.
+    A dispatch mode sees the operations of its own thread only. Loaders of some models in SGLang submit their copies to
+    a thread pool; they run at once on this thread.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], weights: WeightSource) -> None:
@@ -362,8 +419,7 @@ class ComparedWrites(TorchDispatchMode):
                 f"published, first {min(wrong)}"
             )
         written = {name: sum(regions.values()) for name, regions in self._written.items()}
-        missing = sorted(name for name, size in self._sizes.items() if written[name] != size)
-        if missing:
+        if missing := sorted(name for name, size in self._sizes.items() if written[name] != size):
             name = missing[0]
             raise WeightsError(
                 f"policy version {version}: {len(missing)} of {len(self._sizes)} parameters of the engine were not "
@@ -377,7 +433,8 @@ class ComparedWrites(TorchDispatchMode):
         on_cpu = target.device.type == source.device.type == "cpu"
         copier = self._weights.copier if is_alike and is_flat and on_cpu else None
         if copier is not None and (pieces := copier.pieces_at(source.data_ptr(), source.nbytes)):
-            differs = torch.tensor(not copier.copy(pieces, _bytes_of(target)))
+            flat = target.detach().reshape(-1).view(torch.uint8).numpy()
+            differs = torch.tensor(not copier.copy(pieces, flat))
         else:
             _copy(target, source)
             # Compared as integers, in which not-a-number equals itself; the result is read once all is loaded.
@@ -385,7 +442,3 @@ class ComparedWrites(TorchDispatchMode):
             wanted = source.to(target).expand(target.shape).contiguous().view(integers)
             differs = (target.contiguous().view(integers) != wanted).any()
         self._wrong.setdefault(name, []).append(differs)
-
-
-def _bytes_of(tensor: Tensor) -> Any:
-    return tensor.detach().reshape(-1).view(torch.uint8).numpy()

@@ -1,0 +1,199 @@
+"""What each carrier of weights can do, and the check of a run's options against it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from asyncrl.core.types import Carrier, OfferKind
+
+Backend = Literal["gloo", "nccl"]
+SLOWEST_LOAD = 1e8
+"""Bytes of weights per second, by which the deadlines of starts, loads and transfers grow."""
+HOST_WINDOW_S = 0.5
+ENGINE_WINDOW_S = 0.1
+ENGINE_SHARE = 0.4
+"""Share of the deadline of a load that a round into engines may take: there is time for a second round."""
+_ALL_KINDS: frozenset[OfferKind] = frozenset({"full", "delta", "adapter"})
+_ALL_DEVICES = frozenset({("cpu", "cpu"), ("cpu", "cuda"), ("cuda", "cpu"), ("cuda", "cuda")})
+
+
+def load_limit_s(timeout_s: float, num_bytes: int) -> float:
+    """Deadline of a transfer: ``timeout_s`` and a second per 100 MB."""
+    return timeout_s + num_bytes / SLOWEST_LOAD
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishOptions:
+    """How a learner publishes.
+
+    Attributes:
+        carrier: How the bytes reach the engines.
+        full_every: Of so many versions one is full, and the others hold what changed since the version before.
+        adapters: Publish the adapters alone where the model has any, and the frozen weights once, with the first
+            version.
+        timeout_s: Deadline of a transfer, beside a second per 100 MB.
+        num_held: Of the carriers out of the ranks' memory: newest versions that each rank holds, or its buffers.
+        interface: Network interface by which engines reach the learner ranks; ``lo`` reaches this host only.
+        num_receivers: A round begins as soon as so many receivers ask.
+        backend: ``gloo`` broadcasts in host memory, ``nccl`` between GPUs that have one member each.
+    """
+
+    carrier: Carrier = Carrier.folder
+    full_every: int = 1
+    adapters: bool = False
+    timeout_s: float = 120.0
+    num_held: int = 2
+    interface: str = "lo"
+    num_receivers: int = 1
+    backend: Backend = "gloo"
+
+    @property
+    def into_engines(self) -> bool:
+        """Whether receivers are the ranks of engines, which stand still meanwhile."""
+        return self.carrier == Carrier.engine_stream
+
+    @property
+    def window_s(self) -> float:
+        """How long a round waits for further receivers after the first one."""
+        return ENGINE_WINDOW_S if self.into_engines else HOST_WINDOW_S
+
+    def round_timeout_s(self, num_bytes: int) -> float:
+        """Deadline of a round that sends so many bytes."""
+        return load_limit_s(self.timeout_s, num_bytes) * (ENGINE_SHARE if self.into_engines else 1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CarrierRules:
+    """A value of ``weights.transport``, the carrier behind it, and what it can do.
+
+    Attributes:
+        option: The options that choose it.
+        carrier: What offers name.
+        is_remote: Whether it reaches other hosts.
+        kinds: Kinds of versions that it carries.
+        devices: Pairs of a learner's and an engine's device between which it carries.
+        keeps_all: Whether all versions can be kept.
+        uses: Options that belong to it; the other carriers refuse them.
+        needs: Of those, the options that a run on several hosts sets, with what is expected.
+    """
+
+    option: str
+    carrier: Carrier
+    is_remote: bool = False
+    kinds: frozenset[OfferKind] = _ALL_KINDS
+    devices: frozenset[tuple[str, str]] = _ALL_DEVICES
+    keeps_all: bool = False
+    uses: frozenset[str] = frozenset()
+    needs: Mapping[str, str] = field(default_factory=dict)
+
+
+_INTERFACE = {"weights.interface": "one that all nodes reach"}
+CARRIERS: dict[str, CarrierRules] = {
+    rules.option.partition("=")[2]: rules
+    for rules in (
+        CarrierRules(option="weights.transport=auto", carrier=Carrier.folder, keeps_all=True),
+        CarrierRules(option="weights.transport=shared_memory", carrier=Carrier.folder),
+        CarrierRules(
+            option="weights.transport=file",
+            carrier=Carrier.folder,
+            is_remote=True,
+            keeps_all=True,
+            uses=frozenset({"weights.directory", "weights.copy_to_memory"}),
+            needs={"weights.directory": "a folder that all nodes share"},
+        ),
+        CarrierRules(
+            option="weights.transport=collective",
+            carrier=Carrier.host_stream,
+            is_remote=True,
+            uses=frozenset({"weights.interface", "weights.collective_into"}),
+            needs=_INTERFACE,
+        ),
+        CarrierRules(
+            option="weights.transport=collective, collective_into=engine",
+            carrier=Carrier.engine_stream,
+            is_remote=True,
+            kinds=frozenset({"full"}),
+            uses=frozenset({"weights.interface", "weights.collective_into"}),
+            needs=_INTERFACE,
+        ),
+        CarrierRules(
+            option="weights.transport=tensor",
+            carrier=Carrier.lent_memory,
+            kinds=frozenset({"full"}),
+            devices=_ALL_DEVICES - {("cuda", "cpu")},
+        ),
+    )
+}
+"""By the value of ``weights.transport``; streams into engines by ``collective, collective_into=engine``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CarrierUse:
+    """What a run asks of its carrier.
+
+    Attributes:
+        full_every: See `PublishOptions`; above 1 the run publishes deltas.
+        adapters: Whether adapters are published alone.
+        learner: Device of the learner; ``engines`` that of the engines. Either may still be ``auto``.
+        num_hosts: Nodes of the run.
+        keeps_all: Whether all versions are kept.
+        given: Options of `CarrierRules.uses` that differ from their defaults, with their values.
+    """
+
+    full_every: int
+    adapters: bool
+    learner: str
+    engines: str
+    num_hosts: int
+    keeps_all: bool
+    given: Mapping[str, object]
+
+
+def check_carrier(rules: CarrierRules, use: CarrierUse) -> None:
+    """Raise `ValueError`, naming the option and the remedy, if a run asks for what its carrier does not do."""
+    for fault in (*_kind_faults(rules, use), *_reach_faults(rules, use)):
+        raise ValueError(fault)
+
+
+def _kind_faults(rules: CarrierRules, use: CarrierUse) -> Iterator[str]:
+    name = rules.option.partition("=")[2]
+    for option, value in use.given.items():
+        if option not in rules.uses:
+            user = next(other.option for other in CARRIERS.values() if option in other.uses)
+            yield f"{option}={value} is used by {user}, got {name}; set it, or leave {option} out"
+    for kind, is_wanted, fault in (
+        (
+            "delta",
+            use.full_every > 1,
+            f"weights.full_every must be 1 with {rules.option}, got {use.full_every}: a delta",
+        ),
+        ("adapter", use.adapters, f"weights.adapters must be false with {rules.option}, got true: an adapter"),
+    ):
+        if is_wanted and kind not in rules.kinds:
+            yield f"{fault} applies to weights beside the engine, and there are none; set it, or another transport"
+    if use.full_every > 1 and use.adapters:
+        yield (
+            f"weights.full_every must be 1 where adapters are published alone, got {use.full_every}: they are smaller "
+            "than what they change; set it, or weights.adapters=false to publish merged weights"
+        )
+    if use.keeps_all and not rules.keeps_all:
+        yield (
+            f"weights.transport must be file to keep all versions (learner.keep_snapshots=-1), got {name}; set it, or "
+            "keep fewer"
+        )
+
+
+def _reach_faults(rules: CarrierRules, use: CarrierUse) -> Iterator[str]:
+    if {use.learner, use.engines} <= {"cpu", "cuda"} and (use.learner, use.engines) not in rules.devices:
+        yield (
+            f"rollout_fleet.device must be cuda with {rules.option} and learner.device={use.learner}, got "
+            f"{use.engines}: only a GPU maps another one's memory"
+        )
+    where = f"with placement.num_nodes={use.num_hosts}"
+    if use.num_hosts > 1 and not rules.is_remote:
+        yield f"weights.transport must be file or collective {where}, got {rules.option.partition('=')[2]}"
+    for option in rules.needs if use.num_hosts > 1 else ():
+        if option not in use.given:
+            yield f"{option} must be {rules.needs[option]} {where}, got its default"

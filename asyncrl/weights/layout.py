@@ -1,0 +1,314 @@
+"""The layout of a checkpoint file: which bytes each learner rank writes, and which tensors have to be computed.
+
+A tensor of the checkpoint that is a contiguous part of a parameter is copied to its place; fused experts are such
+tensors. Any other tensor (a merged adapter, a transposed or joined parameter) is computed, layer by layer. One rank
+computes a layer; the other ranks send it their parts of the layer's parameters.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from asyncrl.core.errors import WeightsError
+from asyncrl.weights.manifest import DTYPES, AdaptedLayer, StoredTensor, safetensors_header
+
+T = TypeVar("T")
+ALIGNMENT = 16
+_LAYER = re.compile(r"^.*?\blayers\.\d+\.")
+_DTYPE_NAMES = {getattr(torch, dtype): name for name, dtype in DTYPES.items()}
+
+
+class Part(Enum):
+    """Part of a model that a file holds: all of it with adapters merged, the frozen weights, or the adapters."""
+
+    whole = "whole"
+    frozen = "frozen"
+    adapters = "adapters"
+
+
+class ModelShards(Protocol):
+    """One rank's shards of a model; the learner implements it.
+
+    Attributes:
+        name: Class of the model, for messages.
+        dtype: Type in which parameters are written, other than adapters.
+        rank: This rank, of ``num_ranks``.
+        group: A gloo group of all ranks, beside those of training; None for a single rank.
+        has_adapters: Whether the model has adapters.
+    """
+
+    name: str
+    dtype: torch.dtype
+    rank: int
+    num_ranks: int
+    group: dist.ProcessGroup | None
+    has_adapters: bool
+
+    def held(self, part: Part) -> dict[str, Tensor]:
+        """Name to parameter or stored buffer of a part of the model, sharded as they are."""
+        ...
+
+    def converted(self, part: Part, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Whole weights, named as `held` names them, as the tensors of a checkpoint."""
+        ...
+
+    def adapted_layers(self, tensor_of: Mapping[str, str]) -> tuple[AdaptedLayer, ...]:
+        """Every adapted layer; ``tensor_of`` maps parameters to tensors of the checkpoint. Raises `WeightsError`."""
+        ...
+
+    def describe(self, folder: Path, part: Part) -> None:
+        """Write the JSON files that stand beside the weights of a part."""
+        ...
+
+    def gather(self, value: T, kind: Any) -> list[T]:
+        """The values of all ranks, in their order; a collective. ``kind`` is the type of ``value``."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Region:
+    """A contiguous part of this rank's shard of a parameter, and its place in the file.
+
+    Attributes:
+        name: Of the parameter.
+        parameter: The shard, or the whole parameter where it is not sharded.
+        first: First value within the flattened shard; ``num_values`` follow.
+        start: First byte in the file.
+        dtype: Type in which the values are written.
+    """
+
+    name: str
+    parameter: Tensor
+    first: int
+    num_values: int
+    start: int
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes in the file."""
+        return self.num_values * self.dtype.itemsize
+
+    def values(self) -> Tensor:
+        """The parameter's current values."""
+        local = self.parameter.detach()
+        whole = local.to_local() if isinstance(local, DTensor) else local
+        return whole.reshape(-1)[self.first : self.first + self.num_values]
+
+
+class ModelLayout:
+    """The layout of one part of a model; the same on every rank but for the regions.
+
+    Adapters are written in the type in which they are trained: small updates would be rounded away in a smaller type.
+
+    Args:
+        shards: The model on this rank.
+        part: Part that the file holds.
+
+    Attributes:
+        head: Bytes of the file before its data.
+        tensors: Every tensor of the file.
+        tensor_of: Parameter to the tensor that equals it; other parameters are absent.
+        regions: What this rank writes into the file.
+        raw_regions: What this rank writes into its raw copy, from which tensors are computed.
+        num_bytes: Of the file; ``num_raw_bytes`` of the raw copy, 0 where no tensor is computed.
+
+    Raises `WeightsError` if a parameter is not sharded by rows, or a tensor needs parameters of several layers.
+    """
+
+    def __init__(self, shards: ModelShards, part: Part = Part.whole) -> None:
+        self.part, self._shards = part, shards
+        self._held = shards.held(part)
+        meta = {
+            name: _as_published(tensor, tensor.dtype if part is Part.adapters else shards.dtype)
+            for name, tensor in self._held.items()
+        }
+        # Wide types first: every tensor then starts at a multiple of its type's size. All ranks sort alike.
+        made = shards.converted(part, meta)
+        published = dict(sorted(made.items(), key=lambda item: (-item[1].element_size(), item[0])))
+        sizes = [(name, _DTYPE_NAMES[t.dtype], t.shape, t.nbytes) for name, t in published.items()]
+        self.head, starts = safetensors_header(sizes)
+        self.tensors = tuple(
+            StoredTensor(name=name, dtype=dtype, shape=tuple(shape), file=0, start=start, num_bytes=num_bytes)
+            for (name, dtype, shape, num_bytes), start in zip(sizes, starts, strict=True)
+        )
+        self.num_bytes = len(self.head) + sum(tensor.num_bytes for tensor in self.tensors)
+        sources = {tensor.untyped_storage()._cdata: name for name, tensor in meta.items()}
+        self.regions: list[Region] = []
+        self.tensor_of: dict[str, str] = {}
+        computed: list[StoredTensor] = []
+        for stored in self.tensors:
+            tensor = published[stored.name]
+            source = sources.get(tensor.untyped_storage()._cdata)
+            if source is None or not tensor.is_contiguous():
+                computed.append(stored)
+                continue
+            if tensor.shape == self._held[source].shape:
+                self.tensor_of[source] = stored.name
+            first = int(tensor.storage_offset())
+            self.regions += self._regions(source, first, tensor.numel(), stored.start, tensor.dtype)
+        written = {published[t.name].untyped_storage()._cdata for t in self.tensors if t not in computed}
+        self._plan_computed(computed, [name for storage, name in sources.items() if storage not in written])
+
+    def _plan_computed(self, computed: Sequence[StoredTensor], needed: Sequence[str]) -> None:
+        """Lay out the raw copy: the whole parameters from which ``computed`` is made, layer by layer."""
+        self.raw_regions: list[Region] = []
+        self._raw: dict[str, tuple[int, Tensor]] = {}
+        self._spans: list[list[tuple[str, int, int]]] | None = None
+        self.num_raw_bytes = 0
+        groups: dict[str, tuple[list[str], list[StoredTensor]]] = {}
+        for name in needed:
+            groups.setdefault(_layer_of(name), ([], []))[0].append(name)
+            raw = _as_published(self._held[name], self._held[name].dtype)
+            self._raw[name] = (self.num_raw_bytes, raw)
+            self.raw_regions += self._regions(name, 0, raw.numel(), self.num_raw_bytes, raw.dtype)
+            self.num_raw_bytes += -(-raw.nbytes // ALIGNMENT) * ALIGNMENT
+        for stored in computed:
+            groups.setdefault(_layer_of(stored.name), ([], []))[1].append(stored)
+        self._groups = [group for group in groups.values() if group[1]]
+        for names, outputs in self._groups:
+            made = self._shards.converted(self.part, {name: self._raw[name][1] for name in names})
+            if missing := sorted({stored.name for stored in outputs} - made.keys()):
+                raise WeightsError(f"{missing[0]} cannot be computed from the parameters of its layer: {names}")
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank holds its parameters."""
+        return next(iter(self._held.values())).device
+
+    @property
+    def computed(self) -> list[StoredTensor]:
+        """The tensors that this rank computes."""
+        return [stored for _, outputs in self._own_groups for stored in outputs]
+
+    @property
+    def _own_groups(self) -> list[tuple[list[str], list[StoredTensor]]]:
+        return self._groups[self._shards.rank :: self._shards.num_ranks]
+
+    def exchange(self, raw: Tensor) -> None:
+        """Send this rank's part of the raw copy to the ranks that compute with it, and receive theirs.
+
+        A collective of all ranks, on the CPU. ``raw``, [bytes] uint8, is this rank's own copy.
+        """
+        rank, group = self._shards.rank, self._shards.group
+        if self._spans is None:
+            own = [(_layer_of(region.name), region.start, region.num_bytes) for region in self.raw_regions]
+            self._spans = self._shards.gather(own, list[tuple[str, int, int]])
+        owners = {_layer_of(names[0]): index % self._shards.num_ranks for index, (names, _) in enumerate(self._groups)}
+        transfers: list[Any] = []
+        for sender, spans in enumerate(self._spans):
+            for layer, start, num_bytes in spans:
+                owner, data = owners.get(layer, sender), raw[start : start + num_bytes]
+                if rank == sender != owner:
+                    transfers.append(dist.isend(data, group_dst=owner, group=group))
+                elif rank == owner != sender:
+                    transfers.append(dist.irecv(data, group_src=sender, group=group))
+        for transfer in transfers:
+            transfer.wait()
+
+    def compute(self, raw: Tensor, place: Callable[[StoredTensor], Tensor]) -> None:
+        """Compute this rank's tensors, and write them.
+
+        Args:
+            raw: [bytes] uint8, this rank's raw copy, after `exchange`.
+            place: Returns the [bytes] uint8 of a tensor.
+        """
+        for names, outputs in self._own_groups:
+            whole = {}
+            for name in names:
+                start, meta = self._raw[name]
+                whole[name] = raw[start : start + meta.nbytes].view(meta.dtype).view(meta.shape)
+            made = self._shards.converted(self.part, whole)
+            for stored in outputs:
+                place(stored).view(dtype_of(stored)).copy_(made[stored.name].reshape(-1))
+
+    def fill(self, data: Tensor, read: Callable[[Sequence[str]], dict[str, Tensor]]) -> None:
+        """Write the whole file in one process, layer by layer.
+
+        Args:
+            data: [bytes] uint8, the file.
+            read: Returns whole parameters and buffers by their names; called once per layer.
+
+        Raises:
+            WeightsError: a tensor of the file needs parameters of several layers.
+        """
+        layers: dict[str, list[str]] = {}
+        for name in self._held:
+            layers.setdefault(_layer_of(name), []).append(name)
+        left = {stored.name: stored for stored in self.tensors}
+        self.write_head(data)
+        for names in layers.values():
+            for name, tensor in self._shards.converted(self.part, read(names)).items():
+                if stored := left.pop(name, None):
+                    in_file(data)(stored).view(dtype_of(stored)).copy_(tensor.reshape(-1))
+        if left:
+            raise WeightsError(f"{min(left)} cannot be computed from the parameters of one layer")
+
+    def write_head(self, data: Tensor) -> None:
+        """Write the head of the file; ``data`` is [bytes] uint8 of all of it."""
+        data[: len(self.head)].copy_(torch.frombuffer(bytearray(self.head), dtype=torch.uint8))
+
+    def _regions(self, name: str, first: int, num_values: int, start: int, dtype: torch.dtype) -> Iterator[Region]:
+        """This rank's part of a contiguous range of a parameter's values, which is written from ``start`` on."""
+        own_first, own_size = self._own_values(name)
+        begin, end = max(first, own_first), min(first + num_values, own_first + own_size)
+        if begin < end:
+            yield Region(
+                name=name,
+                parameter=self._held[name],
+                first=begin - own_first,
+                num_values=end - begin,
+                start=start + (begin - first) * dtype.itemsize,
+                dtype=dtype,
+            )
+
+    def _own_values(self, name: str) -> tuple[int, int]:
+        """First value and number of values, flattened, that this rank writes of a parameter.
+
+        Of several ranks that hold the same shard, the first one writes it. Raises `WeightsError` if shards are not
+        rows.
+        """
+        parameter = self._held[name]
+        if not isinstance(parameter, DTensor):
+            return 0, parameter.numel() if self._shards.rank == 0 else 0
+        mesh, placements = parameter.device_mesh, parameter.placements
+        shape, offset = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
+        copies = [mesh.get_local_rank(axis) for axis, placement in enumerate(placements) if placement.is_replicate()]
+        if tuple(shape[1:]) != tuple(parameter.shape[1:]):
+            raise WeightsError(f"{name} is sharded as {placements}; weights are published from shards of dimension 0")
+        if any(copies):
+            return 0, 0
+        row = parameter.shape[1:].numel()
+        return (offset[0] if offset else 0) * row, int(torch.Size(shape).numel())
+
+
+def in_file(data: Tensor) -> Callable[[StoredTensor], Tensor]:
+    """The place of each tensor in a whole file, [bytes] uint8."""
+    return lambda stored: data[stored.start : stored.start + stored.num_bytes]
+
+
+def dtype_of(stored: StoredTensor) -> torch.dtype:
+    """Torch's type of a stored tensor."""
+    return getattr(torch, DTYPES[stored.dtype])
+
+
+def _as_published(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A whole parameter as ``dtype``, without data; buffers keep their type."""
+    kept = dtype if isinstance(tensor, nn.Parameter) else tensor.dtype
+    return torch.empty(tensor.shape, dtype=kept, device="meta")
+
+
+def _layer_of(name: str) -> str:
+    match = _LAYER.match(name)
+    return match[0] if match else ""

@@ -1,0 +1,334 @@
+"""The learner's side of a weight update: the ranks copy their shards, digest them, and rank 0 offers the version.
+
+`WeightPublisher.publish` makes one copy of the shards into memory that was made before; the learner then goes on. A
+thread does the rest, beside the collectives of training: it converts and digests, gathers what each rank wrote, and
+writes the manifest. A rank that fails tells the other ranks, so that none of them waits for it, and rank 0 reports it.
+
+A version is full, or a delta to the version before, or the adapters alone. The bytes lie in files or in buffers that
+the ranks lend (`PublishOptions.carrier`). With a stream, each rank also holds its part in memory and sends it.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import shutil
+import socket
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from asyncrl.core import record
+from asyncrl.core.errors import WeightsError
+from asyncrl.core.ports import WeightLog
+from asyncrl.core.record import SpanKind
+from asyncrl.core.types import FROZEN, Carrier, WeightOffer
+from asyncrl.weights.carriers import PublishOptions
+from asyncrl.weights.channel import ChannelAddress
+from asyncrl.weights.collective import WeightSender
+from asyncrl.weights.layout import ModelLayout, ModelShards, Part
+from asyncrl.weights.manifest import Adapter, Delta, Manifest, digest_of
+from asyncrl.weights.memory import LentBuffers
+from asyncrl.weights.snapshot import DATA_FILE, RankPart, RankShare, delta_file
+
+logger = logging.getLogger(__name__)
+
+ADAPTER_FILE = "adapter_model.safetensors"
+FROZEN_FOLDER = "frozen"
+_SNAPSHOT = re.compile(r"v(\d{8})")
+
+
+class WeightPublisher:
+    """Publishes the weights of a model, version after version. Every method is a collective.
+
+    Adapters are merged where an adapted weight does not equal a tensor of the checkpoint.
+
+    Args:
+        shards: The model on this rank.
+        directory: Gets a folder per version, such as ``v00000012``; engines read it where the carrier is a folder.
+        keep: Number of versions kept, the new one included; -1 keeps all. Versions that engines may still be offered
+            stay too, and so does the full version to which the oldest one is a delta.
+        options: How versions are published.
+        log: Hears of each version, and of failures, on rank 0; None for a publisher without engines.
+
+    Raises `WeightsError` if the ranks lay the model out differently, `ValueError` if there is no such interface.
+    """
+
+    def __init__(
+        self,
+        shards: ModelShards,
+        directory: str,
+        *,
+        keep: int,
+        options: PublishOptions | None = None,
+        log: WeightLog | None = None,
+    ) -> None:
+        self._shards, self._directory, self._keep = shards, Path(directory), keep
+        self._options = options or PublishOptions()
+        self._is_first = shards.rank == 0
+        self._log = log if self._is_first else None
+        self._oldest = 0
+        self._is_shown = False
+        self._base: RankPart | None = None
+        self._newest: WeightOffer | None = None
+        self._descriptions: dict[Part, dict[str, bytes]] = {}
+        self._layout = ModelLayout(shards)
+        self._frozen: ModelLayout | None = None
+        self._adapter: Adapter | None = None
+        if self._options.adapters and shards.has_adapters:
+            self._publish_adapters_alone()
+        self._check_alike()
+        self._is_elsewhere = False
+        self._sender: WeightSender | None = None
+        self._lent: LentBuffers | None = None
+        match self._options.carrier:
+            case Carrier.host_stream | Carrier.engine_stream:
+                self._sender = self._make_sender()
+            case Carrier.lent_memory:
+                held, timeout_s = self._options.num_held, self._options.timeout_s
+                self._lent = LentBuffers(self._layout, num_buffers=held, timeout_s=timeout_s)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="publish")
+        self._count = 0
+        self._ready: Future[list[RankPart]] = self._thread.submit(self._prepare)
+        self._pending: Future[WeightOffer | None] | None = None
+
+    def publish(self, version: int) -> Future[WeightOffer | None]:
+        """Copy the weights as they are now, and publish them as ``version`` in the background.
+
+        Returns:
+            The offer, on rank 0; None on the others. The next call waits for it: one version at a time is published.
+
+        Raises:
+            WeightsError: there is no room, or the version before failed.
+        """
+        self.wait()
+        try:
+            parts = self._ready.result()
+            for part in parts:
+                part.write()
+        except Exception as error:
+            self._pending = self._thread.submit(self._finish, version, error)
+            raise
+        self._pending = self._thread.submit(self._finish, version, parts)
+        self._ready = self._thread.submit(self._prepare)
+        return self._pending
+
+    def wait(self) -> None:
+        """Wait until the version under way is offered. Raises `WeightsError` if it could not be published."""
+        if self._pending is not None:
+            self._pending.result()
+
+    def close(self) -> None:
+        """Wait for the version under way; remove the files that were made for the next one."""
+        self._thread.shutdown(wait=True)
+        if self._ready.exception() is None:
+            for part in self._ready.result():
+                part.close()
+                shutil.rmtree(part.folder, ignore_errors=True)
+            if self._base is not None:
+                self._base.close()
+        for carrier in (self._sender, self._lent):
+            if carrier is not None:
+                carrier.close()
+        if self._is_elsewhere:
+            shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _publish_adapters_alone(self) -> None:
+        """Lay the adapters and the frozen weights out, or warn that adapters are merged."""
+        frozen = ModelLayout(self._shards, Part.frozen)
+        try:
+            layers = self._shards.adapted_layers(frozen.tensor_of)
+        except WeightsError as error:
+            logger.warning("adapters are merged before they are published: %s", error)
+            return
+        self._frozen, self._layout = frozen, ModelLayout(self._shards, Part.adapters)
+        # The frozen weights are published with the first version.
+        self._adapter = Adapter(base=WeightOffer(version=FROZEN, manifest="", digest="", num_bytes=0), layers=layers)
+
+    def _check_alike(self) -> None:
+        """Compare the layouts of all ranks: only rank 0 read the checkpoint's files, the others know the class."""
+        frozen = b"" if self._frozen is None else self._frozen.head
+        if len(set(self._shards.gather(digest_of(self._layout.head + frozen), str))) > 1:
+            raise WeightsError(
+                f"the ranks lay {self._shards.name} out differently: its checkpoint's names follow from the files, not "
+                "from its class; save the model once with the transformers in use, and start there"
+            )
+
+    def _make_sender(self) -> WeightSender:
+        """This rank's sender; ranks of hosts other than rank 0's need no folder once a version is held."""
+        rank, num_ranks, options = self._shards.rank, self._shards.num_ranks, self._options
+        sender = WeightSender(options, rank=0, num_ranks=num_ranks) if self._is_first else None
+        place = (socket.gethostname(), None if sender is None else sender.address)
+        places = self._shards.gather(place, tuple[str, ChannelAddress | None])
+        self._is_elsewhere = place[0] != places[0][0]
+        return sender or WeightSender(options, rank=rank, num_ranks=num_ranks, address=places[0][1])
+
+    # On the thread
+
+    def _prepare(self) -> list[RankPart]:
+        """Remove versions that are no longer kept, and make the files of the next version."""
+        with self._stage("prepare"):
+            if self._is_first and self._keep > 0 and self._directory.is_dir():
+                self._remove_old()
+            self._count += 1
+            folder, rank = self._directory / f".next-{self._count}", self._shards.rank
+            is_full = (self._count - 1) % self._options.full_every == 0
+            if self._frozen is not None:
+                parts = [RankPart(self._layout, folder, rank, name=ADAPTER_FILE)]
+                if self._count == 1:
+                    parts.insert(0, RankPart(self._frozen, self._directory / f".{FROZEN_FOLDER}", rank))
+            else:
+                target = None if self._lent is None else self._lent.take(shown=self._oldest)
+                parts = [RankPart(self._layout, folder, rank, is_full=is_full, target=target)]
+            if self._is_first:
+                try:
+                    for part in parts:
+                        self._describe(part)
+                except OSError as error:
+                    raise WeightsError(f"the model's configuration cannot be written to {folder}: {error}") from error
+            return parts
+
+    def _remove_old(self) -> None:
+        versions = sorted(path for path in self._directory.iterdir() if _SNAPSHOT.fullmatch(path.name))
+        first_kept = max(0, len(versions) - self._keep)
+        while first_kept > 0 and not self._can_be_first(versions[first_kept]):
+            first_kept -= 1
+        for old in versions[:first_kept]:
+            shutil.rmtree(old)
+
+    def _can_be_first(self, version: Path) -> bool:
+        """Whether no older version is needed, by engines or as the base of this one."""
+        data_file = DATA_FILE if self._frozen is None else ADAPTER_FILE
+        is_full = self._options.full_every == 1 or (version / data_file).exists()
+        return (not self._is_shown or version.name <= _folder_name(self._oldest)) and is_full
+
+    def _describe(self, part: RankPart) -> None:
+        """Write the JSON files beside the weights, which are the same for every version."""
+        if not part.is_full:
+            return
+        kind = part.layout.part
+        if kind in self._descriptions:
+            for name, content in self._descriptions[kind].items():
+                (part.folder / name).write_bytes(content)
+        else:
+            self._shards.describe(part.folder, kind)
+            self._descriptions[kind] = {path.name: path.read_bytes() for path in part.folder.glob("*.json")}
+
+    def _finish(self, version: int, parts: list[RankPart] | Exception) -> WeightOffer | None:
+        """Publish what was copied, or report that nothing was.
+
+        Rank 0 does not report a collective that fails: its cause, such as a dead rank, shows at the calls on the ranks.
+        """
+        with record.span(SpanKind.publish, lane="/publish", version=version):
+            with self._stage("digest", version):
+                shares = self._gathered(version, parts)
+            try:
+                if failed := [f"rank {rank}: {share}" for rank, share in enumerate(shares) if isinstance(share, str)]:
+                    raise WeightsError(f"the publish of version {version} failed on {'; on '.join(failed)}")
+                if not self._is_first or isinstance(parts, Exception):
+                    return None
+                with self._stage("manifest", version):
+                    offer = self._offer(version, parts, shares)
+            except Exception as error:
+                if self._log is not None:
+                    what = f"the publish of version {version} failed: {type(error).__name__}: "
+                    self._log.publish_failed(f"{'' if isinstance(error, WeightsError) else what}{error}")
+                raise
+            if self._log is not None:
+                with self._stage("offer", version):
+                    self._oldest, self._is_shown = self._log.offer(offer), True
+                if self._sender is not None:
+                    self._sender.retire(self._oldest)
+            return offer
+
+    def _stage(self, name: str, version: int = record.NONE) -> record.OpenSpan:
+        return record.span(SpanKind.publish_stage, lane="/publish", version=version, cause=name)
+
+    def _gathered(self, version: int, parts: list[RankPart] | Exception) -> list[Any]:
+        """Finish this rank's part; returns each rank's `RankShare` per file, or a text that says why it has none."""
+        own: list[RankShare] | str | None = None
+        if self._exchanged(parts):
+            try:
+                if isinstance(parts, Exception):
+                    raise parts
+                own = [self._share(version, part) for part in parts]
+            except Exception as error:
+                logger.exception("a publish failed")
+                own = f"{type(error).__name__}: {error}"
+        if self._shards.num_ranks == 1:
+            return [own]
+        gathered = self._shards.gather((own, self._oldest), tuple[list[RankShare] | str | None, int])
+        self._oldest = gathered[0][1]  # rank 0 hears of it from the log
+        if self._sender is not None:
+            self._sender.retire(self._oldest)
+        if self._is_elsewhere and not isinstance(parts, Exception):  # the rank holds its part in memory
+            for part in parts:
+                shutil.rmtree(part.folder, ignore_errors=True)
+        return [share for share, _ in gathered]
+
+    def _exchanged(self, parts: list[RankPart] | Exception) -> bool:
+        """Bring parameters to the ranks that compute with them; False where another rank has nothing to send."""
+        layout = self._frozen or self._layout
+        if self._shards.group is None or not layout.num_raw_bytes:
+            return True
+        has_parts = not isinstance(parts, Exception)
+        if not all(self._shards.gather(has_parts, bool)) or isinstance(parts, Exception):
+            return not has_parts  # whose error the others are told
+        for part in parts:
+            part.exchange()
+        return True
+
+    def _share(self, version: int, part: RankPart) -> RankShare:
+        """Finish this rank's part of one file, and hold it for receivers."""
+        own = part.finish(version, self._base)
+        if self._sender is not None:
+            self._sender.hold(FROZEN if part.is_frozen else version, part.data, own.pieces, part.delta())
+        is_base = self._options.full_every > 1 and not part.is_frozen
+        part.close(keep_data=is_base)
+        if is_base:
+            if self._base is not None:
+                self._base.close()
+            self._base = part
+        return own
+
+    def _offer(self, version: int, parts: Sequence[RankPart], shares: Sequence[Sequence[RankShare]]) -> WeightOffer:
+        """Put the files in place, the frozen weights first, and write their manifests; returns the version's offer."""
+        offer: WeightOffer | None = None
+        for part, own in zip(parts, zip(*shares, strict=True), strict=True):
+            offer = self._write_manifest(FROZEN if part.is_frozen else version, part, own)
+            if part.is_frozen:
+                assert self._adapter is not None, "frozen weights lie below adapters"
+                self._adapter = Adapter(base=offer, layers=self._adapter.layers)
+            else:
+                self._newest = offer
+            if self._sender is not None:
+                offer = self._sender.offer(offer, [len(share.pieces) for share in own])
+        assert offer is not None, "a version has files"
+        return offer
+
+    def _write_manifest(self, version: int, part: RankPart, shares: Sequence[RankShare]) -> WeightOffer:
+        target, delta = self._directory / _folder_name(version), None
+        if not part.is_full:
+            assert self._newest is not None, "the first version is full"
+            delta = Delta(
+                base=self._newest,
+                files=tuple(delta_file(rank) for rank in range(self._shards.num_ranks)),
+                changes=tuple(change for share in shares for change in share.changes),
+            )
+        shutil.rmtree(target, ignore_errors=True)
+        part.folder.rename(target)
+        manifest = Manifest(
+            directory=str(target),
+            files=(part.name,),
+            tensors=part.layout.tensors,
+            pieces=tuple(piece for share in shares for piece in share.pieces),
+            delta=delta,
+            adapter=self._adapter if part.layout.part is Part.adapters else None,
+            lent=tuple(share.lent for share in shares if share.lent is not None),
+        )
+        return manifest.offer(target / "manifest.json", version)
+
+
+def _folder_name(version: int) -> str:
+    return FROZEN_FOLDER if version == FROZEN else f"v{version:08d}"

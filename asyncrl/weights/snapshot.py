@@ -1,0 +1,268 @@
+"""One learner rank's part of a published version: the copy of its shards, their digests, and the file they lie in.
+
+The file is made before it is needed: the rank then only copies. Conversion and digests follow in a thread.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from asyncrl.core.errors import WeightsError
+from asyncrl.weights.delta import write_delta
+from asyncrl.weights.layout import ModelLayout, Part, Region, dtype_of
+from asyncrl.weights.manifest import DIGEST_THREADS, PIECE_BYTES, Change, LentPart, Piece, map_file, pieces_of
+
+DATA_FILE = "model.safetensors"
+BUCKET_BYTES = 64 << 20
+"""Page-locked bytes through which parameters leave a GPU, twice."""
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux 5.14; older kernels touch the pages when they are written
+# mmap's own madvise holds the interpreter's lock for 0.6 s per GB, while a rank computes.
+_madvise = ctypes.CDLL(None).madvise
+_madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankShare:
+    """What one rank tells the others of its part of a version.
+
+    Attributes:
+        pieces: Digests of all bytes that this rank wrote.
+        changes: Of a delta, the pieces that changed.
+        lent: Where the bytes lie in memory of the rank; None where they are in a file.
+    """
+
+    pieces: list[Piece]
+    changes: list[Change] = field(default_factory=list)
+    lent: LentPart | None = None
+
+
+class PartTarget(Protocol):
+    """Memory that takes one rank's part of a version: a mapped file, or a buffer that the rank lends."""
+
+    def write(self, regions: Sequence[Region]) -> None:
+        """Copy the parameters' values."""
+        ...
+
+    def bytes_at(self, start: int, num_bytes: int) -> Tensor:
+        """[bytes] uint8 that stand from byte ``start`` of the data file on, all of one region or tensor."""
+        ...
+
+    def digest(self, spans: Sequence[tuple[int, int]]) -> list[list[Piece]]:
+        """The pieces of each span, first byte and bytes; the bytes are complete, and can be read by engines then."""
+        ...
+
+    def lend(self, version: int) -> LentPart | None:
+        """Give the version to readers; None where they read a file."""
+        ...
+
+    def close(self) -> None:
+        """Release what is not needed once the version is published."""
+        ...
+
+
+class WritableFile:
+    """A mapped file of known size, of which this rank writes some ranges.
+
+    Args:
+        path: The file, which another rank may have made; None for memory of this process.
+        num_bytes: Size of the file.
+        regions: What this rank writes; the memory is reserved and touched.
+        is_alone: Reserve the whole file, because no other rank opens it.
+
+    Raises `WeightsError` if there is no room.
+    """
+
+    def __init__(self, path: Path | None, num_bytes: int, regions: Sequence[Region], *, is_alone: bool = False) -> None:
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644) if path else os.memfd_create("weights")
+        try:
+            os.ftruncate(self._descriptor, num_bytes)
+            for start, size in [(0, num_bytes)] if is_alone else [(r.start, r.num_bytes) for r in regions]:
+                os.posix_fallocate(self._descriptor, start, size)
+            mapping = mmap.mmap(self._descriptor, num_bytes)
+        except OSError as error:
+            os.close(self._descriptor)
+            where = path.parent if path else "memory"
+            raise WeightsError(
+                f"no room for {num_bytes} bytes of weights in {where}: {error}; free some. Published weights go "
+                "elsewhere with weights.transport=file and weights.directory"
+            ) from error
+        self.data = torch.frombuffer(mapping, dtype=torch.uint8)
+        page = mmap.PAGESIZE
+        for region in regions:
+            first, last = region.start // page * page, -(-(region.start + region.num_bytes) // page) * page
+            _madvise(self.data.data_ptr() + first, min(last, num_bytes) - first, _POPULATE_WRITE)
+
+    def write(self, regions: Sequence[Region]) -> None:
+        """Copy the parameters' values; from a GPU through two page-locked buckets."""
+        on_gpu = [region for region in regions if region.parameter.device.type == "cuda"]
+        for region in regions:
+            if region.parameter.device.type != "cuda":
+                self.bytes_at(region.start, region.num_bytes).view(region.dtype).copy_(region.values())
+        if on_gpu:
+            self._write_from_gpu(on_gpu)
+
+    def _write_from_gpu(self, regions: Sequence[Region]) -> None:
+        buckets = [torch.empty(BUCKET_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        under_way: list[tuple[Tensor, Tensor, Any]] = []
+
+        def finish_first() -> None:
+            place, bucket, copied = under_way.pop(0)
+            copied.synchronize()
+            place.copy_(bucket)
+
+        num_chunks = 0
+        for region in regions:
+            place = self.bytes_at(region.start, region.num_bytes).view(region.dtype)
+            for values, part in zip(
+                region.values().split(BUCKET_BYTES // region.dtype.itemsize),
+                place.split(BUCKET_BYTES // region.dtype.itemsize),
+                strict=True,
+            ):
+                bucket = buckets[num_chunks % 2][: part.nbytes].view(region.dtype)
+                num_chunks += 1
+                bucket.copy_(values, non_blocking=True)
+                copied = torch.cuda.Event()
+                copied.record()
+                under_way.append((part, bucket, copied))
+                if len(under_way) > 1:
+                    finish_first()
+        while under_way:
+            finish_first()
+
+    def bytes_at(self, start: int, num_bytes: int) -> Tensor:
+        """[bytes] uint8 of a range."""
+        return self.data[start : start + num_bytes]
+
+    def digest(self, spans: Sequence[tuple[int, int]]) -> list[list[Piece]]:
+        """See `PartTarget.digest`; the file system takes the bytes meanwhile."""
+        data = self.data.numpy()
+        if sum(num_bytes for _, num_bytes in spans) <= PIECE_BYTES:  # threads would take longer to wake
+            digested = [pieces_of(0, start, num_bytes, data) for start, num_bytes in spans]
+            self.sync()
+            return digested
+        with ThreadPoolExecutor(DIGEST_THREADS + 1) as threads:
+            synced = threads.submit(self.sync)
+            digested = list(threads.map(lambda span: pieces_of(0, span[0], span[1], data), spans))
+            synced.result()
+        return digested
+
+    def lend(self, version: int) -> None:
+        """Engines read the file."""
+
+    def sync(self) -> None:
+        """Wait until the file system holds what was written.
+
+        A host that shares the directory sees mapped writes of another host only after this.
+        """
+        os.fsync(self._descriptor)
+
+    def close(self) -> None:
+        """Unmap the file, which stays. May be called more than once."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+        _madvise(self.data.data_ptr(), self.data.nbytes, mmap.MADV_DONTNEED)  # which leaves little to unmap
+        self.data = torch.empty(0, dtype=torch.uint8)
+
+
+class RankPart:
+    """This rank's part of one version: what it copies into a target, and what it computes from a raw copy.
+
+    Args:
+        layout: Of the version's data file.
+        folder: Made for the files of the version.
+        rank: This rank.
+        name: Of the data file.
+        is_full: False for a delta: the part stays in memory, and the folder gets a file with the changes.
+        target: Takes the bytes; None for a file in the folder, or in memory for a delta.
+    """
+
+    def __init__(
+        self,
+        layout: ModelLayout,
+        folder: Path,
+        rank: int,
+        *,
+        name: str = DATA_FILE,
+        is_full: bool = True,
+        target: PartTarget | None = None,
+    ) -> None:
+        self.layout, self.folder, self.rank, self.name, self.is_full = layout, folder, rank, name, is_full
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / name if is_full else None
+        self._target = WritableFile(path, layout.num_bytes, layout.regions) if target is None else target
+        self._raw: WritableFile | None = None
+        if layout.num_raw_bytes:
+            self._raw = WritableFile(None, layout.num_raw_bytes, layout.raw_regions)
+
+    @property
+    def data(self) -> Tensor:
+        """[bytes] uint8 of the data file; what this rank wrote of it stays while it is referenced."""
+        assert isinstance(self._target, WritableFile), "lent memory is read where it is"
+        return self._target.data
+
+    def write(self) -> None:
+        """Copy this rank's shards."""
+        self._target.write(self.layout.regions)
+        if self._raw is not None:
+            self._raw.write(self.layout.raw_regions)
+
+    def exchange(self) -> None:
+        """See `ModelLayout.exchange`."""
+        if self._raw is not None:
+            self.layout.exchange(self._raw.data)
+
+    def finish(self, version: int, base: RankPart | None = None) -> RankShare:
+        """Compute the rest of this rank's part, after `exchange`, digest it, and compare a delta with its base."""
+        computed = self.layout.computed if self._raw is not None else []
+        if self._raw is not None:
+            self.layout.compute(self._raw.data, lambda stored: self._target.bytes_at(stored.start, stored.num_bytes))
+        if self.rank == 0 and isinstance(self._target, WritableFile):
+            self.layout.write_head(self.data)
+        spans = [(region.start, region.num_bytes) for region in self.layout.regions]
+        spans += [(stored.start, stored.num_bytes) for stored in computed]
+        digested = self._target.digest(spans)
+        changes: list[Change] = []
+        if not self.is_full:
+            assert base is not None, "the first version is full"
+            sizes = [region.dtype.itemsize for region in self.layout.regions]
+            sizes += [dtype_of(stored).itemsize for stored in computed]
+            compared = [(p.start, p.num_bytes, size) for size, ps in zip(sizes, digested, strict=True) for p in ps]
+            path = self.folder / delta_file(self.rank)
+            changes = write_delta(path, self.rank, base.data.numpy(), self.data.numpy(), compared)
+        pieces = [piece for part in digested for piece in part]
+        return RankShare(pieces=pieces, changes=changes, lent=self._target.lend(version))
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether the file holds the frozen weights below adapters."""
+        return self.layout.part is Part.frozen
+
+    def delta(self) -> Tensor | None:
+        """[bytes] uint8 of this rank's delta file, after `finish`; None for a full version."""
+        if self.is_full:
+            return None
+        path = self.folder / delta_file(self.rank)
+        return torch.from_numpy(map_file(path).copy()) if path.stat().st_size else torch.empty(0, dtype=torch.uint8)
+
+    def close(self, *, keep_data: bool = False) -> None:
+        """Release memory; with ``keep_data`` the data stay, as the base of the next version."""
+        if not keep_data:
+            self._target.close()
+        if self._raw is not None:
+            self._raw.close()
+
+
+def delta_file(rank: int) -> str:
+    """Name of a rank's file with the changes of its part."""
+    return f"delta-{rank:05d}.bin"

@@ -1,0 +1,134 @@
+"""A rank's shards of a Hugging Face model, as `asyncrl.weights` publishes and saves them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from asyncrl.weights.layout import Part
+from asyncrl.weights.manifest import AdaptedLayer
+
+from .fsdp import LearnerMesh, stored_buffers
+from .lora import (
+    adapted_layers,
+    adapter_weights,
+    frozen_weights,
+    has_adapters,
+    is_adapter,
+    merged_weights,
+    write_adapter_config,
+)
+from .plain_values import gather_values
+
+T = TypeVar("T")
+
+
+class ShardedModel(Protocol):
+    """What `PretrainedShards.of` reads of a `PackedModel` or a `Trainer`."""
+
+    @property
+    def mesh(self) -> LearnerMesh:
+        """This rank's place among the learner ranks."""
+        ...
+
+    @property
+    def head(self) -> nn.Module:
+        """The module that is sharded."""
+        ...
+
+    @property
+    def pretrained(self) -> PreTrainedModel:
+        """The Hugging Face model inside."""
+        ...
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """Type of published parameters."""
+        ...
+
+
+class PretrainedShards:
+    """Implements `asyncrl.weights.layout.ModelShards` for a Hugging Face model, sharded or whole.
+
+    Args:
+        model: The model.
+        dtype: Type in which its parameters are written.
+        rank: This rank, of ``num_ranks``.
+        group: A gloo group of all ranks; None for a single rank.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        dtype: torch.dtype,
+        *,
+        rank: int = 0,
+        num_ranks: int = 1,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self._model, self.dtype = model, dtype
+        self.rank, self.num_ranks, self.group = rank, num_ranks, group
+        self.name = type(model).__name__
+        self.has_adapters = has_adapters(model)
+
+    @classmethod
+    def of(cls, model: ShardedModel) -> PretrainedShards:
+        """The shards of a learner's model. A collective: it makes a group that runs beside the collectives of training.
+
+        Gathered parameters are resharded first.
+        """
+        for module in model.head.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        mesh, group = model.mesh, None
+        if mesh.num_ranks > 1:
+            group = cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=mesh.timeout))
+        return cls(model.pretrained, model.compute_dtype, rank=mesh.rank, num_ranks=mesh.num_ranks, group=group)
+
+    def held(self, part: Part) -> dict[str, Tensor]:
+        """Name to parameter or stored buffer of a part of the model, sharded as they are."""
+        return {
+            name: tensor
+            for name, tensor in (*self._model.named_parameters(), *stored_buffers(self._model).items())
+            if part is Part.whole or is_adapter(name) is (part is Part.adapters)
+        }
+
+    def converted(self, part: Part, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Whole weights, named as `held` does, as the tensors of a checkpoint; adapters as those of peft's file."""
+        if part is Part.adapters:
+            return adapter_weights(self._model, weights)
+        plain = merged_weights(self._model, weights) if part is Part.whole else frozen_weights(weights)
+        return revert_weight_conversion(self._model, plain)
+
+    def adapted_layers(self, tensor_of: Mapping[str, str]) -> tuple[AdaptedLayer, ...]:
+        """Every adapted layer; ``tensor_of`` maps parameters to tensors of the checkpoint. Raises `WeightsError`."""
+        return adapted_layers(self._model, tensor_of)
+
+    def describe(self, folder: Path, part: Part) -> None:
+        """Write the JSON files that stand beside the weights of a part."""
+        if part is Part.adapters:
+            write_adapter_config(folder, self._model)
+        else:
+            config = copy.deepcopy(self._model.config)  # written in a thread while the model is used
+            config.dtype = self.dtype
+            config.save_pretrained(folder)
+            if self._model.generation_config is not None:
+                self._model.generation_config.save_pretrained(folder)
+
+    def gather(self, value: T, kind: Any) -> list[T]:
+        """The values of all ranks, in their order; a collective. ``kind`` is the type of ``value``."""
+        return gather_values(value, kind, self.group)
+
+    def close(self) -> None:
+        """Destroy the group."""
+        if self.group is not None:
+            dist.destroy_process_group(self.group)
