@@ -312,5 +312,5 @@ def held_failure(way, who, moment, fault):
         gone = "policy version .* is no longer lent: learner process .* has ended"
         return gone if (moment, fault) == ("before", "SIGKILL") else f"^$|{gone}" if fault == "SIGKILL" else "^$"
     gone = "is no longer sent: (nobody|another sender) listens at 127"
-    lost = f"did not arrive from engine://|was not received in 3 rounds|{gone}"
+    lost = f"did not arrive from 127|was not received in 3 rounds|{gone}"
     return lost + f"|{DEADLINE}" if moment == "before" else lost + f"|{DEADLINE}|^$"

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from asyncrl.core.types import FROZEN, WeightOffer
 from asyncrl.weights.delta import write_delta
@@ -70,4 +71,4 @@ def bytes_of(offer: WeightOffer) -> np.ndarray:
     weights = FileWeights(offer)
     weights.verify()
     ((_, data),) = weights.tensors()
-    return data.copy()
+    return data.reshape(-1).view(torch.uint8).numpy().copy()

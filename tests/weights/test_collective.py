@@ -216,7 +216,7 @@ def test_receivers_hold_every_byte_that_two_ranks_have_of_a_version(tmp_path):
             for receiver in receivers:
                 received, _ = receiver.answer()
                 assert_holds(received, version)
-                assert replace(received, manifest=offered.manifest) == offered
+                assert replace(received, manifest=offered.manifest, carrier=offered.carrier) == offered
                 FileWeights(received).verify()
 
 
@@ -244,7 +244,7 @@ def test_a_rank_that_stops_in_a_round_ends_it_by_the_deadline_and_sends_again_wh
         for receiver in receivers:
             receiver.ask(receive, offered, str(tmp_path / "received"), 1.0)
         for receiver in receivers:
-            with pytest.raises(WeightsError, match=r"version 1 was not received from gloo://127.0.0.1:\d+ in 3 rounds"):
+            with pytest.raises(WeightsError, match=r"version 1 was not received from 127.0.0.1:\d+ in 3 rounds"):
                 receiver.answer(20.0)
         senders[1].signal(signal.SIGCONT)
         for receiver in receivers:  # with time for the rank to find that its round is over
@@ -346,7 +346,6 @@ async def test_bytes_that_change_on_the_way_are_never_received(ranks, tmp_path):
 
 async def test_into_engines_every_tensor_arrives_whole_on_each_of_its_ranks(ranks_into_engines, tmp_path):
     offered = offered_by(ranks_into_engines, 1, tmp_path)
-    assert offered.is_sent_to_engines
     assert offered.carrier == Carrier.engine_stream
     for taken, _ in await asyncio.gather(*(asyncio.to_thread(arrive, {}, offered) for _ in range(2))):
         assert_all_arrived(taken, 1)
@@ -379,7 +378,7 @@ def test_a_load_that_ends_early_leaves_the_round_and_the_next_one_goes_well(rank
     offered = offered_by(ranks_into_engines, 1, tmp_path)
     weights = ArrivingWeights(offered, torch.device("cpu"), timeout_s=10.0)
     next(weights.tensors())
-    with pytest.raises(WeightsError, match="policy version 1: not every tensor was taken from engine://"):
+    with pytest.raises(WeightsError, match="policy version 1: not every tensor was taken from "):
         weights.verify()
     weights.close()
     assert_all_arrived(arrive({}, offered)[0], 1)
@@ -404,14 +403,14 @@ def test_into_engines_a_rank_that_stops_is_a_deadline_by_name(tmp_path):
         start_senders(senders, replace(OPTIONS, timeout_s=30.0, num_receivers=1, carrier=Carrier.engine_stream))
         offered = publish(senders, 1, tmp_path)
         senders[1].ask(fall_at_the_third_broadcast, signal.SIGSTOP).answer()
-        with pytest.raises(DeadlineError, match=r"policy version 1 did not arrive from engine://127.0.0.1:\d+ within"):
+        with pytest.raises(DeadlineError, match=r"policy version 1 did not arrive from 127.0.0.1:\d+ within"):
             receiver.ask(arrive, offered, 1.5).answer(20.0)
 
 
 async def test_versions_of_a_learner_that_has_ended_are_gone_at_once(ranks, tmp_path):
     offered = offered_by(ranks, 1, tmp_path)
     with pytest.raises(WeightsGone, match=r"policy version 1 is no longer sent: nobody listens at 127.0.0.1:1"):
-        await receive_weights(replace(offered, manifest="gloo://127.0.0.1:1"), tmp_path / "r", timeout_s=30.0)
+        await receive_weights(replace(offered, manifest="127.0.0.1:1"), tmp_path / "r", timeout_s=30.0)
 
 
 def test_no_room_on_the_receivers_host_is_an_error_by_name(tmp_path, monkeypatch):

@@ -142,7 +142,7 @@ async def test_it_listens_on_one_address_alone_and_that_is_a_number(server):
 
 
 async def test_keys_are_shown_neither_in_an_address_nor_in_an_offer(server):
-    offer = WeightOffer(version=1, manifest="gloo://x", digest="", num_bytes=0, access=server.address.access)
+    offer = WeightOffer(version=1, manifest="10.0.0.1:1", digest="", num_bytes=0, access=server.address.access)
     assert server.address.access[:9] not in repr(server.address) + repr(offer)
 
 
