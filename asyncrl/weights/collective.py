@@ -58,7 +58,7 @@ _FOREVER = timedelta(days=20)  # the longest that torch takes
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankPart:
+class HeldPart:
     """What one learner rank holds of a version: [bytes] uint8, of which it sends ``pieces``, or its delta file."""
 
     data: Tensor
@@ -95,7 +95,7 @@ class WeightSender:
         """
         self._options, self._rank, self._num_ranks = options, rank, num_ranks
         self._host = interface_address(options.interface) if address is None else ""
-        self._parts: dict[int, RankPart] = {}
+        self._parts: dict[int, HeldPart] = {}
         self._oldest = 0
         self._coordinator: RoundCoordinator | None = None
         self._loop = asyncio.new_event_loop()
@@ -110,7 +110,7 @@ class WeightSender:
 
         Those who hold the version before are sent ``delta`` instead, [bytes] uint8 of this rank's delta file.
         """
-        self._parts[version] = RankPart(data=data, pieces=tuple(pieces), delta=delta)
+        self._parts[version] = HeldPart(data=data, pieces=tuple(pieces), delta=delta)
         keep_newest(self._parts, self._options.num_held, oldest=self._oldest)
 
     def offer(self, offer: WeightOffer, shares: Sequence[int]) -> WeightOffer:
@@ -205,7 +205,7 @@ class WeightSender:
         logger.debug("round %d: sent in %.3f s", this.number, time.monotonic() - began_s)
         return True
 
-    def _transfer(self, this: Round, part: RankPart, address: ChannelAddress, deadline: RoundDeadline) -> None:
+    def _transfer(self, this: Round, part: HeldPart, address: ChannelAddress, deadline: RoundDeadline) -> None:
         data, spans = part.data, map(range_of, spans_of(part.pieces))
         if this.is_delta:
             assert part.delta is not None, "rank 0 offers deltas that all ranks hold"

@@ -203,7 +203,7 @@ def test_a_removed_option_is_refused_and_left_out_of_the_options_of_an_earlier_r
         (["weights.full_every=0"], ["weights.full_every must be >= 1", "got 0"]),
         (
             ["weights.copy_to_memory=true"],
-            ["weights.copy_to_memory=True is used by weights.transport=file"],
+            ["weights.copy_to_memory=True is used by weights.transport=file", "got auto"],
         ),
         (["learner.keep_snapshots=0"], ["learner.keep_snapshots must be -1 or >= 1", "got 0"]),
         (["weights.directory=/mnt/w"], ["weights.directory=/mnt/w is used by weights.transport=file", "got auto"]),
