@@ -84,9 +84,10 @@ def test_a_warm_start_on_a_file_system_without_locks_goes_on_and_says_so(config,
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "flock", refuse)
+    monkeypatch.setattr("asyncrl.sft.warm_start._COMMAND", ("-c", "raise SystemExit(1)"))
     said = []
     with pytest.raises(WorkerDiedError, match="ended with status 1"):
-        asyncio.run(warm_start(config, [], tmp_path / "sft.log", said.append, python=["false"]))
+        asyncio.run(warm_start(config, [], tmp_path / "sft.log", said.append))
     assert f"{warm_start_path(config).parent} has no locks (No locks available)" in said[0]
 
 
@@ -127,9 +128,9 @@ def test_a_directory_with_something_else_is_never_replaced(config, tmp_path):
 
 def test_a_warm_start_that_says_nothing_is_ended_by_its_deadline(config, tmp_path, monkeypatch):
     config = dataclasses.replace(config, sft=dataclasses.replace(config.sft, progress_timeout_s=0.3))
-    monkeypatch.setattr("asyncrl.sft.warm_start._COMMAND", ("60",))
+    monkeypatch.setattr("asyncrl.sft.warm_start._COMMAND", ("-c", "import time; time.sleep(60)"))
     with pytest.raises(DeadlineError, match=r"said nothing for 0\.3 s.*sft\.progress_timeout_s"):
-        asyncio.run(warm_start(config, [], tmp_path / "sft.log", lambda line: None, python=["sleep"]))
+        asyncio.run(warm_start(config, [], tmp_path / "sft.log", lambda line: None))
 
 
 def test_training_goes_on_as_soon_as_the_policy_is_written(config, tmp_path, monkeypatch):

@@ -110,7 +110,7 @@ def test_lengths_count_every_sample(document):
 
 def test_what_is_not_there_is_absent_by_name(document):
     assert set(document["absent"]) == {"frontier", "samples"}
-    assert "asyncrl.plan" in document["absent"]["frontier"]
+    assert "asyncrl plan" in document["absent"]["frontier"]
 
 
 def test_a_run_before_its_first_step_has_a_page_that_says_so(tmp_path):

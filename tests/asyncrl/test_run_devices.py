@@ -26,6 +26,7 @@ from asyncrl.single_controller import RayClassWithInitArgs, RayWorkerGroup, Role
 from learner.config import Device
 from rollout_fleet.config import EngineDevice
 from rollout_fleet.rewards import WeightedRewards
+from tests.support.ray_cluster import away_from_the_shared_cluster
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -56,6 +57,12 @@ def gpus(monkeypatch, tmp_path):
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
 
     return make
+
+
+@pytest.fixture(scope="module", autouse=True)
+def away():
+    with away_from_the_shared_cluster():
+        yield
 
 
 @pytest.fixture(scope="module")

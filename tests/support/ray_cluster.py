@@ -48,3 +48,18 @@ def two_node_cluster() -> Iterator:
         cluster.shutdown()
         for name, value in before.items():
             os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+@contextmanager
+def away_from_the_shared_cluster() -> Iterator[None]:
+    """Disconnect this process from the cluster that tests share, if it is connected, and connect it again after."""
+    import ray
+
+    address = ray.get_runtime_context().gcs_address if ray.is_initialized() else None
+    ray.shutdown()
+    try:
+        yield
+    finally:
+        ray.shutdown()
+        if address is not None:
+            ray.init(address=address, log_to_driver=False)
