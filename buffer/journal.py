@@ -4,8 +4,7 @@
 effect, and is written before anybody is told of it: puts that came together, in one write. ``NAME.N.frames`` holds
 large frames, which a thread writes before the command that refers to them. What is written survives the death of the
 process. A power failure may lose the last writes: every record has a checksum, and a file ends at its first broken
-record. When the files have grown, `Journal.compact` begins a new pair and the old one is deleted. One old log is kept
-to be written over, which takes a third of the time of growing a file.
+record. When the files have grown, `Journal.compact` begins a new pair and deletes the old one.
 """
 
 import asyncio
@@ -41,18 +40,15 @@ from .groups import record_from, values_of
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 8
+FORMAT = 9
 _MAGIC = b"asyncrl buffer journal %d\n" % FORMAT
-_BEGINNING = struct.Struct(f"<{len(_MAGIC)}sI")
-"""The magic and the number of the file; what an earlier use of the file left has another."""
 _COMPACT_BYTES = 16 * 1024**2
 _GROW_BYTES = 4 * 1024**2
 _MAX_PUT_BYTES = 4096
 """Room for a put without its frames; what a group of very many samples takes beyond is reserved when it is written."""
 _MAX_PARTS = 1024
-_SYNC_BYTES = 1024**2
 _HEADER = struct.Struct("<QIQ")
-"""Checksum (xxh3, seeded with the file's number) of head and frames, bytes of the head, bytes of the frames."""
+"""Checksum (xxh3) of head and frames, bytes of the head, bytes of the frames."""
 
 _RECORDS = {
     name: kind for name, kind in vars(commands).items() if isclass(kind) and hasattr(kind, "__dataclass_fields__")
@@ -114,11 +110,10 @@ class Recovered:
 
 
 class AppendOnlyFile:
-    """Checked records: a head (plain values) and frames; ``number`` tells them from earlier uses of the file."""
+    """A file of records with checksums; a record is a head (plain values) and frames."""
 
-    def __init__(self, path: Path, number: int) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
-        self._number = number
         self._descriptor = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
         self.num_bytes = 0
         self._num_reserved = os.fstat(self._descriptor).st_size
@@ -132,14 +127,13 @@ class AppendOnlyFile:
         end = 0
         if os.fstat(self._descriptor).st_size:
             with mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_READ) as data:
-                beginning = data[: _BEGINNING.size]
-                magic = beginning[: len(_MAGIC)]
+                magic = data[: len(_MAGIC)]
                 if not _MAGIC.startswith(magic.rstrip(b"\0")):  # room that was reserved and not written holds zeros
                     raise ValueError(
                         f"{self.path} is not a journal of format {FORMAT}: it begins with {magic!r}; use the release "
                         "that wrote it, or another buffer.directory"
                     )
-                end = _BEGINNING.size if beginning == _BEGINNING.pack(_MAGIC, self._number) else 0
+                end = len(_MAGIC) if magic == _MAGIC else 0
                 while end and (record := self._record_at(data, end)) is not None:
                     head, start, end = record
                     yield head, start
@@ -159,7 +153,7 @@ class AppendOnlyFile:
         if end > len(data):
             return None
         with memoryview(data) as whole, whole[body:end] as found:
-            if xxhash.xxh3_64_intdigest(found, self._number) != checksum:
+            if xxhash.xxh3_64_intdigest(found) != checksum:
                 return None
         return msgpack.unpackb(data[body : body + head_bytes], strict_map_key=False), body + head_bytes, end
 
@@ -180,11 +174,11 @@ class AppendOnlyFile:
 
     def append(self, records: Iterable[tuple[Any, Frames]]) -> None:
         """Write records one after another, or none of them. Raises `OSError` if the disk is full."""
-        parts: list[Any] = [] if self.num_bytes else [_BEGINNING.pack(_MAGIC, self._number)]
+        parts: list[Any] = [] if self.num_bytes else [_MAGIC]
         size = sum(map(len, parts))
         for head, frames in records:
             packed = _encode(head)
-            checksum, num_bytes = xxhash.xxh3_64(packed, seed=self._number), 0
+            checksum, num_bytes = xxhash.xxh3_64(packed), 0
             for frame in frames:
                 checksum.update(frame)
                 num_bytes += len(frame)
@@ -216,21 +210,6 @@ class AppendOnlyFile:
         """Wait until everything is on the disk."""
         os.fsync(self._descriptor)
 
-    def sync_first(self, num_bytes: int) -> None:
-        """Wait until the first ``num_bytes`` are on the disk, which nobody writes meanwhile.
-
-        They are written once more, each write waiting for the disk: `sync` would also write all that an earlier use of
-        the file left behind them, which is still in memory alone. Where a file system knows no such write it is `sync`.
-        """
-        try:
-            for offset in range(0, num_bytes, _SYNC_BYTES):
-                piece = os.pread(self._descriptor, min(_SYNC_BYTES, num_bytes - offset), offset)
-                write_all(self._descriptor, [piece], offset, os.RWF_DSYNC)
-        except OSError as error:
-            if error.errno != errno.EOPNOTSUPP:
-                raise
-            self.sync()
-
     def close(self) -> None:
         """Close the file, without the room that is reserved behind its records."""
         with suppress(OSError):
@@ -243,14 +222,14 @@ class AppendOnlyFile:
         self.close()
 
 
-def write_all(descriptor: int, parts: list[Any], offset: int, flags: int = 0) -> None:
+def write_all(descriptor: int, parts: list[Any], offset: int) -> None:
     """Write bytes and views of bytes end to end from ``offset`` on, however few the system takes at once.
 
-    ``flags`` are those of `os.pwritev`. Raises `OSError` if the disk is full; some bytes may have been written.
+    Raises `OSError` if the disk is full; some bytes may have been written.
     """
     first = 0
     while first < len(parts):
-        written = os.pwritev(descriptor, parts[first : first + _MAX_PARTS], offset, flags)
+        written = os.pwritev(descriptor, parts[first : first + _MAX_PARTS], offset)
         offset += written
         while first < len(parts) and written >= len(parts[first]):
             written -= len(parts[first])
@@ -291,7 +270,6 @@ class Journal:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._spare = Path(f"{path}.spare")
         self.on_written: Callable[[], None] = lambda: None
         self._values: dict[str, Any] = {}
         self._places: dict[tuple[str, int], int] = {}
@@ -342,7 +320,6 @@ class Journal:
             else:
                 self._former += [log, payloads]
         if not heads:
-            self._spare.unlink(missing_ok=True)  # it may be of an earlier journal, whose numbers come again
             self._number += 1
             self._log, self._frames = self._pair(self._number)
             self._log.append([(["begin", [{}, None], []], ())])
@@ -350,7 +327,7 @@ class Journal:
 
     def _pair(self, number: int) -> tuple[AppendOnlyFile, AppendOnlyFile]:
         log, frames = (Path(f"{self._path}.{number}.{kind}") for kind in ("log", "frames"))
-        return AppendOnlyFile(log, number), AppendOnlyFile(frames, number)
+        return AppendOnlyFile(log), AppendOnlyFile(frames)
 
     def _take_up(self, heads: Sequence[Any], by_place: Mapping[int, _FramesInFile]) -> Recovered:
         snapshot, done, places = None, [], [0, *by_place]
@@ -531,8 +508,6 @@ class Journal:
         held = {(kind, key): [*map(memoryview, parts)] for kind, key, parts in frames}
         pair: Sequence[AppendOnlyFile] = ()
         try:
-            with suppress(FileNotFoundError):
-                self._spare.rename(f"{self._path}.{self._number + 1}.log")
             pair = self._pair(self._number + 1)
             references = [[*key, self._places[key], []] for key in held]
             pair[0].append([(["begin", [self._values, snapshot], references], ())])
@@ -549,35 +524,27 @@ class Journal:
         self._number += 1
         self._places = {key: self._places[key] for key in held}
         self._is_compacting = True
-        self._pending.insert(0, _Write(frames=base, then=partial(self._retire, self._log.num_bytes)))
+        self._pending.insert(0, _Write(frames=base, then=self._retire))
         self._schedule()
 
-    def _retire(self, begin_bytes: int, error: ReplayBufferError | None) -> None:
-        """The new files are whole: delete the old ones when they are on the disk, which a thread waits for.
-
-        The new log is whole with its first ``begin_bytes``; what follows may be lost, as whatever was written last.
-        """
+    def _retire(self, error: ReplayBufferError | None) -> None:
+        """Delete the old files in a thread, once the new ones are whole and on the disk."""
         self._is_compacting = False
         self._base_bytes = self._log.num_bytes + self._frames.num_bytes
         if error is not None:
             logger.warning("the old files of the journal stay: %s", error)
             return
-        files = self._log, begin_bytes, self._frames
-        self._retiring = threading.Thread(target=self._replace, args=files, daemon=True)
+        self._retiring = threading.Thread(target=self._replace, args=(self._log, self._frames), daemon=True)
         self._retiring.start()
 
-    def _replace(self, log: AppendOnlyFile, begin_bytes: int, frames: AppendOnlyFile) -> None:
-        """A log goes after its frames: where this is cut short it leads the next server to both."""
+    def _replace(self, log: AppendOnlyFile, frames: AppendOnlyFile) -> None:
+        """Delete each old log after its frames: if this is interrupted, the next server finds both through the log."""
         try:
-            log.sync_first(begin_bytes)
+            log.sync()
             frames.sync()
             _sync_directory(self._path.parent)
             while self._former:
-                file = self._former[-1]
-                if file.path.suffix == ".log" and file.num_bytes <= 2 * _COMPACT_BYTES:
-                    with suppress(FileNotFoundError):
-                        file.path.rename(self._spare)
-                file.delete()
+                self._former[-1].delete()
                 self._former.pop()
         except OSError as error:
             logger.warning("the old files of the journal stay for now: %s", error)

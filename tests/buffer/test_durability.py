@@ -204,7 +204,7 @@ async def test_a_full_disk_is_an_error_and_nothing_is_acknowledged_that_is_not_s
 
 def test_a_file_that_is_no_journal_is_refused_by_its_path(tmp_path: Path):
     (tmp_path / "journal.1.log").write_text("something else, and long enough to be looked at" * 100)
-    with pytest.raises(ValueError, match=r"journal\.1\.log is not a journal of format 8: it begins with b'something"):
+    with pytest.raises(ValueError, match=r"journal\.1\.log is not a journal of format 9: it begins with b'something"):
         Journal(tmp_path / "journal")
 
 
@@ -213,7 +213,7 @@ def test_a_journal_of_an_earlier_release_is_refused_by_its_path(tmp_path: Path):
     with pytest.raises(ValueError, match=r"journal\.sqlite is a journal of format 3; use the release that wrote it"):
         Journal(tmp_path / "journal")
     (tmp_path / "store0.1.log").write_bytes(b"asyncrl buffer journal 4\n" + bytes(100))
-    with pytest.raises(ValueError, match=r"store0\.1\.log is not a journal of format 8: it begins with b'asyncrl"):
+    with pytest.raises(ValueError, match=r"store0\.1\.log is not a journal of format 9: it begins with b'asyncrl"):
         Journal(tmp_path / "store0")
 
 
@@ -402,11 +402,11 @@ def test_frames_are_written_whole_though_the_system_takes_few_bytes_at_once(tmp_
     """As it does above 2^31 bytes."""
     written = os.pwritev
     monkeypatch.setattr(os, "pwritev", lambda fd, parts, *at: written(fd, [bytes(parts[0])[:7]], *at))
-    file = AppendOnlyFile(tmp_path / "file", 3)
+    file = AppendOnlyFile(tmp_path / "file")
     file.append([(["some", "head"], [b"a" * 20, b"", b"b" * 9]), (["more"], [b"c"])])
     file.close()
     monkeypatch.undo()
-    file = AppendOnlyFile(tmp_path / "file", 3)
+    file = AppendOnlyFile(tmp_path / "file")
     (first, start), (second, behind) = file.read()
     assert (first, second) == (["some", "head"], ["more"])
     assert file.frames_at(start, [20, 0, 9]) == [b"a" * 20, b"", b"b" * 9]
@@ -450,18 +450,6 @@ async def test_a_put_is_acknowledged_only_when_it_is_written(tmp_path: Path, mon
     async with running(groups_per_step=4, **options) as run:
         fetched = await run.client().fetch([0, 1])
         assert [group.group_id for group in fetched] == [0, 1]
-
-
-def test_records_of_an_earlier_use_of_a_file_are_not_read_behind_those_of_the_new_one(tmp_path: Path):
-    former = AppendOnlyFile(tmp_path / "file", 3)
-    former.append([(["a"], ()), (["b"], ()), (["c"], ())])
-    former.close()
-    new = AppendOnlyFile(tmp_path / "file", 4)
-    new.append([(["x"], ())])
-    assert (tmp_path / "file").stat().st_size > new.num_bytes
-    assert [head for head, _ in AppendOnlyFile(tmp_path / "file", 4).read()] == [["x"]]
-    assert list(AppendOnlyFile(tmp_path / "file", 5).read()) == []
-    new.close()
 
 
 def size_of_files(directory: Path) -> int:
@@ -555,7 +543,7 @@ def test_old_files_whose_deletion_was_cut_short_leave_with_the_next_ones(tmp_pat
     compact(second)
     second.close()
     names = {path.name for path in tmp_path.iterdir()}
-    assert names == {"journal.lock", "journal.spare", "journal.3.log", "journal.3.frames"}
+    assert names == {"journal.lock", "journal.3.log", "journal.3.frames"}
 
 
 def test_old_files_that_could_not_be_deleted_are_tried_again_without_a_restart(tmp_path: Path, monkeypatch):
@@ -567,69 +555,21 @@ def test_old_files_that_could_not_be_deleted_are_tried_again_without_a_restart(t
     compact(only)
     only.close()
     names = {path.name for path in tmp_path.iterdir()}
-    assert names == {"journal.lock", "journal.spare", "journal.3.log", "journal.3.frames"}
+    assert names == {"journal.lock", "journal.3.log", "journal.3.frames"}
 
 
 def test_new_files_and_their_names_are_on_the_disk_before_an_old_one_goes(tmp_path: Path, monkeypatch):
-    events, synced = watch_the_disk(monkeypatch)
-    delete_file = AppendOnlyFile.delete
-    monkeypatch.setattr(AppendOnlyFile, "delete", lambda file: (events.append("deleted"), delete_file(file)))
-    only = Journal(tmp_path / "journal")
-    compact(only)
-    only.note({("payload", 1): [b"behind it"]})
-    only.close()
-    assert events == ["journal.2.log", "journal.2.frames", tmp_path.name, "deleted", "deleted"]
-    (tmp_path / "synced").write_bytes(b"".join(synced))
-    [(head, _)] = AppendOnlyFile(tmp_path / "synced", 2).read()
-    assert head[0] == "begin"
-
-
-def test_where_a_file_system_cannot_wait_for_one_write_the_whole_file_is_waited_for(tmp_path: Path, monkeypatch):
-    events, _ = watch_the_disk(monkeypatch, error=errno.EOPNOTSUPP)
-    only = Journal(tmp_path / "journal")
-    compact(only)
-    only.close()
-    assert events == ["journal.2.log", "journal.2.frames", tmp_path.name]
-    assert not (tmp_path / "journal.1.log").exists()
-
-
-def watch_the_disk(monkeypatch, *, error: int = 0) -> tuple[list[str], list[bytes]]:
-    """The names of files that are waited for, and the bytes that single writes wait for, unless they fail."""
-
     def note(descriptor: int) -> None:
         events.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
 
-    def write(descriptor: int, parts: list[bytes], offset: int, flags: int = 0) -> int:
-        if flags & os.RWF_DSYNC:
-            if error:
-                raise OSError(error, os.strerror(error))
-            note(descriptor)
-            synced.append(b"".join(parts))
-        return pwritev(descriptor, parts, offset, flags)
-
     events: list[str] = []
-    synced: list[bytes] = []
-    pwritev = os.pwritev
+    delete_file = AppendOnlyFile.delete
     monkeypatch.setattr(os, "fsync", note)
-    monkeypatch.setattr(os, "pwritev", write)
-    return events, synced
-
-
-def test_a_file_that_an_earlier_journal_left_to_be_written_over_is_never_read(tmp_path: Path):
-    earlier = Journal(tmp_path / "journal")
-    compact(earlier)
-    earlier.note({("payload", 1): [b"of another run"]})
-    earlier.close()
-    left = (tmp_path / "journal.2.log").read_bytes()
-    for path in tmp_path.iterdir():
-        path.unlink()
-    (tmp_path / "journal.spare").write_bytes(left)
+    monkeypatch.setattr(AppendOnlyFile, "delete", lambda file: (events.append("deleted"), delete_file(file)))
     only = Journal(tmp_path / "journal")
     compact(only)
     only.close()
-    again = Journal(tmp_path / "journal")
-    assert again.recover().frames == {}
-    again.close()
+    assert events == ["journal.2.log", "journal.2.frames", tmp_path.name, "deleted", "deleted"]
 
 
 @pytest.mark.parametrize(("place", "is_said"), [(-20, False), (150, True)])
@@ -716,7 +656,7 @@ async def test_a_restart_reads_only_the_frames_that_are_still_held(tmp_path: Pat
 
 
 async def test_frames_that_end_too_early_in_the_file_are_an_error_of_the_journal(tmp_path: Path):
-    file = AppendOnlyFile(tmp_path / "file", 3)
+    file = AppendOnlyFile(tmp_path / "file")
     file.append([(["head"], [b"a" * 20])])
     [(_, start)] = file.read()
     with pytest.raises(OSError, match="the file ends too early"):

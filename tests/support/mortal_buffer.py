@@ -30,18 +30,18 @@ class MortalWrites:
         self._count = 0
         self._write_all = journal.write_all
 
-    def __call__(self, descriptor: int, parts: list[Any], offset: int, flags: int = 0) -> None:
+    def __call__(self, descriptor: int, parts: list[Any], offset: int) -> None:
         if threading.current_thread() is not threading.main_thread():
-            self._write_all(descriptor, parts, offset, flags)
+            self._write_all(descriptor, parts, offset)
             return
         self._count += 1
         if not self._kills or self._count < self._kills[0][0]:
-            self._write_all(descriptor, parts, offset, flags)
+            self._write_all(descriptor, parts, offset)
             return
         _, share = self._kills.pop(0)
         self._count = 0
         data = b"".join(map(bytes, parts))
-        self._write_all(descriptor, [data[: len(data) * share // 32]], offset, flags)
+        self._write_all(descriptor, [data[: len(data) * share // 32]], offset)
         raise Killed
 
 
