@@ -19,7 +19,7 @@ from ray.exceptions import RayError, RayTaskError
 from asyncrl.config import RunConfig, learner_pools, learner_roles
 from asyncrl.core.errors import BatchLost, ClusterDiedError, DeadlineError, LearnerDiedError, WorkerDiedError
 from asyncrl.core.private_folders import make_private_folder
-from asyncrl.core.remote import StepDeadline, death_among, refs_of, within
+from asyncrl.core.remote import StepDeadline, death_among, raised_in_worker, refs_of, within
 from asyncrl.core.types import Carrier, Plan
 from asyncrl.run.cluster import AllOf, finished_in_thread, learner_env, learner_layout, stop_groups
 from asyncrl.run.run_folder import RunPaths, remove_published
@@ -44,9 +44,9 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 _DEATH_NOTICED_S = 10.0
+"""After a call on the ranks failed, how long Ray may take to report the death of the rank that caused it."""
 _CALLS_FAIL_S = 5.0
-"""How long after a rank's death a call on the ranks takes to fail, at most."""
-"""How long Ray may take to report a rank's death after another rank has felt it."""
+"""After a rank died, how long the calls on the ranks may take to fail."""
 
 WORKER_CLASSES = {"actor": ActorWorker, "critic": CriticWorker, "ref": ReferenceWorker, "rm": RewardModelWorker}
 
@@ -128,7 +128,7 @@ class LearnerGroup:
         if "rm" not in self._roles:
             return plan
         pending = self._roles["rm"].rewards(self._shares(plan, "rm"))
-        results = await self._in_time(pending, f"the rewards of step {plan.version}")
+        results = await self._in_time(pending, f"the rewards of step {plan.version}", kind="rewards")
         scores = {sample: reward for result in results for sample, reward in result.items()}
         groups = [
             replace(group, rewards=tuple(scores[group.group_id, sample] for sample in range(len(group.rewards))))
@@ -152,14 +152,14 @@ class LearnerGroup:
         columns = dict.fromkeys(column for role in readers for column in self._reads(role))
         self._scores = {column: self._score(column, plan, unsent) for column in sorted(columns)}
         step = self._roles["actor"].step(*self._step_arguments("actor", plan))
-        return self._after(unsent, step, f"the update of step {plan.version}")
+        return self._after(unsent, step, f"the update of step {plan.version}", kind="update")
 
     def update_critic(self, plan: Plan) -> Awaitable[Mapping[str, float]]:
         """See `LearnerPort.update_critic`."""
         if "critic" not in self._roles:
             return _nothing()
         step = self._roles["critic"].step(*self._step_arguments("critic", plan))
-        return self._critic_metrics(step, f"the critic's update of step {plan.version}")
+        return self._critic_metrics(step, plan.version)
 
     def publish(self, version: int) -> Awaitable[None]:
         """See `LearnerPort.publish`."""
@@ -273,30 +273,34 @@ class LearnerGroup:
             return [None] * len(batches)
         return scores.needed_by(batches)
 
-    async def _after(self, before: Sequence[Awaitable[Any]], pending: Awaitable[list[T]], what: str) -> T:
-        """Rank 0's answer, or the error of a call before it, which is the cause of its own."""
+    async def _after(
+        self, before: Sequence[Awaitable[Any]], pending: Awaitable[list[T]], what: str, *, kind: str = ""
+    ) -> T:
+        """Rank 0's answer. An earlier call that fails is raised first, because it is the cause."""
         for earlier in before:
-            await self._in_time(earlier, what)
-        return await self._first(pending, what)
+            await self._in_time(earlier, what, kind=kind)
+        return await self._first(pending, what, kind=kind)
 
-    async def _critic_metrics(self, pending: Awaitable[list[Mapping[str, float]]], what: str) -> Mapping[str, float]:
-        return {f"critic.{name}": value for name, value in (await self._first(pending, what)).items()}
+    async def _critic_metrics(self, pending: Awaitable[list[Mapping[str, float]]], step: int) -> Mapping[str, float]:
+        metrics = await self._first(pending, f"the critic's update of step {step}", kind="critic")
+        return {f"critic.{name}": value for name, value in metrics.items()}
 
-    async def _first(self, pending: Awaitable[list[T]], what: str) -> T:
-        """Rank 0's answer; the ranks reduce what they measure among themselves."""
-        return (await self._in_time(pending, what))[0]
+    async def _first(self, pending: Awaitable[list[T]], what: str, *, kind: str = "") -> T:
+        """Rank 0's answer; the ranks have reduced their metrics among themselves."""
+        return (await self._in_time(pending, what, kind=kind))[0]
 
-    async def _in_time(self, pending: Awaitable[T], what: str) -> T:
-        """Await a call; raises as `_or_death` does."""
-        return await _or_death(self._within(pending, what), pending)
+    async def _in_time(self, pending: Awaitable[T], what: str, *, kind: str = "") -> T:
+        """Await a call; raises as `_or_death` does.
 
-    async def _within(self, pending: Awaitable[T], what: str) -> T:
-        """Await a call; steps under a deadline that follows their durations, at first twice ``step_timeout_s``."""
-        kind, _, number = what.rpartition(" of step ")
-        if number and kind:
-            return await self._deadline.within(pending, kind, what, "learner.step_timeout_s")
-        # Twice: the step before the call has the ranks first.
-        return await within(pending, 2 * self._config.learner.step_timeout_s, what, "learner.step_timeout_s")
+        The deadline of a call of a ``kind`` that is made at each step follows the longest one so far. Every other call
+        gets twice ``learner.step_timeout_s``, because it may queue behind a step.
+        """
+        option = "learner.step_timeout_s"
+        if kind:
+            result = self._deadline.within(pending, kind, what, option)
+        else:
+            result = within(pending, 2 * self._config.learner.step_timeout_s, what, option)
+        return await _or_death(result, pending)
 
 
 async def _or_death(result: Awaitable[T], pending: Any) -> T:
@@ -310,7 +314,7 @@ async def _or_death(result: Awaitable[T], pending: Any) -> T:
     except ClusterDiedError:
         raise
     except BatchLost as lost:
-        raise BatchLost(_last_line(lost)) from lost
+        raise BatchLost(str(raised_in_worker(lost))) from lost
     except (WorkerDiedError, DeadlineError) as fault:
         raise LearnerDiedError(str(fault)) from fault
     except Exception as fault:
@@ -482,11 +486,6 @@ def _worker_class(
         pool=pool,
         **(publishes if role == "actor" else {}),
     )
-
-
-def _last_line(fault: Exception) -> str:
-    """What a rank said: Ray puts its traceback before it."""
-    return str(fault).strip().rpartition("\n")[2].rpartition("BatchLost: ")[2]
 
 
 async def _nothing() -> Mapping[str, float]:

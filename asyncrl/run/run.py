@@ -114,6 +114,7 @@ class Run:
         self._restarts: LearnerRestarts | None = None
         self._nodes = NodeFolders(run_dir, {}, timeout_s=config.ray.start_timeout_s)
         self._collecting: asyncio.Future[None] | None = None
+        self._part_died = False
 
     async def run(self) -> None:
         """Run to the end, and write the summary. Raises `ValueError` for a wrong option or file, or `AsyncRLError`."""
@@ -141,7 +142,7 @@ class Run:
                 watchers = [server.watch(), ray_death()]
                 if options.stores_on is StoresOn.hosts:
                     watchers.append(self._host_stores(stack, options, server.connection).watch())
-                summary = await _unless(work, watchers)
+                summary = await unless(work, [self._noting_death(watcher) for watcher in watchers])
             except BaseException as fault:
                 self._on_fault(fault)
                 raise
@@ -226,6 +227,14 @@ class Run:
         else:
             learner, fleet = await self._start_groups(stack, server.connection)
         return await self._train(_Parts(buffer=buffer, learner=learner, fleet=fleet), prompts)
+
+    async def _noting_death(self, watcher: Coroutine[Any, Any, Any]) -> None:
+        """Await a watcher, and note that a part of the run died if it raises."""
+        try:
+            await watcher
+        except Exception:
+            self._part_died = True
+            raise
 
     async def _start_groups(self, stack: AsyncExitStack, buffer: BufferConnection) -> tuple[LearnerGroup, FleetGroup]:
         """Start the fleet while the policy is warm-started, then the learner; the stack stops them.
@@ -324,13 +333,13 @@ class Run:
         )
         work = self._restarts.through(partial(self._train_and_save, controller, parts.learner))
         try:
-            await _unless(work, [parts.fleet.run()])
+            await unless(work, [parts.fleet.run()])
             result = await controller.account()
             after = await evaluate(result.policy_version)
             await self._watching.last_advice()  # the report shows what it finds
             overlap = await self._explain(writer)
-        except asyncio.CancelledError as end:
-            if self._records and not is_death(end):  # what is left of the run could not answer
+        except asyncio.CancelledError:
+            if self._records and not self._part_died:  # after a death the other parts may not answer
                 await self._keep(controller, parts.learner, writer, before)
             raise
         finally:
@@ -340,7 +349,7 @@ class Run:
     async def _train_and_save(self, controller: AnyController, learner: LearnerGroup) -> None:
         """Save the policy as soon as it is trained: whatever goes wrong later, it is there."""
         gc.freeze()  # what was imported stays: each look at all of it would stop training for a second
-        await _unless(controller.train(), [learner.death()])
+        await unless(controller.train(), [learner.death()])
         await self._save_policy(learner)
 
     async def _save_policy(self, learner: LearnerGroup) -> None:
@@ -450,24 +459,14 @@ class Run:
         return summary
 
 
-_A_PART_DIED = "a part of the run died"
-
-
-def is_death(end: asyncio.CancelledError) -> bool:
-    """Whether work is cancelled because a part of the run died, and not by a signal."""
-    return _A_PART_DIED in end.args
-
-
-async def _unless(work: Coroutine[Any, Any, T], watchers: Sequence[Coroutine[Any, Any, Any]]) -> T:
-    """Return what ``work`` returns; a watcher that raises first cancels it and is raised, one that ends is left."""
+async def unless(work: Coroutine[Any, Any, T], watchers: Sequence[Coroutine[Any, Any, Any]]) -> T:
+    """Return the result of ``work``. The first watcher that raises cancels the work, and its error is raised."""
     task = asyncio.ensure_future(work)
     watching = {asyncio.ensure_future(watcher) for watcher in watchers}
     try:
         while not task.done():
             done, _ = await asyncio.wait({task, *watching}, return_when=asyncio.FIRST_COMPLETED)
             for watcher in done & watching:
-                if watcher.exception() is not None:
-                    task.cancel(_A_PART_DIED)
                 watcher.result()
                 watching.discard(watcher)
         return task.result()

@@ -255,7 +255,7 @@ async def _started(command: Sequence[str], log_path: Path, devices: Mapping[str,
 async def _relay(
     process: Process, log_path: Path, progress_timeout_s: float, say: Callable[[str], None], policy: Path
 ) -> None:
-    """Relay the lines of the warm start until it names the ``policy`` that it has written; it exits a second later."""
+    """Relay the lines of the warm start until it has written ``policy``; its process exits a second later."""
     lines: deque[str] = deque(maxlen=20)
     assert process.stdout is not None
     is_written = False
@@ -266,7 +266,7 @@ async def _relay(
                 lines.append(line.rstrip())
                 if line.startswith("sft: "):
                     say("warm start: " + line.removeprefix("sft: ").rstrip())
-                    is_written = line.rstrip().endswith(str(policy)) and (policy / RESULT).is_file()
+                    is_written = (policy / RESULT).is_file()
     finally:
         if process.stdout.at_eof():  # it has said its last word: let it end
             with suppress(TimeoutError):

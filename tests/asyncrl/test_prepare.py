@@ -134,17 +134,17 @@ def test_a_warm_start_that_says_nothing_is_ended_by_its_deadline(config, tmp_pat
 
 
 def test_training_goes_on_as_soon_as_the_policy_is_written(config, tmp_path, monkeypatch):
-    """A process that has written its policy and said so takes a second, or here for ever, to end."""
-    policy = warm_start_path(config)
+    """The process takes a second to exit after it has written its policy; here it never exits."""
+    policy, made = warm_start_path(config), tmp_path / "made"
     write_warm_start(config, {"steps": 3, "accuracy": 0.5, "val_loss": None}, write_nothing)
-    monkeypatch.setattr("asyncrl.sft.warm_start.finished_warm_start", lambda _: None)  # as before it began
-    code = f"import time; print('sft: 3 steps, 1.0 s: {policy}', flush=True); time.sleep(600)"
-    monkeypatch.setattr("asyncrl.sft.warm_start._COMMAND", ("-c", code))
-    assert asyncio.run(warm_start(config, [], tmp_path / "sft.log", lambda line: None)) == policy
-    code = f"import sys; print('sft: 3 steps, 1.0 s: {policy}-other', flush=True); sys.exit(3)"
+    policy.rename(made)
+    code = "import sys; print('sft: 3 steps', flush=True); sys.exit(3)"
     monkeypatch.setattr("asyncrl.sft.warm_start._COMMAND", ("-c", code))
     with pytest.raises(WorkerDiedError, match="ended with status 3"):
         asyncio.run(warm_start(config, [], tmp_path / "sft.log", lambda line: None))
+    code = f"import os, time; os.rename('{made}', '{policy}'); print('sft: 3 steps', flush=True); time.sleep(600)"
+    monkeypatch.setattr("asyncrl.sft.warm_start._COMMAND", ("-c", code))
+    assert asyncio.run(warm_start(config, [], tmp_path / "sft.log", lambda line: None)) == policy
 
 
 def test_prompts_are_checked_without_torch_and_as_transformers_reads_them(config):
