@@ -79,7 +79,7 @@ class SaturatedRun:
         self.ledger.apply(Put(summary=summary))
 
     def _kill(self, worker: bytes) -> None:
-        for group in self.ledger.leases_of(worker):
+        for group in self.ledger.groups.of_owner(worker):
             rollout = self._running.pop(group.group_id)
             progress = Progress(
                 num_tokens=rollout.num_tokens,
@@ -97,7 +97,7 @@ class SaturatedRun:
 
     def _lease(self) -> None:
         rule = self.ledger.rule
-        if (num_short := 4 * rule.groups_per_step - self.ledger.num_queued) > 0:
+        if (num_short := 4 * rule.groups_per_step - self.ledger.groups.num_queued) > 0:
             self.ledger.apply(Enqueue(group_ids=tuple(range(self._next_id, self._next_id + num_short))))
             self._next_id += num_short
         worker = 0

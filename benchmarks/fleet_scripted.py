@@ -286,7 +286,7 @@ async def occupancy() -> float:
 
         ledger.on_applied = note
         await run.control.enqueue([_prompt(number) for number in range(OCCUPANCY_GROUPS)])
-        while ledger.num_queued or ledger.num_leased:  # noqa: ASYNC110 - measured from outside
+        while ledger.groups.num_queued or ledger.groups.num_leased:  # noqa: ASYNC110 - measured from outside
             await asyncio.sleep(0.1)
     return sum(meter.occupied_s for meter in meters) / sum(meter.lasted_s * PLACES * SAMPLES for meter in meters)
 

@@ -15,6 +15,7 @@ from asyncrl.core.types import BufferStats, GroupSummary
 from .groups import record_from, values_of
 
 DISCARDED_PREFIX = "discarded_prefix"
+STALE = "stale"
 STALE_PREFIX = "stale_prefix"
 NO_ROOM = "no_room"
 STORE_LOST = "store_lost"

@@ -238,7 +238,7 @@ class PromptIntake:
         """Queue what the queue has room for, first come first."""
         for request in self._pending.all():
             prompts, num_queued = request.fields["prompts"], request.fields["queued"]
-            num_free = max(0, self._queue_size - self._ledger.num_queued)
+            num_free = max(0, self._queue_size - self._ledger.groups.num_queued)
             chosen = prompts[num_queued : num_queued + num_free]
             self._queue(chosen)
             request.fields["queued"] += len(chosen)
@@ -312,7 +312,7 @@ class Admission:
 
     def describe(self) -> list[dict[str, Any]]:
         """What is known of every producer, for people."""
-        num_leases = Counter(lease.owner for lease in self._ledger.leases())
+        num_leases = Counter(lease.owner for lease in self._ledger.groups.leased())
         return self.heartbeats.describe(self._clock.time(), num_leases)
 
     def _lease(self, client: bytes, message: Message) -> None:
@@ -351,7 +351,7 @@ class Admission:
 
     def _admitted(self, versions: Iterable[int]) -> set[int]:
         """Those of the versions at which a group that waits may begin; none where no group waits, or none fits."""
-        if not self._ledger.num_queued or not self._ledger.has_room():
+        if not self._ledger.groups.num_queued or not self._ledger.room.has_room():
             return set()
         return {version for version in versions if self._ledger.admits(version)}
 
@@ -378,8 +378,7 @@ class Admission:
             self._grant_to_waiting(versions, self._clock.time(), only_saved=True)
 
     def _is_saved_first(self) -> bool:
-        first = self._ledger.first_queued
-        return first is not None and first.progress is not None
+        return any(group.progress is not None for group in self._ledger.groups.head(1, owner=b""))
 
     def _grant_to_waiting(self, versions: set[int], now: float, *, only_saved: bool = False) -> None:
         waiting = [entry for version in versions for entry in self._pending.at_version(version)]
@@ -388,7 +387,7 @@ class Admission:
         line = [
             (
                 self._hands_over and self._paces.is_slow(request.client, usual),
-                self._ledger.num_leases_of(request.client),
+                self._ledger.groups.num_of_owner(request.client),
                 self._turns.turn_of(request.client),
                 place,
                 request,
@@ -418,7 +417,7 @@ class Admission:
 
     def _take_over(self, admitted: set[int], now: float) -> None:
         """Ask slow workers for groups that waiting workers take over, while there are such groups and such workers."""
-        while (group := self._paces.first_on_offer()) is not None and self._ledger.has_room():
+        while (group := self._paces.first_on_offer()) is not None and self._ledger.room.has_room():
             is_due = group.deadline <= self._ledger.next_plan
             takers = [
                 version
@@ -496,7 +495,7 @@ class Admission:
         payload: list[Any] = []
         leases = []
         for lease in granted:
-            if not self._ledger.holds(lease.group_id, lease.attempt):
+            if self._ledger.groups.running(lease.group_id, lease.attempt) is None:
                 continue
             prompt = self._store.prompts.get(lease.group_id)
             prefix = () if lease.progress is None else self._store.prefixes.get(lease.group_id)
@@ -518,7 +517,7 @@ class Admission:
 
     def _give_back(self, lease: GrantedLease, reason: str) -> None:
         """A lease whose worker will report nothing of it."""
-        if self._ledger.holds(lease.group_id, lease.attempt):
+        if self._ledger.groups.running(lease.group_id, lease.attempt) is not None:
             self._ledger.apply(Release(group_id=lease.group_id, attempt=lease.attempt, num_tokens=0, reason=reason))
 
     def _renew(self, client: bytes, message: Message) -> None:
@@ -532,10 +531,10 @@ class Admission:
         """A goodbye, with the leases that the client knows of: all others, and what it waits for, are given back."""
         known = set(zip(*_groups_and_attempts(message), strict=True))
         self._pending.withdraw(client)
-        for lease in self._ledger.leases_of(client):
+        for lease in self._ledger.groups.of_owner(client):
             if (lease.group_id, lease.attempt) not in known:
                 self._give_back(lease.granted(), "undelivered")
-        if not self._ledger.leases_of(client):
+        if not self._ledger.groups.of_owner(client):
             self.heartbeats.leave(client)
             self._paces.forget(client)
         self._replies.reply(client, message.request_id)

@@ -31,7 +31,7 @@ class BatchRequests:
         self._links = links
         self._max_filtered = max_filtered
         self._pending = PendingRequests()
-        self._unread = FetchWindow(shared.ledger.max_bytes)
+        self._unread = FetchWindow(shared.ledger.room.max_bytes)
         self.operations = {"plan": self._plan, "fetch": self._fetch}
 
     def close(self) -> None:
@@ -64,8 +64,8 @@ class BatchRequests:
     def _answer_late(self, request: PendingRequest) -> None:
         """A plan has waited for as long as it may: ask again, unless nothing is left that could make it."""
         ledger = self._ledger
-        is_idle = not (ledger.num_queued or ledger.num_leased or ledger.num_planned)
-        if is_idle and ledger.account.groups_dropped and ledger.num_stored < ledger.rule.groups_per_step:
+        is_idle = not (ledger.groups.num_queued or ledger.groups.num_leased or ledger.groups.num_planned)
+        if is_idle and ledger.account.groups_dropped and ledger.groups.num_stored < ledger.rule.groups_per_step:
             text = f"{self._stored()}, no prompts are queued and nothing runs; {self._dropped()}. Enqueue more prompts"
             self._replies.fail(request.client, request.request_id, ReplayBufferError(text))
             return
@@ -86,7 +86,7 @@ class BatchRequests:
 
     def _is_filtered_away(self) -> bool:
         ledger = self._ledger
-        is_short = ledger.num_stored < ledger.rule.groups_per_step
+        is_short = ledger.groups.num_stored < ledger.rule.groups_per_step
         return is_short and 0 < self._max_filtered <= ledger.account.filtered_in_a_row
 
     def _filtered(self) -> str:
@@ -98,7 +98,8 @@ class BatchRequests:
 
     def _stored(self) -> str:
         ledger = self._ledger
-        return f"{ledger.num_stored} of the {ledger.rule.groups_per_step} groups of batch {ledger.next_plan} are stored"
+        stored = f"{ledger.groups.num_stored} of the {ledger.rule.groups_per_step} groups"
+        return f"{stored} of batch {ledger.next_plan} are stored"
 
     def _dropped(self) -> str:
         dropped = self._ledger.account.groups_dropped
@@ -108,8 +109,8 @@ class BatchRequests:
         """Tell everybody who waits for a batch that it does not fit."""
         ledger = self._ledger
         error = StoreFull(
-            f"buffer.max_stored_bytes={ledger.max_bytes} cannot hold a batch: {ledger.num_stored} groups fill "
-            f"it, {ledger.rule.groups_per_step} are needed, the next has {size} bytes; raise it"
+            f"buffer.max_stored_bytes={ledger.room.max_bytes} cannot hold a batch: {ledger.groups.num_stored} groups "
+            f"fill it, {ledger.rule.groups_per_step} are needed, the next has {size} bytes; raise it"
         )
         self._fail_all(error)
 
@@ -124,9 +125,13 @@ class BatchRequests:
         if len(set(group_ids)) != len(group_ids):
             raise WireError("a fetch names each group once")
         if self._links is not None:
-            attempts = [self._ledger.stored_attempt(group_id) for group_id in group_ids]
-            places, digests = zip(*map(self._ledger.store_of, group_ids), strict=True) if group_ids else ((), ())
-            fields = {"stores": self._links.addresses, "attempts": attempts, "places": places, "digests": digests}
+            groups = [self._ledger.groups.in_store(group_id) for group_id in group_ids]
+            fields = {
+                "stores": self._links.addresses,
+                "attempts": [group.result.attempt for group in groups],
+                "places": [group.store for group in groups],
+                "digests": [group.digest for group in groups],
+            }
             self._replies.reply(client, message.request_id, fields)
             return
         parts = [self._store.trajectories(group_id) for group_id in group_ids]

@@ -120,6 +120,27 @@ class Group:
             progress=self.progress,
         )
 
+    def describe(self, learner_version: int, now: float) -> dict[str, Any]:
+        """What is known of a leased, stored or planned group, for people."""
+        known = {
+            "group_id": self.group_id,
+            "state": str(self.state),
+            "attempt": self.attempt,
+            "deadline": self.deadline,
+        }
+        if self.summary is None:
+            return known | {
+                "lag": learner_version - self.engine_version,
+                "owner": self.owner.hex()[:8],
+                "num_saved_tokens": self.num_saved,
+                "expires_in_s": round(self.expires_at - now, 1),
+            }
+        return known | {
+            "lag": learner_version - self.summary.oldest_version,
+            "mean_reward": sum(self.summary.rewards) / max(1, len(self.summary.rewards)),
+            "mean_length": sum(self.summary.response_lengths) / max(1, len(self.summary.response_lengths)),
+        }
+
     def to_row(self) -> list[Any]:
         """The record as plain values."""
         row: list[Any] = [*values_of(self)]
@@ -188,8 +209,6 @@ class GroupTable:
         plans: Version to the group ids of its batch.
         stored_bytes: Bytes of trajectories by store, reserved ones among them.
         stores: Where each store is.
-        ended_attempts: Group and number of attempts whose trajectories may lie in a store and are never trained on;
-            whoever keeps the trajectories takes them out.
         prefix_bytes: Bytes of saved prefixes.
         expected_bytes: What a group's trajectories take: the largest seen, forgotten within some dozens of groups.
     """
@@ -197,7 +216,7 @@ class GroupTable:
     def __init__(self, *, num_stores: int = 1) -> None:
         self.stored_bytes = [0] * num_stores
         self.stores = [StorePlace() for _ in range(num_stores)]
-        self.ended_attempts: list[tuple[int, int]] = []
+        self._ended_attempts: list[tuple[int, int]] = []
         self.prefix_bytes = self.expected_bytes = 0
         self.open_by_deadline: dict[int, int] = {}
         self.plans: dict[int, tuple[int, ...]] = {}
@@ -221,6 +240,9 @@ class GroupTable:
 
     def __iter__(self) -> Iterator[Group]:
         return iter(self._groups.values())
+
+    def __getitem__(self, group_id: int) -> Group:
+        return self._groups[group_id]
 
     @property
     def num_queued(self) -> int:
@@ -248,6 +270,45 @@ class GroupTable:
                 f"no trajectories of group {group_id} are stored; fetch what a plan names, before commit"
             )
         return group
+
+    def in_store(self, group_id: int) -> Group:
+        """The group, if a store that is still there holds its trajectories. Raises `UnknownGroup` otherwise."""
+        group = self.stored(group_id)
+        if (place := self.stores[group.store]).is_gone:
+            raise UnknownGroup(
+                f"the trajectories of group {group_id} were on the store of host {place.host} at {place.address}, "
+                "which is gone"
+            )
+        return group
+
+    def with_prefix(self) -> list[int]:
+        """The groups, queued or leased, that have a saved prefix."""
+        return [group.group_id for group in self if group.prefix_bytes]
+
+    def is_planned(self, group_id: int) -> bool:
+        """Whether a batch holds the group."""
+        group = self._groups.get(group_id)
+        return group is not None and group.state is GroupState.planned
+
+    def stored_in(self, store: int | None = None) -> list[tuple[int, int]]:
+        """Groups and attempts whose trajectories one store holds, or any store; stored or planned."""
+        stored = (group for group in self if group.summary is not None)
+        return [(group.group_id, group.result.attempt) for group in stored if store is None or group.store == store]
+
+    def reserved_in(self, store: int) -> list[tuple[int, int]]:
+        """The running groups that have bytes reserved in a store, and their attempts."""
+        leased = (group for group in self.leased() if group.num_bytes)
+        return [(group.group_id, group.attempt) for group in leased if group.store == store]
+
+    def past_attempts(self) -> list[tuple[int, int]]:
+        """The groups that had attempts before the one that runs or is stored, and the last of those."""
+        past = ((group.group_id, group.attempt - (group.state is not GroupState.queued)) for group in self)
+        return [(group_id, attempt) for group_id, attempt in past if attempt >= 0]
+
+    def drain_ended(self) -> list[tuple[int, int]]:
+        """Groups and attempts that ended since the last call, and whose trajectories a store may still hold."""
+        ended, self._ended_attempts = self._ended_attempts, []
+        return ended
 
     def of_state(self, state: GroupState) -> list[Group]:
         """The groups of a state, by place."""
@@ -299,8 +360,8 @@ class GroupTable:
                 chosen.update(dict.fromkeys(list(islice(candidates, number))))
         return [self._groups[group_id] for group_id in chosen]
 
-    def next_expiry(self) -> Group | None:
-        """The leased group whose lease runs out first."""
+    def next_expiry(self) -> float | None:
+        """When the first lease runs out; None while no lease runs."""
         expiries = self._expiries
         while expiries:
             expires_at, group_id, attempt = expiries[0]
@@ -310,7 +371,7 @@ class GroupTable:
             elif group.expires_at > expires_at:
                 heapreplace(expiries, (group.expires_at, group_id, attempt))
             else:
-                return group
+                return expires_at
         return None
 
     def expired(self, now: float) -> list[Group]:
@@ -327,7 +388,7 @@ class GroupTable:
         """Queue a group that is new at the tail, or one that was finished, with its attempts."""
         self._groups[group_id] = Group(group_id=group_id, place=self._place(), num_attempts=num_attempts)
         if num_attempts:
-            self.ended_attempts.append((group_id, num_attempts - 1))
+            self._ended_attempts.append((group_id, num_attempts - 1))
         self._queue.append(group_id)
 
     def requeue(self, group: Group, *, keeps_progress: bool) -> None:
@@ -340,7 +401,7 @@ class GroupTable:
         group.state, group.place, group.owner = GroupState.queued, self._head_place, b""
         group.num_inherited, group.is_missing = 0, False
         if group.num_bytes:
-            self.ended_attempts.append((group.group_id, group.attempt))
+            self._ended_attempts.append((group.group_id, group.attempt))
         self.set_bytes(group, 0)
         if not keeps_progress:
             self.set_progress(group, None, 0)

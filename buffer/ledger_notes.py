@@ -48,12 +48,12 @@ class LedgerNotes:
     def levels(self, *, held_bytes: int) -> None:
         """Note the counts, where they have changed."""
         ledger, level = self._ledger, self._recorder.level
-        level(LevelName.queued, ledger.num_queued, lane=LANE)
-        level(LevelName.leased, ledger.num_leased, lane=LANE)
-        level(LevelName.stored, ledger.num_stored, lane=LANE)
-        level(LevelName.planned, ledger.num_planned, lane=LANE)
+        level(LevelName.queued, ledger.groups.num_queued, lane=LANE)
+        level(LevelName.leased, ledger.groups.num_leased, lane=LANE)
+        level(LevelName.stored, ledger.groups.num_stored, lane=LANE)
+        level(LevelName.planned, ledger.groups.num_planned, lane=LANE)
         level(LevelName.budget, ledger.budget, lane=LANE)
-        level(LevelName.full, int(not ledger.has_room()), lane=LANE)
+        level(LevelName.full, int(not ledger.room.has_room()), lane=LANE)
         level(LevelName.version, ledger.learner_version, lane=LANE)
         level(LevelName.bytes, held_bytes, lane=LANE)
 

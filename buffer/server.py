@@ -460,9 +460,12 @@ class BufferServer:
         ledger, is_unsure = self._service.ledger, True
         try:
             while is_unsure:
-                stored, reserved = ledger.stored_groups(number), ledger.reserved_groups(number)
+                stored, reserved = ledger.groups.stored_in(number), ledger.groups.reserved_in(number)
                 missing = await self._links.reconcile(
-                    number, stored + reserved, finished=ledger.finished(), ended=ledger.ended_attempts()
+                    number,
+                    stored + reserved,
+                    finished=ledger.history.finished.ranges(),
+                    ended=ledger.groups.past_attempts(),
                 )
                 is_unsure = self._service.lose_from_store(number, missing, stored=stored, reserved=reserved)
         except AsyncRLError as error:

@@ -206,7 +206,12 @@ class BufferService:
         ledger, before = self.ledger, None
         try:
             while before != (
-                before := (ledger.num_queued, ledger.num_leased, ledger.num_stored, self._intake.num_waiting)
+                before := (
+                    ledger.groups.num_queued,
+                    ledger.groups.num_leased,
+                    ledger.groups.num_stored,
+                    self._intake.num_waiting,
+                )
             ):
                 self._admission.grant_saved()  # else a batch is made without a group that it waited for
                 self._batches.make()
@@ -221,7 +226,7 @@ class BufferService:
             self._admission.revoked(**fields)
             self._replies.push(revocation.owner, REVOKED, fields)
         self._stores.settle()
-        self._expiry.at(self.ledger.next_expiry())
+        self._expiry.at(self.ledger.groups.next_expiry())
         self._silence.at(self._admission.heartbeats.next_silence())
         self._compact()
         if self._notes is not None:
@@ -254,16 +259,16 @@ class BufferService:
         ledger.renew_all(self._clock.time())
         ledger.drain_revocations()
         ledger.drain_finished()
-        ledger.drain_ended()
+        ledger.groups.drain_ended()
         ledger.log = journal
         self._stores.recover()
         self._offers.recover(journal)
         journal.on_written = self.settle
         self._store.recover(recovered.frames, ledger)
-        self._lose(group_id for group_id, _ in ledger.stored_groups() if group_id not in self._store.payloads)
-        self._lose(group_id for group_id in ledger.groups_with_prefix() if group_id not in self._store.prefixes)
-        self._admission.recover(ledger.leases())
-        self._expiry.at(ledger.next_expiry())
+        self._lose(group_id for group_id, _ in ledger.groups.stored_in() if group_id not in self._store.payloads)
+        self._lose(group_id for group_id in ledger.groups.with_prefix() if group_id not in self._store.prefixes)
+        self._admission.recover(ledger.groups.leased())
+        self._expiry.at(ledger.groups.next_expiry())
         self._silence.at(self._admission.heartbeats.next_silence())
 
     def _lose(
@@ -292,12 +297,12 @@ class BufferService:
         """
         ledger, missing = self.ledger, set(group_ids)
         was_reserved = {key for key in reserved if key[0] in missing}
-        now_stored = set(ledger.stored_groups(store))
+        now_stored = set(ledger.groups.stored_in(store))
         found = [group_id for group_id, _ in now_stored.intersection(stored) if group_id in missing]
         self._lose(
-            (group_id for group_id in found if not ledger.is_planned(group_id)),
-            unsent=was_reserved.intersection(ledger.reserved_groups(store)),
-            missing=filter(ledger.is_planned, found),
+            (group_id for group_id in found if not ledger.groups.is_planned(group_id)),
+            unsent=was_reserved.intersection(ledger.groups.reserved_in(store)),
+            missing=filter(ledger.groups.is_planned, found),
         )
         self.settle()
         return not was_reserved.isdisjoint(now_stored)
@@ -306,7 +311,7 @@ class BufferService:
         """Drop the frames of what is over, and tell those whose put or prompts did not fit."""
         finished = self.ledger.drain_finished()
         self._admission.finished(finished)
-        if self._store.forget(finished, self.ledger.drain_ended()):
+        if self._store.forget(finished, self.ledger.groups.drain_ended()):
             self._tell_of_space(self._refused_for_space)
             self._tell_of_space(self._refused_prompts)
 
@@ -360,7 +365,8 @@ class BufferService:
 
     def _grant_reservations(self) -> None:
         for pending in self._reserving.all():
-            is_held = self.ledger.holds(pending.fields["group_id"], pending.fields["attempt"])
+            group = self.ledger.groups.running(pending.fields["group_id"], pending.fields["attempt"])
+            is_held = group is not None
             fields: dict[str, Any] = {"granted": True, "is_held": is_held}
             try:
                 if is_held:
@@ -379,7 +385,7 @@ class BufferService:
         try:
             reserved = self.ledger.apply(command)
         except StoreFull:
-            if self.ledger.stores and self.ledger.cannot_hold_batch(group_id):
+            if self.ledger.groups.stores and self.ledger.cannot_hold_batch(group_id):
                 self._batches.fail(command.num_bytes)
             raise
         if reserved.evicted:
@@ -401,11 +407,11 @@ class BufferService:
             num_left_out=num_left_out,
         )
         key = summary.group_id, summary.attempt
-        is_held = self.ledger.holds(*key)
-        if is_held and self._store.is_elsewhere and not self.ledger.is_reserved(*key):
+        group = self.ledger.groups.running(*key)
+        if group is not None and self._store.is_elsewhere and not group.num_bytes:
             raise StoreLost(f"the store that took group {key[0]} attempt {key[1]} does not hold it; send it again")
-        is_easy = (self._journal is None or size < JOIN_BELOW_BYTES) and self.ledger.fits(size)
-        if is_easy or not is_held or self._store.is_elsewhere:
+        is_easy = (self._journal is None or size < JOIN_BELOW_BYTES) and self.ledger.room.fits(size)
+        if is_easy or group is None or self._store.is_elsewhere:
             self._store_group(client, request, command, request.payload)
         else:
             self._make_room(Reserve(group_id=key[0], attempt=key[1], num_bytes=size, owner=client))
@@ -476,7 +482,9 @@ class BufferService:
 
     def _lose_planned(self, client: bytes, request: Message) -> None:
         """The learner's ranks did not find groups of a batch, and no rank has made its step: it is planned anew."""
-        self._lose(group_id for group_id in integers(request.fields, "groups") if self.ledger.is_planned(group_id))
+        self._lose(
+            group_id for group_id in integers(request.fields, "groups") if self.ledger.groups.is_planned(group_id)
+        )
         self._replies.reply(client, request.request_id)
 
     def _rewind(self, client: bytes, request: Message) -> None:
@@ -549,16 +557,17 @@ class BufferService:
         )
 
     def _inspect(self, client: bytes, request: Message) -> None:
-        rule = self.ledger.rule
+        rule, table = self.ledger.rule, self.ledger.groups
+        groups = table.leased() + [group for group in table if group.summary is not None]
         fields = {
             "max_lag": rule.max_lag,
             "groups_per_step": rule.groups_per_step,
-            "max_stored_bytes": self.ledger.max_bytes,
+            "max_stored_bytes": self.ledger.room.max_bytes,
             **self._counters(),
             "stores": self._stores.describe(),
             "stats": stats_fields(self._totals()),
-            "finished": self.ledger.finished(),
-            "groups": self.ledger.describe(self._clock.time()),
+            "finished": self.ledger.history.finished.ranges(),
+            "groups": [group.describe(self.ledger.learner_version, self._clock.time()) for group in groups],
             "producers": self._admission.describe(),
         }
         self._replies.reply(client, request.request_id, fields)

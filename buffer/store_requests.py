@@ -47,7 +47,7 @@ class StoreRequests:
     def recover(self) -> None:
         """Reach the stores that an earlier server knew."""
         if self._links is not None and self._links.may_join:
-            for place in self._ledger.stores:
+            for place in self._ledger.groups.stores:
                 self._links.connect("" if place.is_gone else place.address)
 
     def settle(self) -> None:
@@ -62,8 +62,12 @@ class StoreRequests:
         """What is known of the store servers, for people; nothing where there are none."""
         if self._links is None:
             return []
-        described = zip(self._ledger.describe_stores(), self._links.addresses, strict=True)
-        return [store | {"address": address} for store, address in described]
+        groups = self._ledger.groups
+        stores = zip(groups.stores, self._links.addresses, groups.stored_bytes, strict=True)
+        return [
+            {"address": address, "host": place.host, "bytes": num_bytes, "is_gone": place.is_gone}
+            for place, address, num_bytes in stores
+        ]
 
     def _wanted(self, client: bytes, request: Message) -> None:
         self._check_may_join()
@@ -94,8 +98,8 @@ class StoreRequests:
     def _drop(self, client: bytes, request: Message) -> None:
         """A store is gone for good, says the controller, who placed it; how many groups went with it."""
         links, number = self._check_may_join(), integer(request.fields, "store")
-        if number >= len(self._ledger.stores):
-            raise WireError(f"store {number} has not joined; {len(self._ledger.stores)} have")
+        if number >= len(self._ledger.groups.stores):
+            raise WireError(f"store {number} has not joined; {len(self._ledger.groups.stores)} have")
         dropped = self._ledger.apply(DropStore(store=number))
         if dropped.is_new:
             links.disconnect(number)

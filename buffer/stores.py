@@ -139,12 +139,12 @@ class PayloadStore:
     def recover(self, frames: Mapping[str, Mapping[int, Frames]], ledger: Ledger) -> None:
         """Take up what a journal kept of unfinished groups."""
         for group_id, parts in frames.get("prompt", {}).items():
-            if ledger.is_unfinished(group_id):
+            if group_id in ledger.groups:
                 self.prompts.put(group_id, parts)
         for group_id, parts in frames.get("payload", {}).items():
-            if ledger.is_stored(group_id):
+            if (group := ledger.groups.get(group_id)) is not None and group.summary is not None:
                 self.keep_payload(group_id, parts, self.receipt_of(parts).size)
-        with_prefix = set(ledger.groups_with_prefix())
+        with_prefix = set(ledger.groups.with_prefix())
         for group_id, parts in frames.get("progress", {}).items():
             if group_id in with_prefix:
                 self.prefixes.put(group_id, parts)

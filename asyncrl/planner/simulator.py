@@ -166,7 +166,7 @@ class SimulatedWorker:
         self.idle["reward"] += passed * min(self._num_settling, num_free)
         num_free -= min(self._num_settling, num_free)
         if num_free > 0:
-            cause = "staleness_gate" if self._buffer.ledger.has_room() else "buffer_full"
+            cause = "staleness_gate" if self._buffer.ledger.room.has_room() else "buffer_full"
             self.idle["lease" if self._is_gathering else cause] += passed * num_free
 
     # Leases
@@ -387,7 +387,7 @@ class SimulatedLearner:
     def feed(self) -> None:
         """Keep prompts queued: called whenever a batch was planned, and where filters leave too few for the fleet."""
         wanted = _QUEUED_STEPS * self._scenario.groups_per_step + self._simulation.capacity
-        missing = wanted - self._buffer.ledger.num_queued
+        missing = wanted - self._buffer.ledger.groups.num_queued
         if missing > 0:
             first = self._simulation.num_prompts
             self._simulation.num_prompts += missing
@@ -404,10 +404,10 @@ class SimulatedLearner:
 
     def _what_is_missing(self) -> str:
         ledger, scenario = self._buffer.ledger, self._scenario
-        num_missing = scenario.groups_per_step - ledger.num_stored
-        if num_missing <= 0 or num_missing <= ledger.num_leased < self._simulation.capacity / 2:
+        num_missing = scenario.groups_per_step - ledger.groups.num_stored
+        if num_missing <= 0 or num_missing <= ledger.groups.num_leased < self._simulation.capacity / 2:
             return "batch_tail"
-        if ledger.num_leased < num_missing:
+        if ledger.groups.num_leased < num_missing:
             return "publish"
         return "slow_generation"
 
@@ -555,11 +555,11 @@ class Simulation:
 
     def stored(self, group: SimulatedGroup) -> None:
         """A group was stored; where a queue is bounded, the one stored first gives way to it."""
-        self._most_bytes = max(self._most_bytes, self.buffer.ledger.stored_bytes)
+        self._most_bytes = max(self._most_bytes, sum(self.buffer.ledger.groups.stored_bytes))
         if self.scenario.queue_groups:
             self._queue[group.group_id] = group.attempt
             call_after(self.env, 0.0, self._bound_queue)  # when a batch that takes some of them is known
-        if self.scenario.equal_rewards and self.buffer.ledger.num_queued < self.capacity:
+        if self.scenario.equal_rewards and self.buffer.ledger.groups.num_queued < self.capacity:
             self.learner.feed()
         self.learner.account()
 

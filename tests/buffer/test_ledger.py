@@ -123,7 +123,7 @@ def test_a_group_that_is_released_to_be_dropped_is_finished_with_all_of_its_toke
         of.release(0, 0, num_tokens=45, reason="reward", max_failures=1)
     stats = of.stats()
     assert (stats.tokens_buffered, stats.tokens_dropped, stats.groups_dropped) == (0, {"reward": 45}, {"reward": 1})
-    assert of.finished() == [(0, 1)]
+    assert of.history.finished.ranges() == [(0, 1)]
     assert [each.group_id for each in of.lease(0, 1, now=0.0)] == [1]
 
 
@@ -312,7 +312,7 @@ def test_what_the_ledger_holds_does_not_grow_with_the_length_of_a_run(monkeypatc
 
     while num_commands < 150_000:
         now += 1.0
-        if of.num_queued < 8:
+        if of.groups.num_queued < 8:
             apply(Enqueue(group_ids=tuple(range(next_id, next_id + 8))))
             next_id += 8
         for lease in apply(LeaseGroups(engine_version=of.learner_version, max_groups=12)).leases:
@@ -395,8 +395,8 @@ def test_the_last_ended_attempt_of_each_unfinished_group_is_known():
     [again] = of.lease(0, 1)
     of.put(summary_of(again))
     of.enqueue([3])
-    assert of.holds(zero.group_id, 0)
-    assert sorted(of.ended_attempts()) == [(1, 1), (2, 0)]
+    assert of.groups.running(zero.group_id, 0) is not None
+    assert sorted(of.groups.past_attempts()) == [(1, 1), (2, 0)]
 
 
 def test_only_an_attempt_that_had_bytes_is_named_when_it_ends():
@@ -406,8 +406,8 @@ def test_only_an_attempt_that_had_bytes_is_named_when_it_ends():
     of.reserve(second, 7)
     for lease in (first, second):
         of.release(lease.group_id, 0, num_tokens=0)
-    assert of.drain_ended() == [(1, 0)]
-    assert of.drain_ended() == []
+    assert of.groups.drain_ended() == [(1, 0)]
+    assert of.groups.drain_ended() == []
 
 
 def test_a_planned_group_that_no_store_has_stays_in_its_batch_until_the_batch_is_dissolved():

@@ -169,7 +169,7 @@ class LedgerMachine(RuleBasedStateMachine):
             self.running[lease.group_id] = (lease, self.now + LEASE_S)
         assert len(granted) <= number
         if len(granted) < number:
-            no_more = not self._admits(version, deadlines) or not self.ledger.has_room()
+            no_more = not self._admits(version, deadlines) or not self.ledger.room.has_room()
             assert no_more or not self._may_have(bytes([worker]))
 
     def _may_have(self, worker: bytes) -> int:
@@ -567,9 +567,9 @@ class LedgerMachine(RuleBasedStateMachine):
         running = {(lease.group_id, lease.attempt) for lease, _ in self.running.values()}
         for lease in self.granted:
             key = lease.group_id, lease.attempt
-            assert self.ledger.holds(*key) == (key in running)
+            assert (self.ledger.groups.running(*key) is not None) == (key in running)
         for group_id, (summary, _) in self.stored.items():
-            assert self.ledger.stored_attempt(group_id) == summary.attempt
+            assert self.ledger.groups.stored(group_id).result.attempt == summary.attempt
 
     @invariant()
     def every_token_is_somewhere(self) -> None:
@@ -597,14 +597,14 @@ class LedgerMachine(RuleBasedStateMachine):
             assert len(self.planned) == 2 or self.ledger.can_plan()
         elif not self.planned:
             assert self.ledger.admits(self.version)
-            assert self.ledger.has_room()
+            assert self.ledger.room.has_room()
 
     @invariant()
     def every_running_lease_has_a_timer(self) -> None:
         if self.running:
-            assert self.ledger.next_expiry() == min(expires_at for _, expires_at in self.running.values())
+            assert self.ledger.groups.next_expiry() == min(expires_at for _, expires_at in self.running.values())
         else:
-            assert self.ledger.next_expiry() is None
+            assert self.ledger.groups.next_expiry() is None
 
     def _admits(self, version: int, deadlines: list[int]) -> bool:
         """Whether every deadline could still be met with one more group that begins at ``version``."""

@@ -319,10 +319,10 @@ class Workers:
     def check(self) -> None:
         """Whoever may begin a group by the rule has begun it, unless a place is kept for a group that still runs."""
         ledger = self.ledger
-        if not ledger.num_queued or not ledger.has_room():
+        if not ledger.groups.num_queued or not ledger.room.has_room():
             return
         may_begin = [client for client, version in self.asking.items() if ledger.admits(version)]
-        assert not may_begin or (ledger.num_leased and self.to_hand_over)
+        assert not may_begin or (ledger.groups.num_leased and self.to_hand_over)
 
 
 @settings(max_examples=60, deadline=None)
@@ -351,7 +351,7 @@ async def test_whoever_may_begin_a_group_by_the_rule_begins_it(max_lag: int, dat
         elif action == "step":
             version = of.ledger.learner_version
             of.ask(b"controller", "plan", version=version)
-            if version in of.ledger._groups.plans:
+            if version in of.ledger.groups.plans:
                 of.ask(b"controller", "commit", version=version)
         elif action == "hand" and of.to_hand_over:
             key = of.to_hand_over.pop()

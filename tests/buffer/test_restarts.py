@@ -138,7 +138,7 @@ async def test_a_late_message_about_a_lease_of_the_server_before_touches_no_late
     assert script.ask(other, "lease", wanted).fields["leases"][0][:2] == [0, 1]
     assert server.ask(WORKER, lease).fields["leases"] == []
     script.ask(WORKER, "cancel", {"request": lease.request_id})
-    assert server.service.ledger.holds(0, 1)
+    assert server.service.ledger.groups.running(0, 1) is not None
     server.close()
 
 

@@ -81,7 +81,9 @@ class Life:
             self.ledger.plan(version + 1)
         self.ledger.commit(version)
         account = self.ledger.account
-        self.saved.append((version + 1, tuple(self.ledger.finished()), account.tokens_trained, Counter(account.lags)))
+        self.saved.append(
+            (version + 1, tuple(self.ledger.history.finished.ranges()), account.tokens_trained, Counter(account.lags))
+        )
 
     def rewind(self, back: int) -> None:
         del self.saved[max(1, len(self.saved) - back) :]
@@ -99,7 +101,7 @@ class Life:
             self.report(lease, refused=True)
         self.running.clear()
         assert self.ledger.learner_version == self.ledger.next_plan == version
-        assert self.ledger.num_leased == self.ledger.num_stored == 0
+        assert self.ledger.groups.num_leased == self.ledger.groups.num_stored == 0
         assert self.ledger.account.tokens_trained == tokens
         self.ledger.enqueue(range(100))  # those that it knows are left out
 
@@ -141,7 +143,7 @@ def test_whenever_the_learner_goes_back_the_account_balances_and_no_attempt_come
         life.put(2 * SIZE)
         life.step(plans_ahead=False)
     life.check()
-    assert life.ledger.finished() == [(0, 100)]
+    assert life.ledger.history.finished.ranges() == [(0, 100)]
     assert max(life.ledger.account.lags) <= MAX_LAG
 
 

@@ -63,8 +63,8 @@ def test_a_stored_group_that_is_due_later_gives_way_and_its_tokens_are_counted()
 
 def test_a_group_comes_without_a_reservation_up_to_the_last_byte_of_a_single_store():
     of = ledger(0, 2, max_bytes=10)
-    assert (of.fits(10), of.fits(11)) == (True, False)
-    assert not ledger(0, 2, max_bytes=10, num_stores=2).fits(1)
+    assert (of.room.fits(10), of.room.fits(11)) == (True, False)
+    assert not ledger(0, 2, max_bytes=10, num_stores=2).room.fits(1)
 
 
 def test_a_batch_that_the_stores_cannot_hold_is_known_when_its_last_group_asks_for_room():
@@ -100,7 +100,7 @@ def test_a_group_that_just_fits_may_begin():
     ledger.reserve(lease, 500)
     ledger.put(summary_of(lease), num_bytes=500)
     assert len(ledger.lease(0, 1)) == 1
-    assert not ledger.has_room()
+    assert not ledger.room.has_room()
 
 
 def test_a_full_store_with_a_batch_that_nobody_has_planned_yet_lets_no_group_begin():
@@ -109,8 +109,8 @@ def test_a_full_store_with_a_batch_that_nobody_has_planned_yet_lets_no_group_beg
     for lease in ledger.lease(0, 2):
         ledger.reserve(lease, 500)
         ledger.put(summary_of(lease), num_bytes=500)
-    assert (ledger.num_stored, ledger.num_leased, ledger.num_planned) == (2, 0, 0)
-    assert not ledger.has_room()
+    assert (ledger.groups.num_stored, ledger.groups.num_leased, ledger.groups.num_planned) == (2, 0, 0)
+    assert not ledger.room.has_room()
     assert ledger.lease(0, 1) == []
 
 
@@ -131,8 +131,8 @@ def test_the_stored_groups_of_one_store_are_those_that_were_reserved_there():
     for lease in ledger.lease(0, 2):
         ledger.reserve(lease, 900)
         ledger.put(summary_of(lease), num_bytes=900)
-    assert ledger.stored_groups() == [(0, 0), (1, 0)]
-    assert [ledger.stored_groups(store) for store in range(2)] == [[(0, 0)], [(1, 0)]]
+    assert ledger.groups.stored_in() == [(0, 0), (1, 0)]
+    assert [ledger.groups.stored_in(store) for store in range(2)] == [[(0, 0)], [(1, 0)]]
 
 
 def test_a_lost_prefix_is_dropped_and_its_group_begins_afresh():
@@ -140,7 +140,7 @@ def test_a_lost_prefix_is_dropped_and_its_group_begins_afresh():
     ledger.enqueue([0])
     [lease] = ledger.lease(0, 1)
     ledger.save(lease, Progress(num_tokens=4, oldest_version=0, newest_version=0), num_bytes=10)
-    assert ledger.groups_with_prefix() == [0]
+    assert ledger.groups.with_prefix() == [0]
     ledger.release(0, 0, num_tokens=4)
     assert ledger.lose([0]) == ()
     assert (ledger.account.tokens_buffered, ledger.account.tokens_dropped) == (0, {"store_lost": 4})
@@ -170,8 +170,8 @@ def test_what_is_reserved_is_known_by_its_store():
     leases = ledger.lease(0, 3)
     for lease, size in zip(leases, (400, 100, 0), strict=True):
         ledger.reserve(lease, size)
-    assert [ledger.is_reserved(group_id, 0) for group_id in range(3)] == [True, True, False]
-    assert [ledger.reserved_groups(store) for store in (0, 1)] == [[(0, 0)], [(1, 0)]]
+    assert [ledger.groups[group_id].num_bytes > 0 for group_id in range(3)] == [True, True, False]
+    assert [ledger.groups.reserved_in(store) for store in (0, 1)] == [[(0, 0)], [(1, 0)]]
 
 
 def test_a_group_and_a_prefix_of_just_the_bound_fit():
@@ -181,7 +181,7 @@ def test_a_group_and_a_prefix_of_just_the_bound_fit():
     ledger.save(lease, Progress(num_tokens=4, oldest_version=0, newest_version=0), num_bytes=1000)
     assert ledger.reserve(lease, 1000) == Reserved(store=0)
     ledger.put(summary_of(lease), num_bytes=1000)
-    assert ledger.num_stored == 1
+    assert ledger.groups.num_stored == 1
 
 
 def test_no_more_gives_way_than_a_group_needs():
@@ -191,7 +191,7 @@ def test_no_more_gives_way_than_a_group_needs():
     for lease in (first, second):
         ledger.save(lease, Progress(num_tokens=4, oldest_version=0, newest_version=0), num_bytes=500)
     assert ledger.reserve(third, 500) == Reserved(store=0, evicted=(1,))
-    assert ledger.groups_with_prefix() == [0]
+    assert ledger.groups.with_prefix() == [0]
 
 
 def test_a_stored_group_that_is_due_as_soon_as_another_does_not_give_way_to_it():

@@ -375,7 +375,7 @@ class Life:
         lags: Counter[int] = Counter()
         for version, keys in self.trained.items():
             lags.update(version - self.written[key].oldest for key in keys)
-        finished = [bound for part in self.server.service.ledger.finished() for bound in part]
+        finished = [bound for part in self.server.service.ledger.history.finished.ranges() for bound in part]
         return Checkpoint(
             version=self.version,
             finished=finished,

@@ -185,7 +185,7 @@ async def test_a_put_whose_store_is_gone_on_the_way_goes_to_another():
         [lease] = await a.lease(0, 1)
         of.stores["a"].close()
         putting = asyncio.ensure_future(a.put(rollout(lease)))
-        while not of.run.server._service.ledger.is_reserved(0, 0):
+        while not of.run.server._service.ledger.groups[0].num_bytes:
             await of.control.stats()
         await of.control.drop_store(0)
         await putting
@@ -251,7 +251,7 @@ async def test_a_payload_that_comes_while_its_store_says_what_it_holds_is_not_ta
         monkeypatch.setattr(server._links, "reconcile", late(server._links.reconcile, asked, reported))
         monkeypatch.setattr(a, "_put_reserved", send_when_asked)
         putting = asyncio.ensure_future(a.put(rollout(lease)))
-        while not server._service.ledger.is_reserved(0, 0):
+        while not server._service.ledger.groups[0].num_bytes:
             await of.control.stats()
         checking = asyncio.ensure_future(server._requeue_missing(0))
         await putting
@@ -278,7 +278,7 @@ async def test_a_payload_that_was_lost_while_its_put_was_told_is_found_missing(m
         monkeypatch.setattr(server._links, "reconcile", late(server._links.reconcile, asked, reported))
         monkeypatch.setattr(a, "_report", report_when_the_store_was_asked)
         putting = asyncio.ensure_future(a.put(rollout(lease)))
-        while of.held_by("a") or not server._service.ledger.is_reserved(0, 0):
+        while of.held_by("a") or not server._service.ledger.groups[0].num_bytes:
             await of.control.stats()
         checking = asyncio.ensure_future(server._requeue_missing(0))
         await putting

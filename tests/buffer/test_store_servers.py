@@ -125,7 +125,7 @@ async def test_a_store_server_that_comes_back_empty_under_two_batches_costs_one_
         os.kill(pid_listening_at(store), signal.SIGKILL)
         ledger = run.server._service.ledger
         async with asyncio.timeout(30):
-            while not all(group.is_missing for group in ledger._groups.of_state(GroupState.planned)):
+            while not all(group.is_missing for group in ledger.groups.of_state(GroupState.planned)):
                 await client.stats()
         assert await client.commit(0), "the ranks have the first batch"
         await client.lose([2])

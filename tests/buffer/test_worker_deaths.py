@@ -35,8 +35,8 @@ def test_a_prompt_that_kills_its_workers_is_dropped_and_no_other(
     num_deaths, stored = 0, 0
     while stored + num_deaths // max_deaths < num_prompts:
         owner = bytes([data.draw(st.integers(0, num_workers - 1))])
-        of.lease(0, num_places - of.num_leases_of(owner), owner=owner)
-        held = of.leases_of(owner)
+        of.lease(0, num_places - of.groups.num_of_owner(owner), owner=owner)
+        held = of.groups.of_owner(owner)
         assert sum(group.num_deaths >= max_deaths - 1 for group in held) <= 1
         if poison in [group.group_id for group in held]:
             num_deaths += 1
@@ -47,7 +47,7 @@ def test_a_prompt_that_kills_its_workers_is_dropped_and_no_other(
             stored += 1
     assert num_deaths == max_deaths
     assert dict(of.account.groups_dropped) == {"worker_died": 1}
-    assert not of.is_unfinished(poison)
+    assert poison not in of.groups
 
 
 def lease_of(group: Group) -> GrantedLease:
@@ -67,8 +67,8 @@ def test_a_group_that_was_finished_after_a_death_is_no_suspect_any_more():
     assert (again.group_id, again.attempt) == (first.group_id, 2)
     of.take_back(b"b")
     assert of.stats().groups_dropped == {"worker_died": 1}
-    assert not of.is_unfinished(other.group_id)
-    assert of.is_unfinished(first.group_id)
+    assert other.group_id not in of.groups
+    assert first.group_id in of.groups
 
 
 def test_what_was_written_of_a_dropped_group_is_counted_whoever_reports_it_late():
@@ -88,7 +88,7 @@ def test_without_a_limit_no_death_drops_anything():
     for _ in range(20):
         assert len(of.lease(0, 1, owner=b"a")) == 1
         of.take_back(b"a")
-    assert of.num_queued == 1
+    assert of.groups.num_queued == 1
 
 
 async def test_a_prompt_that_buries_its_workers_is_dropped_and_the_others_are_trained_on():

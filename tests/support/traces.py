@@ -114,7 +114,7 @@ class SimulatedRun:
         while self._events:
             self.now, _, act = heapq.heappop(self._events)
             act()
-            self._notes.levels(held_bytes=100 * self.ledger.num_stored)
+            self._notes.levels(held_bytes=100 * self.ledger.groups.num_stored)
         for recorder in self._recorders:
             recorder.close()
 
@@ -129,7 +129,7 @@ class SimulatedRun:
     # Fleet
 
     def _fill(self) -> None:
-        if self.ledger.num_queued < 100:
+        if self.ledger.groups.num_queued < 100:
             self.ledger.apply(Enqueue(group_ids=tuple(next(self._ids) for _ in range(100))))
         if self.ledger.learner_version == self.shape.num_steps:
             return
