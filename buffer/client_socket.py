@@ -21,8 +21,7 @@ from .encoding import JOIN_BELOW_BYTES
 from .heartbeats import Deadline, LoopClock
 from .keys import ClientKeys, secure_client
 from .messages import ACKS, CONNECT, OK, PUSH_ID, PUSHES, Message
-from .socket_folders import bulk_address
-from .sockets import Channel, Chunk, ChunkReceiver, ChunkSender, client_context
+from .sockets import Channel, Chunk, ChunkReceiver, ChunkSender, bulk_address, client_context
 
 _RECONNECT_MS = 50
 _RECONNECT_MAX_MS = 2000

@@ -23,7 +23,7 @@ from .client_socket import ClientSocket
 from .config import BufferConfig, Durability
 from .connection import BufferConnection
 from .keys import BufferRole, client_keys, ensure_keys
-from .socket_folders import folder_of, remove_socket_folder, with_socket_folder
+from .sockets import folder_of, remove_socket_folder, with_socket_folder
 
 logger = logging.getLogger(__name__)
 

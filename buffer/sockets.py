@@ -1,23 +1,37 @@
-"""What both ends of the buffer's connections stand on: ZMQ sockets on an asyncio loop, and large messages in chunks.
+"""The buffer's ZMQ sockets on an asyncio loop: messages in chunks, the folders of Unix sockets, and ports.
 
-Every client has two connections to a server. *Control* carries requests and small payloads. *Bulk* carries payloads
-from ``JOIN_BELOW_BYTES`` on, in chunks, so a large put over a slow link delays no heartbeat and no renewal. At most
-``WINDOW_BYTES`` of chunks are on their way without an acknowledgement; each acknowledgement shows progress.
+Every client has two connections to a server. *Control* carries requests and small payloads. *Bulk* carries payloads of
+``JOIN_BELOW_BYTES`` or more in chunks, so that a large put over a slow link delays no heartbeat and no renewal. At most
+``WINDOW_BYTES`` of chunks are sent before the peer acknowledges them. Each acknowledgement counts as progress.
 """
 
 import asyncio
+import ctypes
+import fcntl
+import ipaddress
+import logging
+import os
 import resource
+import shutil
+import socket
 import struct
+import tempfile
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import zmq
 
 from asyncrl.core.errors import WireError
 
+from .config import BufferConfig
 from .encoding import CHUNK_BYTES
+
+logger = logging.getLogger(__name__)
 
 WINDOW_BYTES = 4 * CHUNK_BYTES
 _BURST = 64
@@ -32,6 +46,13 @@ _CHUNK_MAGIC, _ACK_MAGIC = b"chnk", b"ackn"
 _MAX_CHUNK_FRAMES = 2048
 _MAX_INCOMPLETE = 64
 _MAX_INCOMPLETE_FRAMES = 1 << 20
+_PREFIX = "asyncrl-"
+_SCHEME = "ipc://"
+_MAX_PATH_BYTES = 107
+_LONGEST_NAME = "store-1000000.bulk"
+_BACKLOG = 1024
+_SIOCGIFADDR = 0x8915
+_CLONE_FILES = 0x400
 
 
 class Channel:
@@ -272,3 +293,131 @@ def allow_clients(num_clients: int, *, num_links: int = 0) -> None:
         )
     if soft != resource.RLIM_INFINITY and needed > soft:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+
+
+def make_socket_folder() -> str:
+    """Make a folder with a random name that only this user may open (mode 0700)."""
+    base = tempfile.gettempdir()
+    longest = os.path.join(base, f"{_PREFIX}{'x' * 8}", _LONGEST_NAME)
+    return tempfile.mkdtemp(prefix=_PREFIX, dir=base if len(os.fsencode(longest)) <= _MAX_PATH_BYTES else "/tmp")
+
+
+def with_socket_folder(config: BufferConfig) -> tuple[BufferConfig, str]:
+    """The options with the folder that their Unix sockets need, and that folder if it was made here, to be removed."""
+    if config.host or config.socket_folder:
+        return config, ""
+    folder = make_socket_folder()
+    return replace(config, socket_folder=folder), folder
+
+
+def remove_socket_folder(folder: str) -> None:
+    """Remove a folder and its sockets; nothing happens if it is gone, or the name is empty."""
+    if folder:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def unix_address(folder: str, name: str) -> str:
+    """The address of a server. Example: ``ipc:///tmp/asyncrl-4k2f9a1c/buffer``."""
+    return f"{_SCHEME}{folder}/{name}"
+
+
+def folder_of(address: str) -> str:
+    """The folder of a server's Unix socket; empty for the address of a port."""
+    return str(Path(address.removeprefix(_SCHEME)).parent) if address.startswith(_SCHEME) else ""
+
+
+def bulk_address(address: str, port: int) -> str:
+    """Where large payloads go, given the address of the control socket; ``port`` is 0 for Unix sockets."""
+    return f"{address.rpartition(':')[0]}:{port}" if port else f"{address}.bulk"
+
+
+class PortListener:
+    """Binds a ZMQ socket to a port; made on a running loop, and closed before the ZMQ socket.
+
+    ``on_refused`` is called for each connection that is closed because this process may open no more files. Raises
+    `OSError` if the port cannot be bound.
+
+    Attributes:
+        address: Where the socket listens.
+    """
+
+    def __init__(self, bound: zmq.Socket[Any], host: str, port: int, on_refused: Callable[[], None]) -> None:
+        own_host = _address_of(host)
+        family = socket.AF_INET6 if ":" in own_host else socket.AF_INET
+        self._listener = socket.create_server((own_host, port), family=family, backlog=_BACKLOG)
+        self._listener.setblocking(False)  # for ZMQ too, which may find that a connection was taken here
+        self._bound = bound
+        name = f"[{own_host}]" if family == socket.AF_INET6 else own_host
+        self.address = f"tcp://{name}:{self._listener.getsockname()[1]}"
+        self._refusals = _Refusals(self._listener.fileno(), self.address, on_refused)
+        bound.setsockopt(zmq.USE_FD, os.dup(self._listener.fileno()))
+        monitor = bound.get_monitor_socket(zmq.EVENT_ACCEPT_FAILED)
+        bound.bind(self.address)
+        self._monitor = Channel(monitor, lambda event: self._refusals.wanted.set())
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._bound.disable_monitor()
+        self._monitor.close()
+        self._refusals.close()
+        self._listener.close()
+
+
+class _Refusals(threading.Thread):
+    """Accepts and closes the connections that wait, each time that they are ``wanted`` to be refused.
+
+    The thread has a table of files of its own, with the listening socket alone. So it can accept a connection while
+    the process can open no more files, and ZMQ cannot take the file that it uses.
+    """
+
+    def __init__(self, listening: int, address: str, on_refused: Callable[[], None]) -> None:
+        super().__init__(name=f"refusals {address}", daemon=True)
+        self._listening, self._address = listening, address
+        self._loop, self._on_refused = asyncio.get_running_loop(), on_refused
+        self._is_alone, self._is_closed, self._has_refused = threading.Event(), False, False
+        self.wanted = threading.Event()
+        self.start()
+        self._is_alone.wait()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._is_closed = True
+        self.wanted.set()
+        self.join()
+
+    def run(self) -> None:
+        """Wait until connections are to be refused, again and again."""
+        libc = ctypes.CDLL(None, use_errno=True)
+        is_alone = libc.unshare(_CLONE_FILES) == 0
+        if is_alone:
+            os.closerange(3, self._listening)
+            os.closerange(self._listening + 1, os.sysconf("SC_OPEN_MAX"))
+        self._is_alone.set()
+        if not is_alone:
+            logger.warning("%s: connections beyond the limit of open files will cost a core", self._address)
+            return
+        with socket.socket(fileno=self._listening) as listener:
+            while self.wanted.wait() and not self._is_closed:
+                self.wanted.clear()
+                with suppress(OSError):  # none waits
+                    while True:
+                        listener.accept()[0].close()
+                        self._loop.call_soon_threadsafe(self._note)
+
+    def _note(self) -> None:
+        self._on_refused()
+        if not self._has_refused:
+            self._has_refused = True
+            logger.warning("%s closes connections: this process may open no more files", self._address)
+
+
+def _address_of(host: str) -> str:
+    """The address to bind: ``host`` itself, that of the interface of this name, or every address."""
+    if host == "*":
+        return "0.0.0.0"
+    name = "127.0.0.1" if host == "localhost" else host.strip("[]")
+    with suppress(ValueError):
+        return str(ipaddress.ip_address(name))
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+    return socket.inet_ntoa(answer[20:24])

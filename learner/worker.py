@@ -26,8 +26,8 @@ import numpy as np
 
 from asyncrl.core import record
 from asyncrl.core.errors import BatchLost, DeadlineError, StalenessError, UnknownGroup
+from asyncrl.core.host import WORKER_BYTES, keep_freed_memory
 from asyncrl.core.ports import LearnerBuffer
-from asyncrl.core.process_memory import WORKER_BYTES, keep_freed_memory
 from asyncrl.core.record import ProfileConfig, SpanKind
 from asyncrl.core.trajectory import TrajectoryGroup
 from asyncrl.single_controller import Dispatch, Worker, make_nd_compute_dataproto_dispatch_fn, register

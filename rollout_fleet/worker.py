@@ -17,8 +17,8 @@ from typing import NoReturn
 
 from asyncrl.core import record
 from asyncrl.core.errors import AsyncRLError, EngineLost
+from asyncrl.core.host import WORKER_BYTES, keep_freed_memory
 from asyncrl.core.ports import RolloutBuffer
-from asyncrl.core.process_memory import WORKER_BYTES, keep_freed_memory
 from asyncrl.core.record import ProfileConfig
 from asyncrl.core.types import AnsweredPrompt, Prompt
 from asyncrl.single_controller import Dispatch, Worker, register

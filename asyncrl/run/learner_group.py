@@ -18,7 +18,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from asyncrl.config import RunConfig, learner_pools, learner_roles
 from asyncrl.core.errors import BatchLost, ClusterDiedError, DeadlineError, LearnerDiedError, WorkerDiedError
-from asyncrl.core.private_folders import make_private_folder
+from asyncrl.core.host import make_private_folder
 from asyncrl.core.remote import StepDeadline, death_among, raised_in_worker, refs_of, within
 from asyncrl.core.types import Carrier, Plan
 from asyncrl.run.cluster import AllOf, finished_in_thread, learner_env, learner_layout, stop_groups

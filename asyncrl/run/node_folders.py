@@ -27,7 +27,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from asyncrl.config import RunConfig
 from asyncrl.core.errors import AsyncRLError
-from asyncrl.core.private_folders import FOLDER_MODE, NotPrivate, make_private_folder
+from asyncrl.core.host import FOLDER_MODE, NotPrivate, make_private_folder
 from asyncrl.core.remote import fetch_async, within
 from asyncrl.placement_config import WORKER_ENV
 from asyncrl.run.run_folder import RunPaths, join_shared_folder, shared_folder

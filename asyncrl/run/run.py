@@ -22,8 +22,8 @@ from typing import Any, TypeAlias, TypeVar
 from asyncrl.config import RunConfig, keeps_stores_on_hosts, num_buffer_clients, stop_deadlines, with_time_to_read
 from asyncrl.core import record
 from asyncrl.core.errors import AsyncRLError
+from asyncrl.core.host import make_private_folder
 from asyncrl.core.ports import PromptSource
-from asyncrl.core.private_folders import make_private_folder
 from asyncrl.core.types import Prompt
 from asyncrl.data.prompts import PromptStream
 from asyncrl.metrics import (

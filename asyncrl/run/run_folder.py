@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl.config import RunConfig, Transport
-from asyncrl.core.private_folders import FOLDER_MODE, make_private_folder
+from asyncrl.core.host import FOLDER_MODE, make_private_folder
 
 SHARED_MEMORY = Path("/dev/shm")
 _SHARED_PREFIX = "asyncrl-run-"

@@ -26,7 +26,7 @@ import xxhash
 from typing_extensions import Buffer
 
 from asyncrl.core.errors import WeightsError, WeightsGone
-from asyncrl.core.private_folders import is_bare_name
+from asyncrl.core.host import is_bare_name
 from asyncrl.core.types import Carrier, OfferKind, WeightOffer
 
 DTYPES = {

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.core.errors import DeadlineError, WeightsError, WeightsGone
-from asyncrl.core.private_folders import make_private_folder, open_private
+from asyncrl.core.host import make_private_folder, open_private
 from asyncrl.core.remote import on_own_thread
 from asyncrl.core.types import Carrier, WeightOffer
 from asyncrl.weights import rounds as weight_rounds

@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from asyncrl.core.errors import DeadlineError, WeightsError, WeightsGone
-from asyncrl.core.private_folders import NotPrivate, check_owned, make_private_folder, open_private
+from asyncrl.core.host import NotPrivate, check_owned, make_private_folder, open_private
 from asyncrl.core.types import Carrier, WeightOffer
 from asyncrl.weights.carriers import load_limit_s
 from asyncrl.weights.delta import apply_delta

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.core.errors import DeadlineError, NotAllowed, RateExceeded, ReplayBufferError, WireError, WrongEpoch
-from asyncrl.core.private_folders import NotPrivate
+from asyncrl.core.host import NotPrivate
 from asyncrl.core.types import BufferStats
 from buffer import (
     BufferClient,
@@ -35,7 +35,7 @@ from buffer.keys import BufferRole
 from buffer.messages import PROTOCOL_VERSION, Message
 from buffer.server import BufferServer
 from buffer.service import BufferService
-from buffer.socket_folders import bulk_address, folder_of, make_socket_folder, remove_socket_folder
+from buffer.sockets import bulk_address, folder_of, make_socket_folder, remove_socket_folder
 from tests.support.buffer_groups import prompt, rollout, running
 from tests.support.offers import bare_offer
 from tests.support.stranger import NOBODY, as_stranger, refusals

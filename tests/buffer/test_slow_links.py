@@ -10,7 +10,7 @@ from asyncrl.core.errors import DeadlineError
 from asyncrl.core.types import Lease
 from buffer import BufferClient
 from buffer.server import BufferServer
-from buffer.socket_folders import bulk_address, make_socket_folder, remove_socket_folder, unix_address
+from buffer.sockets import bulk_address, make_socket_folder, remove_socket_folder, unix_address
 from tests.support.buffer_groups import prompt, rollout, running
 
 _PIECE = 16 * 1024

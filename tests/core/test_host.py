@@ -10,7 +10,7 @@ NUM_ROUNDS, NUM_BLOCKS, BLOCK_PAGES = 10, 8, 2048
 PROGRAM = f"""
 import resource, sys
 import numpy as np
-from asyncrl.core.process_memory import WORKER_BYTES, keep_freed_memory
+from asyncrl.core.host import WORKER_BYTES, keep_freed_memory
 
 def use():
     blocks = [np.ones({BLOCK_PAGES} * 512) for _ in range({NUM_BLOCKS})]

@@ -1,0 +1,405 @@
+"""The server's end of the buffer's connections: binds both sockets, checks every request, and sends the replies.
+
+It waits for messages and for the journal. A `Service` answers the requests.
+"""
+
+import asyncio
+import logging
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import zmq
+
+from asyncrl.core.errors import (
+    AsyncRLError,
+    NotAllowed,
+    RateExceeded,
+    ReplayBufferError,
+    WireError,
+    WrongEpoch,
+)
+from asyncrl.core.host import make_private_folder
+
+from . import messages
+from .config import BufferConfig
+from .encoding import JOIN_BELOW_BYTES
+from .journal import Journal
+from .keys import KeyGate, ServerKeys, check_exposure, may, secure_server, server_keys, store_keys
+from .messages import CONNECT, OK, PUSH_ID, Message
+from .sockets import (
+    Channel,
+    Chunk,
+    ChunkReceiver,
+    ChunkSender,
+    PortListener,
+    bulk_address,
+    folder_of,
+    make_socket_folder,
+    remove_socket_folder,
+    unix_address,
+)
+
+logger = logging.getLogger(__name__)
+
+_MAX_UNREAD_MESSAGES = 64
+
+
+class RateLimit:
+    """Counts the requests of each client per second, and the leases that they name; ``per_second`` are allowed."""
+
+    def __init__(self, per_second: int) -> None:
+        self._per_second = per_second
+        self._counts: Counter[bytes] = Counter()
+        self._since = 0.0
+
+    def check(self, client: bytes, num_parts: int) -> None:
+        """Count a request of ``num_parts`` parts. Raises `RateExceeded` if it is above the limit of its client."""
+        now = time.monotonic()
+        if now - self._since >= 1.0:
+            self._since = now
+            self._counts.clear()
+        self._counts[client] += num_parts
+        if self._counts[client] > self._per_second:
+            raise RateExceeded(
+                f"more than {self._per_second} requests, or leases that they name, came from this client within a "
+                "second (buffer.max_requests_per_s); this one was not answered, send it again later"
+            )
+
+
+@dataclass(kw_only=True, slots=True)
+class _BulkPeer:
+    """What is on its way from and to one client by the bulk socket."""
+
+    sender: ChunkSender
+    receiver: ChunkReceiver
+    last_heard: float = field(default_factory=time.monotonic)
+
+
+class Service(Protocol):
+    """What answers the requests."""
+
+    def handle(self, client: bytes, request: Message) -> None:
+        """Answer one request, now or later."""
+
+    def settle(self) -> None:
+        """Do what is to be done once for all messages that have come."""
+
+    def close(self) -> None:
+        """Stop whatever waits."""
+
+
+class ServerSocket:
+    """Binds the control and the bulk socket and serves on them until `close`; made on a running loop.
+
+    Every request is answered: an error of this system becomes the reply, any other is logged with its traceback too.
+
+    Args:
+        config: Options.
+        make_service: Builds what answers the requests; the service sends through the socket that it is given.
+        journal: Remembers epoch and addresses, so that a server started again is found where it was.
+        store: Number of the store server that this is; None for the ledger's server, which has other keys.
+
+    Attributes:
+        address: Where the control socket listens.
+        bulk_port: Where large payloads go; 0 for a Unix socket, see `bulk_address`.
+        epoch: The run that this server belongs to.
+    """
+
+    def __init__(
+        self,
+        config: BufferConfig,
+        *,
+        make_service: "Callable[[ServerSocket], Service]",
+        journal: Journal | None,
+        store: int | None = None,
+    ) -> None:
+        check_exposure(config.host, config.keys)
+        self._config = config
+        self._journal = journal
+        self._context = zmq.Context()
+        self._gate: KeyGate | None = None
+        self._counts: dict[str, int] = dict.fromkeys(
+            ("malformed", "unsent", "unknown_keys", "over_rate", "failed", "no_files"), 0
+        )
+        self._outbox: dict[bytes, list[Message]] = {}
+        self._flush_handle: asyncio.Handle | None = None
+        self._peers: dict[bytes, _BulkPeer] = {}
+        self._swept_at = 0.0
+        self._limit = RateLimit(config.max_requests_per_s)
+        self.epoch = self._choose_epoch()
+        self._own_folder = ""
+        self._listeners: list[PortListener] = []
+        read = server_keys if store is None else store_keys
+        keys = read(Path(config.keys)) if config.keys else None
+        if keys is not None:
+            self._gate = KeyGate(self._context, keys, partial(self._count, "unknown_keys"))
+        control = self._router(keys, silent_s=4 * config.heartbeat_s)
+        bulk = self._router(keys, silent_s=max(config.request_timeout_s, 4 * config.heartbeat_s))
+        self._service = make_service(self)
+        if config.host:
+            self.address = self._reached_at(self._bind_port(control, "address", config.port))
+            self.bulk_port = int(self._bind_port(bulk, "bulk_address", config.bulk_port).rpartition(":")[2])
+        else:
+            self.bulk_port = 0
+            self.address = self._bind_unix(control, bulk, "buffer" if store is None else f"store-{store}")
+        self._control = Channel(control, self._on_message, self._on_burst_end)
+        self._bulk = Channel(bulk, self._on_chunk, self._on_burst_end)
+
+    def _choose_epoch(self) -> str:
+        """The configured epoch, or the one of an earlier server on this journal, or a new one."""
+        known = self._journal.read("epoch") if self._journal is not None else None
+        epoch = self._config.epoch or known or uuid.uuid4().hex[:16]
+        if self._journal is not None and epoch != known:
+            self._journal.write("epoch", epoch)
+        return epoch
+
+    def _router(self, keys: ServerKeys | None, *, silent_s: float) -> zmq.Socket[bytes]:
+        """A socket that closes connections on which no whole frame came for ``silent_s``."""
+        socket = self._context.socket(zmq.ROUTER)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        socket.setsockopt(zmq.MAXMSGSIZE, self._config.max_message_bytes)
+        socket.setsockopt(zmq.RCVHWM, _MAX_UNREAD_MESSAGES)
+        beat_ms = max(1, int(self._config.heartbeat_s * 1000))
+        socket.setsockopt(zmq.HEARTBEAT_IVL, beat_ms)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(4, int(silent_s * 1000)))
+        if keys is not None:
+            secure_server(socket, keys)
+        return socket
+
+    def _bind_unix(self, control: zmq.Socket[bytes], bulk: zmq.Socket[bytes], name: str) -> str:
+        """Bind both sockets in the configured folder, or that of an earlier server of this journal, or a new one."""
+        known_address = (self._journal.read("address") or "") if self._journal is not None else ""
+        known = folder_of(known_address)
+        folder = self._config.socket_folder or known
+        if not self._config.socket_folder:
+            folder = self._own_folder = known or make_socket_folder()
+        make_private_folder(Path(folder))
+        address = unix_address(folder, name)
+        control.bind(address)
+        bulk.bind(bulk_address(address, 0))
+        if self._journal is not None and address != known_address:
+            self._journal.write("address", address)
+        return address
+
+    def _bind_port(self, socket: zmq.Socket[bytes], name: str, port: int) -> str:
+        """Bind the configured port, or the one that an earlier server of this journal had, or a free one."""
+        known = (self._journal.read(name) or "") if self._journal is not None else ""
+        if not port and not folder_of(known):
+            port = int(known.rpartition(":")[2] or 0)
+        try:
+            listener = PortListener(socket, self._config.host, port, partial(self._count, "no_files"))
+        except OSError as error:
+            option = "buffer.port" if name == "address" else "buffer.bulk_port"
+            raise ValueError(
+                f"the buffer cannot bind port {port} of {self._config.host}: {error.strerror}; set {option} or "
+                "buffer.host"
+            ) from error
+        self._listeners.append(listener)
+        if self._journal is not None and listener.address != known:
+            self._journal.write(name, listener.address)
+        return listener.address
+
+    def _reached_at(self, bound: str) -> str:
+        """The address that clients are told."""
+        host = self._config.advertised_host
+        return f"tcp://{host}:{bound.rpartition(':')[2]}" if host else bound
+
+    def counters(self) -> dict[str, int]:
+        """What was turned away, or could not be delivered."""
+        return dict(self._counts)
+
+    def _count(self, what: str) -> None:
+        self._counts[what] += 1
+
+    def close(self) -> None:
+        """Stop serving; held requests stay unanswered."""
+        self._service.close()
+        if self._flush_handle is not None:
+            self._flush_handle.cancel()
+        for listener in self._listeners:
+            listener.close()
+        self._control.close()
+        self._bulk.close()
+        if self._gate is not None:
+            self._gate.close()
+        if self._journal is not None:
+            self._journal.close()
+        self._context.destroy(linger=0)
+        remove_socket_folder(self._own_folder)
+
+    # What comes
+
+    def _on_message(self, frames: list[zmq.Frame]) -> None:
+        self._receive(frames[0].bytes, self._role_of(frames[-1]), frames[1:], messages.MAX_FRAMES)
+
+    def _on_chunk(self, frames: list[zmq.Frame]) -> None:
+        """A chunk, its acknowledgement, or the greeting of a new bulk connection."""
+        client = frames[0].bytes
+        if len(frames) == 2 and not len(frames[1]):
+            self._peers.pop(client, None)
+            self._send_bulk(client, [b""])
+            return
+        request_id = PUSH_ID
+        try:
+            chunk = Chunk.parse(frames[1:])
+            peer = self._peer(client)
+            peer.last_heard = time.monotonic()
+            if chunk.count:
+                request_id = chunk.request_id  # a refused message makes room in its sender's window, too
+                self._send_bulk(client, Chunk(request_id=request_id, index=chunk.index).to_frames())
+                whole = peer.receiver.add(chunk)
+                if whole is not None:
+                    self._receive(client, self._role_of(frames[-1]), whole, messages.MAX_REPLY_FRAMES)
+            else:
+                peer.sender.acknowledge(chunk)
+        except WireError as error:
+            self._count("malformed")
+            self.send(client, Message.of_error(request_id, error))
+        self._forget_idle_peers()
+
+    def _peer(self, client: bytes) -> _BulkPeer:
+        peer = self._peers.get(client)
+        if peer is None:
+            sender = ChunkSender(lambda frames: self._send_bulk(client, frames))
+            max_bytes = max(self._config.max_stored_bytes, self._config.max_prompt_bytes)
+            peer = _BulkPeer(sender=sender, receiver=ChunkReceiver(max_bytes))
+            self._peers[client] = peer
+        return peer
+
+    def _forget_idle_peers(self) -> None:
+        """Forget peers with nothing on its way, and those that stopped in the middle for long."""
+        now = time.monotonic()
+        if now - self._swept_at < 1.0:
+            return
+        self._swept_at = now
+        oldest = now - 4 * self._config.request_timeout_s
+        kept = {
+            client: peer
+            for client, peer in self._peers.items()
+            if peer.last_heard > oldest and not (peer.sender.is_idle and peer.receiver.is_idle)
+        }
+        self._peers = kept
+
+    def _role_of(self, frame: zmq.Frame) -> str | None:
+        """The role of the key that a message came under; None where there are no keys."""
+        if self._gate is None:
+            return None
+        return str(frame.get("User-Id"))
+
+    def _receive(self, client: bytes, role: str | None, frames: list[Any], max_frames: int) -> None:
+        try:
+            message = messages.parse(frames, max_frames=max_frames)
+            requests = messages.unbatch(message)
+        except WireError as error:
+            self._count("malformed")
+            self.send(client, Message.of_error(PUSH_ID, error))
+            return
+        for request in requests:
+            self._handle(client, role, request, message.epoch)
+        if len(requests) > 1:
+            self._flush()  # so that a producer makes its next batch while the one behind this is read
+
+    def _handle(self, client: bytes, role: str | None, request: Message, epoch: str) -> None:
+        """Check what every request must satisfy, then have the service answer it."""
+        try:
+            self._limit.check(client, max(1, messages.num_leases(request)))
+            if epoch != self.epoch and (epoch or request.name != CONNECT):
+                raise WrongEpoch(
+                    f"{request.name!r:.40} came from run {epoch!r:.40}, this buffer serves run {self.epoch!r}; the "
+                    "sender belongs to another run and must end"
+                )
+            if role is not None and not may(role, request.name):
+                raise NotAllowed(f"the key of role {role!r} may not {request.name!r:.40}; use the key of its role")
+            if request.name == CONNECT:
+                fields = {"epoch": self.epoch, "bulk_port": self.bulk_port}
+                self.send(client, Message(name=OK, request_id=request.request_id, fields=fields))
+                return
+            self._service.handle(client, request)
+        except AsyncRLError as error:
+            if isinstance(error, RateExceeded):
+                self._count("over_rate")
+            self.send(client, Message.of_error(request.request_id, error))
+        except Exception as error:  # noqa: BLE001 - one request must not end the server
+            self.send(client, Message.of_error(request.request_id, self._failure(f"{request.name!r:.40}", error)))
+
+    def _failure(self, what: str, error: Exception) -> ReplayBufferError:
+        self._count("failed")
+        logger.error("%s failed", what, exc_info=error)
+        return ReplayBufferError(f"the buffer failed at {what}: {type(error).__name__}: {error}; its log says more")
+
+    def _on_burst_end(self) -> None:
+        try:
+            self._service.settle()
+        except Exception as error:  # noqa: BLE001 - the next burst tries again
+            self._failure("settling what waits", error)
+        self._flush()
+
+    # What goes
+
+    def send(self, client: bytes, message: Message) -> None:
+        """Send to a client when the messages that have come are read, so that acknowledgements travel together.
+
+        What brings a payload goes at once, so that its reader need not wait until the others are looked up.
+        """
+        self._outbox.setdefault(client, []).append(message)
+        if message.payload:
+            self._flush()
+        elif self._flush_handle is None:
+            self._flush_handle = asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self) -> None:
+        if self._flush_handle is not None:
+            self._flush_handle.cancel()
+            self._flush_handle = None
+        outbox, self._outbox = self._outbox, {}
+        refusal = self._write_journal() if outbox else None
+        for client, replies in outbox.items():
+            if refusal is not None:
+                replies = [Message.of_error(r.request_id, refusal) if r.request_id != PUSH_ID else r for r in replies]
+            for message in messages.coalesce(replies):
+                self._send_now(client, message)
+
+    def _write_journal(self) -> ReplayBufferError | None:
+        """Write down what the replies speak of; the error that they become where that fails."""
+        try:
+            if self._journal is not None:
+                self._journal.flush()
+        except ReplayBufferError as error:
+            self._count("failed")
+            logger.error("nobody is told what has become of their requests: %s", error)
+            return error
+        return None
+
+    def _send_now(self, client: bytes, message: Message) -> None:
+        """Small messages go by the control socket, large ones in chunks by the bulk socket."""
+        try:
+            frames = message.frames(self.epoch)
+        except (ValueError, TypeError, OverflowError) as error:
+            failure = self._failure(f"the answer to request {message.request_id}", error)
+            frames = Message.of_error(message.request_id, failure).frames(self.epoch)
+        if message.payload and sum(map(len, message.payload)) >= JOIN_BELOW_BYTES:
+            peer = self._peer(client)
+            peer.last_heard = time.monotonic()
+            peer.sender.push(message.request_id, frames)
+        else:
+            self._send_by(self._control, [client, *frames])
+
+    def _send_bulk(self, client: bytes, frames: list[Any]) -> None:
+        self._send_by(self._bulk, [client, *frames])
+
+    def _send_by(self, channel: Channel, frames: list[Any]) -> None:
+        """A client that is gone, or reads nothing, asks again when it is back."""
+        try:
+            channel.send(frames)
+        except zmq.ZMQError as error:
+            if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+                raise
+            self._count("unsent")
