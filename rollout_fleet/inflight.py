@@ -45,15 +45,11 @@ class GroupPhase(Enum):
 
 
 class GroupEnd(StrEnum):
-    """Why a group is given back unfinished; the reason that the buffer counts.
-
-    A stalled stream says nothing about the group, so it does not count as a failed attempt.
-    """
+    """Why a group is given back unfinished; the reason that the buffer counts."""
 
     revoked = "revoked"
     handed_on = "handed_on"
     stopped = "stopped"
-    stalled = "stalled"
     engine_failed = "engine_failed"
 
 

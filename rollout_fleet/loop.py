@@ -20,9 +20,8 @@ or the loop's state notifies it.
 - `run`: a stop, or the first failure of any task. Woken by `stop` or the failed task.
 - `load_weights`, `release_device`, `stop`: groups that leave the engine or the loop. Woken by `_generate`, `_settle`.
 
-A group that is cut off, by a stop, an update, a stream that stalls or its engine's failure, is saved with its lease
-as far as it is written. Whoever leases it next, or this worker after the update, continues it. The loop knows neither
-Ray nor sockets nor any engine.
+When a stop, an update or a failure of the engine cuts a group off, its tokens are saved with its lease. The next holder
+of the lease continues the group; after an update that is this worker. The loop knows neither Ray, sockets nor engines.
 """
 
 from __future__ import annotations
@@ -482,9 +481,6 @@ class RolloutLoop:
         num_tokens = group.take(request.id, output)
         self._meter.generated(num_tokens)
         self._places_changed()
-        if output.is_stalled and group.end is None:
-            await self._end(group, GroupEnd.stalled)
-            self._spawn(self._engine.abort, group.outstanding)
         if not group.outstanding:
             await self._leave_engine(group)
 

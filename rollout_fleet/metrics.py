@@ -26,7 +26,7 @@ class FleetCounters:
         groups_finished: Prompt groups stored in the buffer.
         groups_released: Prompt groups given back unfinished.
         groups_refused: Finished groups that the buffer refused because their lease had run out.
-        groups_failed: Attempts that failed, by reason: ``aborted`` by the engine, ``stalled``, ``reward``, …; and
+        groups_failed: Attempts that failed, by reason: ``aborted`` by the engine, ``reward``, …; and
             ``reward_trajectory``, responses that were left out of theirs.
         busy_s: Time with at least one training request on the engine, without weight loads.
         wait_s: Time in which the engine had no training request because none was admitted.

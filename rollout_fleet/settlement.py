@@ -4,7 +4,7 @@
        │           │
        │           └─ the reward fails ─┐
     cut off ──▶ save ──▶ release        ├──▶ tried again, dropped after ``max_attempts`` failures
-       └─ aborted, or its engine fails ─┘    stalled: given back, and not counted as the group's failure
+       └─ aborted, or its engine fails ─┘
 
 With ``on_reward_failure=drop_trajectory`` a response on which the reward fails is left out of its group, and counted
 (``reward_trajectory``); its tokens are dropped (``reward``). An advantage is the distance to the mean of the group:
@@ -138,8 +138,6 @@ class Settlement:
             self._meter.failed(group.end)
             await self._try_again(group, group.end, engine_failure)
         elif group.end is not None:
-            if group.end is GroupEnd.stalled:
-                self._meter.failed(group.end)
             await self.release(group, group.end)
         else:
             await self._fail_attempt(group, "aborted", EngineError(f"the engine aborted prompt group {group.key}"))

@@ -272,7 +272,7 @@ class FleetCounts:
     Attributes:
         tokens_generated: Policy tokens that the engines produced for training, including aborted requests.
         tokens_in_flight: Generated tokens whose groups are neither stored nor released.
-        groups_failed: Failed attempts by reason: ``aborted`` by the engine, ``stalled``, ``reward``, …
+        groups_failed: Failed attempts by reason: ``aborted`` by the engine, ``reward``, …
     """
 
     tokens_generated: int

@@ -58,14 +58,12 @@ class SampleOutput:
         logprobs: [R] float32, log-prob under the sampling temperature, before top-p and top-k.
         versions: [R] int32, policy version that the engine reported for each token.
         finish_reason: None when the sample was aborted; then R may be 0.
-        is_stalled: It was cut off because nothing came of it any more, while the engine answered others.
     """
 
     token_ids: np.ndarray
     logprobs: np.ndarray
     versions: np.ndarray
     finish_reason: FinishReason | None
-    is_stalled: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,8 +113,7 @@ class Engine(Protocol):
         When the engine fails, what it had written of each running sample until then is yielded first, as aborted, as
         far as it is certain which version sampled it. Then raises `DeadlineError` if no running request received a
         token within ``silence_timeout_s``, `WorkerDiedError` if the engine died, `EngineError` if an answer broke the
-        contract. Raises `RequestRefused`, which is no failure of the engine, if a request is wrong. A sample of which
-        nothing comes for as long, though others do and it does not wait for room, is cut off as stalled.
+        contract. Raises `RequestRefused`, which is no failure of the engine, if a request is wrong.
         """
         ...
 

@@ -28,7 +28,6 @@ class ScriptedAnswer:
         token_delay_s: Pause before each token.
         logprob: Log-prob of every token.
         cut_off: The engine aborts the sample by itself after this many tokens; -1 to finish it.
-        stalls: The sample's stream stalls after this many tokens, and is cut off; -1 if it does not.
         error: Refuse the request with this message.
         die: The engine dies of this instead of answering.
     """
@@ -37,7 +36,6 @@ class ScriptedAnswer:
     token_delay_s: float = 0.0
     logprob: float = -1.0
     cut_off: int = -1
-    stalls: int = -1
     error: str = ""
     die: str = ""
 
@@ -197,7 +195,7 @@ class ScriptedEngine:
             due += answer.token_delay_s
             await asyncio.sleep(max(0.0, due - loop.time()))
             self._failure.check()
-            if request.id in self._aborted or len(versions) in (answer.cut_off, answer.stalls):
+            if request.id in self._aborted or len(versions) == answer.cut_off:
                 break
             versions.append(self._version)
             if len(versions) == 1 and request.on_first_token is not None:
@@ -215,5 +213,4 @@ def _output(answer: ScriptedAnswer, versions: Sequence[int], *, is_whole: bool) 
         logprobs=np.full(len(versions), answer.logprob, dtype=np.float32),
         versions=np.asarray(versions, dtype=np.int32),
         finish_reason=FinishReason.stop if is_whole else None,
-        is_stalled=not is_whole and len(versions) == answer.stalls,
     )

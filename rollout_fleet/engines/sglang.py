@@ -32,7 +32,6 @@ from .model_files import ModelFacts, read_model_facts
 from .server_hooks import WEIGHT_LOADER, report_path
 from .sglang_client import SGLangClient
 from .sglang_server import SGLangServer
-from .stream_watch import Stream, StreamWatch
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +39,6 @@ WARM_UP_PROMPTS = (1, 16)  # tokens of the prompts that a server generates for b
 WARM_UP_TOKENS = 4
 STREAM_INTERVAL = 32  # tokens between two chunks of a sample, after the chunk of the first token
 STREAM_END_S = 1.0  # longest wait for the end of a stream whose samples are all answered
-MAX_STALLED_STREAMS = 3  # within restart_window_s; then the engine has failed
 LOADERS_SHARE = 0.9  # of the deadline of a load, after which the loader itself says what did not come
 _Answers = asyncio.Queue[list[tuple[SampleRequest, SampleOutput]] | Exception]
 
@@ -78,15 +76,6 @@ class SGLangEngine:
         self._name = self._server.name
         self._client = SGLangClient(self._server)
         self._silence = SilenceWatch(self._name, timeout_s=config.silence_timeout_s, probe=self._probe)
-        self._streams = StreamWatch(
-            self._name,
-            timeout_s=config.silence_timeout_s,
-            read_load=self.read_load,
-            abort=self.abort,
-            most=MAX_STALLED_STREAMS,
-            window_s=config.restart_window_s,
-            on_stalled=logger.warning,
-        )
         self._failure = EngineFailure(self._name, tell=self._tell, log_tail=self._server.log_tail)
         self._watching: asyncio.Task[None] | None = None
         self._version = 0
@@ -179,7 +168,7 @@ class SGLangEngine:
         async with self._loading:
             self._failure.check()
             recomputes = self._config.sglang.on_update is OnUpdate.recompute
-            with self._silence.paused(recomputes=recomputes) as stands_still, self._streams.paused():
+            with self._silence.paused(recomputes=recomputes) as stands_still:
                 async with self._failure.if_load_fails(offer, self._config.load_timeout_s):
                     return await self._transact(offer, stands_still)
 
@@ -230,8 +219,8 @@ class SGLangEngine:
     # Failure
 
     async def _watch(self) -> None:
-        """Wait for the server's death, for silence and for streams that stall; the first is the engine's failure."""
-        waits = (self._server.wait_exit(), self._silence.wait(), self._streams.wait())
+        """Wait for the server's death and for silence; the first is the engine's failure."""
+        waits = (self._server.wait_exit(), self._silence.wait())
         watches = [asyncio.create_task(wait) for wait in waits]
         try:
             done, _ = await asyncio.wait(watches, return_when=asyncio.FIRST_COMPLETED)
@@ -273,34 +262,21 @@ class SGLangEngine:
         self, requests: Sequence[SampleRequest], samples: Sequence[_StreamedSample], answers: _Answers
     ) -> None:
         """Send samples as one HTTP request; put each answer, or what went wrong."""
-        reader = asyncio.current_task()
-        assert reader is not None
-        stream = Stream(unanswered={request.id for request in requests}, reader=reader)
         try:
-            with self._streams.reading(stream):
-                await self._read_stream(stream, requests, samples, answers)
+            await self._read_stream(requests, samples, answers)
         except RequestRefused as error:
             answers.put_nowait(error)
-        except asyncio.CancelledError:
-            if not stream.has_stalled:
-                raise
-            left = [pair for pair in zip(requests, samples, strict=True) if pair[0].id in stream.unanswered]
-            answers.put_nowait([(request, _stalled(self._so_far(request, sample))) for request, sample in left])
         except Exception as error:  # noqa: BLE001 - an engine that answers against its contract has failed
             self._failure.fail(error)
             answers.put_nowait(error)
 
     async def _read_stream(
-        self,
-        stream: Stream,
-        requests: Sequence[SampleRequest],
-        samples: Sequence[_StreamedSample],
-        answers: _Answers,
+        self, requests: Sequence[SampleRequest], samples: Sequence[_StreamedSample], answers: _Answers
     ) -> None:
-        """Put each answer that comes; raises `EngineError` where the stream ends without one of them."""
+        """Put each answer that comes; raises `EngineError` if the stream ends without one of them."""
+        num_unanswered = len(requests)
         async for events in self._client.stream("/generate", self._request_body(requests)):
             self._silence.token()
-            self._streams.heard(stream)
             if self._failure.has_come:
                 return
             finished: list[tuple[SampleRequest, SampleOutput]] = []
@@ -308,12 +284,10 @@ class SGLangEngine:
                 for event in events:
                     finished += self._take(event, requests, samples)
             finally:
-                stream.unanswered.difference_update(request.id for request, _ in finished)
-                if stream.is_suspected:
-                    finished = [(request, _stalled(output)) for request, output in finished]
+                num_unanswered -= len(finished)
                 answers.put_nowait(finished)
-        if stream.unanswered:
-            raise EngineError(f"{self._name} left {len(stream.unanswered)} of {len(requests)} samples unanswered")
+        if num_unanswered:
+            raise EngineError(f"{self._name} left {num_unanswered} of {len(requests)} samples unanswered")
 
     def _so_far(self, request: SampleRequest, sample: _StreamedSample) -> SampleOutput:
         """What a sample of a failed server keeps: nothing where one of its tokens could not be true."""
@@ -518,11 +492,6 @@ class _StreamedSample:
             versions=versions,
             finish_reason=None if reason == "abort" else FinishReason(reason),
         )
-
-
-def _stalled(output: SampleOutput) -> SampleOutput:
-    """What came of a sample whose stream was cut off, unless the sample ended by itself."""
-    return output if output.finish_reason is not None else replace(output, is_stalled=True)
 
 
 def _server_id(request_id: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -201,27 +200,6 @@ async def test_a_group_that_is_cut_off_for_an_update_is_handed_on_all_the_same(m
         counters = await run
     assert [(group_id, reason) for group_id, _, reason in buffer.released] == [(0, "handed_on")]
     assert counters.tokens_generated == 2 * 2 * 60 == buffer.num_accounted
-
-
-@pytest.mark.parametrize("greedy_baseline", [False, True])
-async def test_a_group_whose_stream_stalls_goes_on_with_what_had_come_and_is_counted_but_has_not_failed(
-    make_buffer, greedy_baseline
-):
-    def script(request, version):
-        group_id, attempt, index = map(int, request.id.split("-")[:3])
-        is_stalled = group_id == 1 and attempt < 6 and index == 1
-        return replace(writes(60)(request, version), stalls=7 if is_stalled else -1)
-
-    buffer = make_buffer(3)
-    options = {"greedy_baseline": greedy_baseline, "max_attempts": 2}
-    async with running_loop(buffer, script, **options) as (loop, _, run):
-        await buffer.stored(3)
-        await loop.stop()
-        counters = await run
-    assert [(group_id, reason) for group_id, _, reason in buffer.released] == [(1, "stalled")] * 6
-    assert counters.groups_failed == {"stalled": 6}
-    assert counters.tokens_generated == 3 * 2 * 60 == buffer.num_accounted, "nothing is written twice"
-    assert {group.attempt for group in buffer.groups if group.group_id != 1} == {0}
 
 
 async def test_a_worker_that_leaves_asks_for_no_more_work_and_hands_on_what_it_has_written(make_buffer):

@@ -37,7 +37,6 @@ from tests.support.engine_probes import (
     server_processes,
     until_writing,
 )
-from tests.support.faulty_proxy import FaultyProxy
 from tests.support.leftovers import left_in_shared_memory, shared_memory_of
 from tests.support.offers import bare_offer
 from tests.support.stranger import as_stranger, refusals
@@ -123,36 +122,6 @@ async def test_a_response_ends_with_the_end_of_sequence_exactly_when_it_stopped(
         assert 1 not in sample.token_ids[:-1]
         assert (sample.token_ids[-1] == 1) == (sample.finish_reason is FinishReason.stop)
         assert len(sample.token_ids) == 12 or sample.finish_reason is FinishReason.stop
-
-
-async def test_a_stream_that_stalls_beside_a_live_one_is_cut_off_with_the_tokens_that_had_come(engine, model_path):
-    proxy = FaultyProxy(engine._server)
-    config = replace(engine._config, silence_timeout_s=2.0)
-    options = {"model_path": model_path, "device": EngineDevice.cpu, "log_dir": "", "seed": 0, "server": proxy}
-    other = SGLangEngine(config, rank=1, **options)
-    await other.start()
-    other._version, other._verified = engine.version, engine._verified
-    try:
-        stalls = asyncio.Event()
-
-        async def note() -> None:
-            stalls.set()
-
-        proxy.fail("/generate", "midway", answer=b"", act=note)
-        requests = requests_of(1, name="stalls", max_new_tokens=250, top_k=3)
-        running = asyncio.create_task(answer(other, requests))
-        await asyncio.wait_for(stalls.wait(), 60)
-        proxy.fail("", "")
-        while not running.done():
-            await answer(other, requests_of(1, name="live", max_new_tokens=100, top_k=3))
-        cut = [sample for sample in await running if sample.finish_reason is None]
-        assert cut
-        assert all(sample.is_stalled for sample in cut)
-        assert sum(len(sample.token_ids) for sample in cut) > 0
-        assert not other.has_failed
-    finally:
-        await other.stop()
-        await proxy.stop()
 
 
 async def test_aborted_samples_are_cut_off_with_their_tokens_and_the_others_go_on(engine):
