@@ -210,7 +210,7 @@ class Transport(StrEnum):
     shared_memory = "shared_memory"
     file = "file"
     collective = "collective"
-    tensor = "tensor"
+    tensor = "tensor"  # refused: it was removed
 
 
 class CollectiveInto(StrEnum):
@@ -227,8 +227,7 @@ class WeightsConfig:
     Attributes:
         transport: ``shared_memory``: the ranks write into memory that the engines map. ``file``: into a folder.
             ``auto`` takes memory where there is room for the versions kept; a folder elsewhere, or where all are kept.
-            ``collective``: the ranks broadcast over the network; no folder is shared. ``tensor``: each rank keeps its
-            part in memory of its own device, and engines of its host map that memory.
+            ``collective``: the ranks broadcast over the network; no folder is shared.
         directory: Folder of ``file``, on a file system that ranks and engines share. Empty: in the run's folder.
         publish_every: Learner steps between two published versions; the last one is always published.
         collective_into: With ``collective``, ``host``: into memory of the engines' hosts, while the engines generate
@@ -277,6 +276,12 @@ class WeightsConfig:
         return {f"weights.{name}": getattr(self, name) for name in names if getattr(self, name) != defaults[name]}
 
     def __post_init__(self) -> None:
+        if self.transport is Transport.tensor:
+            raise ValueError(
+                "weights.transport must be auto, shared_memory, file or collective, got tensor, which was removed: an "
+                "engine would have to see the GPUs of all learner ranks; use shared_memory on one host, or collective "
+                "with collective_into=engine between GPUs"
+            )
         if self.publish_every < 1:
             raise ValueError(f"weights.publish_every must be >= 1 learner steps, got {self.publish_every}")
         if self.full_every < 1:

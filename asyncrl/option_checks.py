@@ -240,8 +240,6 @@ def _check_carrier(config: RunConfig) -> None:
     use = CarrierUse(
         full_every=config.weights.full_every,
         adapters=config.publishes_adapters,
-        learner=config.learner.device,
-        engines=config.rollout_fleet.device,
         num_hosts=config.placement.num_nodes,
         keeps_all=config.learner.keep_snapshots == -1,
         given=config.weights.given,

@@ -1,7 +1,7 @@
 """A publish out of the memory of two gloo ranks, to two receivers of this host.
 
 ``collective``: over loopback into memory of the host. ``collective_engine``: over loopback, tensor by tensor, as the
-ranks of engines receive. ``tensor``: mapped where it is. The last two are read whole and verified, into no model.
+ranks of engines receive, read whole and verified, into no model.
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ TIMEOUT_S = 60.0
 CARRIERS = {
     "collective": Carrier.host_stream,
     "collective_engine": Carrier.engine_stream,
-    "tensor": Carrier.lent_memory,
 }
 TARGETS = {f"publish_memcpys_{way}": Target() for way in CARRIERS}
 
@@ -50,9 +49,7 @@ def rank_main(way: str, model_path: str, folder: str) -> None:
     """One learner rank: publishes a version per line that it reads; rank 0 prints the offers, each its memcpy."""
     torch.set_num_threads(1)
     model = PackedModel(LearnerConfig(device=Device.cpu, num_ranks=NUM_RANKS), ACTOR, model_path=model_path)
-    options = PublishOptions(
-        carrier=CARRIERS[way], num_receivers=NUM_RECEIVERS, timeout_s=TIMEOUT_S, num_held=2 if way == "tensor" else 1
-    )
+    options = PublishOptions(carrier=CARRIERS[way], num_receivers=NUM_RECEIVERS, timeout_s=TIMEOUT_S, num_held=1)
     publisher = WeightPublisher(PretrainedShards.of(model), folder, keep=1, options=options)
     shards = [local_tensor(parameter.detach()) for parameter in model.head.parameters()]
     copies = [torch.zeros_like(shard) for shard in shards]

@@ -192,13 +192,12 @@ class Carrier(StrEnum):
     """How the bytes of an offered version reach an engine; see `asyncrl.weights.carriers`.
 
     ``folder``: the engine's host reads files. ``host_stream``: the host receives them first. ``engine_stream``: the
-    engine receives them as it loads. ``lent_memory``: the engine maps memory of the learner ranks.
+    engine receives them as it loads.
     """
 
     folder = "folder"
     host_stream = "host_stream"
     engine_stream = "engine_stream"
-    lent_memory = "lent_memory"
 
 
 OfferKind = Literal["full", "delta", "adapter"]

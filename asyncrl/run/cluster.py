@@ -15,7 +15,7 @@ import ray
 from ray._private import worker as ray_worker
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from asyncrl.config import LOOPBACK, RunConfig, Transport, learner_pools, requested_cpus
+from asyncrl.config import LOOPBACK, RunConfig, learner_pools, requested_cpus
 from asyncrl.core.errors import ClusterDiedError, DeadlineError
 from asyncrl.core.remote import within
 from asyncrl.core.visible_gpus import visible_gpus
@@ -297,12 +297,12 @@ def worker_env(config: RunConfig) -> dict[str, str]:
 def learner_env(config: RunConfig) -> dict[str, str]:
     """Environment of the learner's ranks: a worker's, and how torch allocates the memory of a GPU.
 
-    Packed batches differ in length, and expandable segments keep the allocator from breaking memory into pieces. CUDA
-    IPC cannot hand such memory to an engine, and a memory saver cannot give it back to the device.
+    Packed batches differ in length, and expandable segments prevent fragmentation. A memory saver cannot give such
+    memory back to the device, so colocated learners do not use them.
     """
     if config.learner.device != "cuda":
         return worker_env(config)
-    allowed = not config.placement.colocated and config.weights.transport is not Transport.tensor
+    allowed = not config.placement.colocated
     parts = [part for part in os.environ.get(ALLOCATOR_VARIABLE, "").split(",") if part]
     is_named = any("expandable_segments" in part for part in parts)
     if not allowed or not is_named:

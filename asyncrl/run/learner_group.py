@@ -433,17 +433,13 @@ def _publish_options(config: RunConfig) -> PublishOptions:
     fleet, carrier = config.rollout_fleet, config.weights.rules.carrier
     into_engines = carrier is Carrier.engine_stream
     own_gpus = config.learner.device == fleet.device == "cuda" and not config.placement.colocated
-    if carrier is Carrier.lent_memory:
-        num_held = 3 if config.evaluation.every_steps else 2  # engines that evaluate may still load the oldest
-    else:
-        # While engines receive version u + 1, admission at u lets the learner reach u + max_lag + 1, and no further.
-        num_held = config.buffer.max_lag + 2
     return PublishOptions(
         carrier=carrier,
         full_every=config.weights.full_every,
         adapters=config.publishes_adapters,
         timeout_s=fleet.load_timeout_s,
-        num_held=num_held,
+        # While engines receive version u + 1, admission at u lets the learner reach u + max_lag + 1, and no further.
+        num_held=config.buffer.max_lag + 2,
         interface=config.weights.interface,
         num_receivers=fleet.most_engines * (fleet.sglang.tp_size if into_engines else 1),
         backend="nccl" if into_engines and own_gpus else "gloo",

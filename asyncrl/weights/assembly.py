@@ -1,8 +1,4 @@
-"""Puts published tensors together from pieces, on any device, and compares each piece with its digest.
-
-Bytes in host memory have the digest of `manifest.digest_of`. Bytes that never leave a GPU have `device_digest`, which
-torch computes there. The form of a digest tells which one it is.
-"""
+"""Puts published tensors together from pieces, on any device, and compares each piece with its digest."""
 
 from __future__ import annotations
 
@@ -16,50 +12,12 @@ from asyncrl.core.errors import WeightsError
 from asyncrl.weights.manifest import (
     DIGEST_THREADS,
     DTYPES,
-    PIECE_BYTES,
     DigestThreads,
     Manifest,
     Piece,
     StoredTensor,
     digest_of,
 )
-
-DEVICE_DIGEST = "splitmix64:"
-"""The first characters of a `device_digest`."""
-_GAMMA, _FIRST, _SECOND = (c - (1 << 64) for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
-
-
-def device_digest(data: Tensor) -> str:
-    """A 64-bit digest of [bytes] uint8, computed on their device; equal on every device.
-
-    The sum, modulo 2**64, of s(w_i + (i + 1) * gamma) over the words w_i of 8 bytes, where s is SplitMix64's finalizer
-    (Steele, Lea, Flood 2014, doi 10.1145/2714064.2660195). Zeros pad the last word, and the number of bytes is added in
-    the same way. s is a bijection: a change within one word is always found. Any other accident passes with a chance of
-    2**-64. The digest does not stop an attacker.
-    """
-    num_bytes, size = data.numel(), -(-data.numel() // 8) * 8
-    if num_bytes != size or data.data_ptr() % 8:
-        padded = torch.zeros(size, dtype=torch.uint8, device=data.device)
-        padded[:num_bytes] = data
-        data = padded
-    places = torch.arange(1, size // 8 + 1, dtype=torch.int64, device=data.device)
-    total = _finalized(data.view(torch.int64) + places * _GAMMA).sum()
-    total += _finalized(torch.tensor([num_bytes], dtype=torch.int64, device=data.device)).sum()
-    return f"{DEVICE_DIGEST}{int(total) & (1 << 64) - 1:016x}"
-
-
-def _finalized(words: Tensor) -> Tensor:
-    """SplitMix64's finalizer of [n] int64, with shifts that repeat the sign; it stays a bijection."""
-    words = (words ^ (words >> 30)) * _FIRST
-    words = (words ^ (words >> 27)) * _SECOND
-    return words ^ (words >> 31)
-
-
-def tensor_pieces(start: int, data: Tensor) -> list[Piece]:
-    """Digest [bytes] uint8, which stand from byte ``start`` on in the data file, on their device."""
-    parts = [(at, data[at : at + PIECE_BYTES]) for at in range(0, data.numel(), PIECE_BYTES)]
-    digest = (lambda part: digest_of(part.numpy())) if data.device.type == "cpu" else device_digest
-    return [Piece(file=0, start=start + at, num_bytes=len(part), digest=digest(part)) for at, part in parts]
 
 
 def known_dtype(stored: StoredTensor) -> torch.dtype:
@@ -146,8 +104,7 @@ class TensorAssembly:
     def _verify(self, span: Sequence[Piece], data: Tensor) -> None:
         first = span[0].start
         places = [slice(piece.start - first, piece.start - first + piece.num_bytes) for piece in span]
-        if any(not piece.digest.startswith(DEVICE_DIGEST) for piece in span):
-            data = data.cpu()
+        data = data.cpu()
         parts = [(piece, data[place]) for piece, place in zip(span, places, strict=True)]
         are_right = map(_is_right, parts) if len(span) == 1 else self._threads.map(_is_right, parts)
         for piece, is_right in zip(span, are_right, strict=True):
@@ -158,8 +115,7 @@ class TensorAssembly:
 
 def _is_right(part: tuple[Piece, Tensor]) -> bool:
     piece, data = part
-    computed = device_digest(data) if piece.digest.startswith(DEVICE_DIGEST) else digest_of(data.numpy())
-    return computed == piece.digest
+    return digest_of(data.numpy()) == piece.digest
 
 
 def _shaped(stored: StoredTensor, data: Tensor) -> Tensor:

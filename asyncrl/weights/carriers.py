@@ -16,7 +16,6 @@ ENGINE_WINDOW_S = 0.1
 ENGINE_SHARE = 0.4
 """Share of the deadline of a load that a round into engines may take: there is time for a second round."""
 _ALL_KINDS: frozenset[OfferKind] = frozenset({"full", "delta", "adapter"})
-_ALL_DEVICES = frozenset({("cpu", "cpu"), ("cpu", "cuda"), ("cuda", "cpu"), ("cuda", "cuda")})
 
 
 def load_limit_s(timeout_s: float, num_bytes: int) -> float:
@@ -34,7 +33,7 @@ class PublishOptions:
         adapters: Publish the adapters alone where the model has any, and the frozen weights once, with the first
             version.
         timeout_s: Deadline of a transfer, beside a second per 100 MB.
-        num_held: Of the carriers out of the ranks' memory: newest versions that each rank holds, or its buffers.
+        num_held: Newest versions that each rank of a stream holds in memory.
         interface: Network interface by which engines reach the learner ranks; ``lo`` reaches this host only.
         num_receivers: A round begins as soon as so many receivers ask.
         backend: ``gloo`` broadcasts in host memory, ``nccl`` between GPUs that have one member each.
@@ -73,7 +72,6 @@ class CarrierRules:
         carrier: What offers name.
         is_remote: Whether it reaches other hosts.
         kinds: Kinds of versions that it carries.
-        devices: Pairs of a learner's and an engine's device between which it carries.
         keeps_all: Whether all versions can be kept.
         uses: Options that belong to it; the other carriers refuse them.
         needs: Of those, the options that a run on several hosts sets, with what is expected.
@@ -83,7 +81,6 @@ class CarrierRules:
     carrier: Carrier
     is_remote: bool = False
     kinds: frozenset[OfferKind] = _ALL_KINDS
-    devices: frozenset[tuple[str, str]] = _ALL_DEVICES
     keeps_all: bool = False
     uses: frozenset[str] = frozenset()
     needs: Mapping[str, str] = field(default_factory=dict)
@@ -118,12 +115,6 @@ CARRIERS: dict[str, CarrierRules] = {
             uses=frozenset({"weights.interface", "weights.collective_into"}),
             needs=_INTERFACE,
         ),
-        CarrierRules(
-            option="weights.transport=tensor",
-            carrier=Carrier.lent_memory,
-            kinds=frozenset({"full"}),
-            devices=_ALL_DEVICES - {("cuda", "cpu")},
-        ),
     )
 }
 """By the value of ``weights.transport``; streams into engines by ``collective, collective_into=engine``."""
@@ -136,7 +127,6 @@ class CarrierUse:
     Attributes:
         full_every: See `PublishOptions`; above 1 the run publishes deltas.
         adapters: Whether adapters are published alone.
-        learner: Device of the learner; ``engines`` that of the engines. Either may still be ``auto``.
         num_hosts: Nodes of the run.
         keeps_all: Whether all versions are kept.
         given: Options of `CarrierRules.uses` that differ from their defaults, with their values.
@@ -144,8 +134,6 @@ class CarrierUse:
 
     full_every: int
     adapters: bool
-    learner: str
-    engines: str
     num_hosts: int
     keeps_all: bool
     given: Mapping[str, object]
@@ -186,11 +174,6 @@ def _kind_faults(rules: CarrierRules, use: CarrierUse) -> Iterator[str]:
 
 
 def _reach_faults(rules: CarrierRules, use: CarrierUse) -> Iterator[str]:
-    if {use.learner, use.engines} <= {"cpu", "cuda"} and (use.learner, use.engines) not in rules.devices:
-        yield (
-            f"rollout_fleet.device must be cuda with {rules.option} and learner.device={use.learner}, got "
-            f"{use.engines}: only a GPU maps another one's memory"
-        )
     where = f"with placement.num_nodes={use.num_hosts}"
     if use.num_hosts > 1 and not rules.is_remote:
         yield f"weights.transport must be file or collective {where}, got {rules.option.partition('=')[2]}"

@@ -2,7 +2,7 @@
 
 The bytes are compared with the offer's digests. The model's own ``load_weights`` distributes them, and each write into
 a parameter is compared with its source. A parameter that was not written whole is an error. `open_weights` finds the
-bytes: in files, in memory that learner ranks lend, or with the ranks, which send them to this process.
+bytes: in files, or with the ranks, which send them to this process.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ from asyncrl.weights.manifest import (
     map_file,
     read_manifest,
 )
-from asyncrl.weights.memory import LentWeights
 from asyncrl.weights.receiver import ArrivingWeights, RoundFailed
 from asyncrl.weights.rounds import MAX_ROUNDS
 
@@ -129,16 +128,12 @@ def open_weights(offer: WeightOffer, device: torch.device, *, timeout_s: float) 
     """The tensors of an offer, wherever they are.
 
     Raises:
-        WeightsGone: they were removed, or overwritten.
-        WeightsError: the manifest is not the one that was offered, or memory cannot be mapped.
+        WeightsGone: they were removed.
+        WeightsError: the manifest is not the one that was offered.
     """
-    match offer.carrier:
-        case Carrier.engine_stream:
-            return ArrivingWeights(offer, device, timeout_s=timeout_s)
-        case Carrier.lent_memory:
-            return LentWeights(offer, device)
-        case _:
-            return FileWeights(offer)
+    if offer.carrier is Carrier.engine_stream:
+        return ArrivingWeights(offer, device, timeout_s=timeout_s)
+    return FileWeights(offer)
 
 
 class FileWeights:

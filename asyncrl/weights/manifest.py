@@ -7,15 +7,12 @@ follows from the offer alone. Tensors are numpy here; who has torch views them a
 
 from __future__ import annotations
 
-import fcntl
 import json
 import mmap
 import os
-import struct
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -25,9 +22,9 @@ import orjson
 import xxhash
 from typing_extensions import Buffer
 
-from asyncrl.core.errors import WeightsError, WeightsGone
+from asyncrl.core.errors import WeightsError
 from asyncrl.core.host import is_bare_name
-from asyncrl.core.types import Carrier, OfferKind, WeightOffer
+from asyncrl.core.types import OfferKind, WeightOffer
 
 DTYPES = {
     "F64": "float64",
@@ -49,10 +46,6 @@ PIECE_BYTES = 4 << 20
 CACHED_BYTES = 256 << 10
 DIGEST_THREADS = min(4, os.cpu_count() or 1)
 _HEADER_LIMIT = 1 << 28
-NOTE = struct.Struct("<q16s")
-"""Beside a lent buffer: the version that the buffer holds, and `MemoryHandle.life`. Readers lock it with the kernel."""
-NOTHING = -2
-"""Stands for the version of a buffer that is about to be written."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -152,52 +145,6 @@ class Adapter:
     layers: tuple[AdaptedLayer, ...]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MemoryHandle:
-    """A buffer of another process of this host, which can be mapped while that one lives.
-
-    Attributes:
-        pid: The process.
-        life: 16 random characters; another process that was given the same id has others.
-        note: Descriptor of the note, in that process.
-        data: Descriptor of the bytes, in that process; -1 where they are on a GPU.
-        num_bytes: Of the buffer.
-        gpu: Unique id of the GPU; empty where the bytes are in the host's memory.
-        ipc: What torch needs to map memory of a GPU (CUDA IPC), bytes in hexadecimal.
-    """
-
-    pid: int
-    life: str
-    note: int
-    data: int
-    num_bytes: int
-    gpu: str = ""
-    ipc: tuple[Any, ...] = ()
-
-    def path(self, descriptor: int) -> str:
-        """Where another process finds a file that this one has open."""
-        return f"/proc/{self.pid}/fd/{descriptor}"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LentPart:
-    """What one learner rank lends of a version.
-
-    Attributes:
-        handle: Of its buffer.
-        segments: First byte in the data file, number of bytes, and first byte in the buffer, of each contiguous part.
-    """
-
-    handle: MemoryHandle
-    segments: tuple[tuple[int, int, int], ...]
-
-    @classmethod
-    def read(cls, fields: dict[str, Any]) -> LentPart:
-        """From what JSON made of one."""
-        handle = MemoryHandle(**{**fields["handle"], "ipc": tuple(fields["handle"]["ipc"])})
-        return cls(handle=handle, segments=tuple((start, size, at) for start, size, at in fields["segments"]))
-
-
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
     """Everything about a version but its bytes.
@@ -210,7 +157,6 @@ class Manifest:
         pieces: Cover every byte of every tensor, as it is in the end.
         delta: What there is instead of the data file; None where that is there.
         adapter: Of an adapter, whose tensors are those of all A and B; None of other kinds.
-        lent: Where the bytes are instead, if there is no data file: in memory of the learner ranks.
     """
 
     directory: str
@@ -219,7 +165,6 @@ class Manifest:
     pieces: tuple[Piece, ...]
     delta: Delta | None = None
     adapter: Adapter | None = None
-    lent: tuple[LentPart, ...] = ()
 
     @property
     def kind(self) -> OfferKind:
@@ -265,7 +210,6 @@ class Manifest:
             manifest=str(path),
             digest=digest_of(content),
             num_bytes=self.num_bytes + (0 if self.adapter is None else self.adapter.base.num_bytes),
-            carrier=Carrier.lent_memory if self.lent else Carrier.folder,
             kind=self.kind,
             base_version=None if self.base is None else self.base.version,
         )
@@ -358,51 +302,11 @@ def read_manifest(offer: WeightOffer) -> Manifest:
         pieces=tuple(Piece(**entry) for entry in fields["pieces"]),
         delta=delta,
         adapter=adapter,
-        lent=tuple(LentPart.read(entry) for entry in fields["lent"]),
     )
 
 
 def _base_of(fields: dict[str, Any], folder: Path) -> WeightOffer:
     return WeightOffer(**{**fields["base"], "manifest": os.path.normpath(folder / fields["base"]["manifest"])})
-
-
-class ReadLock:
-    """While it is open, the rank does not overwrite the version in its buffer."""
-
-    def __init__(self, handle: MemoryHandle, version: int) -> None:
-        """Lock the buffer for reading; waits only for a rank that writes its note.
-
-        Raises:
-            WeightsGone: the rank has ended, or has overwritten the version.
-            WeightsError: its memory may not be opened by this process.
-        """
-        who = f"policy version {version} is no longer lent: learner process {handle.pid}"
-        try:
-            self._descriptor = os.open(handle.path(handle.note), os.O_RDONLY)
-        except (FileNotFoundError, ProcessLookupError):
-            raise WeightsGone(f"{who} has ended") from None
-        except PermissionError as error:
-            raise WeightsError(
-                f"the memory that learner process {handle.pid} lends cannot be opened: {error}; learner and engines "
-                "must run as one user of one host, or set weights.transport=shared_memory"
-            ) from error
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_SH)
-            note = os.pread(self._descriptor, NOTE.size, 0)
-            if len(note) != NOTE.size or NOTE.unpack(note)[1] != handle.life.encode():
-                raise WeightsGone(f"{who} has ended, and another has its number")
-            if (held := NOTE.unpack(note)[0]) != version:
-                now = "is about to write a newer one" if held == NOTHING else f"has written version {held} in its place"
-                raise WeightsGone(f"{who} {now}")
-        except BaseException:
-            self.close()
-            raise
-
-    def close(self) -> None:
-        """Let the rank write. May be called more than once."""
-        with suppress(OSError):
-            os.close(self._descriptor)
-        self._descriptor = -1
 
 
 def map_file(path: Path) -> np.ndarray:

@@ -4,8 +4,8 @@
 thread does the rest, beside the collectives of training: it converts and digests, gathers what each rank wrote, and
 writes the manifest. A rank that fails tells the other ranks, so that none of them waits for it, and rank 0 reports it.
 
-A version is full, or a delta to the version before, or the adapters alone. The bytes lie in files or in buffers that
-the ranks lend (`PublishOptions.carrier`). With a stream, each rank also holds its part in memory and sends it.
+A version is full, or a delta to the version before, or the adapters alone. The bytes lie in files. With a stream, each
+rank also holds its part in memory and sends it (`PublishOptions.carrier`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from asyncrl.weights.channel import ChannelAddress
 from asyncrl.weights.collective import WeightSender
 from asyncrl.weights.layout import ModelLayout, ModelShards, Part
 from asyncrl.weights.manifest import Adapter, Delta, Manifest, digest_of
-from asyncrl.weights.memory import LentBuffers
 from asyncrl.weights.snapshot import DATA_FILE, RankPart, RankShare, delta_file
 
 logger = logging.getLogger(__name__)
@@ -81,13 +80,8 @@ class WeightPublisher:
         self._check_alike()
         self._is_elsewhere = False
         self._sender: WeightSender | None = None
-        self._lent: LentBuffers | None = None
-        match self._options.carrier:
-            case Carrier.host_stream | Carrier.engine_stream:
-                self._sender = self._make_sender()
-            case Carrier.lent_memory:
-                held, timeout_s = self._options.num_held, self._options.timeout_s
-                self._lent = LentBuffers(self._layout, num_buffers=held, timeout_s=timeout_s)
+        if self._options.carrier is not Carrier.folder:
+            self._sender = self._make_sender()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="publish")
         self._count = 0
         self._ready: Future[list[RankPart]] = self._thread.submit(self._prepare)
@@ -128,9 +122,8 @@ class WeightPublisher:
                 shutil.rmtree(part.folder, ignore_errors=True)
             if self._base is not None:
                 self._base.close()
-        for carrier in (self._sender, self._lent):
-            if carrier is not None:
-                carrier.close()
+        if self._sender is not None:
+            self._sender.close()
         if self._is_elsewhere:
             shutil.rmtree(self._directory, ignore_errors=True)
 
@@ -179,8 +172,7 @@ class WeightPublisher:
                 if self._count == 1:
                     parts.insert(0, RankPart(self._frozen, self._directory / f".{FROZEN_FOLDER}", rank))
             else:
-                target = None if self._lent is None else self._lent.take(shown=self._oldest)
-                parts = [RankPart(self._layout, folder, rank, is_full=is_full, target=target)]
+                parts = [RankPart(self._layout, folder, rank, is_full=is_full)]
             if self._is_first:
                 try:
                     for part in parts:
@@ -281,7 +273,7 @@ class WeightPublisher:
 
     def _share(self, version: int, part: RankPart) -> RankShare:
         """Finish this rank's part of one file, and hold it for receivers."""
-        own = part.finish(version, self._base)
+        own = part.finish(self._base)
         if self._sender is not None:
             self._sender.hold(FROZEN if part.is_frozen else version, part.data, own.pieces, part.delta())
         is_base = self._options.full_every > 1 and not part.is_frozen
@@ -325,7 +317,6 @@ class WeightPublisher:
             pieces=tuple(piece for share in shares for piece in share.pieces),
             delta=delta,
             adapter=self._adapter if part.layout.part is Part.adapters else None,
-            lent=tuple(share.lent for share in shares if share.lent is not None),
         )
         return manifest.offer(target / "manifest.json", version)
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from torch import Tensor
 from asyncrl.core.errors import WeightsError
 from asyncrl.weights.delta import write_delta
 from asyncrl.weights.layout import ModelLayout, Part, Region, dtype_of
-from asyncrl.weights.manifest import DIGEST_THREADS, PIECE_BYTES, Change, LentPart, Piece, map_file, pieces_of
+from asyncrl.weights.manifest import DIGEST_THREADS, PIECE_BYTES, Change, Piece, map_file, pieces_of
 
 DATA_FILE = "model.safetensors"
 BUCKET_BYTES = 64 << 20
@@ -38,36 +38,10 @@ class RankShare:
     Attributes:
         pieces: Digests of all bytes that this rank wrote.
         changes: Of a delta, the pieces that changed.
-        lent: Where the bytes lie in memory of the rank; None where they are in a file.
     """
 
     pieces: list[Piece]
     changes: list[Change] = field(default_factory=list)
-    lent: LentPart | None = None
-
-
-class PartTarget(Protocol):
-    """Memory that takes one rank's part of a version: a mapped file, or a buffer that the rank lends."""
-
-    def write(self, regions: Sequence[Region]) -> None:
-        """Copy the parameters' values."""
-        ...
-
-    def bytes_at(self, start: int, num_bytes: int) -> Tensor:
-        """[bytes] uint8 that stand from byte ``start`` of the data file on, all of one region or tensor."""
-        ...
-
-    def digest(self, spans: Sequence[tuple[int, int]]) -> list[list[Piece]]:
-        """The pieces of each span, first byte and bytes; the bytes are complete, and can be read by engines then."""
-        ...
-
-    def lend(self, version: int) -> LentPart | None:
-        """Give the version to readers; None where they read a file."""
-        ...
-
-    def close(self) -> None:
-        """Release what is not needed once the version is published."""
-        ...
 
 
 class WritableFile:
@@ -144,7 +118,7 @@ class WritableFile:
         return self.data[start : start + num_bytes]
 
     def digest(self, spans: Sequence[tuple[int, int]]) -> list[list[Piece]]:
-        """See `PartTarget.digest`; the file system takes the bytes meanwhile."""
+        """Return the pieces of each span (first byte, bytes); the file system takes the bytes meanwhile."""
         data = self.data.numpy()
         if sum(num_bytes for _, num_bytes in spans) <= PIECE_BYTES:  # threads would take longer to wake
             digested = [pieces_of(0, start, num_bytes, data) for start, num_bytes in spans]
@@ -155,9 +129,6 @@ class WritableFile:
             digested = list(threads.map(lambda span: pieces_of(0, span[0], span[1], data), spans))
             synced.result()
         return digested
-
-    def lend(self, version: int) -> None:
-        """Engines read the file."""
 
     def sync(self) -> None:
         """Wait until the file system holds what was written.
@@ -184,7 +155,6 @@ class RankPart:
         rank: This rank.
         name: Of the data file.
         is_full: False for a delta: the part stays in memory, and the folder gets a file with the changes.
-        target: Takes the bytes; None for a file in the folder, or in memory for a delta.
     """
 
     def __init__(
@@ -195,12 +165,11 @@ class RankPart:
         *,
         name: str = DATA_FILE,
         is_full: bool = True,
-        target: PartTarget | None = None,
     ) -> None:
         self.layout, self.folder, self.rank, self.name, self.is_full = layout, folder, rank, name, is_full
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / name if is_full else None
-        self._target = WritableFile(path, layout.num_bytes, layout.regions) if target is None else target
+        self._file = WritableFile(path, layout.num_bytes, layout.regions)
         self._raw: WritableFile | None = None
         if layout.num_raw_bytes:
             self._raw = WritableFile(None, layout.num_raw_bytes, layout.raw_regions)
@@ -208,12 +177,11 @@ class RankPart:
     @property
     def data(self) -> Tensor:
         """[bytes] uint8 of the data file; what this rank wrote of it stays while it is referenced."""
-        assert isinstance(self._target, WritableFile), "lent memory is read where it is"
-        return self._target.data
+        return self._file.data
 
     def write(self) -> None:
         """Copy this rank's shards."""
-        self._target.write(self.layout.regions)
+        self._file.write(self.layout.regions)
         if self._raw is not None:
             self._raw.write(self.layout.raw_regions)
 
@@ -222,16 +190,16 @@ class RankPart:
         if self._raw is not None:
             self.layout.exchange(self._raw.data)
 
-    def finish(self, version: int, base: RankPart | None = None) -> RankShare:
+    def finish(self, base: RankPart | None = None) -> RankShare:
         """Compute the rest of this rank's part, after `exchange`, digest it, and compare a delta with its base."""
         computed = self.layout.computed if self._raw is not None else []
         if self._raw is not None:
-            self.layout.compute(self._raw.data, lambda stored: self._target.bytes_at(stored.start, stored.num_bytes))
-        if self.rank == 0 and isinstance(self._target, WritableFile):
+            self.layout.compute(self._raw.data, lambda stored: self._file.bytes_at(stored.start, stored.num_bytes))
+        if self.rank == 0:
             self.layout.write_head(self.data)
         spans = [(region.start, region.num_bytes) for region in self.layout.regions]
         spans += [(stored.start, stored.num_bytes) for stored in computed]
-        digested = self._target.digest(spans)
+        digested = self._file.digest(spans)
         changes: list[Change] = []
         if not self.is_full:
             assert base is not None, "the first version is full"
@@ -241,7 +209,7 @@ class RankPart:
             path = self.folder / delta_file(self.rank)
             changes = write_delta(path, self.rank, base.data.numpy(), self.data.numpy(), compared)
         pieces = [piece for part in digested for piece in part]
-        return RankShare(pieces=pieces, changes=changes, lent=self._target.lend(version))
+        return RankShare(pieces=pieces, changes=changes)
 
     @property
     def is_frozen(self) -> bool:
@@ -258,7 +226,7 @@ class RankPart:
     def close(self, *, keep_data: bool = False) -> None:
         """Release memory; with ``keep_data`` the data stay, as the base of the next version."""
         if not keep_data:
-            self._target.close()
+            self._file.close()
         if self._raw is not None:
             self._raw.close()
 

@@ -4,7 +4,6 @@
 - Deltas apply to an image of the engine's version in host memory. The options and file systems without links make
   full versions copies there.
 - The host receives a version of a host stream into its memory; frozen weights below adapters once.
-- Lent memory is locked against overwriting.
 - A version of an engine stream needs no staging.
 """
 
@@ -28,7 +27,7 @@ from asyncrl.core.host import NotPrivate, check_owned, make_private_folder, open
 from asyncrl.core.types import Carrier, WeightOffer
 from asyncrl.weights.carriers import load_limit_s
 from asyncrl.weights.delta import apply_delta
-from asyncrl.weights.manifest import Manifest, ReadLock, read_manifest
+from asyncrl.weights.manifest import Manifest, read_manifest
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +55,6 @@ class WeightStager:
         self._copies = copies
         self._timeout_s = timeout_s
         self._links: Path | None = None
-        self._locks: list[ReadLock] = []
         self._held = ""  # digest of the manifest of the version, or of the frozen weights, in the image
 
     @asynccontextmanager
@@ -84,7 +82,6 @@ class WeightStager:
             yield local
         finally:
             self._remove_links()
-            self._unlock()
 
     async def _in_time(
         self, work: Callable[[WeightStager, WeightOffer], WeightOffer], offer: WeightOffer
@@ -111,7 +108,7 @@ class WeightStager:
         """Continue in other folders; the thread's folders are removed when it has ended."""
         self._life += 1
         self._image = self._image.with_name(f"{self._name}.{self._life}")
-        self._links, self._locks, self._held = None, [], ""
+        self._links, self._held = None, ""
 
         def remove(done: asyncio.Future[WeightOffer]) -> None:
             if not done.cancelled() and (error := done.exception()) is not None:
@@ -175,8 +172,6 @@ class WeightStager:
     def stage(self, offer: WeightOffer) -> WeightOffer:
         """As `staged`, without a deadline."""
         try:
-            if offer.carrier == Carrier.lent_memory:
-                return self._locked(offer)
             if offer.kind != "delta" and not self._copies and (local := self._linked(offer)):
                 return local
             if offer.kind == "adapter":
@@ -197,7 +192,6 @@ class WeightStager:
     def close(self) -> None:
         """Remove all files of this engine."""
         self._held = ""
-        self._unlock()
         self._remove_links()
         if self._links is not None:
             with suppress(OSError):  # not empty: another engine has not ended
@@ -207,23 +201,6 @@ class WeightStager:
     def _remove_links(self) -> None:
         if self._links is not None:
             shutil.rmtree(self._links, ignore_errors=True)
-
-    def _locked(self, offer: WeightOffer) -> WeightOffer:
-        """Lock what the learner ranks lend, and keep the manifest, which says where it is."""
-        try:
-            for part in read_manifest(offer).lent:
-                self._locks.append(ReadLock(part.handle, offer.version))
-        except WeightsError:
-            self._unlock()
-            raise
-        self._links = make_private_folder(self._image / Path(offer.manifest).parent.name)
-        local = self._links / "manifest.json"
-        _copy_manifest(Path(offer.manifest), local)
-        return replace(offer, manifest=str(local))
-
-    def _unlock(self) -> None:
-        while self._locks:
-            self._locks.pop().close()
 
     def _linked(self, offer: WeightOffer) -> WeightOffer | None:
         """Link a version that its publisher may remove; None if that is not possible, or not safe."""

@@ -39,14 +39,13 @@ def test_start_deadlines_of_small_and_missing_models_stay(tmp_path):
         (["learner.device=cuda"], None, "expandable_segments:True"),
         (["learner.device=cuda"], "max_split_size_mb:64", "max_split_size_mb:64,expandable_segments:True"),
         (["learner.device=cuda"], "expandable_segments:False", "expandable_segments:False"),
-        (["learner.device=cuda", "weights.transport=tensor"], None, "expandable_segments:False"),
-        (["learner.device=cuda", "weights.transport=tensor"], "expandable_segments:True", "expandable_segments:False"),
         (["experiment=gsm8k_colocated"], None, "expandable_segments:False"),
+        (["experiment=gsm8k_colocated"], "expandable_segments:True", "expandable_segments:False"),
         (["experiment=gsm8k"], None, "expandable_segments:True"),
         (["learner.device=cpu"], None, None),
     ],
 )
-def test_ranks_on_cuda_get_expandable_segments_unless_their_memory_is_shared(monkeypatch, options, own, want):
+def test_ranks_on_cuda_get_expandable_segments_unless_they_are_colocated(monkeypatch, options, own, want):
     monkeypatch.delenv(ALLOCATOR, raising=False)
     if own is not None:
         monkeypatch.setenv(ALLOCATOR, own)

@@ -35,7 +35,6 @@ def test_a_run_on_several_nodes_that_names_what_they_share_is_let_through(weight
         ({"buffer": {"host": "127.0.0.1"}}, "buffer.host must be an address or interface of this node that the others"),
         ({"buffer": {"host": "lo"}}, "buffer.host must be an address or interface of this node"),
         ({"weights": {"transport": Transport.shared_memory}}, "must be file or collective .*, got shared_memory"),
-        ({"weights": {"transport": Transport.tensor}}, "weights.transport must be file or collective .*, got tensor"),
         ({"weights": {}}, "weights.transport must be file or collective with placement.num_nodes=2, got auto"),
         ({"weights": {"transport": Transport.file}}, "weights.directory must be a folder that all nodes share"),
         ({"weights": {"transport": Transport.collective}}, "weights.interface must be one that all nodes reach"),

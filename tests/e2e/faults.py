@@ -247,7 +247,7 @@ RECOVERIES = (
             options=(*_CHECKPOINTS, "learner.num_ranks=2", *transport),
             restarts=(_LEARNER,),
         )
-        for transport in (_NETWORK, (*_NETWORK, "weights.collective_into=engine"), ("weights.transport=tensor",))
+        for transport in (_NETWORK, (*_NETWORK, "weights.collective_into=engine"))
     ),
 )
 

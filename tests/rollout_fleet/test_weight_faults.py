@@ -73,8 +73,8 @@ ROWS = [
     *itertools.product(STEPS, ["during"], SIGNALS[1:]),
 ]
 LOAD = "/update_weights_from_tensor"
-HELD_ROWS = [*itertools.product(["engine", "tensor"], ["engine", "rank 0", "rank 1"], ["before", "during"], SIGNALS)]
-"""How an engine comes by weights that learner ranks hold, and who is signalled when, as the server loads them."""
+HELD_ROWS = [*itertools.product(["engine", "rank 0", "rank 1"], ["before", "during"], SIGNALS)]
+"""Which process is signalled, when, while a server loads weights that learner ranks send."""
 _VERSIONS = itertools.count(1)
 
 
@@ -245,12 +245,10 @@ async def test_nothing_is_accepted_under_weights_that_were_not_verified(servers,
     check([*accepted, *goes_on], servers.model_of, seed)
 
 
-@pytest.mark.parametrize(("way", "who", "moment", "fault"), HELD_ROWS)
-async def test_an_engine_that_takes_weights_out_of_the_learners_memory_never_continues_under_others(
-    servers, way, who, moment, fault
-):
+@pytest.mark.parametrize(("who", "moment", "fault"), HELD_ROWS)
+async def test_an_engine_whose_stream_of_weights_fails_never_continues_under_others(servers, who, moment, fault):
     seed, accepted, number = random.randrange(1 << 16), [], signal.Signals[fault]
-    with learner_ranks(way, num_receivers=2, timeout_s=DEADLINE_S) as learner:
+    with learner_ranks(num_receivers=2, timeout_s=DEADLINE_S) as learner:
         async with servers.failing_engine() as (engine, proxy):
             await engine.load_weights(learner.offer(servers.publish(1.1)))
             engine._config = RolloutFleetConfig(load_timeout_s=DEADLINE_S)
@@ -287,14 +285,14 @@ async def test_an_engine_that_takes_weights_out_of_the_learners_memory_never_con
                         rank.signal(signal.SIGCONT)
     took_s = time.monotonic() - began_s
     assert took_s < 3 * DEADLINE_S + GRACE_S
-    assert re.search(held_failure(way, who, moment, fault), message), f"seed {seed}: {message}"
+    assert re.search(held_failure(who, moment, fault), message), f"seed {seed}: {message}"
     if who == "engine":
         assert servers.other.version == offer.version
     check([*accepted, *goes_on], servers.model_of, seed)
 
 
 async def failure_or_nothing(engine, offer):
-    """What an engine says that does not load; empty where it does, for a stopped process still holds its memory."""
+    """The message of a load that fails; empty if it succeeds."""
     try:
         await engine.load_weights(offer)
     except AsyncRLError as error:
@@ -304,13 +302,10 @@ async def failure_or_nothing(engine, offer):
     return ""
 
 
-def held_failure(way, who, moment, fault):
-    """What the failure says; nothing is right where the memory was read before the fault, or in spite of it."""
+def held_failure(who, moment, fault):
+    """The pattern of the failure's message; it matches the empty string if the load may succeed."""
     if who == "engine":
         return FAILURES[fault]
-    if way == "tensor":
-        gone = "policy version .* is no longer lent: learner process .* has ended"
-        return gone if (moment, fault) == ("before", "SIGKILL") else f"^$|{gone}" if fault == "SIGKILL" else "^$"
     gone = "is no longer sent: (nobody|another sender) listens at 127"
     lost = f"did not arrive from 127|was not received in 3 rounds|{gone}"
     return lost + f"|{DEADLINE}" if moment == "before" else lost + f"|{DEADLINE}|^$"

@@ -1,4 +1,4 @@
-"""Two processes that hold the weights of a saved model, as learner ranks do, and hand them to engines themselves."""
+"""Two processes that hold the weights of a saved model, as learner ranks do, and send them into engines."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,54 +15,46 @@ from asyncrl.core.types import Carrier, WeightOffer
 from asyncrl.weights.carriers import PublishOptions
 from asyncrl.weights.channel import ChannelAddress
 from asyncrl.weights.collective import WeightSender
-from asyncrl.weights.manifest import LentPart, Piece, read_manifest
-from asyncrl.weights.memory import LentBuffer
+from asyncrl.weights.manifest import Piece, read_manifest
 from tests.support.peers import Peer, peers
-
-Way = Literal["engine", "tensor"]
 
 
 class LearnerRanks:
-    """Rank 0 holds every second tensor, rank 1 the others; ``way`` is how engines come by them.
+    """Rank 0 holds every second tensor, rank 1 the others.
 
     Attributes:
         ranks: The processes.
     """
 
-    def __init__(self, way: Way, ranks: list[Peer], *, num_receivers: int, timeout_s: float) -> None:
+    def __init__(self, ranks: list[Peer], *, num_receivers: int, timeout_s: float) -> None:
         self.ranks = ranks
-        self._way = way
-        if way == "engine":
-            options = PublishOptions(
-                carrier=Carrier.engine_stream, num_receivers=num_receivers, timeout_s=timeout_s, num_held=2
-            )
-            address = ranks[0].ask(_begin, 0, None, options).answer()
-            ranks[1].ask(_begin, 1, address, options).answer()
+        options = PublishOptions(
+            carrier=Carrier.engine_stream, num_receivers=num_receivers, timeout_s=timeout_s, num_held=2
+        )
+        address = ranks[0].ask(_begin, 0, None, options).answer()
+        ranks[1].ask(_begin, 1, address, options).answer()
 
     def offer(self, published: WeightOffer) -> WeightOffer:
         """Offer what a folder holds; the folder itself is needed no more."""
         manifest = read_manifest(published)
         parts = [list(manifest.pieces[rank::2]) for rank in range(2)]
         file = str(Path(manifest.directory, manifest.files[0]))
-        work = _hold if self._way == "engine" else _lend
         for rank, part in zip(self.ranks, parts, strict=True):
-            rank.ask(work, published.version, file, part)
-        held = [rank.answer() for rank in self.ranks]
+            rank.ask(_hold, published.version, file, part)
+        for rank in self.ranks:
+            rank.answer()
         folder = Path(manifest.directory).with_name(f"held-{published.version}")
         folder.mkdir()
-        lent = () if self._way == "engine" else tuple(held)
-        manifest = replace(manifest, directory=str(folder), pieces=tuple(parts[0] + parts[1]), lent=lent)
+        manifest = replace(manifest, directory=str(folder), pieces=tuple(parts[0] + parts[1]))
         offer = manifest.offer(folder / "manifest.json", published.version)
-        if self._way == "tensor":
-            return offer
         return self.ranks[0].ask(_offer, offer, [len(part) for part in parts]).answer()
 
 
 @contextmanager
-def learner_ranks(way: Way, *, num_receivers: int, timeout_s: float) -> Iterator[LearnerRanks]:
+def learner_ranks(*, num_receivers: int, timeout_s: float) -> Iterator[LearnerRanks]:
     """For the block."""
     with peers(2) as ranks:
-        yield LearnerRanks(way, ranks, num_receivers=num_receivers, timeout_s=timeout_s)
+        yield LearnerRanks(ranks, num_receivers=num_receivers, timeout_s=timeout_s)
 
 
 # What a process does
@@ -80,12 +72,3 @@ def _hold(state: dict[str, Any], version: int, file: str, pieces: list[Piece]) -
 
 def _offer(state: dict[str, Any], offer: WeightOffer, shares: list[int]) -> WeightOffer:
     return state["sender"].offer(offer, shares)
-
-
-def _lend(state: dict[str, Any], version: int, file: str, pieces: list[Piece]) -> LentPart:
-    data = np.fromfile(file, dtype=np.uint8)
-    buffers = state.setdefault("buffers", [])
-    segments = [(piece.start, piece.num_bytes, piece.start) for piece in pieces]
-    buffers.append(LentBuffer(segments, torch.device("cpu")))
-    buffers[-1].data.copy_(torch.from_numpy(data[: len(buffers[-1].data)]))
-    return buffers[-1].lend(version)

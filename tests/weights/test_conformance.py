@@ -40,7 +40,6 @@ pytestmark = [
 NUM_UPDATES = 30
 NETWORK = PublishOptions(carrier=Carrier.host_stream, num_receivers=1, timeout_s=30.0, num_held=1)
 INTO_ENGINES = replace(NETWORK, carrier=Carrier.engine_stream, num_receivers=2)
-LENT = PublishOptions(carrier=Carrier.lent_memory, timeout_s=30.0)
 FOLDER = PublishOptions()
 SHARED_PREFIX = np.asarray([3 + position * 7 % 10 for position in range(60)], dtype=np.int32)
 
@@ -63,10 +62,6 @@ SHARED_PREFIX = np.asarray([3 + position * 7 % 10 for position in range(60)], dt
         pytest.param("qwen3", 1, "float32", 1e-4, OnUpdate.recompute, INTO_ENGINES, id="into-an-engine-tied"),
         pytest.param("qwen3_moe", 1, "float32", 1e-4, OnUpdate.recompute, INTO_ENGINES, id="into-an-engine-experts"),
         pytest.param("qwen2", 1, "bfloat16", 0.1, OnUpdate.recompute, INTO_ENGINES, id="into-an-engine-bfloat16"),
-        pytest.param("llama", 2, "float32", 1e-4, OnUpdate.recompute, LENT, id="lent-to-two-ranks"),
-        pytest.param("qwen3", 1, "float32", 1e-4, OnUpdate.recompute, LENT, id="lent-tied"),
-        pytest.param("qwen3_moe", 1, "float32", 1e-4, OnUpdate.recompute, LENT, id="lent-experts"),
-        pytest.param("qwen2", 1, "bfloat16", 0.1, OnUpdate.recompute, LENT, id="lent-bfloat16"),
     ],
 )
 async def test_every_token_is_of_the_version_that_it_names(

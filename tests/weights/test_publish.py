@@ -5,7 +5,6 @@ import os
 import resource
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,14 +14,13 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from asyncrl.core.errors import WeightsError, WeightsGone
+from asyncrl.core.errors import WeightsError
 from asyncrl.core.types import Carrier
 from asyncrl.weights import publish as weights
 from asyncrl.weights.carriers import PublishOptions
 from asyncrl.weights.layout import ModelLayout, Region
 from asyncrl.weights.load import FileWeights, PublishedAdapter
 from asyncrl.weights.manifest import read_manifest
-from asyncrl.weights.memory import LentBuffers, LentWeights
 from asyncrl.weights.publish import WeightPublisher
 from asyncrl.weights.receiver import receive_weights
 from asyncrl.weights.snapshot import RankPart, WritableFile
@@ -172,71 +170,6 @@ def test_what_two_ranks_send_over_the_network_is_what_one_would_gather(family, o
         assert left in ([], ["v00000003", "v00000004"])
     assert [bool(left) for _, left, _ in ranks] == [True, hosts == "aa"]
     assert not Path(tmp_path, "host-b", "published").exists()
-
-
-def lent_by_a_rank(config, path, folder):
-    """Publish in memory; each rank reads what both lend, as an engine beside it would."""
-    trainer = Trainer(config, model_path=path, total_updates=1)
-    lend = PublishOptions(carrier=Carrier.lent_memory, num_held=2, timeout_s=60.0)
-    publisher = WeightPublisher(PretrainedShards.of(trainer), folder, keep=3, options=lend, log=NewestOnly())
-    offers = [publisher.publish(version).result() for version in (3, 4)]
-    trainer.update(random_sequences(3), policy_objective(AlgorithmConfig()))
-    offers.append(publisher.publish(5).result())
-    dist.broadcast_object_list(offers, src=0)
-    weights = LentWeights(offers[-1], torch.device("cpu"))
-    taken = {name: tensor.numpy().copy() for name, tensor in weights.tensors()}
-    weights.verify()
-    weights.close()
-    gone = ""
-    try:
-        LentWeights(offers[0], torch.device("cpu"))
-    except WeightsGone as error:
-        gone = str(error)
-    dist.barrier()
-    publisher.close()
-    whole = gather_weights(trainer)
-    return taken, gone, None if whole is None else {name: value.numpy() for name, value in whole.items()}
-
-
-@pytest.mark.parametrize(
-    ("family", "options"),
-    [
-        ("qwen3", {}),
-        ("qwen3_moe", {"lora": LoraConfig(rank=2, target_modules=["q_proj"])}),
-        ("qwen3", {"fsdp_size": 1}),
-    ],
-    ids=["dense", "experts-with-adapters", "copies"],
-)
-def test_what_two_ranks_lend_is_what_one_would_gather_and_of_older_versions_nothing_is_left(family, options, tmp_path):
-    path = save_tiny_model(tmp_path / "model", family)
-    config = replace(CONFIG, num_ranks=2, **options)
-    ranks = run_on_ranks(2, lent_by_a_rank, config, path, str(tmp_path / "p"))
-    whole = ranks[0][2]
-    for taken, gone, _ in ranks:
-        assert taken.keys() == whole.keys()
-        for name, value in whole.items():
-            assert np.array_equal(taken[name], value), name
-        assert "policy version 3 is no longer lent" in gone
-    assert sorted(path.name for path in (tmp_path / "p").iterdir()) == ["v00000003", "v00000004", "v00000005"]
-
-
-@pytest.mark.parametrize(
-    ("num_buffers", "shown", "overwritten"),
-    [(2, 5, {6: 4, 7: 5, 8: 6}), (3, 4, {6: None, 7: 5, 8: 6}), (3, 0, {6: None, 7: 4, 8: 5})],
-)
-def test_the_oldest_version_in_memory_makes_way_unless_it_is_still_shown(num_buffers, shown, overwritten):
-    layout = SimpleNamespace(
-        num_bytes=8, regions=[], computed=[SimpleNamespace(start=0, num_bytes=8)], device=torch.device("cpu")
-    )
-    buffers = LentBuffers(layout, num_buffers=num_buffers, timeout_s=1.0)
-    for version in (4, 5):
-        buffers.take(shown=shown).lend(version)
-    for version, expected in overwritten.items():
-        before = {id(buffer): buffer.version for buffer in buffers._buffers}
-        chosen = buffers.take(shown=shown)
-        assert before.get(id(chosen)) == expected
-        chosen.lend(version)
-    buffers.close()
 
 
 def adapters_of_a_rank(config, path, folder, hosts):
