@@ -17,6 +17,7 @@ import torch.distributed as dist
 from asyncrl.cli.compose import compose_run, describe, option_lines
 from asyncrl.cli.preflight import check_folder
 from asyncrl.cli.quickstart import with_quickstart_assets
+from asyncrl.core.errors import AsyncRLError
 from asyncrl.option_checks import check_model
 from asyncrl.sft import fine_tuning
 
@@ -37,9 +38,9 @@ def main(overrides: Sequence[str] | None = None) -> int:
         config = with_quickstart_assets(config)
         check_model(config)
         asyncio.run(fine_tuning.fine_tune(config))
-    except ValueError as error:
+    except (ValueError, AsyncRLError) as error:
         sys.stderr.write(f"error: {error}\n")
-        return 2
+        return 2 if isinstance(error, ValueError) else 1
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

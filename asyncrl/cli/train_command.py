@@ -84,7 +84,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _show_dry_run(config: RunConfig) -> int:
     from asyncrl.cli.dry_run import dry_run
 
-    found = dry_run(config)
+    try:
+        found = dry_run(config)
+    except AsyncRLError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return EXIT_FAILED
     sys.stdout.write(found.page())
     return EXIT_USAGE if found.problems else 0
 

@@ -8,14 +8,20 @@ import subprocess
 from collections.abc import Mapping
 from functools import cache
 
+from asyncrl.core.errors import DeadlineError
+
 NO_GPUS = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
 """Environment of a process that computes on the CPU."""
+_DRIVER_TIMEOUT_S = 30.0
 
 
 def visible_gpus(environment: Mapping[str, str] = os.environ) -> int:
     """Return the number of GPUs that CUDA shows to a process with this environment; 0 without a driver.
 
     ``CUDA_VISIBLE_DEVICES`` holds indices or UUIDs. As in CUDA, the first invalid entry ends the list.
+
+    Raises:
+        DeadlineError: the NVIDIA driver does not answer.
     """
     tool = shutil.which("nvidia-smi")
     listed = _listed_uuids(tool) if tool is not None else []
@@ -36,6 +42,14 @@ def visible_gpus(environment: Mapping[str, str] = os.environ) -> int:
 @cache
 def _listed_uuids(tool: str) -> list[str]:
     """UUIDs of this machine's GPUs, in the order of the NVIDIA driver."""
-    listed = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=30, check=False)
-    lines = [line for line in listed.stdout.splitlines() if line.startswith("GPU ")]
+    process = subprocess.Popen([tool, "-L"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    try:
+        listed, _ = process.communicate(timeout=_DRIVER_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()  # and do not wait: a process that hangs in the driver does not die
+        raise DeadlineError(
+            f"{tool} -L must list the GPUs of this machine within {_DRIVER_TIMEOUT_S:g} s, got no answer: the NVIDIA "
+            "driver hangs; reset the GPUs or restart the machine, or run on another machine"
+        ) from None
+    lines = [line for line in listed.splitlines() if line.startswith("GPU ")]
     return [line.rpartition("UUID: ")[2].rstrip(")") for line in lines]

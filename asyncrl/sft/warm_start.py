@@ -1,8 +1,8 @@
 """The policy that a run starts from: fine-tuned before training, and reused for the same settings only.
 
-The warm start is ``asyncrl sft`` in a process of its own, as a user would run it; the controller's process relays its
-lines, waits for each under a deadline, and for the one that names the policy that it has written. On the CPU the
-process starts while the other parts of the run start. On a GPU it starts when Ray has reserved one for it.
+The warm start is a process of ``asyncrl sft``. The controller relays its lines, waits for each line under a deadline,
+and continues as soon as the policy is written. On the CPU the process starts at once, while the other parts of the run
+start. On a GPU it starts when Ray has reserved a GPU.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ import hashlib
 import json
 import os
 import shutil
+import socket
 import sys
-import threading
+import time
 from asyncio.subprocess import Process
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -29,32 +30,33 @@ from asyncrl.core.visible_gpus import NO_GPUS
 
 _COMMAND = ("-m", "asyncrl", "sft")
 _END_TIMEOUT_S = 30.0
+_LOCK_RETRY_S = 0.2
 RESULT = "sft.json"
 """In the policy's folder: ``settings`` (their digest), ``steps``, ``accuracy`` and ``val_loss``."""
 
 
 def warm_start_path(config: RunConfig) -> Path:
-    """Where the fine-tuned policy of these settings lies: under ``sft.output_path``, or by the settings' digest."""
+    """Folder of the fine-tuned policy: ``sft.output_path``, or a folder named by the digest of the settings."""
     if config.sft.output_path:
         return Path(config.sft.output_path).expanduser().resolve()
     return Path(config.output_dir, config.experiment, "sft", settings_digest(config)).resolve()
 
 
 def policy_path(config: RunConfig) -> Path:
-    """Where the policy lies that training starts from, once it is fine-tuned where ``sft.enabled``."""
+    """Folder of the policy that training starts from: fine-tuned if ``sft.enabled``, else ``model.path``."""
     return warm_start_path(config) if config.sft.enabled else Path(config.model.path)
 
 
 def needs_fine_tuning(config: RunConfig) -> bool:
-    """Whether the policy that training starts from is still to be made. Raises as `finished_warm_start` does."""
+    """Whether the run must fine-tune a policy first. Raises the errors of `finished_warm_start`."""
     return config.sft.enabled and finished_warm_start(config) is None
 
 
 def finished_warm_start(config: RunConfig) -> dict[str, Any] | None:
-    """What is known of the fine-tuned policy of these settings; None where it is still to be made.
+    """Read the `RESULT` of the fine-tuned policy of these settings; None if there is no such policy yet.
 
     Raises:
-        ValueError: ``sft.output_path`` holds something else, or a policy of other settings.
+        ValueError: ``sft.output_path`` contains other files, or a policy of other settings.
     """
     folder = warm_start_path(config)
     result = json.loads((folder / RESULT).read_text()) if (folder / RESULT).is_file() else None
@@ -62,23 +64,20 @@ def finished_warm_start(config: RunConfig) -> dict[str, Any] | None:
         return result
     if not config.sft.output_path or not folder.exists() or not any(folder.iterdir()):
         return None
-    what = "something else" if result is None else f"a policy of other settings ({result.get('settings')})"
+    got = "other files" if result is None else f"a policy of other settings ({result.get('settings')})"
     raise ValueError(
-        f"sft.output_path={config.sft.output_path} holds {what}, expected an empty directory or a policy of these "
-        f"settings ({settings_digest(config)}); name another path, or remove it"
+        f"sft.output_path={config.sft.output_path} must be an empty directory or hold a policy of these settings "
+        f"({settings_digest(config)}), got {got}; choose another path, or remove it"
     )
 
 
 def write_warm_start(config: RunConfig, result: dict[str, Any], write_policy: Callable[[Path], object]) -> Path:
-    """Make the policy's folder, whole or not at all.
+    """Create the policy's folder atomically and return it.
 
     Args:
         config: The run.
-        result: Goes into `RESULT`, with the settings' digest.
-        write_policy: Writes model and tokenizer into a directory that it makes.
-
-    Returns:
-        The folder.
+        result: Content of `RESULT`; the digest of the settings is added.
+        write_policy: Creates the given directory and writes model and tokenizer into it.
     """
     folder = warm_start_path(config)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -86,7 +85,7 @@ def write_warm_start(config: RunConfig, result: dict[str, Any], write_policy: Ca
     try:
         write_policy(fresh)
         (fresh / RESULT).write_text(json.dumps({"settings": settings_digest(config), **result}) + "\n")
-        finished_warm_start(config)  # refuses once more what must not be replaced
+        finished_warm_start(config)  # raises if the folder must not be replaced
         shutil.rmtree(folder, ignore_errors=True)
         fresh.rename(folder)
     finally:
@@ -95,7 +94,7 @@ def write_warm_start(config: RunConfig, result: dict[str, Any], write_policy: Ca
 
 
 def settings_digest(config: RunConfig) -> str:
-    """Digest of every option and file that a fine-tuned policy depends on. Example: ``72f9de132f03``."""
+    """Digest of all options and files that affect the fine-tuned policy. Example: ``72f9de132f03``."""
     optimizer = asdict(config.learner.optimizer)
     own = {"output_path", "enabled", "progress_timeout_s", "train_files", "val_files"}
     settings = {
@@ -113,7 +112,7 @@ def settings_digest(config: RunConfig) -> str:
 
 
 def _evaluation_settings(config: RunConfig) -> dict[str, Any]:
-    """What accuracy, and with it an early stop, depends on."""
+    """What affects accuracy, and therefore an early stop."""
     if not config.sft.eval_prompts:
         return {}
     data = {name: value for name, value in asdict(config.data).items() if not name.endswith("_files")}
@@ -133,10 +132,10 @@ def _digest(files: Sequence[Path]) -> str:
 
 
 class WarmStart:
-    """The policy that a run starts from, made by one process that begins once its device is known.
+    """The warm start of one run; it begins when its device is known.
 
     Args:
-        warm_start: Makes the policy; takes the run, and ``visible_devices`` as in the function `warm_start`.
+        warm_start: The function `warm_start` with all arguments but ``config`` and ``visible_devices``.
     """
 
     def __init__(self, warm_start: Callable[..., Coroutine[Any, Any, Path]]) -> None:
@@ -150,23 +149,23 @@ class WarmStart:
 
     @property
     def is_done(self) -> bool:
-        """Whether `policy` answers at once."""
+        """Whether `policy` returns without waiting."""
         return self._task is not None and self._task.done()
 
     def begin(self, config: RunConfig, visible_devices: str = "") -> None:
-        """Start the process on these devices, in the notation of ``CUDA_VISIBLE_DEVICES``; none: on the CPU."""
+        """Start in the background, on GPUs in the notation of ``CUDA_VISIBLE_DEVICES``; empty: on the CPU."""
         if self._task is not None:
             raise RuntimeError("the warm start has begun already; begin it once")
         self._task = asyncio.create_task(self._warm_start(config, visible_devices=visible_devices))
 
     async def policy(self) -> Path:
-        """Wait for the policy's directory. Raises as `warm_start` does."""
+        """Wait for the policy's directory. Raises the errors of `warm_start`."""
         if self._task is None:
             raise RuntimeError("the warm start has not begun; call begin first")
         return await asyncio.shield(self._task)
 
     async def stop(self) -> None:
-        """End the process, if it runs."""
+        """Stop the process if it is running."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -180,29 +179,41 @@ async def warm_start(
     *,
     visible_devices: str = "",
 ) -> Path:
-    """Return the directory of the policy that training starts from: fine-tuned where ``sft.enabled``.
+    """Return the directory of the policy that training starts from; fine-tune it first if ``sft.enabled``.
 
     Args:
         config: The run, with its assets.
-        overrides: The command line it was composed from; the warm start composes the same.
-        log_path: The warm start's log.
+        overrides: Command line of the run; ``asyncrl sft`` gets the same.
+        log_path: Log file of ``asyncrl sft``.
         say: Shows the user a line.
-        visible_devices: The GPUs that the process sees, in the notation of ``CUDA_VISIBLE_DEVICES``; empty: none.
+        visible_devices: GPUs for ``asyncrl sft``, in the notation of ``CUDA_VISIBLE_DEVICES``; empty: none.
 
     Raises:
-        WorkerDiedError: the warm start failed; the message ends with its last lines.
+        WorkerDiedError: ``asyncrl sft`` failed; the message ends with its last lines.
+        DeadlineError: ``asyncrl sft``, of this run or of another one, made no progress for ``sft.progress_timeout_s``.
     """
     policy = policy_path(config)
     if not config.sft.enabled:
         return policy
     if (known := finished_warm_start(config)) is None:
-        async with _lock(policy, say):
-            known = finished_warm_start(config)  # another run may have made it while this one waited
+        async with _lock(policy, config.sft.progress_timeout_s, say) as report_progress:
+            known = finished_warm_start(config)  # another run may have finished it during the wait
             if known is None:
-                command = [sys.executable, *_COMMAND, *overrides]
                 devices = {"CUDA_VISIBLE_DEVICES": visible_devices} if visible_devices else NO_GPUS
-                process = await _started(command, log_path, devices)
-                await _relay(process, log_path, config.sft.progress_timeout_s, say, policy)
+                scratch = log_path.with_name("sft-scratch")
+                scratch.mkdir(exist_ok=True)
+                process = await asyncio.create_subprocess_exec(
+                    *(sys.executable, *_COMMAND, *overrides),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=asyncio.subprocess.PIPE,
+                    stderr=asyncio.subprocess.STDOUT,
+                    start_new_session=True,
+                    env=os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(scratch), **devices},
+                )
+                try:
+                    await _relay(process, config, log_path, say, report_progress)
+                finally:
+                    shutil.rmtree(scratch, ignore_errors=True)  # a killed process cannot remove its own files
                 return policy
     measured = [f"{name} {known[name]:.3f}" for name in ("accuracy", "val_loss") if known[name] is not None]
     say(f"warm start: reusing {policy} ({', '.join(measured)})")
@@ -210,89 +221,95 @@ async def warm_start(
 
 
 @asynccontextmanager
-async def _lock(policy: Path, say: Callable[[str], None]) -> AsyncIterator[None]:
-    """Let one run at a time make the policy at this path; the kernel frees the lock of a run that dies."""
+async def _lock(policy: Path, timeout_s: float, say: Callable[[str], None]) -> AsyncIterator[Callable[[], None]]:
+    """Allow only one run at a time to make the policy at this path; yields a function that reports progress.
+
+    The kernel releases the lock when its holder dies. A report sets the lock file's time of change, so that a waiting
+    run sees a holder that hangs. A waiting run retries at intervals: a blocking lock cannot be cancelled.
+
+    Raises:
+        DeadlineError: the holder reported no progress for ``timeout_s`` seconds.
+    """
     policy.parent.mkdir(parents=True, exist_ok=True)
-    with policy.with_name(f".{policy.name}.lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            say(f"warm start: another run makes {policy}; waiting for it")
-            loop, locked = asyncio.get_running_loop(), asyncio.Event()
+    path = policy.with_name(f".{policy.name}.lock")
+    with path.open("a+") as file:
+        changed_ns, since_s = -1, 0.0
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if changed_ns == -1:
+                    say(f"warm start: {_holder(path)} makes {policy}; waiting for it")
+                if (now_ns := os.fstat(file.fileno()).st_mtime_ns) != changed_ns:
+                    changed_ns, since_s = now_ns, time.monotonic()
+                if time.monotonic() - since_s > timeout_s:
+                    raise DeadlineError(
+                        f"{_holder(path)} makes the warm start {policy} but made no progress for {timeout_s:g} s; stop "
+                        "that run, name another sft.output_path, or raise sft.progress_timeout_s"
+                    ) from None
+                await asyncio.sleep(_LOCK_RETRY_S)
+            except OSError as error:  # some network file systems do not support locks
+                say(
+                    f"warm start: {policy.parent} has no locks ({error.strerror}); another run may make the same policy"
+                )
+                break
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        file.flush()
+        yield lambda: os.utime(path)
 
-            def wait() -> None:
-                fcntl.flock(file, fcntl.LOCK_EX)
-                with suppress(RuntimeError):  # this run has ended meanwhile
-                    loop.call_soon_threadsafe(locked.set)
 
-            # A daemon: a run that is cancelled meanwhile does not wait for the other one.
-            threading.Thread(target=wait, daemon=True).start()
-            await locked.wait()
-        except OSError as error:  # some network file systems have no locks
-            say(f"warm start: {policy.parent} has no locks ({error.strerror}); another run may make the same policy")
-        yield
-
-
-def _scratch(log_path: Path) -> Path:
-    """Folder for the temporary files of the warm start; `_relay` removes it, since a killed process cannot."""
-    return log_path.with_name("sft-scratch")
-
-
-async def _started(command: Sequence[str], log_path: Path, devices: Mapping[str, str]) -> Process:
-    """Start the warm start in an environment with ``devices``."""
-    scratch = _scratch(log_path)
-    scratch.mkdir(exist_ok=True)
-    return await asyncio.create_subprocess_exec(
-        *command,
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-        start_new_session=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(scratch), **devices},
-    )
+def _holder(lock: Path) -> str:
+    """The run that holds a lock, for messages. Example: ``another run (process 4711 on node-3)``."""
+    process = lock.read_text(errors="replace")
+    return f"another run ({process})" if process else "another run"
 
 
 async def _relay(
-    process: Process, log_path: Path, progress_timeout_s: float, say: Callable[[str], None], policy: Path
+    process: Process,
+    config: RunConfig,
+    log_path: Path,
+    say: Callable[[str], None],
+    report_progress: Callable[[], None],
 ) -> None:
-    """Relay the lines of the warm start until it has written ``policy``; its process exits a second later."""
+    """Relay the lines of ``asyncrl sft`` until it has written the policy. Its process exits a second later.
+
+    Raises:
+        DeadlineError: there was no line for ``sft.progress_timeout_s`` seconds.
+        WorkerDiedError: the process failed.
+    """
+    result, timeout_s = policy_path(config) / RESULT, config.sft.progress_timeout_s
     lines: deque[str] = deque(maxlen=20)
     assert process.stdout is not None
     is_written = False
     try:
         with log_path.open("w") as log:
-            while not is_written and (line := await _next_line(process.stdout, progress_timeout_s, log_path)):
+            while not is_written:
+                async with asyncio.timeout(timeout_s):
+                    line = (await process.stdout.readline()).decode(errors="replace")
+                if not line:
+                    break
+                report_progress()
                 log.write(line)
                 lines.append(line.rstrip())
                 if line.startswith("sft: "):
                     say("warm start: " + line.removeprefix("sft: ").rstrip())
-                    is_written = (policy / RESULT).is_file()
+                    is_written = result.is_file()
+    except TimeoutError:
+        raise DeadlineError(
+            f"the warm start (python -m asyncrl sft) wrote no line for {timeout_s:g} s; look into {log_path}, lower "
+            "sft.eval_every, or raise sft.progress_timeout_s"
+        ) from None
     finally:
-        if process.stdout.at_eof():  # it has said its last word: let it end
+        if process.stdout.at_eof():  # the process is about to exit
             with suppress(TimeoutError):
                 await asyncio.wait_for(process.wait(), _END_TIMEOUT_S)
-        with suppress(ProcessLookupError):  # it has ended, which is what is wanted
+        with suppress(ProcessLookupError):
             process.kill()
         status = await process.wait()
-        shutil.rmtree(_scratch(log_path), ignore_errors=True)
     if status != 0 and not is_written:
         raise WorkerDiedError(
             f"the warm start (python -m asyncrl sft) ended with status {status}; its last lines, of {log_path}:\n"
             + "\n".join(lines)
         )
-
-
-async def _next_line(output: asyncio.StreamReader, timeout_s: float, log_path: Path) -> str:
-    """The next line with its end; empty at the end of the output.
-
-    Raises:
-        DeadlineError: there was none in time.
-    """
-    try:
-        async with asyncio.timeout(timeout_s):
-            return (await output.readline()).decode(errors="replace")
-    except TimeoutError:
-        raise DeadlineError(
-            f"the warm start (python -m asyncrl sft) said nothing for {timeout_s:g} s; look into {log_path}, lower "
-            "sft.eval_every, or raise sft.progress_timeout_s"
-        ) from None

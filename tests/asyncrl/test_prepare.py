@@ -1,4 +1,5 @@
 import asyncio
+import contextlib
 import dataclasses
 import errno
 import fcntl
@@ -23,6 +24,8 @@ from asyncrl.sft.warm_start import (
     warm_start_path,
     write_warm_start,
 )
+
+HOLDER = "process 4711 on node-3"
 
 
 @pytest.fixture
@@ -55,10 +58,20 @@ def test_a_warm_start_is_reused_for_the_same_settings_only(config):
     assert "accuracy 0.750" in said[0]
 
 
-def test_a_run_waits_for_a_warm_start_that_another_run_makes_and_reuses_it(config):
+@contextlib.contextmanager
+def locked(config):
+    """Another run holds the lock of the warm start."""
     folder = warm_start_path(config)
     folder.parent.mkdir(parents=True)
-    said = []
+    with folder.with_name(f".{folder.name}.lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        held.write(HOLDER)
+        held.flush()
+        yield
+
+
+def test_a_run_waits_for_a_warm_start_that_another_run_makes_and_reuses_it(config):
+    folder, said = warm_start_path(config), []
 
     async def reused() -> Path:
         has_spoken = asyncio.Event()
@@ -67,16 +80,21 @@ def test_a_run_waits_for_a_warm_start_that_another_run_makes_and_reuses_it(confi
             said.append(line)
             has_spoken.set()
 
-        with folder.with_name(f".{folder.name}.lock").open("w") as held:
-            fcntl.flock(held, fcntl.LOCK_EX)
+        with locked(config):
             waiting = asyncio.create_task(warm_start(config, [], Path("/nowhere/sft.log"), say))
             await has_spoken.wait()
             write_warm_start(config, {"steps": 9, "accuracy": 0.75, "val_loss": None}, write_nothing)
         return await waiting
 
     assert asyncio.run(asyncio.wait_for(reused(), 20)) == folder
-    assert "another run makes" in said[0]
+    assert f"another run ({HOLDER}) makes" in said[0]
     assert "accuracy 0.750" in said[1]
+
+
+def test_a_run_waits_no_longer_than_the_deadline_for_a_warm_start_that_hangs(config):
+    config = dataclasses.replace(config, sft=dataclasses.replace(config.sft, progress_timeout_s=0.3))
+    with locked(config), pytest.raises(DeadlineError, match=rf"\({HOLDER}\) makes .* for 0\.3 s; stop that run"):
+        asyncio.run(asyncio.wait_for(warm_start(config, [], Path("/nowhere/sft.log"), lambda line: None), 20))
 
 
 def test_a_warm_start_on_a_file_system_without_locks_goes_on_and_says_so(config, monkeypatch, tmp_path):
@@ -118,9 +136,9 @@ def test_a_directory_with_something_else_is_never_replaced(config, tmp_path):
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "thesis.tex").write_text("dear")
     named = with_output(config, tmp_path / "home")
-    with pytest.raises(ValueError, match="holds something else"):
+    with pytest.raises(ValueError, match="got other files"):
         finished_warm_start(named)
-    with pytest.raises(ValueError, match="holds something else"):
+    with pytest.raises(ValueError, match="got other files"):
         write_warm_start(named, {}, write_nothing)
     assert (tmp_path / "home" / "thesis.tex").read_text() == "dear"
     assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith(".home")) == []
@@ -129,7 +147,7 @@ def test_a_directory_with_something_else_is_never_replaced(config, tmp_path):
 def test_a_warm_start_that_says_nothing_is_ended_by_its_deadline(config, tmp_path, monkeypatch):
     config = dataclasses.replace(config, sft=dataclasses.replace(config.sft, progress_timeout_s=0.3))
     monkeypatch.setattr("asyncrl.sft.warm_start._COMMAND", ("-c", "import time; time.sleep(60)"))
-    with pytest.raises(DeadlineError, match=r"said nothing for 0\.3 s.*sft\.progress_timeout_s"):
+    with pytest.raises(DeadlineError, match=r"wrote no line for 0\.3 s.*sft\.progress_timeout_s"):
         asyncio.run(warm_start(config, [], tmp_path / "sft.log", lambda line: None))
 
 

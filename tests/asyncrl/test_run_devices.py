@@ -11,9 +11,10 @@ import pytest
 import ray
 from ray import cloudpickle
 
-from asyncrl.cli import dry_run
+from asyncrl.cli import dry_run, train_command
 from asyncrl.cli.compose import compose_run
 from asyncrl.config import learner_pools, learner_roles
+from asyncrl.core.errors import DeadlineError
 from asyncrl.core.types import Prompt
 from asyncrl.core.visible_gpus import visible_gpus
 from asyncrl.devices import resolve_devices
@@ -264,6 +265,18 @@ def test_a_machine_without_a_driver_shows_no_gpus(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     assert visible_gpus() == 0
+
+
+def test_a_driver_that_hangs_is_an_error_that_names_the_tool_and_the_deadline(monkeypatch, tmp_path, capsys):
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\nexec sleep 60\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr("asyncrl.core.visible_gpus._DRIVER_TIMEOUT_S", 0.1)
+    with pytest.raises(DeadlineError, match=r"nvidia-smi -L .* within 0\.1 s.*driver hangs; reset"):
+        visible_gpus()
+    assert train_command.main([f"output_dir={tmp_path}", "dry_run=true"]) == 1
+    assert "driver hangs" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
