@@ -18,6 +18,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import fields
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -31,6 +32,7 @@ from asyncrl.core.ports import LearnerBuffer
 from asyncrl.core.record import ProfileConfig, SpanKind
 from asyncrl.core.trajectory import TrajectoryGroup
 from asyncrl.single_controller import Dispatch, Worker, make_nd_compute_dataproto_dispatch_fn, register
+from asyncrl.single_controller.serialization import broadcast_value
 from asyncrl.weights.carriers import PublishOptions
 
 from .checkpoint_folder import read_progress
@@ -49,6 +51,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 _MESH = "dp"
+_GROUP_FIELDS = tuple(field.name for field in fields(TrajectoryGroup))
 
 BY_ROWS = make_nd_compute_dataproto_dispatch_fn(_MESH)
 """Dispatch of verl's methods: each data-parallel rank gets its part of the rows, its sp ranks the same part."""
@@ -498,11 +501,8 @@ class ModelWorker(Worker):
         groups = _found(self._buffer, group_ids) if self._buffer is not None else []
         mesh = self._model.mesh
         if mesh.sp_size > 1:
-            import torch.distributed as dist
-
-            shared: list[Any] = [groups]
-            dist.broadcast_object_list(shared, group_src=0, group=mesh.sp_group)
-            groups = shared[0]
+            columns = [{name: getattr(group, name) for name in _GROUP_FIELDS} for group in groups]
+            groups = [TrajectoryGroup(**group) for group in broadcast_value(columns, mesh.sp_group)]
         return groups
 
     @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import struct
 import sys
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ import torch.distributed as dist
 from tensordict import TensorDict
 
 from asyncrl.core.errors import BatchError, WireError
-from asyncrl.single_controller.codec import Columns, Frame, decode
+from asyncrl.single_controller.codec import Columns, Frame, decode, encode
 from asyncrl.single_controller.columns import UnbuiltBatch, is_nested, rows_of
 
 Message = tuple[Frame, Sequence[Any], Sequence[Any]]
@@ -118,11 +117,12 @@ def all_gather_data_proto(data: Any, process_group: Any) -> None:
 
     The ranks' numbers of rows may differ, and may be zero; all ranks raise `BatchError` if their columns differ. The
     tensors end up on the device that this rank's were on; ``meta_info`` is unchanged. The timeout of ``process_group``
-    bounds the wait; None is the default group.
+    bounds the wait; None is the default group. Raises `WireError` if an object column holds a value that the codec does
+    not know.
     """
     tensors = data._columns()
-    part = pickle.dumps(data.select(meta_info_keys=()), protocol=5)
-    parts = [pickle.loads(message) for message in all_gather_bytes(part, process_group)]
+    part = _message_of(parts_of(data.select(meta_info_keys=()).to("cpu")))
+    parts = [from_parts(type(data), _value_of(message)) for message in all_gather_bytes(part, process_group)]
     whole = type(data).concat(parts)
     if whole.batch is not None and data._batch is not None:
         for key, tensor in tensors.items():
@@ -132,10 +132,50 @@ def all_gather_data_proto(data: Any, process_group: Any) -> None:
     data.batch, data.non_tensor_batch = whole.batch, whole.non_tensor_batch
 
 
+def broadcast_value(value: Any, process_group: Any) -> Any:
+    """The value of the group's first rank, on every rank. Raises `WireError` if the codec does not carry the value.
+
+    The first rank gets its own object back. The other ranks pass any value, which is ignored.
+    """
+    device = _device_of(process_group)
+    is_first = dist.get_rank(process_group) == 0
+    message = _message_of(value) if is_first else b""
+    size = torch.tensor([len(message)], device=device)
+    dist.broadcast(size, group=process_group, group_src=0)
+    memory = torch.frombuffer(bytearray(message), dtype=torch.uint8).to(device) if is_first else None
+    if memory is None:
+        memory = torch.empty(int(size), dtype=torch.uint8, device=device)
+    dist.broadcast(memory, group=process_group, group_src=0)
+    return value if is_first else _value_of(memory.cpu().numpy().data)
+
+
+def _message_of(value: Any) -> bytes:
+    """The frames of a value as one message: the number of frames, their sizes, and the frames."""
+    frames = encode(value, max_depth=None)
+    sizes = [memoryview(frame).nbytes for frame in frames]
+    return b"".join([struct.pack(f"<I{len(sizes)}Q", len(sizes), *sizes), *frames])
+
+
+def _value_of(message: memoryview) -> Any:
+    """The inverse of `_message_of`, without limits on sizes. Arrays are writable views of the message."""
+    (num_frames,) = struct.unpack_from("<I", message)
+    sizes = struct.unpack_from(f"<{num_frames}Q", message, 4)
+    start, frames = 4 + 8 * num_frames, []
+    for size in sizes:
+        frames.append(message[start : start + size])
+        start += size
+    return decode(frames, max_frames=sys.maxsize, max_bytes=sys.maxsize, max_depth=None, writable=True)
+
+
+def _device_of(group: Any) -> torch.device | None:
+    """Where the tensors of a group's collectives are."""
+    on_cpu = any(name in dist.get_backend(group) for name in ("gloo", "mpi"))
+    return torch.device("cpu") if on_cpu else torch.accelerator.current_accelerator()
+
+
 def all_gather_bytes(message: bytes, group: Any) -> list[memoryview]:
     """The messages of all ranks; they are sent padded to the longest."""
-    on_cpu = any(name in dist.get_backend(group) for name in ("gloo", "mpi"))
-    device = torch.device("cpu") if on_cpu else torch.accelerator.current_accelerator()
+    device = _device_of(group)
     num_ranks = dist.get_world_size(group)
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(num_ranks)]
     dist.all_gather(sizes, torch.tensor([len(message)], device=device), group=group)

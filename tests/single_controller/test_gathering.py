@@ -5,8 +5,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from asyncrl.core.errors import WireError
 from asyncrl.single_controller import DataProto, all_gather_data_proto
 from asyncrl.single_controller.columns import rows_of
+from asyncrl.single_controller.serialization import broadcast_value
 from tests.support.ranks import run_on_ranks
 
 NUM_RANKS = 3
@@ -19,7 +21,7 @@ def part_of(rank, *, num_rows=None):
     nested = torch.nested.nested_tensor(rows, layout=torch.jagged)
     data = DataProto.from_dict({"id": ids, "half": ids.bfloat16(), "mask": ids > 10})
     data.batch["nested"] = nested if num_rows else DataProto.from_dict({"n": nested})[:0].batch["n"]
-    data.non_tensor_batch = {"n": ids.numpy(), "things": np.array([{int(n)} for n in ids], dtype=object)}
+    data.non_tensor_batch = {"n": ids.numpy(), "things": np.array([{"n": int(n)} for n in ids], dtype=object)}
     data.meta_info = {"rank": rank}
     return data
 
@@ -27,7 +29,7 @@ def part_of(rank, *, num_rows=None):
 def gather():
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    for case in (rows_of_all_ranks, rows_of_a_subgroup, arrays_alone, different_columns):
+    for case in (rows_of_all_ranks, rows_of_a_subgroup, arrays_alone, different_columns, objects, first_value):
         case(rank)
         dist.barrier()
 
@@ -40,7 +42,7 @@ def rows_of_all_ranks(rank):
     assert data.batch["id"].tolist() == data.batch["half"].tolist() == data.non_tensor_batch["n"].tolist() == expected
     assert data.batch["mask"].tolist() == [False, True, True]
     assert [row.tolist() for row in rows_of(data.batch["nested"])] == [[10.0] * 2, [20.0] * 3, [21.0] * 3]
-    assert data.non_tensor_batch["things"].tolist() == [{10}, {20}, {21}]
+    assert data.non_tensor_batch["things"].tolist() == [{"n": 10}, {"n": 20}, {"n": 21}]
     assert data.meta_info == {"rank": rank}
 
 
@@ -64,6 +66,21 @@ def arrays_alone(rank):
 def different_columns(rank):
     with pytest.raises(AssertionError, match="same keys"):
         all_gather_data_proto(DataProto.from_dict({str(rank % 2): torch.zeros(1)}), None)
+
+
+def objects(rank):
+    data = DataProto.from_dict(non_tensors={"s": np.array([{rank}], dtype=object)})
+    with pytest.raises(WireError, match="'s'"):
+        all_gather_data_proto(data, None)
+
+
+def first_value(rank):
+    value = {"ids": np.arange(3) + rank, "empty": np.zeros((0, 2), dtype=np.float32), "text": "é"}
+    received = broadcast_value(value, None)
+    assert received["ids"].tolist() == [0, 1, 2]
+    assert received["ids"].flags.writeable
+    assert received["empty"].shape == (0, 2)
+    assert received["text"] == "é"
 
 
 def test_every_rank_ends_with_the_rows_of_all():
