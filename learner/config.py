@@ -308,6 +308,11 @@ class AlgorithmConfig:
             f"algorithm.kl_estimator must be k2, k3 or low_variance with algorithm.kl_coef={self.kl_coef}, got k1: its "
             "gradient is zero in expectation; use k1 in the rewards (algorithm.kl_reward_coef)",
         )
+        _require(
+            self.loss != "reinforce" or self.anchor is Anchor.behavior,
+            f"algorithm.anchor must be behavior with algorithm.loss=reinforce, got {self.anchor}: this loss has no "
+            f"ratio; leave it out, or set algorithm.loss to one of {sorted(ANCHORED_LOSSES)}",
+        )
         own = ":" in self.advantage
         _require(
             self.gae_lambda == 1 or self.advantage == "gae" or own,

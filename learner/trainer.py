@@ -71,23 +71,21 @@ class ModelOptimizer:
             [group for group in groups if group["params"]], lr=config.lr, betas=config.betas, eps=config.eps, fused=True
         )
 
-    def step(self, *, has_tokens: bool = True) -> dict[str, float]:
+    def step(self) -> dict[str, float]:
         """Clip the gradients, update the parameters and clear the gradients.
 
-        Nothing is updated, and that is counted, in two cases. A gradient that is not finite would destroy the weights.
-        Without tokens in the loss there is no gradient, but momentum and weight decay would move the weights.
-
-        Args:
-            has_tokens: Whether any rank has a token in the loss.
+        Two cases leave the parameters as they are, and are counted. A gradient that is not finite would destroy the
+        weights. Where the gradient is exactly zero (no token in the loss, all tokens masked, all advantages zero)
+        the batch teaches nothing, but momentum and weight decay would move the weights.
 
         Returns:
             ``grad_norm`` before clipping, ``lr``, ``skipped_updates`` (a gradient that is not finite) and
-            ``empty_updates`` (no tokens), each 1.0 or 0.0.
+            ``empty_updates`` (a gradient of zero), each 1.0 or 0.0.
         """
         norm = global_grad_norm(self._parameters, self._shards)
         lr = learning_rate(self.config, self.num_updates, self.total_updates)
-        finite = math.isfinite(norm)
-        if finite and has_tokens:
+        is_finite = math.isfinite(norm)
+        if is_finite and norm > 0.0:
             limit = self.config.clip_grad_norm
             if limit and norm > limit:
                 for gradient in _local_gradients(self._parameters):
@@ -97,7 +95,7 @@ class ModelOptimizer:
             self.adamw.step()
         self.num_updates += 1
         self.adamw.zero_grad()
-        counts = {"skipped_updates": float(not finite), "empty_updates": float(not has_tokens)}
+        counts = {"skipped_updates": float(not is_finite), "empty_updates": float(norm == 0.0)}
         return {"grad_norm": norm, "lr": lr, **counts}
 
 
@@ -182,7 +180,7 @@ class Trainer(PackedModel):
             drop_gradients(self.head)  # half a gradient must not reach the next update
             raise
         with record.span(SpanKind.optimizer):
-            return self._reduce(rows) | batch.counts() | self.optimizer.step(has_tokens=batch.num_tokens > 0)
+            return self._reduce(rows) | batch.counts() | self.optimizer.step()
 
     @torch.no_grad()
     def evaluate(self, sequences: Sequence[TokenSequence], objective: Objective) -> dict[str, float]:

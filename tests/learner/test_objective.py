@@ -274,6 +274,7 @@ def test_the_adaptive_coefficient_follows_the_target() -> None:
             "anchor must be proximal with algorithm.loss=gspo and bounds below 1e-3, got behavior",
         ),
         ({"kl_coef": 0.1, "kl_estimator": KLEstimator.k1}, "kl_estimator must be k2, k3 or low_variance .*, got k1"),
+        ({"loss": "reinforce", "anchor": Anchor.proximal}, "anchor must be behavior with .*reinforce, got proximal"),
         ({"gae_lambda": 0.9}, "gae_lambda=0.9 is read by algorithm.advantage=gae, got grpo"),
         ({"gamma": 0.9}, r"gamma=0.9 is read by the advantages \['gae', 'reinforce_plus_plus'\], got grpo"),
         ({"gae_lambda": 1.5}, "gae_lambda must be in \\[0, 1\\], got 1.5"),

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from learner.config import AlgorithmConfig, Anchor, Device, KLEstimator, LearnerConfig, OptimizerConfig
+from learner.config import AlgorithmConfig, Anchor, Device, KLEstimator, LearnerConfig, Mask, OptimizerConfig
 from learner.heads import LogProbHead
 from learner.packed_model import PackedModel
 from learner.roles import REFERENCE
@@ -52,6 +52,19 @@ def test_an_update_without_tokens_moves_no_weight_and_dilutes_no_metric(model_pa
     update = policy_step(trainer, AlgorithmConfig())
     only_empty = [replace(s, mini_batch=0) for s in without]
     assert update.run(only_empty)["empty_updates"] == 1.0
+    for left, right in zip(before, trainer.head.parameters(), strict=True):
+        torch.testing.assert_close(left, right.detach(), rtol=0, atol=0)
+
+
+def test_a_step_whose_masks_reject_every_token_moves_no_weight(model_path: str) -> None:
+    """The rejected tokens stay in the loss with a gradient of zero; momentum and weight decay would move weights."""
+    config = replace(CONFIG, optimizer=OptimizerConfig(lr=5e-3, weight_decay=0.1))
+    trainer, sequences = Trainer(config, model_path=model_path, total_updates=8), mini_batched(random_sequences(6), 1)
+    policy_step(trainer, AlgorithmConfig()).run(sequences)
+    before = [parameter.detach().clone() for parameter in trainer.head.parameters()]
+    far = [s.with_column("behavior_logprobs", s.columns["behavior_logprobs"] - 15.0) for s in sequences]
+    metrics = policy_step(trainer, AlgorithmConfig(masks=[Mask.token])).run(far)
+    assert (metrics["masked_fraction"], metrics["grad_norm"], metrics["empty_updates"]) == (1.0, 0.0, 1.0)
     for left, right in zip(before, trainer.head.parameters(), strict=True):
         torch.testing.assert_close(left, right.detach(), rtol=0, atol=0)
 
