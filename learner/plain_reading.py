@@ -16,7 +16,7 @@ import torch
 from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
 
 _DCP = "torch.distributed.checkpoint."
@@ -56,12 +56,21 @@ def load_plain(state: dict[str, Any], path: Path, *, process_group: Any = None, 
 
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _memory_format
         if name in _ALLOWED.get(module, ()) or (module == "torch" and name in _DTYPES):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(
             f"the metadata names {module}.{name}, which DCP does not write: loading it would run code; "
             "take a checkpoint from a source that you trust"
         )
+
+
+def _memory_format(kind: Any, name: Any) -> _MEM_FORMAT_ENCODING:
+    """Stand in for ``getattr``, by which Python 3.11.0 to 3.11.3 pickles a member of an enum."""
+    if kind is not _MEM_FORMAT_ENCODING:
+        raise pickle.UnpicklingError(f"the metadata reads {name!r:.80} of {kind!r:.80}, which DCP does not write")
+    return kind[name]
 
 
 class _PlainReader(FileSystemReader):

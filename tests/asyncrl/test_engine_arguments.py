@@ -96,7 +96,7 @@ def resolved(request, tmp_path_factory):
     done = subprocess.run(
         [sys.executable, str(ROOT / "tests" / "support" / "pretended_card.py"), request.param],
         input=json.dumps([engine._server._arguments(folder) for _, engine in engines]),
-        env=os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"},
+        env=os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "PATH": os.defpath},
         capture_output=True,
         text=True,
         timeout=200,

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint import filesystem, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, TensorProperties, TensorStorageMetadata
 from transformers import AutoModelForCausalLM
 
 import learner.checkpoint
@@ -335,6 +336,46 @@ def test_a_checkpoint_whose_part_holds_code_is_refused_and_the_code_does_not_run
     with pytest.raises(CheckpointError, match=r"v00000001 could not be read: rank 0: "):
         checkpointer.load(hostile)
     assert not mark.exists()
+
+
+class PickledByAttribute:
+    """Pickled as ``getattr(owner, name)``; Python 3.11.0 to 3.11.3 pickles members of enums so."""
+
+    def __init__(self, owner: Any, name: str) -> None:
+        self.owner, self.name = owner, name
+
+    def __reduce__(self) -> tuple:
+        return getattr, (self.owner, self.name)
+
+
+def with_memory_format(path: Path, memory_format: Any) -> None:
+    """Write the metadata of a checkpoint anew, with this memory format for each tensor."""
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    for value in metadata.state_dict_metadata.values():
+        if isinstance(value, TensorStorageMetadata):
+            state = value.properties.__getstate__()
+            value.properties = PropertiesWith((*state[:3], memory_format, *state[4:]))
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+class PropertiesWith:
+    """Pickled as `TensorProperties` with this state."""
+
+    def __init__(self, state: tuple) -> None:
+        self.state = state
+
+    def __reduce__(self) -> tuple:
+        return TensorProperties, (), self.state
+
+
+def test_a_checkpoint_that_an_early_python_3_11_wrote_is_read(model_path: str, tmp_path: Path) -> None:
+    checkpointer = ShardedCheckpointer(trainer_of(model_path), str(tmp_path))
+    path = checkpointer.save(1)
+    with_memory_format(path, PickledByAttribute(_MEM_FORMAT_ENCODING, "TORCH_CONTIGUOUS_FORMAT"))
+    assert checkpointer.load(path) == 1
+    with_memory_format(path, PickledByAttribute(TensorProperties, "create_from_tensor"))
+    with pytest.raises(CheckpointError, match="metadata reads 'create_from_tensor'"):
+        checkpointer.load(path)
 
 
 def test_a_random_state_that_is_a_pickle_starts_anew_and_is_not_read(model_path: str, tmp_path: Path, caplog) -> None:
