@@ -27,7 +27,7 @@ from asyncrl.core.types import Carrier, WeightOffer
 from asyncrl.weights.carriers import PublishOptions
 from asyncrl.weights.load import open_weights
 from asyncrl.weights.publish import WeightPublisher
-from asyncrl.weights.receiver import receive_weights
+from asyncrl.weights.stream import receive_weights
 from benchmarks.report import Target
 from learner.config import Device, LearnerConfig
 from learner.fsdp import local_tensor

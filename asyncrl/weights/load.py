@@ -40,8 +40,8 @@ from asyncrl.weights.manifest import (
     map_file,
     read_manifest,
 )
-from asyncrl.weights.receiver import ArrivingWeights, RoundFailed
 from asyncrl.weights.rounds import MAX_ROUNDS
+from asyncrl.weights.stream import ArrivingWeights, RoundFailed
 
 T = TypeVar("T")
 LOAD_TIMEOUT_S = 120.0

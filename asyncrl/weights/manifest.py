@@ -269,10 +269,14 @@ def read_manifest(offer: WeightOffer) -> Manifest:
     """Read the manifest of an offer.
 
     Raises:
-        FileNotFoundError: it is gone: a newer version took its place.
+        FileNotFoundError: a newer version took its place.
         WeightsError: it is not the one that was offered, or names a file outside its folder.
     """
-    content = Path(offer.manifest).read_bytes()
+    return parse_manifest(offer, Path(offer.manifest).read_bytes())
+
+
+def parse_manifest(offer: WeightOffer, content: bytes) -> Manifest:
+    """Return the manifest with this text; raises `WeightsError` as `read_manifest` does."""
     if digest_of(content) != offer.digest:
         raise WeightsError(
             f"{offer.name}: {offer.manifest} is not the manifest that was offered: its digest is "

@@ -25,11 +25,11 @@ from asyncrl.core.ports import WeightLog
 from asyncrl.core.record import SpanKind
 from asyncrl.core.types import FROZEN, Carrier, WeightOffer
 from asyncrl.weights.carriers import PublishOptions
-from asyncrl.weights.channel import ChannelAddress
-from asyncrl.weights.collective import WeightSender
 from asyncrl.weights.layout import ModelLayout, ModelShards, Part
 from asyncrl.weights.manifest import Adapter, Delta, Manifest, digest_of
+from asyncrl.weights.rounds import ChannelAddress
 from asyncrl.weights.snapshot import DATA_FILE, RankPart, RankShare, delta_file
+from asyncrl.weights.stream import WeightSender
 
 logger = logging.getLogger(__name__)
 

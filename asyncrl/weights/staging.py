@@ -119,7 +119,7 @@ class WeightStager:
 
     async def _received(self, offer: WeightOffer) -> WeightOffer:
         """Receive a version into this host's memory; into the image where deltas apply to it."""
-        from asyncrl.weights.receiver import receive_weights  # torch, which other workers do without
+        from asyncrl.weights.stream import receive_weights  # torch, which other workers do without
 
         holds = self._held if offer.kind == "delta" else ""
         local = await receive_weights(offer, self._image, timeout_s=self._timeout_s, holds=holds)
@@ -139,7 +139,7 @@ class WeightStager:
 
     async def _receive_frozen(self, offer: WeightOffer, manifest: Manifest) -> None:
         """Receive the frozen weights below an adapter, unless the image holds them."""
-        from asyncrl.weights.receiver import receive_weights
+        from asyncrl.weights.stream import receive_weights
 
         base = manifest.base
         assert base is not None, "an adapter applies to something"

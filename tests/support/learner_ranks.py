@@ -13,9 +13,9 @@ import torch
 
 from asyncrl.core.types import Carrier, WeightOffer
 from asyncrl.weights.carriers import PublishOptions
-from asyncrl.weights.channel import ChannelAddress
-from asyncrl.weights.collective import WeightSender
 from asyncrl.weights.manifest import Piece, read_manifest
+from asyncrl.weights.rounds import ChannelAddress
+from asyncrl.weights.stream import WeightSender
 from tests.support.peers import Peer, peers
 
 

@@ -22,9 +22,9 @@ from asyncrl.weights.layout import ModelLayout, Region
 from asyncrl.weights.load import FileWeights, PublishedAdapter
 from asyncrl.weights.manifest import read_manifest
 from asyncrl.weights.publish import WeightPublisher
-from asyncrl.weights.receiver import receive_weights
 from asyncrl.weights.snapshot import RankPart, WritableFile
 from asyncrl.weights.staging import WeightStager
+from asyncrl.weights.stream import receive_weights
 from learner.config import AlgorithmConfig, Device, LearnerConfig, LoraConfig, OptimizerConfig
 from learner.fsdp import local_tensor
 from learner.lora import adapted_layers

@@ -17,9 +17,9 @@ from asyncrl.core.errors import DeadlineError, WeightsError, WeightsGone
 from asyncrl.core.types import FROZEN, Carrier
 from asyncrl.weights import staging
 from asyncrl.weights.carriers import PublishOptions
-from asyncrl.weights.collective import WeightSender
 from asyncrl.weights.manifest import read_manifest
 from asyncrl.weights.staging import WeightStager
+from asyncrl.weights.stream import WeightSender
 from tests.support.published_bytes import bytes_of, changed, publish_bytes, random_bytes
 
 pytestmark = pytest.mark.timeout(20)

@@ -14,11 +14,8 @@ from safetensors.torch import load_file
 
 from asyncrl.core.errors import DeadlineError, WeightsError, WeightsGone
 from asyncrl.core.types import Carrier
-from asyncrl.weights import collective
-from asyncrl.weights import rounds as weight_rounds
+from asyncrl.weights import rounds, stream
 from asyncrl.weights.carriers import PublishOptions
-from asyncrl.weights.channel import WeightChannel
-from asyncrl.weights.collective import RoundGroup, WeightSender, interface_address
 from asyncrl.weights.load import FileWeights, load_from
 from asyncrl.weights.manifest import (
     Manifest,
@@ -28,8 +25,16 @@ from asyncrl.weights.manifest import (
     read_manifest,
     safetensors_header,
 )
-from asyncrl.weights.receiver import ArrivingWeights, WeightReceiver, channel_of, receive_weights
-from asyncrl.weights.rounds import RoundCoordinator
+from asyncrl.weights.rounds import RoundCoordinator, WeightChannel
+from asyncrl.weights.stream import (
+    ArrivingWeights,
+    RoundGroup,
+    WeightSender,
+    channel_of,
+    interface_address,
+    new_data_file,
+    receive_weights,
+)
 from tests.support.peers import peers
 
 PIECE_BYTES = 20_000
@@ -70,7 +75,7 @@ def version_of(number: int) -> tuple[torch.Tensor, list[list[Piece]], Manifest]:
 
 
 def begin(state, rank, address, options=OPTIONS):
-    collective.SPAN_BYTES, weight_rounds.CALL_S = SPAN_BYTES, CALL_S
+    stream.SPAN_BYTES, rounds.CALL_S = SPAN_BYTES, CALL_S
     state["rank"] = rank
     state["sender"] = WeightSender(options, rank=rank, num_ranks=2, address=address)
     return state["sender"].address
@@ -90,7 +95,7 @@ def offer(state, version, folder):
 
 
 def receive(state, offered, folder, timeout_s=30.0):
-    collective.SPAN_BYTES, weight_rounds.CALL_S = SPAN_BYTES, CALL_S
+    stream.SPAN_BYTES, rounds.CALL_S = SPAN_BYTES, CALL_S
     began = time.monotonic()
     return asyncio.run(receive_weights(offered, Path(folder), timeout_s=timeout_s)), time.monotonic() - began
 
@@ -110,7 +115,7 @@ def fall_at_the_third_broadcast(state, number):
 
 def arrive(state, offered, timeout_s=30.0):
     """Take part in rounds as an engine's rank does; returns what its model was given, by name, and for how long."""
-    collective.SPAN_BYTES, weight_rounds.CALL_S = SPAN_BYTES, CALL_S
+    stream.SPAN_BYTES, rounds.CALL_S = SPAN_BYTES, CALL_S
     began = time.monotonic()
 
     def take_all(weights):
@@ -172,8 +177,8 @@ def receive_in_one_process(folder):
 
 @pytest.fixture
 def short_rounds(monkeypatch):
-    monkeypatch.setattr(collective, "SPAN_BYTES", SPAN_BYTES)
-    monkeypatch.setattr(weight_rounds, "CALL_S", CALL_S)
+    monkeypatch.setattr(stream, "SPAN_BYTES", SPAN_BYTES)
+    monkeypatch.setattr(rounds, "CALL_S", CALL_S)
 
 
 @pytest.fixture
@@ -291,7 +296,7 @@ async def test_versions_that_nobody_will_ask_for_are_held_by_no_rank(ranks, tmp_
     ranks[0]["sender"].retire(2)
     await receive_weights(offered, tmp_path / "r", timeout_s=30.0)
     assert [list(state["sender"]._parts) for state in ranks] == [[2], [2]]
-    assert list(ranks[0]["sender"]._coordinator._offers) == [2]
+    assert list(ranks[0]["sender"]._coordinator.offers) == [2]
 
 
 async def test_a_version_that_engines_are_still_offered_is_sent_however_many_are_newer(ranks, tmp_path):
@@ -419,10 +424,9 @@ def test_no_room_on_the_receivers_host_is_an_error_by_name(tmp_path, monkeypatch
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("asyncrl.weights.receiver.os.posix_fallocate", full)
-    receiver = WeightReceiver(manifest.offer(tmp_path / "manifest.json", 1), tmp_path, timeout_s=1.0)
+    monkeypatch.setattr("asyncrl.weights.stream.os.posix_fallocate", full)
     with pytest.raises(WeightsError, match=r"no room for \d+ bytes of weights in .*No space left"):
-        receiver._make_file(manifest)
+        new_data_file(tmp_path, manifest)
 
 
 def test_an_interface_that_is_not_there_is_refused_with_those_that_are():

@@ -1,4 +1,4 @@
-"""The control channel of weights that are sent over the network; for the rounds on it see `test_collective.py`."""
+"""The control channel of weights that are sent over the network; for the rounds on it see `test_stream.py`."""
 
 import asyncio
 import os
@@ -15,8 +15,8 @@ import zmq
 
 from asyncrl.core.errors import WeightsError
 from asyncrl.core.types import WeightOffer
-from asyncrl.weights import channel as weight_channel
-from asyncrl.weights.channel import ChannelRefused, ChannelServer, RankChannel, WeightChannel, rank_id
+from asyncrl.weights import rounds
+from asyncrl.weights.rounds import ChannelRefused, ChannelServer, RankChannel, WeightChannel, rank_id
 
 NO_NAME_SERVICE = Path(__file__).parents[1] / "support" / "no_name_service.c"
 SECONDS = 10.0
@@ -69,7 +69,7 @@ async def test_a_host_that_cannot_be_reached_is_no_sender_that_has_ended(server,
     def unreachable(*_):
         raise OSError(113, "No route to host")
 
-    monkeypatch.setattr(weight_channel.socket, "create_connection", unreachable)
+    monkeypatch.setattr(rounds.socket, "create_connection", unreachable)
     with pytest.raises(WeightsError, match=r"cannot be reached: .*No route to host") as raised:
         await asyncio.to_thread(ask, server.address)
     assert not isinstance(raised.value, ChannelRefused)
@@ -77,8 +77,8 @@ async def test_a_host_that_cannot_be_reached_is_no_sender_that_has_ended(server,
 
 async def test_a_sender_that_vanished_without_a_word_is_noticed(monkeypatch):
     """As when its host lost power or its link was cut: bytes go nowhere, and nothing ends the connection."""
-    monkeypatch.setattr(weight_channel, "HEARTBEAT_S", 0.1)
-    monkeypatch.setattr(weight_channel, "SILENCE_S", 0.4)
+    monkeypatch.setattr(rounds, "HEARTBEAT_S", 0.1)
+    monkeypatch.setattr(rounds, "SILENCE_S", 0.4)
     with closing(ChannelServer("127.0.0.1")) as server:
         is_cut = asyncio.Event()
         host, _, port = server.address.endpoint.rpartition(":")
@@ -150,7 +150,7 @@ def test_weights_arrive_where_the_name_service_answers_nothing_since_nobody_asks
     """Torch's own store asks it at each connection; where an answer was lost, that took 5 s, and rounds were missed."""
     library, queries = tmp_path / "no_name_service.so", tmp_path / "queries"
     subprocess.run(["cc", "-shared", "-fPIC", "-o", library, NO_NAME_SERVICE, "-ldl"], check=True)
-    script = "from tests.weights.test_collective import receive_in_one_process as run; import sys; run(sys.argv[1])"
+    script = "from tests.weights.test_stream import receive_in_one_process as run; import sys; run(sys.argv[1])"
     subprocess.run(
         [sys.executable, "-c", script, tmp_path],
         check=True,
