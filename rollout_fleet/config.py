@@ -205,7 +205,7 @@ class RolloutFleetConfig:
             weighted sum, and each is reported as ``reward.NAME``. Example: ``[exact_match,0.2*mine.py:format]``.
         pass_secrets: Variables of the environment that reward processes and inference servers get although their names
             say that they hold secrets: ``*_TOKEN``, ``*_KEY``, ``*_SECRET``, ``*_PASSWORD``, ``AWS_*`` and the like
-            (`rollout_fleet.environment`). Example: ``[OPENAI_API_KEY]`` for a judge.
+            (`rollout_fleet.engines.process_guard`). Example: ``[OPENAI_API_KEY]`` for a judge.
         reward_processes: Scoring processes per worker and reward; built-in rewards need none.
         reward_timeout_s: Deadline of scoring one prompt group.
         on_reward_failure: ``retry_group``: a response on which the reward fails costs the attempt at its group.

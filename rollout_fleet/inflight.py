@@ -1,22 +1,40 @@
-"""A prompt group that a rollout worker holds: its lease, its phase, its samples, and the record that the buffer stores.
+"""The prompt groups of one rollout worker: each with its lease, phase and samples, and how many the engine may hold.
 
-Pure and synchronous; the rollout loop drives it.
+Synchronous; the rollout loop drives it.
+
+`GroupLimit` follows the load that the engine reports: additive increase, multiplicative decrease (Chiu and Jain, 1989),
+with the slow start of TCP. From the lower bound the limit doubles with each reading until the engine is full for the
+first time; then it grows by one group at a time. It shrinks while samples wait inside the engine or the KV cache is
+nearly full: waiting samples could run on another engine or under newer weights, and a full cache makes the engine drop
+samples and compute them again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import asyncio
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, StrEnum, auto
 
 import numpy as np
 
+from asyncrl.core import record
 from asyncrl.core.errors import ReplayBufferError
+from asyncrl.core.record import LevelName
 from asyncrl.core.trajectory import Trajectory, TrajectoryGroup, Turn
 from asyncrl.core.types import FinishReason, Lease
 
 from .config import SamplingConfig
-from .engines.engine import SampleOutput, SampleRequest
+from .engines.engine import EngineLoad, SampleOutput, SampleRequest
+from .metrics import FleetMeter
+
+FULL_CACHE = 0.9
+"""KV cache use from which the limit shrinks."""
+ROOMY_CACHE = 0.75
+"""KV cache use below which the limit grows."""
+DECREASE = 0.75
+READINGS_TO_SHRINK = 2
+"""Consecutive full readings before the limit shrinks: new samples always wait for a moment."""
 
 _NOTHING = SampleOutput(
     token_ids=np.empty(0, dtype=np.int32),
@@ -27,14 +45,14 @@ _NOTHING = SampleOutput(
 
 
 class GroupPhase(Enum):
-    """Where a prompt group is.
+    """The phase of a prompt group.
 
     ::
 
-        generating ──▶ settling                        the last sample is in: score and store
-        generating ──▶ cutting ──▶ parked ──▶ generating   cut off for a weight update, continued after it
-        generating, cutting ──▶ ending ──▶ settling    revoked or stopped: cut off, and the lease given back
-        generating, cutting ──▶ settling               its engine has failed: given back with what is written
+        generating ──▶ settling                            the last sample has arrived: score and store the group
+        generating ──▶ cutting ──▶ parked ──▶ generating   aborted for a weight update, continued after it
+        generating, cutting ──▶ ending ──▶ settling        revoked or stopped: abort the samples, release the lease
+        generating, cutting ──▶ settling                   the engine has failed: save the tokens, release the lease
     """
 
     generating = auto()
@@ -45,7 +63,7 @@ class GroupPhase(Enum):
 
 
 class GroupEnd(StrEnum):
-    """Why a group is given back unfinished; the reason that the buffer counts."""
+    """Why a group is released unfinished; the buffer counts these reasons."""
 
     revoked = "revoked"
     handed_on = "handed_on"
@@ -54,21 +72,21 @@ class GroupEnd(StrEnum):
 
 
 ON_ENGINE = (GroupPhase.generating, GroupPhase.cutting, GroupPhase.ending)
+"""Phases in which the engine has requests of the group."""
 
 
 @dataclass(eq=False, kw_only=True)
 class InflightGroup:
-    """One lease that this worker holds.
+    """One leased prompt group.
 
     Attributes:
         lease: The lease.
-        samples: [G] what is written of each sample, and of the greedy baseline after them; empty before the first
-            token.
-        num_baselines: 1 with a greedy baseline (ReMax, arXiv 2310.10505), else 0. It is scored, never trained on, and
-            its tokens are in no account.
+        samples: [G] the tokens of each sample so far, then those of the greedy baseline.
+        num_baselines: 1 with a greedy baseline (ReMax, arXiv 2310.10505), else 0. A baseline is scored but not trained
+            on, and its tokens are not accounted for.
         num_inherited: Tokens that an earlier attempt wrote.
-        phase: See `GroupPhase`.
-        end: Why the group is given back unfinished; None while it is not.
+        phase: Where the group is.
+        end: Why the group is released unfinished; None otherwise.
     """
 
     lease: Lease
@@ -84,7 +102,7 @@ class InflightGroup:
     def begin(
         cls, lease: Lease, *, num_samples: int, prefixes: Sequence[SampleOutput] = (), greedy_baseline: bool = False
     ) -> InflightGroup:
-        """Begin a group, or continue one from its saved ``prefixes`` (empty, or one per sample)."""
+        """Begin a group, or continue it from its saved ``prefixes`` (empty, or one per sample)."""
         num_baselines = int(greedy_baseline)
         return cls(
             lease=lease,
@@ -115,7 +133,7 @@ class InflightGroup:
 
     @property
     def is_finished(self) -> bool:
-        """Whether every sample has ended by itself."""
+        """Whether every sample is complete."""
         return all(sample.finish_reason is not None for sample in self.samples)
 
     @property
@@ -125,19 +143,14 @@ class InflightGroup:
 
     @property
     def outstanding_policy(self) -> list[str]:
-        """Those of them whose tokens are to be accounted for: all but that of the baseline."""
+        """Ids of the unanswered requests whose tokens are accounted for: all except the baseline's."""
         num_trained = len(self.samples) - self.num_baselines
         return [request_id for request_id, index in self._outstanding.items() if index < num_trained]
-
-    @property
-    def num_outstanding(self) -> int:
-        """Requests that the engine has not answered."""
-        return len(self._outstanding)
 
     def next_requests(
         self, sampling: SamplingConfig, *, on_first_token: Callable[[], None] | None = None
     ) -> list[SampleRequest]:
-        """One request per unfinished sample, which `take` gets the answer to; ``sampling`` bounds whole responses."""
+        """Make one request per unfinished sample; `take` gets the answers. ``sampling`` bounds whole responses."""
         requests = []
         for index, sample in enumerate(self.samples):
             num_left = sampling.max_new_tokens - len(sample.token_ids)
@@ -162,7 +175,7 @@ class InflightGroup:
         return requests
 
     def take(self, request_id: str, output: SampleOutput) -> int:
-        """Add what the engine wrote to its sample; returns the tokens to be accounted for, 0 for a baseline."""
+        """Append the engine's answer to its sample; returns the tokens to account for, 0 for a baseline."""
         index = self._outstanding.pop(request_id)
         before = self.samples[index]
         if before is _NOTHING:
@@ -178,6 +191,134 @@ class InflightGroup:
         return 0 if is_baseline else len(output.token_ids)
 
 
+class GroupLimit:
+    """How many prompt groups one engine may hold, from ``lowest`` to ``highest``; equal bounds are a fixed limit.
+
+    Attributes:
+        value: The limit now.
+    """
+
+    def __init__(self, lowest: int, highest: int) -> None:
+        self._lowest = lowest
+        self._highest = highest
+        self._has_been_full = False
+        self._num_full = 0
+        self.value = lowest
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether the limit never changes."""
+        return self._lowest == self._highest
+
+    def note(self, load: EngineLoad, *, num_held: int) -> bool:
+        """Adapt the limit to the load of an engine that holds ``num_held`` groups; returns whether the limit changed.
+
+        The limit grows only while all of it is used: a lower use says nothing about the room for more.
+        """
+        before = self.value
+        is_full = load.num_waiting > 0 or load.cache_use >= FULL_CACHE
+        self._num_full = self._num_full + 1 if is_full else 0
+        if self._num_full >= READINGS_TO_SHRINK:
+            self._num_full = 0
+            self._has_been_full = True
+            self.value = max(self._lowest, int(self.value * DECREASE))
+        elif not is_full and load.cache_use < ROOMY_CACHE and num_held >= self.value:
+            self.value = min(self._highest, self.value + 1 if self._has_been_full else 2 * self.value)
+        return self.value != before
+
+
+class InflightGroups:
+    """The groups of one rollout worker by key, and the places on its engine.
+
+    Args:
+        limit: How many groups the engine may hold.
+        samples_per_group: Samples of one group, the greedy baseline included.
+        meter: Told how many groups are on the engine.
+    """
+
+    def __init__(self, limit: GroupLimit, *, samples_per_group: int, meter: FleetMeter) -> None:
+        self._limit = limit
+        self._samples_per_group = samples_per_group
+        self._meter = meter
+        self._groups: dict[tuple[int, int], InflightGroup] = {}
+        self._is_noting = False
+        self.note_capacity()
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def __iter__(self) -> Iterator[InflightGroup]:
+        return iter(list(self._groups.values()))
+
+    def get(self, key: tuple[int, int]) -> InflightGroup | None:
+        """The group with this id and attempt."""
+        return self._groups.get(key)
+
+    def add(self, group: InflightGroup) -> None:
+        """Hold a group."""
+        self._groups[group.key] = group
+
+    def remove(self, group: InflightGroup) -> None:
+        """Hold a group no longer."""
+        del self._groups[group.key]
+        self.note_places()
+
+    def in_phase(self, *phases: GroupPhase) -> list[InflightGroup]:
+        """The groups in one of ``phases``; by default those on the engine."""
+        return [group for group in self._groups.values() if group.phase in (phases or ON_ENGINE)]
+
+    @property
+    def num_on_engine(self) -> int:
+        """Groups that the engine has, or gets back after a weight update."""
+        return len(self.in_phase(*ON_ENGINE, GroupPhase.parked))
+
+    @property
+    def num_free(self) -> int:
+        """Groups that may be leased now. As many groups as the limit may be settling beside those on the engine."""
+        num_settling = min(self._limit.value, len(self._groups) - self.num_on_engine)
+        return max(0, self._limit.value - len(self._groups) + num_settling)
+
+    @property
+    def outstanding_policy(self) -> list[str]:
+        """Ids of all unanswered requests whose tokens are accounted for."""
+        return [request_id for group in self._groups.values() for request_id in group.outstanding_policy]
+
+    def moved(self) -> None:
+        """Note that a group has entered another phase."""
+        self._meter.running(len(self.in_phase()))
+        self.note_places()
+
+    # Notes for the run's profile
+
+    def note_capacity(self) -> None:
+        """Note how many samples the engine may have now."""
+        record.level(LevelName.capacity, self._limit.value * self._samples_per_group)
+
+    def note_places(self) -> None:
+        """Note what holds the engine's places, once per turn of the event loop."""
+        if not self._is_noting and record.current() is not None:
+            self._is_noting = True
+            asyncio.get_running_loop().call_soon(self._note_places)
+
+    def _note_places(self) -> None:
+        self._is_noting = False
+        running = tail = settling = parked = 0
+        for group in self._groups.values():
+            num_samples, num_outstanding = len(group.samples), len(group.outstanding)
+            if group.phase in ON_ENGINE:
+                running += num_outstanding
+                tail += num_samples - num_outstanding
+            elif group.phase is GroupPhase.parked:
+                parked += num_samples
+            else:
+                settling += num_samples
+        num_places = self._limit.value * self._samples_per_group
+        record.level(LevelName.running, running)
+        record.level(LevelName.tail, tail)
+        record.level(LevelName.settling, min(settling, num_places - running - tail - parked))
+        record.level(LevelName.parked, parked)
+
+
 def to_trajectory_group(
     lease: Lease,
     samples: Sequence[SampleOutput],
@@ -188,7 +329,7 @@ def to_trajectory_group(
 ) -> TrajectoryGroup:
     """Return the record of a group with [G] float32 rewards; the last ``num_baselines`` samples are baselines.
 
-    Where several rewards add up, ``parts`` are they by name; they become the metrics ``reward.NAME``.
+    ``parts`` holds the values of each reward by name, where there are several; they become the metrics ``reward.NAME``.
     """
     prompt, num_trained = Turn.given(lease.prompt.prompt_ids), len(samples) - num_baselines
     trajectories = [
@@ -204,12 +345,12 @@ def to_trajectory_group(
 
 
 def to_progress(lease: Lease, samples: Sequence[SampleOutput]) -> TrajectoryGroup:
-    """Return the record of a group that was cut off: its samples so far, without baselines and rewards."""
+    """Return the record of an unfinished group: its samples so far, without baselines and rewards."""
     return to_trajectory_group(lease, samples, np.zeros(len(samples), dtype=np.float32))
 
 
 def to_prefixes(progress: TrajectoryGroup, *, num_samples: int) -> tuple[SampleOutput, ...]:
-    """Return the samples of a record that `to_progress` made; `ReplayBufferError` unless they are ``num_samples``."""
+    """Return the samples of a `to_progress` record. Raises `ReplayBufferError` unless it has ``num_samples``."""
     if progress.num_trajectories != num_samples:
         raise ReplayBufferError(
             f"the saved progress of prompt group {progress.group_id} has {progress.num_trajectories} samples, this run "

@@ -1,4 +1,4 @@
-"""What a rollout worker has done, and where its time went."""
+"""Counters of a rollout worker: what it has done, and where its time went."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any
 from asyncrl.core import record
 from asyncrl.core.record import LevelName, SpanKind
 
-from .inflight import ON_ENGINE, GroupPhase, InflightGroup
 from .member import Member, MemberState
 
 
@@ -20,17 +19,17 @@ class FleetCounters:
     """What one rollout worker has done since it started.
 
     Attributes:
-        tokens_generated: Policy tokens that the engine answered with, including those of aborted samples, excluding
+        tokens_generated: Policy tokens in the engine's answers, including those of aborted samples, excluding
             evaluation and greedy baselines.
-        tokens_in_flight: Those of them that are neither stored nor released yet.
+        tokens_in_flight: Generated tokens that are neither stored nor released yet.
         groups_finished: Prompt groups stored in the buffer.
-        groups_released: Prompt groups given back unfinished.
-        groups_refused: Finished groups that the buffer refused because their lease had run out.
-        groups_failed: Attempts that failed, by reason: ``aborted`` by the engine, ``reward``, …; and
-            ``reward_trajectory``, responses that were left out of theirs.
+        groups_released: Prompt groups released unfinished.
+        groups_refused: Finished groups that the buffer refused because their lease had expired.
+        groups_failed: Failed attempts by reason (``aborted`` by the engine, ``reward``, …), and under
+            ``reward_trajectory`` the responses that were left out of their group.
         busy_s: Time with at least one training request on the engine, without weight loads.
-        wait_s: Time in which the engine had no training request because none was admitted.
-        load_s: Per weight load, the seconds for which generation stood still.
+        wait_s: Time without a training request on the engine because the buffer admitted none.
+        load_s: Seconds of paused generation, per weight load.
         reward_s: Time spent waiting for rewards, summed over groups.
     """
 
@@ -47,7 +46,7 @@ class FleetCounters:
 
     @classmethod
     def total(cls, parts: Iterable[FleetCounters]) -> FleetCounters:
-        """The sum of what several have done, or one in several lives."""
+        """The sum over several workers, or over several lives of one worker."""
         sums: dict[str, Any] = asdict(cls())
         for part in parts:
             for name in sums:
@@ -55,28 +54,8 @@ class FleetCounters:
         return cls(**sums)
 
 
-def note_places(groups: Iterable[InflightGroup], *, num_places: int) -> None:
-    """Note for the run's profile what the engine's places for samples are held by; see `LevelName`."""
-    if record.current() is None:
-        return
-    running = tail = settling = parked = 0
-    for group in groups:
-        num_samples = len(group.samples)
-        if group.phase in ON_ENGINE:
-            running += group.num_outstanding
-            tail += num_samples - group.num_outstanding
-        elif group.phase is GroupPhase.parked:
-            parked += num_samples
-        else:
-            settling += num_samples
-    record.level(LevelName.running, running)
-    record.level(LevelName.tail, tail)
-    record.level(LevelName.settling, min(settling, num_places - running - tail - parked))
-    record.level(LevelName.parked, parked)
-
-
 class FleetMeter:
-    """The counters of one worker. Each second is busy, spent waiting for admission, or neither."""
+    """Keeps the counters of one worker. Each second counts as busy, as waiting for admission, or as neither."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
@@ -86,48 +65,48 @@ class FleetMeter:
         self._counts: dict[str, Any] = asdict(FleetCounters())
 
     def running(self, num_groups: int) -> None:
-        """This many groups are on the engine from now on."""
+        """Set how many groups are on the engine from now on."""
         self._pass_time()
         self._running = num_groups
 
     def asking(self, asking: bool) -> None:
-        """Whether the worker waits for admission from now on."""
+        """Set whether the worker waits for admission from now on."""
         self._pass_time()
         self._asking = asking
 
     def loaded(self, seconds: float) -> None:
-        """Generation stood still for ``seconds`` during a weight load; they do not count as busy."""
+        """Count a weight load that paused generation for ``seconds``; they do not count as busy."""
         self._pass_time()
         self._add(load_s=(seconds,))
         if self._running:
             self._add(busy_s=-min(seconds, self._counts["busy_s"]))
 
     def generated(self, num_tokens: int) -> None:
-        """The engine answered with policy tokens; they are in flight from now on."""
+        """Count policy tokens in an answer of the engine; they are in flight from now on."""
         self._add(tokens_generated=num_tokens, tokens_in_flight=num_tokens)
 
     def scored(self, seconds: float) -> None:
-        """Scoring a group took ``seconds``."""
+        """Count ``seconds`` of scoring a group."""
         self._add(reward_s=seconds)
 
     def stored(self, num_tokens: int) -> None:
-        """A group was stored."""
+        """Count a stored group."""
         self._add(tokens_in_flight=-num_tokens, groups_finished=1)
 
     def refused(self, num_tokens: int) -> None:
-        """The buffer refused a finished group and counts its tokens as dropped."""
+        """Count a finished group that the buffer refused; the buffer counts its tokens as dropped."""
         self._add(tokens_in_flight=-num_tokens, groups_refused=1)
 
     def released(self, num_tokens: int) -> None:
-        """A group was given back unfinished."""
+        """Count a group that was released unfinished."""
         self._add(tokens_in_flight=-num_tokens, groups_released=1)
 
     def failed(self, reason: str, number: int = 1) -> None:
-        """An attempt failed, or so many responses of one."""
+        """Count a failed attempt, or ``number`` failed responses of one attempt."""
         self._add(groups_failed=Counter({reason: number}))
 
     def counters(self) -> FleetCounters:
-        """Everything up to now."""
+        """Return the counters up to now."""
         self._pass_time()
         return FleetCounters(**self._counts)
 
@@ -145,19 +124,18 @@ class FleetMeter:
 
 
 class MemberNotes:
-    """Notes for the run's profile which state a member is in, and its epoch; ``lane`` as for `record.span`."""
+    """Records the states and epochs of a member in the run's profile; ``lane`` as for `record.span`."""
 
     def __init__(self, lane: str) -> None:
         self._lane = lane
         self._span = record.NO_SPAN
 
     def follow(self, member: Member) -> None:
-        """Note where a member is, and every state that it enters from now on."""
-        member.on_enter = self.note
-        self.note(member.state, member.epoch)
+        """Record the state of a member, and every state that it enters from now on."""
+        member.on_enter = self._note
+        self._note(member.state, member.epoch)
 
-    def note(self, state: MemberState, epoch: int) -> None:
-        """A member enters a state."""
+    def _note(self, state: MemberState, epoch: int) -> None:
         self._span.close()
         self._span = record.span(SpanKind.member, lane=self._lane, cause=state)
         record.level(LevelName.epoch, epoch, lane=self._lane)

@@ -33,8 +33,7 @@ from asyncrl.core.types import Prompt
 from asyncrl.core.visible_gpus import NO_GPUS
 
 from .config import RolloutFleetConfig, reward_label
-from .engines.process_guard import signal_at_parent_death
-from .environment import without_secrets
+from .engines.process_guard import signal_at_parent_death, without_secrets
 
 logger = logging.getLogger(__name__)
 

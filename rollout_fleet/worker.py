@@ -1,8 +1,8 @@
-"""The rollout worker: one actor with an engine, a connection to the buffer, and the loop between them.
+"""The rollout worker: an actor with an engine, a connection to the buffer, and the loop between them.
 
-Its methods are asynchronous and overlap: `counters` answers while `run` rolls out and loads new weights by itself.
-A worker ends with its engine: when the engine fails, the loop saves and gives back its groups, `run` and `wait_failed`
-raise, and the run starts another worker (`asyncrl.run.lives`).
+The methods are asynchronous and overlap: `counters` answers while `run` rolls out and loads new weights. A worker ends
+with its engine: when the engine fails, the loop saves and releases its groups, `run` and `wait_failed` raise, and the
+run starts another worker (`asyncrl.run.lives`).
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import gc
 import logging
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from asyncrl.core import record
 from asyncrl.core.errors import AsyncRLError, EngineLost
@@ -38,13 +39,23 @@ logger = logging.getLogger(__name__)
 
 
 class RolloutWorker(Worker):
-    """Generates training rollouts on its own engine, whose rank is the worker's; `start` brings everything up.
+    """Generates training rollouts on its own engine, which has the worker's rank; `start` brings everything up.
 
-    ``model_path`` holds the policy of version 0, tokenizer included; ``connect_buffer`` is called in `start`, with the
-    name under which the buffer knows the engine; the engine's log goes to ``log_dir``, and decoded samples to
-    ``sample_dir``, unless that is empty; images of weights to ``staging_dir``, with ``copy_weights`` those of full
-    versions too; ``seed`` is the run's; ``profile`` says what the process records of its time; for the rest see
-    `RolloutLoop`. Raises `ValueError` if the engine is not installed, or there is no such model or reward function.
+    Args:
+        config: Options of the fleet.
+        model_path: Holds the policy of version 0, tokenizer included.
+        samples_per_prompt: G.
+        connect_buffer: Called in `start` with the engine's name in the buffer.
+        log_dir: Folder of the engine's log.
+        staging_dir: Folder of staged weights.
+        seed: The run's seed.
+        copy_weights: Stage copies of full versions too, not only images of deltas.
+        greedy_baseline: Sample one more response per prompt greedily, which is not trained on.
+        sample_dir: Folder of decoded samples; empty to keep none.
+        profile: What the process records for the run's profile.
+
+    Raises:
+        ValueError: the engine is not installed, or the model or a reward function does not exist.
     """
 
     def __init__(
@@ -68,7 +79,7 @@ class RolloutWorker(Worker):
         self._starting = record.span(record.SpanKind.start)
         self._connect_buffer = connect_buffer
         self._rewards = WeightedRewards(config)
-        self._decode = load_decoder(model_path)
+        decode = load_decoder(model_path)
         self._engine = make_engine(config, model_path=model_path, rank=self.rank, log_dir=log_dir, seed=seed)
         self._member = Member(f"engine-{self.rank}", member_limits(config), time.monotonic())
         MemberNotes("/member").follow(self._member)
@@ -76,51 +87,43 @@ class RolloutWorker(Worker):
         self._stager = WeightStager(
             f"engine-{self.rank}", memory=Path(staging_dir), copies=copy_weights, timeout_s=config.load_timeout_s
         )
-        self._samples = None
-        if sample_dir:
-            self._samples = SampleLog(Path(sample_dir), rank=self.rank, config=config.samples, decode=self._decode)
-        self._held_out = HeldOutAnswers(
-            engine=self._engine,
-            rewards=self._rewards,
-            decode=self._decode,
-            sampling=config.sampling,
-            log=self._samples,
-        )
-        self._buffer: RolloutBuffer | None = None
-        self._make_loop = lambda buffer: RolloutLoop(
+        log = partial(SampleLog, rank=self.rank, config=config.samples, decode=decode)
+        self._samples = log(Path(sample_dir)) if sample_dir else None
+        parts: dict[str, Any] = {"engine": self._engine, "rewards": self._rewards, "decode": decode}
+        self._held_out = HeldOutAnswers(sampling=config.sampling, log=self._samples, **parts)
+        self._make_loop = partial(
+            RolloutLoop,
             config,
-            engine=self._engine,
+            **parts,
             member=self._member,
-            rewards=self._rewards,
-            decode=self._decode,
             samples_per_prompt=samples_per_prompt,
             greedy_baseline=greedy_baseline,
             samples=self._samples,
-            buffer=buffer,
             stage=self._stager.staged,
         )
+        self._buffer: RolloutBuffer | None = None
         self._loop: RolloutLoop | None = None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def start(self) -> str:
-        """Bring up the engine and connect to the buffer; `load_first` comes next. Raises as `Engine.start` does.
+        """Bring up the engine and connect to the buffer; returns the worker's name in the buffer. `load_first` is next.
 
-        Returns the name that the buffer knows this worker by.
+        Raises as `Engine.start` does.
         """
         starting = [self._engine.start()] + ([self._samples.prepare()] if self._samples is not None else [])
         await asyncio.gather(*starting)
         self._member.started(self._member.epoch)
         await self._rewards.start()
         self._buffer = self._connect_buffer(str(self.rank))
-        self._loop = self._make_loop(self._buffer)
-        gc.freeze()  # what was loaded stays: the engine and the event loop would stand still for each look at all of it
+        self._loop = self._make_loop(buffer=self._buffer)
+        gc.freeze()  # loaded objects stay: each garbage collection of them would pause the engine and the event loop
         return await self._buffer.enter()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def load_first(self) -> None:
-        """Wait for weights and load them: those that the learner holds when the run begins, or the newest.
+        """Wait for the offered weights and load them.
 
-        Raises as `RolloutLoop.load_next`, or `EngineLost` if the engine fails meanwhile.
+        Raises as `RolloutLoop.load_next`, or the failure of the engine.
         """
         loading = asyncio.create_task(self._started().load_next(-1))
         failing = asyncio.create_task(self._engine.wait_failed())
@@ -135,7 +138,7 @@ class RolloutWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def run(self) -> FleetCounters:
-        """Roll out until `stop`; see `RolloutLoop.run`. Raises `EngineLost` if the engine has failed."""
+        """Roll out until `stop`. Raises `EngineLost` if the engine has failed, else as `RolloutLoop.run`."""
         loop = self._started()
         try:
             return await loop.run()
@@ -148,50 +151,46 @@ class RolloutWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def wait_failed(self) -> NoReturn:
-        """Wait until the engine has failed and its groups are given back. Raises `EngineLost`, with the cause."""
+        """Wait until the engine has failed and its groups are released. Raises `EngineLost` with the cause."""
         try:
             await self._engine.wait_failed()
         except Exception as error:
             self._down = record.span(record.SpanKind.down, cause=type(error).__name__)
             self._member.fault(self._member.epoch, str(error), time.monotonic())
-            await self._report_fenced()
+            if self._buffer is not None:
+                try:
+                    await self._buffer.fenced()  # nothing waits for this engine to load weights from now on
+                except Exception as report:  # noqa: BLE001 - the run notices the death of the buffer elsewhere
+                    logger.warning("the buffer was not told that %s has failed: %s", self._member.name, report)
             if self._loop is not None:
                 await self._loop.wait_ended()
             raise EngineLost(str(error)) from error
         raise EngineLost(f"{self._member.name} has ended")
 
-    async def _report_fenced(self) -> None:
-        """Tell the buffer that this engine loads no weights any more, so that nobody waits for it."""
-        if self._buffer is not None:
-            try:
-                await self._buffer.fenced()
-            except Exception as error:  # noqa: BLE001 - the death of the buffer is noticed elsewhere
-                logger.warning("the buffer was not told that %s has failed: %s", self._member.name, error)
-
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def release_device(self) -> None:
-        """Let what runs end, and give the device up until the next weights; see `RolloutLoop.release_device`."""
+        """Let running groups finish, and release the device until the next weights are loaded."""
         await self._started().release_device()
 
     async def answer(self, prompts: Sequence[Prompt], version: int, num_samples: int) -> list[AnsweredPrompt]:
-        """Answer held-out prompts with the policy of ``version``; see `HeldOutAnswers.answer`."""
+        """Answer held-out prompts with the policy of ``version``, as `HeldOutAnswers.answer` does."""
         with record.span(record.SpanKind.evaluation, version=version):
             return await self._held_out.answer(prompts, version=version, num_samples=num_samples)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def counters(self) -> FleetCounters:
-        """What this worker has done up to now."""
+        """Return the counters up to now."""
         return self._started().counters()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def drain(self) -> FleetCounters:
-        """End `run`, give all leases back; the engine stays up for `answer`. Returns the final counters."""
+        """End `run` and release all leases; the engine stays up for `answer`. Returns the final counters."""
         await self._started().stop()
         return self._started().counters()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def leave(self) -> FleetCounters | None:
-        """Take no more work, hand on what runs with what is written of it, and `stop`; see `RolloutLoop.let_end`."""
+        """Take no more work, release running groups with their tokens so far, and `stop`."""
         self._member.drain(time.monotonic())
         if self._loop is not None:
             await self._loop.let_end()
@@ -199,7 +198,7 @@ class RolloutWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def stop(self) -> FleetCounters | None:
-        """End `run`, give all back, stop the engine; returns the final counters, None if it was never started."""
+        """End `run`, release all leases, stop the engine; returns the final counters, None if it was never started."""
         try:
             if self._loop is not None:
                 await self._loop.stop()

@@ -1,23 +1,29 @@
-"""Runs a server so that nothing of it outlives its owner.
+"""Child processes of a rollout worker: an environment without secrets, and a guard that ends a server with its owner.
 
-Usage: ``process_guard.py OWNER_PID SCRATCH_DIR COMMAND...``
+Usage of the guard: ``process_guard.py OWNER_PID SCRATCH_DIR COMMAND...``
 
-SGLang's children die with the server only once they have finished importing, so the kernel's parent-death signal on
-the server alone leaks them. This process, of the standard library only, gets that signal instead and kills the
-server's whole process group; then it removes what the group leaves in SCRATCH_DIR and in shared memory. It waits in
-``wait`` and is woken by the server's exit, by SIGHUP from its owner or from the kernel at its owner's death (kill the
-server), or by SIGUSR1 (remember what shared memory the server has by now). Nothing is terminated gently: what the
-server holds is of no use without its owner, and SGLang looks for a SIGTERM only every five seconds. Guard and server
-ignore SIGINT and SIGTERM, which a scheduler sends to every process at once: their owner decides when they end.
+SGLang's children die with the server only after they have finished importing. With the kernel's parent-death signal on
+the server alone, earlier children would leak. Therefore the guard, a process with the standard library only, gets that
+signal and kills the server's process group. Then it removes SCRATCH_DIR and the shared memory of the group. The guard
+waits in ``wait``. It is woken by the exit of the server, by SIGHUP (kill the server) from its owner or from the kernel
+when the owner dies, and by SIGUSR1 (record the shared memory that the server has now). The guard sends SIGKILL: the
+state of a server is useless without its owner, and SGLang checks for a SIGTERM only every five seconds. Guard and
+server ignore SIGINT and SIGTERM, which a scheduler sends to all processes at once; the owner decides when they end.
+
+Rewards run code on text that a model wrote, and may print their environment. Neither they nor servers need the user's
+keys of trackers, hubs and clouds. This protects against accidents only: a process of the same user can read the
+environment of another.
 """
 
 import contextlib
 import ctypes
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import FrameType
 
@@ -26,20 +32,40 @@ PR_SET_CHILD_SUBREAPER = 36
 SHARED_MEMORY = "/dev/shm/"
 HANDLED = {signal.SIGHUP, signal.SIGUSR1}
 LEFT_TO_OWNER = {signal.SIGINT, signal.SIGTERM}
+_SECRET = re.compile(
+    r"AWS_.*|SSH_AUTH_SOCK|(.*_)?(TOKENS?|KEYS?|APIKEY|SECRETS?|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?)(_(ID|FILE|PATH))?",
+    re.IGNORECASE,
+)
+_SETTING = re.compile(r"-?\d{0,9}|true|false|yes|no|on|off", re.IGNORECASE)
+
+
+def is_secret(name: str, value: str = "...") -> bool:
+    """Whether a variable holds a secret, by its name. Examples: ``HF_TOKEN``, ``AWS_PROFILE``, ``JUDGE_API_KEY``.
+
+    A ``*_TOKEN`` or ``*_TOKENS`` whose value is a number or a switch is a setting. Example:
+    ``SGLANG_TWO_STREAM_MAX_TOKENS=1024``.
+    """
+    is_setting = name.upper().endswith(("TOKEN", "TOKENS")) and _SETTING.fullmatch(value) is not None
+    return _SECRET.fullmatch(name) is not None and not is_setting
+
+
+def without_secrets(passed: Collection[str], environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Copy an environment without its secrets, except the variables named in ``passed``."""
+    return {name: value for name, value in environment.items() if name in passed or not is_secret(name, value)}
 
 
 def signal_at_parent_death(signum: int) -> None:
-    """Ask the kernel for ``signum`` when the thread that started this process ends."""
+    """Ask the kernel to send ``signum`` when the thread that started this process ends."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signum)
 
 
 def adopt_orphans() -> None:
-    """Become the parent of descendants whose own parent dies, so that none is left as a zombie."""
+    """Become the parent of descendants whose own parent dies, so that this process can reap them."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 class Guard:
-    """One server process group and what it leaves behind."""
+    """One server process group, its shared memory included."""
 
     def __init__(self, command: list[str]) -> None:
         self._shared_memory: set[int] = set()
@@ -55,7 +81,7 @@ class Guard:
         signal_at_parent_death(signal.SIGKILL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)
         signal.pthread_sigmask(signal.SIG_BLOCK, LEFT_TO_OWNER)
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # the guard ignores it, as caretakers do
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # the guard ignores it
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         if signum == signal.SIGUSR1:
@@ -65,7 +91,7 @@ class Guard:
         self._kill_group()
 
     def _look_until_not_asked(self) -> None:
-        """Remember the shared memory. Signals may come faster than it is found, and must not nest without end."""
+        """Record the shared memory. Signals may come faster than one search takes, and searches must not nest."""
         if self._is_looking:
             self._is_asked = True
             return
@@ -81,13 +107,13 @@ class Guard:
 
     @staticmethod
     def _reap_group() -> None:
-        """Wait for the server's orphans, which come to this process as their subreaper."""
+        """Wait for the server's orphans; this process is their subreaper."""
         with contextlib.suppress(ChildProcessError):
             while True:
                 os.wait()
 
     def _mapped_shared_memory(self) -> set[int]:
-        """Inodes of the shared memory that the group maps now; a semaphore is not mapped under its own name."""
+        """Inodes of the shared memory that the group maps now; a semaphore is mapped under another name."""
         inodes = set()
         for entry in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
@@ -99,24 +125,21 @@ class Guard:
                         inodes.add(int(fields[4]))
         return inodes
 
-    def _remove_shared_memory(self) -> None:
-        for entry in os.scandir(SHARED_MEMORY):
-            if entry.inode() in self._shared_memory:
-                with contextlib.suppress(OSError):
-                    os.unlink(entry.path)
-
     def wait(self) -> int:
-        """Wait for the server to end, then clear up after it; returns its exit status as a shell would give it."""
+        """Wait for the server to end and clean up after it; returns its exit status in a shell's form."""
         status = self._server.wait()
         self._shared_memory |= self._mapped_shared_memory()
         self._kill_group()
         self._reap_group()
-        self._remove_shared_memory()
+        for entry in os.scandir(SHARED_MEMORY):
+            if entry.inode() in self._shared_memory:
+                with contextlib.suppress(OSError):
+                    os.unlink(entry.path)
         return status if status >= 0 else 128 - status
 
 
 def main() -> int:
-    """Guard the command given on the command line."""
+    """Guard the command on the command line."""
     owner_pid, scratch_dir, *command = sys.argv[1:]
     for signum in LEFT_TO_OWNER:
         signal.signal(signum, signal.SIG_IGN)

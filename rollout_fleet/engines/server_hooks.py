@@ -1,23 +1,22 @@
-"""What is changed in an SGLang server of ours: how its processes start, what a pause and what an update costs.
+"""Code of ours inside an SGLang server: how its processes start, what a pause and an update cost, how weights load.
 
-SGLang spawns its scheduler and its detokenizer, which import everything once more: on a CPU that is half of the time
-and of the work until a server is up. On a GPU they are spawned all the same, since CUDA does not survive a fork.
+SGLang spawns its scheduler and its detokenizer, and each imports everything again. On a CPU that is half of the time
+until a server is up, so there they are forked. On a GPU they stay spawned, because CUDA does not survive a fork.
 
-SGLang's own loop spins while generation is paused, also under ``--sleep-on-idle``. On a CPU that takes the core from
-the server's other processes, through which every call of a weight update goes, and from a learner that has the device
-while the engine stands still.
+SGLang's loop spins while generation is paused, also with ``--sleep-on-idle``. On a CPU the loop takes the core from the
+server's other processes, which handle the calls of a weight update, and from a colocated learner.
 
-What runs through an update is a prompt that SGLang computes again, up to the last token written so far. It computes
-the logits and log-probs of all written tokens with it, and discards them: of 32,000 tokens and a vocabulary of 152,000
-they are 19 GB in float32. None but the last is needed.
+After an update SGLang computes a running request again, up to its last token, with the logits and log-probs of all
+written tokens, and discards these. For 32,000 tokens and a vocabulary of 152,000 they take 19 GB in float32. Only the
+last token's are needed.
 
-A weight update calls `load` on each tensor-parallel rank, between two steps of the model. SGLang returns no result of
-it, so each rank reports in a file.
+A weight update calls `load` on each tensor-parallel rank, between two steps of the model. SGLang does not return the
+result, so each rank writes it to a file.
 
-A server leaves SIGINT and SIGTERM to its owner, which kills it: SGLang would end at them by itself.
+A server leaves SIGINT and SIGTERM to its owner, which kills it.
 
 SGLang finds `register` through the entry point that `write_plugin` puts into a folder of the server's import path. No
-other server of the environment sees it.
+other server of the environment sees that folder.
 """
 
 from __future__ import annotations
@@ -25,33 +24,58 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from asyncrl.core.stop_signals import keep_stop_blocked
 from asyncrl.core.types import WeightOffer
 
 PLUGIN = "asyncrl"
-"""What SGLang calls it."""
+"""Name of the plugin in SGLang."""
 PREPARED = "sglang.srt.entrypoints.engine._set_envs_and_config"
-"""Ends with the choice of how processes start, just before they do."""
+"""Chooses, at its end, how processes start."""
 PAUSED = "sglang.srt.managers.scheduler.Scheduler._record_scheduler_state_for_paused_engine"
 RETRACTED = "sglang.srt.managers.schedule_batch.Req.reset_for_retract"
 WEIGHT_LOADER = f"{__name__}.load"
 ORDER_VARIABLE = "ASYNCRL_WEIGHT_ORDER"
-"""Environment variable of the server: path of the file that says which weights `load` loads."""
+"""Environment variable of the server: path of the file that tells `load` which weights to load."""
+KERNEL_STAND_IN = f"""\
+import torch
+from {__name__} import missing_kernel as __getattr__
+if not torch.cuda.is_available():
+    torch.cuda.synchronize = lambda device=None: None
+"""
+"""Module ``sgl_kernel`` on a machine without SGLang's kernel package.
+
+Two of SGLang's modules import names from ``sgl_kernel`` that only speculative decoding calls. SGLang's weight checker
+waits for CUDA before it hashes, on every device; without CUDA there is nothing to wait for.
+"""
 
 
-def write_plugin(folder: Path) -> None:
-    """Make the plugin known to a server with ``folder`` on its import path."""
+def write_plugin(folder: Path, *, has_kernels: bool = True) -> None:
+    """Install the plugin for a server with ``folder`` on its import path; without kernels also their stand-in."""
     installed = folder / f"{PLUGIN}_server_hooks-1.dist-info"
     installed.mkdir(parents=True)
     (installed / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {PLUGIN}-server-hooks\nVersion: 1\n")
     (installed / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{PLUGIN} = {__name__}:register\n")
+    if not has_kernels:
+        (folder / "sgl_kernel.py").write_text(KERNEL_STAND_IN)
+
+
+def missing_kernel(name: str) -> Callable[..., Any]:
+    """Return a function that, when it is called, reports the missing kernel."""
+    if name.startswith("__"):
+        raise AttributeError(name)
+
+    def missing(*_: Any, **__: Any) -> NoReturn:
+        raise RuntimeError(f"sgl_kernel.{name} needs SGLang's kernel package, which is not installed on this machine")
+
+    return missing
 
 
 def register() -> None:
-    """SGLang's entry, in each process of the server."""
+    """Entry point of the plugin; SGLang calls it in each process of the server."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     keep_stop_blocked()
@@ -61,26 +85,26 @@ def register() -> None:
 
 
 def fork_on_cpu(_result: None, *_arguments: Any) -> None:
-    """Have the server's processes forked, if it is a CPU's and has one thread: a lock of another would stay locked."""
+    """Fork the server's processes on a CPU. Only with one thread: locks of other threads would stay locked."""
     if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1" and len(os.listdir("/proc/self/task")) == 1:
         multiprocessing.set_start_method("fork", force=True)
 
 
 def rest_while_paused(_result: None, scheduler: Any) -> None:
-    """Sleep until a call comes; ranks without a socket of their own wait for the first rank's anyway."""
+    """Sleep until a call arrives. Ranks without a socket of their own wait for the first rank anyway."""
     if scheduler.idle_sleeper is not None:
         scheduler.idle_sleeper.maybe_sleep()
 
 
 def skip_known_logprobs(_result: None, request: Any) -> None:
-    """Ask for no log-probs of what a retracted request has written; for those of its prompt where it wanted them."""
+    """Compute no log-probs of the tokens that a retracted request has written, unless it wants those of its prompt."""
     if request.logprob_start_len >= len(request.origin_input_ids):
         request.logprob_start_len = len(request.origin_input_ids) + len(request.output_ids)
 
 
 def load(model: Any, _named_tensors: Any) -> None:
-    """SGLang's entry (``--custom-weight-loader``): load the offer of the order file, and report the result."""
-    import torch  # with the loader, which the server's other processes do without
+    """Load the offer in the order file, and report the result; SGLang calls it (``--custom-weight-loader``)."""
+    import torch  # here, because the server's other processes need neither torch nor the loader
 
     from asyncrl.weights.load import load_verified
 
@@ -90,7 +114,7 @@ def load(model: Any, _named_tensors: Any) -> None:
     report: dict[str, Any] = {"order": fields["order"]}
     try:
         report["num_values"] = load_verified(model, WeightOffer(**fields["offer"]), timeout_s=fields["timeout_s"])
-    except Exception as error:  # noqa: BLE001 - reported: an exception here would end the server
+    except Exception as error:  # noqa: BLE001 - reported; an exception would end the server
         report["error"] = f"{type(error).__name__}: {error}"
     partial = order.with_name(f"{order.name}.{rank}.partial")
     partial.write_text(json.dumps(report))
@@ -98,5 +122,5 @@ def load(model: Any, _named_tensors: Any) -> None:
 
 
 def report_path(order: Path, rank: int) -> Path:
-    """Where a tensor-parallel rank reports on an order to load weights."""
+    """Path of a tensor-parallel rank's report on an order to load weights."""
     return order.with_name(f"{order.name}.{rank}")

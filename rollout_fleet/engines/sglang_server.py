@@ -27,8 +27,8 @@ from typing import NoReturn
 
 from asyncrl.core.errors import DeadlineError, WorkerDiedError
 from rollout_fleet.config import EngineDevice, OnUpdate, SGLangConfig
-from rollout_fleet.environment import without_secrets
 
+from .process_guard import without_secrets
 from .server_hooks import ORDER_VARIABLE, PLUGIN, WEIGHT_LOADER, write_plugin
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,6 @@ COMPILE_CACHES = {
 }
 """Variables of compilers that keep their results below TMPDIR. Triton, FlashInfer, DeepGEMM and TVM use HOME."""
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-STAND_IN = Path(__file__).with_name("cpu_stand_in")
 GUARD = Path(__file__).with_name("process_guard.py")
 _LOGGING = {
     "version": 1,
@@ -193,7 +192,9 @@ class SGLangServer:
         self._scratch = scratch = Path(tempfile.mkdtemp(prefix="asyncrl-"))
         (scratch / "logging.json").write_text(json.dumps(_LOGGING))
         (scratch / "server.yaml").write_text(f"api-key: {self._api_key}\n")
-        write_plugin(_plugin_folder(scratch))
+        on_cpu = self._device is EngineDevice.cpu
+        has_kernels = not on_cpu or importlib.util.find_spec("sgl_kernel") is not None
+        write_plugin(_plugin_folder(scratch), has_kernels=has_kernels)
         command = [sys.executable, "-m", "sglang.launch_server", *self._arguments(scratch)]
         guard = [sys.executable, "-I", "-S", str(GUARD), str(os.getpid()), str(scratch)]
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -300,7 +301,6 @@ class SGLangServer:
         return [*(word for pair in arguments.items() for word in pair), *flags, *config.extra_args]
 
     def _environment(self, scratch: Path) -> dict[str, str]:
-        imported = [str(_plugin_folder(scratch))]
         environment = {
             **without_secrets(self._pass_secrets),
             "TMPDIR": str(scratch),
@@ -330,12 +330,8 @@ class SGLangServer:
                 cores = sorted(os.sched_getaffinity(0))
                 of_ranks = (cores[rank % len(cores)] for rank in range(self._config.tp_size))
                 environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, of_ranks))
-            if importlib.util.find_spec("sgl_kernel") is None:
-                logger.info(
-                    "%s: no sgl_kernel on this machine; the server imports a stand-in from %s", self.name, STAND_IN
-                )
-                imported.append(str(STAND_IN))
-        environment["PYTHONPATH"] = os.pathsep.join([*imported, os.environ.get("PYTHONPATH", "")]).strip(os.pathsep)
+        imported = [str(_plugin_folder(scratch)), os.environ.get("PYTHONPATH", "")]
+        environment["PYTHONPATH"] = os.pathsep.join(imported).strip(os.pathsep)
         return environment
 
     def _compile_caches(self) -> dict[str, str]:

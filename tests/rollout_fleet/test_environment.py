@@ -8,8 +8,8 @@ import pytest
 from asyncrl.core.errors import RewardError
 from asyncrl.core.types import Prompt
 from rollout_fleet.config import EngineDevice, RolloutFleetConfig, SGLangConfig
+from rollout_fleet.engines.process_guard import is_secret, without_secrets
 from rollout_fleet.engines.sglang_server import SGLangServer
-from rollout_fleet.environment import is_secret, without_secrets
 from rollout_fleet.rewards import WeightedRewards
 
 PROMPT = Prompt(group_id=7, prompt_ids=np.asarray([3, 4], dtype=np.int32), ground_truth="42")

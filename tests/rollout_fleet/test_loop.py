@@ -508,9 +508,9 @@ async def test_groups_that_an_engine_does_not_cut_off_go_on_and_keep_the_device(
 
         with monkeypatch.context() as patched:
             patched.setattr(engine, "abort", ignore)
-            with pytest.raises(DeadlineError, match=r"2 prompt groups could be neither finished within .* nor cut off"):
+            with pytest.raises(DeadlineError, match=r"2 prompt groups neither finished within .* nor were aborted"):
                 await loop.release_device()
-        assert "2 prompt groups were not cut off within 0.1 s; they go on" in caplog.text
+        assert "2 prompt groups were not aborted within 0.1 s" in caplog.text
         assert not engine.released
         await update(loop, buffer)
         await buffer.stored(2)
@@ -546,5 +546,5 @@ async def test_an_engine_that_fails_while_it_is_stopped_still_gives_the_leases_b
         monkeypatch.setattr(engine, "abort", refuse)
         await loop.stop()
         await run
-    assert "2 prompt groups are given back as they are: no aborts today" in caplog.text
+    assert "2 prompt groups are released as they are" in caplog.text
     assert buffer.held == set()

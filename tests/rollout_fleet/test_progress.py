@@ -190,7 +190,7 @@ async def test_a_group_that_is_cut_off_for_an_update_is_handed_on_all_the_same(m
         engine.abort = abort_later
         updating = asyncio.create_task(update(loop, buffer))
         await asyncio.sleep(0.05)
-        assert {group.phase for group in loop._groups.values()} == {GroupPhase.cutting}
+        assert {group.phase for group in loop._groups} == {GroupPhase.cutting}
         buffer.hand_on_requests.put_nowait([(0, 0)])
         await asyncio.sleep(0.05)
         may_abort.set()

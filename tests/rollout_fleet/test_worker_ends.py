@@ -29,7 +29,7 @@ async def buffer_process(tmp_path: Path, **options: float) -> AsyncIterator[tupl
 
 async def until_written(loop: RolloutLoop, num_tokens: int) -> None:
     async with asyncio.timeout(20):
-        while loop._count_generated() < num_tokens:  # noqa: ASYNC110 - nobody is told of single tokens
+        while loop.count_generated() < num_tokens:  # noqa: ASYNC110 - nobody is told of single tokens
             await asyncio.sleep(0.01)
 
 
@@ -73,7 +73,7 @@ async def test_running_samples_of_a_killed_worker_are_lost_tokens(tmp_path: Path
             await asyncio.sleep(0.3)  # a heartbeat comes at least every 0.1 s
             worker._beat.cancel()  # the process is gone; what is written from now on is in no heartbeat
             num_tokens = await control.bury(name)
-            assert 60 <= num_tokens <= loop._count_generated()
+            assert 60 <= num_tokens <= loop.count_generated()
             stats = await control.stats()
             assert stats.tokens_dropped == {"lost": num_tokens}
             check_balance(stats, FleetCounters(tokens_generated=num_tokens))

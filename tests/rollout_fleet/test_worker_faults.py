@@ -25,6 +25,7 @@ async def working(monkeypatch, tmp_path, buffer, engine, **options):
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setattr(worker_module, "make_engine", lambda *_, **__: engine)
     monkeypatch.setattr(worker_module, "load_decoder", lambda path: str)
+    monkeypatch.setattr(worker_module.WeightStager, "staged", lambda self, offer: bare(offer))
     worker = RolloutWorker(
         RolloutFleetConfig(**{"engine": EngineKind.scripted, "reward": "constant", **options}),
         model_path="",
@@ -34,7 +35,6 @@ async def working(monkeypatch, tmp_path, buffer, engine, **options):
         staging_dir=str(tmp_path / "staging"),
         seed=0,
     )
-    worker._stager.staged = bare
     await worker.start()
     await buffer.offer(bare_offer(buffer.ledger.learner_version))
     await worker.load_first()

@@ -5,9 +5,9 @@ import asyncio
 import pytest
 
 from asyncrl.core.errors import EngineError
-from rollout_fleet.concurrency import GroupLimit
 from rollout_fleet.config import EngineKind, RolloutFleetConfig
 from rollout_fleet.engines.engine import EngineLoad
+from rollout_fleet.inflight import GroupLimit
 from tests.support.rollout import running_loop, writes
 
 ROOMY = EngineLoad(num_running=4, num_waiting=0, cache_use=0.3)
