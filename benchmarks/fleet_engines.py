@@ -24,9 +24,9 @@ import numpy as np
 import psutil
 
 from asyncrl.core.types import Prompt
-from asyncrl.weights.manifest import describe_model
 from benchmarks.fleet_scripted import LocalWorker
 from benchmarks.random_models import save_random_qwen3
+from benchmarks.saved_weights import describe_model
 from buffer import BufferClient, BufferConfig, BufferProcess
 from rollout_fleet.config import EngineDevice, RolloutFleetConfig, SamplingConfig, SGLangConfig
 from rollout_fleet.engines.sglang import STREAM_INTERVAL, SGLangEngine

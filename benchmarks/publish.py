@@ -19,13 +19,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from asyncrl.weights.manifest import describe_model
 from asyncrl.weights.publish import WeightPublisher
 from benchmarks import publish_collective, publish_delta
 from benchmarks.publish_log import measure_log
 from benchmarks.publish_steps import NUM_RANKS, measure_steps, run_ranks
 from benchmarks.random_models import save_random_qwen3
 from benchmarks.report import Target, print_report
+from benchmarks.saved_weights import describe_model
 from learner.config import Device, LearnerConfig
 from learner.fsdp import local_tensor
 from learner.model_shards import PretrainedShards

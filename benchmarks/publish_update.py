@@ -16,9 +16,9 @@ from pathlib import Path
 import numpy as np
 
 from asyncrl.core.types import WeightOffer
-from asyncrl.weights.manifest import describe_model
 from benchmarks.publish import save_model
 from benchmarks.report import Target, print_report
+from benchmarks.saved_weights import describe_model
 from rollout_fleet.config import EngineDevice, OnUpdate, RolloutFleetConfig, SamplingConfig, SGLangConfig
 from rollout_fleet.engines.engine import SampleRequest
 from rollout_fleet.engines.sglang import SGLangEngine

@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 class ShardedModel(Protocol):
-    """What `PretrainedShards.of` reads of a `PackedModel` or a `Trainer`."""
+    """The parts of a `PackedModel` or `Trainer` that `PretrainedShards.of` reads."""
 
     @property
     def mesh(self) -> LearnerMesh:
@@ -42,7 +42,7 @@ class ShardedModel(Protocol):
 
     @property
     def head(self) -> nn.Module:
-        """The module that is sharded."""
+        """The sharded module."""
         ...
 
     @property
@@ -61,7 +61,7 @@ class PretrainedShards:
 
     Args:
         model: The model.
-        dtype: Type in which its parameters are written.
+        dtype: Type of written parameters.
         rank: This rank, of ``num_ranks``.
         group: A gloo group of all ranks; None for a single rank.
     """
@@ -82,9 +82,9 @@ class PretrainedShards:
 
     @classmethod
     def of(cls, model: ShardedModel) -> PretrainedShards:
-        """The shards of a learner's model. A collective: it makes a group that runs beside the collectives of training.
+        """Return the shards of a learner's model, after resharding gathered parameters.
 
-        Gathered parameters are resharded first.
+        A collective: it makes a process group for publishing, which runs beside training.
         """
         for module in model.head.modules():
             if isinstance(module, FSDPModule):
@@ -95,7 +95,7 @@ class PretrainedShards:
         return cls(model.pretrained, model.compute_dtype, rank=mesh.rank, num_ranks=mesh.num_ranks, group=group)
 
     def held(self, part: Part) -> dict[str, Tensor]:
-        """Name to parameter or stored buffer of a part of the model, sharded as they are."""
+        """Return the sharded parameters and stored buffers of a part of the model, by name."""
         return {
             name: tensor
             for name, tensor in (*self._model.named_parameters(), *stored_buffers(self._model).items())
@@ -103,18 +103,18 @@ class PretrainedShards:
         }
 
     def converted(self, part: Part, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Whole weights, named as `held` does, as the tensors of a checkpoint; adapters as those of peft's file."""
+        """Return whole weights, with the names of `held`, as a checkpoint's tensors; adapters as in peft's file."""
         if part is Part.adapters:
             return adapter_weights(self._model, weights)
         plain = merged_weights(self._model, weights) if part is Part.whole else frozen_weights(weights)
         return revert_weight_conversion(self._model, plain)
 
     def adapted_layers(self, tensor_of: Mapping[str, str]) -> tuple[AdaptedLayer, ...]:
-        """Every adapted layer; ``tensor_of`` maps parameters to tensors of the checkpoint. Raises `WeightsError`."""
+        """Return every adapted layer; ``tensor_of`` maps parameters to tensors. Raises `WeightsError` if absent."""
         return adapted_layers(self._model, tensor_of)
 
     def describe(self, folder: Path, part: Part) -> None:
-        """Write the JSON files that stand beside the weights of a part."""
+        """Write the JSON files of a part into the folder of its weights."""
         if part is Part.adapters:
             write_adapter_config(folder, self._model)
         else:
@@ -125,7 +125,7 @@ class PretrainedShards:
                 self._model.generation_config.save_pretrained(folder)
 
     def gather(self, value: T, kind: Any) -> list[T]:
-        """The values of all ranks, in their order; a collective. ``kind`` is the type of ``value``."""
+        """Return the values of all ranks in order; a collective. ``kind`` is the type of ``value``."""
         return gather_values(value, kind, self.group)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Puts published tensors together from pieces, on any device, and compares each piece with its digest."""
+"""Assembles published tensors from pieces that arrive, and compares each piece with its digest."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from asyncrl.weights.manifest import (
 
 
 def known_dtype(stored: StoredTensor) -> torch.dtype:
-    """Torch's type of a tensor. Raises `WeightsError` if torch does not have it."""
+    """Return torch's type of a tensor. Raises `WeightsError` if torch does not have the type."""
     if stored.dtype not in DTYPES:
         raise WeightsError(f"{stored.name} is of type {stored.dtype}; known are {sorted(DTYPES)}")
     return getattr(torch, DTYPES[stored.dtype])
 
 
 class TensorAssembly:
-    """The tensors of one version, each given out as soon as all of its pieces were added and verified.
+    """The tensors of one version. Each tensor is returned once all of its pieces were added and verified.
 
-    A tensor whose pieces are added together is a view of the added bytes; any other tensor has memory of its own.
-    Neither is written to again, so a model may keep what it is given.
+    A tensor whose pieces are added together is a view of the added bytes. Any other tensor has its own memory. Neither
+    is written to again, so a model may keep it.
 
     Args:
         manifest: Of the version; it has one data file.
         name: Of the version, for messages.
-        device: Where tensors of several parts are put together.
+        device: Device of tensors that are assembled from several parts.
 
     Raises `WeightsError` for a type that torch does not have.
     """
@@ -53,11 +53,11 @@ class TensorAssembly:
         self._threads = DigestThreads(DIGEST_THREADS)
 
     def add(self, span: Sequence[Piece], data: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Verify pieces that follow one another in the file; yields name and tensor of each tensor that is complete.
+        """Verify adjacent pieces; yield name and tensor of each tensor that is now complete.
 
         Args:
-            span: The pieces, in order, none of them added before.
-            data: [bytes] uint8, theirs.
+            span: The pieces in order, none of them added before.
+            data: [bytes] uint8, the bytes of the pieces.
 
         Raises:
             WeightsError: the bytes are not those that were published.
@@ -81,7 +81,7 @@ class TensorAssembly:
                 yield stored.name, _shaped(stored, self._begun.pop(stored.name, data[max(begin, 0) : max(end, 0)]))
 
     def finish(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors without bytes. Raises `WeightsError` if a tensor is not complete."""
+        """Yield the empty tensors. Raises `WeightsError` if a tensor is not complete."""
         self._threads.shutdown(wait=False)
         for stored in self._tensors:
             if self._num_left.get(stored.name):
@@ -95,7 +95,7 @@ class TensorAssembly:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every tensor was given out."""
+        """Whether every tensor was returned."""
         return not self._num_left
 
     def _tensor_at(self, piece: Piece) -> StoredTensor:

@@ -1,4 +1,4 @@
-"""What each carrier of weights can do, and the check of a run's options against it."""
+"""The carriers of weights: what each can do, and the check of a run's options."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from asyncrl.core.types import Carrier, OfferKind
 
 Backend = Literal["gloo", "nccl"]
 SLOWEST_LOAD = 1e8
-"""Bytes of weights per second, by which the deadlines of starts, loads and transfers grow."""
+"""Bytes of weights per second; the deadlines of starts, loads and transfers grow by this rate."""
 HOST_WINDOW_S = 0.5
 ENGINE_WINDOW_S = 0.1
 ENGINE_SHARE = 0.4
-"""Share of the deadline of a load that a round into engines may take: there is time for a second round."""
+"""Part of a load's deadline that one round into engines may take, so that there is time for a second round."""
 _ALL_KINDS: frozenset[OfferKind] = frozenset({"full", "delta", "adapter"})
 
 
 def load_limit_s(timeout_s: float, num_bytes: int) -> float:
-    """Deadline of a transfer: ``timeout_s`` and a second per 100 MB."""
+    """Return the deadline of a transfer: ``timeout_s`` and a second per 100 MB."""
     return timeout_s + num_bytes / SLOWEST_LOAD
 
 
@@ -29,14 +29,13 @@ class PublishOptions:
 
     Attributes:
         carrier: How the bytes reach the engines.
-        full_every: Of so many versions one is full, and the others hold what changed since the version before.
-        adapters: Publish the adapters alone where the model has any, and the frozen weights once, with the first
-            version.
-        timeout_s: Deadline of a transfer, beside a second per 100 MB.
+        full_every: Every ``full_every``-th version is full. The others hold the changes since the version before.
+        adapters: If the model has adapters, publish them alone, and the frozen weights once with the first version.
+        timeout_s: Deadline of a transfer, without the second per 100 MB.
         num_held: Newest versions that each rank of a stream holds in memory.
-        interface: Network interface by which engines reach the learner ranks; ``lo`` reaches this host only.
-        num_receivers: A round begins as soon as so many receivers ask.
-        backend: ``gloo`` broadcasts in host memory, ``nccl`` between GPUs that have one member each.
+        interface: Network interface on which engines reach the learner ranks; ``lo`` is this host only.
+        num_receivers: A round begins at once when this many receivers ask.
+        backend: ``gloo`` broadcasts in host memory, ``nccl`` between GPUs with one member each.
     """
 
     carrier: Carrier = Carrier.folder
@@ -50,16 +49,16 @@ class PublishOptions:
 
     @property
     def into_engines(self) -> bool:
-        """Whether receivers are the ranks of engines, which stand still meanwhile."""
+        """Whether the receivers are ranks of engines, which stand still during a round."""
         return self.carrier == Carrier.engine_stream
 
     @property
     def window_s(self) -> float:
-        """How long a round waits for further receivers after the first one."""
+        """Time that a round waits for more receivers after the first one."""
         return ENGINE_WINDOW_S if self.into_engines else HOST_WINDOW_S
 
     def round_timeout_s(self, num_bytes: int) -> float:
-        """Deadline of a round that sends so many bytes."""
+        """Return the deadline of a round that sends ``num_bytes``."""
         return load_limit_s(self.timeout_s, num_bytes) * (ENGINE_SHARE if self.into_engines else 1.0)
 
 
@@ -68,13 +67,13 @@ class CarrierRules:
     """A value of ``weights.transport``, the carrier behind it, and what it can do.
 
     Attributes:
-        option: The options that choose it.
-        carrier: What offers name.
+        option: The options that choose the carrier.
+        carrier: The carrier that offers name.
         is_remote: Whether it reaches other hosts.
         kinds: Kinds of versions that it carries.
         keeps_all: Whether all versions can be kept.
-        uses: Options that belong to it; the other carriers refuse them.
-        needs: Of those, the options that a run on several hosts sets, with what is expected.
+        uses: Options that only this carrier reads.
+        needs: Options of ``uses`` that a run on several hosts must set, with the expected value.
     """
 
     option: str
@@ -117,19 +116,19 @@ CARRIERS: dict[str, CarrierRules] = {
         ),
     )
 }
-"""By the value of ``weights.transport``; streams into engines by ``collective, collective_into=engine``."""
+"""Keys: the values of ``weights.transport``, and ``collective, collective_into=engine``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CarrierUse:
-    """What a run asks of its carrier.
+    """The requirements of a run on its carrier.
 
     Attributes:
         full_every: See `PublishOptions`; above 1 the run publishes deltas.
         adapters: Whether adapters are published alone.
         num_hosts: Nodes of the run.
         keeps_all: Whether all versions are kept.
-        given: Options of `CarrierRules.uses` that differ from their defaults, with their values.
+        given: Options of single carriers that differ from their defaults, with their values.
     """
 
     full_every: int
@@ -140,7 +139,7 @@ class CarrierUse:
 
 
 def check_carrier(rules: CarrierRules, use: CarrierUse) -> None:
-    """Raise `ValueError`, naming the option and the remedy, if a run asks for what its carrier does not do."""
+    """Raise `ValueError`, with the option and the remedy, if the carrier does not support the run."""
     for fault in (*_kind_faults(rules, use), *_reach_faults(rules, use)):
         raise ValueError(fault)
 

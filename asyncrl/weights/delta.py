@@ -1,7 +1,7 @@
 """Exact sparse differences between two versions of a data file.
 
-A delta file holds, per piece that changed, the new values and the gaps between their indices, or the piece whole where
-that is smaller. Values are compared as integers, so that not-a-number and minus zero are exact.
+For each changed piece, a delta file holds the new values and the gaps between their indices, or the whole piece if that
+is smaller. Values are compared as integers, so that not-a-number and minus zero are exact.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _INTEGERS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 def encode(old: np.ndarray, new: np.ndarray, item_bytes: int) -> tuple[int, int, bytes] | None:
-    """What changed between two images of a piece; None where nothing did.
+    """Return the difference between two images of a piece; None if they are equal.
 
     Args:
         old: [bytes] uint8.
@@ -30,8 +30,7 @@ def encode(old: np.ndarray, new: np.ndarray, item_bytes: int) -> tuple[int, int,
         item_bytes: Bytes per value: 1, 2, 4 or 8.
 
     Returns:
-        The number of changed values, the bytes per gap (1 or 2; 0 where the piece is whole), and what a delta file
-        holds of it.
+        The number of changed values, the bytes per gap (1 or 2; 0 for a whole piece), and the bytes for the delta file.
     """
     values = new.view(_INTEGERS[item_bytes])
     indices = np.flatnonzero(values != old.view(_INTEGERS[item_bytes]))
@@ -48,13 +47,12 @@ def decode(change: Change, data: bytes, place: np.ndarray) -> None:
     """Turn the old image of a piece into the new one.
 
     Args:
-        change: Of the piece.
-        data: What the delta file holds of it.
-        place: [bytes] uint8, the old image; it is spoiled if an error is raised.
+        change: The change of the piece.
+        data: Its bytes in the delta file.
+        place: [bytes] uint8, the old image; undefined after an error.
 
     Raises:
-        ValueError: the data are not those of the change.
-        IndexError: the same.
+        ValueError, IndexError: the data do not belong to the change.
     """
     size = change.num_values * change.item_bytes
     new = np.frombuffer(data[:size], dtype=_INTEGERS[change.item_bytes])
@@ -69,14 +67,14 @@ def decode(change: Change, data: bytes, place: np.ndarray) -> None:
 def write_delta(
     path: Path, file: int, old: np.ndarray, new: np.ndarray, spans: Iterable[tuple[int, int, int]]
 ) -> list[Change]:
-    """Write what changed between two images of a data file.
+    """Write the difference between two images of a data file; return the changed pieces.
 
     Args:
         path: The delta file.
         file: Its index in the manifest.
-        old: [bytes] uint8, the whole data file before.
-        new: [bytes] uint8, the whole data file now.
-        spans: First byte, bytes, and bytes per value of each piece that is compared.
+        old: [bytes] uint8, the whole old data file.
+        new: [bytes] uint8, the whole new data file.
+        spans: First byte, number of bytes, and bytes per value of each piece to compare.
     """
     changes: list[Change] = []
     left = iter(spans)
@@ -104,15 +102,15 @@ def write_delta(
 
 
 def apply_delta(manifest: Manifest, image: np.ndarray) -> None:
-    """Turn the data file of the base into the one that the manifest describes, and compare each changed piece.
+    """Change the data file of the base into the one of the manifest, and verify each changed piece.
 
     Args:
-        manifest: Of a delta.
-        image: [bytes] uint8, the base's data file, which is changed in place.
+        manifest: Manifest of a delta.
+        image: [bytes] uint8, the base's data file; changed in place.
 
     Raises:
-        FileNotFoundError: the version is gone: a newer one took its place.
-        WeightsError: a piece is not what was published; the image is spoiled.
+        FileNotFoundError: a newer version took the version's place.
+        WeightsError: a piece differs from the published one; the image is then undefined.
     """
     delta = manifest.delta
     assert delta is not None, "a full version has nothing to apply"
@@ -136,13 +134,13 @@ def apply_delta(manifest: Manifest, image: np.ndarray) -> None:
             wrong = [change for change, right in zip(delta.changes, rights, strict=True) if not right]
     if wrong:
         raise WeightsError(
-            f"{paths[wrong[0].file]} does not turn policy version {delta.base.version} into what was published: "
+            f"{paths[wrong[0].file]} does not turn policy version {delta.base.version} into the published one: "
             f"{len(wrong)} of {len(delta.changes)} changed pieces differ, the first begins at byte {wrong[0].start}"
         )
 
 
 def _to_codes(gaps: np.ndarray, gap_bytes: int) -> np.ndarray:
-    """Each gap as full codes (the type's largest value) and a rest below that."""
+    """Encode each gap as full codes (the type's largest value) and a remainder below that."""
     full = np.iinfo(_INTEGERS[gap_bytes]).max
     ends = np.cumsum(gaps // full + 1) - 1
     codes = np.full(ends[-1] + 1, full, dtype=_INTEGERS[gap_bytes])

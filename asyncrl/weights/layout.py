@@ -1,8 +1,8 @@
-"""The layout of a checkpoint file: which bytes each learner rank writes, and which tensors have to be computed.
+"""The layout of a checkpoint file: which bytes each learner rank writes, and which tensors are computed.
 
-A tensor of the checkpoint that is a contiguous part of a parameter is copied to its place; fused experts are such
-tensors. Any other tensor (a merged adapter, a transposed or joined parameter) is computed, layer by layer. One rank
-computes a layer; the other ranks send it their parts of the layer's parameters.
+A checkpoint's tensor that is a contiguous part of a parameter is copied to its place; fused experts are an example. Any
+other tensor (a merged adapter, a transposed or joined parameter) is computed, layer by layer. One rank computes a
+layer. The other ranks send it their parts of the layer's parameters.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class Part(Enum):
 
 
 class ModelShards(Protocol):
-    """One rank's shards of a model; the learner implements it.
+    """The interface to one rank's shards of a model; the learner implements it.
 
     Attributes:
         name: Class of the model, for messages.
-        dtype: Type in which parameters are written, other than adapters.
+        dtype: Type of written parameters, except adapters.
         rank: This rank, of ``num_ranks``.
         group: A gloo group of all ranks, beside those of training; None for a single rank.
         has_adapters: Whether the model has adapters.
@@ -56,23 +56,23 @@ class ModelShards(Protocol):
     has_adapters: bool
 
     def held(self, part: Part) -> dict[str, Tensor]:
-        """Name to parameter or stored buffer of a part of the model, sharded as they are."""
+        """Return the sharded parameters and stored buffers of a part of the model, by name."""
         ...
 
     def converted(self, part: Part, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Whole weights, named as `held` names them, as the tensors of a checkpoint."""
+        """Return whole weights, with the names of `held`, as the tensors of a checkpoint."""
         ...
 
     def adapted_layers(self, tensor_of: Mapping[str, str]) -> tuple[AdaptedLayer, ...]:
-        """Every adapted layer; ``tensor_of`` maps parameters to tensors of the checkpoint. Raises `WeightsError`."""
+        """Return every adapted layer; ``tensor_of`` maps parameters to tensors. Raises `WeightsError` if absent."""
         ...
 
     def describe(self, folder: Path, part: Part) -> None:
-        """Write the JSON files that stand beside the weights of a part."""
+        """Write the JSON files of a part into the folder of its weights."""
         ...
 
     def gather(self, value: T, kind: Any) -> list[T]:
-        """The values of all ranks, in their order; a collective. ``kind`` is the type of ``value``."""
+        """Return the values of all ranks in order; a collective. ``kind`` is the type of ``value``."""
         ...
 
 
@@ -81,11 +81,11 @@ class Region:
     """A contiguous part of this rank's shard of a parameter, and its place in the file.
 
     Attributes:
-        name: Of the parameter.
-        parameter: The shard, or the whole parameter where it is not sharded.
-        first: First value within the flattened shard; ``num_values`` follow.
+        name: Name of the parameter.
+        parameter: The shard, or the whole parameter if it is not sharded.
+        first: First value in the flattened shard; ``num_values`` follow.
         start: First byte in the file.
-        dtype: Type in which the values are written.
+        dtype: Type of the written values.
     """
 
     name: str
@@ -108,21 +108,22 @@ class Region:
 
 
 class ModelLayout:
-    """The layout of one part of a model; the same on every rank but for the regions.
+    """The layout of one part of a model. Only the regions differ between ranks.
 
-    Adapters are written in the type in which they are trained: small updates would be rounded away in a smaller type.
+    Adapters are written in their training type: a smaller type would round small updates away.
 
     Args:
         shards: The model on this rank.
-        part: Part that the file holds.
+        part: The part in the file.
 
     Attributes:
         head: Bytes of the file before its data.
         tensors: Every tensor of the file.
-        tensor_of: Parameter to the tensor that equals it; other parameters are absent.
-        regions: What this rank writes into the file.
-        raw_regions: What this rank writes into its raw copy, from which tensors are computed.
-        num_bytes: Of the file; ``num_raw_bytes`` of the raw copy, 0 where no tensor is computed.
+        tensor_of: Maps a parameter to the tensor that equals it; other parameters are absent.
+        regions: The values that this rank writes into the file.
+        raw_regions: The values that this rank writes into its raw copy; tensors are computed from the raw copy.
+        num_bytes: Size of the file.
+        num_raw_bytes: Size of the raw copy; 0 if no tensor is computed.
 
     Raises `WeightsError` if a parameter is not sharded by rows, or a tensor needs parameters of several layers.
     """
@@ -162,7 +163,7 @@ class ModelLayout:
         self._plan_computed(computed, [name for storage, name in sources.items() if storage not in written])
 
     def _plan_computed(self, computed: Sequence[StoredTensor], needed: Sequence[str]) -> None:
-        """Lay out the raw copy: the whole parameters from which ``computed`` is made, layer by layer."""
+        """Lay out the raw copy: the whole parameters that ``computed`` needs, layer by layer."""
         self.raw_regions: list[Region] = []
         self._raw: dict[str, tuple[int, Tensor]] = {}
         self._spans: list[list[tuple[str, int, int]]] | None = None
@@ -184,7 +185,7 @@ class ModelLayout:
 
     @property
     def device(self) -> torch.device:
-        """Where this rank holds its parameters."""
+        """Device of this rank's parameters."""
         return next(iter(self._held.values())).device
 
     @property
@@ -197,9 +198,9 @@ class ModelLayout:
         return self._groups[self._shards.rank :: self._shards.num_ranks]
 
     def exchange(self, raw: Tensor) -> None:
-        """Send this rank's part of the raw copy to the ranks that compute with it, and receive theirs.
+        """Send this rank's part of the raw copy to the ranks that compute with it, and receive their parts.
 
-        A collective of all ranks, on the CPU. ``raw``, [bytes] uint8, is this rank's own copy.
+        A collective on the CPU. ``raw``, [bytes] uint8, is this rank's copy.
         """
         rank, group = self._shards.rank, self._shards.group
         if self._spans is None:
@@ -218,11 +219,11 @@ class ModelLayout:
             transfer.wait()
 
     def compute(self, raw: Tensor, place: Callable[[StoredTensor], Tensor]) -> None:
-        """Compute this rank's tensors, and write them.
+        """Compute and write this rank's tensors.
 
         Args:
-            raw: [bytes] uint8, this rank's raw copy, after `exchange`.
-            place: Returns the [bytes] uint8 of a tensor.
+            raw: [bytes] uint8, this rank's raw copy after `exchange`.
+            place: Returns a tensor's place, [bytes] uint8.
         """
         for names, outputs in self._own_groups:
             whole = {}
@@ -238,7 +239,7 @@ class ModelLayout:
 
         Args:
             data: [bytes] uint8, the file.
-            read: Returns whole parameters and buffers by their names; called once per layer.
+            read: Returns whole parameters and buffers by name; called once per layer.
 
         Raises:
             WeightsError: a tensor of the file needs parameters of several layers.
@@ -256,11 +257,11 @@ class ModelLayout:
             raise WeightsError(f"{min(left)} cannot be computed from the parameters of one layer")
 
     def write_head(self, data: Tensor) -> None:
-        """Write the head of the file; ``data`` is [bytes] uint8 of all of it."""
+        """Write the head of the file; ``data`` is the whole file, [bytes] uint8."""
         data[: len(self.head)].copy_(torch.frombuffer(bytearray(self.head), dtype=torch.uint8))
 
     def _regions(self, name: str, first: int, num_values: int, start: int, dtype: torch.dtype) -> Iterator[Region]:
-        """This rank's part of a contiguous range of a parameter's values, which is written from ``start`` on."""
+        """Yield this rank's region of a contiguous range of a parameter's values, which is written from ``start``."""
         own_first, own_size = self._own_values(name)
         begin, end = max(first, own_first), min(first + num_values, own_first + own_size)
         if begin < end:
@@ -274,10 +275,9 @@ class ModelLayout:
             )
 
     def _own_values(self, name: str) -> tuple[int, int]:
-        """First value and number of values, flattened, that this rank writes of a parameter.
+        """Return the first value and the number of values that this rank writes of a flattened parameter.
 
-        Of several ranks that hold the same shard, the first one writes it. Raises `WeightsError` if shards are not
-        rows.
+        If several ranks hold the same shard, the first one writes it. Raises `WeightsError` if shards are not rows.
         """
         parameter = self._held[name]
         if not isinstance(parameter, DTensor):
@@ -294,17 +294,17 @@ class ModelLayout:
 
 
 def in_file(data: Tensor) -> Callable[[StoredTensor], Tensor]:
-    """The place of each tensor in a whole file, [bytes] uint8."""
+    """Return the function from a tensor to its place in a whole file, [bytes] uint8."""
     return lambda stored: data[stored.start : stored.start + stored.num_bytes]
 
 
 def dtype_of(stored: StoredTensor) -> torch.dtype:
-    """Torch's type of a stored tensor."""
+    """Return torch's type of a stored tensor."""
     return getattr(torch, DTYPES[stored.dtype])
 
 
 def _as_published(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """A whole parameter as ``dtype``, without data; buffers keep their type."""
+    """Return a whole parameter as ``dtype``, without data; buffers keep their type."""
     kept = dtype if isinstance(tensor, nn.Parameter) else tensor.dtype
     return torch.empty(tensor.shape, dtype=kept, device="meta")
 

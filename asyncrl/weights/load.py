@@ -1,8 +1,8 @@
-"""Loads an offer of weights into a model, and verifies that every parameter then holds what was published.
+"""Loads offered weights into a model, and verifies that every parameter then holds the published values.
 
-The bytes are compared with the offer's digests. The model's own ``load_weights`` distributes them, and each write into
-a parameter is compared with its source. A parameter that was not written whole is an error. `open_weights` finds the
-bytes: in files, or with the ranks, which send them to this process.
+The bytes are compared with the offer's digests. The model's ``load_weights`` distributes them, and each write into a
+parameter is compared with its source. A parameter that was not completely written is an error. `open_weights` returns
+the bytes: from files, or from the learner ranks, which send them to this process.
 """
 
 from __future__ import annotations
@@ -45,31 +45,31 @@ from asyncrl.weights.stream import ArrivingWeights, RoundFailed
 
 T = TypeVar("T")
 LOAD_TIMEOUT_S = 120.0
-"""Of a load whose caller names no deadline."""
+"""Default deadline of a load."""
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _copy, _fill, _zero = torch.ops.aten.copy_.default, torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default
 
 
 class WeightSource(Protocol):
-    """The tensors of one version, from wherever they come.
+    """The tensors of one version.
 
     Attributes:
-        manifest: Of the version.
+        manifest: Manifest of the version.
     """
 
     manifest: Manifest
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield name and tensor of each, once; a tensor does not change while it is referenced."""
+        """Yield name and tensor of each once. A tensor does not change while it is referenced."""
         ...
 
     @property
     def copier(self) -> FileWeights | None:
-        """Verifies host memory as it copies it; None where each tensor is verified before it is given out."""
+        """Copies and verifies host memory; None if tensors are verified before they are yielded."""
         ...
 
     def verify(self) -> None:
-        """Raise `WeightsError` unless every byte is as it was published, and was there."""
+        """Raise `WeightsError` unless every byte is there and equals the published byte."""
         ...
 
     def close(self) -> None:
@@ -78,16 +78,16 @@ class WeightSource(Protocol):
 
 
 def load_verified(model: nn.Module, offer: WeightOffer, *, timeout_s: float = LOAD_TIMEOUT_S) -> int:
-    """Load an offer through the model's ``load_weights``; returns the number of values that were written and compared.
+    """Load an offer through the model's ``load_weights``; return the number of verified values.
 
     Args:
-        model: SGLang's, or one like it.
-        offer: Staged.
-        timeout_s: Deadline of what the learner ranks send, beside a second per 100 MB.
+        model: A model of SGLang, or a similar one.
+        offer: The staged offer.
+        timeout_s: Deadline of a stream, without the second per 100 MB.
 
     Raises:
-        WeightsError: the bytes are not those that were published, or a parameter holds something else afterwards.
-        DeadlineError: what the learner ranks send did not arrive.
+        WeightsError: the bytes differ from the published ones, or a parameter holds other values afterwards.
+        DeadlineError: a stream did not arrive in time.
     """
     adapter = PublishedAdapter(offer) if offer.kind == "adapter" else None
     parameters = dict(model.named_parameters())
@@ -108,9 +108,9 @@ def load_verified(model: nn.Module, offer: WeightOffer, *, timeout_s: float = LO
 def load_from(
     offer: WeightOffer, device: torch.device, load_all: Callable[[WeightSource], T], *, timeout_s: float
 ) -> T:
-    """Call ``load_all`` with the tensors of an offer; again, from the beginning, if a round of a stream fails.
+    """Call ``load_all`` with the tensors of an offer. If a round of a stream fails, start again with the next round.
 
-    Raises as ``load_all`` and `open_weights` do.
+    Raises the errors of ``load_all`` and `open_weights`.
     """
     ends_s = time.monotonic() + load_limit_s(timeout_s, offer.num_bytes)
     errors: list[str] = []
@@ -125,10 +125,11 @@ def load_from(
 
 
 def open_weights(offer: WeightOffer, device: torch.device, *, timeout_s: float) -> WeightSource:
-    """The tensors of an offer, wherever they are.
+    """Open the tensors of an offer.
 
     Raises:
-        WeightsGone: they were removed.
+        WeightsGone: the learner ranks no longer hold the version.
+        FileNotFoundError: a newer version took the place of the files.
         WeightsError: the manifest is not the one that was offered.
     """
     if offer.carrier is Carrier.engine_stream:
@@ -137,25 +138,25 @@ def open_weights(offer: WeightOffer, device: torch.device, *, timeout_s: float) 
 
 
 class FileWeights:
-    """The tensors of an offer in mapped files; of an adapter, its own without the frozen weights.
+    """The tensors of an offer in mapped files. For an adapter, the frozen weights are not included.
 
-    Nothing is verified before `copy` or `verify` reads it.
+    `copy` and `verify` verify the bytes.
 
     Args:
-        offer: Of a full version or an adapter.
+        offer: A full version or an adapter.
 
     Attributes:
-        manifest: Of the offer.
+        manifest: Manifest of the offer.
 
     Raises `FileNotFoundError` if a newer version took its place, `WeightsError` if the manifest is not the one that was
-    offered, or the offer is of a delta.
+    offered, or the offer is a delta.
     """
 
     def __init__(self, offer: WeightOffer) -> None:
         if offer.kind == "delta":
             raise WeightsError(
-                f"policy version {offer.version} holds what changed since version {offer.base_version}; it must be "
-                "staged before it can be loaded"
+                f"policy version {offer.version} is a delta to version {offer.base_version}; it must be staged before "
+                "it can be loaded"
             )
         self.manifest = read_manifest(offer)
         self._name = offer.name
@@ -165,23 +166,23 @@ class FileWeights:
         self._threads = DigestThreads(DIGEST_THREADS)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield name and tensor, a view of the file; raises `WeightsError` for a type that torch does not have."""
+        """Yield name and tensor, a view of the file. Raises `WeightsError` for a type that torch does not have."""
         for stored in self.manifest.tensors:
             dtype = known_dtype(stored)
-            with warnings.catch_warnings():  # the file is mapped read-only, and nothing here writes to it
+            with warnings.catch_warnings():  # the file is mapped read-only, and this class does not write
                 warnings.simplefilter("ignore", UserWarning)
                 flat = torch.from_numpy(self._maps[stored.file][stored.start : stored.start + stored.num_bytes])
-            # A view needs an aligned start, which safetensors promises only for its header.
+            # A view needs an aligned start; safetensors aligns only the header.
             aligned = flat if stored.start % dtype.itemsize == 0 else flat.clone()
             yield stored.name, aligned.view(dtype).view(stored.shape)
 
     @property
     def copier(self) -> FileWeights:
-        """See `WeightSource.copier`."""
+        """This object (`WeightSource.copier`)."""
         return self
 
     def pieces_at(self, address: int, num_bytes: int) -> list[Piece]:
-        """The pieces that make up these bytes of a mapped file exactly, in order; empty where none do."""
+        """Return the pieces that together are exactly these bytes of a mapped file; empty if there are none."""
         for index, data in enumerate(self._maps):
             start = address - data.ctypes.data
             if 0 <= start <= len(data) - num_bytes:
@@ -193,10 +194,10 @@ class FileWeights:
         return []
 
     def copy(self, pieces: Sequence[Piece], target: np.ndarray) -> bool:
-        """Copy pieces to ``target``, [bytes] uint8; returns whether it then holds what was published.
+        """Copy pieces to ``target``, [bytes] uint8; return whether ``target`` then holds the published bytes.
 
         The copy is digested while it is in the processor's cache, which costs almost nothing. `verify` does not read
-        such pieces again.
+        these pieces again.
         """
         ends = list(accumulate(piece.num_bytes for piece in pieces))
         places = [target[end - piece.num_bytes : end] for piece, end in zip(pieces, ends, strict=True)]
@@ -207,10 +208,10 @@ class FileWeights:
         return is_right
 
     def verify(self) -> None:
-        """Read all bytes that no copy has verified.
+        """Verify all bytes that `copy` has not verified.
 
         Raises:
-            WeightsError: bytes differ from what was published; the message names the first tensor.
+            WeightsError: bytes differ from the published ones; the message names the first tensor.
         """
         left = [piece for piece in self.manifest.pieces if piece not in self._verified]
         is_right = self._threads.map(self._is_right, left)
@@ -238,14 +239,14 @@ class FileWeights:
 
 
 class PublishedAdapter:
-    """The adapters of an offer, every byte of them verified.
+    """The adapters of an offer; every byte is verified.
 
     Attributes:
-        weights: The adapters' own tensors.
-        base: The frozen weights to which they apply.
+        weights: The tensors of the adapters.
+        base: The frozen weights.
 
-    Raises `FileNotFoundError` if a newer version took its place, `WeightsError` if the bytes are not those that were
-    published.
+    Raises `FileNotFoundError` if a newer version took its place, `WeightsError` if bytes differ from the published
+    ones.
     """
 
     def __init__(self, offer: WeightOffer) -> None:
@@ -258,15 +259,15 @@ class PublishedAdapter:
         self._layers = {layer.weight: (tensors[layer.down], tensors[layer.up], layer.scale) for layer in fields.layers}
 
     def layers(self) -> Iterator[tuple[str, Tensor, Tensor, float]]:
-        """Name of W, [out, in], with A, [rank, in], B, [out, rank], and the scale of B A."""
+        """Yield the name of W [out, in], A [rank, in], B [out, rank], and the scale of B A."""
         for name, (down, up, scale) in self._layers.items():
             yield name, down, up, scale
 
     def merged(self, frozen: Iterable[tuple[str, Tensor]], device: torch.device) -> Iterator[tuple[str, Tensor]]:
-        """The frozen weights with the adapters merged, W + scale · B A, computed in float32 on ``device``.
+        """Yield the frozen weights with merged adapters, W + scale · B A, computed in float32 on ``device``.
 
         Raises:
-            WeightsError: an adapted weight is not among them.
+            WeightsError: an adapted weight is missing.
         """
         left = dict(self._layers)
         for name, weight in frozen:
@@ -276,20 +277,20 @@ class PublishedAdapter:
                 weight = torch.addmm(whole, up, down, alpha=scale).to(weight.dtype)
             yield name, weight
         if left:
-            raise WeightsError(f"{len(left)} of {len(self._layers)} adapted weights are not there, first {min(left)}")
+            raise WeightsError(f"{len(left)} of {len(self._layers)} adapted weights are missing, first {min(left)}")
 
 
 class AdaptedModules:
-    """The linear layers of a model in this process that compute with adapters, W x + scale · B A x."""
+    """The linear layers of a model that compute with adapters, W x + scale · B A x."""
 
     def __init__(self) -> None:
         self._hooks: list[RemovableHandle] = []
 
     def load(self, adapter: PublishedAdapter, version: int, modules: Mapping[str, nn.Module]) -> None:
-        """Compute with the adapters of a version from now on, in the type of the weights; each write is compared.
+        """Replace the adapters by those of a version, in the type of the weights; each write is compared.
 
-        ``modules`` are the linear layers by the names of their weights in the frozen weights. Raises `WeightsError` if
-        there is no such layer, or an adapter holds something else afterwards.
+        ``modules`` maps names of frozen weights to linear layers. Raises `WeightsError` if a layer is missing, or an
+        adapter holds other values afterwards.
         """
         layers = list(adapter.layers())
         if missing := sorted({name for name, *_ in layers} - modules.keys()):
@@ -309,14 +310,14 @@ class AdaptedModules:
         writes.check(version)
 
     def remove(self) -> None:
-        """Compute without adapters."""
+        """Remove the adapters."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
 
 
 def _added_by(down: Tensor, up: Tensor, scale: float) -> Any:
-    """A forward hook that adds scale · B A x."""
+    """Return a forward hook that adds scale · B A x."""
 
     def add(_module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
         return output + scale * F.linear(F.linear(inputs[0], down), up)
@@ -326,9 +327,9 @@ def _added_by(down: Tensor, up: Tensor, scale: float) -> Any:
 
 @contextmanager
 def submissions_run_at_once() -> Iterator[None]:
-    """Inside, what this thread submits to a ``ThreadPoolExecutor`` runs on this thread, before ``submit`` returns.
+    """In this block, ``ThreadPoolExecutor.submit`` runs the work of this thread at once, on this thread.
 
-    Other threads submit as before, and so does a subclass with a ``submit`` of its own, such as `DigestThreads`.
+    Other threads submit as usual, and so do subclasses that define ``submit``, such as `DigestThreads`.
     """
     this_thread, submit = threading.get_ident(), ThreadPoolExecutor.submit
 
@@ -338,7 +339,7 @@ def submissions_run_at_once() -> Iterator[None]:
         future: Future[T] = Future()
         try:
             future.set_result(function(*args, **kwargs))
-        except Exception as error:  # noqa: BLE001 - raised where the result is read, as by a pool
+        except Exception as error:  # noqa: BLE001 - raised where the result is read
             future.set_exception(error)
         return future
 
@@ -350,13 +351,13 @@ def submissions_run_at_once() -> Iterator[None]:
 
 
 class ComparedWrites(TorchDispatchMode):
-    """Inside, every copy of published weights into one of the parameters is verified once it is done.
+    """In this block, every copy of published weights into one of the parameters is verified.
 
-    A copy of whole pieces on the CPU is compared with the published digest. Any other copy (part of a piece, of another
-    type, on a GPU) is compared with its source; the source's own digest is compared at the end.
+    A copy of whole pieces on the CPU is compared with the published digest. Any other copy (part of a piece, another
+    type, on a GPU) is compared with its source, and the source's digest is verified at the end.
 
-    A dispatch mode sees the operations of its own thread only. Loaders of some models in SGLang submit their copies to
-    a thread pool; they run at once on this thread.
+    A dispatch mode sees only the operations of its own thread. The loaders of some models in SGLang submit copies to a
+    thread pool; in this block these copies run on this thread.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], weights: WeightSource) -> None:
@@ -384,7 +385,7 @@ class ComparedWrites(TorchDispatchMode):
 
     @property
     def num_values(self) -> int:
-        """Values written, each counted once."""
+        """Number of written values, each counted once."""
         return sum(sum(regions.values()) for regions in self._written.values())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -401,10 +402,10 @@ class ComparedWrites(TorchDispatchMode):
         return target
 
     def check(self, version: int) -> None:
-        """Read the results.
+        """Check the results of all comparisons.
 
         Raises:
-            WeightsError: published bytes are spoiled, or a parameter does not hold what was published.
+            WeightsError: bytes differ from the published ones, or a parameter does not hold the published values.
         """
         self._weights.verify()
         wrong = {name for name, flags in self._wrong.items() if any(bool(flag) for flag in flags)}
@@ -418,8 +419,8 @@ class ComparedWrites(TorchDispatchMode):
             name = missing[0]
             raise WeightsError(
                 f"policy version {version}: {len(missing)} of {len(self._sizes)} parameters of the engine were not "
-                f"loaded whole, first {name} with {written[name]} of {self._sizes[name]} values; the published names "
-                "must be those of a checkpoint of this model"
+                f"completely loaded, first {name} with {written[name]} of {self._sizes[name]} values; the published "
+                "names must be those of a checkpoint of this model"
             )
 
     def _copy(self, name: str, target: Tensor, source: Tensor) -> None:
@@ -432,7 +433,7 @@ class ComparedWrites(TorchDispatchMode):
             differs = torch.tensor(not copier.copy(pieces, flat))
         else:
             _copy(target, source)
-            # Compared as integers, in which not-a-number equals itself; the result is read once all is loaded.
+            # As integers, because not-a-number differs from itself. `check` reads the results: no synchronization here.
             integers = _INTEGERS[target.element_size()]
             wanted = source.to(target).expand(target.shape).contiguous().view(integers)
             differs = (target.contiguous().view(integers) != wanted).any()

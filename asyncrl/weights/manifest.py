@@ -1,8 +1,8 @@
-"""A published policy version: where its tensors lie, and digests over every byte of them.
+"""The manifest of a published policy version: the places of its tensors, and digests of all bytes.
 
-A version is a directory in Hugging Face layout and a *manifest*: a JSON file that names each tensor's place in the data
-files and the digest of each piece. A `WeightOffer` names the manifest and its digest, so what a reader has verified
-follows from the offer alone. Tensors are numpy here; who has torch views them as torch tensors.
+A version is a directory in Hugging Face layout with a *manifest*: a JSON file with each tensor's place in the data
+files and the digest of each piece. A `WeightOffer` has the manifest's digest, so a reader can verify every byte of the
+version from the offer. This module does not import torch; tensors are numpy arrays here.
 """
 
 from __future__ import annotations
@@ -40,12 +40,11 @@ DTYPES = {
     "F8_E4M3": "float8_e4m3fn",
     "F8_E5M2": "float8_e5m2",
 }
-"""What safetensors calls the types of torch."""
+"""Names of torch's types by their names in safetensors."""
 PIECE_BYTES = 4 << 20
-"""Most bytes under one digest: pieces are digested by several threads."""
+"""Largest piece. Several threads digest pieces."""
 CACHED_BYTES = 256 << 10
 DIGEST_THREADS = min(4, os.cpu_count() or 1)
-_HEADER_LIMIT = 1 << 28
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,7 +69,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Piece:
-    """Bytes of a data file with their digest; no piece reaches over the end of a tensor."""
+    """Bytes of one tensor in a data file, with their digest."""
 
     file: int
     start: int
@@ -80,13 +79,13 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Change:
-    """A piece that changed, and where a delta file holds its new values.
+    """A changed piece, and the place of its new values in a delta file.
 
     Attributes:
         start: First byte of the piece in the data file.
         item_bytes: Bytes per value: 1, 2, 4 or 8.
         num_values: Values in the delta file.
-        gap_bytes: Bytes per gap between their indices, which follow the values; 0 where the piece is there whole.
+        gap_bytes: Bytes per gap between the values' indices; the gaps follow the values. 0 for a whole piece.
         file: Index into `Delta.files`.
         at: First byte in the delta file; ``num_bytes`` follow.
     """
@@ -102,10 +101,10 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Delta:
-    """What turns the data file of another version into this one's.
+    """The difference between the data files of another version and of this one.
 
     Attributes:
-        base: The other version; what it holds follows from the digest of its manifest.
+        base: The other version, identified by the digest of its manifest.
         files: Delta files, one per learner rank, relative to the manifest's directory.
         changes: Every piece that changed.
     """
@@ -121,8 +120,8 @@ class AdaptedLayer:
 
     Attributes:
         weight: Name of W, [out, in], in the frozen weights. Example: ``"model.layers.0.self_attn.q_proj.weight"``.
-        down: Name of A, [rank, in], in the version's own data file.
-        up: Name of B, [out, rank], there.
+        down: Name of A, [rank, in], in the version's data file.
+        up: Name of B, [out, rank], in the version's data file.
         scale: Alpha ÷ rank.
     """
 
@@ -134,11 +133,11 @@ class AdaptedLayer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Adapter:
-    """What makes a policy of frozen weights.
+    """The adapters that make a policy from frozen weights.
 
     Attributes:
-        base: The frozen weights, a full offer of version `FROZEN`, the same for all versions.
-        layers: Every layer that is adapted.
+        base: The frozen weights: a full offer of version `FROZEN`, the same for all versions.
+        layers: Every adapted layer.
     """
 
     base: WeightOffer
@@ -147,16 +146,16 @@ class Adapter:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """Everything about a version but its bytes.
+    """The description of a version: everything except its bytes.
 
     Attributes:
-        directory: What ``files`` are relative to: the model in Hugging Face layout. Written relative to the manifest
-            where it holds it, so that both can be moved together.
-        files: Data files, in safetensors format; of a delta, the one that it results in.
+        directory: Folder of ``files``, the model in Hugging Face layout. The written path is relative if the manifest
+            is in the folder or beside it, so that both can be moved together.
+        files: Data files in safetensors format. For a delta, the file that results from it.
         tensors: Every tensor.
-        pieces: Cover every byte of every tensor, as it is in the end.
-        delta: What there is instead of the data file; None where that is there.
-        adapter: Of an adapter, whose tensors are those of all A and B; None of other kinds.
+        pieces: All bytes of all tensors. For a delta, those of the resulting file.
+        delta: The changes, if the version has no data file.
+        adapter: The adapted layers, if ``tensors`` are the A and B of adapters.
     """
 
     directory: str
@@ -168,12 +167,12 @@ class Manifest:
 
     @property
     def kind(self) -> OfferKind:
-        """See `WeightOffer.kind`."""
+        """`WeightOffer.kind` of this version."""
         return "delta" if self.delta is not None else "adapter" if self.adapter is not None else "full"
 
     @property
     def base(self) -> WeightOffer | None:
-        """The version that this one needs; None for a full version."""
+        """The version that this version needs; None for a full version."""
         needs = self.delta or self.adapter
         return None if needs is None else needs.base
 
@@ -183,7 +182,7 @@ class Manifest:
         return sum(tensor.num_bytes for tensor in self.tensors)
 
     def tensor_at(self, piece: Piece) -> StoredTensor:
-        """The tensor to which a piece belongs."""
+        """Return the tensor of a piece."""
         return next(
             tensor
             for tensor in self.tensors
@@ -191,10 +190,10 @@ class Manifest:
         )
 
     def offer(self, path: Path, version: int) -> WeightOffer:
-        """Write the manifest to ``path``, whole or not at all; returns the offer of it.
+        """Write the manifest to ``path`` atomically; return the offer of the version.
 
         Raises:
-            WeightsError: the pieces leave bytes of a tensor without a digest.
+            WeightsError: some bytes of a tensor have no digest.
         """
         self._check_coverage()
         written = replace(self, directory=_seen_from(path.parent, self.directory))
@@ -228,12 +227,12 @@ class Manifest:
 
 
 def digest_of(content: Buffer | np.ndarray) -> str:
-    """XXH3 of 128 bits, in hexadecimal; computed without the interpreter's lock."""
+    """Return the XXH3 digest of 128 bits in hexadecimal; releases the interpreter's lock."""
     return xxhash.xxh3_128_hexdigest(cast("Buffer", content))
 
 
 def pieces_of(file: int, start: int, num_bytes: int, data: np.ndarray) -> list[Piece]:
-    """Digest ``num_bytes`` of a data file from ``start`` on; ``data`` is the whole file as [bytes] uint8."""
+    """Digest ``num_bytes`` of a data file from byte ``start``; ``data`` is the whole file, [bytes] uint8."""
     spans = [(at, min(PIECE_BYTES, start + num_bytes - at)) for at in range(start, start + num_bytes, PIECE_BYTES)]
     return [Piece(file=file, start=at, num_bytes=size, digest=digest_of(data[at : at + size])) for at, size in spans]
 
@@ -241,28 +240,11 @@ def pieces_of(file: int, start: int, num_bytes: int, data: np.ndarray) -> list[P
 class DigestThreads(ThreadPoolExecutor):
     """Threads that digest and copy while a model is loaded.
 
-    A load may replace ``ThreadPoolExecutor.submit`` meanwhile, so that the model's own writes stay on its thread
-    (`load.ComparedWrites`). These threads keep the method as it was imported.
+    During a load ``ThreadPoolExecutor.submit`` is replaced, so that the model's writes stay on the loading thread
+    (`load.ComparedWrites`). This class keeps the original method.
     """
 
     submit = ThreadPoolExecutor.submit
-
-
-def describe_model(directory: str) -> Manifest:
-    """Read what a model's directory holds and digest it; for weights that no learner has published.
-
-    Raises:
-        WeightsError: there are no safetensors files, or one cannot be read.
-    """
-    names = sorted(path.name for path in Path(directory).glob("*.safetensors"))
-    if not names:
-        raise WeightsError(f"{directory} holds no *.safetensors; save the model in Hugging Face layout there")
-    tensors = [tensor for file, name in enumerate(names) for tensor in _stored_tensors(file, Path(directory, name))]
-    maps = [map_file(Path(directory, name)) for name in names]
-    with ThreadPoolExecutor(DIGEST_THREADS) as threads:
-        parts = threads.map(lambda t: pieces_of(t.file, t.start, t.num_bytes, maps[t.file]), tensors)
-        pieces = tuple(piece for part in parts for piece in part)
-    return Manifest(directory=str(directory), files=tuple(names), tensors=tuple(tensors), pieces=pieces)
 
 
 def read_manifest(offer: WeightOffer) -> Manifest:
@@ -314,20 +296,20 @@ def _base_of(fields: dict[str, Any], folder: Path) -> WeightOffer:
 
 
 def map_file(path: Path) -> np.ndarray:
-    """[bytes] uint8, read-only, of a whole file; stays valid when the file is removed."""
+    """Map a whole file read-only: [bytes] uint8. The mapping stays valid when the file is removed."""
     with path.open("rb") as file:
         mapping = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
     return np.frombuffer(mapping, dtype=np.uint8)
 
 
 def safetensors_header(tensors: Sequence[tuple[str, str, Sequence[int], int]]) -> tuple[bytes, list[int]]:
-    """The head of a safetensors file, for data that others write behind it.
+    """Return the head of a safetensors file; others write the data.
 
     Args:
         tensors: Name, dtype as safetensors names it, shape and bytes of each, in the order of the file.
 
     Returns:
-        The bytes before the data, and where in the file each tensor starts.
+        The bytes before the data, and the first byte of each tensor in the file.
     """
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offsets = [0]
@@ -340,32 +322,8 @@ def safetensors_header(tensors: Sequence[tuple[str, str, Sequence[int], int]]) -
     return head, [len(head) + offset for offset in offsets[:-1]]
 
 
-def _stored_tensors(file: int, path: Path) -> list[StoredTensor]:
-    """What a safetensors file holds, by its header."""
-    try:
-        with path.open("rb") as stream:
-            size = int.from_bytes(stream.read(8), "little")
-            if size > min(_HEADER_LIMIT, os.fstat(stream.fileno()).st_size):
-                raise ValueError(f"a header of {size} bytes")
-            header = json.loads(stream.read(size))
-        header.pop("__metadata__", None)
-        return [
-            StoredTensor(
-                name=name,
-                dtype=entry["dtype"],
-                shape=tuple(entry["shape"]),
-                file=file,
-                start=8 + size + entry["data_offsets"][0],
-                num_bytes=entry["data_offsets"][1] - entry["data_offsets"][0],
-            )
-            for name, entry in header.items()
-        ]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise WeightsError(f"{path} is not a safetensors file: {error}") from error
-
-
 def _seen_from(folder: Path, path: str) -> str:
-    """A path in a folder, or beside it, relative to the folder; any other path absolute."""
+    """Return a path relative to the folder if it is in the folder or beside it, else absolute."""
     folder, whole = folder.absolute(), Path(path).absolute()
     if whole.is_relative_to(folder):
         return str(whole.relative_to(folder))

@@ -1,11 +1,11 @@
 """The learner's side of a weight update: the ranks copy their shards, digest them, and rank 0 offers the version.
 
-`WeightPublisher.publish` makes one copy of the shards into memory that was made before; the learner then goes on. A
-thread does the rest, beside the collectives of training: it converts and digests, gathers what each rank wrote, and
-writes the manifest. A rank that fails tells the other ranks, so that none of them waits for it, and rank 0 reports it.
+`WeightPublisher.publish` copies the shards once, into prepared memory, and the learner continues. A thread does the
+rest beside training: it converts and digests the bytes, gathers the digests of all ranks, and writes the manifest. A
+rank that fails tells the other ranks, so that they do not wait for it, and rank 0 reports the failure.
 
-A version is full, or a delta to the version before, or the adapters alone. The bytes lie in files. With a stream, each
-rank also holds its part in memory and sends it (`PublishOptions.carrier`).
+A version is full, a delta to the version before, or the adapters alone. The bytes lie in files. With a stream each rank
+also holds its part in memory and sends it (`PublishOptions.carrier`).
 """
 
 from __future__ import annotations
@@ -41,17 +41,18 @@ _SNAPSHOT = re.compile(r"v(\d{8})")
 class WeightPublisher:
     """Publishes the weights of a model, version after version. Every method is a collective.
 
-    Adapters are merged where an adapted weight does not equal a tensor of the checkpoint.
+    Adapters are merged if an adapted weight is not a tensor of the checkpoint.
 
     Args:
         shards: The model on this rank.
-        directory: Gets a folder per version, such as ``v00000012``; engines read it where the carrier is a folder.
-        keep: Number of versions kept, the new one included; -1 keeps all. Versions that engines may still be offered
-            stay too, and so does the full version to which the oldest one is a delta.
+        directory: Folder of the versions, each in a folder such as ``v00000012``. With the carrier ``folder``, engines
+            read it.
+        keep: Number of versions kept, including the new one; -1 keeps all. Versions that the buffer may still offer
+            stay, and so does the full version that the oldest delta needs.
         options: How versions are published.
-        log: Hears of each version, and of failures, on rank 0; None for a publisher without engines.
+        log: On rank 0, gets each version and each failure; None for a publisher without engines.
 
-    Raises `WeightsError` if the ranks lay the model out differently, `ValueError` if there is no such interface.
+    Raises `WeightsError` if the ranks have different layouts, `ValueError` if the interface does not exist.
     """
 
     def __init__(
@@ -88,13 +89,13 @@ class WeightPublisher:
         self._pending: Future[WeightOffer | None] | None = None
 
     def publish(self, version: int) -> Future[WeightOffer | None]:
-        """Copy the weights as they are now, and publish them as ``version`` in the background.
+        """Copy the current weights, and publish them as ``version`` in the background.
 
         Returns:
-            The offer, on rank 0; None on the others. The next call waits for it: one version at a time is published.
+            The offer on rank 0, None on the other ranks. The next call waits for it.
 
         Raises:
-            WeightsError: there is no room, or the version before failed.
+            WeightsError: there is no room, or the previous version failed.
         """
         self.wait()
         try:
@@ -109,12 +110,12 @@ class WeightPublisher:
         return self._pending
 
     def wait(self) -> None:
-        """Wait until the version under way is offered. Raises `WeightsError` if it could not be published."""
+        """Wait until the current version is offered. Raises `WeightsError` if it could not be published."""
         if self._pending is not None:
             self._pending.result()
 
     def close(self) -> None:
-        """Wait for the version under way; remove the files that were made for the next one."""
+        """Wait for the current version, and remove the files that were prepared for the next one."""
         self._thread.shutdown(wait=True)
         if self._ready.exception() is None:
             for part in self._ready.result():
@@ -128,7 +129,7 @@ class WeightPublisher:
             shutil.rmtree(self._directory, ignore_errors=True)
 
     def _publish_adapters_alone(self) -> None:
-        """Lay the adapters and the frozen weights out, or warn that adapters are merged."""
+        """Lay out the adapters and the frozen weights, or warn that adapters are merged."""
         frozen = ModelLayout(self._shards, Part.frozen)
         try:
             layers = self._shards.adapted_layers(frozen.tensor_of)
@@ -140,16 +141,16 @@ class WeightPublisher:
         self._adapter = Adapter(base=WeightOffer(version=FROZEN, manifest="", digest="", num_bytes=0), layers=layers)
 
     def _check_alike(self) -> None:
-        """Compare the layouts of all ranks: only rank 0 read the checkpoint's files, the others know the class."""
+        """Compare the layouts of all ranks. Only rank 0 read the checkpoint's files; others know the class."""
         frozen = b"" if self._frozen is None else self._frozen.head
         if len(set(self._shards.gather(digest_of(self._layout.head + frozen), str))) > 1:
             raise WeightsError(
-                f"the ranks lay {self._shards.name} out differently: its checkpoint's names follow from the files, not "
-                "from its class; save the model once with the transformers in use, and start there"
+                f"the ranks have different layouts of {self._shards.name}: the names in its checkpoint are not those "
+                "of its class; save the model once with the installed transformers, and start from that checkpoint"
             )
 
     def _make_sender(self) -> WeightSender:
-        """This rank's sender; ranks of hosts other than rank 0's need no folder once a version is held."""
+        """Make this rank's sender. Ranks on other hosts than rank 0 need no folder once they hold a version."""
         rank, num_ranks, options = self._shards.rank, self._shards.num_ranks, self._options
         sender = WeightSender(options, rank=0, num_ranks=num_ranks) if self._is_first else None
         place = (socket.gethostname(), None if sender is None else sender.address)
@@ -160,7 +161,7 @@ class WeightPublisher:
     # On the thread
 
     def _prepare(self) -> list[RankPart]:
-        """Remove versions that are no longer kept, and make the files of the next version."""
+        """Remove old versions, and make the files of the next version."""
         with self._stage("prepare"):
             if self._is_first and self._keep > 0 and self._directory.is_dir():
                 self._remove_old()
@@ -190,7 +191,7 @@ class WeightPublisher:
             shutil.rmtree(old)
 
     def _can_be_first(self, version: Path) -> bool:
-        """Whether no older version is needed, by engines or as the base of this one."""
+        """Return whether engines need no older version, and this version has no base."""
         data_file = DATA_FILE if self._frozen is None else ADAPTER_FILE
         is_full = self._options.full_every == 1 or (version / data_file).exists()
         return (not self._is_shown or version.name <= _folder_name(self._oldest)) and is_full
@@ -208,9 +209,9 @@ class WeightPublisher:
             self._descriptions[kind] = {path.name: path.read_bytes() for path in part.folder.glob("*.json")}
 
     def _finish(self, version: int, parts: list[RankPart] | Exception) -> WeightOffer | None:
-        """Publish what was copied, or report that nothing was.
+        """Publish the copied version, or report the failure of the copy.
 
-        Rank 0 does not report a collective that fails: its cause, such as a dead rank, shows at the calls on the ranks.
+        Rank 0 does not report a failed collective: its cause, such as a dead rank, appears in the calls to the ranks.
         """
         with record.span(SpanKind.publish, lane="/publish", version=version):
             with self._stage("digest", version):
@@ -238,7 +239,7 @@ class WeightPublisher:
         return record.span(SpanKind.publish_stage, lane="/publish", version=version, cause=name)
 
     def _gathered(self, version: int, parts: list[RankPart] | Exception) -> list[Any]:
-        """Finish this rank's part; returns each rank's `RankShare` per file, or a text that says why it has none."""
+        """Finish this rank's part; returns per rank its `RankShare` of each file, or the text of its failure."""
         own: list[RankShare] | str | None = None
         if self._exchanged(parts):
             try:
@@ -251,7 +252,7 @@ class WeightPublisher:
         if self._shards.num_ranks == 1:
             return [own]
         gathered = self._shards.gather((own, self._oldest), tuple[list[RankShare] | str | None, int])
-        self._oldest = gathered[0][1]  # rank 0 hears of it from the log
+        self._oldest = gathered[0][1]  # rank 0 has it from the log
         if self._sender is not None:
             self._sender.retire(self._oldest)
         if self._is_elsewhere and not isinstance(parts, Exception):  # the rank holds its part in memory
@@ -260,19 +261,19 @@ class WeightPublisher:
         return [share for share, _ in gathered]
 
     def _exchanged(self, parts: list[RankPart] | Exception) -> bool:
-        """Bring parameters to the ranks that compute with them; False where another rank has nothing to send."""
+        """Send parameters to the ranks that compute with them; returns False if another rank failed."""
         layout = self._frozen or self._layout
         if self._shards.group is None or not layout.num_raw_bytes:
             return True
         has_parts = not isinstance(parts, Exception)
         if not all(self._shards.gather(has_parts, bool)) or isinstance(parts, Exception):
-            return not has_parts  # whose error the others are told
+            return not has_parts  # this rank's own error is gathered next
         for part in parts:
             part.exchange()
         return True
 
     def _share(self, version: int, part: RankPart) -> RankShare:
-        """Finish this rank's part of one file, and hold it for receivers."""
+        """Finish this rank's part of one file, and hold it for the rounds of a stream."""
         own = part.finish(self._base)
         if self._sender is not None:
             self._sender.hold(FROZEN if part.is_frozen else version, part.data, own.pieces, part.delta())
@@ -285,7 +286,7 @@ class WeightPublisher:
         return own
 
     def _offer(self, version: int, parts: Sequence[RankPart], shares: Sequence[Sequence[RankShare]]) -> WeightOffer:
-        """Put the files in place, the frozen weights first, and write their manifests; returns the version's offer."""
+        """Move the files into place, frozen weights first, and write their manifests; returns the version's offer."""
         offer: WeightOffer | None = None
         for part, own in zip(parts, zip(*shares, strict=True), strict=True):
             offer = self._write_manifest(FROZEN if part.is_frozen else version, part, own)

@@ -1,6 +1,6 @@
-"""One learner rank's part of a published version: the copy of its shards, their digests, and the file they lie in.
+"""One learner rank's part of a published version: the copy of its shards, its digests and its file.
 
-The file is made before it is needed: the rank then only copies. Conversion and digests follow in a thread.
+The file is made in advance, so that publishing only copies. Conversion and digests follow in a thread.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankShare:
-    """What one rank tells the others of its part of a version.
+    """What one rank reports about its part of a version.
 
     Attributes:
         pieces: Digests of all bytes that this rank wrote.
-        changes: Of a delta, the pieces that changed.
+        changes: For a delta, the pieces that changed.
     """
 
     pieces: list[Piece]
@@ -45,12 +45,12 @@ class RankShare:
 
 
 class WritableFile:
-    """A mapped file of known size, of which this rank writes some ranges.
+    """A mapped file of known size; this rank writes some of its ranges.
 
     Args:
         path: The file, which another rank may have made; None for memory of this process.
         num_bytes: Size of the file.
-        regions: What this rank writes; the memory is reserved and touched.
+        regions: The ranges that this rank writes. Their memory is reserved and touched.
         is_alone: Reserve the whole file, because no other rank opens it.
 
     Raises `WeightsError` if there is no room.
@@ -67,8 +67,8 @@ class WritableFile:
             os.close(self._descriptor)
             where = path.parent if path else "memory"
             raise WeightsError(
-                f"no room for {num_bytes} bytes of weights in {where}: {error}; free some. Published weights go "
-                "elsewhere with weights.transport=file and weights.directory"
+                f"no room for {num_bytes} bytes of weights in {where}: {error}; free some. To "
+                "publish elsewhere, set weights.transport=file and weights.directory"
             ) from error
         self.data = torch.frombuffer(mapping, dtype=torch.uint8)
         page = mmap.PAGESIZE
@@ -77,7 +77,7 @@ class WritableFile:
             _madvise(self.data.data_ptr() + first, min(last, num_bytes) - first, _POPULATE_WRITE)
 
     def write(self, regions: Sequence[Region]) -> None:
-        """Copy the parameters' values; from a GPU through two page-locked buckets."""
+        """Copy the parameters' values. From a GPU they pass through two page-locked buckets."""
         on_gpu = [region for region in regions if region.parameter.device.type == "cuda"]
         for region in regions:
             if region.parameter.device.type != "cuda":
@@ -114,7 +114,7 @@ class WritableFile:
             finish_first()
 
     def bytes_at(self, start: int, num_bytes: int) -> Tensor:
-        """[bytes] uint8 of a range."""
+        """Return a range: [bytes] uint8."""
         return self.data[start : start + num_bytes]
 
     def digest(self, spans: Sequence[tuple[int, int]]) -> list[list[Piece]]:
@@ -131,30 +131,30 @@ class WritableFile:
         return digested
 
     def sync(self) -> None:
-        """Wait until the file system holds what was written.
+        """Wait until the file system holds the written bytes.
 
-        A host that shares the directory sees mapped writes of another host only after this.
+        A host that shares the directory sees another host's mapped writes only after this.
         """
         os.fsync(self._descriptor)
 
     def close(self) -> None:
-        """Unmap the file, which stays. May be called more than once."""
+        """Unmap the file; it stays. May be called more than once."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
-        _madvise(self.data.data_ptr(), self.data.nbytes, mmap.MADV_DONTNEED)  # which leaves little to unmap
+        _madvise(self.data.data_ptr(), self.data.nbytes, mmap.MADV_DONTNEED)  # unmapping is then fast
         self.data = torch.empty(0, dtype=torch.uint8)
 
 
 class RankPart:
-    """This rank's part of one version: what it copies into a target, and what it computes from a raw copy.
+    """This rank's part of one version: values that it copies, and tensors that it computes from a raw copy.
 
     Args:
-        layout: Of the version's data file.
-        folder: Made for the files of the version.
+        layout: Layout of the version's data file.
+        folder: New folder for the files of the version.
         rank: This rank.
-        name: Of the data file.
-        is_full: False for a delta: the part stays in memory, and the folder gets a file with the changes.
+        name: Name of the data file.
+        is_full: False for a delta: the part stays in memory, and a file in the folder holds the changes.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ class RankPart:
 
     @property
     def data(self) -> Tensor:
-        """[bytes] uint8 of the data file; what this rank wrote of it stays while it is referenced."""
+        """The data file, [bytes] uint8. This rank's bytes stay while the tensor is referenced."""
         return self._file.data
 
     def write(self) -> None:
@@ -186,12 +186,12 @@ class RankPart:
             self._raw.write(self.layout.raw_regions)
 
     def exchange(self) -> None:
-        """See `ModelLayout.exchange`."""
+        """Send the raw copy to the ranks that compute with it (`ModelLayout.exchange`)."""
         if self._raw is not None:
             self.layout.exchange(self._raw.data)
 
     def finish(self, base: RankPart | None = None) -> RankShare:
-        """Compute the rest of this rank's part, after `exchange`, digest it, and compare a delta with its base."""
+        """After `exchange`: compute the remaining tensors, digest the part, and compare a delta with its base."""
         computed = self.layout.computed if self._raw is not None else []
         if self._raw is not None:
             self.layout.compute(self._raw.data, lambda stored: self._file.bytes_at(stored.start, stored.num_bytes))
@@ -213,18 +213,18 @@ class RankPart:
 
     @property
     def is_frozen(self) -> bool:
-        """Whether the file holds the frozen weights below adapters."""
+        """Whether the file holds the frozen weights of adapters."""
         return self.layout.part is Part.frozen
 
     def delta(self) -> Tensor | None:
-        """[bytes] uint8 of this rank's delta file, after `finish`; None for a full version."""
+        """Return this rank's delta file after `finish`, [bytes] uint8; None for a full version."""
         if self.is_full:
             return None
         path = self.folder / delta_file(self.rank)
         return torch.from_numpy(map_file(path).copy()) if path.stat().st_size else torch.empty(0, dtype=torch.uint8)
 
     def close(self, *, keep_data: bool = False) -> None:
-        """Release memory; with ``keep_data`` the data stay, as the base of the next version."""
+        """Release memory; ``keep_data`` keeps the data as the base of the next version."""
         if not keep_data:
             self._file.close()
         if self._raw is not None:
@@ -232,5 +232,5 @@ class RankPart:
 
 
 def delta_file(rank: int) -> str:
-    """Name of a rank's file with the changes of its part."""
+    """Return the name of a rank's file of changes."""
     return f"delta-{rank:05d}.bin"

@@ -1,10 +1,10 @@
-"""Brings offered weights near one engine while it generates, so that the engine only stands still for the load.
+"""Stages offered weights for one engine while it generates, so that the engine stands still only for the load.
 
-- A full version or an adapter in a folder is hard-linked: the learner may then remove it.
-- Deltas apply to an image of the engine's version in host memory. The options and file systems without links make
-  full versions copies there.
-- The host receives a version of a host stream into its memory; frozen weights below adapters once.
-- A version of an engine stream needs no staging.
+- A full version or an adapter in a folder is hard-linked, so that the learner may remove it.
+- A delta is applied to an image of the engine's version in host memory. Full versions are copied there if the options
+  say so, or if the file system has no hard links.
+- A version of a host stream is received into host memory; frozen weights of adapters only once.
+- A version of an engine stream is not staged.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class WeightStager:
     """Stages offers for one engine.
 
     Args:
-        name: Unique among the engines of a run. Example: ``"engine-3"``.
-        memory: Folder in the host's memory, made if it does not exist; no other user may write to it.
+        name: Unique in a run. Example: ``"engine-3"``.
+        memory: Folder in the host's memory; it is made if it does not exist. No other user may write to it.
         copies: Copy full versions to ``memory`` instead of linking them, and keep received versions there, so that
-            deltas apply to them.
-        timeout_s: Deadline of staging, beside a second per 100 MB.
+            deltas can be applied.
+        timeout_s: Deadline of staging, without the second per 100 MB.
     """
 
     def __init__(self, name: str, *, memory: Path, copies: bool, timeout_s: float) -> None:
@@ -59,14 +59,14 @@ class WeightStager:
 
     @asynccontextmanager
     async def staged(self, offer: WeightOffer) -> AsyncIterator[WeightOffer]:
-        """Stage an offer in a thread; the block loads what is yielded, the same version in full or as an adapter.
+        """Stage an offer in a thread, and yield the staged offer: the same version in full, or as an adapter.
 
-        A thread that misses the deadline, or outlives a cancellation, keeps the folders that it writes to, and removes
-        them when it ends. The next version goes to other folders.
+        A thread that runs beyond the deadline or a cancellation keeps its folders, and removes them when it ends. The
+        next version uses other folders.
 
         Raises:
             WeightsGone: the version was removed before it was staged; ask for the newest.
-            WeightsError: it is damaged, there is no room for it, or another user may write where it would be staged.
+            WeightsError: it is damaged, there is no room, or another user may write to the folder.
             DeadlineError: it was not staged in time.
         """
         local = offer
@@ -105,7 +105,7 @@ class WeightStager:
                 self._leave_behind(of_thread, working)
 
     def _leave_behind(self, of_thread: WeightStager, working: asyncio.Future[WeightOffer]) -> None:
-        """Continue in other folders; the thread's folders are removed when it has ended."""
+        """Continue in other folders; remove the thread's folders when it ends."""
         self._life += 1
         self._image = self._image.with_name(f"{self._name}.{self._life}")
         self._links, self._held = None, ""
@@ -118,7 +118,7 @@ class WeightStager:
         working.add_done_callback(remove)
 
     async def _received(self, offer: WeightOffer) -> WeightOffer:
-        """Receive a version into this host's memory; into the image where deltas apply to it."""
+        """Receive a version into this host's memory; with deltas, into the image."""
         from asyncrl.weights.stream import receive_weights  # torch, which other workers do without
 
         holds = self._held if offer.kind == "delta" else ""
@@ -138,7 +138,7 @@ class WeightStager:
         return local
 
     async def _receive_frozen(self, offer: WeightOffer, manifest: Manifest) -> None:
-        """Receive the frozen weights below an adapter, unless the image holds them."""
+        """Receive the frozen weights of an adapter, unless the image holds them."""
         from asyncrl.weights.stream import receive_weights
 
         base = manifest.base
@@ -158,7 +158,7 @@ class WeightStager:
         self._held = base.digest
 
     def _into_image(self, received: WeightOffer) -> WeightOffer:
-        """Make the image the received version, which is whole, or a delta to the image's version."""
+        """Turn the image into the received version: a full version, or a delta to the image's version."""
         manifest = read_manifest(received)
         self._held = ""
         if received.kind == "delta":
@@ -170,7 +170,7 @@ class WeightStager:
         return self._in_image(received)
 
     def stage(self, offer: WeightOffer) -> WeightOffer:
-        """As `staged`, without a deadline."""
+        """Stage an offer of a folder, without a deadline; raises as `staged` does."""
         try:
             if offer.kind != "delta" and not self._copies and (local := self._linked(offer)):
                 return local
@@ -203,7 +203,7 @@ class WeightStager:
             shutil.rmtree(self._links, ignore_errors=True)
 
     def _linked(self, offer: WeightOffer) -> WeightOffer | None:
-        """Link a version that its publisher may remove; None if that is not possible, or not safe."""
+        """Link a version, which its publisher may then remove; returns None if that is impossible or unsafe."""
         manifest, source = read_manifest(offer), Path(offer.manifest)
         if Path(manifest.directory) != source.parent:
             return offer
@@ -213,7 +213,7 @@ class WeightStager:
         try:
             check_owned(source.parent.parent)
             self._links = make_private_folder(source.parent.parent / LINKS) / self._image.name
-            self._remove_links()  # what an engine of this name has left
+            self._remove_links()  # of an earlier engine with this name
             for folder, files in folders.items():
                 target = make_private_folder(self._links / folder.name)
                 for name in (*files, source.name):
@@ -243,7 +243,7 @@ class WeightStager:
         return replace(offer, manifest=str(target / source.name))
 
     def _in_memory(self, offer: WeightOffer) -> WeightOffer:
-        """Make the image the offered version: by the deltas since its own version, or from a full one."""
+        """Turn the image into the offered version: by the deltas since its version, or from a full version."""
         steps = [(offer, read_manifest(offer))]
         while (delta := steps[-1][1].delta) is not None and delta.base.digest != self._held:
             steps.append((delta.base, read_manifest(delta.base)))
@@ -257,13 +257,13 @@ class WeightStager:
         return self._in_image(offer)
 
     def _in_image(self, offer: WeightOffer) -> WeightOffer:
-        """The offered version, of which the image holds the data."""
+        """Return the offer of the version in the image."""
         local = self._image / "manifest.json"
         _copy_manifest(Path(offer.manifest), local)
         return replace(offer, manifest=str(local), kind="full", base_version=None)
 
     def _copy(self, manifest: Manifest, folder: Path) -> None:
-        """Copy the data files into a folder of the image; they overwrite the files there, whose memory stays."""
+        """Copy the data files into a folder of the image. They overwrite old files there and reuse their memory."""
         for name in manifest.files:
             with Path(manifest.directory, name).open("rb") as source:
                 try:
@@ -279,13 +279,13 @@ class WeightStager:
 
 
 def _copy_manifest(source: Path, target: Path) -> None:
-    """Copy a manifest to a file of this user, and through no link."""
+    """Copy a manifest to a file of this user, without following links."""
     content = source.read_bytes()
     with os.fdopen(open_private(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
         file.write(content)
 
 
 def _map_writable(path: Path) -> np.ndarray:
-    """[bytes] uint8 of a whole file; writes reach the file."""
+    """Map a whole file: [bytes] uint8; writes reach the file."""
     with os.fdopen(open_private(path, os.O_RDWR), "r+b") as file:
         return np.frombuffer(mmap.mmap(file.fileno(), 0), dtype=np.uint8)

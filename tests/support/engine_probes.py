@@ -17,7 +17,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from asyncrl.core.types import WeightOffer
-from asyncrl.weights.manifest import describe_model, read_manifest
+from asyncrl.weights.manifest import read_manifest
+from benchmarks.saved_weights import describe_model
 from rollout_fleet.config import SamplingConfig
 from rollout_fleet.engines.engine import SampleOutput, SampleRequest
 from tests.support.rollout import VOCABULARY

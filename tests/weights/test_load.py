@@ -12,7 +12,8 @@ from torch import nn
 from asyncrl.core.errors import WeightsError
 from asyncrl.core.types import FROZEN
 from asyncrl.weights.load import load_verified, submissions_run_at_once
-from asyncrl.weights.manifest import AdaptedLayer, Adapter, DigestThreads, describe_model
+from asyncrl.weights.manifest import AdaptedLayer, Adapter, DigestThreads
+from benchmarks.saved_weights import describe_model
 
 
 class Model(nn.Module):
@@ -74,7 +75,7 @@ def test_one_spoiled_bit_is_found_and_named(offer_of, dtype):
 
 def test_a_parameter_that_is_not_loaded_whole_is_an_error_that_says_how_far_it_is(offer_of):
     model = Model(lambda held, name, tensor: held[name][:2].copy_(tensor[:2]), a=torch.zeros(4))
-    with pytest.raises(WeightsError, match=r"of the engine were not loaded whole, first held.a with 2 of 4"):
+    with pytest.raises(WeightsError, match=r"of the engine were not completely loaded, first held.a with 2 of 4"):
         load_verified(model, offer_of(a=torch.randn(4)))
 
 
@@ -133,7 +134,7 @@ def test_frozen_weights_of_other_bytes_than_published_are_named(adapter_of, tmp_
 def test_an_adapter_of_a_weight_that_is_not_there_is_refused_by_name(adapter_of):
     model = Model(copy_whole, w=torch.zeros(4, 3))
     offer = adapter_of(torch.randn(2, 3), torch.randn(4, 2), 1.0, name="absent", w=torch.randn(4, 3))
-    with pytest.raises(WeightsError, match="1 of 1 adapted weights are not there, first absent"):
+    with pytest.raises(WeightsError, match="1 of 1 adapted weights are missing, first absent"):
         load_verified(model, offer)
 
 
@@ -165,7 +166,7 @@ def test_a_load_in_threads_that_leaves_a_part_out_is_refused(offer_of):
         held[name][: 2 if name == "b" else None].copy_(tensor[: 2 if name == "b" else None])
 
     model = ModelThatLoadsInThreads(copy_part, a=torch.zeros(4), b=torch.zeros(4))
-    with pytest.raises(WeightsError, match=r"not loaded whole, first held.b with 2 of 4"):
+    with pytest.raises(WeightsError, match=r"not completely loaded, first held.b with 2 of 4"):
         load_verified(model, offer_of(a=torch.randn(4), b=torch.randn(4)))
 
 
