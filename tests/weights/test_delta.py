@@ -16,7 +16,7 @@ ITEMS = {"bf16": 2, "fp32": 4}
 
 
 @given(data=st.data(), item_bytes=st.sampled_from([1, 2, 4, 8]), num_values=st.integers(1, 2000))
-def test_any_change_of_a_piece_is_exact(data, item_bytes, num_values):
+def test_a_delta_of_any_change_is_exact(data, item_bytes, num_values):
     old = random_bytes(num_values, item_bytes).view(f"u{item_bytes}")
     places = data.draw(st.lists(st.integers(0, num_values - 1), unique=True))
     new = old.copy()
@@ -25,7 +25,7 @@ def test_any_change_of_a_piece_is_exact(data, item_bytes, num_values):
 
 
 @pytest.mark.parametrize("gap", [0, 1, 253, 254, 255, 256, 510, 65534, 65535, 65536, 131070, 300_000])
-def test_a_gap_of_any_length_is_exact(gap):
+def test_a_delta_with_a_gap_of_any_length_is_exact(gap):
     new = np.zeros(400_000, dtype=np.uint16)
     new[[gap, 2 * gap % 400_000, 399_999]] = 7
     assert_exact(np.zeros(800_000, dtype=np.uint8), new.view(np.uint8), 2)
@@ -55,7 +55,7 @@ def change_of(item_bytes, num_values, gap_bytes, data):
     )
 
 
-def test_minus_zero_and_numbers_that_are_none_travel_as_they_are():
+def test_a_delta_keeps_minus_zero_and_not_a_number_exact():
     old = np.array([0.0, np.nan, 1.0, np.nan] * 8, dtype=np.float32)
     new = old.copy()
     new[0] = -0.0
@@ -66,7 +66,7 @@ def test_minus_zero_and_numbers_that_are_none_travel_as_they_are():
     assert_exact(old.view(np.uint8), new.view(np.uint8), 4)
 
 
-def test_a_piece_that_changed_everywhere_travels_whole():
+def test_a_delta_holds_a_completely_changed_piece_whole():
     old = random_bytes(1000)
     num_values, gap_bytes, data = encode(old, old + 1, 2)
     assert (num_values, gap_bytes, len(data)) == (1000, 0, 2000)
@@ -74,7 +74,7 @@ def test_a_piece_that_changed_everywhere_travels_whole():
 
 @pytest.mark.parametrize("kind", ITEMS)
 @pytest.mark.parametrize("share", [0.01, 0.05])
-def test_what_travels_is_little_more_than_two_bytes_and_the_value_for_each_that_changed(kind, share, tmp_path):
+def test_a_delta_takes_little_more_than_the_value_and_two_bytes_per_change(kind, share, tmp_path):
     item_bytes = ITEMS[kind]
     old = random_bytes(1 << 18, item_bytes)
     new = changed(old, seed=1, share=share, item_bytes=item_bytes)
@@ -84,7 +84,7 @@ def test_what_travels_is_little_more_than_two_bytes_and_the_value_for_each_that_
 
 
 @pytest.mark.parametrize("kind", ITEMS)
-def test_after_a_hundred_random_updates_every_bit_is_right(kind, tmp_path):
+def test_a_hundred_random_deltas_are_exact(kind, tmp_path):
     item_bytes = ITEMS[kind]
     newest = random_bytes(40_001, item_bytes)
     offer, image = publish_bytes(tmp_path, 0, newest, item_bytes=item_bytes), newest.copy()
@@ -99,7 +99,7 @@ def test_after_a_hundred_random_updates_every_bit_is_right(kind, tmp_path):
 
 
 @pytest.mark.parametrize("how", ["a bit", "cut", "another base"])
-def test_a_damaged_delta_is_an_error_that_names_it(how, tmp_path):
+def test_a_damaged_delta_raises_with_its_path(how, tmp_path):
     old = random_bytes(50_000)
     new = changed(old, seed=1)
     offer = publish_bytes(tmp_path, 2, new, base=(publish_bytes(tmp_path, 1, old), old))
@@ -113,7 +113,7 @@ def test_a_damaged_delta_is_an_error_that_names_it(how, tmp_path):
         apply_delta(read_manifest(offer), image)
 
 
-def test_a_delta_is_not_loaded_as_if_it_were_whole(tmp_path):
+def test_an_unstaged_delta_is_not_loaded(tmp_path):
     old = random_bytes(100)
     offer = publish_bytes(tmp_path, 2, old, base=(publish_bytes(tmp_path, 1, old), old))
     with pytest.raises(WeightsError, match="version 2 is a delta to version 1; it must be staged"):

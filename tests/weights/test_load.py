@@ -51,7 +51,7 @@ def copy_whole(held, name, tensor):
     held[name].copy_(tensor)
 
 
-def test_every_value_is_counted_whether_it_is_copied_fused_or_converted(offer_of):
+def test_a_load_counts_copied_fused_and_converted_values(offer_of):
     def load(held, name, tensor):
         if name in ("q", "k"):
             held["qk"][: 4 if name == "q" else None][-4:].copy_(tensor)
@@ -66,20 +66,20 @@ def test_every_value_is_counted_whether_it_is_copied_fused_or_converted(offer_of
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["copied", "converted"])
-def test_one_spoiled_bit_is_found_and_named(offer_of, dtype):
+def test_a_load_finds_one_changed_bit_and_names_the_tensor(offer_of, dtype):
     model = Model(copy_whole, a=torch.zeros(4), b=torch.zeros(6))
     offer = offer_of(spoil=True, a=torch.randn(4).to(dtype), b=torch.randn(6).to(dtype))
     with pytest.raises(WeightsError, match=r"policy version 7: .* 1 of 2 tensors differ, first b"):
         load_verified(model, offer)
 
 
-def test_a_parameter_that_is_not_loaded_whole_is_an_error_that_says_how_far_it_is(offer_of):
+def test_a_partly_loaded_parameter_raises_with_its_number_of_values(offer_of):
     model = Model(lambda held, name, tensor: held[name][:2].copy_(tensor[:2]), a=torch.zeros(4))
     with pytest.raises(WeightsError, match=r"of the engine were not completely loaded, first held.a with 2 of 4"):
         load_verified(model, offer_of(a=torch.randn(4)))
 
 
-def test_a_region_that_is_written_twice_holds_the_last_and_each_was_verified(offer_of):
+def test_both_writes_of_a_region_that_is_loaded_twice_are_verified(offer_of):
     first, second = torch.full((3 << 20,), 1.0), torch.full((3 << 20,), 2.0)
     model = Model(lambda held, _, tensor: held["a"].copy_(tensor), a=torch.zeros(3 << 20))
     assert load_verified(model, offer_of(a=first, b=second)) == 3 << 20
@@ -105,7 +105,7 @@ def adapter_of(offer_of, tmp_path):
     return make
 
 
-def test_an_adapter_is_merged_into_the_frozen_weights_as_they_are_loaded(adapter_of):
+def test_a_load_merges_an_adapter_into_the_frozen_weights(adapter_of):
     down, up, w, other = torch.randn(2, 3), torch.randn(4, 2), torch.randn(4, 3), torch.randn(5)
     model = Model(copy_whole, w=torch.zeros(4, 3), other=torch.zeros(5))
     offer = adapter_of(down, up, 0.5, w=w, other=other)
@@ -115,7 +115,7 @@ def test_an_adapter_is_merged_into_the_frozen_weights_as_they_are_loaded(adapter
     assert torch.equal(model.held["other"].detach(), other)
 
 
-def test_an_adapter_of_other_bytes_than_published_changes_nothing_in_the_model(adapter_of):
+def test_an_adapter_with_changed_bytes_is_refused_before_the_model_changes(adapter_of):
     model = Model(copy_whole, w=torch.zeros(4, 3))
     offer = adapter_of(torch.randn(2, 3), torch.randn(4, 2), 1.0, w=torch.randn(4, 3), spoil=True)
     with pytest.raises(WeightsError, match=r"policy version 7: .* 1 of 2 tensors differ, first down"):
@@ -123,7 +123,7 @@ def test_an_adapter_of_other_bytes_than_published_changes_nothing_in_the_model(a
     assert not model.held["w"].any()
 
 
-def test_frozen_weights_of_other_bytes_than_published_are_named(adapter_of, tmp_path):
+def test_frozen_weights_with_changed_bytes_raise_with_the_tensor_name(adapter_of, tmp_path):
     model = Model(copy_whole, w=torch.zeros(4, 3))
     offer = adapter_of(torch.randn(2, 3), torch.randn(4, 2), 1.0, w=torch.randn(4, 3))
     save_file({"w": torch.randn(4, 3)}, tmp_path / "model.safetensors")
@@ -131,7 +131,7 @@ def test_frozen_weights_of_other_bytes_than_published_are_named(adapter_of, tmp_
         load_verified(model, offer)
 
 
-def test_an_adapter_of_a_weight_that_is_not_there_is_refused_by_name(adapter_of):
+def test_an_adapter_of_a_missing_weight_is_refused_with_its_name(adapter_of):
     model = Model(copy_whole, w=torch.zeros(4, 3))
     offer = adapter_of(torch.randn(2, 3), torch.randn(4, 2), 1.0, name="absent", w=torch.randn(4, 3))
     with pytest.raises(WeightsError, match="1 of 1 adapted weights are missing, first absent"):
@@ -160,7 +160,7 @@ def test_a_load_that_copies_in_threads_is_verified(offer_of):
     assert all(torch.equal(model.held[name].detach(), value) for name, value in whole.items())
 
 
-def test_a_load_in_threads_that_leaves_a_part_out_is_refused(offer_of):
+def test_an_incomplete_load_in_threads_is_refused(offer_of):
     @torch.no_grad()
     def copy_part(held, name, tensor):
         held[name][: 2 if name == "b" else None].copy_(tensor[: 2 if name == "b" else None])
@@ -170,7 +170,7 @@ def test_a_load_in_threads_that_leaves_a_part_out_is_refused(offer_of):
         load_verified(model, offer_of(a=torch.randn(4), b=torch.randn(4)))
 
 
-def test_what_a_copy_in_a_thread_raises_is_raised_by_the_load(offer_of):
+def test_an_error_of_a_copy_in_a_thread_is_raised_by_the_load(offer_of):
     def fail(held, name, tensor):
         raise KeyError(name)
 
@@ -178,7 +178,7 @@ def test_what_a_copy_in_a_thread_raises_is_raised_by_the_load(offer_of):
         load_verified(ModelThatLoadsInThreads(fail, a=torch.zeros(4)), offer_of(a=torch.randn(4)))
 
 
-def test_other_threads_and_our_own_pools_go_on_in_threads_during_a_load():
+def test_other_threads_and_digest_threads_still_use_pools_during_a_load():
     before, this_thread = ThreadPoolExecutor.submit, threading.get_ident()
     with DigestThreads(1) as digests, ThreadPoolExecutor(1) as models, submissions_run_at_once():
         assert models.submit(threading.get_ident).result() == this_thread

@@ -105,7 +105,7 @@ def published_by_a_rank(config, path, folder):
     ],
     ids=["dense", "experts", "copies", "adapters", "experts-with-adapters"],
 )
-def test_each_of_two_ranks_writes_its_own_shards_of_what_one_would_gather(family, options, tmp_path):
+def test_two_ranks_publish_their_shards_and_the_file_equals_the_gathered_weights(family, options, tmp_path):
     path = save_tiny_model(tmp_path / "model", family)
     config = replace(CONFIG, num_ranks=2, **options)
     (offer, first, whole), (none, second, _) = run_on_ranks(2, published_by_a_rank, config, path, str(tmp_path / "p"))
@@ -156,7 +156,7 @@ def sent_and_received_by_a_rank(config, path, folder, hosts):
     ],
     ids=["two-hosts", "experts-with-adapters", "computed-on-two-hosts"],
 )
-def test_what_two_ranks_send_over_the_network_is_what_one_would_gather(family, options, hosts, tmp_path):
+def test_weights_that_two_ranks_stream_equal_the_gathered_weights(family, options, hosts, tmp_path):
     path = save_tiny_model(tmp_path / "model", family)
     config = replace(CONFIG, num_ranks=2, **options)
     ranks = run_on_ranks(2, sent_and_received_by_a_rank, config, path, str(tmp_path), hosts)
@@ -214,7 +214,7 @@ def merged_from(offer):
     [("qwen3", "aa"), ("qwen3_moe", "ab"), ("deepseek_v3", "aa")],
     ids=["one-host", "two-hosts-and-experts", "dense-layers-beside-experts"],
 )
-def test_adapters_alone_on_the_frozen_weights_are_what_one_would_merge(family, hosts, tmp_path):
+def test_published_adapters_with_the_frozen_weights_equal_the_merged_weights(family, hosts, tmp_path):
     path = save_tiny_model(tmp_path / "model", family)
     config = replace(CONFIG, num_ranks=2, lora=LoraConfig(rank=3, alpha=6))
     ranks = run_on_ranks(2, adapters_of_a_rank, config, path, str(tmp_path), hosts)
@@ -242,7 +242,7 @@ def test_published_adapters_are_folders_that_peft_loads(tmp_path, publisher_of):
         torch.testing.assert_close(model(ids).logits, merged(ids).logits)
 
 
-def test_adapters_of_weights_that_no_checkpoint_holds_are_merged_and_the_log_says_so(
+def test_adapters_of_weights_outside_the_checkpoint_are_merged_with_a_warning(
     tmp_path, publisher_of, monkeypatch, caplog
 ):
     monkeypatch.setattr("learner.model_shards.adapted_layers", lambda model, _: adapted_layers(model, {}))
@@ -284,7 +284,7 @@ def deltas_of_a_rank(config, path, folder):
     ],
     ids=["two-dtypes", "dense", "copies", "experts-with-adapters"],
 )
-def test_deltas_of_two_ranks_make_what_one_would_gather(family, options, tmp_path):
+def test_deltas_of_two_ranks_result_in_the_gathered_weights(family, options, tmp_path):
     path = save_tiny_model(tmp_path / "model", family)
     config = replace(CONFIG, num_ranks=2, **options)
     seen, nothing = run_on_ranks(2, deltas_of_a_rank, config, path, str(tmp_path / "p"))
@@ -295,7 +295,7 @@ def test_deltas_of_two_ranks_make_what_one_would_gather(family, options, tmp_pat
         assert max(seen[index][2] for index in (1, 2, 4)) < 0.2 * seen[0][2]
 
 
-def test_with_the_oldest_version_that_is_kept_the_full_one_stays_on_which_it_is_based(tmp_path, publisher_of):
+def test_the_full_version_below_the_oldest_kept_delta_stays(tmp_path, publisher_of):
     trainer = Trainer(CONFIG, model_path=save_tiny_model(tmp_path / "model"), total_updates=1)
     publisher = publisher_of(trainer, tmp_path / "s", options=PublishOptions(full_every=3))
     kept = []
@@ -306,7 +306,7 @@ def test_with_the_oldest_version_that_is_kept_the_full_one_stays_on_which_it_is_
     assert kept == [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3], [3, 4], [3, 4, 5]]
 
 
-def test_what_is_published_are_the_weights_at_the_call(tmp_path, publisher_of):
+def test_publish_takes_the_weights_at_the_time_of_the_call(tmp_path, publisher_of):
     trainer = Trainer(CONFIG, model_path=save_tiny_model(tmp_path / "model"), total_updates=2)
     before = {name: tensor.clone() for name, tensor in (gather_weights(trainer) or {}).items()}
     pending = publisher_of(trainer, tmp_path / "p").publish(1)
@@ -315,7 +315,7 @@ def test_what_is_published_are_the_weights_at_the_call(tmp_path, publisher_of):
     assert all(torch.equal(written[name], tensor) for name, tensor in before.items())
 
 
-def test_old_versions_leave_and_nothing_half_written_is_offered(tmp_path, publisher_of):
+def test_old_versions_are_removed_and_only_complete_versions_are_offered(tmp_path, publisher_of):
     trainer = Trainer(CONFIG, model_path=save_tiny_model(tmp_path / "model"), total_updates=1)
     publisher = publisher_of(trainer, tmp_path / "s")
     for version in (9, 10, 11, 11):
@@ -324,7 +324,7 @@ def test_old_versions_leave_and_nothing_half_written_is_offered(tmp_path, publis
     assert sorted(path.name for path in (tmp_path / "s").iterdir()) == ["v00000010", "v00000011"]
 
 
-def test_a_file_made_ready_takes_no_page_faults_when_it_is_written():
+def test_writing_a_prepared_file_causes_no_page_faults():
     num_values = 1 << 21
     values = torch.ones(num_values)
     region = Region(name="w", parameter=values, first=0, num_values=num_values, start=64, dtype=torch.float32)
@@ -336,7 +336,7 @@ def test_a_file_made_ready_takes_no_page_faults_when_it_is_written():
     file.close()
 
 
-def test_a_version_is_offered_only_after_it_has_reached_the_file_system(tmp_path, publisher_of, monkeypatch):
+def test_a_version_is_offered_only_after_fsync(tmp_path, publisher_of, monkeypatch):
     """Another host that shares the directory would otherwise read what was there before."""
     publisher = publisher_of(Trainer(CONFIG, model_path=save_tiny_model(tmp_path / "model"), total_updates=1), tmp_path)
     synced, fsync = [], os.fsync
@@ -350,7 +350,7 @@ def test_a_version_is_offered_only_after_it_has_reached_the_file_system(tmp_path
     assert synced == [((folder / "model.safetensors").stat().st_ino, [])]
 
 
-def test_no_room_for_the_next_version_is_an_error_by_name(tmp_path, publisher_of, monkeypatch):
+def test_without_room_for_the_next_version_publish_raises_weights_error(tmp_path, publisher_of, monkeypatch):
     trainer = Trainer(CONFIG, model_path=save_tiny_model(tmp_path / "model"), total_updates=1)
     publisher = publisher_of(trainer, tmp_path / "s")
     publisher.publish(1).result()
@@ -380,7 +380,7 @@ class KeptLog:
         self.reported.append(reason)
 
 
-def test_versions_that_engines_may_still_be_offered_stay_whatever_is_kept(tmp_path):
+def test_versions_that_the_buffer_may_still_offer_are_not_removed(tmp_path):
     trainer = Trainer(CONFIG, model_path=save_tiny_model(tmp_path / "model"), total_updates=1)
     log = KeptLog(oldest=3)
     publisher = WeightPublisher(PretrainedShards.of(trainer), str(tmp_path / "s"), keep=1, log=log)
@@ -392,7 +392,7 @@ def test_versions_that_engines_may_still_be_offered_stay_whatever_is_kept(tmp_pa
     assert sorted(path.name for path in (tmp_path / "s").glob("v*")) == ["v00000003", "v00000004", "v00000005"]
 
 
-def test_a_manifest_that_cannot_be_written_is_reported_to_the_log(tmp_path, monkeypatch):
+def test_a_failed_write_of_the_manifest_is_reported_to_the_log(tmp_path, monkeypatch):
     trainer = Trainer(CONFIG, model_path=save_tiny_model(tmp_path / "model"), total_updates=1)
     log = KeptLog()
     publisher = WeightPublisher(PretrainedShards.of(trainer), str(tmp_path / "s"), keep=1, log=log)
@@ -431,7 +431,7 @@ def failed_publish(config, path, folder, where):
 
 
 @pytest.mark.parametrize("where", ["write", "finish"])
-def test_a_rank_that_fails_is_named_to_all_ranks_and_to_the_log_and_nobody_waits_for_it(where, tmp_path):
+def test_a_failed_rank_is_reported_to_all_ranks_and_the_log_without_waiting(where, tmp_path):
     path = save_tiny_model(tmp_path / "model")
     config = replace(CONFIG, num_ranks=2)
     first, second = run_on_ranks(2, failed_publish, config, path, str(tmp_path / "p"), where)
@@ -441,7 +441,7 @@ def test_a_rank_that_fails_is_named_to_all_ranks_and_to_the_log_and_nobody_waits
     assert second == ([*own, f"WeightsError: {words}"], [])
 
 
-def test_a_saved_policy_brings_its_tokenizer(tmp_path: Path) -> None:
+def test_a_saved_policy_includes_its_tokenizer(tmp_path: Path) -> None:
     path = Path(save_tiny_model(tmp_path / "model"))
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "optimizer.pt"):
         (path / name).write_text("{}")
@@ -464,7 +464,7 @@ def saved_by_a_rank(config, path, folder):
     [("qwen3_moe", {}), ("qwen3", {"fsdp_size": 1, "lora": LoraConfig(rank=2)})],
     ids=["experts", "copies-with-adapters"],
 )
-def test_two_ranks_save_what_one_would_gather_and_the_second_needs_no_folder(family, options, tmp_path):
+def test_two_ranks_save_the_gathered_weights_and_rank_1_needs_no_folder(family, options, tmp_path):
     path = save_tiny_model(tmp_path / "model", family)
     whole, _ = run_on_ranks(2, saved_by_a_rank, replace(CONFIG, num_ranks=2, **options), path, str(tmp_path / "p"))
     written = load_file(tmp_path / "p" / "0" / "model.safetensors")
@@ -488,7 +488,7 @@ def save_without_room(config, path, folder):
             return str(error)
 
 
-def test_a_policy_that_finds_no_room_is_an_error_on_every_rank_and_leaves_nothing(tmp_path):
+def test_saving_without_room_raises_on_every_rank_and_leaves_no_files(tmp_path):
     path = save_tiny_model(tmp_path / "model")
     errors = run_on_ranks(2, save_without_room, replace(CONFIG, num_ranks=2), path, str(tmp_path / "p" / "policy"))
     assert all("the model cannot be written: rank 0: WeightsError: no room for" in error for error in errors)

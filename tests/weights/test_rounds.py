@@ -1,4 +1,4 @@
-"""The control channel of weights that are sent over the network; for the rounds on it see `test_stream.py`."""
+"""Who is in a round of a stream of weights, and the channel of these messages; `test_stream.py` sends weights."""
 
 import asyncio
 import os
@@ -14,12 +14,66 @@ import pytest
 import zmq
 
 from asyncrl.core.errors import WeightsError
-from asyncrl.core.types import WeightOffer
+from asyncrl.core.types import FROZEN, WeightOffer
 from asyncrl.weights import rounds
-from asyncrl.weights.rounds import ChannelRefused, ChannelServer, RankChannel, WeightChannel, rank_id
+from asyncrl.weights.rounds import (
+    ChannelRefused,
+    ChannelServer,
+    HeldOffer,
+    HeldVersions,
+    RankChannel,
+    RoundRequest,
+    WeightChannel,
+    rank_id,
+    rounds_of,
+)
 
 NO_NAME_SERVICE = Path(__file__).parents[1] / "support" / "no_name_service.c"
 SECONDS = 10.0
+
+
+def held(version, base=""):
+    offer = WeightOffer(version=version, manifest="", digest="", num_bytes=0)
+    return HeldOffer(offer=offer, manifest=b"", shares=(), base=base)
+
+
+@pytest.mark.parametrize("only_newest", [True, False], ids=["hosts", "engines"])
+def test_rounds_group_requests_by_version_and_by_the_version_that_receivers_hold(only_newest):
+    offers = {FROZEN: held(FROZEN), 4: held(4), 5: held(5, base="digest of 4")}
+    requests = [
+        RoundRequest(receiver=receiver, version=version, holds=holds)
+        for receiver, version, holds in (
+            (b"a", 5, ""),
+            (b"b", 4, ""),
+            (b"c", 5, "digest of 4"),
+            (b"d", FROZEN, ""),
+            (b"e", 3, ""),
+        )
+    ]
+    divided = [
+        (offer and offer.offer.version, b"".join(request.receiver for request in some), is_delta)
+        for offer, some, is_delta in rounds_of(requests, offers, only_newest=only_newest)
+    ]
+    older = None if only_newest else 4
+    assert divided == [
+        (FROZEN, b"d", False),
+        (None, b"e", False),
+        (older, b"b", False),
+        (5, b"c", True),
+        (5, b"a", False),
+    ]
+
+
+def test_a_rank_holds_the_newest_versions_the_oldest_offered_one_and_frozen_weights():
+    parts = HeldVersions(2)
+    for version in (FROZEN, 1):
+        parts.add(version, f"part {version}")
+    parts.retire(1)
+    for version in (2, 3, 4):
+        parts.add(version, f"part {version}")
+    assert sorted(parts) == [FROZEN, 1, 3, 4]
+    parts.retire(4)
+    assert sorted(parts) == [FROZEN, 4]
 
 
 @pytest.fixture
@@ -29,7 +83,7 @@ async def server():
 
 
 def ask(address, *values):
-    """One message there and one back."""
+    """Send a message and return the answer."""
     with WeightChannel(address) as channel:
         channel.send({"kind": "ask"}, *values)
         return channel.receive(SECONDS)
@@ -44,7 +98,7 @@ async def test_a_message_and_its_bytes_arrive_and_are_answered(server):
     assert (answer.head, answer.values) == ({"answer": 1}, [b"bytes"])
 
 
-async def test_a_stranger_and_who_looks_for_an_earlier_sender_are_refused(server):
+async def test_the_channel_refuses_strangers_and_keys_of_an_earlier_sender(server):
     with closing(ChannelServer("127.0.0.1")) as other:
         earlier = replace(server.address, access=other.address.access)
     stranger = replace(server.address, access=server.address.access[:40] + zmq.curve_keypair()[1].decode())
@@ -53,7 +107,7 @@ async def test_a_stranger_and_who_looks_for_an_earlier_sender_are_refused(server
             await asyncio.to_thread(ask, address)
 
 
-async def test_a_sender_that_has_ended_is_known_at_once(server):
+async def test_an_ended_sender_is_noticed_at_once(server):
     asking = asyncio.create_task(asyncio.to_thread(ask, server.address))
     await server.receive()
     server.close()
@@ -63,7 +117,7 @@ async def test_a_sender_that_has_ended_is_known_at_once(server):
         await asyncio.to_thread(ask, server.address)
 
 
-async def test_a_host_that_cannot_be_reached_is_no_sender_that_has_ended(server, monkeypatch):
+async def test_an_unreachable_host_does_not_count_as_an_ended_sender(server, monkeypatch):
     server.close()
 
     def unreachable(*_):
@@ -75,8 +129,8 @@ async def test_a_host_that_cannot_be_reached_is_no_sender_that_has_ended(server,
     assert not isinstance(raised.value, ChannelRefused)
 
 
-async def test_a_sender_that_vanished_without_a_word_is_noticed(monkeypatch):
-    """As when its host lost power or its link was cut: bytes go nowhere, and nothing ends the connection."""
+async def test_a_vanished_sender_is_noticed_by_missing_heartbeats(monkeypatch):
+    """As when the host loses power: no bytes arrive, and nothing ends the connection."""
     monkeypatch.setattr(rounds, "HEARTBEAT_S", 0.1)
     monkeypatch.setattr(rounds, "SILENCE_S", 0.4)
     with closing(ChannelServer("127.0.0.1")) as server:
@@ -102,7 +156,7 @@ async def test_a_sender_that_vanished_without_a_word_is_noticed(monkeypatch):
                 await asking
 
 
-async def test_a_sender_that_stands_still_is_waited_for_until_the_deadline():
+async def test_a_stopped_sender_has_time_until_the_deadline():
     with socket.create_server(("127.0.0.1", 0)) as silent, closing(ChannelServer("127.0.0.1")) as other:
         address = replace(other.address, endpoint=f"127.0.0.1:{silent.getsockname()[1]}")
 
@@ -114,7 +168,7 @@ async def test_a_sender_that_stands_still_is_waited_for_until_the_deadline():
             await asyncio.to_thread(wait)
 
 
-async def test_a_learner_rank_that_comes_back_is_reached_under_its_name(server):
+async def test_a_learner_rank_that_connects_again_gets_its_messages(server):
     with closing(RankChannel(server.address, 3)) as lost:
         await lost.send({"round": 1})
         await server.receive()
@@ -125,7 +179,7 @@ async def test_a_learner_rank_that_comes_back_is_reached_under_its_name(server):
             assert await back.receive() == {"round": 7}
 
 
-async def test_a_message_that_cannot_be_read_is_said_and_skipped(server, caplog):
+async def test_an_unreadable_message_is_logged_and_skipped(server, caplog):
     with closing(RankChannel(server.address, 0)) as rank:
         await rank.send([1])
         await rank.send({"round": 1})
@@ -133,7 +187,7 @@ async def test_a_message_that_cannot_be_read_is_said_and_skipped(server, caplog)
     assert "a message begins with a JSON object" in caplog.text
 
 
-async def test_it_listens_on_one_address_alone_and_that_is_a_number(server):
+async def test_the_channel_listens_on_one_numeric_address_only(server):
     host, _, port = server.address.endpoint.rpartition(":")
     assert re.fullmatch(r"\d+\.\d+\.\d+\.\d+", host)
     socket.create_connection((host, int(port)), SECONDS).close()
@@ -141,13 +195,13 @@ async def test_it_listens_on_one_address_alone_and_that_is_a_number(server):
         socket.create_connection(("127.0.0.2", int(port)), SECONDS)
 
 
-async def test_keys_are_shown_neither_in_an_address_nor_in_an_offer(server):
+async def test_channel_keys_are_not_in_the_repr_of_addresses_and_offers(server):
     offer = WeightOffer(version=1, manifest="10.0.0.1:1", digest="", num_bytes=0, access=server.address.access)
     assert server.address.access[:9] not in repr(server.address) + repr(offer)
 
 
-def test_weights_arrive_where_the_name_service_answers_nothing_since_nobody_asks_it(tmp_path):
-    """Torch's own store asks it at each connection; where an answer was lost, that took 5 s, and rounds were missed."""
+def test_a_stream_needs_no_name_service(tmp_path):
+    """Torch's store asks it for each connection. A lost answer took 5 s, and rounds were missed."""
     library, queries = tmp_path / "no_name_service.so", tmp_path / "queries"
     subprocess.run(["cc", "-shared", "-fPIC", "-o", library, NO_NAME_SERVICE, "-ldl"], check=True)
     script = "from tests.weights.test_stream import receive_in_one_process as run; import sys; run(sys.argv[1])"

@@ -65,7 +65,7 @@ def learner(tmp_path):
 
 
 @pytest.mark.parametrize("copies", [False, True], ids=["linked", "copied"])
-async def test_a_staged_version_is_loaded_although_the_learner_has_removed_it(copies, make_stager, learner):
+async def test_a_staged_version_loads_after_the_learner_has_removed_it(copies, make_stager, learner):
     stager = make_stager(copies=copies)
     async with stager.staged(learner.publish()) as local:
         learner.remove(0)
@@ -83,7 +83,7 @@ async def test_a_failed_load_leaves_no_link(make_stager, learner):
     assert [path.name for path in learner.folder.iterdir()] == ["v00000000"]
 
 
-async def test_what_an_engine_of_the_same_name_left_is_replaced(make_stager, learner):
+async def test_staged_files_of_an_earlier_engine_with_the_same_name_are_replaced(make_stager, learner):
     offer = learner.publish()
     make_stager().stage(offer)  # killed here
     async with make_stager().staged(offer) as local:
@@ -129,7 +129,7 @@ async def test_an_engine_that_skips_versions_applies_the_deltas_between(make_sta
         assert np.array_equal(bytes_of(local), learner.images[3])
 
 
-async def test_a_version_that_is_gone_is_said_to_be_and_the_newest_is_staged_next(make_stager, learner):
+async def test_a_removed_version_raises_weights_gone_and_the_newest_is_staged_next(make_stager, learner):
     stager = make_stager(copies=True)
     learner.publish()
     delta = learner.publish()
@@ -154,7 +154,7 @@ async def test_a_damaged_image_is_replaced_from_the_last_full_version(make_stage
     assert "delta-0.bin does not turn policy version 0" in caplog.text
 
 
-async def test_a_damaged_delta_is_an_error_by_name_until_the_next_full_version(make_stager, learner):
+async def test_a_damaged_delta_raises_an_error_until_the_next_full_version(make_stager, learner):
     stager = make_stager(copies=True)
     learner.publish()
     delta = learner.publish()
@@ -168,7 +168,7 @@ async def test_a_damaged_delta_is_an_error_by_name_until_the_next_full_version(m
 
 
 @pytest.mark.parametrize("is_cancelled", [False, True], ids=["late", "cancelled"])
-async def test_a_staging_thread_that_is_left_behind_writes_nothing_into_the_next_image(
+async def test_an_abandoned_staging_thread_writes_nothing_into_the_next_image(
     make_stager, learner, monkeypatch, tmp_path, is_cancelled
 ):
     stager = make_stager(copies=True, timeout_s=0.3)
@@ -200,7 +200,7 @@ async def test_a_staging_thread_that_is_left_behind_writes_nothing_into_the_next
     assert not list((tmp_path / "memory").iterdir())
 
 
-async def test_no_room_for_the_image_is_an_error_that_names_the_options(make_stager, learner, monkeypatch):
+async def test_without_room_for_the_image_the_error_names_the_options(make_stager, learner, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -210,7 +210,7 @@ async def test_no_room_for_the_image_is_an_error_that_names_the_options(make_sta
             pass
 
 
-async def test_a_directory_that_hangs_ends_in_an_error_that_names_the_option(make_stager, learner, tmp_path):
+async def test_staging_from_a_directory_that_hangs_raises_a_deadline_error(make_stager, learner, tmp_path):
     offer = learner.publish()
     manifest = learner.folder / "v00000000" / "manifest.json"
     manifest.unlink()
@@ -222,7 +222,7 @@ async def test_a_directory_that_hangs_ends_in_an_error_that_names_the_option(mak
     await asyncio.to_thread(manifest.write_bytes, b"")  # lets the thread go
 
 
-async def test_an_engine_that_has_ended_leaves_nothing(make_stager, learner, tmp_path):
+async def test_a_closed_stager_leaves_no_files(make_stager, learner, tmp_path):
     stager = make_stager(copies=True)
     async with stager.staged(learner.publish()):
         pass
@@ -230,9 +230,7 @@ async def test_an_engine_that_has_ended_leaves_nothing(make_stager, learner, tmp
     assert list((tmp_path / "memory").iterdir()) == []
 
 
-async def test_what_is_sent_over_the_network_lies_in_the_hosts_memory_until_it_is_loaded(
-    make_stager, learner, tmp_path
-):
+async def test_a_version_of_a_host_stream_stays_in_host_memory_until_it_is_loaded(make_stager, learner, tmp_path):
     offer = learner.publish()
     pieces = read_manifest(offer).pieces
     options = PublishOptions(carrier=Carrier.host_stream, num_receivers=1, timeout_s=10.0, num_held=1)
@@ -252,7 +250,7 @@ async def test_what_is_sent_over_the_network_lies_in_the_hosts_memory_until_it_i
     assert not [path for path in (tmp_path / "memory").rglob("*") if path.is_file()]
 
 
-async def test_weights_that_no_learner_published_are_read_where_they_are(make_stager, learner, tmp_path):
+async def test_weights_outside_a_published_folder_are_staged_in_place(make_stager, learner, tmp_path):
     learner.publish()
     folder = learner.folder / "v00000000"
     offer = read_manifest(learner.offers[0]).offer(tmp_path / "manifest.json", 3)
@@ -283,9 +281,7 @@ def base_of(offer):
 
 
 @pytest.mark.parametrize("copies", [False, True], ids=["linked", "copied"])
-async def test_with_an_adapter_the_frozen_weights_are_staged_however_late_the_engine_joins(
-    copies, make_stager, tmp_path
-):
+async def test_a_staged_adapter_includes_the_frozen_weights_for_late_engines_too(copies, make_stager, tmp_path):
     learner = AdapterLearner(tmp_path / "published")
     for _ in range(3):
         offer = learner.publish()
@@ -319,7 +315,7 @@ async def test_frozen_weights_are_copied_once_and_again_when_they_change(make_st
         assert np.array_equal(bytes_of(base_of(local)), random_bytes(90_000, seed=78))
 
 
-async def test_over_the_network_the_frozen_weights_come_once_and_each_adapter_alone(make_stager, tmp_path):
+async def test_a_stream_sends_the_frozen_weights_once_and_then_adapters_alone(make_stager, tmp_path):
     learner = AdapterLearner(tmp_path / "published")
     options = PublishOptions(carrier=Carrier.host_stream, num_receivers=1, timeout_s=10.0, num_held=1)
     sender, stager = WeightSender(options, rank=0, num_ranks=1), make_stager()
@@ -386,7 +382,7 @@ def network(tmp_path):
     learner.sender.close()
 
 
-async def test_over_the_network_who_holds_the_version_before_is_sent_the_delta_alone(make_stager, network):
+async def test_a_stream_sends_only_the_delta_to_a_host_with_the_previous_version(make_stager, network):
     stager = make_stager(copies=True)
     for version in range(6):
         async with stager.staged(network.publish()) as local:
@@ -394,7 +390,7 @@ async def test_over_the_network_who_holds_the_version_before_is_sent_the_delta_a
     assert network.deltas_sent == [False, True, True, True, False, True]
 
 
-async def test_over_the_network_who_comes_late_or_has_skipped_a_version_is_sent_it_whole(make_stager, network):
+async def test_a_stream_sends_a_full_version_to_a_host_without_the_previous_version(make_stager, network):
     stager = make_stager(copies=True)
     for version in range(4):
         offer = network.publish()
@@ -406,9 +402,7 @@ async def test_over_the_network_who_comes_late_or_has_skipped_a_version_is_sent_
     assert network.deltas_sent == [False, True, False, False]
 
 
-async def test_over_the_network_a_damaged_image_is_replaced_by_the_whole_version(
-    make_stager, network, tmp_path, caplog
-):
+async def test_a_stream_replaces_a_damaged_image_by_the_full_version(make_stager, network, tmp_path, caplog):
     stager = make_stager(copies=True)
     async with stager.staged(network.publish()):
         pass
@@ -430,7 +424,7 @@ def outside(tmp_path):
 
 @pytest.mark.parametrize("name", ["../outside/evil.pth", "/etc/passwd", "..", ""])
 @pytest.mark.parametrize("copies", [False, True], ids=["linked", "copied"])
-async def test_a_manifest_that_names_a_file_outside_its_folder_is_refused(name, copies, make_stager, learner, tmp_path):
+async def test_a_manifest_with_a_file_outside_its_folder_is_refused(name, copies, make_stager, learner, tmp_path):
     victim = outside(tmp_path)
     manifest = replace(read_manifest(learner.publish()), files=(name,))
     (learner.folder / "evil.pth").write_bytes(b"import os")
@@ -451,7 +445,7 @@ async def test_nothing_is_staged_through_a_link_beside_the_published_weights(mak
     assert not list(victim.iterdir())
 
 
-async def test_nothing_is_linked_in_a_folder_that_others_may_write_to(make_stager, learner, tmp_path):
+async def test_weights_are_not_linked_in_a_folder_that_others_may_write_to(make_stager, learner, tmp_path):
     offer = learner.publish()
     learner.folder.chmod(0o777)
     async with make_stager().staged(offer) as local:
@@ -492,7 +486,7 @@ async def test_a_data_file_in_memory_is_not_written_through_a_link(make_stager, 
 
 
 @pytest.mark.parametrize("copies", [False, True], ids=["linked", "copied"])
-async def test_other_users_may_open_nothing_that_is_staged(copies, make_stager, learner, tmp_path):
+async def test_other_users_cannot_open_staged_files(copies, make_stager, learner, tmp_path):
     async with make_stager(copies=copies).staged(learner.publish()) as local:
         folder = Path(local.manifest).parent
         while folder not in (learner.folder, tmp_path):

@@ -1,4 +1,4 @@
-"""Rounds in which learner ranks broadcast a version to receivers on other hosts; here all are on one."""
+"""Rounds in which learner ranks broadcast a version to receivers; all processes run on this host."""
 
 import asyncio
 import signal
@@ -46,12 +46,12 @@ TENSORS = [
     ("large", "F32", (61, 1021), 4),
     ("half", "BF16", (1000, 7), 2),
 ]
-"""Name, dtype, shape and bytes per value; one is larger than what is broadcast at once."""
+"""Name, dtype, shape and bytes per value; one tensor is larger than a broadcast."""
 OPTIONS = PublishOptions(carrier=Carrier.host_stream, num_receivers=2, timeout_s=30.0, num_held=2)
 
 
 def version_of(number: int) -> tuple[torch.Tensor, list[list[Piece]], Manifest]:
-    """Random data, what each of two ranks has of them (a third, and the rest), and the manifest."""
+    """Return random data, the pieces of each of two ranks (a third, and the rest), and the manifest."""
     sizes = [(name, dtype, shape, int(np.prod(shape)) * width) for name, dtype, shape, width in TENSORS]
     head, starts = safetensors_header(sizes)
     values = np.random.default_rng(number).integers(0, 256, sum(size[3] for size in sizes), dtype=np.uint8)
@@ -82,8 +82,8 @@ def begin(state, rank, address, options=OPTIONS):
 
 
 def hold(state, version):
-    data, parts, _ = version_of(version)
-    state["sender"].hold(version, data, parts[state["rank"]])
+    state["data"], parts, _ = version_of(version)
+    state["sender"].hold(version, state["data"], parts[state["rank"]])
 
 
 def offer(state, version, folder):
@@ -101,20 +101,20 @@ def receive(state, offered, folder, timeout_s=30.0):
 
 
 def fall_at_the_third_broadcast(state, number):
-    """Signal this process in the middle of a round, once."""
+    """Signal this process once, in the middle of a round."""
     broadcast, calls = RoundGroup.broadcast, []
 
     def falling(*args):
         calls.append(1)
         if len(calls) == 3:
-            signal.pthread_kill(threading.get_ident(), number)  # this very thread goes no further
+            signal.pthread_kill(threading.get_ident(), number)  # this thread stops here
         return broadcast(*args)
 
     RoundGroup.broadcast = falling
 
 
 def arrive(state, offered, timeout_s=30.0):
-    """Take part in rounds as an engine's rank does; returns what its model was given, by name, and for how long."""
+    """Take part in rounds as an engine's rank; return the tensors by name, and the seconds."""
     stream.SPAN_BYTES, rounds.CALL_S = SPAN_BYTES, CALL_S
     began = time.monotonic()
 
@@ -127,12 +127,8 @@ def arrive(state, offered, timeout_s=30.0):
     return taken, time.monotonic() - began
 
 
-def change_what_is_sent(state, version):
-    state["sender"]._parts[version].data[-1] ^= 1
-
-
 def publish(senders, version, folder):
-    """Have two processes hold and offer a version."""
+    """Let two processes hold and offer a version."""
     for sender in senders:
         sender.ask(hold, version).answer()
     return senders[0].ask(offer, version, str(folder)).answer()
@@ -169,7 +165,7 @@ def both_ranks(options):
 
 
 def receive_in_one_process(folder):
-    """Have two ranks send a version to a receiver beside them; for a process that a test has prepared."""
+    """Send a version from two ranks to a receiver in this process, which a test has prepared."""
     ranks = both_ranks(replace(OPTIONS, num_receivers=1))
     offered = offered_by(next(ranks), 1, Path(folder))
     assert_holds(asyncio.run(receive_weights(offered, Path(folder, "r"), timeout_s=30.0)), 1)
@@ -183,13 +179,13 @@ def short_rounds(monkeypatch):
 
 @pytest.fixture
 def ranks(short_rounds):
-    """Two senders in this process; those of receivers beside them are threads."""
+    """Two senders in this process; receivers run on threads."""
     yield from both_ranks(OPTIONS)
 
 
 @pytest.fixture
 def ranks_into_engines(short_rounds):
-    """The same; they send to the ranks of engines."""
+    """Two senders in this process that send to engines' ranks."""
     yield from both_ranks(replace(OPTIONS, carrier=Carrier.engine_stream))
 
 
@@ -209,7 +205,7 @@ def offered_by(ranks, version, folder):
     return offer(ranks[0], version, folder)
 
 
-def test_receivers_hold_every_byte_that_two_ranks_have_of_a_version(tmp_path):
+def test_receivers_get_every_byte_of_two_ranks(tmp_path):
     with peers(4) as everyone:
         senders, receivers = everyone[:2], everyone[2:]
         start_senders(senders)
@@ -226,7 +222,7 @@ def test_receivers_hold_every_byte_that_two_ranks_have_of_a_version(tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-def test_a_receiver_that_falls_in_a_round_holds_the_other_up_until_the_deadline_only(number, tmp_path):
+def test_a_receiver_that_stops_in_a_round_delays_the_other_until_the_deadline(number, tmp_path):
     with peers(4) as everyone:
         senders, (falling, other) = everyone[:2], everyone[2:]
         start_senders(senders, replace(OPTIONS, timeout_s=2.0))
@@ -240,7 +236,7 @@ def test_a_receiver_that_falls_in_a_round_holds_the_other_up_until_the_deadline_
         assert_holds(received, 2)
 
 
-def test_a_rank_that_stops_in_a_round_ends_it_by_the_deadline_and_sends_again_when_it_goes_on(tmp_path):
+def test_a_stopped_rank_ends_a_round_by_the_deadline_and_sends_after_it_continues(tmp_path):
     with peers(4) as everyone:
         senders, receivers = everyone[:2], everyone[2:]
         start_senders(senders, replace(OPTIONS, timeout_s=1.0))
@@ -258,7 +254,7 @@ def test_a_rank_that_stops_in_a_round_ends_it_by_the_deadline_and_sends_again_wh
             assert_holds(receiver.answer()[0], 1)
 
 
-def test_the_death_of_a_rank_in_a_round_ends_it_by_name(tmp_path):
+def test_the_death_of_a_rank_in_a_round_raises_weights_error(tmp_path):
     with peers(3) as everyone:
         senders, receiver = everyone[:2], everyone[2]
         start_senders(senders, replace(OPTIONS, timeout_s=1.0, num_receivers=1))
@@ -269,7 +265,7 @@ def test_the_death_of_a_rank_in_a_round_ends_it_by_name(tmp_path):
         assert not list((tmp_path / "received").iterdir())
 
 
-def test_a_stop_of_rank_0_is_a_deadline_that_names_the_option(tmp_path):
+def test_a_stopped_rank_0_raises_a_deadline_error_with_the_option(tmp_path):
     with peers(3) as everyone:
         senders, receiver = everyone[:2], everyone[2]
         start_senders(senders)
@@ -279,7 +275,7 @@ def test_a_stop_of_rank_0_is_a_deadline_that_names_the_option(tmp_path):
             receiver.ask(receive, offered, str(tmp_path / "received"), 0.5).answer()
 
 
-async def test_who_comes_late_gets_the_newest_version_in_a_round_of_its_own(ranks, tmp_path):
+async def test_a_late_receiver_gets_its_own_round(ranks, tmp_path):
     offers = [offered_by(ranks, version, tmp_path) for version in (1, 2, 3)]
     both = await asyncio.gather(*(receive_weights(offers[2], tmp_path / "r", timeout_s=30.0) for _ in range(2)))
     late = await receive_weights(offers[2], tmp_path / "r", timeout_s=30.0)
@@ -290,27 +286,17 @@ async def test_who_comes_late_gets_the_newest_version_in_a_round_of_its_own(rank
         await receive_weights(offers[0], tmp_path / "r", timeout_s=30.0)
 
 
-async def test_versions_that_nobody_will_ask_for_are_held_by_no_rank(ranks, tmp_path):
-    for version in (1, 2):
-        offered = offered_by(ranks, version, tmp_path)
-    ranks[0]["sender"].retire(2)
-    await receive_weights(offered, tmp_path / "r", timeout_s=30.0)
-    assert [list(state["sender"]._parts) for state in ranks] == [[2], [2]]
-    assert list(ranks[0]["sender"]._coordinator.offers) == [2]
-
-
-async def test_a_version_that_engines_are_still_offered_is_sent_however_many_are_newer(ranks, tmp_path):
-    """An evaluation of it waited for an engine that had joined, and that could not have it any more."""
+async def test_a_pinned_version_is_sent_even_if_many_versions_are_newer(ranks, tmp_path):
+    """An evaluation waited for an engine that had joined late and could no longer get the version."""
     pinned = offered_by(ranks, 1, tmp_path)
     for state in ranks:
         state["sender"].retire(1)
     for version in (2, 3, 4):
         offered_by(ranks, version, tmp_path)
-    assert [list(state["sender"]._parts) for state in ranks] == [[1, 3, 4]] * 2
     assert_holds(await receive_weights(pinned, tmp_path / "r", timeout_s=30.0), 1)
 
 
-async def test_of_two_versions_that_are_asked_for_at_once_the_newer_is_sent(ranks, tmp_path):
+async def test_hosts_that_ask_for_two_versions_at_once_get_the_newer_one(ranks, tmp_path):
     offers = [offered_by(ranks, version, tmp_path) for version in (1, 2)]
     pending = [receive_weights(offered, tmp_path / "r", timeout_s=30.0) for offered in offers]
     older, newer = await asyncio.gather(*pending, return_exceptions=True)
@@ -318,68 +304,66 @@ async def test_of_two_versions_that_are_asked_for_at_once_the_newer_is_sent(rank
     assert_holds(newer, 2)
 
 
-async def test_who_asked_and_fell_silent_holds_nobody_up(ranks, tmp_path):
+async def test_a_receiver_that_is_silent_after_asking_does_not_delay_a_round(ranks, tmp_path):
     offered = offered_by(ranks, 1, tmp_path)
     with WeightChannel(channel_of(offered)) as silent:
         silent.send({"kind": "ask", "version": 1, "holds": ""})
         assert_holds(await receive_weights(offered, tmp_path / "r", timeout_s=30.0), 1)
 
 
-async def test_who_is_not_heard_in_time_asks_again_and_then_says_so(ranks, tmp_path, monkeypatch):
+async def test_a_receiver_whose_answers_are_lost_asks_again_and_then_raises(ranks, tmp_path, monkeypatch):
     offered = offered_by(ranks, 1, tmp_path)
     lose_answers_to_calls(monkeypatch)
     with pytest.raises(WeightsError, match=r"in 3 rounds: \['rank 0 did not hear of this receiver within 1\.0 s', .*"):
         await receive_weights(offered, tmp_path / "r", timeout_s=30.0)
 
 
-async def test_a_rank_that_no_longer_holds_a_version_ends_its_round_at_once(ranks, tmp_path):
-    """Receivers waited for the round's deadline, a minute, before they could ask for a newer version."""
+async def test_a_rank_without_the_version_ends_the_round_at_once(ranks, tmp_path):
+    """The receivers waited a minute, until the round's deadline, before they could ask for a newer version."""
     offered, began = offered_by(ranks, 1, tmp_path), time.monotonic()
-    del ranks[1]["sender"]._parts[1]
+    ranks[1]["sender"].retire(2)
     with pytest.raises(WeightsError, match=r"in 3 rounds: \['round 1 of weights is over', 'round 2"):
         await receive_weights(offered, tmp_path / "r", timeout_s=30.0)
     assert time.monotonic() - began < 15.0
 
 
-async def test_bytes_that_change_on_the_way_are_never_received(ranks, tmp_path):
+async def test_bytes_that_change_in_transfer_are_refused(ranks, tmp_path):
     offered = offered_by(ranks, 1, tmp_path)
-    change_what_is_sent(ranks[1], 1)
+    ranks[1]["data"][-1] ^= 1
     with pytest.raises(WeightsError, match=r"in 3 rounds: \['policy version 1: other bytes of half arrived', .*"):
         await receive_weights(offered, tmp_path / "r", timeout_s=30.0)
     assert not list((tmp_path / "r").iterdir())
 
 
-async def test_into_engines_every_tensor_arrives_whole_on_each_of_its_ranks(ranks_into_engines, tmp_path):
+async def test_every_tensor_arrives_complete_on_each_rank_of_an_engine(ranks_into_engines, tmp_path):
     offered = offered_by(ranks_into_engines, 1, tmp_path)
     assert offered.carrier == Carrier.engine_stream
     for taken, _ in await asyncio.gather(*(asyncio.to_thread(arrive, {}, offered) for _ in range(2))):
         assert_all_arrived(taken, 1)
 
 
-async def test_an_engine_that_stands_still_is_sent_its_version_also_beside_a_newer_one(ranks_into_engines, tmp_path):
+async def test_an_engine_stream_sends_an_older_version_beside_a_newer_one(ranks_into_engines, tmp_path):
     offers = [offered_by(ranks_into_engines, version, tmp_path) for version in (1, 2)]
     older, newer = await asyncio.gather(*(asyncio.to_thread(arrive, {}, offered) for offered in offers))
     assert_all_arrived(older[0], 1)
     assert_all_arrived(newer[0], 2)
 
 
-def test_into_engines_bytes_that_change_on_the_way_are_never_given_to_a_model(ranks_into_engines, tmp_path):
+def test_bytes_that_change_in_transfer_never_reach_an_engines_model(ranks_into_engines, tmp_path):
     offered = offered_by(ranks_into_engines, 1, tmp_path)
-    change_what_is_sent(ranks_into_engines[1], 1)
+    ranks_into_engines[1]["data"][-1] ^= 1
     with pytest.raises(WeightsError, match=r"in 3 rounds: \['policy version 1: other bytes of half arrived"):
         arrive({}, offered)
 
 
-def test_an_engines_rank_that_is_not_heard_in_time_asks_again_and_then_says_so(
-    ranks_into_engines, tmp_path, monkeypatch
-):
+def test_an_engines_rank_whose_answers_are_lost_asks_again_and_then_raises(ranks_into_engines, tmp_path, monkeypatch):
     offered = offered_by(ranks_into_engines, 1, tmp_path)
     lose_answers_to_calls(monkeypatch)
     with pytest.raises(WeightsError, match=r"in 3 rounds: \['rank 0 did not hear of this receiver within 1\.0 s', .*"):
         arrive({}, offered)
 
 
-def test_a_load_that_ends_early_leaves_the_round_and_the_next_one_goes_well(ranks_into_engines, tmp_path):
+def test_a_load_that_ends_early_leaves_the_round_and_the_next_load_succeeds(ranks_into_engines, tmp_path):
     offered = offered_by(ranks_into_engines, 1, tmp_path)
     weights = ArrivingWeights(offered, torch.device("cpu"), timeout_s=10.0)
     next(weights.tensors())
@@ -390,7 +374,7 @@ def test_a_load_that_ends_early_leaves_the_round_and_the_next_one_goes_well(rank
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-def test_an_engines_rank_that_falls_in_a_round_leaves_the_other_time_for_a_second_one(number, tmp_path):
+def test_after_an_engines_rank_stops_in_a_round_the_other_has_time_for_a_second(number, tmp_path):
     with peers(4) as everyone:
         senders, (falling, other) = everyone[:2], everyone[2:]
         start_senders(senders, replace(OPTIONS, timeout_s=5.0, carrier=Carrier.engine_stream))
@@ -402,7 +386,7 @@ def test_an_engines_rank_that_falls_in_a_round_leaves_the_other_time_for_a_secon
         assert seconds < 5.0
 
 
-def test_into_engines_a_rank_that_stops_is_a_deadline_by_name(tmp_path):
+def test_a_stopped_learner_rank_raises_a_deadline_error_in_an_engines_rank(tmp_path):
     with peers(3) as everyone:
         senders, receiver = everyone[:2], everyone[2]
         start_senders(senders, replace(OPTIONS, timeout_s=30.0, num_receivers=1, carrier=Carrier.engine_stream))
@@ -412,13 +396,13 @@ def test_into_engines_a_rank_that_stops_is_a_deadline_by_name(tmp_path):
             receiver.ask(arrive, offered, 1.5).answer(20.0)
 
 
-async def test_versions_of_a_learner_that_has_ended_are_gone_at_once(ranks, tmp_path):
+async def test_versions_of_an_ended_learner_raise_weights_gone_at_once(ranks, tmp_path):
     offered = offered_by(ranks, 1, tmp_path)
     with pytest.raises(WeightsGone, match=r"policy version 1 is no longer sent: nobody listens at 127.0.0.1:1"):
         await receive_weights(replace(offered, manifest="127.0.0.1:1"), tmp_path / "r", timeout_s=30.0)
 
 
-def test_no_room_on_the_receivers_host_is_an_error_by_name(tmp_path, monkeypatch):
+def test_without_room_on_the_receivers_host_weights_error_is_raised(tmp_path, monkeypatch):
     _, _, manifest = version_of(1)
 
     def full(*_):
@@ -429,7 +413,7 @@ def test_no_room_on_the_receivers_host_is_an_error_by_name(tmp_path, monkeypatch
         new_data_file(tmp_path, manifest)
 
 
-def test_an_interface_that_is_not_there_is_refused_with_those_that_are():
+def test_a_missing_interface_is_refused_with_the_existing_ones():
     assert interface_address("lo") == "127.0.0.1"
     with pytest.raises(ValueError, match=r"weights.interface must be .* got 'eth77' .* there are \['lo'"):
         interface_address("eth77")
@@ -438,4 +422,4 @@ def test_an_interface_that_is_not_there_is_refused_with_those_that_are():
 def test_closed_senders_leave_no_thread(ranks):
     for state in ranks:
         state["sender"].close()
-    assert not [state["sender"]._thread for state in ranks if state["sender"]._thread.is_alive()]
+    assert not [thread for thread in threading.enumerate() if thread.name == "weight-rounds"]
