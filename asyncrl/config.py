@@ -225,22 +225,22 @@ class WeightsConfig:
     """How the learner's weights are published.
 
     Attributes:
-        transport: ``shared_memory``: the ranks write into memory that the engines map. ``file``: into a folder.
-            ``auto`` takes memory where there is room for the versions kept; a folder elsewhere, or where all are kept.
-            ``collective``: the ranks broadcast over the network; no folder is shared.
+        transport: ``shared_memory``: the ranks write into memory that the engines map. ``file``: the ranks write into a
+            folder. ``auto``: memory if there is room for the kept versions, else a folder; a folder if all versions are
+            kept. ``collective``: the ranks broadcast over the network, without a shared folder.
         directory: Folder of ``file``, on a file system that ranks and engines share. Empty: in the run's folder.
         publish_every: Learner steps between two published versions; the last one is always published.
-        collective_into: With ``collective``, ``host``: into memory of the engines' hosts, while the engines generate
-            (gloo). ``engine``: into the engines themselves, tensor by tensor, while they stand still; no host holds a
-            copy. Between learner and engines on GPUs of their own that is NCCL, else gloo.
-        interface: Network interface over which ``collective`` reaches learner rank 0. ``lo`` reaches this host only. On
-            any other, whoever reaches the host's ports may receive the weights, or disturb the transfer.
-        full_every: One of so many published versions is full, and the others hold exactly what changed since the one
-            before; 1 publishes full versions only. Each engine then keeps an image of its version in shared memory.
+        collective_into: The receivers of ``collective``. ``host``: the engines' hosts receive into memory while the
+            engines generate (gloo). ``engine``: the engines receive tensor by tensor while they stand still, and no
+            host holds a copy. That uses NCCL if learner and engines have separate GPUs, else gloo.
+        interface: Network interface on which ``collective`` reaches learner rank 0. ``lo`` is this host only. On any
+            other interface, a process that reaches the host's ports may receive the weights or disturb the transfer.
+        full_every: Every ``full_every``-th published version is full. The others hold exactly the changes since the
+            version before, and each engine keeps an image of its version in shared memory. 1: all versions are full.
         adapters: With ``learner.lora``, publish the adapters alone, and the frozen weights once; each engine applies
-            the ones to the others. False publishes merged weights. Without adapters it changes nothing.
-        copy_to_memory: Each engine copies a version into its host's shared memory while it generates, and loads it from
-            there: for a ``directory`` that is slow to read.
+            the adapters. False publishes merged weights. Without adapters the option has no effect.
+        copy_to_memory: Each engine copies a version into its host's shared memory while it generates, and loads the
+            copy. Use it if ``directory`` is slow to read.
     """
 
     transport: Transport = Transport.auto

@@ -86,7 +86,7 @@ class TensorAssembly:
         for stored in self._tensors:
             if self._num_left.get(stored.name):
                 raise WeightsError(
-                    f"{self._name}: {len(self._num_left)} of {len(self._tensors)} tensors did not come whole, first "
+                    f"{self._name}: {len(self._num_left)} of {len(self._tensors)} tensors are not complete, first "
                     f"{stored.name} without {self._num_left[stored.name]} of {stored.num_bytes} bytes"
                 )
             if not stored.num_bytes:

@@ -140,11 +140,11 @@ class CarrierUse:
 
 def check_carrier(rules: CarrierRules, use: CarrierUse) -> None:
     """Raise `ValueError`, with the option and the remedy, if the carrier does not support the run."""
-    for fault in (*_kind_faults(rules, use), *_reach_faults(rules, use)):
+    for fault in _faults(rules, use):
         raise ValueError(fault)
 
 
-def _kind_faults(rules: CarrierRules, use: CarrierUse) -> Iterator[str]:
+def _faults(rules: CarrierRules, use: CarrierUse) -> Iterator[str]:
     name = rules.option.partition("=")[2]
     for option, value in use.given.items():
         if option not in rules.uses:
@@ -159,20 +159,17 @@ def _kind_faults(rules: CarrierRules, use: CarrierUse) -> Iterator[str]:
         ("adapter", use.adapters, f"weights.adapters must be false with {rules.option}, got true: an adapter"),
     ):
         if is_wanted and kind not in rules.kinds:
-            yield f"{fault} applies to weights beside the engine, and there are none; set it, or another transport"
+            yield f"{fault} needs weights on the engine's host, and the host holds none; set it, or another transport"
     if use.full_every > 1 and use.adapters:
         yield (
-            f"weights.full_every must be 1 where adapters are published alone, got {use.full_every}: they are smaller "
-            "than what they change; set it, or weights.adapters=false to publish merged weights"
+            f"weights.full_every must be 1 where adapters are published alone, got {use.full_every}: adapters are "
+            "already small; set it, or weights.adapters=false to publish merged weights"
         )
     if use.keeps_all and not rules.keeps_all:
         yield (
             f"weights.transport must be file to keep all versions (learner.keep_snapshots=-1), got {name}; set it, or "
             "keep fewer"
         )
-
-
-def _reach_faults(rules: CarrierRules, use: CarrierUse) -> Iterator[str]:
     where = f"with placement.num_nodes={use.num_hosts}"
     if use.num_hosts > 1 and not rules.is_remote:
         yield f"weights.transport must be file or collective {where}, got {rules.option.partition('=')[2]}"

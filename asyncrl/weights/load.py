@@ -132,7 +132,7 @@ def open_weights(offer: WeightOffer, device: torch.device, *, timeout_s: float) 
         FileNotFoundError: a newer version took the place of the files.
         WeightsError: the manifest is not the one that was offered.
     """
-    if offer.carrier is Carrier.engine_stream:
+    if offer.carrier == Carrier.engine_stream:  # a plain string in an order of a server
         return ArrivingWeights(offer, device, timeout_s=timeout_s)
     return FileWeights(offer)
 

@@ -81,7 +81,7 @@ class WeightPublisher:
         self._check_alike()
         self._is_elsewhere = False
         self._sender: WeightSender | None = None
-        if self._options.carrier is not Carrier.folder:
+        if self._options.carrier != Carrier.folder:
             self._sender = self._make_sender()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="publish")
         self._count = 0

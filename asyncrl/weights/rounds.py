@@ -221,8 +221,9 @@ class RoundCoordinator:
             case "present" if head["call"] == self._call:
                 self._present.put_nowait(sender)
             case "done":
-                if head["failed"]:
-                    self._break_up(head["round"])
+                if head["failed"] and (broken := self._meetings.pop(head["round"], None)) is not None:
+                    for member, _, _ in broken.pending:  # so that they do not wait until the deadline
+                        self._server.send(member, {"over": head["round"]})
                 self._done[head["rank"]] = head["round"]
                 self._rank_done.set()
             case "leave":
@@ -237,12 +238,6 @@ class RoundCoordinator:
     def _meeting(self, number: int) -> Meeting | None:
         meeting = self._meetings.get(number)
         return meeting if meeting is not None and asyncio.get_running_loop().time() < meeting.ends_s else None
-
-    def _break_up(self, number: int) -> None:
-        """End a round in which a rank failed, so that its members do not wait until the deadline."""
-        meeting = self._meetings.pop(number, None)
-        for member, _, _ in meeting.pending if meeting is not None else []:
-            self._server.send(member, {"over": number})
 
     def _hand_out(self, answers: Iterable[tuple[bytes, dict[str, bytes]]]) -> None:
         for member, values in answers:
@@ -510,7 +505,7 @@ class WeightChannel:
             raise WeightsError(f"the connection to learner rank 0 at {self.address.endpoint} ended")
         else:
             self._check_listening()
-            raise WeightsError(f"learner rank 0 at {self.address.endpoint} was not there at first")
+            raise WeightsError(f"learner rank 0 at {self.address.endpoint} did not accept the connection")
 
     def _check_listening(self) -> None:
         """Raise the reason why no connection can be made, which ZMQ does not report."""

@@ -279,22 +279,20 @@ class RoundStore(Store):
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Wait for several keys. The round's deadline counts, not ``timeout``. Raises as `get` does."""
-        with self._lock:
-            for key in keys:
-                if key not in self._known:
-                    self._known |= self._fetched(key)
+        for key in keys:
+            with self._lock:
+                if key in self._known:
+                    continue
+                count = 1 + self.this.num_receivers if "/" in key and self.this.backend == "gloo" else 1
+                self._channel.send({"kind": "want", "round": self.this.number, "key": key, "count": count})
+                answer = self._channel.receive(self.deadline.left.total_seconds())
+                if "keys" not in answer.head:
+                    raise WeightsError(f"round {self.this.number} of weights is over")
+                self._known |= dict(zip(answer.head["keys"], answer.values, strict=True))
 
     def check(self, keys: Sequence[str]) -> bool:
         """Return whether the keys are known in this process."""
         return all(key in self._known for key in keys)
-
-    def _fetched(self, key: str) -> dict[str, bytes]:
-        count = 1 + self.this.num_receivers if "/" in key and self.this.backend == "gloo" else 1
-        self._channel.send({"kind": "want", "round": self.this.number, "key": key, "count": count})
-        answer = self._channel.receive(self.deadline.left.total_seconds())
-        if "keys" not in answer.head:
-            raise WeightsError(f"round {self.this.number} of weights is over")
-        return dict(zip(answer.head["keys"], answer.values, strict=True))
 
 
 class RoundGroup:
@@ -370,7 +368,7 @@ async def receive_weights(offer: WeightOffer, folder: Path, *, timeout_s: float,
     Args:
         offer: Carried by `Carrier.host_stream`.
         folder: The version goes into a new folder in it; in shared memory, if there is room.
-        timeout_s: Deadline of the transfer, beside a second per 100 MB.
+        timeout_s: Deadline of the transfer, without the second per 100 MB.
         holds: Digest of the manifest of the version that this host holds. If the offer is a delta to it, the ranks send
             the delta alone.
 

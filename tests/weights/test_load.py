@@ -1,17 +1,19 @@
-"""What the loader inside a server proves of a model, on models of a few lines."""
+"""The verified load inside a server, with models of a few lines."""
 
+import json
 import threading
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
+import zmq
 from safetensors.torch import save_file
 from torch import nn
 
-from asyncrl.core.errors import WeightsError
-from asyncrl.core.types import FROZEN
-from asyncrl.weights.load import load_verified, submissions_run_at_once
+from asyncrl.core.errors import WeightsError, WeightsGone
+from asyncrl.core.types import FROZEN, Carrier, WeightOffer
+from asyncrl.weights.load import load_verified, open_weights, submissions_run_at_once
 from asyncrl.weights.manifest import AdaptedLayer, Adapter, DigestThreads
 from benchmarks.saved_weights import describe_model
 
@@ -187,3 +189,12 @@ def test_other_threads_and_digest_threads_still_use_pools_during_a_load():
         submitted_there = digests.submit(lambda: models.submit(threading.get_ident).result()).result()
         assert submitted_there not in (this_thread, other_thread)
     assert ThreadPoolExecutor.submit is before
+
+
+def test_a_stream_is_opened_for_an_offer_that_was_read_from_json():
+    """A server reads its order from JSON, where the carrier is a plain string."""
+    access = b"".join(zmq.curve_keypair()).decode()
+    offer = WeightOffer(version=1, manifest="127.0.0.1:1", digest="", num_bytes=0, access=access)
+    fields = json.loads(json.dumps(asdict(replace(offer, carrier=Carrier.engine_stream))))
+    with pytest.raises(WeightsGone, match="nobody listens at"):
+        open_weights(WeightOffer(**fields), torch.device("cpu"), timeout_s=10.0)
