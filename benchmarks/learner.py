@@ -25,7 +25,7 @@ from benchmarks.random_models import save_random_qwen3
 from benchmarks.report import Target, print_report
 from learner.advantages import generalized_advantages
 from learner.attention import ATTENTION_NAME, packed_layout
-from learner.batching import rank_batches, sample_costs
+from learner.batching import group_cost, rank_batches
 from learner.config import AlgorithmConfig, Device, LearnerConfig, OptimizerConfig
 from learner.heads import chunked_log_probs
 from learner.losses import policy_objective
@@ -207,11 +207,21 @@ def balance_max_over_mean() -> float:
         scale = rng.lognormal(6.5, 0.6, (num_groups, 1))
         lengths = np.clip(scale * rng.lognormal(0.0, 0.4, (num_groups, 8)), 16, 4096).astype(int)
         plan = Plan(version=0, groups=[_summary(group, row.tolist()) for group, row in enumerate(lengths)])
-        costs = {group.group_id: sample_costs(group) for group in plan.groups}
+        costs = {group.group_id: group_cost(group) for group in plan.groups}
         batches = rank_batches(plan, AlgorithmConfig(groups_per_step=num_groups), num_shards=num_ranks, max_lag=0)
-        loads = [sum(costs[group][sample] for group, sample in batch.sample_keys) for batch in batches]
+        loads = [sum(costs[share.group_id].of(share.samples) for share in batch.shares) for batch in batches]
         worst = max(worst, max(loads) / statistics.mean(loads))
     return worst
+
+
+def tokens_vs_ideal(num_prompt: int, num_samples: int, num_response: int, budget: int = 16_384) -> float:
+    """Packed tokens of 8 prompts ÷ the fewest possible: each prompt once and every sample's own tokens."""
+    sequences = sequences_of([num_prompt] * 8 * num_samples, [num_response] * 8 * num_samples)
+    for index, sequence in enumerate(sequences):
+        sequence.input_ids[:num_prompt] = index // num_samples  # not a real prompt, but one of its own
+    batches = pack(sequences, max_tokens=budget, whole=False, share_prompts=True)
+    ideal = 8 * (num_prompt + num_samples * num_response)
+    return sum(len(batch.input_ids) for batch in batches) / ideal
 
 
 def _summary(group_id: int, lengths: list[int]) -> GroupSummary:
@@ -262,6 +272,10 @@ def measure(rounds: int, num_tokens: int, vocabulary: int) -> tuple[dict[str, st
     rows["logprob_memory_vs_naive"] = f"ours {peaks['ours'] / 1e6:.0f} MB, naive {peaks['naive'] / 1e6:.0f} MB"
     figures["balance_max_over_mean"] = balance_max_over_mean()
     rows["balance_max_over_mean"] = "the fullest of 16 ranks with 16 sequences each, or of 64 ranks with 8"
+    figures["prompt_sharing_4k_8x400"] = round(tokens_vs_ideal(4000, 8, 400), 4)
+    figures["prompt_sharing_8k_8x300"] = round(tokens_vs_ideal(8000, 8, 300), 4)
+    rows["prompt_sharing_4k_8x400"] = "packed tokens ÷ ideal, 8 prompts of 4,000 tokens with 8 samples of 400"
+    rows["prompt_sharing_8k_8x300"] = "packed tokens ÷ ideal, 8 prompts of 8,000 tokens with 8 samples of 300"
     figures["gae_s"] = gae_seconds()
     rows["gae_s"] = "64 trajectories of 16,384 tokens"
     return rows, figures
@@ -281,6 +295,8 @@ TARGETS = {
     "step_vs_plain_loop": Target(at_least=0.95),
     "logprob_memory_vs_naive": Target(at_most=0.25),
     "shared_vs_own_prompts": Target(at_least=1.2),
+    "prompt_sharing_4k_8x400": Target(at_most=1.1),
+    "prompt_sharing_8k_8x300": Target(at_most=1.1),
     "packed_vs_padded": Target(at_least=1.8),
     "step_vs_trl": Target(at_least=1.5),
 }

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import heapq
 import operator
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,6 +22,11 @@ BALANCED = 1.02
 
 QUADRATIC_TOKENS = 32_768
 """Length at which attention costs as much as all else: near 8 hidden sizes, of a model with 4,096."""
+
+MAX_ATTENDED = 8
+"""Attention lays a shared prompt out again for each sequence: at most this many times the budget of packed tokens."""
+
+_HALVINGS = 6
 
 
 def karmarkar_karp(sizes: Sequence[float], num_parts: int) -> list[list[int]]:
@@ -70,9 +76,9 @@ def rank_batches(
     ``max_lag`` in learner steps; some are empty when there are fewer samples than ranks.
     """
     rewards = [plan_rewards(group, algorithm) for group in plan.groups]
-    costs = [sample_costs(group) for group in plan.groups]
+    costs = [group_cost(group) for group in plan.groups]
     everything = [
-        (index, tuple(range(len(samples)))) for index, samples in enumerate(costs) if plan.groups[index].is_scored
+        (index, tuple(range(len(samples)))) for index, (_, samples) in enumerate(costs) if plan.groups[index].is_scored
     ]
     shares: list[list[GroupShare]] = [[] for _ in range(num_shards)]
     loads = [0.0] * num_shards
@@ -82,7 +88,7 @@ def rank_batches(
         parts = _balanced(members, costs, num_shards, whole_groups=whole_groups)
         # The largest part goes to the rank with the least so far.
         for shard, part in zip(sorted(range(num_shards), key=loads.__getitem__), parts, strict=True):
-            loads[shard] += sum(_cost(item, costs) for item in part)
+            loads[shard] += sum(costs[index].of(samples) for index, samples in part)
             shares[shard] += [
                 GroupShare(
                     group_id=plan.groups[index].group_id,
@@ -95,40 +101,56 @@ def rank_batches(
     return [RankBatch(version=plan.version, shares=tuple(share), max_lag=max_lag) for share in shares]
 
 
-def sample_costs(group: GroupSummary) -> list[float]:
-    """What each sample of a group costs the learner: T + T² ÷ `QUADRATIC_TOKENS` for T tokens, prompt included.
+class GroupCost(NamedTuple):
+    """What a prompt group costs the learner, in tokens of a short sequence.
 
-    The branches of a sample cost as much each, taken as equally long.
+    Attributes:
+        prompt: The prompt, once for all samples of the group that a rank holds.
+        samples: Each sample: its T tokens without the prompt, and T² ÷ `QUADRATIC_TOKENS` with it for attention.
     """
-    tokens = group.branch_tokens or [group.num_prompt_tokens + length for length in group.response_lengths]
+
+    prompt: float
+    samples: list[float]
+
+    def of(self, samples: Sequence[int]) -> float:
+        """Return the cost of some samples on one rank."""
+        return self.prompt + sum(self.samples[sample] for sample in samples)
+
+
+def group_cost(group: GroupSummary) -> GroupCost:
+    """Cost of a group. The branches of a sample are taken as equally long; they share its prompt."""
+    num_prompt = group.num_prompt_tokens
+    tokens = group.branch_tokens or [num_prompt + length for length in group.response_lengths]
     branches = group.num_branches or [1] * len(tokens)
-    return [count + count**2 / (max(1, num) * QUADRATIC_TOKENS) for count, num in zip(tokens, branches, strict=True)]
+    return GroupCost(
+        num_prompt,
+        [
+            max(0, count - num * num_prompt) + count**2 / (max(1, num) * QUADRATIC_TOKENS)
+            for count, num in zip(tokens, branches, strict=True)
+        ],
+    )
 
 
 _Item = tuple[int, tuple[int, ...]]
 """A group by its index in the plan, and some of its samples."""
 
 
-def _cost(item: _Item, costs: Sequence[Sequence[float]]) -> float:
-    return sum(costs[item[0]][sample] for sample in item[1])
-
-
 def _balanced(
-    items: Sequence[_Item], costs: Sequence[Sequence[float]], num_parts: int, *, whole_groups: bool
+    items: Sequence[_Item], costs: Sequence[GroupCost], num_parts: int, *, whole_groups: bool
 ) -> list[list[_Item]]:
     """Partition groups, or parts of groups; the costliest are split into samples, no more of them than it takes."""
-    ordered = sorted(items, key=lambda item: -_cost(item, costs))
+    ordered = sorted(items, key=lambda item: costs[item[0]].of(item[1]), reverse=True)
     best: list[list[_Item]] = []
     lowest = float("inf")
     for num_split in (0,) if whole_groups else sorted({0, *(-(-len(items) // share) for share in (8, 4, 2, 1))}):
         single = [(index, (sample,)) for index, samples in ordered[:num_split] for sample in samples]
         pieces = single + ordered[num_split:]
-        sizes = [_cost(piece, costs) for piece in pieces]
-        parts = karmarkar_karp(sizes, num_parts)
-        largest = max(sum(sizes[place] for place in part) for part in parts)
-        if largest < lowest:
-            lowest, best = largest, [_joined([pieces[place] for place in part]) for part in parts]
-        if lowest * num_parts <= BALANCED * sum(sizes):
+        sizes = [costs[index].of(samples) for index, samples in pieces]
+        parts = [_joined([pieces[place] for place in part]) for part in karmarkar_karp(sizes, num_parts)]
+        loads = [sum(costs[index].of(samples) for index, samples in part) for part in parts]
+        if max(loads) < lowest:
+            lowest, best = max(loads), parts
+        if max(loads) * num_parts <= BALANCED * sum(loads):
             break
     return best
 
@@ -187,32 +209,75 @@ def split_sequences(sequences: Sequence[TokenSequence], count: int) -> list[list
     return parts
 
 
-def num_bins(lengths: Sequence[int], budget: int) -> int:
-    """Micro-batches that sequences of ``lengths`` tokens need under a budget, by first fit decreasing."""
-    return int(sum(lengths) > 0) if sum(lengths) <= budget else len(_first_fit_decreasing(lengths, budget))
+class PackItem(NamedTuple):
+    """Sequences that share a micro-batch. Tokens before the first one in the loss may be packed once for several items.
 
-
-def bin_lengths(lengths: Sequence[int], budget: int, count: int) -> list[list[int]]:
-    """Fill ``count`` micro-batches, at least `num_bins`, with sequences: balanced, and none over the budget.
-
-    Returns lists of indices into ``lengths``, which are in tokens and none above ``budget``; some may stay empty.
+    Attributes:
+        prompt: Items with equal prompts share those tokens within a micro-batch; None shares with no other item.
+        num_prompt: Tokens of the prompt; 0 without one.
+        num_own: All other packed tokens.
+        num_attended: Tokens that attention reads: prompt and own tokens of every sequence.
     """
-    balanced = karmarkar_karp(lengths, count)
-    if all(sum(lengths[index] for index in part) <= budget for part in balanced):
-        return balanced
-    filled = _first_fit_decreasing(lengths, budget)
-    return filled + [[] for _ in range(count - len(filled))]
+
+    prompt: Hashable | None
+    num_prompt: int
+    num_own: int
+    num_attended: int
 
 
-def _first_fit_decreasing(lengths: Sequence[int], budget: int) -> list[list[int]]:
+def first_fit(items: Sequence[PackItem], budget: int) -> list[list[int]]:
+    """Fill micro-batches of at most ``budget`` packed tokens: first fit, the items of one prompt one after another.
+
+    An item goes to a micro-batch that holds its prompt, else to the first one with room, else to a new one. Prompts go
+    by their tokens and those of their items, most first; so do the items of one prompt. Attention reads at most
+    `MAX_ATTENDED` times the budget. Returns lists of indices into ``items``; an item alone is taken to fit.
+    """
+    groups: dict[Hashable, list[int]] = {}
+    for index, item in enumerate(items):
+        groups.setdefault((index,) if item.prompt is None else item.prompt, []).append(index)
+    totals = [(items[group[0]].num_prompt + sum(items[i].num_own for i in group), group) for group in groups.values()]
     bins: list[list[int]] = []
     room: list[int] = []
-    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        place = next((b for b, free in enumerate(room) if free >= lengths[index]), None)
-        if place is None:
-            bins.append([])
-            room.append(budget)
-            place = len(bins) - 1
-        bins[place].append(index)
-        room[place] -= lengths[index]
+    attended: list[int] = []
+    for _, group in sorted(totals, key=lambda total: -total[0]):
+        holders: set[int] = set()
+        for index in sorted(group, key=lambda i: -items[i].num_own):
+            _, num_prompt, num_own, num_attended = items[index]
+            readable = MAX_ATTENDED * budget - num_attended
+            place = next((b for b in holders if room[b] >= num_own and attended[b] <= readable), None)
+            if place is not None:
+                room[place] -= num_own
+            else:
+                needed = num_prompt + num_own
+                place = next(
+                    (b for b, free in enumerate(room) if free >= needed and attended[b] <= readable), len(bins)
+                )
+                if place == len(bins):
+                    bins.append([])
+                    room.append(budget)
+                    attended.append(0)
+                holders.add(place)
+                room[place] -= needed
+            bins[place].append(index)
+            attended[place] += num_attended
     return bins
+
+
+def balanced_fit(items: Sequence[PackItem], budget: int, count: int) -> list[list[int]]:
+    """Fill ``count`` micro-batches, at least as many as `first_fit` needs, as evenly as it can; some may stay empty.
+
+    Halving finds the smallest budget that needs no more of them.
+    """
+    best = first_fit(items, budget)
+    tokens = sum(item.num_own for item in items) + sum({item.prompt: item.num_prompt for item in items}.values())
+    low, high = max([-(-tokens // count), *(item.num_prompt + item.num_own for item in items)]), budget
+    for _ in range(_HALVINGS):
+        middle = (low + high) // 2
+        if middle >= high:
+            break
+        bins = first_fit(items, middle)
+        if len(bins) <= count:
+            best, high = bins, middle
+        else:
+            low = middle + 1
+    return best + [[] for _ in range(count - len(best))]

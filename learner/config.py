@@ -309,7 +309,7 @@ class AlgorithmConfig:
             "gradient is zero in expectation; use k1 in the rewards (algorithm.kl_reward_coef)",
         )
         _require(
-            self.loss != "reinforce" or self.anchor is Anchor.behavior,
+            self.loss != "reinforce" or self.anchor is Anchor.behavior or self.corrects,
             f"algorithm.anchor must be behavior with algorithm.loss=reinforce, got {self.anchor}: this loss has no "
             f"ratio; leave it out, or set algorithm.loss to one of {sorted(ANCHORED_LOSSES)}",
         )

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .batching import bin_lengths, num_bins
+from .batching import MAX_ATTENDED, PackItem, balanced_fit, first_fit
 from .types import SampleKey, TokenSequence
 
 REFUSED = 2**31 - 1
@@ -88,17 +88,18 @@ def pack(
 
     Args:
         sequences: In any order; may be empty.
-        max_tokens: Most tokens of a micro-batch.
+        max_tokens: Most packed tokens of a micro-batch.
         whole: Pack every token. Otherwise each sequence ends before its last token in the loss: under causal attention
             no other prediction needs that token, or what follows it. One without such a token keeps its first.
         together: Sequences share micro-batches. Otherwise each gets its own, for models that cannot tell them apart.
-        share_prompts: What sequences of a micro-batch have in common before their first token in the loss is packed
-            once. The budget counts it for each.
+        share_prompts: Sequences of a micro-batch share the tokens that they begin with, as far as these come before
+            their first token in the loss. Such tokens are packed, and count, once. The samples of one prompt go to the
+            same micro-batches as far as they fit.
         keep_branches: The loss reads whole trajectories: refuse those whose branches cannot share a micro-batch.
         agree: Called once with the number of micro-batches that this rank needs; returns how many are made, at least
-            that. What is left over becomes empty micro-batches: one token that is in no loss, so that every rank takes
-            part in every collective. A rank whose sequences do not fit asks for `REFUSED`; then every rank raises, and
-            none waits for the others.
+            that. Further micro-batches are empty: one token that is in no loss, so that every rank takes part in every
+            collective. A rank whose sequences do not fit asks for `REFUSED`; then every rank raises, and none waits
+            for the others.
 
     Returns:
         At least one micro-batch; they hold every sequence once. Raises `ValueError` if a sequence alone is over the
@@ -106,32 +107,71 @@ def pack(
     """
     # The last True is found in bytes: an array function costs more than the row is long.
     lengths = [len(s.input_ids) if whole else max(1, s.loss_mask.tobytes().rfind(1)) for s in sequences]
+    prompts = _prompts(sequences) if share_prompts else {}
     try:
-        units = _units(sequences, lengths, max_tokens, together, keep_branches)
+        units = _units(sequences, lengths, prompts, max_tokens, together, keep_branches)
     except ValueError:
         agree(REFUSED)
         raise
-    sizes = [sum(lengths[index] for index in unit) for unit in units]
-    count = agree(max(1, num_bins(sizes, max_tokens) if together else len(units)))
+    items = [_item(sequences, unit, lengths, prompts) for unit in units]
+    count = agree(max(1, len(first_fit(items, max_tokens)) if together else len(units)))
     if count >= REFUSED:
         raise ValueError(
             f"learner.max_tokens_per_micro_batch={max_tokens} tokens must hold what every rank is given, got more on "
             "another rank, whose error has the lengths; raise it"
         )
     if together:
-        parts = [[index for place in part for index in units[place]] for part in bin_lengths(sizes, max_tokens, count)]
+        parts = [[index for place in part for index in units[place]] for part in balanced_fit(items, max_tokens, count)]
     else:
         parts = units + [[] for _ in range(count - len(units))]
     in_loss = tokens_in_loss(sequences)
     ordered = [sorted(part, key=lambda i: -lengths[i]) for part in parts]
     return [
-        _micro_batch(sequences, source, [lengths[i] for i in source] or [1], in_loss, share_prompts)
-        for source in ordered
+        _micro_batch(sequences, source, [lengths[i] for i in source] or [1], in_loss, prompts) for source in ordered
     ]
 
 
+def _num_leading(sequence: TokenSequence) -> int:
+    """Number of leading tokens that a sequence may share. The token before its first one in the loss is its own."""
+    return max(0, sequence.loss_mask.tobytes().find(1) - 1)
+
+
+def _prompts(sequences: Sequence[TokenSequence]) -> dict[SampleKey, bytes]:
+    """The prompt of each trajectory, as bytes: what comes before the loss in the branch that enters it first."""
+    first: dict[SampleKey, tuple[int, TokenSequence]] = {}
+    for sequence in sequences:
+        num_leading = _num_leading(sequence)
+        if num_leading and (sequence.trajectory not in first or num_leading < first[sequence.trajectory][0]):
+            first[sequence.trajectory] = (num_leading, sequence)
+    return {key: sequence.input_ids[:num_leading].tobytes() for key, (num_leading, sequence) in first.items()}
+
+
+def _holds(sequence: TokenSequence, prompt: bytes) -> bool:
+    """Whether a sequence begins with the prompt, and may share it."""
+    num_prompt = len(prompt) // sequence.input_ids.itemsize
+    return _num_leading(sequence) >= num_prompt and sequence.input_ids[:num_prompt].tobytes() == prompt
+
+
+def _item(
+    sequences: Sequence[TokenSequence], unit: list[int], lengths: Sequence[int], prompts: Mapping[SampleKey, bytes]
+) -> PackItem:
+    chosen, packed = [sequences[index] for index in unit], [lengths[index] for index in unit]
+    prompt = prompts.get(chosen[0].trajectory)
+    if prompt is None or not any(_holds(sequence, prompt) for sequence in chosen):
+        return PackItem(None, 0, sum(packed), sum(packed))
+    leads = _leading_tokens(chosen, packed, prompts)
+    num_packed = sum(packed) if leads is None else len(np.unique(leads))
+    num_prompt = len(prompt) // chosen[0].input_ids.itemsize
+    return PackItem(prompt, num_prompt, num_packed - num_prompt, sum(packed))
+
+
 def _units(
-    sequences: Sequence[TokenSequence], lengths: Sequence[int], max_tokens: int, together: bool, keep_branches: bool
+    sequences: Sequence[TokenSequence],
+    lengths: Sequence[int],
+    prompts: Mapping[SampleKey, bytes],
+    max_tokens: int,
+    together: bool,
+    keep_branches: bool,
 ) -> list[list[int]]:
     """What is packed as one: the branches of a trajectory, or each alone where they cannot share a micro-batch."""
     if lengths and max(lengths) > max_tokens:
@@ -142,31 +182,25 @@ def _units(
     branches: dict[SampleKey, list[int]] = {}
     for index, sequence in enumerate(sequences):
         branches.setdefault(sequence.trajectory, []).append(index)
-    units = branches.values()
-    return [part for unit in units for part in _kept_or_split(unit, lengths, max_tokens, together, keep_branches)]
-
-
-def _kept_or_split(
-    unit: list[int], lengths: Sequence[int], max_tokens: int, together: bool, keep_branches: bool
-) -> list[list[int]]:
-    """See `_units`, of one trajectory."""
-    if len(unit) == 1:
-        return [unit]
-    num_tokens = sum(lengths[index] for index in unit)
-    if together and num_tokens <= max_tokens:
-        return [unit]
-    if keep_branches and not together:
-        raise ValueError(
-            "algorithm.loss, weight or masks read whole trajectories, and this model runs one sequence at a time, got "
-            f"a trajectory of {len(unit)} branches; choose a loss, a weight and masks by token"
-        )
-    if keep_branches:
-        raise ValueError(
-            f"learner.max_tokens_per_micro_batch must hold a trajectory's {len(unit)} branches together, since "
-            f"algorithm.loss, weight or masks read all of it, got {max_tokens} for {num_tokens} tokens; raise it, or "
-            "choose a loss, a weight and masks by token"
-        )
-    return [[index] for index in unit]
+    units = []
+    for unit in branches.values():
+        unit.sort(key=lambda i: -lengths[i])
+        item = _item(sequences, unit, lengths, prompts)
+        num_tokens = item.num_prompt + item.num_own
+        if len(unit) == 1 or (together and num_tokens <= max_tokens and item.num_attended <= MAX_ATTENDED * max_tokens):
+            units.append(unit)
+        elif keep_branches:
+            raise ValueError(
+                f"learner.max_tokens_per_micro_batch must hold a trajectory's {len(unit)} branches together, since "
+                f"algorithm.loss, weight or masks read all of it, got {max_tokens} for {num_tokens} tokens; raise it, "
+                "or choose a loss, a weight and masks by token"
+                if together
+                else "algorithm.loss, weight or masks read whole trajectories, and this model runs one sequence at a "
+                f"time, got a trajectory of {len(unit)} branches; choose a loss, a weight and masks by token"
+            )
+        else:
+            units += [[index] for index in unit]
+    return units
 
 
 def _micro_batch(
@@ -174,9 +208,12 @@ def _micro_batch(
     source: Sequence[int],
     packed: Sequence[int],
     totals: Mapping[SampleKey, int],
-    share_prompts: bool,
+    prompts: Mapping[SampleKey, bytes],
 ) -> MicroBatch:
-    """Lay sequences end to end, the first ``packed`` tokens of each; ``totals`` are the trajectories' tokens."""
+    """Lay sequences end to end, the first ``packed`` tokens of each.
+
+    ``totals`` are the trajectories' tokens in the loss. What the sequences share by ``prompts`` is packed once.
+    """
     chosen = [sequences[index] for index in source] or [_BLANK]
     input_ids = np.concatenate([sequence.input_ids for sequence in chosen])
     loss_mask = np.concatenate([sequence.loss_mask for sequence in chosen])
@@ -197,7 +234,7 @@ def _micro_batch(
     }
     tokens, positions = input_ids[kept], positions[kept]
     predict_index, token_index = in_loss - 1 - moved[of_sequence[in_loss]], None
-    leads = _leading_tokens(chosen, packed) if share_prompts else None
+    leads = _leading_tokens(chosen, packed, prompts) if prompts else None
     if leads is not None:
         is_packed = leads == np.arange(len(leads))
         tokens, positions = tokens[is_packed], positions[is_packed]
@@ -225,21 +262,39 @@ def _column(name: str, chosen: Sequence[TokenSequence]) -> np.ndarray:
     )
 
 
-def _leading_tokens(chosen: Sequence[TokenSequence], packed: Sequence[int]) -> np.ndarray | None:
+def _leading_tokens(
+    chosen: Sequence[TokenSequence], packed: Sequence[int], prompts: Mapping[SampleKey, bytes]
+) -> np.ndarray | None:
     """Which token each token of the sequences, laid end to end, is packed as: [sum of ``packed``] int64, or None.
 
-    That is itself, or the same token of the first sequence with the same prompt. None: no two have one in common.
+    That is itself, or the same token of an earlier sequence that begins alike: the first one with the same prompt, or a
+    branch of the same trajectory. None: no two sequences have a token in common.
     """
-    leads, leaders, start, shares = np.arange(sum(packed)), dict[bytes, int](), 0, False
+    leads, start, shares = np.arange(sum(packed)), 0, False
+    leaders: dict[bytes, tuple[int, np.ndarray]] = {}
+    branches: dict[SampleKey, list[tuple[int, np.ndarray]]] = {}
     for sequence, length in zip(chosen, packed, strict=True):
-        num_shared = sequence.loss_mask.tobytes().find(1) - 1
-        if num_shared > 0:
-            leader = leaders.setdefault(sequence.input_ids[:num_shared].tobytes(), start)
-            if leader != start:
-                leads[start : start + num_shared] = np.arange(leader, leader + num_shared)
-                shares = True
+        tokens, limit = sequence.input_ids[:length], min(length, _num_leading(sequence))
+        earlier = branches.setdefault(sequence.trajectory, [])
+        prompt = prompts.get(sequence.trajectory)
+        candidates = [*earlier, *([leaders[prompt]] if prompt in leaders else [])]
+        shared = [(_num_common(tokens[:limit], other), place) for place, other in candidates]
+        num_shared, place = max(shared, default=(0, 0))
+        if num_shared:
+            leads[start : start + num_shared] = leads[place : place + num_shared]
+            shares = True
+        earlier.append((start, tokens))
+        if prompt is not None and prompt not in leaders and _holds(sequence, prompt):
+            leaders[prompt] = (start, tokens)
         start += length
     return leads if shares else None
+
+
+def _num_common(tokens: np.ndarray, others: np.ndarray) -> int:
+    """Length of the longest common beginning."""
+    length = min(len(tokens), len(others))
+    different = np.flatnonzero(tokens[:length] != others[:length])
+    return int(different[0]) if len(different) else length
 
 
 _BLANK = TokenSequence(input_ids=np.zeros(1, dtype=np.int32), loss_mask=np.zeros(1, dtype=bool))

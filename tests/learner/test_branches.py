@@ -15,7 +15,7 @@ from asyncrl.core.trajectory import Trajectory, TrajectoryGroup, Turn
 from asyncrl.core.types import FinishReason, Plan
 from buffer.messages import summary_fields, summary_of
 from learner.advantages import BatchAdvantages
-from learner.batching import rank_batches, sample_costs
+from learner.batching import group_cost, rank_batches
 from learner.config import Aggregation, AlgorithmConfig, Anchor, Device, LearnerConfig, Mask, OptimizerConfig, Weight
 from learner.fsdp import open_mesh
 from learner.trainer import Trainer
@@ -164,17 +164,18 @@ def test_a_trajectory_that_was_cut_off_is_left_out_whole_and_an_earlier_branch_c
 def test_the_balance_counts_every_branch_as_long_as_it_is_packed() -> None:
     lengths = [len(s.input_ids) for s in group_sequences(GROUP)]
     assert lengths == [10, 9, 6, 7]
-    whole, plain = sample_costs(GROUP.summary)
-    assert whole == pytest.approx(25.0, rel=1e-3)
-    assert plain == pytest.approx(7.0, rel=1e-3)
+    cost = group_cost(GROUP.summary)
+    assert cost.prompt == 2
+    assert cost.samples == pytest.approx([25 - 3 * 2, 7 - 2], rel=1e-3)
+    assert cost.of([0, 1]) == pytest.approx(26, rel=1e-3)
     chains = [
-        TrajectoryGroup.from_trajectories([Trajectory(turns=(PROMPT, sampled(23, 0)), reward=0.0)] * 2, **ids)
+        TrajectoryGroup.from_trajectories([Trajectory(turns=(PROMPT, sampled(18, 0)), reward=0.0)] * 2, **ids)
         for ids in ({"group_id": 8, "attempt": 0}, {"group_id": 9, "attempt": 0})
     ]
     wide = TrajectoryGroup.from_trajectories([Trajectory(turns=TREE, reward=0.0)] * 4, group_id=7, attempt=0)
     plan = Plan(version=0, groups=[wide.summary, *(chain.summary for chain in chains)])
     first, second = rank_batches(plan, AlgorithmConfig(), num_shards=2, max_lag=0)
-    assert {first.group_ids, second.group_ids} == {(7,), (8, 9)}  # 100 tokens each
+    assert {first.group_ids, second.group_ids} == {(7,), (8, 9)}  # 78 and 76 tokens
 
 
 def test_a_summary_tells_the_branches_over_the_wire_and_says_nothing_of_chains() -> None:

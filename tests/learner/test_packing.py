@@ -60,10 +60,13 @@ def test_samples_of_a_prompt_share_its_tokens_and_predict_each_from_a_token_of_i
         for length in responses:
             tokens = np.array([*prompt, *(next(ids) for _ in range(length))])
             sequences.append(TokenSequence(input_ids=tokens, loss_mask=np.arange(len(tokens)) >= num_prompt))
-    apart = pack(sequences, max_tokens=budget, whole=whole)
-    for batch, alone in zip(pack(sequences, max_tokens=budget, whole=whole, share_prompts=True), apart, strict=True):
-        # Laid out again, it is what it is without sharing; and nothing that could be shared is packed twice.
+    batches = pack(sequences, max_tokens=budget, whole=whole, share_prompts=True)
+    assert sorted(index for batch in batches for index in batch.source) == list(range(len(sequences)))
+    for batch in batches:
+        # Laid out again, each sequence is what it was; and nothing that can be shared is packed twice.
+        assert len(batch.input_ids) <= budget
         index = torch.arange(sum(batch.lengths)) if batch.token_index is None else batch.token_index
+        (alone,) = pack([sequences[i] for i in batch.source], max_tokens=sum(batch.lengths), whole=whole)
         assert batch.lengths == alone.lengths
         assert torch.equal(batch.input_ids[index], alone.input_ids)
         assert torch.equal(batch.position_ids[index], alone.position_ids)
@@ -85,6 +88,64 @@ def test_samples_of_a_prompt_share_its_tokens_and_predict_each_from_a_token_of_i
 def rows(batch: MicroBatch) -> tuple[torch.Tensor, ...]:
     """The tokens of each sequence of a micro-batch that shares none."""
     return batch.input_ids.split(list(batch.lengths))
+
+
+def grouped(num_groups: int, num_prompt: int, response_lengths: list[int]) -> list[TokenSequence]:
+    """Sequences of several prompts, in turn."""
+    ids = iter(range(1_000_000))
+    prompts = [[next(ids) for _ in range(num_prompt)] for _ in range(num_groups)]
+    return [
+        TokenSequence(
+            input_ids=np.array([*prompt, *(next(ids) for _ in range(length))], dtype=np.int32),
+            loss_mask=np.arange(num_prompt + length) >= num_prompt,
+        )
+        for length in response_lengths
+        for prompt in prompts
+    ]
+
+
+def test_samples_of_a_prompt_go_to_the_same_micro_batches() -> None:
+    """8 samples of 40 tokens after a prompt of 400: 720 tokens per prompt at best, 3,520 without sharing."""
+    sequences = grouped(10, 400, [40] * 8)
+    batches = pack(sequences, max_tokens=1600, share_prompts=True)
+    # The last token of a prompt predicts the first of each answer, so each sample has its own copy of that token.
+    assert sum(len(batch.input_ids) for batch in batches) <= 1.1 * 10 * (399 + 8 * 41)
+    assert len(batches) <= 6
+    without = pack(sequences, max_tokens=1600)
+    assert sum(len(batch.input_ids) for batch in without) == 10 * 8 * 440
+
+
+def test_a_prompt_over_half_the_budget_is_packed_in_as_few_micro_batches_as_hold_its_samples() -> None:
+    batches = pack(grouped(1, 600, [60] * 16), max_tokens=1000, share_prompts=True)
+    assert len(batches) == 3  # 6 samples of 61 tokens beside 599, three times
+    assert max(len(batch.input_ids) for batch in batches) <= 1000
+
+
+def test_attention_reads_a_bounded_multiple_of_the_budget() -> None:
+    batches = pack(grouped(1, 900, [1] * 64), max_tokens=1000, share_prompts=True)
+    assert all(sum(batch.lengths) <= 8 * 1000 for batch in batches)
+    assert len(batches) == 8
+
+
+def test_branches_share_the_turns_before_the_fork() -> None:
+    turns = {
+        name: list(range(start, start + 50)) for name, start in (("prompt", 0), ("a", 100), ("b", 200), ("c", 300))
+    }
+    masks = {"first": ["a", "b"], "second": ["c"]}
+    first, second = [*turns["prompt"], *turns["a"], *turns["b"]], [*turns["prompt"], *turns["a"], *turns["c"]]
+    sequences = [
+        TokenSequence(
+            input_ids=np.array(tokens, dtype=np.int32),
+            loss_mask=np.isin(tokens, [token for turn in masks[name] for token in turns[turn]]),
+            trajectory=(0, 0),
+        )
+        for name, tokens in (("first", first), ("second", second))
+    ]
+    (batch,) = pack(sequences, max_tokens=201, share_prompts=True)
+    assert len(batch.input_ids) == 201  # and the token before the second branch's own turn, which predicts it
+    assert batch.input_ids[batch.token_index].tolist() == first + second
+    with pytest.raises(ValueError, match="must hold a trajectory's 2 branches together"):
+        pack(sequences, max_tokens=200, share_prompts=True, keep_branches=True)
 
 
 @given(lengths=LENGTHS, budget=st.integers(40, 90))
