@@ -69,6 +69,7 @@ class ActorWorker(ModelWorker):
         temperature = float(data.meta_info.get("temperature", self._temperature))
         with self._offload.updating(), self._model.at_temperature(temperature):
             metrics = self._step.update(sequences)
+        self._version = None if self._version is None else self._version + 1
         return single_controller.DataProto(
             meta_info={"metrics": {f"actor/{name}": value for name, value in metrics.items()}}
         )
@@ -181,6 +182,35 @@ def trained_sequences(data: DataProto, columns: Mapping[str, str], *, num_mini_b
     tensors = {name: _array(data, source).astype(np.float32) for name, source in columns.items()}
     sequences = _sequences(data, mask & attended, tensors)
     return [replace(s, mini_batch=i * num_mini_batches // len(sequences)) for i, s in enumerate(sequences)]
+
+
+def generated_rows(
+    data: DataProto, samples: Sequence[tuple[np.ndarray, np.ndarray]], *, num_response: int
+) -> DataProto:
+    """The columns of sampled responses, as verl's ``generate_sequences`` returns them.
+
+    ``data`` has the prompts, ``input_ids`` and ``attention_mask`` [B, P], padded on the left. ``samples`` are token ids
+    and behavior log-probs of at most ``num_response`` tokens each. Returns ``input_ids``, ``attention_mask`` and
+    ``position_ids`` [B, P + R], ``responses``, ``response_mask`` and ``rollout_log_probs`` [B, R].
+    """
+    import torch
+
+    input_ids, attention = _array(data, "input_ids"), _array(data, "attention_mask")
+    responses = np.zeros((len(samples), num_response), dtype=np.int64)
+    mask, logprobs = np.zeros_like(responses), np.zeros(responses.shape, dtype=np.float32)
+    for row, (token_ids, values) in enumerate(samples):
+        responses[row, : len(token_ids)], logprobs[row, : len(token_ids)] = token_ids, values
+        mask[row, : len(token_ids)] = 1
+    attention = np.concatenate([attention, mask], axis=1)
+    columns = {
+        "input_ids": np.concatenate([input_ids, responses], axis=1),
+        "attention_mask": attention,
+        "position_ids": (attention.cumsum(axis=1) - 1).clip(min=0),
+        "responses": responses,
+        "response_mask": mask,
+        "rollout_log_probs": logprobs,
+    }
+    return single_controller.DataProto.from_dict({name: torch.from_numpy(values) for name, values in columns.items()})
 
 
 def response_rows(data: DataProto, values: Sequence[np.ndarray]) -> Tensor:

@@ -24,6 +24,7 @@ _GROUPS = {
     "tests/e2e/": "whole runs",
     "tests/single_controller/": "cluster",
     "tests/asyncrl/test_role_groups.py": "cluster",
+    "tests/asyncrl/test_examples.py": "cluster",
     "tests/single_controller/test_future.py": "cluster",
 }
 """Tests whose path begins so run in one process. The longest groups stand first and go first."""

@@ -12,32 +12,35 @@ The five loops of `Controller`, what each waits for, and who wakes it::
 
     prompts ─feed─▶ buffer ─plan─▶ [at most 2 steps] ─complete─▶ buffer (commits)
 
-While the learner computes step v, the fleet generates, the plan of v + 1 is made and queued behind it on the ranks,
-and the weights of v travel. No loop here waits for that: rank 0 offers a version to the buffer, which shows it to the
-rollout workers when its step is committed, and each takes the newest when it can. Where that is slower than training,
-versions are skipped, and admission, which goes by the engine's version, slows generation down. For an evaluation
-between, a few engines keep its version until it is done.
+While the learner computes step v, the fleet generates. The plan of v + 1 is made and queued behind step v on the ranks,
+and the weights of v travel. No loop waits for the weights: rank 0 offers a version to the buffer, the buffer shows the
+version when its step is committed, and each rollout worker takes the newest version when it can. If loading is slower
+than training, workers skip versions, and admission slows generation down, because it counts from the engine's version.
+During an evaluation a few engines keep its version until it ends.
 
-A deadlock would need a loop that waits for one that waits for it. feed and plan wait for the buffer only; complete for
-the learner only; follow for the buffer; examine for the buffer, and for engines that answer, which wait for nobody.
-Admission waits for commits (complete) and newer engines, which wait for commits and the end of an evaluation (examine).
-So the only cycle is plan → rollouts → admission → complete → plan, and it moves because a batch at the learner's
-version is admitted without any further commit (docs/staleness.md).
+A deadlock needs a circle of loops that wait for each other:
 
-The plan loop queues a checkpoint on the ranks between two updates, with what the run needs to go on
-(asyncrl/run/resume.py); the ranks write it while they train on. Where a rank dies, the loops end, and
-begin again at the newest checkpoint (asyncrl/run/learner_restarts.py). Where a store died with a batch that the
-ranks had not fetched, no rank makes the step, and the loops begin again at that step, on a batch that is planned anew.
+- feed and plan wait for the buffer. complete waits for the learner. follow waits for the buffer.
+- examine waits for the buffer and for the answers of engines. Engines wait for no loop.
+- Admission waits for commits (complete) and for newer engines. Those wait for commits and for the end of an evaluation.
 
-`ColocatedController` has devices that both pools share. Beside feed it has one loop, in which each step waits for the
-one before::
+So the only cycle is plan → rollouts → admission → complete → plan. It moves, because a batch at the learner's version
+is admitted without a further commit (docs/staleness.md).
 
-    buffer fills a batch ─▶ engines let what runs end, and release the device ─▶ learner takes it, and updates
+The plan loop queues a checkpoint on the ranks between two updates (asyncrl/run/resume.py); the ranks write it while
+they train. After the death of a rank the loops end, and begin again at the newest checkpoint
+(asyncrl/run/learner_restarts.py). If a store dies with a batch before the ranks have fetched it, no rank makes the
+step. The loops then begin again at that step, on a new plan.
+
+`ColocatedController` is for pools that share devices. Beside feed it has one loop, in which each step waits for the one
+before::
+
+    buffer fills a batch ─▶ engines finish, and release the device ─▶ learner loads, and updates
           ▲                                                                             │
-          └── engines take the device back, load the weights, go on ◀── learner offers them, and offloads
+          └── engines load the weights, and go on ◀── learner publishes them, and offloads
 
-The same ledger holds the staleness bound: what still runs when a batch is full ends under the old weights, is stored,
-and is trained on with a lag of one step or more.
+The same ledger bounds staleness. Groups that still run when a batch is full finish under the old weights. They are
+stored, and trained on with a lag of one step or more.
 """
 
 from __future__ import annotations
@@ -76,13 +79,13 @@ Evaluate = Callable[[int, PinnedEngines | None], Awaitable[Any]]
 
 logger = logging.getLogger(__name__)
 
-# The step that the ranks compute, and one queued behind it: enough that they never wait for the controller.
+# One step that the ranks compute and one behind it: the ranks never wait for the controller.
 _PIPELINE_STEPS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class _QueuedStep:
-    """A learner step queued on the ranks: its batch, and the handles of the update, the weights and the checkpoint."""
+    """A learner step that is queued on the ranks: its batch, and the pending results of its calls."""
 
     plan: Plan
     plan_wait_s: float
@@ -94,7 +97,7 @@ class _QueuedStep:
 
 
 class _Training(ABC, Generic[LearnerT, FleetT]):
-    """What both controllers do: feed prompts, run their loops to the end, and close the account."""
+    """The base of both controllers: feeds prompts, runs the loops to the last step, and closes the account."""
 
     def __init__(
         self,
@@ -108,10 +111,10 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
         evaluate: Evaluate | None = None,
         resumed: RunState | None = None,
     ) -> None:
-        """Take the parts, all started, with learner, buffer and engines at the version of ``resumed``.
+        """All parts are started. Learner, buffer and engines are at the version of ``resumed``.
 
-        ``evaluate`` is called every ``evaluation.every_steps``, with the version; and with what waits for the engines
-        that are pinned to it, where the others go on.
+        ``evaluate`` is called every ``evaluation.every_steps`` with the version. `Controller` also passes the function
+        that waits for the engines pinned to the version.
         """
         resumed = resumed or RunState()
         self._evaluate = evaluate
@@ -138,8 +141,7 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
     async def train(self) -> None:
         """Train to the last step and publish its weights. Raises `AsyncRLError` if a part died or was late.
 
-        After it has raised `LearnerDiedError`, and `rewind`, it may be called again; likewise after `BatchLost`, and
-        `replan`.
+        It may be called again after a `LearnerDiedError` and `rewind`, and after a `BatchLost` and `replan`.
         """
         self._reporter.begin()
         async with asyncio.TaskGroup() as tasks:
@@ -148,13 +150,13 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
             feed.cancel()
 
     def newest_checkpoint(self, folder: Path) -> Resumed | None:
-        """See `Checkpointer.newest`."""
+        """The newest complete checkpoint of this life of the run in ``folder``, or None."""
         return self._checkpointer.newest(folder)
 
     async def rewind(self, state: RunState, *, incarnation: int) -> None:
-        """Take the buffer and this controller back to a checkpoint; the learner's next life, ``incarnation``, follows.
+        """Take the buffer and this controller back to a checkpoint, before life ``incarnation`` of the learner.
 
-        The checkpoint may hold a step more than the ledger has heard of.
+        The checkpoint may be one step ahead of the ledger; the buffer first commits the steps in between.
         """
         for version in range((await self._buffer.stats()).learner_version, state.version):
             await self._buffer.commit(version)
@@ -170,9 +172,9 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
         self._reporter.rewind(state.version)
 
     async def replan(self) -> tuple[int, Sequence[int]]:
-        """After a `BatchLost`: have the lost groups generated again, and their batch planned anew; `train` comes next.
+        """After a `BatchLost`: queue the lost groups again; the next `train` plans their step anew.
 
-        Returns the step and its lost groups. Raises `LearnerDiedError` if the ranks cannot go on.
+        Returns the step and its lost groups. Raises `LearnerDiedError` if the ranks cannot continue.
         """
         group_ids = await self._learner.withdraw()
         await self._buffer.lose(group_ids)
@@ -182,18 +184,18 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
         return version, group_ids
 
     def _go_on_from(self, version: int) -> None:
-        """Nothing beyond ``version`` is planned or queued any more."""
+        """Forget plans and queued steps from ``version`` on."""
         self._versions = range(version, self._versions.stop)
         self._queued_version = version
         self._checkpointer.rewind(version)
 
     async def settle(self) -> None:
-        """Commit the steps that a cancelled `train` left queued on the ranks; call it when they are done with them."""
+        """Commit the steps that a cancelled `train` left queued. Call it when the ranks have made them."""
         for version in range((await self._buffer.stats()).learner_version, self._queued_version):
             await self._buffer.commit(version)
 
     async def account(self) -> TrainingResult:
-        """Let the fleet stop all work, and close the account. Raises `AccountError` if it does not balance."""
+        """Stop all work of the fleet and close the account. Raises `AccountError` if it does not balance."""
         counts = await self._fleet.drain()
         return self._reporter.result(await self._buffer.stats(), counts)
 
@@ -207,7 +209,7 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
         self._reporter.published(version, took_s)
 
     def _next_evaluated(self, after: int) -> int | None:
-        """The first published version above ``after`` that is evaluated during training; None if there is none."""
+        """The first published version above ``after`` to evaluate before training ends, or None."""
         steps = self._evaluation_steps
         if not steps or self._evaluate is None:
             return None
@@ -216,7 +218,7 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
         return published if published < self._versions.stop else None
 
     async def _feed(self) -> None:
-        """Queue the prompts of the stream. Prompts that a cancelled call did not queue are sent again first."""
+        """Queue the stream's prompts. The next call first sends again what a cancelled call did not queue."""
         while True:
             self._unqueued = self._unqueued or self._prompts.take(self._prompts_per_call)
             await self._buffer.enqueue(self._unqueued)
@@ -236,13 +238,13 @@ class Controller(_Training[LearnerPort, FleetPort]):
     """Generates and trains at the same time."""
 
     def __init__(self, config: RunConfig, **parts: Any) -> None:
-        """Take the parts of every controller."""
+        """Takes what `_Training` takes."""
         super().__init__(config, **parts)
         self._steps: asyncio.Queue[_QueuedStep | BatchLost] = asyncio.Queue()
         self._places = asyncio.Semaphore(_PIPELINE_STEPS)
 
     def _go_on_from(self, version: int) -> None:
-        """As of every controller; what was queued on the ranks is gone."""
+        """As the base does; the steps that were queued on the ranks are lost too."""
         self._steps, self._places = asyncio.Queue(), asyncio.Semaphore(_PIPELINE_STEPS)
         super()._go_on_from(version)
 
@@ -256,7 +258,7 @@ class Controller(_Training[LearnerPort, FleetPort]):
             dispatched = record.span(record.SpanKind.dispatched, lane="/complete", step=version)
             try:
                 plan = await self._learner.scored(plan)
-            except BatchLost as lost:  # when the steps before it are committed
+            except BatchLost as lost:  # complete raises it after it has committed the earlier steps
                 await self._steps.put(lost)
                 return
             self._queued_version = version + 1
@@ -266,7 +268,7 @@ class Controller(_Training[LearnerPort, FleetPort]):
                 dispatched=dispatched,
                 update=self._learner.update(plan),
                 weights=self._learner.publish(version + 1) if self._is_published(version + 1) else None,
-                critic=self._learner.update_critic(plan),  # after the weights, which need the policy alone
+                critic=self._learner.update_critic(plan),  # behind the publish, which does not wait for the critic
                 checkpoint=await self._checkpointer.save_if_due(version + 1),
             )
             await self._steps.put(step)
@@ -282,7 +284,7 @@ class Controller(_Training[LearnerPort, FleetPort]):
             self._checkpointer.committed(step.plan.version)
             self._places.release()
             if step.weights is not None:
-                await step.weights  # the copy, which is done before the critic's step can begin
+                await step.weights  # only the copy
             metrics = {**metrics, **await step.critic}
             if step.checkpoint is not None:
                 with record.span(record.SpanKind.checkpoint, lane="/complete", version=step.plan.version + 1):
@@ -294,7 +296,7 @@ class Controller(_Training[LearnerPort, FleetPort]):
                 stats=stats,
                 counts=await self._fleet.counters(),
             )
-        await self._learner.finish_publish()  # no call runs on the ranks now, by which their death would be noticed
+        await self._learner.finish_publish()
 
     def _is_published(self, version: int) -> bool:
         return version % self._publish_every == 0 or version == self._versions.stop
@@ -304,11 +306,11 @@ class Controller(_Training[LearnerPort, FleetPort]):
             await self._follow_fleet()
 
     async def _examine(self) -> None:
-        """Evaluate one version after another, each on a few engines, which keep it until it is done."""
+        """Evaluate versions in turn. A few engines keep the version until its evaluation ends."""
         due = self._next_evaluated(self._queued_version)
         while (version := self._next_evaluated(self._queued_version)) is not None and self._evaluate is not None:
             if version != due:
-                logger.info("training has passed policy version %s: %d is evaluated next", due, version)
+                logger.info("training has passed policy version %s; version %d is evaluated next", due, version)
             num_engines = num_pinned_engines(self._evaluation_share, len(self._fleet.engines()))
             await self._evaluate(version, partial(self._buffer.pin, version, num_engines))
             due = self._next_evaluated(version)
@@ -316,7 +318,7 @@ class Controller(_Training[LearnerPort, FleetPort]):
 
 
 class ColocatedController(_Training[ColocatedLearnerPort, ColocatedFleetPort]):
-    """Lets both pools take turns on the same devices, with the learner offloaded and the engines up when it begins."""
+    """Lets both pools take turns on the same devices. At the start the learner is offloaded and the engines are up."""
 
     def _loops(self) -> Sequence[Loop]:
         return (self._take_turns,)

@@ -1,6 +1,6 @@
-"""The learner's roles as worker groups, behind the port that the controller drives.
+"""The learner's roles as worker groups, behind the controller's `LearnerPort`.
 
-Every wait is for the ranks, under a deadline of `within`; Ray wakes it when they answer or die.
+Every call waits for the ranks under a deadline. Ray wakes it when they answer or die.
 """
 
 from __future__ import annotations
@@ -52,28 +52,28 @@ WORKER_CLASSES = {"actor": ActorWorker, "critic": CriticWorker, "ref": Reference
 
 
 class LearnerGroup:
-    """The learner's roles. Calls queue on the ranks in the order they are made.
+    """The learner's roles as one object. The ranks execute calls in the order in which they are made.
 
-    A step queues, role by role: the reference's and the critic's scores, the actor's step, the weights, the critic's
-    step. What a role scored reaches the others from worker to worker, or stays in the process that they share.
+    A step queues the scores of reference and critic, the actor's step, the publish, and the critic's step. Scores go
+    from worker to worker, or stay in the process that two roles share.
 
     Attributes:
-        checkpoints: The folder of its checkpoints.
+        checkpoints: The folder of the learner's checkpoints.
     """
 
     def __init__(self, config: RunConfig, *, buffer: BufferConnection, paths: RunPaths) -> None:
-        """Start the ranks; `init` builds their models."""
+        """Start the ranks; `init` loads their models."""
         self._config = config
         self._buffer = buffer
         self._paths = paths
         self.checkpoints = paths.checkpoints
         self._layout = learner_layout(config, learner_pools(config), learner_roles(config))
         for pool in self._layout.resource_pool_dict.values():
-            pool.enter()  # so that the next life of the learner has the same places
+            pool.enter()  # the reservation outlives the ranks: the learner's next life starts in it
         self._begin(incarnation=0)
 
     def _begin(self, *, incarnation: int) -> None:
-        """Start the ranks of a life of the learner, in the places that all its lives have."""
+        """Start the ranks of one life of the learner. All lives use the same reservation."""
         self._batches: tuple[Plan | None, dict[str, list[RankBatch]]] = (None, {})
         self._scores: dict[str, RemoteScores] = {}
         self._deadline = StepDeadline(2 * self._config.learner.step_timeout_s)
@@ -89,32 +89,32 @@ class LearnerGroup:
         )
 
     async def init(self) -> None:
-        """Load the models on every rank. Raises `DeadlineError` or `WorkerDiedError`."""
+        """Load the models on every rank. Raises `LearnerDiedError` if a rank dies or is late."""
         timeout_s = self._config.learner.start_timeout_s
         pending = AllOf([group.init_model() for group in self._roles])
         loading = within(pending, timeout_s, "the learner's models", "learner.start_timeout_s")
         await _or_death(loading, pending)
 
     async def death(self) -> NoReturn:
-        """Wait until a rank's process has ended, also while nothing is asked of the ranks. Raises `LearnerDiedError`.
+        """Wait until the process of a rank ends, also between calls. Raises `LearnerDiedError`.
 
-        A call that is pending on the ranks tells more of a death, and is given time to.
+        Calls that are pending on the ranks report the death in more detail, so they get time to fail first.
         """
         try:
             death: Exception = await self._roles.death()
-        except Exception as error:  # noqa: BLE001 - ranks that cannot be watched are not trusted to live
-            death = WorkerDiedError(f"the learner's ranks cannot be watched any more: {error!r}")
+        except Exception as error:  # noqa: BLE001 - without a watch a death would go unnoticed
+            death = WorkerDiedError(f"the watch on the learner's ranks failed: {error!r}")
         await asyncio.sleep(_CALLS_FAIL_S)
         raise LearnerDiedError(str(death))
 
     async def end(self) -> None:
-        """Kill what is left of a group of which a rank died; `begin_again` comes next, or `stop`."""
+        """Kill the ranks that are left after a death. Call `begin_again` or `stop` next."""
         await asyncio.to_thread(self._roles.shutdown)
 
     async def begin_again(self, checkpoint: Path, version: int, *, incarnation: int) -> None:
-        """Start the ranks anew from a checkpoint of ``version``, and publish it. Raises as `init` and `load` do.
+        """Start new ranks from a checkpoint of ``version`` and publish it. Raises as `init` and `load` do.
 
-        What the life before has published beyond that version is removed.
+        Removes later versions that the previous life has published.
         """
         await finished_in_thread(partial(self._begin, incarnation=incarnation), self._config.ray.start_timeout_s)
         await asyncio.to_thread(remove_published, self._paths.snapshots, after=version)
@@ -124,7 +124,7 @@ class LearnerGroup:
         await self.finish_publish()
 
     async def scored(self, plan: Plan) -> Plan:
-        """See `LearnerPort.scored`."""
+        """The plan with the rewards of the reward model; unchanged without a reward model."""
         if "rm" not in self._roles:
             return plan
         pending = self._roles["rm"].rewards(self._shares(plan, "rm"))
@@ -135,9 +135,7 @@ class LearnerGroup:
             for group in plan.groups
         ]
         if unscored := [group.group_id for group in groups if not group.is_scored]:
-            logger.warning(
-                "step %d leaves groups %s out: the reward model gave no finite score", plan.version, unscored
-            )
+            logger.warning("step %d leaves out groups %s: their scores are not finite", plan.version, unscored)
         if len(unscored) == len(groups):
             raise ValueError(
                 f"learner.reward_model.path={self._config.learner.reward_model.path} must give finite scores, got none "
@@ -146,7 +144,7 @@ class LearnerGroup:
         return replace(plan, groups=groups)
 
     def update(self, plan: Plan) -> Awaitable[Mapping[str, float]]:
-        """See `LearnerPort.update`."""
+        """Queue the scores that the step reads, then the actor's step; returns its metrics."""
         unsent: list[Awaitable[Any]] = []
         readers = [role for role in ("actor", "critic") if role in self._roles]
         columns = dict.fromkeys(column for role in readers for column in self._reads(role))
@@ -155,53 +153,56 @@ class LearnerGroup:
         return self._after(unsent, step, f"the update of step {plan.version}", kind="update")
 
     def update_critic(self, plan: Plan) -> Awaitable[Mapping[str, float]]:
-        """See `LearnerPort.update_critic`."""
+        """Queue the critic's step on the scores of the last `update`; returns its metrics, none without a critic."""
         if "critic" not in self._roles:
             return _nothing()
         step = self._roles["critic"].step(*self._step_arguments("critic", plan))
         return self._critic_metrics(step, plan.version)
 
     def publish(self, version: int) -> Awaitable[None]:
-        """See `LearnerPort.publish`."""
+        """Queue the publish of ``version``. The ranks continue when they have copied the weights."""
         return self._first(self._roles["actor"].publish_weights(version), f"the weights of version {version}")
 
     async def finish_publish(self) -> None:
-        """See `LearnerPort.finish_publish`."""
+        """Wait until the version that is being published is offered."""
         await self._in_time(self._roles["actor"].finish_publish(), "the offer of the last weights")
 
     def rollout_mode(self, version: int) -> Awaitable[None]:
-        """See `ColocatedLearnerPort.rollout_mode`."""
+        """Publish ``version``, offload the roles that share devices with engines, and wait for the offer."""
         others = [group.rollout_mode(version) for role, group in self._on_shared_devices() if role != "actor"]
         return self._after(others, self._roles["actor"].rollout_mode(version), f"the turn to rollout at {version}")
 
     async def trainer_mode(self) -> None:
-        """See `ColocatedLearnerPort.trainer_mode`."""
+        """Load back what `rollout_mode` offloaded."""
         await self._in_time(AllOf([group.trainer_mode() for _, group in self._on_shared_devices()]), "training's turn")
 
     async def withdraw(self) -> list[int]:
-        """See `LearnerPort.withdraw`. Where the critic has places of its own, it may have made the step already."""
+        """After a `BatchLost`: discard the batch, and return the groups that the ranks did not find.
+
+        Raises `LearnerDiedError` if the critic has a pool of its own: it may have made the step that the actor lost.
+        """
         if "critic" in self._roles and not self._roles.share_a_pool("critic", "actor"):
             raise LearnerDiedError(
-                "the critic, in a pool of its own, may have learned from a batch that the actor lost"
+                "the critic, which has a pool of its own, may have trained on a batch that the actor lost"
             )
         found: set[int] = set()
-        for group in self._roles:  # behind all that is queued there, which does nothing
-            lost = await self._in_time(group.forget_batch(), "what the ranks did not find of a batch")
+        for group in self._roles:  # the calls queued before this one are skipped
+            lost = await self._in_time(group.forget_batch(), "the groups of a batch that the ranks did not find")
             found.update(group_id for part in lost for group_id in part)
         self._batches, self._scores = (None, {}), {}
         return sorted(found)
 
     @property
     def pool(self) -> RayResourcePool:
-        """The places of the actor's processes."""
+        """The reservation of the actor's processes."""
         return self._roles.actor_pool
 
     def _on_shared_devices(self) -> list[tuple[str, Any]]:
-        """The roles in the actor's pool, which engines share where the pools are colocated."""
+        """The roles in the actor's pool; colocated engines share its devices."""
         return [(role, self._roles[role]) for role in self._roles.pools if self._roles.share_a_pool(role, "actor")]
 
     def save(self, version: int, run: Mapping[str, Any], *, wait: bool) -> Awaitable[str]:
-        """See `LearnerPort.save`."""
+        """Queue a checkpoint of ``version`` with the run's state; returns its folder once it is written."""
         critic = []
         if "critic" in self._roles:
             critic = [self._roles["critic"].save_checkpoint(str(self.checkpoints / "critic"), version, wait)]
@@ -209,7 +210,7 @@ class LearnerGroup:
         return self._after(critic, actor, f"the checkpoint of version {version}")
 
     async def load(self, checkpoint: Path) -> int:
-        """Go on from a checkpoint; returns its version. Raises `ValueError` if the run's critic is missing there."""
+        """Load a checkpoint and return its version. Raises `ValueError` if the run has a critic and it has none."""
         if "critic" in self._roles:
             critic = checkpoint.parent / "critic" / checkpoint.name
             if not critic.is_dir():
@@ -225,7 +226,7 @@ class LearnerGroup:
         await self._first(self._roles["actor"].save_policy(str(directory)), "the saved policy")
 
     async def stop(self, timeout_s: float) -> None:
-        """End the ranks: ask, then kill, and give their places back."""
+        """Ask the ranks to stop, kill them after ``timeout_s``, and release the reservation."""
         try:
             await stop_groups(list(self._roles), self._roles.shutdown, timeout_s)
         finally:
@@ -233,7 +234,7 @@ class LearnerGroup:
                 self._layout.resource_pool_dict.popitem()[1].leave()
 
     def _shares(self, plan: Plan, role: str) -> list[RankBatch]:
-        """The plan as the data-parallel ranks of a role's pool share it."""
+        """The plan's `RankBatch` for each data-parallel rank of a role's pool."""
         if self._batches[0] is not plan:
             self._batches = (plan, {})
         shares, pool = self._batches[1], self._roles.pools[role]
@@ -248,11 +249,11 @@ class LearnerGroup:
         return shares[pool]
 
     def _reads(self, role: str) -> tuple[str, ...]:
-        """The columns that a role's step takes."""
+        """The columns that a role's step needs from other roles."""
         return ROLES[role].reads(self._config.algorithm)
 
     def _score(self, column: str, plan: Plan, unsent: list[Awaitable[Any]]) -> RemoteScores:
-        """Queue a column's scores; where no reader is in another pool they stay, and join ``unsent``."""
+        """Queue the scores of a column. If all readers share the pool, they stay there; the call joins ``unsent``."""
         role = scored_by(column, self._config.learner).name
         batches = self._shares(plan, role)
         readers = [reader for reader in ("actor", "critic") if reader in self._roles and column in self._reads(reader)]
@@ -263,12 +264,12 @@ class LearnerGroup:
         return RemoteScores(role=role, batches=batches, results=results)
 
     def _step_arguments(self, role: str, plan: Plan) -> list[Sequence[Any]]:
-        """A role's share of the plan, and what each of its ranks is handed of other roles' scores."""
+        """The arguments of a role's step: its batches, and other roles' scores for each of them."""
         batches = self._shares(plan, role)
         return [batches, *(self._sent(self._scores[column], role, batches) for column in self._reads(role))]
 
     def _sent(self, scores: RemoteScores, role: str, batches: Sequence[RankBatch]) -> Sequence[Any]:
-        """What each data-parallel rank of a role is handed of a column: None where it is in its process."""
+        """The scores of a column for each data-parallel rank of a role; None if they are in its process."""
         if self._roles.share_a_pool(scores.role, role):
             return [None] * len(batches)
         return scores.needed_by(batches)
@@ -276,7 +277,7 @@ class LearnerGroup:
     async def _after(
         self, before: Sequence[Awaitable[Any]], pending: Awaitable[list[T]], what: str, *, kind: str = ""
     ) -> T:
-        """Rank 0's answer. An earlier call that fails is raised first, because it is the cause."""
+        """The result of rank 0. If an earlier call failed, its error is raised, because it is the cause."""
         for earlier in before:
             await self._in_time(earlier, what, kind=kind)
         return await self._first(pending, what, kind=kind)
@@ -286,14 +287,14 @@ class LearnerGroup:
         return {f"critic.{name}": value for name, value in metrics.items()}
 
     async def _first(self, pending: Awaitable[list[T]], what: str, *, kind: str = "") -> T:
-        """Rank 0's answer; the ranks have reduced their metrics among themselves."""
+        """The result of rank 0; metrics are the same on every rank."""
         return (await self._in_time(pending, what, kind=kind))[0]
 
     async def _in_time(self, pending: Awaitable[T], what: str, *, kind: str = "") -> T:
         """Await a call; raises as `_or_death` does.
 
-        The deadline of a call of a ``kind`` that is made at each step follows the longest one so far. Every other call
-        gets twice ``learner.step_timeout_s``, because it may queue behind a step.
+        Calls made at each step have a ``kind``: their deadline follows the longest call of that kind so far. Every
+        other call gets twice ``learner.step_timeout_s``, because it may queue behind a step.
         """
         option = "learner.step_timeout_s"
         if kind:
@@ -304,10 +305,10 @@ class LearnerGroup:
 
 
 async def _or_death(result: Awaitable[T], pending: Any) -> T:
-    """Await a call that is ``pending`` on the ranks.
+    """Await the result of a call that is ``pending`` on the ranks.
 
-    Raises `LearnerDiedError` if a rank died or is late, `BatchLost` as the ranks do, or else what a rank raised. A
-    death makes the other ranks fail in their own ways, some of them sooner than Ray notices it.
+    Raises `LearnerDiedError` if a rank died or is late, otherwise what the ranks raised. After a death the other ranks
+    fail too, some of them before Ray notices the death.
     """
     try:
         return await result
@@ -327,19 +328,27 @@ async def _or_death(result: Awaitable[T], pending: Any) -> T:
 
 
 def _rendezvous(config: RunConfig, memory: Path) -> dict[str, str]:
-    """The environment in which the ranks of a pool on one host find each other, without a port; of each life anew."""
+    """Environment variables by which the ranks of a pool on one host meet, through a new file and without a port."""
     if config.placement.num_nodes > 1:
         return {}
     return {RENDEZVOUS_FILE: str(make_private_folder(memory) / f"ranks-{uuid.uuid4().hex}")}
 
 
 class RoleGroups:
-    """A group for each role that the run needs; every group has the methods of its role's worker class.
+    """One worker group per role of the run; roles of one pool are fused.
 
-    ``layout`` has the pools. ``log_dir`` gets one log per process, ``<pool>-<rank>.log``. The actor publishes weights
-    in ``snapshots``, and records what it consumed in ``trajectories``, unless that is None, and a little of it for
-    people in ``tokens``. On one host, ranks find each other through a file in ``memory``. Engines may share
-    ``actor_pool``.
+    Args:
+        config: The run.
+        layout: The pools.
+        buffer: The replay buffer.
+        log_dir: Gets one log per process, ``<pool>-<rank>.log``.
+        snapshots: Where the actor publishes weights.
+        trajectories: Where the actor records what it consumed; None records nothing.
+        tokens: Where the actor records a few samples for people.
+        memory: Holds the file through which the ranks of one host meet.
+
+    Attributes:
+        actor_pool: The reservation of the actor's processes.
     """
 
     def __init__(
@@ -392,16 +401,16 @@ class RoleGroups:
         return role in self._groups
 
     def __getitem__(self, role: str) -> Any:
-        """A role's group; typed Any, because its methods are bound from the worker class when it is made."""
+        """The group of a role. It has type Any, because a group gets its worker's methods when it is made."""
         if self._is_down:
-            raise LearnerDiedError("a learner rank died, and the ranks are not started again yet")
+            raise LearnerDiedError("a learner rank died, and no new ranks have started yet")
         return self._groups[role]
 
     def __iter__(self) -> Any:
         return iter(self._groups.values())
 
     async def death(self) -> WorkerDiedError:
-        """Wait until a process of any role has died; returns the error that names it."""
+        """Wait until a process of any role dies; returns the error that names it."""
         watching = {asyncio.ensure_future(host.death()) for host in self._hosts}
         try:
             ended, _ = await asyncio.wait(watching, return_when=asyncio.FIRST_COMPLETED)

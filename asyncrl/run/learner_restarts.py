@@ -1,11 +1,11 @@
-"""What a run does when a learner rank dies: the ranks start again from the newest checkpoint, and training goes on.
+"""What a run does when a learner rank dies: new ranks start from the newest checkpoint, and training continues.
 
-Where only a batch is lost, because the store died that held it, no rank has made its step: the ranks live, the batch is
-planned anew, and nothing goes back. A batch that is lost again and again counts as a death.
+Engines and buffer stay up. The ledger goes back to the checkpoint's version under a new *incarnation* of the learner.
+It revokes running attempts, drops stored groups (``rewound``) and withdraws offers. Engines lease again after they have
+loaded what the new ranks publish. So no token of a version that died with the old ranks is ever trained on.
 
-Engines and buffer stay up. The ledger goes back to the checkpoint's version under a new *incarnation* of the learner:
-running attempts are revoked, stored groups dropped (``rewound``), offers withdrawn. Engines lease again once they have
-loaded what the new ranks publish, so no token of a version that was lost with the old ranks is ever trained on.
+If a store dies, only its batch is lost. No rank has made the step, so the ranks live, and the controller plans the step
+anew. A batch that is lost more than `MAX_REPLANS` times counts as a death.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from asyncrl.config import RunConfig
 from asyncrl.core.errors import BatchLost, CheckpointError, ClusterDiedError, LearnerDiedError, ReplayBufferError
 from asyncrl.run.controller import ColocatedController, Controller
-from asyncrl.run.resume import PromptsAgain, Resumed
+from asyncrl.run.resume import RepeatedPrompts, Resumed
 
 if TYPE_CHECKING:
     from asyncrl.run.learner_group import LearnerGroup  # loads torch and Ray
@@ -26,25 +26,25 @@ if TYPE_CHECKING:
 AnyController: TypeAlias = Controller | ColocatedController
 Recovery: TypeAlias = Callable[[], Awaitable[None]]
 _NOT_OF_A_LIFE = (LearnerDiedError, ClusterDiedError, ReplayBufferError, CheckpointError)
-"""What another start of the learner would not mend, and its death, which counts as it is."""
+"""Errors of `LearnerGroup.begin_again` that are raised as they are. Any other error counts as a death."""
 MAX_REPLANS = 3
-"""How often the batch of one step is planned anew; after that the ranks start again."""
+"""How often the batch of one step is planned anew. After that the ranks start again."""
 
 
 class LearnerRestarts:
-    """Restarts the learner of one run, ``learner.restarts`` times at most.
+    """Restarts the learner of one run, at most ``learner.restarts`` times.
 
     Args:
-        config: Options.
+        config: The run.
         controller: Goes back to a checkpoint together with the buffer.
         learner: The ranks.
-        prompts: Hands out again what was finished since the checkpoint.
-        resumed: The checkpoint that the run itself began from, which is one to go back to.
-        say: Is told of each restart, in one line.
+        prompts: Hands out again the prompts that were finished after the checkpoint.
+        resumed: The checkpoint that the run began from, if it was resumed; a restart may use it too.
+        say: Shows the user one line per restart.
 
     Attributes:
-        num_restarts: How often the learner was started again: its incarnation.
-        num_replans: How often a batch was planned anew because it was lost.
+        num_restarts: Restarts of the learner so far; the learner's incarnation.
+        num_replans: Batches that were lost and planned anew so far.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class LearnerRestarts:
         *,
         controller: AnyController,
         learner: LearnerGroup,
-        prompts: PromptsAgain,
+        prompts: RepeatedPrompts,
         resumed: Resumed | None,
         say: Callable[[str], None],
     ) -> None:
@@ -69,9 +69,9 @@ class LearnerRestarts:
         self._replans_of = (-1, 0)
 
     async def through(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Do ``work``, again from where it stood where a batch was lost, or from the newest checkpoint after a death.
+        """Do ``work``. Recover and repeat it after a lost batch or a death of the learner.
 
-        Raises `LearnerDiedError` where the learner may not be started again, and whatever else ``work`` raises.
+        Raises `LearnerDiedError` if the learner may not start again, and any other error of ``work``.
         """
         recover: Recovery | None = None
         while True:
@@ -85,10 +85,10 @@ class LearnerRestarts:
                     raise
 
     def _recovery(self, fault: Exception) -> Recovery | None:
-        """What to do about a fault; None where it is none of the learner's. Raises as `_check`."""
+        """How to recover from a fault; None if the fault is not the learner's. Raises as `_check` does."""
         found = death_in(fault)
         if isinstance(found, BatchLost):
-            if not self._is_colocated:  # whose engines wait for the devices
+            if not self._is_colocated:  # colocated engines do not have their devices now
                 return partial(self._replan, found)
             found = LearnerDiedError(str(found))
         if found is None:
@@ -101,22 +101,22 @@ class LearnerRestarts:
         last, number = self._replans_of
         self._replans_of = version, number + 1 if version == last else 1
         if not group_ids or self._replans_of[1] > MAX_REPLANS:
-            raise LearnerDiedError(f"{lost}; it was planned anew {self._replans_of[1] - 1} times")
+            raise LearnerDiedError(f"{lost}; the step was planned anew {self._replans_of[1] - 1} times")
         self.num_replans += 1
         self._say(f"{len(group_ids)} groups of step {version} were lost with their store; its batch is planned anew")
 
     def _check(self, death: LearnerDiedError) -> None:
-        """Raise ``death``, with what stands in the way, where the learner may not be started again."""
+        """Raise ``death`` with the reason if the learner may not start again."""
         if self._limit == 0:
             raise death
         if self._is_colocated:
-            raise _with_reason(death, "with placement.colocated=true no learner is started again within a run")
+            raise _with_reason(death, "a run with placement.colocated=true does not restart its learner")
         if self.num_restarts >= self._limit:
             raise _with_reason(death, f"learner.restarts={self._limit} are used up")
         if self._newest() is None:
             steps = self._checkpoint_steps
-            what = f"none is whole yet with checkpoint.every_steps={steps}" if steps else "set checkpoint.every_steps"
-            raise _with_reason(death, f"the run has no checkpoint to start the learner again from; {what}")
+            what = f"checkpoint.every_steps={steps} has written none yet" if steps else "set checkpoint.every_steps"
+            raise _with_reason(death, f"the run has no checkpoint to restart the learner from; {what}")
 
     def _newest(self) -> Resumed | None:
         return self._controller.newest_checkpoint(self._learner.checkpoints) or self._resumed
@@ -127,10 +127,10 @@ class LearnerRestarts:
         which = f"restart {self.num_restarts} of learner.restarts={self._limit}"
         self._say(f"{_headline(death)}; the learner starts again from the newest checkpoint ({which})")
         await self._learner.end()
-        found = self._newest()  # whose writing may have ended only now
-        assert found is not None, "a whole checkpoint stays"
+        found = self._newest()  # again: another checkpoint may be complete by now
+        assert found is not None, "complete checkpoints are kept"
         await self._controller.rewind(found.state, incarnation=self.num_restarts)
-        self._prompts.again(found.state.finished)
+        self._prompts.repeat_unfinished(found.state.finished)
         try:
             await self._learner.begin_again(found.checkpoint, found.state.version, incarnation=self.num_restarts)
         except _NOT_OF_A_LIFE:
@@ -142,7 +142,7 @@ class LearnerRestarts:
 
 
 def death_in(fault: Exception) -> LearnerDiedError | BatchLost | None:
-    """The learner's death, or else a batch that it lost, if nothing else went wrong."""
+    """The learner's death in an error, or else its lost batch; None if the error holds anything else."""
     group = ExceptionGroup("", [fault])
     if group.split((LearnerDiedError, BatchLost))[1] is not None:
         return None
@@ -157,6 +157,6 @@ def _headline(death: LearnerDiedError) -> str:
 
 
 def _with_reason(death: LearnerDiedError, reason: str) -> LearnerDiedError:
-    """The death with a further half of its first line."""
+    """The death with ``reason`` at the end of its first line."""
     _, _, log = str(death).partition("\n")
     return LearnerDiedError(f"{_headline(death)}; {reason}" + (f"\n{log}" if log else ""))

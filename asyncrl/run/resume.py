@@ -1,11 +1,10 @@
-"""Where a run stood at a checkpoint, and how it, or another run, goes on from there.
+"""The state of a run at a checkpoint, and how a run continues from it.
 
-A checkpoint of policy version v holds what every step before v has consumed, and nothing later. Prompts that were
-queued, in flight or stored at that moment are handed out again; the tokens that had been written for them count as
-dropped, for the reason ``resume``.
+A checkpoint of policy version v accounts for the steps before v. A run that resumes hands out again all prompts that
+were queued, in flight or stored at that moment. The tokens written for them count as dropped (``resume``).
 
-Within a run whose learner died (`asyncrl.run.learner_restarts`) the same holds, with one difference: the buffer
-stays up, so prompts that it still knows need not be handed out again, and tokens count as dropped for ``rewound``.
+A run whose learner died (`asyncrl.run.learner_restarts`) goes back to a checkpoint too. Its buffer stays up and queues
+the prompts that it still knows. Their tokens count as dropped (``rewound``).
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -27,22 +26,22 @@ from buffer.keys import BufferRole, client_keys, server_keys
 from learner.checkpoint_folder import newest_checkpoint, read_progress, whole_checkpoints
 
 RESUME = "resume"
-"""The reason that tokens of unfinished groups are dropped for."""
+"""Why tokens of unfinished groups are dropped when a run resumes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunState:
-    """Where a run stood, over all its lives.
+    """The state of a run, over all its lives.
 
     Attributes:
-        version: Learner version, steps committed.
-        prompts: The prompt stream's own state; its position is the number of prompts handed out.
-        finished: Group ids that are consumed or dropped, as sorted ranges [start, end).
+        version: Learner version: the number of committed steps.
+        prompts: State of the prompt stream; its ``position`` counts the prompts handed out.
+        finished: Ids of the consumed or dropped groups, as sorted ranges [start, end).
         tokens_generated: Policy tokens that the fleet had written.
         tokens_trained: Policy tokens of consumed groups.
         tokens_dropped: Policy tokens dropped, by reason.
-        lag_histogram: Lag in learner steps to number of consumed groups.
-        options: The options that decide what is learned, by dotted name, as text.
+        lag_histogram: Number of consumed groups by lag in learner steps.
+        options: The options in `learning_options` as the checkpoint's run had them.
     """
 
     version: int = 0
@@ -56,7 +55,7 @@ class RunState:
 
     @property
     def unfinished(self) -> list[int]:
-        """Group ids handed out and not finished, ascending."""
+        """Ids of groups that were handed out and are not finished, ascending."""
         gaps, start = [], 0
         for first, end in [*self.finished, (self.prompts.get("position", 0),) * 2]:
             gaps.extend(range(start, first))
@@ -64,7 +63,7 @@ class RunState:
         return gaps
 
     def since(self, before: RunState) -> RunState:
-        """What the life of the run that began at ``before`` has added to the account of trained groups."""
+        """This state, with trained tokens and lags of the life that began at ``before`` alone."""
         lags = Counter(self.lag_histogram)
         lags.subtract(before.lag_histogram)
         return replace(
@@ -75,21 +74,21 @@ class RunState:
 
     @property
     def tokens_lost(self) -> int:
-        """Policy tokens that were buffered or in flight: they are written again."""
+        """Policy tokens that were buffered or in flight; a run that resumes drops them."""
         return self.tokens_generated - self.tokens_trained - sum(self.tokens_dropped.values())
 
     def all_dropped(self) -> dict[str, int]:
-        """Dropped tokens by reason, with those that resuming drops."""
+        """Dropped tokens by reason, including those that resuming drops."""
         lost = {RESUME: self.tokens_lost} if self.tokens_lost else {}
         return dict(Counter(self.tokens_dropped) + Counter(lost))
 
     def to_dict(self) -> dict[str, Any]:
-        """The state as values that JSON can hold, for `from_dict`."""
+        """The state as JSON values."""
         return asdict(self) | {"finished": [list(part) for part in self.finished]}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RunState:
-        """Read what `to_dict` returned. Raises `ValueError` if the checkpoint was not saved by a run."""
+        """The inverse of `to_dict`. Raises `ValueError` if the values are not the state of a run."""
         names = set(cls.__dataclass_fields__)
         if set(values) != names:
             raise ValueError(
@@ -101,7 +100,7 @@ class RunState:
         return cls(**{**values, "finished": finished, "lag_histogram": lags})
 
     def changed_options(self, config: RunConfig) -> list[str]:
-        """What a run that goes on learns with otherwise. Example: ``learner.optimizer.lr was 0.001, is 0.0001``."""
+        """Options that differ from the checkpoint's. Example: ``learner.optimizer.lr was 0.001, is 0.0001``."""
         now = learning_options(config)
         return [f"{name} was {was}, is {now[name]}" for name, was in self.options.items() if now.get(name, was) != was]
 
@@ -115,10 +114,10 @@ class RunState:
         tokens_generated: int,
         version: int,
     ) -> RunState:
-        """The state at the checkpoint of ``version`` of a run that began with this one.
+        """The state at the checkpoint of ``version``, of a life that began with this state.
 
-        ``finished`` and ``tokens_generated`` are of this life alone. ``planned`` are the batches before ``version``
-        that the ledger had not committed yet, at ``stats`` or later.
+        ``stats``, ``finished`` and ``tokens_generated`` count this life alone. ``planned`` are the batches before
+        ``version``; those that the ledger had not committed at ``stats`` are added.
         """
         open_plans = [plan for plan in planned if plan.version >= stats.learner_version]
         groups = [group for plan in open_plans for group in plan.groups]
@@ -147,7 +146,7 @@ def _joined(ranges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
 
 
 def learning_options(config: RunConfig) -> dict[str, str]:
-    """The options that decide what is learned, by dotted name, as text."""
+    """The options that influence what is learned, by dotted name, as text."""
     sections = {
         "model": config.model,
         "algorithm": config.algorithm,
@@ -163,16 +162,16 @@ def learning_options(config: RunConfig) -> dict[str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Resumed:
-    """A checkpoint's folder, and where the run stood there."""
+    """A checkpoint's folder, and the state of the run there."""
 
     checkpoint: Path
     state: RunState
 
 
 class Checkpointer:
-    """Saves a checkpoint of learner and run where one is due; used by both controllers.
+    """Saves the checkpoints of a run that are due.
 
-    The learner's save queues on the ranks right after the update that leads to the version.
+    A save queues on the ranks directly behind the update that makes the version.
     """
 
     def __init__(
@@ -198,15 +197,15 @@ class Checkpointer:
         self._queued: dict[int, RunState] = {}
 
     def planned(self, plan: Plan) -> None:
-        """A batch was planned."""
+        """Note that a batch was planned."""
         self._uncommitted[plan.version] = plan
 
     def committed(self, version: int) -> None:
-        """The batch planned at ``version`` was consumed."""
+        """Note that the ledger committed the batch of ``version``."""
         del self._uncommitted[version]
 
     async def save_if_due(self, version: int) -> Awaitable[str] | None:
-        """Queue a checkpoint of ``version`` on the ranks where one is due; the result is its folder, once written."""
+        """Queue a checkpoint of ``version`` on the ranks if one is due. Its result is the folder, once written."""
         is_last = version == self._total_steps
         if self._every_steps == 0 or (version % self._every_steps != 0 and not is_last):
             return None
@@ -224,7 +223,7 @@ class Checkpointer:
         return self._learner.save(version, state.to_dict(), wait=is_last)
 
     def newest(self, folder: Path) -> Resumed | None:
-        """The newest whole checkpoint that this life of the run has saved in ``folder``; None where there is none."""
+        """The newest complete checkpoint that this life of the run has saved in ``folder``, or None."""
         for path in reversed(whole_checkpoints(folder)):
             state = self._queued.get(int(path.name[1:]))
             if (
@@ -236,15 +235,15 @@ class Checkpointer:
         return None
 
     def rewind(self, version: int) -> None:
-        """The learner goes on from ``version``: batches planned meanwhile count no more."""
+        """Forget planned batches and later checkpoints; the learner continues at ``version``."""
         self._uncommitted.clear()
         self._queued = {saved: state for saved, state in self._queued.items() if saved <= version}
 
 
 def find_checkpoint(config: RunConfig) -> Resumed | None:
-    """What ``checkpoint.resume`` names; None for ``never``, and for ``auto`` where no run has saved a checkpoint.
+    """The checkpoint that ``checkpoint.resume`` names; None for ``never``, and for ``auto`` without any checkpoint.
 
-    Raises `ValueError` if there is no checkpoint at the path, or it is at the run's last step already.
+    Raises `ValueError` if the path holds no checkpoint, or the checkpoint is at the run's last step already.
     """
     choice = config.checkpoint.resume
     if choice == "never":
@@ -262,9 +261,9 @@ def find_checkpoint(config: RunConfig) -> Resumed | None:
 
 
 def check_beginning(config: RunConfig) -> None:
-    """Check what a run begins with, before anything is made or started: its checkpoint, and the buffer's folder.
+    """Check a run's checkpoint, keys and buffer folder before anything starts.
 
-    Raises `ValueError` as `find_checkpoint` does, or if the buffer would go on from what another run left.
+    Raises `ValueError` as `find_checkpoint` and `check_keys` do, or if the buffer's folder holds another run's journal.
     """
     if config.buffer.keys:
         check_keys(Path(config.buffer.keys))
@@ -273,13 +272,13 @@ def check_beginning(config: RunConfig) -> None:
     folder = Path(config.buffer.directory)
     if folder.is_dir() and any(folder.iterdir()):
         raise ValueError(
-            f"buffer.directory={folder} holds what another run left, and this run begins anew; name an empty "
-            "directory, remove this one, or go on from a checkpoint with checkpoint.resume=auto"
+            f"buffer.directory={folder} must be empty for a run that does not resume, got files of another run; name an "
+            "empty directory, remove this one, or continue from a checkpoint with checkpoint.resume=auto"
         )
 
 
 def check_keys(folder: Path) -> None:
-    """Raise `ValueError` if a role's keys are of another run than the server's: they are refused without an answer."""
+    """Raise `ValueError` if the keys are of different runs: the server would refuse such clients without an answer."""
     if not (folder / "server.json").is_file():
         return
     server = server_keys(folder)
@@ -293,9 +292,9 @@ def check_keys(folder: Path) -> None:
 
 
 def begin_buffer_at(options: BufferConfig, version: int) -> BufferConfig:
-    """The buffer's options for a run that goes on: it begins empty, at the checkpoint's version.
+    """The buffer's options of a run that resumes: the buffer begins empty, at the checkpoint's version.
 
-    What an earlier server kept on disk is of a later moment than the checkpoint: it is put aside, not deleted.
+    The journal of an earlier server is newer than the checkpoint. Its folder is renamed, not deleted.
     """
     kept = Path(options.directory)
     if options.durability is Durability.disk and kept.is_dir():
@@ -304,7 +303,7 @@ def begin_buffer_at(options: BufferConfig, version: int) -> BufferConfig:
 
 
 def _is_of(path: Path, state: RunState) -> bool:
-    """Whether a checkpoint is the one that was saved with this state, and not of another run in the same folder."""
+    """Whether a checkpoint holds this state. Other runs may save into the same folder."""
     try:
         return RunState.from_dict(read_progress(path).run) == RunState.from_dict(
             json.loads(json.dumps(state.to_dict()))
@@ -322,55 +321,39 @@ def _newest_of_experiment(config: RunConfig) -> Path | None:
 
 
 def _newest(path: Path, config: RunConfig) -> Path | None:
-    """A checkpoint, or the newest of a folder that all roles of the run have saved: each role saves its own."""
+    """``path`` if it is a checkpoint, else the newest one in it that all roles have saved."""
     if (newest := newest_checkpoint(path)) in (None, path) or "critic" not in learner_roles(config):
         return newest
     both = [found for found in whole_checkpoints(path) if (path / "critic" / found.name).is_dir()]
     return both[-1] if both else newest
 
 
-class PromptsAgain:
-    """Prompts, before which those that a restarted learner needs once more are handed out.
+class RepeatedPrompts:
+    """A run's prompts: first those that are handed out again, then the next ones of the stream.
 
-    ``at`` gives prompts by group id.
+    Args:
+        stream: The prompt stream.
+        resumed: The state to resume from: the stream continues there, and unfinished prompts are handed out again.
+
+    Raises `ValueError` if the stream has other files or options than that of ``resumed``.
     """
 
-    def __init__(self, prompts: PromptSource, at: Callable[[Sequence[int]], list[Prompt]]) -> None:
-        self._prompts = prompts
-        self._at = at
+    def __init__(self, stream: PromptStream, resumed: RunState | None = None) -> None:
+        self._stream = stream
         self._again: list[int] = []
+        if resumed is not None:
+            stream.restore(resumed.prompts)
+            self.repeat_unfinished(resumed.finished)
 
-    def again(self, finished: Sequence[tuple[int, int]]) -> int:
-        """Hand out all that were handed out and are not ``finished``; how many they are. The buffer knows some."""
-        self._again = RunState(prompts=self._prompts.state(), finished=finished).unfinished
-        return len(self._again)
+    def repeat_unfinished(self, finished: Sequence[tuple[int, int]]) -> None:
+        """Hand out again every prompt that was handed out and is not ``finished``. The buffer skips those it knows."""
+        self._again = RunState(prompts=self._stream.state(), finished=finished).unfinished
 
     def take(self, count: int) -> list[Prompt]:
         """The next ``count`` prompts."""
         again, self._again = self._again[:count], self._again[count:]
-        return [*self._at(again), *self._prompts.take(count - len(again))]
+        return [*self._stream.at(again), *self._stream.take(count - len(again))]
 
     def state(self) -> Mapping[str, Any]:
-        """The state of the prompts behind."""
-        return self._prompts.state()
-
-
-class ResumedPrompts:
-    """The prompts of a run that goes on: first those that were handed out and not finished, then the stream's.
-
-    Raises `ValueError`, naming the difference, if the stream has other files or options than the saved run's.
-    """
-
-    def __init__(self, stream: PromptStream, state: RunState) -> None:
-        stream.restore(state.prompts)
-        self._stream = stream
-        self._again = stream.at(state.unfinished)
-
-    def take(self, count: int) -> list[Prompt]:
-        """The next ``count`` prompts."""
-        again, self._again = self._again[:count], self._again[count:]
-        return again + self._stream.take(count - len(again))
-
-    def state(self) -> dict[str, Any]:
-        """The stream's state."""
+        """The state of the stream."""
         return self._stream.state()

@@ -1,8 +1,8 @@
 """The life of a run: start every part, evaluate, train, evaluate again, save, stop.
 
-A part that dies ends the run: its watcher raises, everything else is cancelled, and what was started is stopped in the
-reverse order, whatever happened. The buffer server and the learner's ranks are started again first, as often as
-``buffer.restarts`` and ``learner.restarts`` allow.
+A part that dies ends the run: its watcher raises, and everything else is cancelled. However a run ends, its parts are
+stopped in the reverse order of their start. The buffer server and the learner's ranks are restarted up to
+``buffer.restarts`` and ``learner.restarts`` times before their death ends the run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from asyncrl.config import RunConfig, keeps_stores_on_hosts, num_buffer_clients,
 from asyncrl.core import record
 from asyncrl.core.errors import AsyncRLError
 from asyncrl.core.host import make_private_folder
-from asyncrl.core.ports import PromptSource
 from asyncrl.core.types import Prompt
 from asyncrl.data.prompts import PromptStream
 from asyncrl.metrics import (
@@ -48,9 +47,8 @@ from asyncrl.run.learner_group import LearnerGroup
 from asyncrl.run.learner_restarts import AnyController, LearnerRestarts
 from asyncrl.run.node_folders import NodeFolders, node_folders
 from asyncrl.run.resume import (
-    PromptsAgain,
+    RepeatedPrompts,
     Resumed,
-    ResumedPrompts,
     RunState,
     begin_buffer_at,
     find_checkpoint,
@@ -72,7 +70,7 @@ Starter: TypeAlias = Callable[..., Coroutine[Any, Any, T]]
 
 @dataclass(frozen=True, kw_only=True)
 class _Parts:
-    """What is running."""
+    """The parts that a training needs, all started."""
 
     buffer: BufferClient
     learner: LearnerGroup
@@ -80,7 +78,7 @@ class _Parts:
 
 
 class Run:
-    """One run, in its folder."""
+    """One run in its folder."""
 
     def __init__(
         self,
@@ -91,10 +89,10 @@ class Run:
         view: TerminalView,
         on_fault: Callable[[BaseException], None],
     ) -> None:
-        """Take the run, checked, with its assets: ``prompts`` are those to train on, and the held-out ones.
+        """The options are checked. ``prompts`` are those to train on, and the held-out ones.
 
-        ``warming`` makes the policy to start from; it has begun unless it may compute on a GPU. ``on_fault`` hears of a
-        fault before the parts are stopped, so that stopping can be given a deadline.
+        ``warming`` makes the policy to start from. It has begun, unless it may compute on a GPU. The run calls
+        ``on_fault`` before it stops the parts after a fault, so that the caller can set a deadline.
         """
         config = with_time_to_read(config)
         self._config = replace(config, profile=replace(config.profile, directory=str(run_dir / "profile")))
@@ -117,9 +115,11 @@ class Run:
         self._part_died = False
 
     async def run(self) -> None:
-        """Run to the end, and write the summary. Raises `ValueError` for a wrong option or file, or `AsyncRLError`."""
+        """Run to the end and write the summary. Raises `ValueError` for a wrong option or file, or `AsyncRLError`."""
         self._resumed = find_checkpoint(self._config)
-        prompts = self._prompts if self._resumed is None else self._resume(self._resumed)
+        prompts = RepeatedPrompts(self._prompts, self._resumed and self._resumed.state)
+        if self._resumed is not None:
+            self._say_resumed(self._resumed)
         record.start(self._config.profile, process="controller", pool=record.Pool.controller)
         async with AsyncExitStack() as stack:
             stack.callback(record.stop)
@@ -149,8 +149,8 @@ class Run:
             self._view.say("stopping")
         self._view.summary(summary, self._run_dir)
 
-    def _resume(self, resumed: Resumed) -> PromptSource:
-        """The prompts that are left to a run that goes on from a checkpoint."""
+    def _say_resumed(self, resumed: Resumed) -> None:
+        """Tell the user where the run continues, and with which other options."""
         state = resumed.state
         self._view.say(
             f"resuming {resumed.checkpoint}: {state.version} steps done, {len(state.unfinished)} prompts are "
@@ -158,7 +158,6 @@ class Run:
         )
         if changed := state.changed_options(self._config):
             self._view.say(f"resuming with other options than the checkpoint's: {'; '.join(changed)}")
-        return ResumedPrompts(self._prompts, state)
 
     def _buffer_options(self) -> BufferConfig:
         """The buffer's options in this run: a port with keys, or Unix sockets in the run's folder in shared memory."""
@@ -176,7 +175,7 @@ class Run:
         return options
 
     def _host_stores(self, stack: AsyncExitStack, options: BufferConfig, buffer: BufferConnection) -> HostStores:
-        """Stores on the hosts of rollout workers, as these enter; the stack stops them."""
+        """Stores on the hosts of rollout workers. A store starts when the first worker of its host does."""
         if options.directory:
             options = replace(options, directory=str(Path(options.directory).absolute()))
         timeout_s = options.request_timeout_s
@@ -198,7 +197,7 @@ class Run:
         return self._stores
 
     def _start_buffer(self, stack: AsyncExitStack, options: BufferConfig) -> BufferSupervisor:
-        # Started from this thread, which outlives it: the server dies with the thread that started it.
+        # The server dies with the thread that starts it, so the main thread does.
         with self._view.waiting_for("buffer"):
             server = stack.enter_context(
                 BufferSupervisor(
@@ -216,7 +215,7 @@ class Run:
         return server
 
     async def _run_parts(
-        self, stack: AsyncExitStack, server: BufferSupervisor, prompts: PromptSource
+        self, stack: AsyncExitStack, server: BufferSupervisor, prompts: RepeatedPrompts
     ) -> dict[str, Any]:
         buffer = server.connection.client()
         stack.push_async_callback(buffer.close)
@@ -229,7 +228,7 @@ class Run:
         return await self._train(_Parts(buffer=buffer, learner=learner, fleet=fleet), prompts)
 
     async def _noting_death(self, watcher: Coroutine[Any, Any, Any]) -> None:
-        """Await a watcher, and note that a part of the run died if it raises."""
+        """Await a watcher. If it raises, note that a part of the run died."""
         try:
             await watcher
         except Exception:
@@ -237,10 +236,10 @@ class Run:
             raise
 
     async def _start_groups(self, stack: AsyncExitStack, buffer: BufferConnection) -> tuple[LearnerGroup, FleetGroup]:
-        """Start the fleet while the policy is warm-started, then the learner; the stack stops them.
+        """Start fleet and learner at the same time, while the policy is warm-started; the stack stops them.
 
-        Engines take longest to come up: they start on ``model.path``, which has the policy's shape, and then take what
-        the learner holds, warm-started or from a checkpoint, as they take every later version.
+        Engines take longest to start. They start on ``model.path``, which has the policy's shape. The learner then
+        publishes its weights, warm-started or of a checkpoint, and the engines load them as they load later versions.
         """
         make = partial(_made, buffer=buffer, paths=RunPaths.of(self._config, self._run_dir))
         return await _together(self._start_and_publish(stack, make), self._start_fleet(stack, make))
@@ -252,7 +251,7 @@ class Run:
         return learner
 
     async def _start_in_turn(self, stack: AsyncExitStack, buffer: BufferConnection) -> tuple[LearnerGroup, FleetGroup]:
-        """Start both groups in the same places: the learner first, which leaves the devices to the engines."""
+        """Start both groups on the same devices. The learner starts first and releases the devices to the engines."""
         make = partial(_made, buffer=buffer, paths=RunPaths.of(self._config, self._run_dir))
         learner = await self._start_learner(stack, make)
         await learner.rollout_mode(self._state.version)
@@ -268,9 +267,9 @@ class Run:
         return fleet
 
     async def _start_learner(self, stack: AsyncExitStack, make: Starter[LearnerGroup]) -> LearnerGroup:
-        """Start the ranks while the policy is warm-started, and load it then, or the checkpoint."""
+        """Start the ranks while the policy is warm-started. Then load the policy, or the checkpoint."""
         policy = await asyncio.to_thread(policy_path, self._config)
-        if self._config.placement.num_nodes > 1:  # ranks elsewhere may need a copy of what is finished
+        if self._config.placement.num_nodes > 1:  # ranks on other nodes may need a copy of the policy
             policy = await self._nodes.bring(await self._warmed(), "start")
         config = replace(self._config, model=replace(self._config.model, path=str(policy)))
         learner = await make(LearnerGroup, config)
@@ -283,7 +282,7 @@ class Run:
         return learner
 
     async def _warm_up(self) -> None:
-        """Begin the warm start; one on a GPU ends before learner and engines take their GPUs, maybe the same one."""
+        """Begin the warm start. One on a GPU ends before learner and engines start: they may need the same GPU."""
         if self._config.learner.device is Device.cpu or not needs_fine_tuning(self._config):
             self._warming.begin(self._config)
             return
@@ -292,27 +291,26 @@ class Run:
             await self._warmed()
 
     async def _warmed(self) -> Path:
-        """The policy that training starts from, once it is there."""
+        """Wait for the policy that training starts from."""
         with nullcontext() if self._warming.is_done else self._view.waiting_for("warm start"):
             return await self._warming.policy()
 
     @property
     def _state(self) -> RunState:
-        """Where the run begins."""
+        """The state in which the run begins."""
         return self._resumed.state if self._resumed is not None else RunState()
 
     async def _ready(self, part: str, start: Coroutine[Any, Any, None]) -> None:
         with self._view.waiting_for(part):
             await start
 
-    async def _train(self, parts: _Parts, prompts: PromptSource) -> dict[str, Any]:
+    async def _train(self, parts: _Parts, prompts: RepeatedPrompts) -> dict[str, Any]:
         writer = MetricsWriter(self._run_dir)
         evaluator = HeldOutEvaluator(self._config, fleet=parts.fleet, prompts=self._held_out)
         evaluate = partial(self._evaluate, evaluator, writer)
         before = await evaluate(self._state.version)
         self._start_s = self._view.elapsed_s
         kind = ColocatedController if self._config.placement.colocated else Controller
-        prompts = PromptsAgain(prompts, self._prompts.at)
         controller = kind(
             self._config,
             buffer=parts.buffer,
@@ -336,7 +334,7 @@ class Run:
             await unless(work, [parts.fleet.run()])
             result = await controller.account()
             after = await evaluate(result.policy_version)
-            await self._watching.last_advice()  # the report shows what it finds
+            await self._watching.last_advice()  # the report shows the advice
             overlap = await self._explain(writer)
         except asyncio.CancelledError:
             if self._records and not self._part_died:  # after a death the other parts may not answer
@@ -347,13 +345,13 @@ class Run:
         return self._summarise(result, before, after, overlap)
 
     async def _train_and_save(self, controller: AnyController, learner: LearnerGroup) -> None:
-        """Save the policy as soon as it is trained: whatever goes wrong later, it is there."""
-        gc.freeze()  # what was imported stays: each look at all of it would stop training for a second
+        """Train, and save the policy at once, so that a later fault cannot lose it."""
+        gc.freeze()  # a collection of everything that was imported would stop training for a second
         await unless(controller.train(), [learner.death()])
         await self._save_policy(learner)
 
     async def _save_policy(self, learner: LearnerGroup) -> None:
-        """Write ``policy/``, whole or not at all."""
+        """Write ``policy/``; the folder appears when it is complete."""
         unfinished = self._run_dir / ".policy.partial"
         await learner.save_policy(unfinished)
         await self._nodes.fetch(unfinished)
@@ -362,7 +360,7 @@ class Run:
     async def _keep(
         self, controller: AnyController, learner: LearnerGroup, writer: MetricsWriter, before: Evaluation | None
     ) -> None:
-        """Write what a run that is stopped by a signal has learned until then."""
+        """Write policy and summary of a run that a signal stops."""
         timeout_s = self._config.save_timeout_s
         try:
             async with asyncio.timeout(timeout_s):
@@ -381,7 +379,7 @@ class Run:
     async def _evaluate(
         self, evaluator: HeldOutEvaluator, writer: MetricsWriter, version: int, pinned: PinnedEngines | None = None
     ) -> Evaluation | None:
-        """Evaluate a version, on the engines that are ``pinned`` to it or on all of them."""
+        """Evaluate a version on the engines that are ``pinned`` to it, or on all engines."""
         if not self._config.evaluation.enabled:
             return None
         work = evaluator.evaluate_all(version) if pinned is None else evaluator.evaluate_pinned(version, pinned)
@@ -397,9 +395,9 @@ class Run:
         return evaluation
 
     async def _explain(self, writer: MetricsWriter) -> dict[str, Any] | None:
-        """Say what the time went into, where it was recorded: in files of the run's folder, and for the summary.
+        """Write where the time went into the run's folder, and return it for the summary; None without a record.
 
-        What cannot be explained is said, and costs the run nothing that it has learned.
+        A failure is reported and does not end the run.
         """
         if record.current() is None:
             return None
@@ -409,7 +407,7 @@ class Run:
             logger.exception("the profile could not be written")
             self._view.say(f"the profile could not be written: {error!r}; logs/controller.log says more")
             return None
-        for step, figures in dict(report.steps).items():  # of one that was taken again the last
+        for step, figures in dict(report.steps).items():  # a repeated step has the figures of its last execution
             writer.profile(step, figures.flat())
         return report.summary()
 
@@ -433,7 +431,7 @@ class Run:
         after: Evaluation | None,
         overlap: Mapping[str, Any] | None,
     ) -> dict[str, Any]:
-        """Write the summary, at once after the last evaluation: a run that is stopped later keeps it."""
+        """Write and return the summary."""
         advice = read_advice(self._run_dir)
         summary = summary_document(
             experiment=self._config.experiment,
@@ -460,7 +458,7 @@ class Run:
 
 
 async def unless(work: Coroutine[Any, Any, T], watchers: Sequence[Coroutine[Any, Any, Any]]) -> T:
-    """Return the result of ``work``. The first watcher that raises cancels the work, and its error is raised."""
+    """Return the result of ``work``. The first error of a watcher cancels the work and is raised."""
     task = asyncio.ensure_future(work)
     watching = {asyncio.ensure_future(watcher) for watcher in watchers}
     try:
@@ -477,12 +475,12 @@ async def unless(work: Coroutine[Any, Any, T], watchers: Sequence[Coroutine[Any,
 
 
 async def _made(kind: Callable[..., T], config: RunConfig, **parts: Any) -> T:
-    """Make a group in a thread, which a cancellation waits for."""
+    """Make a group in a thread. A cancellation waits for the thread."""
     return await finished_in_thread(partial(kind, config, **parts), config.ray.start_timeout_s)
 
 
 async def _together(first: Coroutine[Any, Any, T], second: Coroutine[Any, Any, U]) -> tuple[T, U]:
-    """Await both; a failure of one cancels the other."""
+    """The results of both. A failure of one cancels the other."""
     async with asyncio.TaskGroup() as tasks:
         left, right = tasks.create_task(first), tasks.create_task(second)
     return left.result(), right.result()

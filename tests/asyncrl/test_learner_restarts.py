@@ -11,7 +11,7 @@ from asyncrl.cli.compose import compose_run
 from asyncrl.core.errors import BatchLost, LearnerDiedError, ReplayBufferError, WorkerDiedError
 from asyncrl.core.types import Prompt
 from asyncrl.run.learner_restarts import LearnerRestarts, death_in
-from asyncrl.run.resume import PromptsAgain, Resumed, RunState
+from asyncrl.run.resume import RepeatedPrompts, Resumed, RunState
 from asyncrl.run.run_folder import remove_published
 from learner.checkpoint_folder import SavedProgress, write_progress
 from tests.asyncrl.test_controller import (
@@ -128,7 +128,7 @@ class Run:
             buffer=self.buffer, learner=self.learner, fleet=self.fleet, overrides=overrides
         )
         self.said: list[str] = []
-        self.prompts = PromptsAgain(Prompts(), lambda ids: [])
+        self.prompts = RepeatedPrompts(Prompts())
         self.restarts = LearnerRestarts(
             compose_run(overrides),
             controller=self.controller,
@@ -293,14 +293,14 @@ async def test_a_learner_that_does_not_start_again_for_any_reason_is_started_onc
         (
             [1],
             [],
-            r"rank 1 died; the run has no checkpoint to start .* from; none is whole yet with checkpoint.every_steps=2",
+            r"rank 1 died; the run has no checkpoint to restart .* from; checkpoint.every_steps=2 has written none yet",
         ),
         (
             [1],
             ["checkpoint.every_steps=0"],
-            r"rank 1 died; the run has no checkpoint to start the learner again from; set checkpoint.every_steps",
+            r"rank 1 died; the run has no checkpoint to restart the learner from; set checkpoint.every_steps",
         ),
-        ([3], ["placement.colocated=true"], "with placement.colocated=true no learner is started again within a run"),
+        ([3], ["placement.colocated=true"], "a run with placement.colocated=true does not restart its learner"),
     ],
 )
 async def test_where_it_may_not_start_again_the_run_ends_with_the_death_and_what_to_set(
@@ -350,7 +350,7 @@ async def test_a_checkpoint_of_another_run_in_the_same_folder_is_not_taken(tmp_p
         return path
 
     run.learner._saved = save_foreign
-    with pytest.raises(LearnerDiedError, match="no checkpoint to start the learner again from"):
+    with pytest.raises(LearnerDiedError, match="no checkpoint to restart the learner from"):
         await run.train()
 
 
@@ -363,12 +363,15 @@ def test_prompts_that_were_handed_out_and_are_not_finished_come_again_before_new
             self.position += count
             return taken
 
+        def at(self, positions):
+            return [Prompt(group_id=i, prompt_ids=()) for i in positions]
+
         def state(self):
             return {"position": self.position}
 
-    prompts = PromptsAgain(Stream(), lambda ids: [Prompt(group_id=i, prompt_ids=()) for i in ids])
+    prompts = RepeatedPrompts(Stream())
     prompts.take(6)
-    assert prompts.again([(0, 2), (4, 5)]) == 3
+    prompts.repeat_unfinished([(0, 2), (4, 5)])
     assert [prompt.group_id for prompt in prompts.take(2) + prompts.take(3)] == [2, 3, 5, 6, 7]
     assert prompts.state() == {"position": 8}
 

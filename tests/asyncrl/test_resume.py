@@ -9,7 +9,7 @@ from asyncrl.cli.compose import compose_run
 from asyncrl.data import PromptStream
 from asyncrl.data.config import DataConfig
 from asyncrl.run.resume import (
-    ResumedPrompts,
+    RepeatedPrompts,
     RunState,
     begin_buffer_at,
     check_beginning,
@@ -112,7 +112,7 @@ def test_prompts_go_on_with_the_unfinished_ones_and_then_in_the_old_order(tmp_pa
     data = DataConfig(train_files=[str(tmp_path / "train.jsonl")], max_prompt_tokens=20)
     saved = PromptStream(data, Letters(), seed=3)
     taken = saved.take(12)
-    resumed = ResumedPrompts(PromptStream(data, Letters(), seed=3), replace(STATE, prompts=saved.state()))
+    resumed = RepeatedPrompts(PromptStream(data, Letters(), seed=3), replace(STATE, prompts=saved.state()))
     again = resumed.take(2) + resumed.take(4)
     assert [prompt.group_id for prompt in again] == [5, 6, 9, 10, 11, 12]
     for prompt in again[:5]:
@@ -120,7 +120,7 @@ def test_prompts_go_on_with_the_unfinished_ones_and_then_in_the_old_order(tmp_pa
     assert again[5].prompt_ids.tolist() == saved.take(1)[0].prompt_ids.tolist()
     assert resumed.state()["position"] == 13
     with pytest.raises(ValueError, match="the seed was 3"):
-        ResumedPrompts(PromptStream(data, Letters(), seed=4), replace(STATE, prompts=saved.state()))
+        RepeatedPrompts(PromptStream(data, Letters(), seed=4), replace(STATE, prompts=saved.state()))
 
 
 def test_what_a_buffer_kept_on_disk_is_put_aside(tmp_path):
@@ -151,7 +151,7 @@ def test_a_new_run_on_a_used_buffer_folder_is_refused_before_anything_starts(tmp
     (tmp_path / "buffer").mkdir()
     check_beginning(config_of(tmp_path, *options))
     (tmp_path / "buffer" / "journal.1.log").touch()
-    with pytest.raises(ValueError, match=r"buffer\.directory=.* holds what another run left.*checkpoint\.resume=auto"):
+    with pytest.raises(ValueError, match=r"buffer\.directory=.* must be empty.*checkpoint\.resume=auto"):
         check_beginning(config_of(tmp_path, *options))
     save(tmp_path / "custom" / "2026-01-01_00-00-00" / "checkpoints", 30)
     check_beginning(config_of(tmp_path, *options, "checkpoint.resume=auto"))

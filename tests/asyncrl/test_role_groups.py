@@ -233,7 +233,7 @@ def test_fused_roles_share_a_process_and_compute_what_separate_pools_do(fused, s
 def test_actor_and_critic_that_died_go_on_from_their_checkpoint_as_if_they_had_not(fused) -> None:
     assert isinstance(fused.death, LearnerDiedError)
     assert "learner" in str(fused.death)
-    assert "the ranks are not started again yet" in str(fused.meanwhile)
+    assert "no new ranks have started yet" in str(fused.meanwhile)
     for name in ("loss", "grad_norm", "reward_kl", "critic.value_loss", "critic.grad_norm", "critic.lr"):
         assert fused.third_step_again[name] == fused.third_step[name], name
     assert fused.published[-1] == "v00000002"

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
 
+from asyncrl.core.errors import BatchLost
 from asyncrl.single_controller.data_proto import DataProto
 from learner.config import (
     AlgorithmConfig,
@@ -174,6 +175,17 @@ def test_updating_the_actor_raises_what_was_good_and_only_where_the_response_mas
     moved = worker.compute_log_prob(data).batch["old_log_probs"] - before
     assert moved[0, :3].sum() > 0.01
     assert moved[1].sum() < -0.01
+
+
+def test_the_actor_publishes_the_next_version_after_an_update(models: dict[str, str], tmp_path: Path) -> None:
+    worker, data = actor(models, tmp_path), rows()
+    worker.publish_weights(0)
+    old = worker.compute_log_prob(data).batch["old_log_probs"]
+    data.batch["old_log_probs"], data.batch["advantages"] = old, torch.ones(4, RESPONSE)
+    worker.update_actor(data)
+    worker.publish_weights(1)
+    with pytest.raises(BatchLost):
+        worker.publish_weights(2)
 
 
 def test_two_updates_a_step_start_from_the_old_log_probs_that_were_handed_in(

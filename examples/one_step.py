@@ -1,0 +1,117 @@
+"""The asynchronous way of one batch, from the prompt to the loss and of the new weights back, in one process.
+
+Every class is the one that a run uses. A run puts each of them into a process of its own, and overlaps them: the
+rollout worker drives the engine, the buffer server holds the ledger, the learner's ranks hold the trainer. To run it::
+
+    python -m examples.one_step
+"""
+
+import asyncio
+import os
+import tempfile
+from typing import Any
+
+import numpy as np
+from transformers import AutoTokenizer
+
+from asyncrl.cli.quickstart import make_assets
+from asyncrl.core.trajectory import TrajectoryGroup
+from asyncrl.core.types import Lease, Prompt
+from asyncrl.data.config import DataConfig
+from asyncrl.data.prompts import PromptStream
+from asyncrl.weights.publish import WeightPublisher
+from buffer.commands import Commit, Enqueue, GrantedLease, LeaseGroups, PlanBatch, Put
+from buffer.ledger import Ledger
+from buffer.rule import StalenessRule
+from learner.advantages import BatchAdvantages
+from learner.batching import rank_batches
+from learner.config import AlgorithmConfig, Device, LearnerConfig
+from learner.losses import policy_objective
+from learner.model_shards import PretrainedShards
+from learner.trainer import LearnerStep, Trainer
+from learner.types import group_sequences
+from rollout_fleet.config import EngineDevice, RolloutFleetConfig, SamplingConfig
+from rollout_fleet.engines.engine import Engine, SampleRequest
+from rollout_fleet.engines.transformers import TransformersEngine
+from rollout_fleet.inflight import to_trajectory_group
+
+NUM_GROUPS, NUM_SAMPLES, MAX_LAG = 4, 4, 1
+SAMPLING = SamplingConfig(max_new_tokens=8)
+
+
+async def one_step(folder: str) -> tuple[dict[str, float], Engine, Ledger]:
+    """Make one learner step; returns its metrics, the engine on the new weights, and the ledger."""
+    assets = make_assets(f"{folder}/assets", seed=0)
+    model_path = str(assets.model)
+    tokenizer = AutoTokenizer.from_pretrained(model_path)
+    algorithm = AlgorithmConfig(groups_per_step=NUM_GROUPS, samples_per_prompt=NUM_SAMPLES)
+
+    # The parts. The trainer is one rank of a group of one.
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1"}
+    trainer = Trainer(LearnerConfig(device=Device.cpu), model_path=model_path, total_updates=1)
+    fleet = RolloutFleetConfig(sampling=SAMPLING)
+    engine = TransformersEngine(fleet, model_path=model_path, device=EngineDevice.cpu, rank=0, seed=0)
+    await engine.start()
+    ledger = Ledger(StalenessRule(max_lag=MAX_LAG, groups_per_step=NUM_GROUPS))
+    store: dict[int, TrajectoryGroup] = {}
+
+    # Prompts enter the queue. With a lag of 1 the engine may be two batches ahead, and no further.
+    stream = PromptStream(DataConfig(train_files=[str(assets.train)], max_prompt_tokens=9), tokenizer, seed=0)
+    prompts = {prompt.group_id: prompt for prompt in stream.take(3 * NUM_GROUPS)}
+    ledger.apply(Enqueue(group_ids=tuple(prompts)))
+    granted = ledger.apply(LeaseGroups(engine_version=engine.version, max_groups=len(prompts))).leases
+    assert len(granted) == (MAX_LAG + 1) * NUM_GROUPS
+
+    # The engine writes each group; the reward scores it; the ledger stores it.
+    for lease in granted:
+        store[lease.group_id] = await rollout(engine, lease, prompts[lease.group_id], tokenizer)
+        ledger.apply(Put(summary=store[lease.group_id].summary))
+
+    # The plan of step 0 has ids, lengths and rewards. A rank fetches its groups and makes sequences of them.
+    ledger.apply(PlanBatch(version=0))
+    plan = ledger.batch(version=0)
+    (batch,) = rank_batches(plan, algorithm, num_shards=1, max_lag=MAX_LAG)
+    sequences = [
+        sequence
+        for share in batch.shares
+        for sequence in group_sequences(store[share.group_id], samples=share.samples, mini_batch=share.mini_batch)
+    ]
+
+    # Advantages, packing, forward, loss, backward, optimizer. The ledger then consumes the batch.
+    sequences, metrics = BatchAdvantages(algorithm, trainer.mesh).assign(sequences, batch.rewards)
+    metrics |= LearnerStep(trainer, policy_objective(algorithm)).run(sequences)
+    ledger.apply(Commit(version=0))
+
+    # The weights of version 1 are published, and the engine loads and verifies them.
+    publisher = WeightPublisher(PretrainedShards.of(trainer), f"{folder}/snapshots", keep=1)
+    offer = publisher.publish(ledger.learner_version).result()
+    publisher.close()
+    assert offer is not None  # this is rank 0
+    await engine.load_weights(offer)
+
+    # Now the engine may begin another batch. What it wrote before has a lag of 1 in step 1.
+    assert len(ledger.apply(LeaseGroups(engine_version=engine.version, max_groups=99)).leases) == NUM_GROUPS
+    ledger.apply(PlanBatch(version=1))
+    assert {1 - group.oldest_version for group in ledger.batch(version=1).groups} == {MAX_LAG}
+    await engine.stop()
+    return metrics, engine, ledger
+
+
+async def rollout(engine: Engine, lease: GrantedLease, prompt: Prompt, tokenizer: Any) -> TrajectoryGroup:
+    """Sample and score one prompt group. Here the reward is the share of the right digits."""
+    requests = [
+        SampleRequest(id=f"{lease.group_id}-{sample}", prompt_ids=prompt.prompt_ids, sampling=SAMPLING)
+        for sample in range(NUM_SAMPLES)
+    ]
+    samples = [output async for _, output in engine.generate(requests)]
+    texts = tokenizer.batch_decode([sample.token_ids for sample in samples], skip_special_tokens=True)
+    rewards = [np.mean([text[i : i + 1] == digit for i, digit in enumerate(prompt.ground_truth)]) for text in texts]
+    held = Lease(
+        prompt=prompt, attempt=lease.attempt, engine_version=lease.engine_version, deadline_version=lease.deadline
+    )
+    return to_trajectory_group(held, samples, np.array(rewards, dtype=np.float32))
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as temporary:
+        print(asyncio.run(one_step(temporary))[0])

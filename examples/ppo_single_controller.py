@@ -1,0 +1,133 @@
+"""Synchronous PPO as a verl driver writes it: one process calls groups of workers, step by step.
+
+Four Ray actors hold an actor with its rollout, a reference and a critic, fused, on a mesh of dp × sp = 2 × 2. Each
+data-parallel rank has an SGLang server, which takes the weights as it does in an asynchronous run. Run it with::
+
+    python -m examples.ppo_single_controller total_steps=20
+
+Every argument is an option of ``asyncrl train``. Here generation waits for training; `asyncrl.run` overlaps them.
+"""
+
+import asyncio
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+from transformers import AutoTokenizer
+
+from asyncrl import single_controller as sc
+from asyncrl.cli.compose import compose_run
+from asyncrl.cli.preflight import read_prompts
+from asyncrl.cli.quickstart import with_quickstart_assets
+from asyncrl.config import RunConfig
+from asyncrl.core.types import Prompt
+from asyncrl.sft.warm_start import warm_start
+from asyncrl.single_controller import DataProto, Role
+from examples.actor_rollout_ref_worker import ActorRolloutRefWorker
+from learner import AlgorithmConfig, CriticWorker
+from learner.advantages import generalized_advantages, standardized
+from rollout_fleet.rewards import exact_match
+
+OPTIONS = ["experiment=ppo", "learner.num_ranks=4", "learner.sp_size=2", "learner.offload_at_transition_only=true"]
+OPTIONS += ["learner.critic.warmup_steps=0"]
+
+
+class PPOTrainer:
+    """The driver: it has the prompts, computes rewards and advantages, and calls the groups in turn."""
+
+    def __init__(self, run: RunConfig, model_path: str, folder: str) -> None:
+        self.run = run
+        self.tokenizer = AutoTokenizer.from_pretrained(model_path)
+        self.prompts, self.held_out = read_prompts(run)
+        roles = {"actor_rollout": Role.ActorRollout, "ref": Role.RefPolicy, "critic": Role.Critic}
+        layout = sc.ResourcePoolManager(
+            {"global_pool": [run.learner.num_ranks]},
+            dict.fromkeys(roles.values(), "global_pool"),
+            use_gpu=run.learner.device == "cuda",
+        )
+        layout.create_resource_pool()
+        worker = {"model_path": model_path, "folder": folder}
+        critic = {"model_path": model_path, "total_steps": run.total_steps}
+        classes = {
+            "actor_rollout": sc.RayClassWithInitArgs(ActorRolloutRefWorker, run, "actor_rollout", **worker),
+            "ref": sc.RayClassWithInitArgs(ActorRolloutRefWorker, run, "ref", **worker),
+            "critic": sc.RayClassWithInitArgs(CriticWorker, run.learner, run.algorithm, **critic),
+        }
+        fused = sc.create_colocated_worker_cls(classes)
+        self.workers = sc.RayWorkerGroup(layout.get_resource_pool(Role.ActorRollout), fused, timeout_s=600)
+        self.groups = self.workers.spawn(classes)
+        self.on_all("init_model")
+
+    def stop(self) -> None:
+        self.on_all("stop")
+        self.workers.shutdown()
+
+    def on_all(self, method: str, *arguments: Any) -> None:
+        for group in self.groups.values():
+            group.execute_all_sync(method, *arguments)
+
+    def fit(self, on_step: Callable[[int, dict[str, float]], None]) -> None:
+        """Train. ``on_step`` gets the number of each step and its metrics."""
+        actor, ref, critic = (self.groups[role] for role in ("actor_rollout", "ref", "critic"))
+        algorithm, num_samples = self.run.algorithm, self.run.algorithm.samples_per_prompt
+        for step in range(self.run.total_steps + 1):
+            self.on_all("rollout_mode", step)
+            metrics = {"greedy_reward": self.generated(self.held_out, do_sample=False).batch["scores"].mean().item()}
+            if step == self.run.total_steps:
+                return on_step(step, metrics)
+            prompts = self.prompts.take(algorithm.groups_per_step)
+            batch = self.generated([prompt for prompt in prompts for _ in range(num_samples)], do_sample=True)
+            self.on_all("trainer_mode")
+            batch = batch.union(actor.compute_log_prob(batch))
+            batch = batch.union(ref.compute_ref_log_prob(batch))
+            batch = batch.union(critic.compute_values(batch))
+            add_advantages(batch, algorithm)
+            results = [critic.update_critic(batch), actor.update_actor(batch)]
+            metrics |= {name: values[0] for result in results for name, values in result.meta_info["metrics"].items()}
+            on_step(step, metrics | {"reward": batch.batch["scores"].mean().item()})
+
+    def generated(self, prompts: list[Prompt], *, do_sample: bool) -> DataProto:
+        """Responses to the prompts, and ``scores`` [B], their rewards."""
+        width = self.run.data.max_prompt_tokens
+        ids = torch.zeros(len(prompts), width, dtype=torch.long)
+        mask = torch.zeros_like(ids)
+        for row, prompt in enumerate(prompts):
+            ids[row, width - len(prompt.prompt_ids) :] = torch.from_numpy(prompt.prompt_ids)
+            mask[row, width - len(prompt.prompt_ids) :] = 1
+        batch = DataProto.from_dict({"input_ids": ids, "attention_mask": mask}, meta_info={"do_sample": do_sample})
+        batch = self.groups["actor_rollout"].generate_sequences(batch)
+        texts = self.tokenizer.batch_decode(batch.batch["responses"], skip_special_tokens=True)
+        batch.batch["scores"] = torch.tensor([exact_match(*pair) for pair in zip(prompts, texts, strict=True)])
+        return batch
+
+
+def add_advantages(batch: DataProto, algorithm: AlgorithmConfig) -> None:
+    """Rewards of tokens less the KL penalty, then GAE: ``advantages`` and ``returns`` [B, R]."""
+    columns, mask = batch.batch, batch.batch["response_mask"].bool()
+    rewards = algorithm.kl_reward_coef * (columns["ref_log_prob"] - columns["old_log_probs"])
+    rewards[torch.arange(len(mask)), mask.sum(1) - 1] += columns["scores"]
+    gae = {"gamma": algorithm.gamma, "gae_lambda": algorithm.gae_lambda}
+    advantages, returns = generalized_advantages(rewards[mask], columns["values"][mask], mask.sum(1), **gae)
+    for name, values in (("advantages", standardized(advantages, lambda total: total)), ("returns", returns)):
+        columns[name] = torch.zeros(mask.shape).masked_scatter(mask, values.float())
+
+
+def main(overrides: list[str]) -> None:
+    """Warm-start the quickstart's policy, and train it."""
+    overrides = [*OPTIONS, *overrides]
+    run = with_quickstart_assets(compose_run(overrides))
+    folder = Path(run.output_dir, "ppo_single_controller", time.strftime("%Y%m%d-%H%M%S")).resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    policy = asyncio.run(warm_start(run, overrides, folder / "sft.log", print))
+    ray.init(num_cpus=run.learner.num_ranks, include_dashboard=False)
+    trainer = PPOTrainer(run, str(policy), str(folder))
+    trainer.fit(lambda step, metrics: print(f"step {step}: {metrics}", flush=True))
+    trainer.stop()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,52 @@
+"""The scripts of examples/, run with few steps."""
+
+import math
+
+import numpy as np
+import pytest
+
+from asyncrl.cli.compose import compose_run
+from asyncrl.cli.quickstart import with_quickstart_assets
+from examples.one_step import one_step
+from examples.ppo_single_controller import OPTIONS, PPOTrainer
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(scope="module", params=["sglang"])
+def trained(request, cluster, tmp_path_factory):
+    """The metrics of two steps of the PPO example, from a policy that was not warm-started, and the trainer."""
+    folder = tmp_path_factory.mktemp("ppo")
+    options = ["total_steps=2", "algorithm.groups_per_step=4", "algorithm.samples_per_prompt=2", f"output_dir={folder}"]
+    run = with_quickstart_assets(compose_run([*OPTIONS, *options, f"rollout_fleet.engine={request.param}"]))
+    trainer, steps = PPOTrainer(run, run.model.path, str(folder)), []
+    try:
+        trainer.fit(lambda step, metrics: steps.append(metrics))
+        yield trainer, steps
+    finally:
+        trainer.stop()
+
+
+def test_the_ppo_example_makes_its_steps_with_finite_metrics(trained):
+    _, steps = trained
+    assert len(steps) == 3
+    for metrics in steps[:2]:
+        assert metrics["actor/grad_norm"] > 0
+        assert metrics["critic/grad_norm"] > 0
+        assert all(math.isfinite(value) for value in metrics.values())
+
+
+def test_the_engines_of_the_ppo_example_sample_from_the_trained_weights(trained):
+    trainer, _ = trained
+    batch = trainer.generated(trainer.held_out[:8], do_sample=True)
+    trainer.on_all("trainer_mode")
+    own = trainer.groups["actor_rollout"].compute_log_prob(batch).batch["old_log_probs"]
+    start = trainer.groups["ref"].compute_ref_log_prob(batch).batch["ref_log_prob"]
+    np.testing.assert_allclose(batch.batch["rollout_log_probs"], own, atol=1e-3)
+    assert not np.allclose(batch.batch["rollout_log_probs"], start, atol=1e-3)
+
+
+async def test_the_one_step_example_serves_the_trained_weights(tmp_path):
+    metrics, engine, ledger = await one_step(str(tmp_path))
+    assert metrics["grad_norm"] > 0
+    assert engine.version == ledger.learner_version == 1
