@@ -272,8 +272,8 @@ def check_beginning(config: RunConfig) -> None:
     folder = Path(config.buffer.directory)
     if folder.is_dir() and any(folder.iterdir()):
         raise ValueError(
-            f"buffer.directory={folder} must be empty for a run that does not resume, got files of another run; name an "
-            "empty directory, remove this one, or continue from a checkpoint with checkpoint.resume=auto"
+            f"buffer.directory={folder} must be empty for a run that does not resume, got files of another run; name "
+            "an empty directory, remove this one, or continue from a checkpoint with checkpoint.resume=auto"
         )
 
 
