@@ -30,7 +30,7 @@ from asyncrl.single_controller import DataProto, Role
 from examples.actor_rollout_ref_worker import ActorRolloutRefWorker
 from learner import AlgorithmConfig, CriticWorker
 from learner.advantages import generalized_advantages, standardized
-from rollout_fleet.rewards import exact_match
+from rollout_fleet.rewards import Reward, exact_match
 
 OPTIONS = ["experiment=ppo", "learner.num_ranks=4", "learner.sp_size=2", "learner.offload_at_transition_only=true"]
 OPTIONS += ["learner.critic.warmup_steps=0"]
@@ -39,8 +39,8 @@ OPTIONS += ["learner.critic.warmup_steps=0"]
 class PPOTrainer:
     """The driver: it has the prompts, computes rewards and advantages, and calls the groups in turn."""
 
-    def __init__(self, run: RunConfig, model_path: str, folder: str) -> None:
-        self.run = run
+    def __init__(self, run: RunConfig, model_path: str, folder: str, reward: Reward = exact_match) -> None:
+        self.run, self.reward = run, reward
         self.tokenizer = AutoTokenizer.from_pretrained(model_path)
         self.prompts, self.held_out = read_prompts(run)
         roles = {"actor_rollout": Role.ActorRollout, "ref": Role.RefPolicy, "critic": Role.Critic}
@@ -96,12 +96,12 @@ class PPOTrainer:
         ids = torch.zeros(len(prompts), width, dtype=torch.long)
         mask = torch.zeros_like(ids)
         for row, prompt in enumerate(prompts):
-            ids[row, width - len(prompt.prompt_ids) :] = torch.from_numpy(prompt.prompt_ids)
+            ids[row, width - len(prompt.prompt_ids) :] = torch.tensor(prompt.prompt_ids)
             mask[row, width - len(prompt.prompt_ids) :] = 1
         batch = DataProto.from_dict({"input_ids": ids, "attention_mask": mask}, meta_info={"do_sample": do_sample})
         batch = self.groups["actor_rollout"].generate_sequences(batch)
         texts = self.tokenizer.batch_decode(batch.batch["responses"], skip_special_tokens=True)
-        batch.batch["scores"] = torch.tensor([exact_match(*pair) for pair in zip(prompts, texts, strict=True)])
+        batch.batch["scores"] = torch.tensor([self.reward(*pair) for pair in zip(prompts, texts, strict=True)])
         return batch
 
 
