@@ -255,7 +255,7 @@ async def test_a_reward_models_loss_of_the_next_batch_waits_for_the_steps_before
 
 async def test_with_shared_devices_a_lost_batch_ends_the_run_as_a_death_does(tmp_path: Path):
     run = losing(tmp_path, [3], "placement.colocated=true")
-    with pytest.raises(LearnerDiedError, match=r"the batch of step 3 is lost; with placement.colocated=true no"):
+    with pytest.raises(LearnerDiedError, match=r"step 3 is lost; a run with placement.colocated=true does not"):
         await run.train()
 
 
