@@ -1,6 +1,6 @@
-"""The learner's roles as data: which model each loads, what it computes, what it learns, and what it reads of others.
+"""The learner's roles as data: the model of each, what it scores, what it learns, and which scores it reads.
 
-A further role, such as a distillation teacher, is one more entry. Loads no torch.
+Another role, such as a distillation teacher, is one more entry. Importing this module loads no torch.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class Role:
     """One role of the learner.
 
     Attributes:
-        name: Under which other parts know it. Example: ``critic``.
-        load: Loads its model, as `learner.pretrained.load_causal_lm` does.
-        head: Wraps the loaded model, from it, the options and the sampling temperature.
-        column: Name of the column that it scores for other roles. Example: ``values``.
-        objective: What it learns; None where it is frozen.
-        optimizer: Its AdamW and schedule; None where it is frozen.
-        reads: Columns that its step takes, which it or another role scored before.
-        measured_steps: First learner steps in which it is measured and not trained.
+        name: Example: ``critic``.
+        load: Loads the model, as `learner.pretrained.load_causal_lm` does.
+        head: Wraps the model; takes the model, the options and the sampling temperature.
+        column: The column that the role scores for other roles. Example: ``values``.
+        objective: What the role learns; None for a frozen role.
+        optimizer: AdamW and schedule; None for a frozen role.
+        reads: Columns that a step needs. This role or another one scores them before.
+        measured_steps: Number of first learner steps in which the role is measured and not trained.
         adapters: Whether ``learner.lora`` gives it adapters.
     """
 
@@ -55,7 +55,7 @@ class Role:
 
 
 def _function(module: str, name: str) -> Callable[..., Any]:
-    """A function of this package whose module needs torch: the controller, which knows the roles, does without."""
+    """A function of this package whose module is imported at the first call, because it loads torch."""
 
     def call(*arguments: Any, **options: Any) -> Any:
         return getattr(import_module(f".{module}", __package__), name)(*arguments, **options)
@@ -108,7 +108,7 @@ ROLES = {role.name: role for role in (ACTOR, CRITIC, REFERENCE, REWARD_MODEL)}
 
 
 def scored_by(column: str, config: LearnerConfig) -> Role:
-    """The role that scores a column: the reference's is the actor's under LoRA, with its adapters off."""
+    """The role that scores a column. With LoRA the actor scores the reference's, with its adapters off."""
     if column == REFERENCE.column:
         return ACTOR if config.lora.rank else REFERENCE
     return next(role for role in ROLES.values() if role.column == column)
@@ -116,12 +116,12 @@ def scored_by(column: str, config: LearnerConfig) -> Role:
 
 @dataclass(frozen=True, kw_only=True)
 class RemoteScores:
-    """What a role computes of a batch, still under way.
+    """The pending scores of a role for a batch.
 
     Attributes:
-        role: Who computes it. Example: ``critic``.
-        batches: What it was given, one per data-parallel rank.
-        results: References to what it returns, one per rank; the first sp rank of each data-parallel rank answers.
+        role: The role that scores. Example: ``critic``.
+        batches: Its batches, one per data-parallel rank.
+        results: References to the scores, one per rank; the first sp rank of each data-parallel rank returns them.
     """
 
     role: str
@@ -129,10 +129,10 @@ class RemoteScores:
     results: Sequence[Any]
 
     def needed_by(self, batches: Sequence[RankBatch]) -> list[DataProtoFuture]:
-        """The scores of the samples that each data-parallel rank of another role was given.
+        """For each data-parallel rank of another role, a future of the scores of its samples.
 
-        ``batches`` are the same plan, shared out over any number of ranks. Each rank gets a future of sample to scores,
-        which refers only to the ranks that scored its samples.
+        ``batches`` are the same plan, divided over any number of ranks. A future refers only to the ranks that scored
+        its samples.
         """
         first_sp_ranks = self.results[:: len(self.results) // len(self.batches)]
         scored = [(result, set(batch.sample_keys)) for result, batch in zip(first_sp_ranks, self.batches, strict=True)]

@@ -1,10 +1,10 @@
-"""verl's worker methods over the same trainer: a `DataProto` in, a `DataProto` out, and the caller waits.
+"""verl's worker methods over the learner's trainer: a `DataProto` in, a `DataProto` out, and the caller waits.
 
-A row is a prompt padded on the left and a response padded on the right: ``input_ids``, ``attention_mask`` and
-``position_ids`` are [B, L]; ``responses`` and everything about single tokens are [B, R], R <= L, for the last R places,
-0 where the response is padded. Every method takes these four. ``temperature`` of ``meta_info`` replaces that of the
-run. Micro-batches are packed by the worker's own token budget, whatever ``meta_info`` says about them. The classes take
-the options of `ModelWorker`.
+A row is a prompt padded on the left and a response padded on the right. ``input_ids``, ``attention_mask`` and
+``position_ids`` are [B, L]. ``responses`` and all token columns are [B, R] for the last R <= L places, 0 at padding.
+Every method takes these four. ``meta_info["temperature"]`` replaces the run's temperature. The worker packs
+micro-batches by its own token budget and ignores ``meta_info`` about them. The classes take the options of
+`ModelWorker`.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _VERL_METRICS = {"value_loss": "vf_loss", "value_clip_fraction": "vf_clipfrac", 
 
 
 class ActorWorker(ModelWorker):
-    """One rank of the actor. With LoRA it is the reference too: the policy with its adapters off."""
+    """One rank of the actor. With LoRA it is the reference too, with its adapters off."""
 
     def __init__(self, config: LearnerConfig, algorithm: AlgorithmConfig, **options: Any) -> None:
         super().__init__(ACTOR, config, algorithm, **options)
 
     @register(dispatch_mode=BY_ROWS)
     def compute_log_prob(self, data: DataProto) -> DataProto:
-        """``old_log_probs`` and ``entropys`` [B, R] float32 of responses under the policy as it is."""
+        """``old_log_probs`` and ``entropys`` [B, R] float32 of the responses under the present policy."""
         temperature = float(data.meta_info.get("temperature", self._temperature))
         with self._offload.reading(), self._model.at_temperature(temperature):
             log_probs, entropies = self._model.log_probs_and_entropies(scored_sequences(data))
@@ -52,17 +52,20 @@ class ActorWorker(ModelWorker):
 
     @register(dispatch_mode=BY_ROWS)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
-        """As `ReferenceWorker`, under the policy with its adapters off. Raises `ValueError` if it has none."""
+        """``ref_log_prob`` under the policy with its adapters off. Raises `ValueError` if it has no adapters."""
         with self._offload.reading():
             return _reference_rows(self._model, data, self._temperature)
 
     @register(dispatch_mode=BY_ROWS)
     def update_actor(self, data: DataProto) -> DataProto:
-        """Make the optimizer updates of one step; its metrics, the same on every rank, are named ``actor/<name>``.
+        """Make the optimizer updates of one step. The metrics ``actor/<name>`` are the same on every rank.
 
-        ``data`` has ``old_log_probs`` and ``advantages``, ``response_mask`` where not all attended response tokens are
-        the policy's, ``rollout_log_probs`` where the algorithm has a proximal anchor, a weight or masks and the
-        engine's log-probs are not the old ones, ``ref_log_prob`` under ``algorithm.kl_coef``.
+        ``data`` has ``old_log_probs`` and ``advantages``, and as needed:
+
+        - ``response_mask``, if the policy did not write all attended response tokens;
+        - ``rollout_log_probs``, if the algorithm has a proximal anchor, a weight or masks, and the engine's log-probs
+          are not the old ones;
+        - ``ref_log_prob``, with ``algorithm.kl_coef``.
         """
         columns = _columns_of(data, self._algorithm)
         sequences = trained_sequences(data, columns, num_mini_batches=self._algorithm.num_mini_batches)
@@ -91,7 +94,7 @@ class CriticWorker(ModelWorker):
 
     @register(dispatch_mode=BY_ROWS)
     def compute_values(self, data: DataProto) -> DataProto:
-        """``values`` [B, R] float32 of the states before the tokens of responses."""
+        """``values`` [B, R] float32 of the states before the responses' tokens."""
         with self._offload.reading():
             values = self._model.scores(scored_sequences(data))
         return single_controller.DataProto.from_dict({"values": response_rows(data, values)})
@@ -112,41 +115,41 @@ class CriticWorker(ModelWorker):
 
 
 class ReferenceWorker(ModelWorker):
-    """One rank of the reference, a frozen copy of the policy that the run starts from."""
+    """One rank of the reference: a frozen copy of the policy that the run starts from."""
 
     def __init__(self, config: LearnerConfig, algorithm: AlgorithmConfig, **options: Any) -> None:
         super().__init__(REFERENCE, config, algorithm, **options)
 
     @register(dispatch_mode=BY_ROWS)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
-        """``ref_log_prob`` [B, R] float32 of responses under the reference."""
+        """``ref_log_prob`` [B, R] float32 of the responses under the reference."""
         with self._offload.reading():
             return _reference_rows(self._model, data, self._temperature)
 
 
 class RewardModelWorker(ModelWorker):
-    """One rank of the reward model; its model's tokens are the policy's."""
+    """One rank of the reward model, which uses the policy's tokens."""
 
     def __init__(self, config: LearnerConfig, algorithm: AlgorithmConfig, **options: Any) -> None:
         super().__init__(REWARD_MODEL, config, algorithm, **options)
 
     @register(dispatch_mode=BY_ROWS)
     def compute_rm_score(self, data: DataProto) -> DataProto:
-        """``rm_scores`` [B, R] float32 of whole rows in the reward model's own tokens, at the last attended token."""
+        """``rm_scores`` [B, R] float32: the score of each row, at its last attended token."""
         with self._offload.reading():
             scores = self._model.scores(scored_sequences(data))
         return single_controller.DataProto.from_dict({"rm_scores": response_rows(data, scores)})
 
 
 def _reference_rows(model: PackedModel, data: DataProto, temperature: float) -> DataProto:
-    """``ref_log_prob`` of the rows under the weights that the run started from."""
+    """``ref_log_prob`` of the rows under the weights that the run starts from."""
     with model.frozen(), model.at_temperature(float(data.meta_info.get("temperature", temperature))):
         log_probs = model.scores(scored_sequences(data))
     return single_controller.DataProto.from_dict({"ref_log_prob": response_rows(data, log_probs)})
 
 
 def _columns_of(data: DataProto, algorithm: AlgorithmConfig) -> dict[str, str]:
-    """A sequence's columns, and verl's names for them."""
+    """The columns that a sequence needs, and verl's names for them."""
     columns = {"behavior_logprobs": "old_log_probs", "advantages": "advantages"}
     if algorithm.needs_proximal:
         columns["proximal_logprobs"] = "old_log_probs"
@@ -164,7 +167,7 @@ _NEEDED = ("input_ids", "attention_mask", "responses")
 
 
 def scored_sequences(data: DataProto) -> list[TokenSequence]:
-    """Sequences to score: every token of the responses that is attended to, environment's included.
+    """Sequences to score: all attended tokens of the responses, also those of an environment.
 
     Raises `ValueError` if a column is missing, or positions do not count the attended tokens from 0.
     """
@@ -172,10 +175,10 @@ def scored_sequences(data: DataProto) -> list[TokenSequence]:
 
 
 def trained_sequences(data: DataProto, columns: Mapping[str, str], *, num_mini_batches: int) -> list[TokenSequence]:
-    """Sequences to train on: the tokens of ``response_mask``, or where it is missing those that are attended to.
+    """Sequences to train on: the tokens of ``response_mask``, or all attended ones without that mask.
 
-    ``columns`` maps a sequence's column to the [B, R] tensor that it is read from. Each of the ``num_mini_batches``
-    optimizer updates trains on equally many neighbouring rows. Raises as `scored_sequences`.
+    ``columns`` maps a sequence's column to its [B, R] tensor. Each of the ``num_mini_batches`` optimizer updates trains
+    on the same number of neighboring rows. Raises as `scored_sequences` does.
     """
     attended = _attended_responses(data)
     mask = _array(data, "response_mask").astype(bool) if "response_mask" in _names(data) else attended
@@ -214,7 +217,7 @@ def generated_rows(
 
 
 def response_rows(data: DataProto, values: Sequence[np.ndarray]) -> Tensor:
-    """[B, R] float32 of [T] values per sequence, at the places of the responses' attended tokens; 0 elsewhere."""
+    """[B, R] float32: the [T] values of each sequence at the attended tokens of its response, 0 elsewhere."""
     import torch
 
     attended = _attended_responses(data)
@@ -247,7 +250,7 @@ def _sequences(data: DataProto, mask: np.ndarray, tensors: Mapping[str, np.ndarr
 
 
 def _attended_responses(data: DataProto) -> np.ndarray:
-    """[B, R] bool, tokens of the responses that are attended to."""
+    """[B, R] bool: the attended tokens of the responses."""
     missing = [name for name in _NEEDED if name not in _names(data)]
     if missing:
         raise ValueError(f"data must hold {list(_NEEDED)}, got {sorted(_names(data))}; add {missing}")
@@ -257,7 +260,7 @@ def _attended_responses(data: DataProto) -> np.ndarray:
 
 
 def _check_positions(data: DataProto, attention: np.ndarray) -> None:
-    """Packing counts positions itself: others than these would silently be lost."""
+    """Raise `ValueError` for positions that differ from those that packing counts, which would be ignored."""
     if "position_ids" not in _names(data):
         return
     positions = _array(data, "position_ids")

@@ -1,14 +1,13 @@
 """One rank of a learner role: fetches its share of a batch, scores it, trains on it, publishes and saves.
 
-The methods here are a run's own: they take a list of `RankBatch`, one per data-parallel rank. Each rank fetches its
-prompt groups from the buffer, the caller does not wait, and what one role scored goes to another from worker to worker,
-or stays in the process that both share. `learner.verl_api` adds verl's methods over the same trainer.
+A run calls these methods with a list of `RankBatch`, one per data-parallel rank, and does not wait for them. Each rank
+fetches its prompt groups from the buffer. The scores of one role go to another from worker to worker, or stay in the
+process that both share. `learner.verl_api` adds verl's methods over the same trainer.
 
-The controller imports this module for the names of the methods alone; so what needs torch, which takes seconds, is
-imported where it is used.
+The controller imports this module only to know the methods. Imports that load torch therefore stand in functions.
 
-A worker waits for nothing on its own: the controller's calls wake it. Fetching waits for the buffer under the client's
-deadline, collectives wait for the other ranks under the process group's.
+The controller's calls wake a worker. A fetch waits for the buffer under the client's deadline, and a collective waits
+for the other ranks under the deadline of the process group.
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ from asyncrl.core.ports import LearnerBuffer
 from asyncrl.core.record import ProfileConfig, SpanKind
 from asyncrl.core.trajectory import TrajectoryGroup
 from asyncrl.single_controller import Dispatch, Worker, make_nd_compute_dataproto_dispatch_fn, register
-from asyncrl.single_controller.serialization import broadcast_value
 from asyncrl.weights.carriers import PublishOptions
 
 from .checkpoint_folder import read_progress
@@ -54,11 +52,11 @@ _MESH = "dp"
 _GROUP_FIELDS = tuple(field.name for field in fields(TrajectoryGroup))
 
 BY_ROWS = make_nd_compute_dataproto_dispatch_fn(_MESH)
-"""Dispatch of verl's methods: each data-parallel rank gets its part of the rows, its sp ranks the same part."""
+"""Dispatch of verl's methods: the sp ranks of a data-parallel rank get the same part of the rows."""
 
 
 def _share_of_each_rank(group: Any, *shares: Sequence[Any], **options: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Give all sp ranks of a data-parallel rank its shares; ranks are laid out dp-major."""
+    """Give the sp ranks of each data-parallel rank its entry of every list. The ranks are ordered dp-major."""
     sizes = {len(share) for share in shares}
     num_shares = sizes.pop() if len(sizes) == 1 else 0
     if num_shares == 0 or group.world_size % num_shares:
@@ -72,11 +70,11 @@ def _share_of_each_rank(group: Any, *shares: Sequence[Any], **options: Any) -> t
 
 
 PER_DP_RANK = {"dispatch_fn": _share_of_each_rank, "collect_fn": lambda _group, results: results}
-"""Dispatch of a run's methods: lists of one entry per data-parallel rank; options by name go to everyone."""
+"""Dispatch of a run's methods: lists with one entry per data-parallel rank; keyword arguments go to every rank."""
 
 
 def _recorded(method: Callable[..., T]) -> Callable[..., T]:
-    """Note for the run's profile when a method worked on a batch, its first argument."""
+    """Record the time that a method spends on a batch, its first argument, for the run's profile."""
     kind = SpanKind.update if method.__name__ == "step" else SpanKind.score
 
     @wraps(method)
@@ -89,11 +87,11 @@ def _recorded(method: Callable[..., T]) -> Callable[..., T]:
 
 
 class BatchCache:
-    """What the roles of one process share of a learner step: the fetched groups, and what each role scored.
+    """What the roles of one process share in a learner step: the fetched groups and each role's scores.
 
     Attributes:
         open_roles: Roles that have not stopped; the last one leaves the process group.
-        lost: Groups that the buffer no longer had when they were to be fetched.
+        lost: Groups that a fetch did not find in the buffer.
     """
 
     def __init__(self) -> None:
@@ -103,29 +101,29 @@ class BatchCache:
         self._scores: dict[str, tuple[int, Scores]] = {}
 
     def groups(self, version: int) -> dict[int, TrajectoryGroup]:
-        """Groups of a step by id, to be read and added to; those of another step are forgotten."""
+        """The groups of a step by id, for reading and adding. Drops the groups of another step."""
         if self._groups[0] != version:
             self._groups = (version, {})
         return self._groups[1]
 
     def clear(self) -> None:
-        """Forget everything: the step is made on another batch."""
+        """Drop everything, because the step gets another batch."""
         self.lost = set()
         self._groups = (-1, {})
         self._scores = {}
 
     def keep_scores(self, version: int, column: str, scores: Scores) -> None:
-        """Keep a column of a step; it replaces that of another step."""
+        """Keep a column of a step in place of the one kept before."""
         self._scores[column] = (version, scores)
 
     def scores(self, version: int, column: str) -> Scores | None:
-        """A column of a step, or None where no role of this process scored it."""
+        """A column of a step, or None if no role of this process has scored it."""
         known, scores = self._scores.get(column, (-1, {}))
         return scores if known == version else None
 
 
 class ModelWorker(Worker):
-    """One rank of a role. Every method is called on all ranks together.
+    """One rank of a role. Every method is called on all ranks.
 
     Args:
         role: What it loads, computes and learns.
@@ -134,17 +132,17 @@ class ModelWorker(Worker):
         model_path: Directory in Hugging Face layout.
         total_steps: Learner steps of the run, for the schedule.
         temperature: Softmax temperature at sampling; log-probs are taken under it.
-        connect_buffer: Opens this rank's connection to the replay buffer; None where only verl's methods are called.
+        connect_buffer: Connects this rank to the replay buffer; None if only verl's methods are called.
         seed: Seeds the adapters and their dropout.
-        snapshot_dir: Where published weights go, readable by the engines of this host; None publishes none.
+        snapshot_dir: Folder of published weights, readable by the engines of this host; None publishes none.
         publish: How weights are published.
-        trajectory_dir: Where consumed samples are logged, one file per step and rank; None logs nothing.
-        token_log: What is kept for people to read; None keeps nothing.
+        trajectory_dir: Folder of consumed samples, one file per step and rank; None logs none.
+        token_log: Which samples are kept for people to read; None keeps none.
         profile: What this process records of its time, as ``pool`` and its rank.
         pool: Name of the pool that the role runs in.
 
     Attributes:
-        own_cache: The cache of this worker, which the first role of a process shares with the others.
+        own_cache: The cache of this worker. The first role of a process shares its cache with the others.
     """
 
     def __init__(
@@ -203,7 +201,7 @@ class ModelWorker(Worker):
         if isinstance(self._model, Trainer):
             optimizer = self._model.optimizer
             self._advantages = BatchAdvantages(self._algorithm, self._model.mesh)
-        # One rank of a sequence-parallel group fetches; the others get the groups from it.
+        # One rank of a sequence-parallel group fetches, and sends the groups to the others.
         if self._connect_buffer is not None and self._model.mesh.sp_rank == 0:
             self._buffer = self._connect_buffer()
         if self._snapshot_dir is not None:
@@ -216,15 +214,15 @@ class ModelWorker(Worker):
             )
         self._offload = OffloadPolicy(self._config, self._model.head, optimizer)
         self.cache.open_roles.add(self.role.name)
-        gc.freeze()  # what was loaded stays: a step would wait for each look at all of it
+        gc.freeze()  # a collection of everything that was loaded would delay a step
 
     @register(dispatch_mode=PER_DP_RANK, blocking=False)
     @_recorded
     def score(self, batch: RankBatch, send: bool = True) -> Scores | None:
-        """Score the role's column for planned samples, under the weights that the run starts from where it is frozen.
+        """Score the role's column for planned samples. A frozen role uses the weights that the run starts from.
 
-        Under ``send`` the first sp rank returns the scores; otherwise they stay in this process, for its other roles.
-        Raises `ValueError` if the role is the actor, and has no adapters to switch off; `BatchLost` as `step` does.
+        With ``send`` the first sp rank returns the scores. Otherwise they stay in this process for its other roles.
+        Raises `ValueError` if the role is an actor without adapters, and `BatchLost` as `step` does.
         """
         self._fetch_on_all(batch)
         scores = self._scored(batch)
@@ -234,7 +232,7 @@ class ModelWorker(Worker):
     @register(dispatch_mode=PER_DP_RANK, blocking=False)
     @_recorded
     def rewards(self, batch: RankBatch) -> dict[SampleKey, float]:
-        """What each planned trajectory earned: the reward model's score of its last branch, and its turns' rewards.
+        """The reward of each planned trajectory: the score of its last branch, plus the rewards of its turns.
 
         Raises `BatchLost` as `step` does.
         """
@@ -248,21 +246,22 @@ class ModelWorker(Worker):
     @register(dispatch_mode=PER_DP_RANK, blocking=False)
     @_recorded
     def step(self, batch: RankBatch, *sent: Scores | None) -> dict[str, float]:
-        """Make one learner step; in its measured steps the role is only measured.
+        """Make one learner step. In the measured steps of the role, only compute the metrics.
 
         Args:
             batch: This rank's share; the sp ranks of a group have the same.
-            sent: One entry per column that the role reads, in the order of `Role.reads`: what another role scored;
-                None where the scores are in this process.
+            sent: The scores of one column each, in the order of `Role.reads`; None if they are in this process.
 
         Returns:
             The same on every rank: the step's metrics, ``fetch_s`` and ``train_s`` of the slowest rank,
             ``started_at`` of the first and ``ended_at`` of the last (seconds since the epoch), and ``lag_max``
             (learner steps).
 
-        Raises `StalenessError` if a group is older than the staleness bound allows, `ValueError` if a column was
-        neither sent nor scored in this process, and on all ranks `BatchLost` if the buffer no longer has a group that
-        one of them needs. Nothing has changed then, and what is queued behind the step raises it too.
+        Raises:
+            StalenessError: a group is older than the staleness bound allows.
+            ValueError: a column was neither sent nor scored in this process.
+            BatchLost: on all ranks, if the buffer no longer has a group that one of them needs. No rank has changed
+                anything, and the calls queued behind the step raise it too.
         """
         import torch
 
@@ -293,10 +292,10 @@ class ModelWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def publish_weights(self, version: int) -> None:
-        """Copy the weights, and publish them in the background; rank 0 offers them to the engines.
+        """Copy the weights and publish them in the background; rank 0 offers them to the engines.
 
-        Raises `ValueError` if the role publishes nothing, `WeightsError` if the version before failed, `BatchLost` if
-        the step that was to make the version has raised it.
+        Raises `ValueError` if the role publishes nothing, `WeightsError` if the previous version failed, and
+        `BatchLost` if the step before it raised that.
         """
         if self._publisher is None:
             raise ValueError(f"role {self.role.name!r} publishes no weights: it was given no snapshot_dir")
@@ -307,20 +306,20 @@ class ModelWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def finish_publish(self) -> None:
-        """Wait until the version that is on its way is offered. Raises `WeightsError` if it could not be published."""
+        """Wait until the version being published is offered. Raises `WeightsError` if publishing failed."""
         if self._publisher is not None:
             self._publisher.wait()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def forget_batch(self) -> list[int]:
-        """Let go of a batch that was lost, which is planned anew; the groups of it that this process did not find."""
+        """Drop a lost batch; returns the groups of it that this process did not find."""
         lost = sorted(self.cache.lost)
         self.cache.clear()
         return lost
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def rollout_mode(self, version: int) -> None:
-        """Publish the weights, where the role publishes any, and offload for colocated engines as the options say."""
+        """Publish the weights if the role publishes any, and offload as the options say."""
         if self._publisher is not None:
             self.publish_weights(version)
         self._offload.enter_rollout()
@@ -328,12 +327,12 @@ class ModelWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def trainer_mode(self) -> None:
-        """Take the devices back from colocated engines: what `rollout_mode` moved away returns."""
+        """Load back what `rollout_mode` offloaded."""
         self._offload.enter_training()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def save_policy(self, directory: str) -> None:
-        """Write model and tokenizer so that ``from_pretrained`` loads both from ``directory``."""
+        """Write model and tokenizer to ``directory`` in Hugging Face layout."""
         from .model_folder import save_policy
 
         with self._offload.reading():
@@ -343,7 +342,10 @@ class ModelWorker(Worker):
     def save_checkpoint(
         self, directory: str, version: int = 0, wait: bool = True, run: Mapping[str, Any] | None = None
     ) -> str:
-        """See `ShardedCheckpointer.save`; raises `ValueError` for a frozen role, `BatchLost` as `publish_weights`."""
+        """Save a checkpoint and return its folder, as `ShardedCheckpointer.save` does.
+
+        Raises `ValueError` for a frozen role, and `BatchLost` as `publish_weights` does.
+        """
         self._check_turn(version)
         checkpoints = self._checkpoints_in(directory)
         state = {"kl_reward_coef": self._advantages.kl_coefficient.value}
@@ -352,20 +354,20 @@ class ModelWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def load_checkpoint(self, directory: str) -> int | None:
-        """Restore the newest whole checkpoint of a folder, or one itself; returns its version, or None without any."""
+        """Load a checkpoint, or the newest complete one of a folder. Returns its version, or None if there is none."""
         checkpoints = self._checkpoints_in(directory)
         newest = checkpoints.latest()
         if newest is None:
             return None
         with self._offload.persisting():
             version = self._version = checkpoints.load(newest)
-        if self._algorithm.kl_target:  # a fixed coefficient is the option's, also where that was changed
+        if self._algorithm.kl_target:  # a fixed coefficient follows the option, which may have changed
             self._advantages.kl_coefficient.value = read_progress(newest).role["kl_reward_coef"]
         return version
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def stop(self) -> None:
-        """Finish a checkpoint in the background, leave the group and close the connection to the buffer."""
+        """Finish the background checkpoint, leave the process group and close the connection to the buffer."""
         for checkpoints in self._checkpoints.values():
             checkpoints.finish()
         if self._publisher is not None:
@@ -382,7 +384,7 @@ class ModelWorker(Worker):
 
     @property
     def cache(self) -> BatchCache:
-        """The cache of this process: that of the first role in it."""
+        """The cache of this process, which belongs to its first role."""
         sharing = (worker for worker in self.fused_worker_dict.values() if isinstance(worker, ModelWorker))
         return next(sharing, self).own_cache
 
@@ -413,7 +415,7 @@ class ModelWorker(Worker):
 
     def _scored(self, batch: RankBatch) -> dict[SampleKey, np.ndarray]:
         """[tokens in the loss] float32 per trajectory of the batch, branch after branch."""
-        # A role with adapters scores under the weights that the run started from, the others under those of now.
+        # A role with adapters scores under the weights that the run started from, other roles under their present ones.
         weights = self._model.frozen() if self.role.adapters else nullcontext()
         sequences = self._sequences(batch)
         with self._offload.reading(), weights:
@@ -424,7 +426,7 @@ class ModelWorker(Worker):
         return {key: np.concatenate(parts) for key, parts in scores.items()}
 
     def _for_people(self, version: int, sequences: Sequence[TokenSequence]) -> list[TokenSequence]:
-        """In the steps that are due, this rank's first sequences with its own log-probs; a collective there."""
+        """In steps that are due, this rank's first sequences with its own log-probs. A collective in these steps."""
         options = self._token_log_options
         if options is None or version % options.every_steps:
             return []
@@ -435,7 +437,7 @@ class ModelWorker(Worker):
     def _with_columns(
         self, batch: RankBatch, sequences: Sequence[TokenSequence], sent: Sequence[Scores | None]
     ) -> list[TokenSequence]:
-        """The sequences with the columns that the role reads."""
+        """The sequences with all columns that the role reads."""
         names = self.role.reads(self._algorithm)
         given = [*sent, *[None] * (len(names) - len(sent))]
         sequences = list(sequences)
@@ -445,7 +447,7 @@ class ModelWorker(Worker):
                 role = scored_by(name, self._config).name
                 raise ValueError(
                     f"role {self.role.name!r} needs {name} of role {role!r} for version {batch.version}, got none; "
-                    f"call {role}.score first, and pass on what it returns where the two do not share a process"
+                    f"call {role}.score first, and pass its result on if the roles do not share a process"
                 )
             sequences = _with_scores(sequences, name, scores)
         return sequences
@@ -463,15 +465,15 @@ class ModelWorker(Worker):
         return self._checkpoints[directory]
 
     def _check_turn(self, version: int) -> None:
-        """Raise `BatchLost` for what follows a step that was not made."""
+        """Raise `BatchLost` for a call that follows a lost step."""
         if self._version is not None and version > self._version:
             raise BatchLost(
-                f"role {self.role.name!r} is at version {self._version}: what was queued for version {version} is not "
-                "done, because the batch before it was lost"
+                f"role {self.role.name!r} is at version {self._version} and skips a call for version {version}, "
+                "because the batch before it was lost"
             )
 
     def _fetch_on_all(self, batch: RankBatch) -> dict[int, TrajectoryGroup]:
-        """As `_fetch`, or `BatchLost` on all ranks of the role if one of them did not find a group; a collective."""
+        """As `_fetch`. If one rank did not find a group, all ranks raise `BatchLost`. A collective."""
         import torch
 
         groups = self._fetch(batch)
@@ -486,9 +488,9 @@ class ModelWorker(Worker):
         return groups
 
     def _fetch(self, batch: RankBatch) -> dict[int, TrajectoryGroup]:
-        """The groups of a batch by id, as far as the buffer has them.
+        """The groups of a batch by id, without those that the buffer does not have.
 
-        What no role of this process fetched comes over one connection per sp group.
+        One rank per sp group fetches what no role of this process has fetched yet.
         """
         known = self.cache.groups(batch.version)
         missing = [group_id for group_id in batch.group_ids if group_id not in known]
@@ -501,13 +503,15 @@ class ModelWorker(Worker):
         groups = _found(self._buffer, group_ids) if self._buffer is not None else []
         mesh = self._model.mesh
         if mesh.sp_size > 1:
+            from asyncrl.single_controller.serialization import broadcast_value
+
             columns = [{name: getattr(group, name) for name in _GROUP_FIELDS} for group in groups]
             groups = [TrajectoryGroup(**group) for group in broadcast_value(columns, mesh.sp_group)]
         return groups
 
     @contextmanager
     def _torch_trace(self, version: int) -> Iterator[None]:
-        """Write a trace of torch.profiler of what runs inside, where ``profile.torch_steps`` names the step."""
+        """Write a trace of torch.profiler of the block if ``profile.torch_steps`` names the step."""
         if version not in self._profile.torch_steps or record.current() is None:
             yield
             return
@@ -535,7 +539,7 @@ class ModelWorker(Worker):
 
 
 def _found(buffer: LearnerBuffer, group_ids: Sequence[int]) -> list[TrajectoryGroup]:
-    """The groups that the buffer has. One that a store did not answer for is asked for again: it may be gone by now."""
+    """The groups that the buffer has. After a `DeadlineError` it is asked again: the store may be gone by then."""
     with suppress(UnknownGroup):
         try:
             return buffer.fetch(group_ids)
@@ -550,7 +554,7 @@ def _found(buffer: LearnerBuffer, group_ids: Sequence[int]) -> list[TrajectoryGr
 
 
 def _with_scores(sequences: Sequence[TokenSequence], name: str, scores: Scores) -> list[TokenSequence]:
-    """The sequences with a column of scores at the tokens in the loss, 0 elsewhere."""
+    """The sequences with a column: scores at the tokens in the loss, 0 elsewhere."""
     used = dict.fromkeys(scores, 0)
     scored = []
     for sequence in sequences:
@@ -561,7 +565,7 @@ def _with_scores(sequences: Sequence[TokenSequence], name: str, scores: Scores) 
 
 
 def _largest_lag(batch: RankBatch, groups: Mapping[int, TrajectoryGroup]) -> int:
-    """Largest lag of the batch's groups, 0 when there is none; one outside the bound is a `StalenessError`."""
+    """The largest lag of the batch's groups, 0 without groups. Raises `StalenessError` for one outside the bound."""
     lags = {group_id: batch.version - group.summary.oldest_version for group_id, group in groups.items()}
     for group_id, lag in lags.items():
         if not 0 <= lag <= batch.max_lag:

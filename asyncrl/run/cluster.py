@@ -1,4 +1,4 @@
-"""The Ray cluster of a run, its own or one that is joined: its places, and what all worker groups have in common."""
+"""The Ray cluster of a run: start or join it, reserve places, and stop worker groups."""
 
 from __future__ import annotations
 
@@ -27,10 +27,9 @@ from asyncrl.single_controller.resource_pool import NODE_ID_LABEL, can_place
 
 logger = logging.getLogger(__name__)
 
-# Ray starts workers at nice 15 by default, which starves them beside any other load; idle workers started ahead of
-# need cost start-up time and memory that a run of a few actors never earns back; a control service that died on the
-# same machine does not come back, so nobody needs to wait a minute for it; and the children of a worker that died end
-# by themselves, after they have removed what it left.
+# By default Ray starts workers at nice 15, so any other load starves them. It starts idle workers ahead of need, which
+# costs more time and memory than a run of a few actors saves. It waits a minute for a control service that died, which
+# never comes back on the same machine. And it kills the children of a dead worker before they have cleaned up after it.
 _OWN_CLUSTER_ENV = {
     "RAY_worker_niceness": "0",
     "RAY_enable_worker_prestart": "0",
@@ -74,16 +73,16 @@ async def ray_cluster(config: RunConfig, say: Callable[[str], None] = logger.inf
             raise ClusterDiedError(f"Ray {where} did not come up: {error}; look into Ray's session logs") from error
         yield await asyncio.to_thread(_checked_against_cluster, config, say)
     finally:
-        # Ray that is shut down while its thread still starts it ends this process, with a status of its own.
+        # If Ray is shut down while a thread still starts it, Ray ends this process.
         await asyncio.wait([starting], timeout=config.stop_timeout_s / 2)
         await asyncio.to_thread(_shut_down)
 
 
 def _shut_down() -> None:
-    """Leave the cluster; end the daemons of a cluster of our own.
+    """Leave the cluster, and end its daemons if this run started them.
 
-    Ray sends SIGTERM to its daemons and waits a second for each of them. The daemons of a run have inherited that
-    SIGTERM is blocked (`asyncrl.core.stop_signals`), so SIGKILL follows at once.
+    Ray would send SIGTERM to each daemon and wait a second. The daemons of a run block SIGTERM, which they inherit
+    (`asyncrl.core.stop_signals`), so they get SIGKILL at once.
     """
     node: Any = ray_worker._global_node
     if node is not None:
@@ -115,8 +114,8 @@ def _join(config: RunConfig) -> None:
 
 
 def warning_of_open_cluster(config: RunConfig) -> str:
-    """What to tell the user of a cluster of several nodes that was joined and asks for no token; empty otherwise."""
-    is_open = os.environ.get("RAY_AUTH_MODE", "").lower() != "token"  # which Ray sets where it has found a token
+    """The warning about a joined cluster of several nodes that asks for no token; empty for others."""
+    is_open = os.environ.get("RAY_AUTH_MODE", "").lower() != "token"  # Ray sets it when it has found a token
     if not (config.ray.address and config.placement.num_nodes > 1 and is_open):
         return ""
     return (
@@ -126,9 +125,9 @@ def warning_of_open_cluster(config: RunConfig) -> str:
 
 
 def _checked_against_cluster(config: RunConfig, say: Callable[[str], None]) -> RunConfig:
-    """Resolve the devices by the GPUs of the cluster; check a cluster that was joined with `check_nodes`.
+    """Resolve the devices by the GPUs of the cluster, and check a joined cluster with `check_nodes`.
 
-    A cluster that grows is not checked: nodes may come. There, ``auto`` is ``cuda`` if any node has a GPU by now.
+    A cluster that grows is not checked, because nodes may come. Its ``auto`` becomes ``cuda`` if any node has a GPU.
     """
     nodes = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
     if config.placement.num_nodes == 1:
@@ -146,10 +145,10 @@ def _checked_against_cluster(config: RunConfig, say: Callable[[str], None]) -> R
 
 @asynccontextmanager
 async def gpu_of_this_node(config: RunConfig) -> AsyncIterator[str]:
-    """Reserve one GPU of this node through Ray, for a process that Ray does not start.
+    """Reserve one GPU of this node through Ray for a process that Ray does not start.
 
     Yields:
-        What ``CUDA_VISIBLE_DEVICES`` must be in that process.
+        ``CUDA_VISIBLE_DEVICES`` for that process.
 
     Raises:
         DeadlineError: no GPU of this node became free within ``ray.start_timeout_s``.
@@ -175,10 +174,10 @@ async def gpu_of_this_node(config: RunConfig) -> AsyncIterator[str]:
 
 
 class _GpuHolder:
-    """Holds a GPU for as long as it lives; does nothing with it."""
+    """Reserves a GPU for as long as the actor lives."""
 
     def visible_devices(self) -> str:
-        """``CUDA_VISIBLE_DEVICES`` as Ray has set it."""
+        """``CUDA_VISIBLE_DEVICES`` as Ray set it."""
         return os.environ["CUDA_VISIBLE_DEVICES"]
 
 
@@ -186,9 +185,9 @@ _GPU_HOLDER: Any = ray.remote(_GpuHolder)
 
 
 def check_nodes(config: RunConfig, nodes: Mapping[str, Mapping[str, float]]) -> None:
-    """Check that a run fits the nodes that it may use: their resources, by address.
+    """Check that a run fits into its nodes; ``nodes`` are their resources by address.
 
-    Raises `ValueError` if there are too few of them, or what must be on one node is more than there is.
+    Raises `ValueError` if there are too few nodes, or no node has room for a share that must be on one node.
     """
     if len(nodes) < config.placement.num_nodes:
         raise ValueError(
@@ -210,7 +209,7 @@ def check_nodes(config: RunConfig, nodes: Mapping[str, Mapping[str, float]]) -> 
 
 
 def node_shares(config: RunConfig) -> list[dict[str, float]]:
-    """What a run takes of the cluster, in shares that each lie on one node."""
+    """The resources that a run needs, in shares that must each be on one node."""
     placement, fleet = config.placement, config.rollout_fleet
     gpus_per_rank = 1 if config.learner.device == "cuda" else 0
     gpus_per_engine = fleet.sglang.tp_size if fleet.device == "cuda" and not placement.colocated else 0
@@ -225,7 +224,7 @@ def node_shares(config: RunConfig) -> list[dict[str, float]]:
 
 
 def learner_layout(config: RunConfig, pool_sizes: Mapping[str, int], pools: Mapping[str, str]) -> ResourcePoolManager:
-    """The learner's pools, made: ``pool_sizes`` processes each, of which ``pools`` names each role's."""
+    """Make the learner's pools: ``pool_sizes`` has the processes of each, ``pools`` the pool of each role."""
     placement = config.placement
     cpus = placement.cpus_per_learner_rank + (placement.cpus_per_engine if placement.colocated else 0.0)
     layout = ResourcePoolManager(
@@ -245,7 +244,7 @@ def learner_layout(config: RunConfig, pool_sizes: Mapping[str, int], pools: Mapp
 
 
 def engine_pool(config: RunConfig, num_engines: int | None = None) -> RayResourcePool:
-    """Places for so many rollout workers, each with its engine; by default for those that the run starts with."""
+    """Places for rollout workers with their engines; by default for those that the run starts with."""
     placement, fleet = config.placement, config.rollout_fleet
     count = fleet.fewest_engines if num_engines is None else num_engines
     by_node = placement.engines_per_node > 0 or placement.num_nodes == 1
@@ -264,7 +263,7 @@ def engine_pool(config: RunConfig, num_engines: int | None = None) -> RayResourc
 
 
 def pool_of_one(config: RunConfig, *, node_id: str, full: Collection[str]) -> RayResourcePool:
-    """The place of one engine that joins: on the node of this id, or, without one, on any that is not ``full``."""
+    """The place of one engine that joins: on the node ``node_id``, or, if empty, on any node that is not ``full``."""
     placement = config.placement
     labels = _labels(config, placement.engine_labels)
     if node_id:
@@ -282,14 +281,14 @@ def pool_of_one(config: RunConfig, *, node_id: str, full: Collection[str]) -> Ra
 
 
 def _labels(config: RunConfig, labels: Mapping[str, str]) -> dict[str, str]:
-    """The labels of the nodes that will do; a run on one node of a larger cluster stays where it was started."""
+    """Node labels for placement. A run on one node of a larger cluster stays on the node where it was started."""
     if config.placement.num_nodes > 1 or not config.ray.address:
         return dict(labels)
     return {NODE_ID_LABEL: ray.get_runtime_context().get_node_id()}
 
 
 def worker_env(config: RunConfig) -> dict[str, str]:
-    """Environment of the workers of a run."""
+    """Environment variables of a run's workers."""
     interface = config.placement.interface or (LOOPBACK if config.placement.num_nodes == 1 else "")
     return WORKER_ENV | ({"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface} if interface else {})
 
@@ -312,9 +311,9 @@ def learner_env(config: RunConfig) -> dict[str, str]:
 
 
 async def stop_groups(groups: Sequence[Any], shutdown: Callable[[], None], timeout_s: float) -> None:
-    """Ask every worker of the groups to stop, for at most ``timeout_s`` seconds, then kill what is left."""
+    """Ask every worker of the groups to stop. After at most ``timeout_s`` seconds, kill them."""
     try:
-        # Whatever a dying worker answers no longer matters: it is killed next.
+        # The errors of a worker do not matter: it is killed next.
         with contextlib.suppress(Exception):
             await asyncio.wait_for(AllOf([group.execute_all_async("stop") for group in groups]), timeout_s)
     finally:
@@ -322,7 +321,7 @@ async def stop_groups(groups: Sequence[Any], shutdown: Callable[[], None], timeo
 
 
 async def finished_in_thread(work: Callable[[], T], timeout_s: float) -> T:
-    """Do work in a thread; a cancellation waits for it, since it needs the Ray that is stopped next."""
+    """Do work in a thread. A cancellation waits for the thread, which uses the Ray that is stopped next."""
     working = asyncio.create_task(asyncio.to_thread(work))
     try:
         return await asyncio.shield(working)
@@ -332,7 +331,7 @@ async def finished_in_thread(work: Callable[[], T], timeout_s: float) -> T:
 
 
 class AllOf:
-    """Calls made to several groups, awaited one after another; ``futures`` lets a message name the late workers."""
+    """Calls to several groups, awaited in turn. ``futures`` are their references, by which an error names workers."""
 
     def __init__(self, calls: Sequence[Awaitable[Any]]) -> None:
         self._calls = calls

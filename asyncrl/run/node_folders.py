@@ -1,9 +1,8 @@
-"""The run's folder on the other nodes of the cluster: models and keys reach them, logs and samples come back.
+"""The run's folder on the other nodes of the cluster: models and keys are sent there, logs and samples come back.
 
-Every node has the run's folder under the same path. Where that is one folder, on a shared file system, nothing is
-copied. Elsewhere an actor on the node writes and reads it, and bytes travel through Ray's object store. A node that
-comes later gets the same when an engine is placed there (`NodeFolders.admit`). Every wait is for these actors, under
-``ray.start_timeout_s`` for each chunk of `CHUNK_BYTES`.
+The run's folder has the same path on every node. On a shared file system nothing is copied. On other nodes an actor
+reads and writes the folder, and bytes travel through Ray's object store. A node that comes later gets the same files
+when an engine is placed there (`NodeFolders.admit`). Each call to an actor has the deadline ``ray.start_timeout_s``.
 """
 
 from __future__ import annotations
@@ -42,28 +41,28 @@ CHUNK_BYTES = 32 << 20
 SAMPLED_BYTES = 1 << 20
 CLOSE_S = 5.0
 COLLECTED = ("logs", "profile", "samples", "tokens", "trajectories")
-"""What comes back, of the run's folder."""
+"""Parts of the run's folder that come back."""
 _KEY_FILES = [STORE_KEYS, *(f"{role}.json" for role in (BufferRole.rollout, BufferRole.learner))]
 APPENDED = (".log", ".msgpack")
-"""Endings of files that grow; others appear whole."""
+"""Suffixes of files that grow. Other files are complete when they appear."""
 
 
 class NodeFiles:
-    """Reads and writes files of one node; an actor there. Paths are absolute."""
+    """The actor on a node: reads and writes files there. Paths are absolute."""
 
     def sees(self, path: str, content: str) -> bool:
-        """Whether a file is here, and holds this."""
+        """Whether a file exists and has this content."""
         try:
             return Path(path).read_text() == content
         except OSError:
             return False
 
     def prints(self, folder: str) -> dict[str, str]:
-        """See `file_prints`."""
+        """`file_prints` of a folder."""
         return file_prints(Path(folder))
 
     def sizes(self, folder: str, parts: Sequence[str]) -> dict[str, int]:
-        """Bytes of each finished file in these parts of a folder, by its path there; no dot in front of its name."""
+        """Bytes of each finished file in parts of a folder, by relative path. Unfinished ones are dotfiles."""
         found = (path for part in parts for path in Path(folder, part).rglob("*"))
         return {
             str(path.relative_to(folder)): path.stat().st_size
@@ -72,7 +71,7 @@ class NodeFiles:
         }
 
     def make(self, folder: str, mode: int) -> str:
-        """Make a folder; returns why that is not possible, or nothing."""
+        """Make a folder. Returns the reason if that fails, else an empty string."""
         try:
             if mode == FOLDER_MODE:
                 make_private_folder(Path(folder))
@@ -85,7 +84,7 @@ class NodeFiles:
         return ""
 
     def hold(self, folder: str) -> str:
-        """See `join_shared_folder`; this process holds it until it ends. Returns why not, or nothing."""
+        """Hold a folder until this process ends, as `join_shared_folder` does. Returns as `make` does."""
         try:
             join_shared_folder(Path(folder))
         except (NotPrivate, OSError) as error:
@@ -93,7 +92,7 @@ class NodeFiles:
         return ""
 
     def write(self, path: str, offset: int, data: bytes, mode: int) -> None:
-        """Write a part of a file, through no link."""
+        """Write a part of a file. Links are not followed."""
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, mode)
         with os.fdopen(descriptor, "wb") as file:
             file.seek(offset)
@@ -106,13 +105,13 @@ class NodeFiles:
             return file.read(num_bytes)
 
     def remove(self, folders: Sequence[str]) -> None:
-        """Remove folders with all that is in them."""
+        """Remove folders and their contents."""
         for folder in folders:
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def file_prints(folder: Path) -> dict[str, str]:
-    """Name of each file of a folder, and what tells it from others: its size, and a digest of its two ends."""
+    """A fingerprint of each file of a folder, by name: its size, and a digest of its beginning and end."""
     prints = {}
     for path in sorted(folder.glob("*")):
         if path.is_file():
@@ -129,7 +128,7 @@ class NodeFolders:
     """The run's folder on the nodes beside the controller's own.
 
     Attributes:
-        apart: Addresses of the nodes that do not see the controller's folder, and have one of their own.
+        apart: Addresses of the nodes that have a folder of their own, because they do not see the controller's.
     """
 
     def __init__(
@@ -141,9 +140,9 @@ class NodeFolders:
         known: Collection[str] = (),
         make: Callable[[str], tuple[str, Any]] | None = None,
     ) -> None:
-        """``nodes`` are `NodeFiles` actors by address, ``known`` the ids of these nodes and our own; `open` comes next.
+        """``nodes`` are `NodeFiles` actors by address; ``known`` are the ids of these nodes and of this one.
 
-        ``make`` makes such an actor on the node with an id that is not known; returns its address too.
+        ``make`` returns address and actor of a node that is not known. Call `open` next.
         """
         self._run_dir = run_dir
         self._nodes = dict(nodes)
@@ -160,23 +159,23 @@ class NodeFolders:
         self._collecting = asyncio.Lock()
 
     async def open(self) -> None:
-        """Find out which nodes see the run's folder, and hold the run's folder in the shared memory of each."""
+        """Find out which nodes see the run's folder. Hold the run's folder in the shared memory of each node."""
         self.apart = await self._blind_to(self._run_dir)
         await self._hold_memory(self._nodes)
 
     async def supply(self, config: RunConfig, *, keys: str, resumes: bool) -> RunConfig:
-        """Have every node hold what the workers read, and see the folders that they share.
+        """Send every node the models and keys that workers read, and check the folders that must be shared.
 
         Args:
             config: The run.
             keys: Directory of the buffer's keys; empty where it has none.
-            resumes: Whether the run goes on from a checkpoint.
+            resumes: Whether the run resumes from a checkpoint.
 
         Returns:
-            The configuration, with paths of models that are there on every node.
+            The configuration with model paths that exist on every node.
 
         Raises:
-            ValueError: a node does not see a folder that must be shared, or cannot make one of its own.
+            ValueError: a node does not see a folder that must be shared, or cannot make its own folder.
         """
         self._model, self._keys, self._weights = config.model.path, keys, config.weights.directory
         if not self._nodes:
@@ -198,13 +197,13 @@ class NodeFolders:
         return replace(config, model=replace(model, path=self._model), learner=learner)
 
     async def admit(self, node_id: str) -> str:
-        """Have the node with this id, which may have come later, hold what a rollout worker reads.
+        """Send a node what a rollout worker reads, unless it has that. The node may have come later.
 
         Returns:
             The path of the model there.
 
         Raises:
-            ValueError: it does not see a folder that must be shared, or cannot make one of its own.
+            ValueError: the node does not see a folder that must be shared, or cannot make its own folder.
         """
         if node_id in self._known:
             return self._model
@@ -230,10 +229,10 @@ class NodeFolders:
         return str(await self.bring(_absolute(path), name)) if path else path
 
     async def bring(self, folder: Path, name: str, *, to: Collection[str] | None = None) -> Path:
-        """Have every node, or only some, hold a folder of files, such as a model.
+        """Make a folder of files, such as a model, available on every node, or on the nodes ``to``.
 
         Returns:
-            Its path on these nodes: its own where they all have it, or that of a copy, ``name`` in the run's folder.
+            The path on these nodes: the folder if they all have it, else a copy named ``name`` in the run's folder.
         """
         held = await self._ask(self._nodes if to is None else to, "prints", str(folder))
         if all(prints == file_prints(folder) for prints in held.values()):
@@ -241,19 +240,19 @@ class NodeFolders:
         target = self._run_dir / name
         if target != folder:
             self._copies.append(target)
-            await asyncio.to_thread(_copy_folder, folder, target)  # those that share the run's folder find it there
+            await asyncio.to_thread(_copy_folder, folder, target)  # nodes that share the run's folder see it
         apart = [address for address in self.apart if address in held]
         await self._send(target, sorted(file_prints(target)), to=apart, mode=0o755)
         return target
 
     async def bring_keys(self, directory: Path, names: Sequence[str], *, to: Collection[str] | None = None) -> None:
-        """Copy key files to the nodes, or to some, that have none; only their owner may read them there."""
+        """Copy key files to every node, or to the nodes ``to``, that lacks them. Only their owner may read them."""
         held = await self._ask(self._nodes if to is None else to, "prints", str(directory))
         lacking = [address for address, prints in held.items() if not set(names) <= prints.keys()]
         await self._send(directory, names, to=lacking, mode=0o700)
 
     async def check_shared(self, option: str, folder: Path, *, by: Collection[str] | None = None) -> None:
-        """Raise `ValueError` unless all nodes, or some, see a folder of the controller's, which is made."""
+        """Make a folder. Raise `ValueError` if a node, or one of the nodes ``by``, does not see it."""
         if blind := await self._blind_to(folder, by):
             raise ValueError(
                 f"{option} must be on a file system that all nodes share, got {folder}, which {', '.join(blind)} "
@@ -261,7 +260,7 @@ class NodeFolders:
             )
 
     async def collect(self) -> None:
-        """Bring back what the nodes have written since the last time; a node that does not answer is left out."""
+        """Bring back what the nodes have written since the last call. Skips a node that does not answer."""
         async with self._collecting:
             for address in list(self.apart):
                 try:
@@ -270,14 +269,14 @@ class NodeFolders:
                     logger.warning("logs and samples of node %s do not come back: %s", address, error)
 
     async def fetch(self, folder: Path) -> None:
-        """Bring back a folder inside the run's, where one of the nodes has written it."""
+        """Bring back a folder inside the run's folder that a node has written."""
         part = str(folder.relative_to(self._run_dir))
         for address in list(self.apart):
             for name, size in (await self._sizes(address, [part])).items():
                 await self._read(address, name, 0, size, self._run_dir / name)
 
     async def close(self) -> None:
-        """Bring back what is left, for at most `CLOSE_S`; remove the copies, and the folders of nodes that have own."""
+        """Bring back what is left, for at most `CLOSE_S` per node. Remove the copies and the nodes' own folders."""
         for copy in self._copies:
             shutil.rmtree(copy, ignore_errors=True)
         in_memory = str(shared_folder(self._run_dir))
@@ -294,13 +293,13 @@ class NodeFolders:
                 )
 
     async def _hold_memory(self, addresses: Iterable[str]) -> None:
-        """Keep other runs on these nodes from sweeping this run's folder in shared memory."""
+        """Prevent other runs on these nodes from sweeping this run's folder in shared memory."""
         for address, reason in (await self._ask(addresses, "hold", str(shared_folder(self._run_dir)))).items():
             if reason:
                 logger.warning("node %s does not hold the run's folder in shared memory: %s", address, reason)
 
     async def _blind_to(self, folder: Path, nodes: Collection[str] | None = None) -> list[str]:
-        """Those of the nodes, or of all, that do not see a folder of this one."""
+        """The nodes, by default of all nodes, that do not see a folder of this node."""
         if not self._nodes:
             return []
         token, content = folder / f".seen-{uuid.uuid4().hex}", uuid.uuid4().hex
@@ -322,7 +321,7 @@ class NodeFolders:
         return (await self._ask([address], "sizes", str(self._run_dir), list(parts))).get(address, {})
 
     async def _read(self, address: str, name: str, begin: int, end: int, path: Path) -> None:
-        """Append a part of a node's file to one of the controller's, or take a file that appears whole."""
+        """Append a part of a node's file that grows to the controller's copy, or copy a complete file."""
         grows = path.suffix in APPENDED
         target = path if grows else path.with_name(f".{path.name}.partial")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -335,7 +334,7 @@ class NodeFolders:
             target.rename(path)
 
     async def _send(self, folder: Path, names: Sequence[str], *, to: Sequence[str], mode: int) -> None:
-        """Copy files of a folder to the same folder on other nodes, made there with this mode."""
+        """Copy files of a folder to the same path on other nodes. The folder is made with ``mode``."""
         if not to:
             return
         reasons = await self._ask(to, "make", str(folder), mode)
@@ -351,7 +350,7 @@ class NodeFolders:
                 await self._ask(to, "write", str(path), offset, data, mode & 0o666)
 
     async def _ask(self, addresses: Iterable[str], method: str, *args: Any) -> dict[str, Any]:
-        """What each of these nodes answers, by address. One that has died is left out, now and later."""
+        """Call a method on nodes; returns the results by address. Leaves out a dead node, now and later."""
         asked = [address for address in addresses if address in self._nodes]
         calls = [fetch_async([getattr(self._nodes[address], method).remote(*args)]) for address in asked]
         what = f"nodes {', '.join(asked)}, {method} {args[0]}"
@@ -372,7 +371,7 @@ class NodeFolders:
 
 @asynccontextmanager
 async def node_folders(config: RunConfig, run_dir: Path, say: Callable[[str], None]) -> AsyncIterator[NodeFolders]:
-    """The run's folder on the other nodes of the cluster that this process is connected to; removed there in the end.
+    """The run's folder on the other nodes of the cluster. It is removed there at the end.
 
     Raises `DeadlineError` if a node does not answer.
     """
@@ -390,7 +389,7 @@ async def node_folders(config: RunConfig, run_dir: Path, say: Callable[[str], No
 
 
 def _free_path(path: Path) -> Path:
-    """A path that nothing has: a worker may have been on several nodes. Example: ``logs/rollout-0-2.log``."""
+    """A path that does not exist: one worker may have logs of several nodes. Example: ``logs/rollout-0-2.log``."""
     names = (path.with_name(f"{path.stem}-{count}{path.suffix}") for count in count_from(2))
     return next(free for free in chain([path], names) if not free.exists())
 
@@ -405,20 +404,20 @@ def _write_token(path: Path, content: str) -> None:
 
 
 def _node_actors(own: str) -> dict[str, tuple[str, Any]]:
-    """An actor on every node but our ``own``, with the node's address, by the node's id."""
+    """Address and actor of every node except ``own``, by node id."""
     others = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] != own]
     return {node_id: _node_actor(node_id) for node_id in others}
 
 
 def _node_actor(node_id: str) -> tuple[str, Any]:
-    """The address of a node, and an actor there."""
+    """The address of a node, and a new actor there."""
     actor = ray.remote(num_cpus=0, runtime_env={"env_vars": WORKER_ENV})(NodeFiles)
     there = NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)
     return node_addresses()[node_id], actor.options(scheduling_strategy=there).remote()
 
 
 def _copy_folder(source: Path, target: Path) -> None:
-    """Copy a folder's files, as links where the file system has them, in the place of what was there."""
+    """Replace ``target`` by a copy of the files of ``source``; hard links if the file system allows them."""
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir(parents=True, exist_ok=True)
     for path in source.iterdir():

@@ -1,7 +1,4 @@
-"""What a run reports: a `StepRecord` per learner step, and the closed token account at the end.
-
-Nothing here waits. Both controllers hand a `Reporter` what happened; it makes no call of its own.
-"""
+"""What a run reports: a `StepRecord` per learner step, and the token account at the end. Nothing here waits."""
 
 from __future__ import annotations
 
@@ -23,10 +20,15 @@ _TIMES = ("started_at", "ended_at")
 
 
 class Reporter:
-    """Turns finished steps into records, and keeps what the summary needs.
+    """Makes a record of each finished step, and keeps what the summary needs.
 
-    Every engine serves ``engine_version``. The first ``samples_per_prompt`` samples of a group are trained on; a greedy
-    baseline comes after them. ``on_step`` receives each record; the run began at ``resumed``.
+    Args:
+        samples_per_prompt: Samples of a group that are trained on; a greedy baseline may follow them.
+        on_step: Receives each record.
+        resumed: The state in which the run began.
+
+    Attributes:
+        engine_version: The version that every engine serves, or a later one.
     """
 
     def __init__(self, *, samples_per_prompt: int, on_step: Callable[[StepRecord], None], resumed: RunState) -> None:
@@ -42,28 +44,32 @@ class Reporter:
         self._step_span = record.NO_SPAN
 
     def begin(self) -> None:
-        """Training begins now, or again after `rewind`."""
+        """Note that training begins, or begins again after `rewind`."""
         self._began_s = self._began_s or time.time()
         self._last_record_s = time.time()
         self._step_span = record.span(record.SpanKind.step, step=self.engine_version)
 
     def rewind(self, version: int) -> None:
-        """The learner goes on from an earlier version; engines load it again. Time and tokens go on counting."""
+        """Note that learner and engines go back to an earlier version. Time and tokens continue to count."""
         self._step_span.close()
         self.engine_version = version
 
     def published(self, version: int, took_s: float) -> None:
-        """Every engine serves ``version``, after ``took_s`` seconds of publishing."""
+        """Note that every engine serves ``version``, ``took_s`` seconds after its publish began."""
         self.engine_version = version
         self._publish_s = took_s
 
     def step(
         self, plan: Plan, *, plan_wait_s: float, metrics: Mapping[str, float], stats: BufferStats, counts: FleetCounts
     ) -> None:
-        """Record a finished step: its batch, and the ledger after its commit.
+        """Record a finished step.
 
-        The controller waited ``plan_wait_s`` seconds for the batch. ``metrics`` are the learner's, with ``started_at``
-        and ``ended_at`` in Unix seconds.
+        Args:
+            plan: Its batch.
+            plan_wait_s: How long the controller waited for the batch.
+            metrics: The learner's, with ``started_at`` and ``ended_at`` in Unix seconds.
+            stats: The ledger's after the commit.
+            counts: The fleet's.
         """
         self._step_span.close()
         self._step_span = record.span(record.SpanKind.step, step=plan.version + 1)
@@ -102,7 +108,7 @@ class Reporter:
         )
 
     def result(self, stats: BufferStats, counts: FleetCounts) -> TrainingResult:
-        """Close the token account with the ledger after the last commit and the fleet's final counters.
+        """Close the token account with the final figures of ledger and fleet.
 
         Raises `AccountError` if it does not balance.
         """
@@ -128,11 +134,11 @@ class Reporter:
         )
 
     def _numbers_of_samples(self, plan: Plan) -> list[int]:
-        """Samples that each group is trained on: all that were asked for, unless the rewards of some failed."""
+        """Number of samples of each group that are trained on. Samples whose reward failed may be missing."""
         return [len(group.rewards[self._trained]) for group in plan.groups]
 
     def _batch_numbers(self, plan: Plan) -> dict[str, Any]:
-        """The numbers of a record that follow from the batch alone."""
+        """The fields of a record that the batch determines."""
         groups = [group for group in plan.groups if group.is_scored]
         lags = [plan.version - group.oldest_version for group in plan.groups]
         rewards = [reward for group in groups for reward in group.rewards[self._trained]]

@@ -1,8 +1,8 @@
-"""What shows a run to people: the terminal, the trackers, the dashboard, advice. A failure of one never ends the run.
+"""What shows a run to people: terminal, trackers, dashboard and advice. A failure of one does not end the run.
 
-The dashboard is a process of its own. A thread reads the use of the pools from the run's record. `Watching.step` wakes
-the thread after learner steps, and the thread rests long enough to take less than a hundredth of the time. The planner
-looks for advice once, after the last step.
+The dashboard is a separate process. A thread reads how the pools are used from the run's record. `Watching.step` wakes
+the thread, which then rests long enough to take less than a hundredth of the time. The planner looks for advice once,
+after the last step.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Watching:
     """Passes each step and evaluation of a run on to the terminal, the trackers and the dashboard.
 
     Args:
-        config: Of the run.
-        run_dir: Its folder.
+        config: The run.
+        run_dir: The run's folder.
         view: The terminal.
     """
 
@@ -53,7 +53,7 @@ class Watching:
         self._reading: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
-        """Open trackers and dashboard. Raises `ValueError` where a tracker cannot be opened."""
+        """Open trackers and dashboard. Raises `ValueError` if a tracker cannot be opened."""
         config = self._config
         tracked = TrackedRun(
             experiment=config.experiment,
@@ -70,7 +70,7 @@ class Watching:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Send what is left, and end the dashboard."""
+        """Flush the trackers and stop the dashboard."""
         if self._reading is not None:
             self._reading.cancel()
             await asyncio.gather(self._reading, return_exceptions=True)
@@ -84,7 +84,7 @@ class Watching:
             self._view.say(f"trackers that failed, and how often: {failed}; logs/controller.log says why")
 
     def step(self, record: StepRecord) -> None:
-        """A learner step is done."""
+        """Show a finished learner step."""
         self._view.step(record)
         self._trackers.step(record)
         for line in self._signals.step(record):
@@ -93,14 +93,14 @@ class Watching:
         self._stepped.set()
 
     async def last_advice(self) -> None:
-        """Look for advice on the whole run, unless ``profile.advice`` is off; call it when training has ended."""
+        """Look for advice on the whole run, unless ``profile.advice`` is off. Call it after training."""
         profile = self._config.profile
         is_advised = profile.enabled and profile.advice and not self._config.placement.colocated
         if is_advised and self._num_steps >= MIN_ADVICE_STEPS:
             await look_for_advice(self._run_dir)
 
     def evaluation(self, evaluation: Evaluation) -> None:
-        """A held-out evaluation is done."""
+        """Show a finished evaluation."""
         self._view.evaluation(evaluation)
         self._trackers.evaluation(evaluation)
 
@@ -115,7 +115,7 @@ class Watching:
             except FileNotFoundError:  # profile.enabled=false
                 return
             except Exception:
-                logger.exception("how the pools are used cannot be read")
+                logger.exception("the use of the pools cannot be read")
                 return
             if use is not None:
                 self._view.use(use)
@@ -124,7 +124,7 @@ class Watching:
 
 
 class DashboardProcess:
-    """The dashboard of a run: a child process, which exits when its stdin closes, so it never outlives this process.
+    """The dashboard of a run, a child process. It exits when its stdin closes, so it cannot outlive this process.
 
     Args:
         run_dir: Folder of the run.
@@ -137,7 +137,7 @@ class DashboardProcess:
         self._process: asyncio.subprocess.Process | None = None
 
     async def start(self) -> str:
-        """Start it; returns a line for the user: where it is, or why it is not."""
+        """Start the process; returns a line for the user with its address, or with the reason if it does not start."""
         log = self._run_dir / "logs" / "dashboard.log"
         command = [sys.executable, "-m", "asyncrl.profile.dashboard", str(self._run_dir), "--with-parent"]
         with log.open("ab") as stderr:
@@ -154,10 +154,10 @@ class DashboardProcess:
             async with asyncio.timeout(_START_TIMEOUT_S):
                 if url := (await self._process.stdout.readline()).decode().strip():
                     return f"dashboard: {url}"
-        return f"the dashboard did not come up at {self._address}, the run goes on without it; see {log}"
+        return f"the dashboard did not start at {self._address}; the run continues without it; see {log}"
 
     async def stop(self) -> None:
-        """End it, if it runs."""
+        """End the process if it runs."""
         if self._process is not None and self._process.returncode is None:
             with suppress(ProcessLookupError):
                 self._process.kill()
@@ -165,9 +165,9 @@ class DashboardProcess:
 
 
 async def look_for_advice(run_dir: Path) -> None:
-    """Replay a finished training under other options, for the advice and the frontier that its report shows.
+    """Simulate a finished training under other options, for the advice and the frontier in its report.
 
-    ``asyncrl plan --only-advice`` runs at nice 19 for at most `_ADVICE_S`. A failure is logged and the run goes on.
+    ``asyncrl plan --only-advice`` runs at nice 19 for at most `_ADVICE_S`. A failure is only logged.
     """
     command = ["nice", "-n", "19", sys.executable, "-m", "asyncrl", "plan", str(run_dir)]
     with (run_dir / "logs" / "advice.log").open("ab") as log:

@@ -33,7 +33,7 @@ async def test_a_run_goes_on_without_a_dashboard_that_does_not_come_up(watched):
     watching, said = watched("dashboard=true", "dashboard_address=192.0.2.1:1")  # refused: no token
     async with watching:
         watching.step(make_record(0))
-    assert "the dashboard did not come up at 192.0.2.1:1, the run goes on without it; see " in said.getvalue()
+    assert "the dashboard did not start at 192.0.2.1:1; the run continues without it; see " in said.getvalue()
 
 
 async def test_the_use_of_the_pools_follows_the_steps(watched, tmp_path):
