@@ -1,4 +1,4 @@
-"""Rewards of held-out prompts on one engine. Outside the token account: nothing of it is trained on."""
+"""Rewards of held-out prompts on one engine. Their tokens are not trained on and not in the token account."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from .sample_log import SampleLog
 logger = logging.getLogger(__name__)
 
 _ROUNDS = 2
-"""How often a prompt is answered, if its tokens are of different versions, before it is left to another engine."""
+"""Attempts at a prompt whose tokens mix policy versions, before it is left to another engine."""
 
 
 class HeldOutAnswers:
-    """Answers held-out prompts on one engine, each sampled as ``sampling`` says and greedily, and scores the answers.
+    """Answers held-out prompts on one engine, by ``sampling`` and greedily, and scores the answers.
 
     ``log`` keeps all answers for reading.
     """
@@ -51,16 +51,16 @@ class HeldOutAnswers:
         """Answer prompts with the policy of ``version``; several calls may run at a time.
 
         Args:
-            prompts: Their group ids differ.
+            prompts: With distinct group ids.
             version: Policy version.
-            num_samples: Samples of each prompt beside the greedy answer; 0 has that only.
+            num_samples: Samples of each prompt beside the greedy answer. Example: 0 for the greedy answer only.
 
         Returns:
-            One entry per prompt of which every token was sampled under ``version``. A prompt whose reward fails has an
-            entry that says so. The other prompts are left out: the engine serves another version.
+            One entry per prompt whose tokens were all sampled under ``version``; the entry of a prompt whose reward
+            fails has the failure. The other prompts are left out, because the engine serves another version.
 
         Raises:
-            EngineError: the engine serves another version from the beginning; or as `Engine.generate` raises.
+            EngineError: the engine serves another version from the beginning; or as `Engine.generate`.
         """
         if self._engine.version != version:
             raise EngineError(f"the engine serves policy version {self._engine.version}, not {version}")
@@ -73,7 +73,9 @@ class HeldOutAnswers:
                 answered += await self._score([one for one in left if one.group_id in pure], outputs, version)
                 left = [prompt for prompt in left if prompt.group_id not in pure]
         if left:
-            logger.warning("%d held-out prompts are not of policy version %d; they go elsewhere", len(left), version)
+            logger.warning(
+                "%d held-out prompts mix policy versions with %d; another engine answers them", len(left), version
+            )
         return answered
 
     async def _sample(self, prompts: Sequence[Prompt], each: Sequence[SamplingConfig]) -> dict[int, list[SampleOutput]]:
@@ -114,7 +116,7 @@ class HeldOutAnswers:
 
 
 def _all_of(samples: Sequence[SampleOutput], version: int) -> bool:
-    """Whether every sample ended by itself, and every token of it is of one version."""
+    """Whether every sample is complete and has only tokens of one version."""
     return all(sample.finish_reason is not None and np.all(sample.versions == version) for sample in samples)
 
 

@@ -1,6 +1,6 @@
-"""The commands ``asyncrl join`` and ``asyncrl leave``: add engines to a run while it goes, or take one out.
+"""The commands ``asyncrl join`` and ``asyncrl leave``: add engines to a running run, or remove one.
 
-``python -m rollout_fleet.join`` is the first of them. Both ask the run's `FleetDesk`; see `rollout_fleet.membership`.
+Both ask the run's `FleetDesk` (`rollout_fleet.membership`). ``python -m rollout_fleet.join`` is ``asyncrl join``.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ _CONNECT_S = 5.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """``asyncrl join``; returns the exit status when the engines serve, or could not."""
-    parser = _parser("join", "Add engines to a run while it goes, up to rollout_fleet.num_engines.max.")
+    """Run ``asyncrl join``; returns the exit status when the engines serve or have failed."""
+    parser = _parser("join", "Add engines to a running run, up to rollout_fleet.num_engines.max.")
     parser.add_argument("--num", type=int, default=1, metavar="N", help="how many engines (default 1)")
-    parser.add_argument("--node", default="", help="address of the node to be on; by default any that has room")
+    parser.add_argument("--node", default="", help="address of their node (default: any node with room)")
     options = parser.parse_args(arguments)
     return _run(options, FleetRequest(action=Action.join, num_engines=options.num, node=options.node))
 
 
 def leave(arguments: Sequence[str] | None = None) -> int:
-    """``asyncrl leave``; returns the exit status when nothing is left of the engine, or the engines are listed."""
-    parser = _parser("leave", "Let an engine hand on what it has under way, and end; without MEMBER, list them.")
+    """Run ``asyncrl leave``; returns the exit status when the engine has ended, or the engines are listed."""
+    parser = _parser("leave", "Let an engine release its running groups and end; without MEMBER, list the engines.")
     parser.add_argument("member", type=int, nargs="?", metavar="MEMBER", help="number of the rollout worker")
     options = parser.parse_args(arguments)
     if options.member is None:
@@ -43,17 +43,17 @@ def leave(arguments: Sequence[str] | None = None) -> int:
 
 
 def ask(run: str, request: FleetRequest, *, timeout_s: float) -> FleetAnswer:
-    """Ask a run, by its folder or by the address of its Ray cluster, and wait for the answer.
+    """Ask a run, named by its folder or by the address of its Ray cluster, and wait for the answer.
 
     Raises:
-        ValueError: there is no such run, it has ended, or it has a fleet of a fixed size.
-        DeadlineError: it does not answer in time.
+        ValueError: the run does not exist, has ended, or has a fleet of a fixed size.
+        DeadlineError: the run does not answer in time.
     """
     folder = Path(run)
     found = _read_address(folder) if folder.is_dir() else {"address": run}
     for variable, key in ((AUTH_MODE, "auth_mode"), (AUTH_TOKEN, "auth_token")):
         if found.get(key):
-            os.environ[variable] = found[key]  # Ray reads them when it is imported
+            os.environ[variable] = found[key]  # Ray reads the variables at its import
     import ray
     from ray.exceptions import GetTimeoutError, RayError
 
@@ -63,8 +63,8 @@ def ask(run: str, request: FleetRequest, *, timeout_s: float) -> FleetAnswer:
             return ray.get(desk.ask.remote(request), timeout=timeout_s)
         except GetTimeoutError:
             raise DeadlineError(
-                f"the run did not finish this within --timeout-s={timeout_s:g} s, and goes on with it; 'asyncrl leave "
-                f"--run {run}' shows what the members do"
+                f"the run did not finish the request within --timeout-s={timeout_s:g} s and continues with it; "
+                f"'asyncrl leave --run {run}' lists the engines"
             ) from None
         except RayError as error:
             raise ValueError(f"run {run} ended before it answered: {str(error).splitlines()[0]}") from None
@@ -95,7 +95,7 @@ def _is_listening(address: str) -> bool:
 
 @contextmanager
 def _connected(address: str, node_address: str) -> Iterator[None]:
-    """Be connected to a Ray cluster. Raises `ValueError` if there is none."""
+    """Connect to a Ray cluster. Raises `ValueError` if there is none at this address."""
     import ray
 
     own: dict[str, Any] = {"_node_ip_address": node_address} if node_address else {}
@@ -104,8 +104,8 @@ def _connected(address: str, node_address: str) -> Iterator[None]:
     except (ConnectionError, RuntimeError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(
-            f"--run {address} must be the folder of a run, or the address of its Ray cluster as a node of it knows it "
-            f"(auto, or host:port): {reason}"
+            f"--run {address} must be the folder of a run, or the address of its Ray cluster (auto, or host:port); "
+            f"Ray says: {reason}"
         ) from None
     try:
         yield
@@ -114,7 +114,7 @@ def _connected(address: str, node_address: str) -> Iterator[None]:
 
 
 def _desk_of(name: str, run: str) -> Any:
-    """The desk of this name, or the only one of the cluster."""
+    """Return the desk of this name; without a name, the only desk of the cluster."""
     import ray
     from ray.util import list_named_actors
 
@@ -132,16 +132,16 @@ def _desk_of(name: str, run: str) -> Any:
 
 
 def _parser(name: str, description: str) -> argparse.ArgumentParser:
-    """What both commands have in common."""
+    """Make a parser with the options of both commands."""
     parser = argparse.ArgumentParser(prog=f"asyncrl {name}", description=description)
     run = "folder of the run, or address of its Ray cluster (auto, host:port) where it is the only elastic run"
     parser.add_argument("--run", required=True, help=run)
-    parser.add_argument("--timeout-s", type=float, default=900.0, help="how long to wait for it (default 900)")
+    parser.add_argument("--timeout-s", type=float, default=900.0, help="deadline of the request (default 900)")
     return parser
 
 
 def _run(options: argparse.Namespace, request: FleetRequest) -> int:
-    """Ask, and print the answer; returns the exit status."""
+    """Ask the run and print the answer; returns the exit status."""
     try:
         answer = ask(options.run, request, timeout_s=options.timeout_s)
     except (ValueError, AsyncRLError) as error:

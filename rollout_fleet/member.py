@@ -1,19 +1,19 @@
-"""One member of a run as a state machine, such as a rollout worker with its engine.
+"""The state machine of one member of a run, for example a rollout worker with its engine.
 
 ::
 
     starting ──▶ catching_up(v) ──▶ ready ◀──▶ updating(v)
        ▲ │
        │ ▼
-     pending                                                     no place: it waits for one, and nobody for it
+     pending                                                     the cluster has no place for the member
     any of these, and draining ──▶ fenced(epoch + 1) ──▶ backoff ──▶ starting      a fault, or a missed deadline
                                                     ├──▶ failed     too many faults in one window, or not stopped
-                                                    └──▶ left       it was asked to leave
-    ready, updating ──▶ draining ──▶ left                           any other that is asked to leave ──▶ left
+                                                    └──▶ left       the member was asked to leave
+    ready, updating ──▶ draining ──▶ left                           a leave request in another state ──▶ left
 
-Pure and synchronous: whoever drives a member passes the time in, does the work that belongs to a state, and reports
-what came of it. What is reported names the epoch in which it was begun. A fault begins the next epoch, and what an
-older one still reports changes nothing. So no answer of a fenced life counts, and no two lives are one member.
+Pure and synchronous. The driver of a member passes the time in, does the work of each state, and reports the result.
+Each report names the epoch in which its work began. A fault begins the next epoch, and reports of older epochs have no
+effect. Therefore no answer of a fenced life counts, and a member has one life at a time.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from .config import RolloutFleetConfig
 
 LONGEST_BACKOFF_S = 60.0
 STOP_MARGIN_S = 5.0
-"""How much longer than its own deadlines a start or a stop may take before it is given up."""
+"""Added to the deadlines of a start or a stop before the member is fenced."""
 
 
 class MemberState(StrEnum):
-    """Where a member is."""
+    """The state of a member."""
 
     pending = "pending"
     starting = "starting"
@@ -47,21 +47,21 @@ class MemberState(StrEnum):
 
 
 ENDED = frozenset({MemberState.left, MemberState.failed})
-"""States that nothing leaves."""
+"""Final states."""
 SERVING = frozenset({MemberState.ready, MemberState.updating})
 """States in which a member holds verified weights and may lease."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemberLimits:
-    """How long a member may take, and how often it is started again.
+    """Deadlines of a member, and how often it is started again.
 
     Attributes:
         start_s: From the start to the first answer.
-        stop_s: From a fault until nothing is left of the life that ended.
-        drain_s: From the word to leave until it has left.
-        restarts: Faults within ``window_s`` that are mended; the next one is final. Example: 3.
-        window_s: Older faults are forgotten.
+        stop_s: From a fault until the processes of the life are gone.
+        drain_s: From the leave request until the member has left.
+        restarts: Faults within ``window_s`` that are followed by a restart; the next one is final. Example: 3.
+        window_s: Older faults do not count.
         backoff_s: Pause before the second restart within the window; each further one doubles it.
         longest_backoff_s: The longest pause.
     """
@@ -80,7 +80,7 @@ class MemberLimits:
 
 
 def member_limits(config: RolloutFleetConfig) -> MemberLimits:
-    """The limits of a rollout worker with its engine."""
+    """Return the limits of a rollout worker with its engine."""
     return MemberLimits(
         start_s=config.start_timeout_s + config.server_stop_timeout_s + STOP_MARGIN_S,
         stop_s=config.server_stop_timeout_s + STOP_MARGIN_S,
@@ -93,16 +93,16 @@ def member_limits(config: RolloutFleetConfig) -> MemberLimits:
 
 
 class Member:
-    """The life of one member, over all its epochs.
+    """One member over all its epochs.
 
     Attributes:
-        name: Its identity. Example: ``"engine-3"``.
-        state: See `MemberState`.
-        epoch: Faults so far. What was begun under an older epoch no longer counts.
-        version: Policy version that it has verified, or loads; -1 before the first one is offered.
-        deadline: When it has to have left the state, on the clock of ``now``; infinite where only others end it.
-        reason: What the last fault was; empty before the first.
-        on_enter: Hears of each state that it enters, and of the epoch.
+        name: Identity. Example: ``"engine-3"``.
+        state: The state now.
+        epoch: Number of faults so far. Reports of older epochs have no effect.
+        version: Policy version that the member has verified or is loading; -1 before the first offer.
+        deadline: End of the state, on the clock of ``now``; infinite if the state has no deadline.
+        reason: Cause of the last fault; empty before the first.
+        on_enter: Called with each new state and the epoch.
     """
 
     def __init__(self, name: str, limits: MemberLimits, now: float) -> None:
@@ -119,42 +119,42 @@ class Member:
 
     @property
     def may_lease(self) -> bool:
-        """Whether it may take new work: only under weights that it has verified."""
+        """Whether the member may take new work: only under weights that it has verified."""
         return self.state in SERVING
 
     @property
     def has_ended(self) -> bool:
-        """Whether it has left, or failed for good."""
+        """Whether the member has left, or failed for good."""
         return self.state in ENDED
 
     def accepts(self, epoch: int) -> bool:
-        """Whether what was begun under ``epoch`` still counts."""
+        """Whether reports of ``epoch`` still have an effect."""
         return epoch == self.epoch and self.state not in (MemberState.fenced, MemberState.backoff, *ENDED)
 
     def seconds_left(self, now: float) -> float | None:
-        """Until the deadline of the state; None where there is none. For `asyncio.timeout`."""
+        """Seconds until the deadline of the state; None if it has none. For `asyncio.timeout`."""
         return None if math.isinf(self.deadline) else max(0.0, self.deadline - now)
 
-    # What the member does
+    # Reports of the member
 
     def unplaced(self, epoch: int) -> None:
-        """It is to start, and has no place: it waits for the cluster to have one."""
+        """The member must wait for a place in the cluster."""
         if self.accepts(epoch) and self.state is MemberState.starting:
             self._enter(MemberState.pending, math.inf)
 
     def placed(self, epoch: int, now: float) -> None:
-        """It has a place, and starts."""
+        """The member has a place and starts."""
         if self.accepts(epoch) and self.state is MemberState.pending:
             self._enter(MemberState.starting, now + self._limits.start_s)
 
     def started(self, epoch: int) -> None:
-        """It is up, and waits for weights: for the learner, which has deadlines of its own."""
+        """The member is up and waits for weights. No deadline: the learner, which publishes them, has its own."""
         if self.accepts(epoch) and self.state is MemberState.starting:
             self._enter(MemberState.catching_up, math.inf)
             self.version = -1
 
     def offered(self, epoch: int, version: int, now: float, *, within_s: float) -> None:
-        """It begins to load a version, which may take ``within_s``."""
+        """The member begins to load a version, within ``within_s``."""
         if not self.accepts(epoch):
             return
         if self.state is MemberState.catching_up:
@@ -164,7 +164,7 @@ class Member:
         self.version = version
 
     def skipped(self, epoch: int, version: int) -> None:
-        """The version that it was to load is gone; it serves ``version``, -1 for none, and waits for another."""
+        """The offered version was removed; the member serves ``version`` (-1 for none) and waits for another offer."""
         if not self.accepts(epoch):
             return
         if self.state is MemberState.catching_up:
@@ -174,22 +174,22 @@ class Member:
         self.version = version
 
     def verified(self, epoch: int, version: int) -> None:
-        """It holds a version, every byte of it compared, and serves it."""
+        """The member has verified every byte of a version, and serves it."""
         if self.accepts(epoch) and self.state in (MemberState.catching_up, *SERVING):
             self._enter(MemberState.ready, math.inf)
             self.version = version
 
     def drained(self, epoch: int) -> None:
-        """It has put down its work."""
+        """The member has finished or released its work."""
         if self.accepts(epoch) and self.state is MemberState.draining:
             self._enter(MemberState.left, math.inf)
 
-    # What happens to it
+    # Reports of its driver
 
     def fault(self, epoch: int, reason: str, now: float) -> bool:
-        """It died, hangs, or could not be verified: nothing of this epoch counts from now on.
+        """The member died, hangs, or could not be verified. Reports of this epoch have no effect from now on.
 
-        Returns whether this ended the epoch; a second report of the same fault does not.
+        Returns whether this call ended the epoch; a second report of the same fault does not.
         """
         if not self.accepts(epoch):
             return False
@@ -202,7 +202,7 @@ class Member:
         return True
 
     def stopped(self, now: float) -> None:
-        """Nothing is left of the epoch that ended: begin the pause before the next, or end for good."""
+        """The processes of the fenced life are gone: begin the pause before the next life, or end for good."""
         if self.state is not MemberState.fenced:
             return
         if self._is_leaving:
@@ -213,33 +213,33 @@ class Member:
             self._enter(MemberState.backoff, now + self._limits.pause_s(len(self._faults)))
 
     def fail(self, reason: str) -> None:
-        """It has failed, and no restart would mend it."""
+        """The member has failed, and a restart would not help."""
         if not self.has_ended:
             self.epoch += 1
             self.reason = reason
             self._enter(MemberState.failed, math.inf)
 
     def drain(self, now: float) -> None:
-        """It is asked to leave: it takes no more work. One that holds none has left at once."""
+        """Ask the member to leave: it takes no more work. A member without work has left at once."""
         self._is_leaving = True
         if self.state in SERVING:
             self._enter(MemberState.draining, now + self._limits.drain_s)
         elif self.state is not MemberState.draining and not self.has_ended:
-            self.epoch += 1  # what is under way, a start for one, comes too late
+            self.epoch += 1  # the result of a running start comes too late
             self._enter(MemberState.left, math.inf)
 
     def due(self, now: float) -> None:
-        """The deadline of the state may have passed: leave the state if it has."""
+        """Leave the state if its deadline has passed."""
         if now < self.deadline:
             return
-        if self.state is MemberState.fenced:  # what cannot be stopped is not started a second time
+        if self.state is MemberState.fenced:  # without a stop there is no second start
             self._enter(MemberState.failed, math.inf)
         elif self.state is MemberState.draining:
             self._enter(MemberState.left, math.inf)
         elif self.state is MemberState.backoff:
             self._enter(MemberState.starting, now + self._limits.start_s)
         else:
-            self.fault(self.epoch, f"it was {self.state} for longer than it may be", now)
+            self.fault(self.epoch, f"it exceeded the deadline of the state {self.state}", now)
 
     def _enter(self, state: MemberState, deadline: float) -> None:
         self.state = state

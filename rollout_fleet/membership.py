@@ -1,12 +1,12 @@
-"""How an engine is asked to join a run that goes, or to leave it: the commands, the run, and the desk between them.
+"""Requests to a running fleet: engines join or leave. The commands ask a desk, and the run answers through it.
 
 ::
 
     asyncrl join, asyncrl leave ──ask──▶ FleetDesk (a named Ray actor of the run) ──next_request──▶ the controller
                                 ◀─words─                                          ◀──answer──
 
-Whoever may connect to the run's Ray cluster may ask: Ray's own authentication is the desk's (``RAY_AUTH_MODE=token``).
-`ask` waits for the desk, which waits for the controller; `FleetDesk.next_request` is woken by `FleetDesk.ask`.
+Every process that may connect to the run's Ray cluster may ask: the desk relies on Ray's authentication
+(``RAY_AUTH_MODE=token``). `FleetDesk.ask` waits for the controller's answer and wakes `FleetDesk.next_request`.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from enum import Enum
 from pathlib import Path
 
 NAMESPACE = "asyncrl"
-"""Ray namespace of the desks; each is named by its run's folder."""
+"""Ray namespace of the desks; the name of a desk is its run's folder."""
 ADDRESS_FILE = "fleet.json"
-"""In the run's folder: how to reach the run's Ray cluster from its node."""
+"""File in the run's folder with the address of the run's Ray cluster, as seen from its node."""
 AUTH_MODE, AUTH_TOKEN = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"
-"""Ray's variables: how a cluster authenticates, and its token. A process that connects needs those of the cluster."""
+"""Ray's variables for the authentication of a cluster. A process that connects needs the cluster's values."""
 
 
 class Action(Enum):
-    """What is asked for."""
+    """The kinds of requests."""
 
     join = "join"
     leave = "leave"
@@ -40,9 +40,9 @@ class FleetRequest:
 
     Attributes:
         action: What to do.
-        num_engines: Of ``join``: how many.
-        node: Of ``join``: address of the node to be on; empty for any.
-        member: Of ``leave``: rank of the rollout worker.
+        num_engines: For ``join``: how many engines.
+        node: For ``join``: address of their node; empty for any.
+        member: For ``leave``: rank of the rollout worker.
     """
 
     action: Action
@@ -53,14 +53,14 @@ class FleetRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class FleetAnswer:
-    """What became of a request: words for people, and whether it was refused."""
+    """The result of a request: words for people, and whether it was refused."""
 
     words: str
     is_refused: bool = False
 
 
 class FleetDesk:
-    """Passes requests on to the controller, and its answers back; an asynchronous Ray actor."""
+    """Passes requests to the controller and its answers back; an asynchronous Ray actor."""
 
     def __init__(self) -> None:
         self._requests: asyncio.Queue[tuple[int, FleetRequest]] = asyncio.Queue()
@@ -68,7 +68,7 @@ class FleetDesk:
         self._num_asked = 0
 
     async def ask(self, request: FleetRequest) -> FleetAnswer:
-        """Ask the run, and wait for its answer."""
+        """Ask the run and wait for its answer."""
         number, self._num_asked = self._num_asked, self._num_asked + 1
         self._answers[number] = asyncio.get_running_loop().create_future()
         self._requests.put_nowait((number, request))
@@ -78,17 +78,17 @@ class FleetDesk:
             del self._answers[number]
 
     async def next_request(self) -> tuple[int, FleetRequest]:
-        """Wait for the next request; it is answered by its number."""
+        """Wait for the next request; returns its number, for `answer`, and the request."""
         return await self._requests.get()
 
     async def answer(self, number: int, answer: FleetAnswer) -> None:
-        """Answer a request; nothing, where nobody waits for it any more."""
+        """Answer a request. Without effect if its caller has gone."""
         if number in self._answers:
             self._answers[number].set_result(answer)
 
 
 def write_address(run_dir: Path, *, address: str, node_address: str) -> None:
-    """Write down how commands of this user on this node reach the run's Ray cluster."""
+    """Write the file from which this user's commands on this node learn how to reach the run's Ray cluster."""
     found = {
         "address": address,
         "node_address": node_address,
@@ -97,5 +97,5 @@ def write_address(run_dir: Path, *, address: str, node_address: str) -> None:
     }
     path = run_dir / ADDRESS_FILE
     path.unlink(missing_ok=True)
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:  # it holds a token
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:  # the file holds a token
         file.write(json.dumps(found) + "\n")

@@ -1,9 +1,10 @@
-"""Reward functions, built in or a user's own, and the processes that score finished prompt groups with the latter.
+"""Reward functions, built in or a user's own, and the scoring processes that call a user's functions.
 
-A group waits for a free process; its deadline starts when it has one. A process that hangs or dies is replaced. The
-processes (``python -m rollout_fleet.rewards NAME PARENT_PID``) are plain children that speak over pipes, so that a
-killed worker leaves no semaphores behind; they end when their pipe closes. Each leads a session of its own: what a
-reward starts ends with its process, unless it makes a session for itself. They see no GPUs, which belong to the engine.
+A prompt group waits for a free process; its deadline starts when it has one. A process that hangs or dies is replaced.
+The processes (``python -m rollout_fleet.rewards NAME PARENT_PID``) are plain children that talk over pipes, so that a
+killed worker leaves no semaphores behind; they exit when their pipe closes. Each leads its own session, so that the
+children of a reward end with the process, unless they make their own session. They see no GPUs, which belong to the
+engine.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import signal
 import struct
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO, Protocol
@@ -42,7 +43,7 @@ _LARGEST = float(np.finfo(np.float32).max)
 
 
 class Reward(Protocol):
-    """Scores one response. Called in a scoring process; a built-in in the rollout worker itself."""
+    """Scores one response. Called in a scoring process, or in the rollout worker if it is built in."""
 
     def __call__(self, prompt: Prompt, response_text: str) -> float:
         """Return the reward of a response, decoded without special tokens, to a prompt with its ground truth."""
@@ -97,11 +98,11 @@ def _as_number(text: str) -> float | None:
 
 
 class RewardProcesses:
-    """Scores groups with the configured reward function, which is a built-in's name or ``module:function``.
+    """Scores groups with one reward function: a built-in's name or ``module:function``.
 
-    A user's function gets ``num_processes``, each of which starts within ``start_timeout_s`` and scores a prompt group
-    within ``timeout_s``. Of the secrets in the environment they get those that ``pass_secrets`` names.
-    Raises `ValueError` if there is no such function.
+    A user's function gets ``num_processes`` processes. Each starts within ``start_timeout_s`` and scores a prompt group
+    within ``timeout_s``. Of the secrets in the environment they get only those named in ``pass_secrets``.
+    Raises `ValueError` if the function does not exist.
     """
 
     def __init__(
@@ -119,11 +120,11 @@ class RewardProcesses:
         self._start_timeout_s = start_timeout_s
         self._pass_secrets = pass_secrets
         self._reward = REWARDS.get(name)
-        self._free: asyncio.Queue[Process | None] = asyncio.Queue()  # None: one is to be started
-        self._processes: dict[Process, asyncio.Task[None]] = {}  # each with what clears up after it
+        self._free: asyncio.Queue[Process | None] = asyncio.Queue()  # None: start one
+        self._processes: dict[Process, asyncio.Task[None]] = {}  # each with the task that ends its children
 
     async def start(self) -> None:
-        """Start processes for a user's function; `WorkerDiedError` or `DeadlineError` if one does not come up."""
+        """Start the processes of a user's function. Raises `WorkerDiedError` or `DeadlineError` if one does not."""
         if self._name not in REWARDS.names():
             for process in await asyncio.gather(*(self._start_process() for _ in range(self._num_processes))):
                 self._free.put_nowait(process)
@@ -132,11 +133,11 @@ class RewardProcesses:
         """Score a prompt group; returns [G] float32, one reward per text.
 
         Raises `RewardError` if the function raises, hangs, ends its process, or returns anything but one finite number
-        per text; where texts ``may_fail``, those that do have no number (NaN). Its process is replaced for what is
-        left; where that fails, the call that needs it raises too.
+        per text. If texts ``may_fail``, failed texts get NaN instead. A failed process is replaced; if the new process
+        does not start, the call that needs it raises `RewardError`.
         """
         if self._name in REWARDS.names():
-            answers = _answers_to(self._reward, prompt, texts, may_fail=may_fail)
+            answers = list(_answers_to(self._reward, prompt, texts, may_fail=may_fail))
         else:
             answers = await self._score_in_process(prompt, texts, may_fail=may_fail)
         failures = [self._failure(prompt, answer) for answer in answers if isinstance(answer, str)]
@@ -152,7 +153,7 @@ class RewardProcesses:
             await self._kill(process)
 
     async def _score_in_process(self, prompt: Prompt, texts: Sequence[str], *, may_fail: bool) -> list[float | str]:
-        """As `_answers_to`. A text at which the process hangs or ends is passed over in another."""
+        """Score texts in a process, as `main` does. After a text that ends the process another process has the rest."""
         answers: list[float | str] = []
         while len(answers) < len(texts) and (may_fail or not answers):
             process = await self._free.get()
@@ -166,7 +167,7 @@ class RewardProcesses:
                 if process is not None:
                     await self._kill(process)
                 if isinstance(error, (WorkerDiedError, DeadlineError)):
-                    what = f"could not be scored: {error}; mend it while the run goes on"
+                    what = f"could not be scored: {error}; you may fix it during the run"
                     raise self._failure(prompt, what) from None
                 if isinstance(error, TimeoutError):
                     answers.append(
@@ -210,7 +211,7 @@ class RewardProcesses:
             ) from None
         except asyncio.IncompleteReadError:
             with suppress(TimeoutError):
-                await asyncio.wait_for(process.wait(), 1.0)  # its pipe is closed: it is about to end
+                await asyncio.wait_for(process.wait(), 1.0)  # its pipe is closed, so it exits soon
             await self._kill(process)
             raise WorkerDiedError(
                 f"a scoring process of reward {self._name!r} ended with exit status {process.returncode} before it "
@@ -234,25 +235,25 @@ class RewardProcesses:
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """What the samples of a prompt group earned.
+    """The scores of a prompt group.
 
     Attributes:
         total: [G] float32, the weighted sum.
-        parts: [G] float32 per reward by its label; empty where there is one reward only.
+        parts: [G] float32 per reward by its label; empty if there is one reward only.
     """
 
     total: np.ndarray
     parts: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     def of(self, chosen: np.ndarray) -> Scores:
-        """Those of some samples, by a [G] mask."""
+        """Select samples by a [G] mask."""
         return Scores(total=self.total[chosen], parts={name: part[chosen] for name, part in self.parts.items()})
 
 
 class WeightedRewards:
-    """All rewards of a fleet's options, each in processes of its own, and their weighted sum.
+    """All configured rewards, each with its own processes, and their weighted sum.
 
-    Raises `ValueError` if there is no such function.
+    Raises `ValueError` if a function does not exist.
     """
 
     def __init__(self, config: RolloutFleetConfig) -> None:
@@ -275,7 +276,7 @@ class WeightedRewards:
     async def score(self, prompt: Prompt, texts: Sequence[str], *, may_fail: bool = False) -> Scores:
         """Score a prompt group by every reward; raises as `RewardProcesses.score` does.
 
-        A text for which one of them has no number has none in all.
+        A text with NaN from one reward has NaN in the sum.
         """
         parts = await asyncio.gather(*(reward.score(prompt, texts, may_fail=may_fail) for reward in self._rewards))
         total = sum(weight * part for weight, part in zip(self._weights, parts, strict=True))
@@ -288,14 +289,14 @@ class WeightedRewards:
 
 
 async def _end_group_after(process: Process) -> None:
-    """Kill what a process has started as soon as it has ended: later its id may be another's."""
+    """Kill the children of a process when it exits; later its id may be reused."""
     await process.wait()
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 
 
 async def _ask(process: Process, question: tuple[Prompt, list[str], bool], answers: list[float | str]) -> None:
-    """Have a process score texts; adds each answer as it comes, so that one is known at which the process ends."""
+    """Let a process score texts. Each answer is appended as it arrives, so that the fatal text is known."""
     assert process.stdin is not None
     frame = pickle.dumps(question)
     process.stdin.write(_LENGTH.pack(len(frame)) + frame)
@@ -313,34 +314,28 @@ async def _read(process: Process) -> Any:
     return json.loads(await process.stdout.readexactly(length))
 
 
-def _answers_to(reward: Reward, prompt: Prompt, texts: Sequence[str], *, may_fail: bool) -> list[float | str]:
-    """One finite number per text, or what went wrong and what to do; up to the first of these unless others may."""
-    answers: list[float | str] = []
+def _answers_to(
+    reward: Reward, prompt: Prompt, texts: Sequence[str], *, may_fail: bool = False
+) -> Iterator[float | str]:
+    """Yield one finite number or one description of a failure per text; ends at a failure unless texts ``may_fail``."""
     for text in texts:
-        answers.append(_answer_to(reward, prompt, text))
-        if isinstance(answers[-1], str) and not may_fail:
-            break
-    return answers
-
-
-def _answer_to(reward: Reward, prompt: Prompt, text: str) -> float | str:
-    try:
-        number = _to_number(reward(prompt, text))
-    except Exception as error:  # noqa: BLE001 - whatever a reward raises costs this group only
-        return f"raised {error!r}; fix it, or filter such prompts"
-    if isinstance(number, str) or not abs(number) <= _LARGEST:
-        return f"returned {number}; it must return one finite number per response"
-    return number
+        try:
+            answer = _to_number(reward(prompt, text))
+        except Exception as error:  # noqa: BLE001 - any error of a reward costs this group only
+            answer = f"raised {error!r}; fix it, or filter such prompts"
+        yield answer
+        if isinstance(answer, str) and not may_fail:
+            return
 
 
 def _to_number(value: Any) -> float | str:
-    """Convert a Python, numpy or torch scalar; anything else becomes its description."""
-    if isinstance(value, (str, bytes)) or getattr(value, "ndim", 0) != 0:
-        return repr(value)
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        return repr(value)
+    """Convert a Python, numpy or torch scalar to a finite number; otherwise return a description of the failure."""
+    with suppress(TypeError, ValueError):
+        is_scalar = not isinstance(value, (str, bytes)) and getattr(value, "ndim", 0) == 0
+        if is_scalar and abs(number := float(value)) <= _LARGEST:
+            return number
+        value = float(value) if is_scalar else value
+    return f"returned {value!r}; it must return one finite number per response"
 
 
 def main() -> None:
@@ -353,19 +348,16 @@ def main() -> None:
         return
     questions, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     with open(os.devnull, "rb") as nothing:
-        os.dup2(nothing.fileno(), 0)  # what the function, or a program that it starts, reads is empty
-    os.dup2(2, 1)  # what the function prints goes to the log
-    for pipe in (questions.raw, answers.raw):  # with one of a forked child's, the worker would not see this process end
+        os.dup2(nothing.fileno(), 0)  # the function and its children read nothing from it
+    os.dup2(2, 1)  # output of the function goes to the log
+    for pipe in (questions.raw, answers.raw):  # a forked child with an open pipe would hide the end of this process
         os.register_at_fork(after_in_child=pipe.close)
     reward = REWARDS.get(name)
     _write(answers, "ready")
     while header := questions.read(_LENGTH.size):
         prompt, texts, may_fail = pickle.loads(questions.read(*_LENGTH.unpack(header)))
-        for text in texts:
-            answer = _answer_to(reward, prompt, text)
+        for answer in _answers_to(reward, prompt, texts, may_fail=may_fail):
             _write(answers, answer)
-            if isinstance(answer, str) and not may_fail:
-                break
 
 
 def _write(stream: BinaryIO, answer: Any) -> None:
@@ -375,7 +367,7 @@ def _write(stream: BinaryIO, answer: Any) -> None:
 
 
 if __name__ == "__main__":
-    # By its own name: what a user's module registers is to be found in the registry that it imports.
+    # Imported by its own name, so that a user's module registers rewards in the same registry.
     from rollout_fleet import rewards
 
     rewards.main()

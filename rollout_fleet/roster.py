@@ -1,13 +1,13 @@
-"""Who is in the fleet, by rank: which ranks may be given to engines that join, and who may leave. Pure and synchronous.
+"""The ranks of the fleet: which ranks joining engines get, and which engines may leave. Pure and synchronous.
 
 ::
 
     absent ──join──▶ coming ──arrived──▶ present ──leave──▶ leaving ──gone──▶ absent
                         └──────────────────leave───────────────▲
-    any but absent ──gone──▶ absent                                    it failed for good, or has left
+    any but absent ──gone──▶ absent                                    the engine failed for good, or has left
 
-A rank below ``fewest`` has a place that the run keeps; it is given out again when its engine has left. Every other rank
-is given once: no log and no counter of it is ever another engine's.
+The run keeps the places of the ranks below ``fewest``, and gives such a rank out again when its engine has left. Every
+other rank is given once, so that logs and counters of a rank belong to one engine.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from asyncrl.core.errors import MembershipRefused
 
 
 class Presence(StrEnum):
-    """How far a rank is in the fleet; one without an engine has none."""
+    """The state of a rank that has an engine."""
 
     coming = "coming"
     present = "present"
@@ -26,9 +26,9 @@ class Presence(StrEnum):
 
 
 class Roster:
-    """The ranks of a fleet of ``fewest`` to ``most`` engines, of which ``needed`` must not leave.
+    """The ranks of a fleet of ``fewest`` to ``most`` engines; at least ``needed`` must stay.
 
-    It begins with ``fewest`` that are present. A fleet whose ``most`` is None has a fixed size: nobody joins or leaves.
+    At first ``fewest`` are present. With ``most`` None the fleet has a fixed size: no engine joins or leaves.
     """
 
     def __init__(self, *, fewest: int, most: int | None, needed: int) -> None:
@@ -40,20 +40,20 @@ class Roster:
 
     @property
     def ranks(self) -> list[int]:
-        """Ranks that have an engine, or wait for one, ascending."""
+        """Ranks with a present, coming or leaving engine, ascending."""
         return sorted(self._presence)
 
     @property
     def num_free(self) -> int:
-        """How many may join now."""
+        """How many engines may join now."""
         return 0 if self._most is None else max(0, self._most - len(self._presence))
 
     def presence_of(self, rank: int) -> Presence | None:
-        """How far a rank is; None where it has no engine."""
+        """The state of a rank; None if it has no engine."""
         return self._presence.get(rank)
 
     def join(self, num_engines: int, *, in_kept_places: bool = True) -> list[int]:
-        """Ranks for engines that join, those whose places the run keeps first, unless they are to be elsewhere.
+        """Return ranks for joining engines; ranks with kept places come first, unless ``in_kept_places`` is false.
 
         Raises:
             MembershipRefused: the fleet has a fixed size, or would have more than ``most``.
@@ -63,8 +63,8 @@ class Roster:
             raise MembershipRefused(f"--num must be >= 1 engines, got {num_engines}")
         if num_engines > self.num_free:
             raise MembershipRefused(
-                f"rollout_fleet.num_engines allows {self._most} engines, and {len(self._presence)} are there or on "
-                f"their way, got {num_engines} more; ask for at most {self.num_free}, or let others leave first"
+                f"rollout_fleet.num_engines allows {self._most} engines; {len(self._presence)} are present or coming, "
+                f"got {num_engines} more; ask for at most {self.num_free}, or let others leave first"
             )
         kept = [rank for rank in range(self._fewest) if rank not in self._presence] if in_kept_places else []
         new = range(self._next, self._next + max(0, num_engines - len(kept)))
@@ -79,7 +79,7 @@ class Roster:
             self._presence[rank] = Presence.present
 
     def leave(self, rank: int) -> None:
-        """The engine of a rank is to leave.
+        """Let the engine of a rank leave.
 
         Raises:
             MembershipRefused: the fleet has a fixed size, there is no such engine, or too few would be left.
@@ -99,7 +99,7 @@ class Roster:
         self._presence[rank] = Presence.leaving
 
     def gone(self, rank: int) -> None:
-        """Nothing is left of the engine of a rank."""
+        """The engine of a rank and its processes are gone."""
         self._presence.pop(rank, None)
 
     def _check_elastic(self, what: str) -> None:

@@ -1,12 +1,13 @@
 """Decoded samples for people to read: parquet files in a run's ``samples/``, one row per sample.
 
-Of training, the first prompt groups that finish in every so many policy versions; of evaluations, everything. Nothing
-here is trained on, and a file that cannot be written costs a warning.
+Training keeps the first prompt groups that finish in each interval of policy versions; evaluations keep all answers. A
+file that cannot be written costs a warning.
 """
 
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import logging
 from collections.abc import Mapping, Sequence
@@ -27,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 class SampleKind(StrEnum):
-    """Where samples come from: training, or the sampled and the greedy answers of an evaluation."""
+    """Origin of samples: training, or the sampled or greedy answers of an evaluation."""
 
     train = "train"
     sampled = "sampled"
@@ -35,12 +36,12 @@ class SampleKind(StrEnum):
 
 
 class SampleLog:
-    """Writes ``KIND-vVERSION-rolloutRANK.parquet`` files; those of evaluations end with ``-PART``.
+    """Writes ``KIND-vVERSION-rolloutRANK.parquet`` files; names of evaluation files end with ``-PART``.
 
     Args:
-        directory: Made with the first file.
-        rank: Of the rollout worker.
-        config: What of training is kept.
+        directory: Created with the first file.
+        rank: Rank of the rollout worker.
+        config: Which training samples are kept.
         decode: Turns prompt tokens into text.
     """
 
@@ -55,11 +56,11 @@ class SampleLog:
         self._num_parts = 0
 
     async def prepare(self) -> None:
-        """Load what writes the files: between two batches of samples it would hold them up for a second."""
-        await asyncio.to_thread(_load_writer)
+        """Import pyarrow now: its import takes a second and would delay a batch of samples."""
+        await asyncio.to_thread(importlib.import_module, "pyarrow.parquet")
 
     async def add(self, prompt: Prompt, samples: Sequence[SampleOutput], texts: Sequence[str], scores: Scores) -> None:
-        """Keep a finished group of training where one is due; the last of a set writes the file."""
+        """Keep a finished training group if one is due; the last group of a set writes the file."""
         version = max(int(sample.versions[-1]) for sample in samples)
         if not self._config.every_steps or version < self._next_version:
             return
@@ -71,7 +72,7 @@ class SampleLog:
             await self._write(SampleKind.train, version, rows)
 
     async def keep_answers(self, version: int, rows: Sequence[Mapping[str, Any]], *, per_prompt: int) -> None:
-        """Keep answers to held-out prompts: the `rows` of each prompt, ``per_prompt`` of them, the greedy one last."""
+        """Keep answers to held-out prompts: ``per_prompt`` `rows` of each prompt, the greedy answer last."""
         self._num_parts += 1
         part, last = f"-{self._num_parts:05d}", per_prompt - 1
         for kind in (SampleKind.sampled, SampleKind.greedy):
@@ -82,12 +83,13 @@ class SampleLog:
     def rows(
         self, prompt: Prompt, samples: Sequence[SampleOutput], texts: Sequence[str], scores: Scores
     ) -> list[dict[str, Any]]:
-        """The rows of a prompt group."""
+        """Return the rows of a prompt group."""
+        truth = prompt.ground_truth
         known = {
             "group_id": prompt.group_id,
             "data_source": prompt.data_source,
             "prompt": self._decode(prompt.prompt_ids.tolist()),
-            "ground_truth": _text(prompt.ground_truth),
+            "ground_truth": truth if isinstance(truth, str) else json.dumps(truth, default=repr, ensure_ascii=False),
         }
         return [
             known
@@ -106,16 +108,12 @@ class SampleLog:
     async def _write(
         self, kind: SampleKind, version: int, rows: Sequence[Mapping[str, Any]], *, part: str = ""
     ) -> None:
-        """Write one file, whole or not at all."""
+        """Write one file atomically."""
         path = self._directory / f"{kind}-v{version:08d}-rollout{self._rank}{part}.parquet"
         try:
             await asyncio.to_thread(_write, path, [{"kind": str(kind), "version": version, **row} for row in rows])
         except OSError as error:
             logger.warning("samples are not kept: %s", error)
-
-
-def _load_writer() -> None:
-    import pyarrow.parquet  # noqa: F401 - takes a moment, and is needed only where something is written
 
 
 def _write(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -126,8 +124,3 @@ def _write(path: Path, rows: list[dict[str, Any]]) -> None:
     partial = path.with_name(f".{path.name}.partial")
     pq.write_table(pa.Table.from_pylist(rows), partial)
     partial.rename(path)
-
-
-def _text(value: Any) -> str:
-    """A ground truth of any type."""
-    return value if isinstance(value, str) else json.dumps(value, default=repr, ensure_ascii=False)

@@ -1,16 +1,14 @@
-"""What becomes of a prompt group that the engine is done with: scored and stored, saved, given back or dropped.
+"""Settles a prompt group that has left the engine: it is scored and stored, saved, released or dropped.
 
-    finished ──▶ score ──▶ put              refused: its lease has run out, or its oldest token is too old
+    finished ──▶ score ──▶ put              refused: its lease has expired, or its oldest token is too old
        │           │
        │           └─ the reward fails ─┐
-    cut off ──▶ save ──▶ release        ├──▶ tried again, dropped after ``max_attempts`` failures
+    cut off ──▶ save ──▶ release        ├──▶ released; dropped after ``max_attempts`` failures
        └─ aborted, or its engine fails ─┘
 
-With ``on_reward_failure=drop_trajectory`` a response on which the reward fails is left out of its group, and counted
-(``reward_trajectory``); its tokens are dropped (``reward``). An advantage is the distance to the mean of the group:
-where the reward fails for what a response says, that mean is of the others, and nothing is learned of this one.
-
-The rollout loop decides when a group leaves the engine, and forgets it once it is settled.
+With ``on_reward_failure=drop_trajectory`` a response on which the reward fails is left out of its group and counted
+(``reward_trajectory``); its tokens are dropped (``reward``). Then the group's mean, and so each advantage, is that of
+the other responses.
 """
 
 from __future__ import annotations
@@ -39,14 +37,14 @@ from .sample_log import SampleLog
 logger = logging.getLogger(__name__)
 
 FEWEST_SAMPLES = 2
-"""What a group must have left where the reward failed on some of its responses: an advantage compares."""
+"""Responses that a group needs after failed rewards: an advantage compares responses."""
 
 
 class Settlement:
     """Settles the groups of one rollout worker with its buffer.
 
-    ``decode`` turns response tokens into the text that rewards read; ``samples`` keeps some of what is scored;
-    ``stamp`` notes what happened to a group for the run's profile.
+    ``decode`` turns response tokens into the text that rewards read; ``samples`` keeps some scored samples for reading;
+    ``stamp`` records an event of a group in the run's profile.
     """
 
     def __init__(
@@ -70,10 +68,10 @@ class Settlement:
         self._num_failures_in_a_row = 0
 
     async def settle(self, group: InflightGroup, *, engine_failure: Exception | None = None) -> None:
-        """Score and store a finished group, or give back one that was cut off.
+        """Score and store a finished group, or release an unfinished one.
 
-        Raises the failure of this attempt, if as many as ``max_failures_in_a_row`` groups have failed one after
-        another, and whatever the buffer raises except for a lease that has run out.
+        Raises the failure of this attempt if it is the ``max_failures_in_a_row``-th in a row, and the buffer's errors
+        except for an expired lease.
         """
         if group.end is GroupEnd.revoked:
             await self.release(group, group.end)
@@ -88,7 +86,7 @@ class Settlement:
                 await self._store(group, samples, scores)
 
     async def save(self, group: InflightGroup) -> None:
-        """Save a group that was cut off, as far as it is written. Without room for it, it goes on unsaved."""
+        """Save the tokens of an unfinished group. If the buffer has no room for them, the group continues unsaved."""
         if group.num_tokens == 0:
             return
         try:
@@ -97,10 +95,10 @@ class Settlement:
             logger.warning("prompt group %d was not saved: %s", group.lease.prompt.group_id, error)
 
     async def give_back(self, groups: Sequence[InflightGroup]) -> None:
-        """Save and release what an ended loop still holds, finished groups too, within ``stop_timeout_s``.
+        """Save and release all groups of an ended loop, finished ones too, within ``stop_timeout_s``.
 
-        A revoked group is released only. A lease that the buffer does not take back in time runs out; its tokens stay
-        in flight in the counters, and the run has the buffer account for them (`ControlBuffer.bury`).
+        A revoked group is released only. A lease that the buffer does not take back in time expires; its tokens stay
+        in flight in the counters, and the run lets the buffer account for them (`ControlBuffer.bury`).
         """
         if self._config.save_progress is not SaveProgress.never:
             await self._for_each([group for group in groups if group.end is not GroupEnd.revoked], self.save)
@@ -109,7 +107,7 @@ class Settlement:
     async def _for_each(
         self, groups: Sequence[InflightGroup], work: Callable[[InflightGroup], Coroutine[Any, Any, Any]]
     ) -> None:
-        """Do ``work`` on all groups at once, within half of ``stop_timeout_s``; failures are logged."""
+        """Do ``work`` for all groups at once, within half of ``stop_timeout_s``; failures are logged."""
         tasks = {group.key: asyncio.create_task(work(group)) for group in groups}
         try:
             if tasks:
@@ -124,7 +122,7 @@ class Settlement:
                 logger.warning("prompt group %d, attempt %d, could not be given back: %r", *key, failure)
 
     async def release(self, group: InflightGroup, reason: str, *, max_failures: int = 0) -> bool:
-        """Give a group back unfinished; see `RolloutBuffer.release`."""
+        """Release a group unfinished; returns as `RolloutBuffer.release`."""
         is_dropped = await self._buffer.release(
             group.lease, num_tokens=group.num_tokens, reason=str(reason), max_failures=max_failures
         )
@@ -143,7 +141,7 @@ class Settlement:
             await self._fail_attempt(group, "aborted", EngineError(f"the engine aborted prompt group {group.key}"))
 
     async def _score(self, group: InflightGroup) -> tuple[Sequence[SampleOutput], Scores]:
-        """The samples that have a reward, and what they earned. Raises `RewardError` if these are too few."""
+        """Return the samples with a reward, and their scores. Raises `RewardError` if too few have one."""
         started = time.perf_counter()
         prompt, samples = group.lease.prompt, group.samples
         texts = [self._decode(sample.token_ids.tolist()) for sample in samples]
@@ -159,7 +157,7 @@ class Settlement:
             if len(samples) - num_failed < fewest:
                 raise RewardError(
                     f"the reward failed on {num_failed} of {len(samples)} responses to prompt group {prompt.group_id}, "
-                    f"and a group needs {fewest}; the warnings before this say how"
+                    f"and a group needs {fewest}; the warnings before this message have the errors"
                 )
             self._meter.failed("reward_trajectory", num_failed)
             samples = [sample for sample, has in zip(samples, has_reward, strict=True) if has]
@@ -183,7 +181,7 @@ class Settlement:
             self._meter.stored(group.num_own_tokens)
 
     async def _fail_attempt(self, group: InflightGroup, reason: str, error: AsyncRLError) -> None:
-        """Have a group tried again. Raises ``error`` if one group after another fails."""
+        """Release a group after a failure of its own. Raises ``error`` after too many failures in a row."""
         self._meter.failed(reason)
         self._num_failures_in_a_row += 1
         if self._num_failures_in_a_row >= self._config.max_failures_in_a_row:
@@ -194,7 +192,7 @@ class Settlement:
         await self._try_again(group, reason, error)
 
     async def _try_again(self, group: InflightGroup, reason: str, error: Exception | None) -> None:
-        """Give a group back; the buffer drops it when this has happened ``max_attempts`` times to it."""
+        """Release a group as failed; the buffer drops it after ``max_attempts`` failures."""
         is_dropped = await self.release(group, reason, max_failures=self._config.max_attempts)
         what = "dropped" if is_dropped else "queued again"
-        logger.warning("attempt %d at group %d failed, it is %s: %s", group.key[1], group.key[0], what, error)
+        logger.warning("attempt %d at group %d failed; the group is %s: %s", group.key[1], group.key[0], what, error)

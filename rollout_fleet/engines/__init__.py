@@ -1,4 +1,4 @@
-"""Inference engines behind one port, and the function that makes the one that the configuration names."""
+"""Inference engines behind one port, and the function that makes the configured one."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ logger = logging.getLogger(__name__)
 
 
 def make_engine(config: RolloutFleetConfig, *, model_path: str, rank: int, log_dir: str, seed: int) -> Engine:
-    """Make the engine of the rollout worker ``rank``; `Engine.start` brings it up.
+    """Make the engine of rollout worker ``rank``; `Engine.start` brings it up.
 
-    A server's log goes to ``log_dir``; each rank samples with its own seed, made of the run's ``seed``. Raises
-    `ValueError` if SGLang is asked for and not installed, or ``model_path`` holds no model in Hugging Face layout.
+    A server's log goes to ``log_dir``; the seed of each rank follows from the run's ``seed``. Raises `ValueError` if
+    SGLang is configured but not installed, or if ``model_path`` has no model in Hugging Face layout.
     """
     if config.engine is EngineKind.scripted:
         from .scripted import ScriptedEngine

@@ -1,6 +1,6 @@
-"""The engine port: what a rollout worker and its inference engine say to each other, and what all engines share.
+"""The port between a rollout worker and its inference engine, and the parts that all engines share.
 
-That is the checks of every prompt and answer, an engine's failure, and the watch for silence.
+These parts are the checks of prompts and answers, the failure of an engine, and the watch for silence.
 """
 
 from __future__ import annotations
@@ -33,11 +33,10 @@ logger = logging.getLogger(__name__)
 class SampleRequest:
     """One response for the engine to sample.
 
-    A response that was begun before, by another worker or before a weight update, is continued by an ordinary request:
-    its prompt ends with the tokens written so far.
+    An ordinary request also continues an unfinished response: then the prompt ends with the response's tokens so far.
 
     Attributes:
-        id: Unique among the engine's running requests; holds no ``/``. Example: ``"4711-0-3-0"``.
+        id: Unique among the engine's running requests; without ``/``. Example: ``"4711-0-3-0"``.
         prompt_ids: [P] int32 token ids.
         sampling: How to sample; behaviour log-probs are taken under its temperature.
         on_first_token: Called when the first token arrives, on any thread.
@@ -57,7 +56,7 @@ class SampleOutput:
         token_ids: [R] int32.
         logprobs: [R] float32, log-prob under the sampling temperature, before top-p and top-k.
         versions: [R] int32, policy version that the engine reported for each token.
-        finish_reason: None when the sample was aborted; then R may be 0.
+        finish_reason: None if the sample was aborted; then R may be 0.
     """
 
     token_ids: np.ndarray
@@ -68,12 +67,12 @@ class SampleOutput:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineLoad:
-    """What an engine says of its load.
+    """The load that an engine reports.
 
     Attributes:
-        num_running: Samples that it decodes.
-        num_waiting: Samples that it was sent and has no room for.
-        cache_use: Share of its KV cache that running samples take. Example: 0.83.
+        num_running: Samples that are being decoded.
+        num_waiting: Samples that wait for room.
+        cache_use: Share of the KV cache used by running samples. Example: 0.83.
     """
 
     num_running: int
@@ -84,10 +83,9 @@ class EngineLoad:
 class Engine(Protocol):
     """An inference engine that serves one policy version at a time.
 
-    The unit is a sample. Requests that are given together may travel together, but each answer is yielded as soon as
-    its sample is finished. An engine fails once and for good: by its death, by silence while requests run, by an answer
-    against this contract, or because weights could not be loaded and verified. From then on every call raises its
-    failure; a new engine takes its place.
+    The unit is a sample. Requests of one call may travel together, but each answer is yielded as soon as its sample is
+    finished. An engine fails once and for good: by its death, by silence while requests run, by an answer against this
+    contract, or because it could not load and verify weights. From then on every call raises this failure.
     """
 
     @property
@@ -97,70 +95,67 @@ class Engine(Protocol):
 
     @property
     def has_failed(self) -> bool:
-        """Whether the engine has failed: nothing that comes from it now counts."""
+        """Whether the engine has failed; then its answers do not count."""
         ...
 
     async def start(self) -> None:
         """Bring the engine up on the weights of version 0; returns when it can generate.
 
-        Raises `DeadlineError` if it is not up in time, `WorkerDiedError` with the end of its log if it ends meanwhile.
+        Raises `DeadlineError` if it is not up in time, `WorkerDiedError` with the end of its log if it exits.
         """
         ...
 
     def generate(self, requests: Sequence[SampleRequest]) -> AsyncIterator[tuple[SampleRequest, SampleOutput]]:
         """Sample responses; yields each request with its answer when the sample is finished or aborted, in any order.
 
-        When the engine fails, what it had written of each running sample until then is yielded first, as aborted, as
-        far as it is certain which version sampled it. Then raises `DeadlineError` if no running request received a
-        token within ``silence_timeout_s``, `WorkerDiedError` if the engine died, `EngineError` if an answer broke the
-        contract. Raises `RequestRefused`, which is no failure of the engine, if a request is wrong.
+        When the engine fails, each running sample is yielded first, as aborted, with the tokens whose version is
+        certain. Then raises `DeadlineError` if no running request received a token within ``silence_timeout_s``,
+        `WorkerDiedError` if the engine died, `EngineError` if an answer broke the contract. Raises `RequestRefused`
+        if a request is wrong; this is not a failure of the engine.
         """
         ...
 
     async def load_weights(self, offer: WeightOffer) -> float:
-        """Serve the offered weights from the next token on; running requests go on under them where the engine can.
+        """Serve the offered weights from the next token on; running requests continue under them if the engine can.
 
-        Returns the seconds for which generation stood still. Raises `EngineError` if the engine refuses the weights or
-        holds others than were published, `DeadlineError` after ``load_timeout_s`` and a second per 100 MB, not counting
-        what it waited for running requests. In both cases it has failed.
+        Returns the seconds of paused generation. Raises `EngineError` if the engine refuses the weights or differs from
+        the published ones, `DeadlineError` after ``load_timeout_s`` and a second per 100 MB, not counting the wait for
+        running requests. In both cases the engine has failed.
         """
         ...
 
     async def release_memory(self) -> None:
-        """Give the device up to whoever shares it; the next `load_weights` takes it back.
+        """Release the device to the learner; the next `load_weights` takes it back.
 
         Raises `EngineError` if the engine refuses or is generating, `DeadlineError` after ``load_timeout_s``.
         """
         ...
 
     async def abort(self, request_ids: Collection[str]) -> None:
-        """Cut running requests off; their answers arrive as aborted. Unknown ids are ignored."""
+        """Abort running requests; `generate` yields them as aborted. Unknown ids are ignored."""
         ...
 
     def num_written(self, request_ids: Collection[str]) -> int:
-        """Tokens that have come of these requests and that `generate` has not yielded yet; unknown ids have none."""
+        """Tokens so far of these requests, while `generate` has not yielded them; unknown ids count 0."""
         ...
 
     async def read_load(self) -> EngineLoad:
-        """What the engine is loaded with now.
-
-        Raises `EngineError` from an engine that reports none, or as its answers do.
-        """
+        """Return the load of the engine now. Raises `EngineError` if the engine reports none or cannot be reached."""
         ...
 
     async def wait_failed(self) -> None:
-        """Wait for the engine to fail; raises its failure, which ends with the last lines of its log if it has one."""
+        """Wait for the engine to fail; raises its failure, with the last lines of its log if it has one."""
         ...
 
     async def stop(self) -> None:
-        """Stop the engine and free its process, port and memory. May be called at any time, more than once."""
+        """Stop the engine and free its process, port and memory. May be called at any time and repeatedly."""
         ...
 
 
 class EngineFailure:
-    """The failure of an engine: the first one, which all who wait for it or ask something later are given.
+    """The first failure of an engine; every later call raises it.
 
-    ``tell`` hands it to those who wait for answers; ``name`` and ``log_tail`` are for messages.
+    ``tell`` passes it to the calls that wait for answers; ``name`` and ``log_tail`` are for messages.
     """
 
     def __init__(self, name: str, *, tell: Callable[[Exception], None], log_tail: Callable[[], str] = str) -> None:
@@ -170,11 +165,11 @@ class EngineFailure:
         self._future: asyncio.Future[None] | None = None
 
     def begin(self) -> None:
-        """The engine is started."""
+        """Begin: the engine is started."""
         self._future = asyncio.get_running_loop().create_future()
 
     def end(self) -> None:
-        """The engine is stopped."""
+        """End: the engine is stopped."""
         if self._future is not None:
             self._future.cancel()
 
@@ -188,24 +183,24 @@ class EngineFailure:
         assert self._future is not None
         if not self._future.done():
             self._future.set_exception(error)
-            self._future.exception()  # marks it as retrieved; not everyone waits for it
+            self._future.exception()  # marks it as retrieved; perhaps no task waits for it
             self._tell(error)
 
     def check(self) -> None:
-        """Raise the failure, if there is one, or that the engine does not run."""
+        """Raise the failure, or `EngineError` if the engine does not run."""
         if self._future is None or self._future.cancelled():
-            raise EngineError(f"{self._name} is not running; start it before it is asked anything")
+            raise EngineError(f"{self._name} is not running; await start() first")
         if self._future.done():
             self._future.result()
 
     async def wait(self) -> None:
-        """See `Engine.wait_failed`."""
+        """Wait for the failure, as `Engine.wait_failed`."""
         if self._future is None:
             raise EngineError(f"{self._name} was never started")
         await asyncio.shield(self._future)
 
     async def unless_failed(self, work: Coroutine[Any, Any, T]) -> T:
-        """Return what ``work`` returns; a failure of the engine cancels it and is raised instead."""
+        """Return the result of ``work``; a failure of the engine cancels it and is raised."""
         doing, failing = asyncio.create_task(work), asyncio.create_task(self.wait())
         try:
             await asyncio.wait({doing, failing}, return_when=asyncio.FIRST_COMPLETED)
@@ -221,10 +216,9 @@ class EngineFailure:
     async def deadline(
         self, what: str, timeout_s: float, option: str, *, num_bytes: int = 0, spent_s: float = 0.0
     ) -> AsyncIterator[None]:
-        """Bound the block by ``timeout_s``, which ``rollout_fleet.<option>`` sets, and what ``num_bytes`` may take.
+        """Bound the block by ``timeout_s``, set by ``rollout_fleet.<option>``, and the time that ``num_bytes`` take.
 
-        ``spent_s`` of ``timeout_s`` have passed before the block begins.
-        After that raises `DeadlineError`, which says that the engine did not do ``what``, and ends with its log.
+        ``spent_s`` of ``timeout_s`` have passed before the block. Raises `DeadlineError`, with ``what`` and the log.
         """
         seconds = load_limit_s(timeout_s, num_bytes)
         try:
@@ -238,9 +232,9 @@ class EngineFailure:
 
     @asynccontextmanager
     async def if_load_fails(self, offer: WeightOffer, timeout_s: float) -> AsyncIterator[None]:
-        """Load weights inside the block; whatever ends it early is the engine's failure.
+        """Load weights inside the block, within ``timeout_s`` and a second per 100 MB.
 
-        The block may take ``timeout_s`` and a second per 100 MB of weights.
+        An error or a cancellation of the block is the engine's failure.
         """
         what = f"load policy version {offer.version}"
         try:
@@ -256,7 +250,7 @@ class EngineFailure:
 
 
 def check_prompt(request: SampleRequest, vocab_size: int) -> None:
-    """Raise `RequestRefused` for a prompt that would kill an engine: empty, or with an id outside the vocabulary."""
+    """Raise `RequestRefused` for a prompt that would kill an engine: an empty one, or ids outside the vocabulary."""
     if len(request.prompt_ids) == 0:
         raise RequestRefused(f"request {request.id} has an empty prompt; a prompt needs at least one token")
     if not _in_vocabulary(request.prompt_ids, vocab_size):
@@ -271,8 +265,8 @@ def check_output(
 ) -> None:
     """Raise `EngineError` for an answer that breaks the engine's contract.
 
-    Lengths must agree, a finished response holds a token, ids are below ``vocab_size``, log-probs are numbers <= 0, and
-    every token names one of ``loaded_versions``, which the engine has loaded and verified.
+    Lengths must agree, a finished response must have a token, ids must be below ``vocab_size``, log-probs must be
+    numbers <= 0, and the version of each token must be in ``loaded_versions``, the verified versions.
     """
     where = f"request {request.id}"
     lengths = (len(output.token_ids), len(output.logprobs), len(output.versions))
@@ -284,7 +278,7 @@ def check_output(
         return
     if not _in_vocabulary(output.token_ids, vocab_size):
         raise EngineError(f"{where}: sampled ids must be in 0..{vocab_size - 1}, got {_range(output.token_ids)}")
-    largest = float(np.maximum.reduce(output.logprobs))  # not a number where one of them is not
+    largest = float(np.maximum.reduce(output.logprobs))  # NaN if one of them is NaN
     if not largest <= LOGPROB_ROUNDING:
         raise EngineError(f"{where}: log-probs must be numbers <= 0, got a largest of {largest}")
     unknown = set(output.versions.tolist()).difference(loaded_versions)
@@ -295,7 +289,7 @@ def check_output(
 
 
 def _in_vocabulary(token_ids: np.ndarray, vocab_size: int) -> bool:
-    """Whether all of one or more ids are; as an unsigned number, a negative one of int32 is larger than any."""
+    """Whether all ids are in the vocabulary. A negative int32, read as unsigned, is larger than any vocabulary."""
     if token_ids.dtype == np.int32:
         return int(np.maximum.reduce(token_ids.view(np.uint32))) < vocab_size
     return int(token_ids.min()) >= 0 and int(token_ids.max()) < vocab_size
@@ -306,13 +300,12 @@ def _range(token_ids: np.ndarray) -> str:
 
 
 class SilenceWatch:
-    """Notices an engine that has stopped producing tokens, at first with nothing running.
+    """Detects an engine that has stopped producing tokens.
 
-    A slow sample is not a failure: queueing, other requests and weight updates all count as its time. What counts is
-    silence, which is *no* token of *any* running request for a while. After three quarters of the deadline
-    ``timeout_s`` the engine is probed. One that does not answer by the deadline has failed. One that answers is alive
-    and gets the deadline anew, three times in a row at most. ``probe`` returns when the engine shows that it is alive;
-    it may raise or hang. ``name`` is the engine's, for messages.
+    A slow sample is not a failure: it may wait for other requests or for weight updates. Silence is *no* token of *any*
+    running request. After three quarters of ``timeout_s`` the watch probes the engine. An engine that does not answer
+    by the deadline has failed. An engine that answers gets a new deadline, at most three times in a row. ``probe``
+    returns when the engine shows that it is alive; it may raise or hang. ``name`` is for messages.
     """
 
     def __init__(self, name: str, *, timeout_s: float, probe: Callable[[], Awaitable[None]]) -> None:
@@ -326,13 +319,13 @@ class SilenceWatch:
         self._re_prefill = record.NO_SPAN
 
     def token(self) -> None:
-        """A token arrived. May be called from any thread."""
+        """Note that a token arrived. May be called from any thread."""
         self._heard_s = time.monotonic()
         self._re_prefill.close()
 
     @contextmanager
     def running(self, num_requests: int) -> Iterator[None]:
-        """Requests run inside the block."""
+        """Watch while requests run inside the block."""
         self._change(num_requests, is_paused=self._is_paused)
         try:
             yield
@@ -341,10 +334,10 @@ class SilenceWatch:
 
     @contextmanager
     def paused(self, *, recomputes: bool = False) -> Iterator[Callable[[], None]]:
-        """Generation is brought to a stand on purpose inside the block, under another deadline.
+        """Do not watch inside the block: generation is paused, under another deadline.
 
-        Yields what to call once it stands still: the step that runs is finished first, and no part of the pause. After
-        one that ``recomputes``, running requests have lost their cache, which is made anew before the next token.
+        Yields a function to call when generation has stopped; the running step, which is finished first, is not part
+        of the pause. ``recomputes``: after the pause the engine computes the KV cache again before the next token.
         """
         pause = record.NO_SPAN
 
@@ -362,7 +355,7 @@ class SilenceWatch:
             self._re_prefill = record.span(SpanKind.re_prefill)
 
     async def wait(self) -> NoReturn:
-        """Wait for silence; raises `DeadlineError` for it."""
+        """Wait for silence; raises `DeadlineError`."""
         num_silent_periods = 0
         while True:
             await self._listening.wait()
@@ -383,7 +376,7 @@ class SilenceWatch:
             self.token()
 
     async def _probe_error(self) -> str | None:
-        """Probe the engine; returns what is wrong with it."""
+        """Probe the engine; returns the problem, if there is one."""
         try:
             async with asyncio.timeout(PROBE_SHARE * self._timeout_s):
                 await self._probe()

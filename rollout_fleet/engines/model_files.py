@@ -1,4 +1,4 @@
-"""What the fleet reads from a model directory: facts for the engines, and the tokenizer that decodes responses.
+"""The fleet's reads of a model directory: facts for the engines, and the tokenizer that decodes responses.
 
 Imports nothing heavy.
 """
@@ -19,10 +19,10 @@ class ModelFacts:
     """Facts of a model directory in Hugging Face layout.
 
     Attributes:
-        vocab_size: Rows of the embedding; token ids are below it.
+        vocab_size: Rows of the embedding; token ids are below this number.
         eos_ids: Tokens that end a response, from ``generation_config.json`` or ``config.json``.
-        pad_id: Token to pad with; the first of ``eos_ids``, or 0, where the model names none.
-        head_dim: Size of an attention head, where all heads of the model have the same one; else 0.
+        pad_id: Padding token; the first of ``eos_ids``, or 0, if the model has none.
+        head_dim: Size of an attention head; 0 if heads differ in size.
     """
 
     vocab_size: int
@@ -32,7 +32,7 @@ class ModelFacts:
 
 
 def read_model_facts(model_path: str) -> ModelFacts:
-    """Read `ModelFacts`. Raises `ValueError` if ``model_path`` holds no model."""
+    """Read `ModelFacts`. Raises `ValueError` if ``model_path`` has no model."""
     config_file = Path(model_path) / "config.json"
     if not config_file.is_file():
         raise ValueError(f"model path must hold a config.json in Hugging Face layout, got {model_path!r}")
@@ -49,7 +49,7 @@ def read_model_facts(model_path: str) -> ModelFacts:
 
 
 def load_decoder(model_path: str, *, special_tokens: bool = False) -> Decode:
-    """Return a function from token ids to text, without special tokens unless they are asked for.
+    """Return a function from token ids to text; ``special_tokens`` keeps special tokens in the text.
 
     A ``tokenizer.json`` is read with the tokenizers library alone, so that the worker loads neither transformers nor
     torch. Raises `ValueError` that names the file if it is damaged.

@@ -1,6 +1,6 @@
-"""The scripted engine: answers, delays and failures from a script, for tests of everything around an engine.
+"""The scripted engine: answers, delays and failures from a script, for tests of the code around an engine.
 
-It writes one token at a time, so that an abort or a weight load finds responses half written, as on a real engine.
+It writes one token at a time, so that aborts and weight loads meet half-written responses, as on a real engine.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class ScriptedAnswer:
         response: Token ids.
         token_delay_s: Pause before each token.
         logprob: Log-prob of every token.
-        cut_off: The engine aborts the sample by itself after this many tokens; -1 to finish it.
+        cut_off: The engine itself aborts the sample after this many tokens; -1 finishes it.
         error: Refuse the request with this message.
         die: The engine dies of this instead of answering.
     """
@@ -49,12 +49,12 @@ def repeat_last_token(request: SampleRequest, version: int) -> ScriptedAnswer:
 
 
 class ScriptedEngine:
-    """Implements `Engine` by a script, which is called with each request and the version served when it arrives.
+    """Implements `Engine` by a script, called with each request and the version served at its arrival.
 
     Attributes:
         requests: All requests so far.
         running_at_once: The most requests that ran at the same time.
-        num_slots: Samples at which it reports that it is full, though it writes all of them; 0 never.
+        num_slots: Samples from which the reported load is full, although all are written; 0 for no limit.
         released: Whether the memory is released now.
         load_delay_s: How long a weight load takes.
         load_error: Fail the next weight load with this message.
@@ -143,7 +143,7 @@ class ScriptedEngine:
         return sum(len(self._written[request_id][1]) for request_id in request_ids if request_id in self._written)
 
     async def read_load(self) -> EngineLoad:
-        """See `Engine.read_load`. Beyond ``num_slots`` samples wait; without it there is room for all."""
+        """See `Engine.read_load`. Samples beyond ``num_slots`` count as waiting."""
         num_running = min(len(self._running), self.num_slots or len(self._running))
         return EngineLoad(num_running=num_running, num_waiting=len(self._running) - num_running, cache_use=0.0)
 
@@ -156,7 +156,7 @@ class ScriptedEngine:
         self._failure.end()
 
     def die(self, cause: str) -> Exception:
-        """Die now, as a killed server would."""
+        """Die now, as a killed server does."""
         return self.fail(WorkerDiedError(f"the scripted engine died: {cause}"))
 
     def fail(self, error: Exception) -> Exception:
@@ -173,20 +173,20 @@ class ScriptedEngine:
             answers.put_nowait(error)
 
     async def _answer(self, request: SampleRequest, answers: asyncio.Queue[Any]) -> None:
-        """Write a sample, and put it, or what went wrong."""
+        """Write a sample and put it, or its error, into ``answers``."""
         answer = self._script(request, self._version)
         self._running.add(request.id)
         self.running_at_once = max(self.running_at_once, len(self._running))
         try:
             answers.put_nowait((request, await self._write(request, answer)))
-        except Exception as error:  # noqa: BLE001 - raised by whoever takes it
+        except Exception as error:  # noqa: BLE001 - `generate` raises it
             answers.put_nowait(error)
         finally:
             self._running.discard(request.id)
             self._aborted.discard(request.id)
 
     async def _write(self, request: SampleRequest, answer: ScriptedAnswer) -> SampleOutput:
-        """Write the sample, token by token; a token that is late delays none after it."""
+        """Write the sample token by token; a late token does not delay later ones."""
         versions: list[int] = []
         self._written[request.id] = answer, versions
         loop = asyncio.get_running_loop()

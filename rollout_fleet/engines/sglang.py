@@ -1,9 +1,9 @@
-"""The SGLang engine: one server of its own, called over HTTP on the loopback interface.
+"""The SGLang engine: a server of its own, called over HTTP on the loopback interface.
 
-A sample is one SGLang request. Several samples travel in one HTTP request, which reaches the scheduler as one batch;
-its answer is a stream in which each sample ends by itself. Weights are loaded in one transaction: pause, load, verify
-(`asyncrl.weights.load`, inside the server), continue. Where that fails, nobody has verified the server's weights: the
-engine has failed, and the server stays paused until it is stopped.
+A sample is one SGLang request. Several samples travel in one HTTP request, which reaches the scheduler as one batch.
+The answer is a stream in which each sample ends separately. Weights are loaded in one transaction: pause, load, verify
+(`asyncrl.weights.load`, inside the server), continue. If it fails, the server's weights are not verified: the engine
+has failed, and the server stays paused until it is stopped.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from .sglang_server import SGLangServer
 
 logger = logging.getLogger(__name__)
 
-WARM_UP_PROMPTS = (1, 16)  # tokens of the prompts that a server generates for before it is ready
+WARM_UP_PROMPTS = (1, 16)  # lengths, in tokens, of the prompts of the warm-up
 WARM_UP_TOKENS = 4
 STREAM_INTERVAL = 32  # tokens between two chunks of a sample, after the chunk of the first token
-STREAM_END_S = 1.0  # longest wait for the end of a stream whose samples are all answered
-LOADERS_SHARE = 0.9  # of the deadline of a load, after which the loader itself says what did not come
+STREAM_END_S = 1.0  # longest wait for the end of a stream after its last sample
+LOADERS_SHARE = 0.9  # of the deadline of a load; then the loader itself names the missing part
 _Answers = asyncio.Queue[list[tuple[SampleRequest, SampleOutput]] | Exception]
 
 
@@ -57,7 +57,7 @@ class SGLangEngine:
         seed: int,
         server: SGLangServer | None = None,
     ) -> None:
-        """Take the configuration; `start` launches the server, one of its own unless ``server`` is given."""
+        """Read the model's facts; `start` launches the server (a new one unless ``server`` is given)."""
         self._config = config
         self._facts: ModelFacts = read_model_facts(model_path)
         self._device = device
@@ -149,7 +149,7 @@ class SGLangEngine:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def release_memory(self) -> None:
-        """See `Engine.release_memory`. A server without a memory saver keeps its memory and stands still."""
+        """See `Engine.release_memory`. A server without a memory saver only pauses and keeps its memory."""
         self._failure.check()
         if self._running:
             raise EngineError(f"{self._name} cannot release its memory while it generates {sorted(self._running)}")
@@ -159,7 +159,7 @@ class SGLangEngine:
             if self._server.saves_memory:
                 await self._post("/release_memory_occupation", {})
             elif not self._has_said_it_keeps:
-                logger.warning("%s: only stands still; it has no memory saver and keeps its memory", self._name)
+                logger.warning("%s: only pauses; it has no memory saver and keeps its memory", self._name)
                 self._has_said_it_keeps = True
             self._is_released = True
 
@@ -173,9 +173,9 @@ class SGLangEngine:
                     return await self._transact(offer, stands_still)
 
     async def abort(self, request_ids: Collection[str]) -> None:
-        """See `Engine.abort`. All at once, in one call where everything that runs is aborted.
+        """See `Engine.abort`. One call if all running samples are aborted, otherwise one per sample, at once.
 
-        Without a deadline of its own: a server that does not answer falls silent, or misses the deadline of a load.
+        No deadline here: a server that does not answer falls silent, or misses the deadline of a load.
         """
         ids = self._running.keys() & request_ids
         bodies: list[dict[str, Any]] = [{"rid": _server_id(request_id)} for request_id in ids]
@@ -192,7 +192,7 @@ class SGLangEngine:
         return sum(self._running[request_id].num_tokens for request_id in self._running.keys() & request_ids)
 
     async def read_load(self) -> EngineLoad:
-        """See `Engine.read_load`. The scheduler leaves the numbers beside it every 15 steps, and is not asked."""
+        """See `Engine.read_load`. The scheduler publishes the numbers every 15 steps; this call does not reach it."""
         answer = await self._failure.unless_failed(self._client.call("GET", "/v1/loads?include=core"))
         try:
             ranks = answer["loads"]
@@ -240,13 +240,13 @@ class SGLangEngine:
             answers.put_nowait(error)
 
     async def _probe(self) -> None:
-        """Return when the scheduler answers, which it does between two steps of the model."""
+        """Return when the scheduler answers; it answers between two steps of the model."""
         await self._client.call("GET", "/server_info")
 
     # Generation
 
     async def _warm_up(self) -> None:
-        """Generate as training does, before anybody measures silence: on CUDA the first requests compile kernels."""
+        """Generate as training does, before silence is watched: on CUDA the first requests compile kernels."""
         for length in WARM_UP_PROMPTS:
             prompt = np.arange(length, dtype=np.int32) % self._facts.vocab_size
             sampling = replace(self._config.sampling, max_new_tokens=WARM_UP_TOKENS)
@@ -261,7 +261,7 @@ class SGLangEngine:
     async def _generate_batch(
         self, requests: Sequence[SampleRequest], samples: Sequence[_StreamedSample], answers: _Answers
     ) -> None:
-        """Send samples as one HTTP request; put each answer, or what went wrong."""
+        """Send samples as one HTTP request; put each answer, or the error, into ``answers``."""
         try:
             await self._read_stream(requests, samples, answers)
         except RequestRefused as error:
@@ -273,7 +273,7 @@ class SGLangEngine:
     async def _read_stream(
         self, requests: Sequence[SampleRequest], samples: Sequence[_StreamedSample], answers: _Answers
     ) -> None:
-        """Put each answer that comes; raises `EngineError` if the stream ends without one of them."""
+        """Put each answer into ``answers``. Raises `EngineError` if the stream ends without all of them."""
         num_unanswered = len(requests)
         async for events in self._client.stream("/generate", self._request_body(requests)):
             self._silence.token()
@@ -290,19 +290,19 @@ class SGLangEngine:
             raise EngineError(f"{self._name} left {num_unanswered} of {len(requests)} samples unanswered")
 
     def _so_far(self, request: SampleRequest, sample: _StreamedSample) -> SampleOutput:
-        """What a sample of a failed server keeps: nothing where one of its tokens could not be true."""
+        """The tokens that a sample of a failed server keeps: none if one of them breaks the contract."""
         output = sample.so_far()
         try:
             check_output(output, request, vocab_size=self._facts.vocab_size, loaded_versions=self._verified)
         except EngineError as error:
-            logger.warning("%s: what it wrote is not continued: %s", self._name, error)
+            logger.warning("%s: the tokens of a sample are not kept: %s", self._name, error)
             return _StreamedSample(self._version).so_far()
         return output
 
     def _take(
         self, event: Any, requests: Sequence[SampleRequest], samples: Sequence[_StreamedSample]
     ) -> list[tuple[SampleRequest, SampleOutput]]:
-        """Add an event to its sample; returns the sample with its request if it was the last, else nothing."""
+        """Add an event to its sample; returns the sample with its request if the event was its last."""
         if "error" in event:
             raise RequestRefused(f"{self._name} answered POST /generate with {str(event['error'])[:500]}")
         try:
@@ -348,23 +348,19 @@ class SGLangEngine:
         return await self._client.call("POST", path, body)
 
     async def _order(self, path: str, body: Any, **confirmed: Any) -> None:
-        """Post; the answer must confirm what was ordered.
-
-        Raises:
-            EngineError: it holds something else, so that nobody knows what the server did.
-        """
+        """Post an order. Raises `EngineError` unless the answer has the ``confirmed`` fields."""
         answer = await self._post(path, body)
         if not isinstance(answer, dict) or any(answer.get(key) != value for key, value in confirmed.items()):
             raise EngineError(f"{self._name} answered POST {path} with {str(answer)[:500]}, expected {confirmed}")
 
     async def _transact(self, offer: WeightOffer, stands_still: Callable[[], None]) -> float:
-        """Pause, load, verify, name the version, continue. What ends it early leaves the server standing still.
+        """Pause, load, verify, name the version, continue. After an error the server stays paused.
 
-        The server confirms the pause before its scheduler hears of it, and the begin of an update once the step that
-        runs is done: ``stands_still`` is called then.
+        The server confirms the pause before its scheduler gets it. It confirms the begin of the update when the running
+        step is done; ``stands_still`` is called then.
 
         Returns:
-            Seconds from there to the server's word that it goes on.
+            Seconds from then until the server confirms that it continues.
         """
         order, number = self._server.weight_order, secrets.token_hex(8)
         timeout_s = self._config.load_timeout_s * LOADERS_SHARE
@@ -388,8 +384,8 @@ class SGLangEngine:
         with _stage("load and verify", offer):
             await self._order("/update_weights_from_tensor", body, success=True)
             num_values = self._verified_values(offer, number)
-        # Only now may an answer name the version. The key of the call is `new_version`; running requests stay. Nothing
-        # is sampled before both calls are confirmed, so that they may travel together.
+        # Only now may an answer name the version. The key of the call is `new_version`; running requests stay. The
+        # server samples nothing before both calls are confirmed, so they may travel together.
         version = str(offer.version)
         named = {"new_version": version, "abort_all_requests": False}
         with _stage("end", offer):
@@ -397,7 +393,7 @@ class SGLangEngine:
                 self._order("/end_weight_update", {}, success=True),
                 self._order("/update_weight_version", named, new_version=version),
             )
-            if takes_memory_back:  # after the weights, which may need more room while they are loaded
+            if takes_memory_back:  # after the weights, whose load may need this room
                 await self._post("/resume_memory_occupation", {"tags": ["kv_cache", "cuda_graph"]})
         self._is_released = False
         self._version = offer.version
@@ -408,10 +404,10 @@ class SGLangEngine:
         return time.perf_counter() - paused_s
 
     def _verified_values(self, offer: WeightOffer, number: str) -> int:
-        """How many values all ranks of the server wrote and verified, by their reports on order ``number``.
+        """Return how many values all ranks wrote and verified, by their reports on order ``number``.
 
         Raises:
-            EngineError: a rank did not load, holds other weights than were published, or did not say.
+            EngineError: a rank did not report, did not load, or differs from the published weights.
         """
         num_values = 0
         for rank in range(self._server.tp_size):
@@ -432,12 +428,12 @@ def _stage(name: str, offer: WeightOffer) -> record.OpenSpan:
 
 
 class _StreamedSample:
-    """Puts the chunks of one sample together.
+    """Joins the chunks of one sample.
 
-    A chunk holds the tokens since the one before, or (the last chunk of a request that was aborted in the queue) all
-    of them; its number of tokens in all says which. The version of each token comes with the last chunk. Until then it
-    is certain only of a chunk which the server sent under the same version as the one before: of every chunk before the
-    first weight update. ``version`` is what the server served when the sample was asked for.
+    A chunk holds the tokens since the previous chunk. The last chunk of a request that was aborted in the queue holds
+    all tokens. The chunk's total number of tokens tells the two apart. The versions of all tokens come with the last
+    chunk. Until then the version is certain only for chunks before the first weight update. ``version`` is the version
+    that the server served when the sample was sent.
     """
 
     def __init__(self, version: int) -> None:
@@ -448,11 +444,11 @@ class _StreamedSample:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that have come."""
+        """Tokens so far."""
         return len(self._token_ids)
 
     def add(self, chunk: Any) -> SampleOutput | None:
-        """Take a chunk; returns the sample if it was the last."""
+        """Add a chunk; returns the sample if the chunk was its last."""
         meta = chunk["meta_info"]
         triples = meta.get("output_token_logprobs") or []
         num_new = meta["completion_tokens"] - len(self._token_ids)
@@ -473,7 +469,7 @@ class _StreamedSample:
         return None
 
     def so_far(self) -> SampleOutput:
-        """What is written of a sample whose server has failed, as far as its versions are certain."""
+        """The tokens with a certain version, of a sample whose server has failed."""
         certain = slice(self._num_certain)
         return SampleOutput(
             token_ids=np.asarray(self._token_ids[certain], dtype=np.int32),
@@ -495,5 +491,5 @@ class _StreamedSample:
 
 
 def _server_id(request_id: str) -> str:
-    """The id that the server knows a request by. Ends with a slash, since the server matches ids by prefix."""
+    """The id of a request on the server. It ends with a slash, because the server matches ids by prefix."""
     return f"{request_id}/"

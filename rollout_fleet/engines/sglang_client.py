@@ -25,10 +25,10 @@ _LAST_EVENT = b"data: [DONE]"
 
 
 class SGLangClient:
-    """A connection pool to one server, which its owner starts and stops; `open` it once the server is up.
+    """A connection pool to one running server; `open` it when the server is up.
 
-    Every call raises `RequestRefused` if the server calls it wrong (a status of 4xx), `EngineError` if the server fails
-    at it or cannot be reached although it lives, and `WorkerDiedError` if it died.
+    Every call raises `RequestRefused` for a status of 4xx, `EngineError` if the server fails or cannot be reached
+    although it is alive, and `WorkerDiedError` if it died.
     """
 
     def __init__(self, server: SGLangServer) -> None:
@@ -36,7 +36,7 @@ class SGLangClient:
         self._session: aiohttp.ClientSession | None = None
 
     async def open(self) -> None:
-        """Make the pool; connects on the first call."""
+        """Make the pool; the first call connects."""
         self._session = aiohttp.ClientSession(
             self._server.url,
             headers={**self._server.headers, "Content-Type": "application/json"},
@@ -50,11 +50,10 @@ class SGLangClient:
             await self._session.close()
 
     async def call(self, method: str, path: str, body: Any = None) -> Any:
-        """Call the server; returns its JSON answer, or None if it has none.
+        """Call the server; returns its JSON answer, or None for an empty answer.
 
-        A call whose connection breaks is sent once more on another connection. Every call that goes through here may
-        be repeated: the second does what the first did, finds it done, or is refused, as the begin of a weight update
-        that has begun.
+        A call whose connection breaks is sent once more on another connection. All calls of this method may be
+        repeated: the second call has the same result, or the server refuses it.
         """
         session = self._opened(method, path)
         try:
@@ -70,9 +69,9 @@ class SGLangClient:
         return self._decoded(content, method, path) if content else None
 
     async def stream(self, path: str, body: Any) -> AsyncIterator[list[Any]]:
-        """Post a request; yields the server-sent events that came together, decoded, until the server ends the stream.
+        """Post a request; yields lists of decoded server-sent events that arrived together, until the stream ends.
 
-        Not sent again when the connection breaks, and without a deadline: the caller watches for silence.
+        The request is not repeated when the connection breaks. No deadline: the caller watches for silence.
         """
         session = self._opened("POST", path)
         try:
@@ -83,7 +82,7 @@ class SGLangClient:
                 async for data in response.content.iter_any():
                     *events, unread = (unread + data).split(_EVENT_END)
                     if found := [event.removeprefix(_EVENT_START) for event in events if event != _LAST_EVENT]:
-                        yield self._decoded(b"[" + b",".join(found) + b"]", "POST", path)  # at once: that is faster
+                        yield self._decoded(b"[" + b",".join(found) + b"]", "POST", path)  # one decoding is faster
         except aiohttp.ClientError as error:
             raise await self._unreachable("POST", path, error) from error
 
@@ -110,7 +109,7 @@ class SGLangClient:
         return EngineError(f"{self._server.name} could not be reached for {method} {path}: {error!r}")
 
     async def _raise_if_dead(self) -> None:
-        """Raise the server's death if it died; a connection breaks some time before the process is gone."""
+        """Raise `WorkerDiedError` if the server exits soon; its connections break before its process is gone."""
         try:
             async with asyncio.timeout(DEATH_GRACE_S):
                 await self._server.wait_exit()

@@ -1,7 +1,7 @@
 """Launches and supervises one SGLang server: command line, readiness, log, death, stop.
 
-The server runs under `process_guard`, in a process group of its own. Its output is read line by line, so that readiness
-and a bind failure are seen when they are written. Its end is seen when the guard exits. Nothing here polls.
+The server runs under `process_guard`, in its own process group. Its output is read line by line, so that readiness and
+a bind failure are noticed at once. Its end is noticed when the guard exits. Nothing here polls.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ TAIL_LINES = 40
 SERVER_KEEP_ALIVE_S = 60  # seconds after which the server closes an idle connection; 5 by default
 CPU_KV_TOKENS = 32768
 COMMON_HEAD_DIMS = (64, 128, 256)
-"""Head sizes that each attention backend of SGLang takes, FlashInfer's, which takes the fewest, included."""
+"""Head sizes that all attention backends of SGLang support, FlashInfer included."""
 COMPILE_CACHES = {
     "TORCHINDUCTOR_CACHE_DIR": "torchinductor",
     "CUTE_DSL_CACHE_DIR": "cute_dsl",
     "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": "flash_attention_cute_dsl",
     "QUACK_CACHE_DIR": "quack",
 }
-"""Variables of compilers that keep their results below TMPDIR. Triton, FlashInfer, DeepGEMM and TVM use HOME."""
+"""Cache variables of compilers that use TMPDIR by default. Triton, FlashInfer, DeepGEMM and TVM use HOME."""
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 GUARD = Path(__file__).with_name("process_guard.py")
 _LOGGING = {
@@ -56,17 +56,25 @@ _LOGGING = {
     "formatters": {"plain": {"format": "[%(asctime)s %(process)d %(levelname)s] %(message)s"}},
     "handlers": {"out": {"class": "logging.StreamHandler", "formatter": "plain", "stream": "ext://sys.stdout"}},
     "root": {"level": "WARNING", "handlers": ["out"]},
-    # Without a warm-up it calls itself before it listens, and logs the failure with three tracebacks.
+    # Without a warm-up the server calls itself before it listens, and logs the failure with three tracebacks.
     "loggers": {"sglang.srt.entrypoints.http_server": {"level": "ERROR"}},
 }
 
 
 class SGLangServer:
-    """One server process group, reachable at `url` with `headers` once `start` returned.
+    """One server process group, reachable at `url` with `headers` after `start`.
 
-    ``device`` is ``cpu`` or ``cuda``. ``name`` names the server in messages and its log, ``<name>.log`` in ``log_dir``.
-    ``start_timeout_s`` bounds `start`, ``stop_timeout_s`` `stop`. ``head_dim`` is the model's (see `ModelFacts`). The
-    server gets those secrets of the environment that ``pass_secrets`` names.
+    Args:
+        config: How to launch it.
+        model_path: Model directory.
+        device: ``cpu`` or ``cuda``.
+        name: Name in messages and of the log, ``<name>.log`` in ``log_dir``.
+        log_dir: Folder of the log.
+        seed: Seed of the sampling.
+        start_timeout_s: Deadline of `start`.
+        stop_timeout_s: Deadline of `stop`.
+        head_dim: `ModelFacts.head_dim`.
+        pass_secrets: Names of the environment's secrets that the server gets.
     """
 
     def __init__(
@@ -95,7 +103,7 @@ class SGLangServer:
         self._stop_timeout_s = stop_timeout_s
         self._pass_secrets = pass_secrets
         self._port = 0
-        self._api_key = secrets.token_hex(24)  # no dash in front, which would read as an option
+        self._api_key = secrets.token_hex(24)  # hexadecimal: a leading dash would read as an option
         self._guard: Process | None = None
         self._scratch: Path | None = None
         self._log_task: asyncio.Task[None] | None = None
@@ -111,27 +119,27 @@ class SGLangServer:
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers that every request needs: the server answers only callers that hold its key."""
+        """Headers that every request needs: the server answers only requests with its key."""
         return {"Authorization": f"Bearer {self._api_key}"}
 
     @property
     def saves_memory(self) -> bool:
-        """Whether the server can give its device memory up and take it back."""
+        """Whether the server can release its device memory and take it back."""
         return self._config.memory_saver and self._device is EngineDevice.cuda
 
     @property
     def weight_order(self) -> Path:
-        """The file that says which weights `server_hooks.load` loads; the reports stand beside it."""
+        """The file that tells `server_hooks.load` which weights to load; the reports are beside it."""
         assert self._scratch is not None
         return self._scratch / "weights.json"
 
     @property
     def tp_size(self) -> int:
-        """Tensor-parallel ranks, each of which loads and reports."""
+        """Number of tensor-parallel ranks; each loads and reports."""
         return self._config.tp_size
 
     async def start(self) -> None:
-        """Start the server and wait until it listens; another port is tried when one is taken meanwhile.
+        """Start the server and wait until it listens; try another port if another process takes this one.
 
         Raises `DeadlineError` after ``start_timeout_s``, `WorkerDiedError` if the server ends.
         """
@@ -155,7 +163,7 @@ class SGLangServer:
             ) from None
 
     async def wait_exit(self) -> NoReturn:
-        """Wait for the server to end; raises `WorkerDiedError` then."""
+        """Wait for the server to exit; raises `WorkerDiedError`."""
         if self._guard is None or self._log_task is None:
             raise WorkerDiedError(f"{self.name} was never started")
         await self._guard.wait()
@@ -163,9 +171,9 @@ class SGLangServer:
         raise self._death()
 
     async def stop(self) -> None:
-        """Kill the server's process group; returns when nothing of the server is left."""
+        """Kill the server's process group; returns when the guard has cleaned up."""
         self._stopping = True
-        async with self._launching:  # what is being launched can be stopped when it is there
+        async with self._launching:  # a launch under way ends first
             guard = self._guard
         if guard is None:
             return
@@ -175,10 +183,12 @@ class SGLangServer:
                 async with asyncio.timeout(self._stop_timeout_s):
                     await guard.wait()
             except TimeoutError:
-                logger.error("%s: its guard did not end; killing it, the kernel kills the server with it", self.name)
+                logger.error(
+                    "%s: its guard did not exit; killing the guard, and with it the kernel kills the server", self.name
+                )
                 guard.kill()
                 await guard.wait()
-        if self._scratch is not None:  # a guard that was stopped while it started has not removed it
+        if self._scratch is not None:  # a guard that was stopped during its start has not removed it
             shutil.rmtree(self._scratch, ignore_errors=True)
         if self._log_task is not None:
             await asyncio.wait([self._log_task], timeout=1.0)
@@ -207,7 +217,7 @@ class SGLangServer:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=PIPE,
                 stderr=STDOUT,
-                start_new_session=True,  # Ray kills the process group of a worker that died, before it can clean up
+                start_new_session=True,  # Ray kills the process group of a dead worker before the guard can clean up
             )
         except BaseException:
             shutil.rmtree(scratch, ignore_errors=True)
@@ -233,7 +243,7 @@ class SGLangServer:
     async def _keep_log(self, guard: Process) -> None:
         """Copy the server's output to its log file until it ends.
 
-        Output that cannot be written, on a full disk for one, is left out: a pipe that nobody reads blocks the server.
+        Output that cannot be written, for example on a full disk, is skipped: an unread pipe would block the server.
         """
         assert guard.stdout is not None
         is_whole = True
@@ -248,14 +258,14 @@ class SGLangServer:
                 line = chunk.decode(errors="replace").rstrip()
                 self._tail.append(line)
                 if not self._ready.is_set() and guard.returncode is None:
-                    # It may die while starting, too: the guard has to know by then what memory it shares.
+                    # The server may die during its start; the guard must know its shared memory by then.
                     with contextlib.suppress(ProcessLookupError):
                         guard.send_signal(signal.SIGUSR1)
                 if READY_LINE in line:
                     self._ready.set()
 
     def _open_log(self) -> io.FileIO:
-        """Open the log file, or the null device where the file cannot be made."""
+        """Open the log file, or the null device if that fails."""
         try:
             return self.log_path.open("ab", buffering=0)
         except OSError as error:
@@ -285,7 +295,7 @@ class SGLangServer:
         }
         if config.max_total_tokens or on_cpu:
             arguments["--max-total-tokens"] = str(config.max_total_tokens or CPU_KV_TOKENS)
-        # SGLang warms up without log-probs, on token ids that a small vocabulary lacks. `SGLangEngine` warms up itself.
+        # SGLang's warm-up has no log-probs, and token ids that a small vocabulary lacks. `SGLangEngine` has its own.
         flags = ["--skip-server-warmup", "--skip-tokenizer-init", "--sleep-on-idle", "--incremental-streaming-output"]
         if not on_cpu:
             # Log-probs of bfloat16 logits are up to 0.06 nats off.
@@ -295,8 +305,8 @@ class SGLangServer:
         if self.saves_memory:
             flags.append("--enable-memory-saver")
         if config.on_update is OnUpdate.keep:
-            # The prefix cache cannot be flushed while requests run, and would hand old KV to new requests. A step that
-            # is in flight at an update would be named after the new version.
+            # The prefix cache cannot be flushed while requests run, and would give old KV to new requests. The tokens
+            # of an overlapped step would carry the new version.
             flags += ["--disable-radix-cache", "--disable-overlap-schedule"]
         return [*(word for pair in arguments.items() for word in pair), *flags, *config.extra_args]
 
@@ -306,17 +316,17 @@ class SGLangServer:
             "TMPDIR": str(scratch),
             "SGLANG_LOGGING_CONFIG_PATH": str(scratch / "logging.json"),
             "HF_HUB_OFFLINE": "1",
-            "SGLANG_RETURN_ORIGINAL_LOGPROB": "false",  # log-probs under the temperature, whatever the shell has set
+            "SGLANG_RETURN_ORIGINAL_LOGPROB": "false",  # log-probs under the temperature
             "PYTHONUNBUFFERED": "1",
             "TQDM_DISABLE": "1",
             "SGLANG_TIMEOUT_KEEP_ALIVE": str(SERVER_KEEP_ALIVE_S),
             ORDER_VARIABLE: str(scratch / "weights.json"),
-            # A TCPStore listens on every address of the host, and answers whoever asks.
+            # Not a TCPStore, which listens on every address of the host and answers everybody.
             "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{scratch}/rendezvous",
-            "MASTER_ADDR": "127.0.0.1",  # with the port, the name of the shared memory of this server's ranks
+            "MASTER_ADDR": "127.0.0.1",  # with the port it names the shared memory of this server's ranks
             "MASTER_PORT": str(self._port),
         }
-        if others := os.environ.get("SGLANG_PLUGINS"):  # a choice among those that are installed
+        if others := os.environ.get("SGLANG_PLUGINS"):  # the user's choice of plugins
             environment["SGLANG_PLUGINS"] = f"{others},{PLUGIN}"
         if self._device is EngineDevice.cuda:
             environment |= self._compile_caches()
@@ -335,14 +345,14 @@ class SGLangServer:
         return environment
 
     def _compile_caches(self) -> dict[str, str]:
-        """Variables that name folders of compiled kernels, which outlive the server and its scratch folder."""
+        """Cache variables with folders that outlive the server and its scratch folder."""
         home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "asyncrl", "compile")
         try:
             home.mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError as error:
             logger.warning(
-                "%s: no folder for compiled kernels (%s), so each server compiles anew; set XDG_CACHE_HOME to a folder "
-                "that can be written",
+                "%s: no folder for compiled kernels (%s), so each server compiles again; set XDG_CACHE_HOME to a "
+                "writable folder",
                 self.name,
                 error,
             )
@@ -355,12 +365,12 @@ class SGLangServer:
         return WorkerDiedError(f"{self.name} {how}. {self.log_tail()}")
 
     def log_tail(self) -> str:
-        """The last lines of its output, for a message."""
+        """The last lines of the output, for a message."""
         return f"Last lines of {self.log_path}:\n" + "\n".join(self._tail)
 
 
 async def _read_line(stream: asyncio.StreamReader) -> bytes:
-    """Read up to the end of a line, or what there is of a line too long for the stream's buffer; empty at the end."""
+    """Read one line, or a part of a line that is longer than the stream's buffer; empty at the end."""
     try:
         return await stream.readuntil(b"\n")
     except asyncio.IncompleteReadError as error:
@@ -374,7 +384,7 @@ def _plugin_folder(scratch: Path) -> Path:
 
 
 def _free_port() -> int:
-    """Return a port of the loopback interface that is free now."""
+    """Return a free port of the loopback interface."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

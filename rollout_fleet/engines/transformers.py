@@ -1,8 +1,8 @@
-"""The in-process engine: transformers' own ``generate`` on batches of whatever samples are waiting.
+"""The in-process engine: transformers' own ``generate`` on batches of waiting samples.
 
-One task takes waiting samples, up to a budget of rows, and generates them in one thread, so that the event loop stays
-free; it is woken when samples arrive. A batch is answered when its longest sample ends; rows that ended before are
-dropped on the way. Weights are swapped between two batches.
+One task takes waiting samples, up to a budget of rows, and generates them in a thread, so that the event loop stays
+free. New samples wake the task. A batch is answered when its longest sample ends; rows that end earlier are dropped
+from the computation. Weights are swapped between two batches.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _Answers = asyncio.Queue[tuple[SampleRequest, SampleOutput] | Exception]
 
 @dataclass(eq=False, kw_only=True, slots=True)
 class PendingSample:
-    """A sample that waits for a batch, or is in one; its answer, or its failure, is put into ``answers`` once."""
+    """A sample that waits for a batch or is in one; its answer or failure is put into ``answers`` once."""
 
     request: SampleRequest
     answers: _Answers
@@ -38,7 +38,7 @@ class PendingSample:
     is_answered: bool = False
 
     def answer(self, outcome: tuple[SampleRequest, SampleOutput] | Exception) -> None:
-        """Answer it, unless it was answered before."""
+        """Answer the sample, unless it was answered before."""
         if not self.is_answered:
             self.is_answered = True
             self.answers.put_nowait(outcome)
@@ -115,7 +115,7 @@ class TransformersEngine:
                     del self._pending[sample.request.id]
 
     async def release_memory(self) -> None:
-        """See `Engine.release_memory`. The weights are given up, not kept: the next ones replace them anyway."""
+        """See `Engine.release_memory`. The weights are dropped: the next ones replace them."""
         if self._pending:
             raise EngineError(f"{self._name} cannot release its memory while it generates {len(self._pending)} samples")
         async with self._idle_model:
@@ -123,7 +123,7 @@ class TransformersEngine:
         logger.info("%s: released its weights", self._name)
 
     async def load_weights(self, offer: WeightOffer) -> float:
-        """See `Engine.load_weights`. It waits for the running batch, over which the deadline on silence watches."""
+        """See `Engine.load_weights`. Waits for the running batch; the watch for silence bounds that batch."""
         self._failure.check()
         return await self._failure.unless_failed(self._load_when_idle(offer))
 
@@ -184,7 +184,7 @@ class TransformersEngine:
                         [sample.flag for sample in batch],
                         version,
                     )
-                except Exception as error:  # noqa: BLE001 - whatever generate raises is the engine's failure
+                except Exception as error:  # noqa: BLE001 - any error of generate is the engine's failure
                     death = WorkerDiedError(f"{self._name} failed while generating {len(batch)} samples: {error!r}")
                     death.__cause__ = error
                     self._failure.fail(death)
@@ -193,7 +193,7 @@ class TransformersEngine:
                 self._resolve(sample, output, version)
 
     def _next_batch(self) -> list[PendingSample]:
-        """Take the longest-waiting samples that may share a batch, up to the budget of rows."""
+        """Take the samples that have waited longest and may share a batch, up to the budget of rows."""
         sampling = self._waiting[0].request.sampling
         batch: list[PendingSample] = []
         for sample in self._waiting:
@@ -227,7 +227,7 @@ class TransformersEngine:
             self._failure.fail(error)
 
     async def _probe(self) -> None:
-        """Never returns: a thread that writes no token cannot be asked whether it will."""
+        """Never returns: a thread in a model step cannot answer."""
         await asyncio.Event().wait()
 
     def _tell(self, error: Exception) -> None:

@@ -1,6 +1,6 @@
 """A causal language model that generates batches of samples with transformers' ``generate``.
 
-Synchronous, and used by one thread. Log-probs are taken step by step, so that no more than one step's [B, V] is held.
+Synchronous; one thread uses it. Log-probs are taken at each step, so that only one step's [B, V] is in memory.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ _TRIED_TOKENS = 4
 
 @dataclass(eq=False, slots=True)
 class AbortFlag:
-    """Set where a sample is to end. The generating thread reads it after every token, and notes how many it wrote."""
+    """Tells the generating thread to end a sample. The thread reads it after every token and counts the tokens."""
 
     is_set: bool = False
     num_tokens: int = 0
 
 
 class StepRecorder:
-    """Sees every step twice: the logits before sampling and the tokens after. Records both, and ends rows.
+    """Records the log-probs before sampling and the tokens after it, at every step, and ends rows.
 
-    A row ends with one of ``eos_ids``, at its ``max_new_tokens``, or at its next token once its flag is set. A batch is
-    written in rounds (`begin_round`), of which each has the rows that are left; under ``drops_rows`` a round ends when
-    no more than half of its rows are. Under ``temperature`` 0 (greedy) log-probs are those of temperature 1.
+    A row ends with one of ``eos_ids``, at its ``max_new_tokens``, or at the next token after its flag is set. A batch
+    is written in rounds (`begin_round`); each round has the unfinished rows. With ``drops_rows`` a round ends when half
+    of its rows have ended. With ``temperature`` 0 (greedy) log-probs are those of temperature 1.
     ``on_step`` is called after every step, ``on_first_step`` after the first.
 
     Attributes:
@@ -87,7 +87,7 @@ class StepRecorder:
 
     @property
     def token_ids(self) -> np.ndarray:
-        """[B, T] int32 sampled tokens; anything behind the end of a row."""
+        """[B, T] int32 sampled tokens; values after the end of a row have no meaning."""
         return torch.stack(self._token_ids, dim=1).to(torch.int32).numpy()
 
     @property
@@ -96,19 +96,19 @@ class StepRecorder:
         return torch.stack(self._logprobs, dim=1).numpy()
 
     def begin_round(self) -> Tensor:
-        """Go on with the rows that are left: [b] int64, their places in the round that has ended."""
+        """Begin a round with the unfinished rows; returns [b] int64, their indices in the previous round."""
         is_left = self._is_left[self._rows]
         self._rows = self._rows[is_left]
         return is_left.nonzero().squeeze(1)
 
     def before_sampling(self, logits: Tensor) -> Tensor:
-        """Keep the log-probs under the temperature until the tokens are sampled; returns the [b, V] logits."""
+        """Keep the log-probs under the temperature for `after_sampling`; returns the [b, V] logits."""
         scaled = logits.float() if self._temperature == 1.0 else logits.float() / self._temperature
         self._step_logprobs = scaled.log_softmax(-1)
         return logits
 
     def after_sampling(self, token_ids: Tensor) -> Tensor:
-        """Record the log-probs of the [b, 1] tokens just sampled; return [b] bool, True where a row is to end."""
+        """Record the [b, 1] sampled tokens and their log-probs; returns [b] bool, True where a row ends."""
         assert self._step_logprobs is not None
         rows, new_ids = self._rows, token_ids.squeeze(1).cpu()
         self._token_ids.append(new_ids.new_zeros(len(self._flags)).index_copy_(0, rows, new_ids))
@@ -133,7 +133,7 @@ class StepRecorder:
 
 
 class _BeforeSampling:
-    """A logits processor; its signature is looked up at every step, which takes far longer for a plain function."""
+    """A logits processor. A class, because transformers inspects the signature of a plain function at every step."""
 
     def __init__(self, recorder: StepRecorder) -> None:
         self._recorder = recorder
@@ -167,14 +167,14 @@ class GenerationModel:
         self._on_step = on_step
         self._model: Any = None
         self._may_pad, self._cuts_cache = True, False
-        self._eos_ids: tuple[int, ...] = ()  # none ends a row until the model has been tried
+        self._eos_ids: tuple[int, ...] = ()  # empty during `_check_logprobs`, where no token ends a row
         self._held: dict[str, Tensor] = {}
         self._released: dict[torch.nn.Parameter, torch.Size] = {}
         self._adapted = AdaptedModules()
-        self._frozen = ""  # digest of the frozen weights that it holds, where it computes with adapters
+        self._frozen = ""  # digest of the loaded frozen weights below adapters
 
     def load(self) -> None:
-        """Read the model from disk. Raises `EngineError` if transformers cannot generate with it rightly."""
+        """Read the model from disk. Raises `EngineError` if transformers does not generate correctly with it."""
         torch.manual_seed(self._seed)
         model: Any = AutoModelForCausalLM.from_pretrained(self._model_path, dtype=self._dtype)
         # What a call leaves at transformers' defaults, generate takes from here: a model's own top_k, for one.
@@ -184,7 +184,7 @@ class GenerationModel:
         self._eos_ids = self._facts.eos_ids
 
     def release(self) -> None:
-        """Free the parameters' memory on the device; `load_weights` takes it again and fills it."""
+        """Free the memory of the parameters on the device; `load_weights` allocates and fills it again."""
         for parameter in self._model.parameters():
             self._released.setdefault(parameter, parameter.shape)
             parameter.data = parameter.data.new_empty(0)
@@ -195,14 +195,14 @@ class GenerationModel:
             torch.cuda.empty_cache()
 
     def load_weights(self, offer: WeightOffer, *, timeout_s: float) -> None:
-        """Take offered weights over, each write compared with its source: all of them, or the adapters alone.
+        """Load offered weights and compare each write with its source.
 
-        The frozen weights below adapters are loaded once. What adapters add is computed beside them, never merged.
-        ``timeout_s`` is that of `RolloutFleetConfig.load_timeout_s`.
+        Frozen weights below adapters are loaded once; adapters are computed beside them, not merged.
+        ``timeout_s`` is `RolloutFleetConfig.load_timeout_s`.
 
         Raises:
             WeightsError: tensors are missing, unknown, of another shape, or differ from the published digests.
-            DeadlineError: what the learner ranks send did not arrive.
+            DeadlineError: the weights from the learner ranks did not arrive.
         """
         adapter = PublishedAdapter(offer) if offer.kind == "adapter" else None
         if adapter is None or adapter.base.digest != self._frozen:
@@ -225,7 +225,7 @@ class GenerationModel:
         return {name: module for name, module in held.items() if module is not None}
 
     def _checkpoint(self) -> dict[str, Tensor]:
-        """The parameters by the names of the checkpoint, in which some tensors are fused and split otherwise."""
+        """The parameters by the names of the checkpoint, which fuses or splits some tensors differently."""
         if not self._held:
             self._held = revert_weight_conversion(self._model, dict(self._model.named_parameters()))
         return self._held
@@ -259,12 +259,11 @@ class GenerationModel:
     def generate(
         self, requests: Sequence[SampleRequest], flags: Sequence[AbortFlag], version: int
     ) -> list[SampleOutput]:
-        """Sample all requests in one batch; their sampling options differ in ``max_new_tokens`` at most.
+        """Sample all requests in one batch; their sampling options may differ in ``max_new_tokens`` only.
 
-        Each request has its flag in ``flags``, and its answer at its place in the result; its ``on_first_token`` is
-        called in this thread. Every token carries ``version``, the policy version of the weights. Where the model does
-        not compute the same for a prompt that is padded, prompts of each length have a batch of their own. What a seed
-        gives depends on the requests of a batch, and on when they end.
+        ``flags`` and the result are in the order of the requests; ``on_first_token`` is called in this thread. Every
+        token carries ``version``, the policy version of the weights. If padding changes the model's log-probs, prompts
+        of each length get their own batch. The samples of a seed depend on the requests of a batch and their ends.
         """
         outputs = {
             row: output
@@ -278,9 +277,9 @@ class GenerationModel:
         return [outputs[row] for row in range(len(requests))]
 
     def _batches(self, requests: Sequence[SampleRequest]) -> Iterator[list[int]]:
-        """Places of the requests that may be written together.
+        """Yield indices of requests that may share a batch.
 
-        A row that has ended is written on until a round ends: none may then need a position that the model lacks.
+        An ended row is computed until its round ends; it must not need a position beyond the model's limit.
         """
         left: dict[int, list[int]] = defaultdict(list)
         for row, request in enumerate(requests):
@@ -296,7 +295,7 @@ class GenerationModel:
     def _generate_batch(
         self, requests: Sequence[SampleRequest], flags: Sequence[AbortFlag], version: int
     ) -> list[SampleOutput]:
-        """Sample a batch; when half of its rows have ended, go on with the others, where the cache can be cut."""
+        """Sample a batch. If the cache can be cut, ended rows are dropped when half of the rows have ended."""
         sampling = requests[0].sampling
         max_new_tokens = [request.sampling.max_new_tokens for request in requests]
         prompts = [request.prompt_ids for request in requests]
@@ -330,24 +329,23 @@ class GenerationModel:
 
     @torch.inference_mode()
     def _check_logprobs(self) -> None:
-        """See that what is generated has the log-probs of a plain forward pass, padded or at least alone.
+        """Compare the log-probs of generated tokens with those of a forward pass, with padding and without.
 
-        Then see whether it has them, too, where equal prompts share and rows that have ended are dropped. Raises
-        `EngineError` if it never has.
+        Then compare with shared prefills and dropped rows, and enable these if they agree. Raises `EngineError` if
+        generation without padding does not agree.
         """
         rng = np.random.default_rng(0)
         prompts = [rng.integers(0, self._facts.vocab_size, length) for length in _TRIED_LENGTHS]
         requests = [_greedy(prompt, _TRIED_TOKENS) for prompt in prompts]
         name = type(self._model).__name__
         if "chunked_attention" in (getattr(self._model.config, "layer_types", None) or ()):
-            self._may_pad = False  # a token's chunk would follow from its place in the batch
+            self._may_pad = False  # the chunk of a token would depend on the padding
         bound = 1e-3 if self._model.dtype == torch.float32 else 0.1
         try:
             difference = self._difference(requests)
             if difference > bound and self._may_pad:
                 logger.warning(
-                    "%s has other log-probs, by %.3g, where prompts are padded: those of each length have a batch of "
-                    "their own",
+                    "%s: log-probs of padded prompts differ by %.3g; prompts of each length get their own batch",
                     name,
                     difference,
                 )
@@ -357,7 +355,9 @@ class GenerationModel:
                 self._cuts_cache = True
                 twice = [_greedy(prompt, 1 + row % _TRIED_TOKENS) for row, prompt in enumerate(2 * prompts)]
                 if (cut := self._difference(twice)) > bound:
-                    logger.warning("%s has other log-probs, by %.3g, where rows of its cache are moved", name, cut)
+                    logger.warning(
+                        "%s: log-probs differ by %.3g if rows of its cache are moved; they are not moved", name, cut
+                    )
                     self._cuts_cache = False
         except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
             raise EngineError(
@@ -365,12 +365,13 @@ class GenerationModel:
             ) from error
         if difference > bound:
             raise EngineError(
-                f"what {name} generates has other log-probs than its forward pass, by {difference:.3g}; they must be "
-                f"within {bound}: transformers' generate does not carry its state; use another engine or model"
+                f"log-probs of tokens that {name} generates must be within {bound} of its forward pass, got a "
+                f"difference of {difference:.3g}: transformers' generate does not carry "
+                "its state; use another engine or model"
             )
 
     def _difference(self, requests: Sequence[SampleRequest]) -> float:
-        """Largest difference, in nats, between log-probs as generated and those of a plain forward pass."""
+        """Largest difference, in nats, between log-probs of generation and of a forward pass."""
         largest = 0.0
         outputs = self.generate(requests, [AbortFlag() for _ in requests], 0)
         for request, output in zip(requests, outputs, strict=True):
@@ -382,7 +383,7 @@ class GenerationModel:
         return largest
 
     def _can_cut_cache(self, request: SampleRequest) -> bool:
-        """Whether rows of the model's cache can be dropped and doubled: it holds nothing but keys and values."""
+        """Whether rows of the model's cache can be dropped and copied: it holds keys and values only."""
         ids, mask = self._left_padded([request.prompt_ids])
         config = self._generation_config(request.sampling, 1)
         cache = self._model.generate(ids, attention_mask=mask, generation_config=config).past_key_values
@@ -403,9 +404,9 @@ class GenerationModel:
         return torch.from_numpy(ids).to(self._device), torch.from_numpy(mask).to(self._device)
 
     def _shared_prefill(self, prompts: Sequence[np.ndarray]) -> Cache | None:
-        """The KV cache of [B] prompts but for their last token, computed once for those that are equal.
+        """The KV cache of [B] prompts without their last token; equal prompts are computed once.
 
-        None where that saves little, or where the model keeps anything but keys and values of its past.
+        None if this saves little, or if the model keeps other state than keys and values.
         """
         rows = {prompt.tobytes(): row for row, prompt in enumerate(prompts)}
         if not self._cuts_cache or 2 * len(rows) > len(prompts) or min(map(len, prompts)) == 1:
@@ -438,7 +439,7 @@ def _greedy(prompt: np.ndarray, max_new_tokens: int) -> SampleRequest:
 
 
 def _samples(recorder: StepRecorder, max_new_tokens: Sequence[int], version: int) -> list[SampleOutput]:
-    """The samples of a batch, all of whose rows have ended."""
+    """The samples of a batch after all rows have ended."""
     token_ids, logprobs = recorder.token_ids, recorder.logprobs
     versions = np.full(recorder.num_steps, version, dtype=np.int32)
     ends = zip(recorder.num_tokens.tolist(), recorder.is_stopped.tolist(), max_new_tokens, strict=True)

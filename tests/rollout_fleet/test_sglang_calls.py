@@ -284,7 +284,7 @@ async def test_an_engine_that_was_never_started_says_so(tmp_path):
     (tmp_path / "config.json").write_text('{"vocab_size": 50}')
     options = {"model_path": str(tmp_path), "device": EngineDevice.cuda, "rank": 1, "log_dir": "", "seed": 0}
     engine = SGLangEngine(RolloutFleetConfig(), **options)
-    with pytest.raises(EngineError, match="sglang-1 is not running; start it before it is asked anything"):
+    with pytest.raises(EngineError, match="sglang-1 is not running; await start"):
         await answers_of(engine, 1)
     with pytest.raises(EngineError, match="sglang-1 was never started"):
         await engine.wait_failed()

@@ -248,7 +248,7 @@ def test_a_cuda_server_starts_without_a_folder_for_compiled_kernels_and_says_so(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     environment = make_server("", device=EngineDevice.cuda)._environment(tmp_path)
     assert "TORCHINDUCTOR_CACHE_DIR" not in environment
-    assert "set XDG_CACHE_HOME to a folder that can be written" in caplog.text
+    assert "set XDG_CACHE_HOME to a writable folder" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
