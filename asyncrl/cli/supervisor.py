@@ -1,15 +1,14 @@
-"""The parent of a run: passes signals on, waits for the end, and leaves no process behind, whatever the run dies of.
+"""The parent of a run: passes signals on, waits for the end, and leaves no process behind, for any cause of the end.
 
-A run cannot clean up after itself when it is killed, or when Ray ends it because its own daemon died. So it runs in
-a child, in a session of its own (a terminal's Ctrl-C reaches the parent only, once), and the parent adopts every
-orphan of the run (Linux child subreaper), so that it can end what is left. Should the parent itself be killed, the
-run is told by SIGHUP, stops, and ends what is left in its place.
+A killed run cannot clean up after itself; nor can a run that Ray ends because a Ray daemon died. Therefore the run is a
+child in its own session (a terminal's Ctrl-C reaches only the parent, once). The parent adopts every orphan of the run
+(Linux child subreaper) and ends it. If the parent is killed, the run gets SIGHUP, stops, and ends the orphans itself.
 
 A scheduler or systemd sends SIGTERM to every process of a run at once. Only the parent obeys: the child blocks SIGINT
-and SIGTERM, and everything that the child starts inherits that. The parent tells the child by signals of their own
-(`STOPS`). So the policy, which lies in other processes, can still be written.
+and SIGTERM, and its children inherit that. The parent signals the child with other signals (`STOPS`). So the other
+processes live until the policy is written.
 
-A pipe tells the parent how the child ended: the fault, as soon as there is one, and that the end was the child's own.
+Over a pipe the child reports a fault as soon as there is one, and that it ended by itself.
 """
 
 from __future__ import annotations
@@ -34,19 +33,19 @@ from asyncrl.core.stop_signals import leave_stop_to_owner, release_resource_trac
 from rollout_fleet.engines.process_guard import adopt_orphans, signal_at_parent_death
 
 STOPS = {signal.SIGINT: signal.SIGRTMIN + 3, signal.SIGTERM: signal.SIGRTMIN + 4}
-"""The signals that the supervisor passes on, and the signal by which the child hears of each."""
+"""Signals that the supervisor passes on, and the signal that the child gets for each."""
 _PASSED_ON = (*STOPS, signal.SIGHUP)
 _MAX_FAULT_BYTES = 32_000
 _OWN_END = b"\0"
 _ONE_STOP_S = 0.5
-"""Signals that come this soon after one that was passed on belong to the same stop.
+"""Signals within this time after a passed-on signal belong to the same stop.
 
-A scheduler that signals every process at once also reaches a sweep (`asyncrl.cli.multirun`), which passes signals on.
+A scheduler that signals all processes at once also signals a sweep (`asyncrl.cli.multirun`), which passes signals on.
 """
 _RESOURCE_TRACKER = "multiprocessing.resource_tracker"
 ORPHAN_GRACE_S = 3.0
 _KILL_AFTER_S = ORPHAN_GRACE_S + 2.0
-"""How much later than the run itself, which ends what is left, its supervisor gives up on it."""
+"""Added to the run's own deadline to stop, in which it ends its orphans; then the supervisor kills the run."""
 EXIT_FAILED = 1
 
 _report_fd: int | None = None
@@ -57,10 +56,10 @@ class Ending:
     """How a run ended.
 
     Attributes:
-        status: Its exit status, or minus the number of the signal that it died of. Example: -9.
-        own: The run ended by itself and has said what there is to say.
-        late: The supervisor killed it because it did not stop in time after a signal.
-        fault: The last words of a run that failed and did not get to say them.
+        status: Exit status, or minus the number of the fatal signal. Example: -9.
+        own: The run ended by itself and has reported its result.
+        late: The supervisor killed the run because it did not stop in time after a signal.
+        fault: The fault of a run that did not get to report it.
     """
 
     status: int
@@ -70,11 +69,11 @@ class Ending:
 
 
 def supervise(work: Callable[[], int], *, stop_timeout_s: float) -> Ending:
-    """Run ``work`` in a child process and end everything that it leaves.
+    """Run ``work`` in a child process and end all its orphans.
 
     Args:
-        work: The run; called in the child, returns its exit status.
-        stop_timeout_s: After a signal, the run may take this long to stop; a moment later it is killed.
+        work: The run; called in the child, returns the exit status.
+        stop_timeout_s: Deadline of the run to stop after a signal; shortly after it the run is killed.
     """
     global _report_fd
     adopt_orphans()
@@ -95,19 +94,19 @@ def supervise(work: Callable[[], int], *, stop_timeout_s: float) -> Ending:
         if time.monotonic() - passed_on_s < _ONE_STOP_S:
             return
         passed_on_s = time.monotonic()
-        with contextlib.suppress(ProcessLookupError):  # it ends at this moment: nothing to pass on to
+        with contextlib.suppress(ProcessLookupError):  # the run has just ended
             os.kill(child, STOPS[signal.SIGINT if number == signal.SIGINT else signal.SIGTERM])
             signal.setitimer(signal.ITIMER_REAL, stop_timeout_s + _KILL_AFTER_S)
 
     def kill(_: int, __: FrameType | None) -> None:
         nonlocal late
-        with contextlib.suppress(ProcessLookupError):  # it ends at this moment, as it should
+        with contextlib.suppress(ProcessLookupError):  # the run has just ended
             os.kill(child, signal.SIGKILL)
             late = True
 
     signal.signal(signal.SIGALRM, kill)
     for number in _PASSED_ON:
-        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup means it
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # ignored under nohup
             signal.signal(number, pass_on)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (*_PASSED_ON, *STOPS.values()))
     status = _wait_for(child)
@@ -119,12 +118,12 @@ def supervise(work: Callable[[], int], *, stop_timeout_s: float) -> Ending:
 
 
 def report_fault(last_words: str) -> None:
-    """Tell the supervisor what it is to say if the run does not get to say it: Ray may end the process at any time."""
+    """Report a fault to the supervisor, which shows it if the run cannot: Ray may end the process at any time."""
     _report(last_words.encode()[-_MAX_FAULT_BYTES:])
 
 
 def exit_at_once(status: int) -> NoReturn:
-    """End the run from within, without unwinding it, and everything that it started."""
+    """End the run and its children at once, without unwinding."""
     _end_orphans(0.0)
     _report(_OWN_END)
     os._exit(status)
@@ -132,13 +131,13 @@ def exit_at_once(status: int) -> NoReturn:
 
 def _report(said: bytes) -> None:
     if _report_fd is not None:
-        with contextlib.suppress(OSError):  # the supervisor was killed: there is nobody to tell
+        with contextlib.suppress(OSError):  # the supervisor was killed
             os.write(_report_fd, said)
 
 
 def _read_reports(reports: int) -> bytes:
     said = b""
-    with contextlib.suppress(BlockingIOError):  # an orphan may hold the other end: what is there is all there is
+    with contextlib.suppress(BlockingIOError):  # an orphan may hold the other end open
         while part := os.read(reports, 65536):
             said += part
     os.close(reports)
@@ -148,7 +147,7 @@ def _read_reports(reports: int) -> bytes:
 def _run_in_child(work: Callable[[], int], parent: int) -> int:
     os.setsid()
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    # No stop signal: the kernel sends this once for each thread of a dying parent, and a second stop means hurry.
+    # Not a stop signal: the kernel sends one per thread of a dying parent, and a second stop ends the run at once.
     signal_at_parent_death(signal.SIGHUP)
     if os.getppid() != parent:
         return EXIT_FAILED
@@ -163,12 +162,12 @@ def _run_in_child(work: Callable[[], int], parent: int) -> int:
     except SystemExit as exit_:
         return exit_.code if isinstance(exit_.code, int) else EXIT_FAILED
     finally:
-        # The parent does this too; but it may have been killed.
+        # The parent does this too, unless it was killed.
         _end_orphans(ORPHAN_GRACE_S)
 
 
 def _stop_before_start(number: int, frame: FrameType | None) -> NoReturn:
-    """Handle a signal that comes before `Stopping` listens, and so before the run has started anything."""
+    """Handle a signal before `Stopping` listens; the run has not started anything yet."""
     _report(_OWN_END)
     stop_early(number, frame)
 
@@ -182,10 +181,10 @@ def _wait_for(child: int) -> int:
 
 
 def _end_orphans(grace_s: float) -> None:
-    """Give what the run left a moment to end by itself, then kill it: caretakers last.
+    """Wait ``grace_s`` for the orphans of the run, then kill them, caretakers last.
 
-    The guard of an SGLang server and Python's resource tracker remove what others leave, once those have ended. Killed
-    first, they would leave semaphores, shared memory and scratch folders behind.
+    Caretakers are the guard of an SGLang server and Python's resource tracker. They remove semaphores, shared memory
+    and scratch folders after the other processes have ended.
     """
     release_resource_tracker()
     orphans = psutil.Process().children(recursive=True)
@@ -204,7 +203,7 @@ def _kill(processes: list[psutil.Process]) -> None:
 
 
 def _is_caretaker(process: psutil.Process) -> bool:
-    """Whether the process ignores Ctrl-C, as caretakers do; Python's resource tracker does so only once it is up."""
+    """Whether the process ignores Ctrl-C, as caretakers do, or is a resource tracker, which ignores it later."""
     with contextlib.suppress(OSError, psutil.Error):
         lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
         ignored = next(int(line.split(":")[1], 16) for line in lines if line.startswith("SigIgn"))
@@ -213,11 +212,11 @@ def _is_caretaker(process: psutil.Process) -> bool:
 
 
 class Stopping:
-    """Cancels the run at the first signal; a second one ends it on the spot.
+    """Cancels the run at the first signal; a second signal ends it at once.
 
     Attributes:
         cause: What stopped the run. Example: ``SIGTERM``.
-        status: The exit status that goes with it.
+        status: The exit status for this cause.
     """
 
     def __init__(
@@ -228,13 +227,13 @@ class Stopping:
         timeout_s: Callable[[], float],
         give_up: Callable[[], None],
     ) -> None:
-        """Take what is stopped.
+        """Prepare to stop a run.
 
         Args:
-            run: Cancelled; stops what it started while it unwinds.
+            run: Cancelled by the first signal; stops its parts while it unwinds.
             say: Writes a line to the terminal.
-            timeout_s: How long stopping may take from now on; then ``give_up`` is called.
-            give_up: Ends the process; called in a thread of its own.
+            timeout_s: Returns how long stopping may take from now; then ``give_up`` is called.
+            give_up: Ends the process; called in its own thread.
         """
         self.cause = "cancellation"
         self.status = EXIT_FAILED
@@ -245,13 +244,13 @@ class Stopping:
         self._stopped = False
 
     def listen(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Handle the signals that `supervise` passes on, and its death."""
+        """Handle the signals that `supervise` passes on, and the supervisor's death."""
         for number, stop in STOPS.items():
             loop.add_signal_handler(stop, self._on_signal, number)
         loop.add_signal_handler(signal.SIGHUP, self._on_supervisor_death)
 
     def close(self) -> None:
-        """The run has ended: signals that come from now on change nothing."""
+        """Ignore signals from now on: the run has ended."""
         loop = asyncio.get_running_loop()
         for number in (*_PASSED_ON, *STOPS.values()):
             loop.remove_signal_handler(number)
@@ -261,12 +260,12 @@ class Stopping:
         if self._stopped:
             exit_at_once(exit_status(number))
         timeout_s = self._stop(number.name, exit_status(number))
-        self._say(f"{number.name}: stopping, at most {timeout_s:g} s; once more ends the run on the spot")
+        self._say(f"{number.name}: stopping, at most {timeout_s:g} s; once more ends the run at once")
 
     def _on_supervisor_death(self) -> None:
-        """Stop. From now on this process obeys the signals that its supervisor would have passed on."""
+        """Stop; from now on handle SIGINT and SIGTERM here, since the supervisor cannot pass them on."""
         for number in STOPS:
-            signal.signal(number, signal.SIG_IGN)  # discards what was sent while the supervisor lived
+            signal.signal(number, signal.SIG_IGN)  # discards pending signals from the supervisor's lifetime
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
         if not self._stopped:

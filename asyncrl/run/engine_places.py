@@ -1,9 +1,9 @@
 """The places of the fleet's workers, by rank.
 
-Those of the ranks that a run starts with are one reservation, kept until it ends. Every engine that joins has a place
-of its own, which is given back when it leaves.
+The places of the first ranks are one reservation, kept until the run ends. Every joining engine has its own place,
+which is released when the engine leaves.
 
-What waits here waits for the cluster to grant a place, for as long as that takes; Ray wakes it.
+`EnginePlaces.node_of` waits for the cluster to grant a place, without a deadline; Ray wakes it.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from rollout_fleet.config import EngineKind
 
 
 class EnginePlaces:
-    """Where each worker lives; the group of those that the run starts with is ``first``.
+    """The place of each worker.
 
     Attributes:
-        first: The workers that the run starts with, ranks 0 to ``first.world_size`` - 1.
+        first: The worker group of the first ranks, 0 to ``first.world_size`` - 1.
     """
 
     def __init__(
@@ -59,23 +59,25 @@ class EnginePlaces:
         return group.execute_rank_async(index, method_name, *args)
 
     async def node_of(self, rank: int, wanted: str = "") -> str:
-        """Wait until the cluster has a place for a rank; the id of its node.
+        """Wait until the cluster has a place for a rank; returns the id of its node.
 
-        A new place is on the node with the id ``wanted``, if that is given. A place whose node dies is moved by Ray as
-        soon as another node has room.
+        A new place is on the node with the id ``wanted``, if given. Ray moves the place of a dead node as soon as
+        another node has room.
         """
         if rank in self._groups or rank < self._num_first:
             group, index = self._group_of(rank)
             self._nodes[rank] = await group.node_of(index)
         elif rank not in self._pools:
             async with self._one_at_a_time:
-                pool = pool_of_one(self._config, node_id=wanted, full=self._full_nodes())
+                most = self._config.placement.engines_per_node
+                full = {node for node, count in Counter(self._nodes.values()).items() if most and count >= most}
+                pool = pool_of_one(self._config, node_id=wanted, full=full)
                 (self._nodes[rank],) = await pool.reserve()
             self._pools[rank] = pool
         return self._nodes[rank]
 
     def replace_worker(self, rank: int, **changed: Any) -> None:
-        """Start a worker in the place of a rank, with these arguments of its class; one that is there is killed."""
+        """Kill the worker of a rank, if there is one, and start another with these arguments of its class."""
         if rank in self._groups or rank < self._num_first:
             group, index = self._group_of(rank)
             group.replace_worker(index, **changed)
@@ -85,7 +87,7 @@ class EnginePlaces:
         self._groups[rank] = RayWorkerGroup(self._pools[rank], worker, first_rank=rank, **nowhere, **self._options)
 
     def close(self, rank: int) -> None:
-        """Kill the worker of a rank, if there is one, and give its place back, unless the run started with it."""
+        """Kill the worker of a rank, if there is one, and release its place, unless it is one of the first ranks."""
         self._nodes.pop(rank, None)
         if rank < self._num_first:
             self.first.kill_worker(rank)
@@ -96,23 +98,18 @@ class EnginePlaces:
             self._pools.pop(rank).shutdown()
 
     def shutdown(self) -> None:
-        """Kill all workers, and give all places back."""
+        """Kill all workers and release all places."""
         for rank in {*self._pools}:
             self.close(rank)
         self.first.shutdown()
 
     def _group_of(self, rank: int) -> tuple[RayWorkerGroup, int]:
-        """The group of a rank, and its index there."""
+        """Return the group of a rank and the rank's index in it."""
         return (self.first, rank) if rank < self._num_first else (self._groups[rank], 0)
-
-    def _full_nodes(self) -> set[str]:
-        """Ids of the nodes that have as many engines as they may."""
-        most = self._config.placement.engines_per_node
-        return {node for node, count in Counter(self._nodes.values()).items() if most and count >= most}
 
 
 def node_id_at(address: str) -> str:
-    """The id of the node at an address of the cluster. Raises `MembershipRefused` if there is none."""
+    """Return the id of the node at an address. Raises `MembershipRefused` if the cluster has no such node."""
     nodes = {node["NodeManagerAddress"]: node["NodeID"] for node in ray.nodes() if node["Alive"]}
     if address not in nodes:
         raise MembershipRefused(

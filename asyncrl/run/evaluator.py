@@ -1,7 +1,7 @@
-"""Held-out evaluation: prompts are dealt out to engines that serve one policy version, and dealt again if one is lost.
+"""Held-out evaluation: prompts are dealt to engines that serve one policy version, and dealt again if one is lost.
 
-`HeldOutEvaluator` waits for engines that answer, and for a pinned engine that comes or goes; the fleet and the buffer
-wake it. It loads neither Ray nor torch: ``asyncrl evaluate`` drives one engine of its own by it.
+`HeldOutEvaluator` waits for answers of engines, and for changes of the pinned engines; the fleet and the buffer wake
+it. It loads neither Ray nor torch, so that ``asyncrl evaluate`` can use it with an engine of its own.
 """
 
 from __future__ import annotations
@@ -24,37 +24,37 @@ from asyncrl.metrics import Evaluation, evaluation_of
 logger = logging.getLogger(__name__)
 
 _CALLS_PER_ENGINE = 4
-"""Into so many calls an engine's fair share of the prompts is cut, so that a slow engine gets fewer of them."""
+"""Calls per engine's fair share of the prompts; with several calls a slow engine gets fewer prompts."""
 
 
 class AnsweringFleet(Protocol):
     """Engines that answer held-out prompts."""
 
     def engines(self) -> Sequence[str]:
-        """Names of the engines that are there now."""
+        """Names of the present engines."""
         ...
 
     async def answer(
         self, engine: str, prompts: Sequence[Prompt], *, version: int, num_samples: int
     ) -> list[AnsweredPrompt]:
-        """Answer prompts on one engine, each token under ``version``; prompts that could not be are left out.
+        """Answer prompts on one engine under ``version``; prompts with tokens of other versions are left out.
 
-        Raises `AsyncRLError` if the engine is lost, or serves another version.
+        Raises `AsyncRLError` if the engine is lost or serves another version.
         """
         ...
 
 
 PinnedEngines = Callable[[Collection[str]], Awaitable[set[str]]]
-"""Waits until the engines that are pinned to the version are others than those given; see `ControlBuffer.pin`."""
+"""Waits until the engines pinned to the version differ from the given ones; see `ControlBuffer.pin`."""
 
 
 def num_pinned_engines(share: float, num_engines: int) -> int:
-    """Engines that an evaluation between is run on: the ``share`` of those that are there, at least one."""
+    """Engines of an evaluation during training: the ``share`` of the present ones, at least one."""
     return max(1, math.floor(share * num_engines))
 
 
 def slots_of_evaluation(config: RunConfig, num_engines: int) -> int:
-    """Samples that one pinned engine may have under way for an evaluation between; one prompt's at least."""
+    """Samples that one pinned engine may run at once for an evaluation during training; at least one prompt's."""
     slots = config.rollout_fleet.most_groups_in_flight * config.algorithm.samples_per_prompt
     num_pinned = num_pinned_engines(config.evaluation.share, num_engines)
     share = min(1.0, config.evaluation.share * num_engines / num_pinned)
@@ -70,19 +70,19 @@ class HeldOutEvaluator:
         self._prompts = list(prompts)
 
     async def evaluate_all(self, version: int) -> Evaluation | None:
-        """Evaluate on all engines, which serve ``version`` and have no other work; None where nobody could answer."""
+        """Evaluate on all engines, which serve ``version`` and are idle; None if no engine answered."""
         engines = set(self._fleet.engines())
         size = math.ceil(len(self._prompts) / (max(1, len(engines)) * _CALLS_PER_ENGINE))
         return await self._evaluate(version, _Deal(self._prompts, size=size, calls=_CALLS_PER_ENGINE), engines)
 
     async def evaluate_pinned(self, version: int, pinned: PinnedEngines) -> Evaluation | None:
-        """Evaluate beside training, on the engines that are ``pinned`` to ``version``, within the share of slots."""
+        """Evaluate during training, on the engines ``pinned`` to ``version``, within the share of slots."""
         slots = slots_of_evaluation(self._config, len(self._fleet.engines()))
         per_call = max(1, slots // (_CALLS_PER_ENGINE * (self._config.evaluation.num_samples + 1)))
         calls = max(1, slots // (per_call * (self._config.evaluation.num_samples + 1)))
         try:
             engines = await pinned(())
-        except WeightsGone as gone:  # the buffer was started again when the version had passed
+        except WeightsGone as gone:  # the buffer was restarted after the version had passed
             logger.warning("evaluation of version %d: %s", version, gone)
             return None
         return await self._evaluate(version, _Deal(self._prompts, size=per_call, calls=calls), engines, pinned)
@@ -115,8 +115,8 @@ class HeldOutEvaluator:
 
 
 async def _follow(deal: _Deal, engines: set[str], pinned: PinnedEngines) -> None:
-    """Let engines take part that are pinned while the evaluation runs."""
-    with suppress(WeightsGone):  # none can come any more
+    """Add engines that are pinned during the evaluation."""
+    with suppress(WeightsGone):  # no further engine can be pinned
         while True:
             engines = await pinned(engines)
             deal.join(engines)
@@ -126,10 +126,10 @@ Answer = Callable[[str, Sequence[Prompt]], Awaitable[list[AnsweredPrompt]]]
 
 
 class _Deal:
-    """Prompts that are dealt out, ``size`` at a time, to engines with at most ``calls`` under way each.
+    """Deals prompts, ``size`` per call, to engines with at most ``calls`` running calls each.
 
     Attributes:
-        answers: One entry per prompt that is answered.
+        answers: One entry per answered prompt.
         lost: Why an engine gets no more prompts, by its name.
     """
 
@@ -143,13 +143,13 @@ class _Deal:
         self._changed = asyncio.Event()
 
     def join(self, engines: Collection[str]) -> None:
-        """Deal to these engines too, but not again to one that was lost."""
+        """Deal to these engines too, but not to lost ones."""
         for engine in sorted(engines):
             self._num_running.setdefault(engine, 0)
         self._changed.set()
 
     async def run(self, tasks: asyncio.TaskGroup, answer: Answer) -> None:
-        """Deal until all prompts are answered, or all engines are lost."""
+        """Deal until all prompts are answered or all engines are lost."""
         while True:
             self._changed.clear()
             while self._left and (engine := self._free_engine()) is not None:
@@ -161,12 +161,12 @@ class _Deal:
             await self._changed.wait()
 
     def _free_engine(self) -> str | None:
-        """The engine with the fewest calls under way; None where all have as many as they may."""
+        """The engine with the fewest running calls; None if all engines are full or lost."""
         free = [name for name, count in self._num_running.items() if count < self._calls and name not in self.lost]
         return min(free, key=self._num_running.__getitem__, default=None)
 
     async def _play(self, engine: str, prompts: Sequence[Prompt], answer: Answer) -> None:
-        """Have an engine answer prompts; those that it leaves unanswered are dealt again."""
+        """Let an engine answer prompts; unanswered ones are dealt again."""
         answered: list[AnsweredPrompt] = []
         try:
             answered = await answer(engine, prompts)

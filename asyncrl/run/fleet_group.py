@@ -1,12 +1,10 @@
 """The rollout fleet: its members, behind the port that the controller drives.
 
-An elastic fleet begins with ``rollout_fleet.num_engines.min`` members. Others come up beside them, asked for by the
-fleet itself or by ``asyncrl join``, and roll out as soon as they serve the newest weights. ``asyncrl leave`` takes
-members out.
+An elastic fleet begins with ``rollout_fleet.num_engines.min`` members. The fleet itself or ``asyncrl join`` starts
+more, which roll out as soon as they serve the newest weights. ``asyncrl leave`` removes members.
 
-`run` waits for members that end, for one that has come up (`join` wakes it), and for the end of the time that training
-may go without engines (a timer). All other waits are for the members, which see to the deadlines; see
-`asyncrl.run.fleet_member`.
+`run` waits for members that end, for members that have joined (`join` wakes it), and for the timer that bounds training
+without engines. All other waits are for members, which keep the deadlines (`asyncrl.run.fleet_member`).
 """
 
 from __future__ import annotations
@@ -59,8 +57,8 @@ class FleetGroup:
     ) -> None:
         """Start the first workers, in their own pool unless one is given; `start` brings up their engines.
 
-        ``say`` tells people what becomes of members; ``supply`` has a node, named by its id, hold what a worker reads,
-        and returns the path of the model there.
+        ``say`` shows people a line; ``supply`` gives a node, named by its id, the files that a worker reads, and
+        returns the path of the model there.
         """
         fleet = config.rollout_fleet
         self._config = config
@@ -85,10 +83,10 @@ class FleetGroup:
         self._given_up = asyncio.Event()
 
     async def start(self) -> None:
-        """Bring the first engines up, on the weights that the learner offers first; in an elastic fleet, let more come.
+        """Bring up the first engines on the first offered weights; in an elastic fleet, more engines follow.
 
-        Raises `DeadlineError`, or `WorkerDiedError`, which ends with the dead one's log: what fails at once is more
-        likely wrong than broken.
+        Raises `DeadlineError`, or `WorkerDiedError` with the worker's log. No restarts here: an early failure is most
+        likely a wrong configuration.
         """
         first = list(self._members.values())
         if self._roster.num_free:
@@ -100,11 +98,10 @@ class FleetGroup:
         self._has_started = True
 
     async def run(self) -> None:
-        """Roll out until `drain`, on the engines that are there.
+        """Roll out until `drain`, on the present engines.
 
-        Raises `EngineLost` when fewer are left than ``rollout_fleet.min_engines``, in an elastic fleet after
-        ``rollout_fleet.no_engine_timeout_s``, or when none was up for so long; and what a worker raises that no other
-        could do better.
+        Raises `EngineLost` if fewer than ``rollout_fleet.min_engines`` are left (in an elastic fleet, for
+        ``rollout_fleet.no_engine_timeout_s``), or if no engine is up for that time, and the run errors of a worker.
         """
         running: dict[asyncio.Future[None], FleetMember] = {}
         arriving = asyncio.create_task(self._arrivals.get())
@@ -114,7 +111,11 @@ class FleetGroup:
                 waiting = {*running, arriving, giving_up}
                 done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
                 if giving_up in done:
-                    raise self._too_few(self._gone_too_long())
+                    waited_s = self._config.rollout_fleet.no_engine_timeout_s
+                    raise self._too_few(
+                        f"Training waited rollout_fleet.no_engine_timeout_s={waited_s:g} s for engines; read the logs "
+                        "for their failures, raise the option, or let others join in time"
+                    )
                 if arriving in done:
                     member = arriving.result()
                     running[asyncio.ensure_future(member.run())] = member
@@ -132,7 +133,7 @@ class FleetGroup:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _take_out(self, member: FleetMember, run: asyncio.Future[None]) -> None:
-        """A member rolls out no more: go on without it, if enough are left, or if others may still come."""
+        """Handle the end of a member: continue if enough members are left, or if others may join."""
         try:
             run.result()
         except EngineLost as error:
@@ -143,7 +144,7 @@ class FleetGroup:
             headline = str(error).splitlines()[0]
             self._say(f"the run goes on with {num_left} of {len(self._members)} rollout engines: {headline}")
             if num_left < wanted:
-                self._say(f"rollout_fleet.min_engines is {wanted}: let others join, by asyncrl join")
+                self._say(f"rollout_fleet.min_engines is {wanted}: add engines with asyncrl join")
             if is_elastic:
                 await asyncio.to_thread(self._places.close, member.rank)
                 self._forget(member)
@@ -154,15 +155,8 @@ class FleetGroup:
             f"{self._config.rollout_fleet.min_engines}. {reason}"
         )
 
-    def _gone_too_long(self) -> str:
-        waited_s = self._config.rollout_fleet.no_engine_timeout_s
-        return (
-            f"Training waited rollout_fleet.no_engine_timeout_s={waited_s:g} s for engines; look into the logs for "
-            "what they failed of, raise it, or let others join in time"
-        )
-
     def _note_change(self) -> None:
-        """Say it when no engine is up any more, and when one is back; bound the time that training waits for one."""
+        """Report when no engine is up and when one is back; bound the time that training waits for an engine."""
         if not self._has_started:
             return
         is_idle = not any(member.is_serving for member in self._members.values())
@@ -177,7 +171,7 @@ class FleetGroup:
             self._be_patient(fleet.no_engine_timeout_s)
 
     def _be_patient(self, seconds: float | None) -> None:
-        """Give up after so many seconds from now; None: there is nothing to wait for."""
+        """Give up in ``seconds`` from now; None stops the timer."""
         if self._patience is not None:
             self._patience.cancel()
         give_up = self._given_up.set
@@ -185,27 +179,27 @@ class FleetGroup:
 
     @property
     def _left(self) -> list[FleetMember]:
-        """The members that are there or expected back."""
+        """The members that are present or will be restarted."""
         away = self._coming.keys() | self._leaving.keys()
         members = (member for rank, member in self._members.items() if rank not in away)
         return [member for member in members if member.member.state is not MemberState.failed]
 
-    # Coming and going
+    # Joining and leaving
 
     async def join(self, num_engines: int, *, node: str = "") -> str:
-        """Add engines while the run goes; returns what became of them, when they serve.
+        """Add engines to the running fleet; returns words for people when they serve.
 
         Args:
             num_engines: How many.
-            node: Id of the node to be on; empty for any.
+            node: Id of their node; empty for any.
 
         Raises:
-            MembershipRefused: the fleet may not have so many, not all of them came up, or the run starts or ends.
+            MembershipRefused: the fleet would be too large, an engine failed to start, or the run starts or ends.
         """
         self._check_open()
         ranks = self._roster.join(num_engines, in_kept_places=not node)
         coming = self._bring_up(ranks, waits=self._config.placement.autoscale, node=node)
-        await asyncio.wait(coming)  # engines come though who asked for them goes away
+        await asyncio.wait(coming)  # the engines join even if the caller disconnects
         ended = await asyncio.gather(*coming, return_exceptions=True)
         failures = [str(raised_in_worker(end)) for end in ended if isinstance(end, BaseException)]
         joined = ", ".join(str(rank) for rank, end in zip(ranks, ended, strict=True) if isinstance(end, str))
@@ -217,13 +211,13 @@ class FleetGroup:
         return f"joined: rollout worker {joined}"
 
     def _bring_up(self, ranks: Sequence[int], *, waits: bool, node: str = "") -> list[asyncio.Task[str]]:
-        """Have engines come up; each waits for a place as long as it takes, or for ``ray.start_timeout_s`` only."""
+        """Start engines. They wait for places without a deadline if ``waits``, else ``ray.start_timeout_s``."""
         tasks = []
         for rank in ranks:
             member = self._members[rank] = FleetMember(rank, self._config, self._parts)
             limits = {} if waits else {"place_timeout_s": self._config.ray.start_timeout_s}
             task = self._coming[rank] = asyncio.create_task(self._come(member, member.join(node=node, **limits)))
-            task.add_done_callback(lambda done: done.cancelled() or done.exception())  # it was told
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())  # `_come` has reported it
             tasks.append(task)
         return tasks
 
@@ -239,12 +233,12 @@ class FleetGroup:
         del self._coming[member.rank]
         self._roster.arrived(member.rank)
         self._arrivals.put_nowait(member)
-        self._say(f"{member.member.name} has joined; {len(self._left)} engines are there")
+        self._say(f"{member.member.name} has joined; {len(self._left)} engines are present")
         self._note_change()
         return node
 
     def _forget(self, member: FleetMember) -> None:
-        """Nothing is left of a member but what it has done."""
+        """Remove an ended member; its counters stay."""
         self._departed.append(member.total)
         self._coming.pop(member.rank, None)
         self._leaving.pop(member.rank, None)
@@ -253,10 +247,10 @@ class FleetGroup:
         self._note_change()
 
     async def leave(self, rank: int) -> str:
-        """Let a member hand on what it has under way, and end; returns when nothing is left of it.
+        """Let a member release its groups and end; returns when it has ended.
 
         Raises:
-            MembershipRefused: there is no such member, too few would be left, or the run starts or ends.
+            MembershipRefused: no such member, too few would be left, or the run is starting or ending.
         """
         self._check_open()
         self._roster.leave(rank)
@@ -264,16 +258,16 @@ class FleetGroup:
         if rank in self._coming:
             self._coming[rank].cancel()
             await asyncio.wait([self._coming[rank]])
-            return f"{member.member.name} does not come"
-        self._say(f"{member.member.name} leaves")
+            return f"{member.member.name} does not join"
+        self._say(f"{member.member.name} is leaving")
         self._leaving[rank] = asyncio.create_task(self._let_go(member))
-        await asyncio.shield(self._leaving[rank])  # it goes though who asked for it goes away
+        await asyncio.shield(self._leaving[rank])  # the member leaves even if the caller disconnects
         return f"{member.member.name} has left"
 
     async def _let_go(self, member: FleetMember) -> None:
         await member.leave()
         self._forget(member)
-        self._say(f"{member.member.name} has left; {len(self._left)} engines are there")
+        self._say(f"{member.member.name} has left; {len(self._left)} engines are present")
 
     def _check_open(self) -> None:
         if not self._has_started:
@@ -282,7 +276,7 @@ class FleetGroup:
             raise MembershipRefused("the run is ending; start another")
 
     def describe(self) -> str:
-        """The members, one a line, for people."""
+        """The members, one per line, for people."""
         lines = [f"{rank}: {self._describe(member)}" for rank, member in sorted(self._members.items())]
         size = self._config.rollout_fleet.num_engines
         return "\n".join([*lines, f"rollout_fleet.num_engines={size}: {self._roster.num_free} more may join"])
@@ -307,7 +301,7 @@ class FleetGroup:
         return _total([*departed, *await asyncio.gather(*(member.counters() for member in members))])
 
     async def drain(self) -> FleetCounts:
-        """See `FleetPort.drain`. Who is on the way turns back, and who leaves is waited for."""
+        """See `FleetPort.drain`. Joining members are withdrawn; leaving members are awaited."""
         self._is_closing = True
         self._note_change()
         await self._withdraw()
@@ -316,14 +310,14 @@ class FleetGroup:
         return _total([*departed, *await asyncio.gather(*(member.drain() for member in members))])
 
     async def _withdraw(self) -> None:
-        """Stop bringing engines up."""
+        """Withdraw the joining members."""
         coming = list(self._coming.values())
         for task in coming:
             task.cancel()
         await asyncio.gather(*coming, return_exceptions=True)
 
     def engines(self) -> list[str]:
-        """See `FleetPort.engines`: the ranks of the workers that are there."""
+        """See `FleetPort.engines`: the ranks of the present workers."""
         return [str(rank) for rank, member in sorted(self._members.items()) if member.is_there]
 
     async def answer(
@@ -336,7 +330,7 @@ class FleetGroup:
         return await member.answer(prompts, version=version, num_samples=num_samples)
 
     async def stop(self, timeout_s: float) -> None:
-        """End engines and workers: ask, then kill, and remove the links to weights that a killed one has left."""
+        """Stop engines and workers: ask, then kill; remove the links to weights of killed workers."""
         self._is_closing = True
         self._be_patient(None)
         for task in self._leaving.values():
@@ -370,7 +364,7 @@ def _worker_class(config: RunConfig, buffer: BufferConnection, paths: RunPaths) 
 
 
 def fleet_options(config: RunConfig) -> RolloutFleetConfig:
-    """The fleet's options; servers on shared devices must be able to leave them."""
+    """The fleet's options; with colocated pools, servers must be able to release their devices."""
     fleet = config.rollout_fleet
     if not config.placement.colocated:
         return fleet

@@ -1,8 +1,8 @@
 """One rollout worker of the fleet, over all its lives: a worker that dies or hangs is replaced.
 
-A life begins with a place in the cluster. The member waits for the place as long as the cluster takes; Ray moves the
-place of a node that died. The node then gets what the worker reads, the worker starts its engine, and the engine loads
-the newest weights. A worker whose engine fails gives its groups back with what is written of them, and ends too.
+A life begins with a place in the cluster. The member waits for the place without a deadline; Ray moves the place of a
+dead node. Then the node gets the files that the worker reads, the worker starts its engine, and the engine loads the
+newest weights. A worker whose engine fails releases its groups with their tokens so far, and ends too.
 
 Every call waits for the worker. Ray wakes the call when the worker answers or dies. A worker that misses
 ``buffer.request_timeout_s`` for a call that it answers at once counts as dead. The first call that fails ends the life
@@ -44,9 +44,9 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 PLACE_NOTICE_S = 5.0
-"""After so many seconds without a place people are told."""
+"""Seconds without a place before people are told."""
 START_MARGIN_S = 30.0
-"""How much longer than its engine a worker may take to start: it keeps that deadline itself, with a better message."""
+"""Added to the engine's deadline to start: the worker keeps that deadline itself, with a better message."""
 COUNTERS_S = 1.0
 """How long `FleetMember.counters` waits for an answer before it returns the last known one."""
 RUN_ERRORS = (RewardError, RequestRefused, AccountError, WrongEpoch, ClusterDiedError)
@@ -54,35 +54,35 @@ RUN_ERRORS = (RewardError, RequestRefused, AccountError, WrongEpoch, ClusterDied
 
 
 class WorkerPlaces(Protocol):
-    """Where workers live, by rank: what a member asks of `EnginePlaces`."""
+    """The places of workers by rank; `EnginePlaces` implements it."""
 
     def execute_rank_async(self, rank: int, method_name: str, *args: Any) -> Awaitable[Any]:
         """Call a method of the worker of a rank."""
         ...
 
     def node_of(self, rank: int, wanted: str = "") -> Awaitable[str]:
-        """Wait until the cluster has a place for a rank; the id of its node, which may be ``wanted`` for a new one."""
+        """Wait for the place of a rank; returns the id of its node. A new place is on node ``wanted``, if given."""
         ...
 
     def replace_worker(self, rank: int, **changed: Any) -> None:
-        """Start a worker in the place of a rank, with these arguments of its class; kill one that is there."""
+        """Kill the worker of a rank, if there is one, and start another with these arguments of its class."""
         ...
 
     def close(self, rank: int) -> None:
-        """Kill the worker of a rank, and give its place back."""
+        """Kill the worker of a rank, and release its place."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemberParts:
-    """What all members work with.
+    """The collaborators of all members.
 
     Attributes:
-        places: Where their workers live.
-        bury: See `ControlBuffer.bury`.
-        supply: Has a node, named by its id, hold what a worker reads; the path of the model there.
+        places: The places of their workers.
+        bury: `ControlBuffer.bury`.
+        supply: Gives a node, named by its id, the files that a worker reads; returns the path of the model there.
         on_change: Called when `FleetMember.is_serving` may have changed.
-        say: Tells people.
+        say: Shows people a line.
     """
 
     places: WorkerPlaces
@@ -93,11 +93,11 @@ class MemberParts:
 
 
 class FleetMember:
-    """One worker; `start` it, then `load_first`; or `join`, where the fleet runs already.
+    """One worker; `start` it, then `load_first`; in a running fleet, `join` instead.
 
     Attributes:
-        rank: Its place in the fleet.
-        member: The state of the worker.
+        rank: Rank of the worker.
+        member: State of the worker.
     """
 
     def __init__(self, rank: int, config: RunConfig, parts: MemberParts) -> None:
@@ -125,38 +125,38 @@ class FleetMember:
 
     @property
     def is_serving(self) -> bool:
-        """Whether its engine can generate."""
+        """Whether the engine serves verified weights."""
         return self.member.may_lease
 
     @property
     def is_there(self) -> bool:
-        """Whether it serves or is expected back: it has served, has a place, and neither leaves nor has ended."""
+        """Whether the worker serves or will be restarted: it has served, has a place, and is not leaving or ended."""
         away = (MemberState.pending, MemberState.draining)
         return self._has_served and not self.member.has_ended and self.member.state not in away
 
     async def start(self) -> None:
-        """Bring up the worker and its engine. Raises `DeadlineError`, or `WorkerDiedError` with the dead one's log."""
+        """Bring up the worker and its engine. Raises `DeadlineError`, or `WorkerDiedError` with the worker's log."""
         option = "rollout_fleet.start_timeout_s"
         self._worker = await within(self._call("start"), self._start_s, "the rollout engines", option)
         self.member.started(self.member.epoch)
 
     async def load_first(self) -> None:
-        """Wait for the weights that the learner offers first; from then on the worker is replaced when it dies."""
+        """Wait until the first offered weights are loaded; from then on a dead worker is replaced."""
         await self._catch_up()
         self._lives.watch()
 
     async def join(self, *, node: str = "", place_timeout_s: float = math.inf) -> str:
-        """Come up in a fleet that runs, on the newest weights; from then on the worker is replaced when it dies.
+        """Come up in a running fleet on the newest weights; from then on a dead worker is replaced.
 
         Args:
-            node: Id of the node to be on; empty for any.
-            place_timeout_s: How long to wait for a place there.
+            node: Id of the node; empty for any.
+            place_timeout_s: Deadline of the wait for a place.
 
         Returns:
-            The id of its node.
+            The id of the worker's node.
 
         Raises:
-            AsyncRLError, ValueError: it has no place in time, its node cannot have what it reads, or it does not start.
+            AsyncRLError, ValueError: no place in time, the node cannot get its files, or the worker does not start.
         """
         self._has_process = False
         try:
@@ -172,13 +172,13 @@ class FleetMember:
         return found
 
     async def run(self) -> None:
-        """Roll out until `drain` or `leave`, in one life after another. Raises `EngineLost` when no other follows."""
+        """Roll out until `drain` or `leave`, in one life after another. Raises `EngineLost` after the last life."""
         while (epoch := await self._ready()) is not None:
             if await self._lives.tried(epoch, self._call("run")):
                 return
 
     async def answer(self, prompts: Sequence[Prompt], *, version: int, num_samples: int) -> list[AnsweredPrompt]:
-        """See `RolloutWorker.answer`. Raises `AsyncRLError` if the worker does not answer them, for any reason."""
+        """Answer held-out prompts, as `RolloutWorker.answer`. Raises `AsyncRLError` for any failure."""
         if not await self._is_up():
             failure = self._lives.failure
             why = "it cannot answer" if failure is None else raised_in_worker(failure)
@@ -196,7 +196,7 @@ class FleetMember:
             ) from error
 
     async def counters(self) -> FleetCounters:
-        """What this member has done in all its lives; the last known answer if the worker does not answer at once."""
+        """Counters over all lives; the last known ones if the worker does not answer within `COUNTERS_S`."""
         if self.member.state is MemberState.ready and (self._counting is None or self._counting.done()):
             self._counting = asyncio.create_task(self._count(self.member.epoch))
         if self._counting is not None:
@@ -209,16 +209,16 @@ class FleetMember:
     async def _count(self, epoch: int) -> None:
         worker = self._worker
         found = await self._lives.tried(epoch, self._answer("counters", "the fleet's counters"))
-        if found and self._worker == worker:  # else its last counters are known
+        if found and self._worker == worker:  # the final counters of another worker are known
             self._last = found[0]
 
     @property
     def total(self) -> FleetCounters:
-        """What this member is known to have done in all its lives."""
+        """The known counters over all lives."""
         return FleetCounters.total([*self._before, self._last])
 
     async def drain(self) -> FleetCounters:
-        """End `run`, give all leases back; the worker stays for `answer`. Returns the final counters."""
+        """End `run` and release all leases; the worker stays up for `answer`. Returns the final counters."""
         while await self._is_up():
             if found := await self._lives.tried(self.member.epoch, self._call("drain")):
                 self._last = await self._closed(found[0])
@@ -226,14 +226,14 @@ class FleetMember:
         return self.total
 
     async def _is_up(self) -> bool:
-        """Wait until a worker holds work, or until there is none: the member has ended or waits for a place."""
+        """Wait until the worker serves (True), or the member has ended or waits for a place (False)."""
         await self._lives.until(
             lambda member: member.may_lease or member.has_ended or member.state is MemberState.pending
         )
         return self.member.may_lease
 
     async def leave(self) -> None:
-        """Take no more work, hand on what runs, and end for good; returns when nothing is left of the worker.
+        """Take no more work, release running groups, and end for good; returns when the worker has ended.
 
         A worker that dies meanwhile has left too. `counters` includes its work.
         """
@@ -251,7 +251,7 @@ class FleetMember:
                     else:
                         await self._ready()
             except (TimeoutError, AsyncRLError, RayError) as error:
-                logger.warning("%s is killed, since it did not leave by itself: %r", member.name, error)
+                logger.warning("%s is killed, because it did not leave by itself: %r", member.name, error)
                 member.due(member.deadline)
         await self._close()
         await self.end(DeadlineError(f"{member.name} was asked to leave, and did not end"))
@@ -260,7 +260,7 @@ class FleetMember:
         await self._lives.notify()
 
     async def stop(self) -> None:
-        """End the worker, if there is one; its end is expected."""
+        """End the worker, if there is one; its end does not count as a death."""
         await self._close()
         if self._has_process:
             await self._call("stop")
@@ -281,14 +281,14 @@ class FleetMember:
         return await within(self._call(method), self._answer_s, what, "buffer.request_timeout_s")
 
     async def _while_answering(self, pending: Awaitable[T], what: str) -> T:
-        """Await a call in which the worker keeps the deadlines. Raises `DeadlineError` if it answers no other calls."""
+        """Await a call whose deadlines the worker keeps. Raises `DeadlineError` if the worker answers no other call."""
         call, worker = asyncio.ensure_future(pending), self._worker
         try:
             while not call.done():
                 await asyncio.wait({call}, timeout=self._answer_s)
                 if not call.done():
                     counters = await self._answer("counters", what)
-                    if self._worker == worker:  # else its last counters are known
+                    if self._worker == worker:  # the final counters of another worker are known
                         self._last = counters
             return call.result()
         finally:
@@ -301,7 +301,7 @@ class FleetMember:
         self._has_served = True
 
     async def _ready(self) -> int | None:
-        """Wait for a worker that serves weights; its epoch, None if it has left. Raises `EngineLost` if it failed."""
+        """Wait until the worker serves; returns its epoch, None if it has left. Raises `EngineLost` if it failed."""
         await self._lives.until(lambda member: member.may_lease or member.has_ended)
         if self.member.state is MemberState.left:
             return None
@@ -316,17 +316,17 @@ class FleetMember:
         await self._come_up()
 
     async def watch(self) -> NoReturn:
-        """Wait for the failure of the engine; raises what the worker's life ends of."""
+        """Wait for the failure of the engine; raises the cause."""
         failing = self._call("wait_failed")
         await self._while_answering(failing, "the rollout workers, which generate")
         raise EngineLost(f"the engine of {self.member.name} has ended")
 
     async def end(self, failure: Exception) -> None:
-        """Get the last counters of a worker that still answers; bury a worker that does not."""
+        """Stop a worker that still answers and take its final counters; bury a worker that does not answer."""
         if isinstance(failure, EngineLost | RayTaskError):  # raised in a worker that lives
             try:
                 last = await within(self._call("stop"), self._stop_s, self.member.name, "rollout_fleet.stop_timeout_s")
-            except Exception as error:  # noqa: BLE001 - it is buried, whatever it failed of
+            except Exception as error:  # noqa: BLE001 - after any error the worker is buried
                 logger.warning("%s did not stop: %s", self.member.name, error)
             else:
                 self._before.append(await self._closed(last or FleetCounters()))
@@ -337,13 +337,13 @@ class FleetMember:
         self._last, self._worker = FleetCounters(), ""
 
     async def _closed(self, last: FleetCounters) -> FleetCounters:
-        """The final counters of a worker that ended by itself. It is buried if it could not give everything back."""
+        """Final counters of a worker that ended by itself; it is buried if it did not release all tokens."""
         return await self._buried(last) if last.tokens_in_flight and self._worker else last
 
     async def _buried(self, last: FleetCounters) -> FleetCounters:
-        """Bury the worker with what it is known to have done; its counters by the account of the buffer.
+        """Bury the worker (`ControlBuffer.bury`); returns its counters with the buffer's count of tokens.
 
-        Asks until the buffer answers; see `ControlBuffer.bury`.
+        Repeats the request until the buffer answers.
         """
         while True:
             try:
@@ -353,7 +353,7 @@ class FleetMember:
                 logger.warning("%s is not buried yet: %s", self.member.name, error)
 
     async def _come_up(self, node: str = "", place_timeout_s: float = math.inf) -> str:
-        """Take a place, start a worker there, and let it load the newest weights; returns the id of its node."""
+        """Take a place, start a worker there, and load the newest weights; returns the id of its node."""
         found = await self._place(node, place_timeout_s)
         model_path = await self._supply(found)
         make = partial(self._places.replace_worker, self.rank, model_path=model_path)
@@ -364,7 +364,7 @@ class FleetMember:
         return found
 
     async def _place(self, wanted: str, timeout_s: float) -> str:
-        """Wait for a place and return the id of its node; a long wait is shown to people."""
+        """Wait for a place; returns the id of its node. People are told of a long wait."""
         self.member.unplaced(self.member.epoch)
         await self._lives.notify()
         placing = asyncio.ensure_future(self._places.node_of(self.rank, wanted))

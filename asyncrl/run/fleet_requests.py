@@ -1,7 +1,7 @@
-"""Answers what ``asyncrl join`` and ``asyncrl leave`` ask of a run with an elastic fleet.
+"""Answers the requests of ``asyncrl join`` and ``asyncrl leave`` to a run with an elastic fleet.
 
-One task waits for the next request; the desk wakes it (`rollout_fleet.membership`). Each request is a task of its own,
-which ends when the engine serves or has left. A desk that dies is replaced; who had asked it hears that it ended.
+One task waits for the next request; the desk wakes it (`rollout_fleet.membership`). Each request has its own task,
+which ends when the engine serves or has left. A dead desk is replaced; its pending requests fail.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ logger = logging.getLogger(__name__)
 
 
 class ElasticFleet(Protocol):
-    """A fleet that engines join and leave; see `FleetGroup`."""
+    """A fleet that engines join and leave; `FleetGroup` implements it."""
 
     async def join(self, num_engines: int, *, node: str = "") -> str:
         """Add engines."""
         ...
 
     async def leave(self, rank: int) -> str:
-        """Let one go."""
+        """Let an engine leave."""
         ...
 
     def describe(self) -> str:
-        """Say who is there."""
+        """Describe the members for people."""
         ...
 
 
 async def answered(fleet: ElasticFleet, request: FleetRequest, config: RunConfig) -> FleetAnswer:
-    """Do what is asked for; what the fleet refuses, and what fails, is the answer."""
+    """Carry out a request; a refusal or a failure becomes the answer."""
     try:
         if request.action is Action.describe:
             return FleetAnswer(words=fleet.describe())
@@ -56,7 +56,7 @@ async def answered(fleet: ElasticFleet, request: FleetRequest, config: RunConfig
         return FleetAnswer(words=str(raised_in_worker(error)), is_refused=True)
     except Exception as error:
         logger.exception("the request could not be served: %s", request)
-        return FleetAnswer(words=f"{error!r}; the run's logs/controller.log says more", is_refused=True)
+        return FleetAnswer(words=f"{error!r}; the run's logs/controller.log has the traceback", is_refused=True)
 
 
 def _node_id(config: RunConfig, address: str) -> str:
@@ -70,7 +70,7 @@ def _node_id(config: RunConfig, address: str) -> str:
 
 @asynccontextmanager
 async def served_requests(fleet: ElasticFleet, config: RunConfig, run_dir: Path) -> AsyncIterator[None]:
-    """Answer requests to an elastic fleet until the end; nothing for one of a fixed size."""
+    """Answer requests inside the block; without effect for a fleet of fixed size."""
     if not config.rollout_fleet.is_elastic:
         yield
         return
@@ -87,7 +87,8 @@ async def served_requests(fleet: ElasticFleet, config: RunConfig, run_dir: Path)
 
 async def _serve(fleet: ElasticFleet, config: RunConfig, name: str) -> None:
     while True:
-        desk = _open_desk(name)
+        options = {"name": name, "namespace": NAMESPACE, "num_cpus": 0, "runtime_env": {"env_vars": WORKER_ENV}}
+        desk: Any = ray.remote(FleetDesk).options(**options).remote()
         try:
             async with asyncio.TaskGroup() as tasks:
                 while True:
@@ -95,13 +96,8 @@ async def _serve(fleet: ElasticFleet, config: RunConfig, name: str) -> None:
                     logger.info("asked to %s", request)
                     tasks.create_task(_answer(desk, number, fleet, request, config))
         except* RayActorError as died:
-            logger.warning("the desk for join and leave died, and is opened again: %s", died.exceptions[0])
+            logger.warning("the desk for join and leave died and is replaced: %s", died.exceptions[0])
 
 
 async def _answer(desk: Any, number: int, fleet: ElasticFleet, request: FleetRequest, config: RunConfig) -> None:
     await desk.answer.remote(number, await answered(fleet, request, config))
-
-
-def _open_desk(name: str) -> Any:
-    options = {"name": name, "namespace": NAMESPACE, "num_cpus": 0, "runtime_env": {"env_vars": WORKER_ENV}}
-    return ray.remote(FleetDesk).options(**options).remote()

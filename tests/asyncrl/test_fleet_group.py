@@ -230,7 +230,7 @@ async def test_a_run_begins_with_the_fewest_engines_and_takes_the_others_when_th
     await asyncio.sleep(5)
     assert (fleet.engines(), workers.supplied) == (["0", "1", "2"], ["node-1", "node-2"])
     assert workers.made_with == {"model_path": "/models/of/node-2"}
-    assert "rollout worker 2 has joined; 3 engines are there" in workers.said
+    assert "rollout worker 2 has joined; 3 engines are present" in workers.said
     assert "no rollout engine is up; training waits" not in workers.said
     run.cancel()
 
@@ -388,7 +388,7 @@ async def test_one_that_waits_for_a_place_is_withdrawn_by_leave_and_at_the_end(f
     workers.fill()
     fleet = fleet_of(workers, ELASTIC, "placement.num_nodes=2", "placement.autoscale=true")
     run = await started(fleet, workers)
-    assert await fleet.leave(1) == "rollout worker 1 does not come"
+    assert await fleet.leave(1) == "rollout worker 1 does not join"
     assert fleet.describe().endswith("1 more may join")
     counts = await asyncio.wait_for(fleet.drain(), 10)
     assert (counts.tokens_generated, fleet.describe().splitlines()[0]) == (100, "0: serves")
@@ -473,7 +473,7 @@ class Broken:
         (FleetRequest(action=Action.leave, member=4), FleetAnswer(words="rollout worker 4 must stay", is_refused=True)),
         (
             FleetRequest(action=Action.describe),
-            FleetAnswer(words="KeyError('rank'); the run's logs/controller.log says more", is_refused=True),
+            FleetAnswer(words="KeyError('rank'); the run's logs/controller.log has the traceback", is_refused=True),
         ),
     ],
 )

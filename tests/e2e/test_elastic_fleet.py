@@ -59,7 +59,7 @@ def check_run(run, steps):
 def test_one_engine_leaves_and_another_joins_while_the_run_trains(start):
     steps = 600
     run = start(f"total_steps={steps}", "rollout_fleet.num_engines={min: 1, max: 2}", *OPTIONS)
-    run.wait_for_line("rollout worker 1 has joined; 2 engines are there")
+    run.wait_for_line("rollout worker 1 has joined; 2 engines are present")
     run.wait_for_steps(3)
     status, words = command("join", run.run_dir)
     assert (status, "allows 2 engines, and 2 are there" in words) == (1, True), words
@@ -98,7 +98,7 @@ def test_engines_come_and_go_whatever_the_run_is_busy_with(start, weights):
         "sft.enabled=false",
         *weights,
     )
-    run.wait_for_line("; 3 engines are there", timeout_s=JOINED_S)
+    run.wait_for_line("; 3 engines are present", timeout_s=JOINED_S)
     run.wait_for_step(4)
     for rank in (0, 2):  # weights are loaded and held-out prompts answered all the time
         timed(run, "leave", str(rank))
@@ -190,7 +190,7 @@ def test_a_node_brings_an_engine_and_dies_and_the_engine_goes_on_where_another_n
         run.wait_for_line("rollout worker 1 waits for a place")
         run.wait_for_steps(3)
         second = nodes.add_node(**node_at("127.0.0.22"))
-        run.wait_for_line("rollout worker 1 has joined; 2 engines are there", timeout_s=JOINED_S)
+        run.wait_for_line("rollout worker 1 has joined; 2 engines are present", timeout_s=JOINED_S)
         run.wait_for_steps(len(run.records) + 3)
         kill_node(second)
         run.wait_for_line("rollout worker 1 waits for a place", timeout_s=JOINED_S)
