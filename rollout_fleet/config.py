@@ -9,13 +9,13 @@ from typing import Any
 from asyncrl.weights.carriers import load_limit_s
 
 CLEANUP_S = 2.0
-"""Seconds to remove what a killed server left behind, or to close a log."""
+"""Seconds to clean up after a killed server, or to close a log."""
 FLOAT32_NAMES = ("float32", "float")
-"""How SGLang calls float32."""
+"""SGLang's names of float32."""
 
 
 class EngineKind(StrEnum):
-    """What generates: an SGLang server, transformers in process, or a script of answers for tests."""
+    """Kinds of engines: an SGLang server, transformers in process, or a script of answers for tests."""
 
     sglang = "sglang"
     transformers = "transformers"
@@ -23,7 +23,7 @@ class EngineKind(StrEnum):
 
 
 class EngineDevice(StrEnum):
-    """Where an engine computes; ``auto`` takes CUDA if there are an NVIDIA driver and a visible device."""
+    """Where an engine computes; ``auto`` is CUDA if an NVIDIA driver and a visible device are present."""
 
     auto = "auto"
     cpu = "cpu"
@@ -39,14 +39,14 @@ class SaveProgress(StrEnum):
 
 
 class OnUpdate(StrEnum):
-    """What a weight update does with the KV cache of the samples that run."""
+    """What a weight update does with the KV cache of running samples."""
 
     recompute = "recompute"
     keep = "keep"
 
 
 class OnRewardFailure(StrEnum):
-    """What a reward costs that fails on one response of a prompt group: the attempt at the group, or the response."""
+    """What fails when the reward fails on one response: the attempt at the prompt group, or only the response."""
 
     retry_group = "retry_group"
     drop_trajectory = "drop_trajectory"
@@ -56,11 +56,11 @@ class OnRewardFailure(StrEnum):
 class SamplingConfig:
     """How responses are sampled.
 
-    Engines report log-probs under the temperature, before a truncation of the distribution. So training refuses
-    ``top_p``, ``top_k`` and ``min_p``; ``asyncrl evaluate`` takes them.
+    Engines report log-probs under the temperature, before a truncation of the distribution. Therefore training refuses
+    ``top_p``, ``top_k`` and ``min_p``; ``asyncrl evaluate`` accepts them.
 
     Attributes:
-        temperature: Softmax temperature; behaviour log-probs are taken under it.
+        temperature: Softmax temperature of sampling and of behavior log-probs.
         top_p: Nucleus mass; 1.0 keeps all. Evaluation only.
         top_k: Candidates kept; -1 keeps all. Evaluation only.
         min_p: Smallest probability of a candidate, as a share of the largest; 0.0 keeps all. Evaluation only.
@@ -75,12 +75,12 @@ class SamplingConfig:
 
     @property
     def truncations(self) -> list[str]:
-        """The options that cut tokens out of the distribution, with their values. Example: ``["top_k=20"]``."""
+        """The options that truncate the distribution, with their values. Example: ``["top_k=20"]``."""
         whole = {"top_p": 1.0, "top_k": -1, "min_p": 0.0}
         return [f"{name}={getattr(self, name)}" for name, value in whole.items() if getattr(self, name) != value]
 
     def greedy(self) -> "SamplingConfig":
-        """The same without randomness."""
+        """The same options with greedy decoding."""
         return replace(self, temperature=0.0, top_p=1.0, top_k=-1, min_p=0.0)
 
     def __post_init__(self) -> None:
@@ -104,18 +104,18 @@ class SGLangConfig:
 
     Attributes:
         dtype: Weights and activations on the engine. ``auto`` is bfloat16 on CUDA, as on the learner, and float32 on a
-            CPU. float32 is refused on CUDA, where SGLang's attention kernels take half types only.
+            CPU. float32 is refused on CUDA: SGLang's attention kernels support half types only.
         tp_size: Tensor-parallel ranks of one server.
         max_total_tokens: KV cache size in tokens; 0 lets SGLang choose (on a CPU that is most of the memory).
-        max_running_requests: Samples decoded at once.
+        max_running_requests: Most samples decoded at once.
         samples_per_request: Most samples sent in one HTTP request. On a CPU the server's throughput depends on it; a
             finished sample never waits for the others of its request.
         memory_saver: Launch the server so that it can free its weights and KV cache; colocated pools need it on GPUs.
-            SGLang has none on a CPU, where the server only stands still while the learner has the device.
-        on_update: The KV cache of running samples at a weight update. ``recompute``: computed again under the new
-            weights, so that each later token is exactly of the new version. ``keep``: stays, which costs nothing; a
-            later token is sampled by the new weights on what the old ones computed, and its log-prob is the one that it
-            was sampled with. Launches the server without prefix cache and without overlapped scheduling.
+            On a CPU SGLang has no memory saver, and the server only pauses while the learner has the device.
+        on_update: The KV cache of running samples at a weight update. ``recompute``: it is computed again under the new
+            weights, so that later tokens are exactly of the new version. ``keep``: it stays, at no cost; later tokens
+            are sampled by the new weights on the old cache, and their log-probs are those of the sampling. ``keep``
+            launches the server without prefix cache and without overlapped scheduling.
         extra_args: Further ``sglang.launch_server`` arguments, verbatim.
     """
 
@@ -139,7 +139,7 @@ class SGLangConfig:
         if on_cuda and self.dtype in FLOAT32_NAMES:
             raise ValueError(
                 f"rollout_fleet.sglang.dtype must be auto, bfloat16 or float16 with rollout_fleet.device=cuda, got "
-                f"{self.dtype}: SGLang's attention kernels take half types only; use auto, which is bfloat16 there"
+                f"{self.dtype}: SGLang's attention kernels support half types only; use auto, which is bfloat16 there"
             )
         if self.dtype == "auto":
             return "bfloat16" if on_cuda else "float32"
@@ -152,7 +152,7 @@ class TransformersConfig:
 
     Attributes:
         dtype: Weights and activations: a torch dtype's name, or ``auto`` for the model's own.
-        max_rows: Most samples in one batch; the others wait for the next.
+        max_rows: Most samples in one batch; the others wait for the next batch.
     """
 
     dtype: str = "auto"
@@ -170,7 +170,7 @@ class SamplesConfig:
     Attributes:
         every_steps: Learner steps between two sets of training samples; 0 keeps none. Evaluations keep all of theirs.
         num_groups: Prompt groups of one set, per engine.
-        num_shown: Samples of a set that the terminal shows, half of them the worst, half of them the best.
+        num_shown: Samples of a set that the terminal shows, half the worst and half the best.
     """
 
     every_steps: int = 10
@@ -188,58 +188,58 @@ class RolloutFleetConfig:
     """The rollout fleet.
 
     Attributes:
-        engine: What generates.
+        engine: Kind of the engines.
         device: Where the engines compute. ``auto``: on CUDA if there are enough GPUs for learner and engines, else on
             the CPU.
-        num_engines: Rollout workers, one engine each. ``{min: 2, max: 8}`` is an elastic fleet: the run starts as soon
-            as ``min`` engines are ready, takes more while it goes, up to ``max``, and lets them leave.
-        min_engines: The run ends when fewer engines than this are left that have not failed for good; an elastic fleet
-            waits ``no_engine_timeout_s`` for others first.
+        num_engines: Rollout workers, one engine each. ``{min: 2, max: 8}`` is an elastic fleet: the run starts when
+            ``min`` engines are ready; later engines may join, up to ``max``, and leave.
+        min_engines: The run ends when fewer engines than this have not failed for good; an elastic fleet waits
+            ``no_engine_timeout_s`` for others first.
         no_engine_timeout_s: How long training may wait while no engine is up.
-        groups_in_flight: Prompt groups one worker generates at a time; as many again may be scored and stored.
-            ``{min: 4, max: 64}`` fits them to the load that the engine reports: more while it has room, fewer while
+        groups_in_flight: Prompt groups that one worker generates at once; as many again may be scored and stored.
+            ``{min: 4, max: 64}`` follows the load that the engine reports: more while it has room, fewer while
             samples wait in it or its KV cache is nearly full.
         reward: ``exact_match``, ``last_number``, ``final_answer``, or your own as ``file.py:function`` or
             ``module:function``, called as reward(prompt, response_text) -> float.
-        rewards: Several rewards in the place of ``reward``, each as NAME or WEIGHT*NAME. A trajectory earns their
+        rewards: Several rewards instead of ``reward``, each as NAME or WEIGHT*NAME. A trajectory earns their
             weighted sum, and each is reported as ``reward.NAME``. Example: ``[exact_match,0.2*mine.py:format]``.
         pass_secrets: Variables of the environment that reward processes and inference servers get although their names
             say that they hold secrets: ``*_TOKEN``, ``*_KEY``, ``*_SECRET``, ``*_PASSWORD``, ``AWS_*`` and the like
             (`rollout_fleet.engines.process_guard`). Example: ``[OPENAI_API_KEY]`` for a judge.
         reward_processes: Scoring processes per worker and reward; built-in rewards need none.
         reward_timeout_s: Deadline of scoring one prompt group.
-        on_reward_failure: ``retry_group``: a response on which the reward fails costs the attempt at its group.
-            ``drop_trajectory``: it costs the response, and the group is trained on with those that are left, two at
-            least. Which ones are left then depends on what they say: see `rollout_fleet.settlement`.
-        max_attempts: A prompt group whose reward fails, or which the engine aborts by itself, is tried again until that
-            has happened this often, on whichever workers; then it is dropped and counted. Evictions do not count.
-        max_failures_in_a_row: So many such failures on one worker, without a stored group between them, end the run;
-            where the engine aborted the last group, they end the worker, which is replaced.
+        on_reward_failure: ``retry_group``: if the reward fails on one response, the attempt at its group fails.
+            ``drop_trajectory``: only the response is left out, and the group is trained on with the others, at least
+            two. Then the choice of responses depends on their content (`rollout_fleet.settlement`).
+        max_attempts: A prompt group is dropped and counted after so many failures, on any workers: its reward fails, or
+            the engine aborts it by itself. Evictions do not count.
+        max_failures_in_a_row: The run ends after so many such failures on one worker without a stored group between
+            them. If the engine aborted the last group, the worker ends instead and is replaced.
         start_timeout_s: Deadline for an engine to come up and to generate its first tokens; a run adds a second per
             100 MB of the model.
-        load_timeout_s: Deadline of one weight update on one engine, from the moment when it stands still; weights may
-            take a second per 100 MB on top.
-        silence_timeout_s: How long an engine with running requests may produce no token at all. One that does not
-            answer a probe by then has failed. A single slow sample is no failure. One stream of which nothing comes
-            for as long, while others go on, is cut off, and its groups are leased again.
-        restarts: How often an engine that failed, or a worker that died, is replaced within ``restart_window_s``; the
-            next failure is final. Its prompt groups go on elsewhere with what is written of them, unless
-            ``save_progress=never``. 0 replaces nothing.
-        restart_window_s: Failures that are older count no more.
+        load_timeout_s: Deadline of one weight update on one engine, counted from the pause of generation; a second per
+            100 MB of weights is added.
+        silence_timeout_s: How long an engine with running requests may produce no token at all. An engine that then
+            does not answer a probe has failed, and so has one after three such periods in a row. A single slow sample
+            is not a failure.
+        restarts: How often a failed engine or a dead worker is replaced within ``restart_window_s``; the next failure
+            is final. Its prompt groups continue elsewhere with their tokens so far, unless ``save_progress=never``.
+            0 replaces nothing.
+        restart_window_s: Older failures do not count.
         restart_backoff_s: Pause before the second replacement of a window; each further one doubles it, up to a minute.
-        drain_timeout_s: How long running prompt groups may go on when the learner takes the device
-            (``placement.colocated``); then they are cut off, and continued after the weight update.
-        stop_timeout_s: Deadline of each step of stopping a worker: cutting running groups off, giving leases back, and
-            killing the server. All deadlines around these follow from it.
+        drain_timeout_s: How long running prompt groups may continue when the learner takes the device
+            (``placement.colocated``); then they are aborted, and continued after the weight update.
+        stop_timeout_s: Deadline of each step of stopping a worker: aborting running groups, releasing leases, and
+            killing the server. The deadlines around these steps follow from it.
         renew_every_s: How often running leases are renewed; a third of ``buffer.lease_s`` is usual.
         save_progress: ``at_stop`` saves running groups when a worker stops, and another worker continues them.
-            ``at_updates`` also cuts them off at each weight update, saves and continues them, so that a sudden death
-            loses only what was written since; worth it where a rollout outlasts many updates. ``never`` saves nothing.
+            ``at_updates`` also aborts, saves and continues them at each weight update, so that a sudden death loses
+            only the tokens since then; useful if a rollout outlasts many updates. ``never`` saves nothing.
         sampling: How training rollouts are sampled.
         samples: Which samples are kept for reading.
         sglang: How SGLang servers are launched.
         transformers: How the in-process engine generates.
-        script: ``module:function`` that the scripted engine answers with; see `rollout_fleet.engines.scripted`.
+        script: ``module:function`` that makes the answers of the scripted engine (`rollout_fleet.engines.scripted`).
     """
 
     engine: EngineKind = EngineKind.sglang
@@ -274,12 +274,12 @@ class RolloutFleetConfig:
 
     @property
     def is_elastic(self) -> bool:
-        """Whether engines may join and leave while the run goes."""
+        """Whether engines may join and leave during the run."""
         return isinstance(self.num_engines, Mapping)
 
     @property
     def fewest_engines(self) -> int:
-        """Engines that a run starts with; their places are its own until it ends."""
+        """Engines at the start of a run; the run keeps their places until it ends."""
         return _bounds(self.num_engines)[0]
 
     @property
@@ -289,26 +289,26 @@ class RolloutFleetConfig:
 
     @property
     def fewest_groups_in_flight(self) -> int:
-        """Prompt groups that one worker generates at a time at the start; where they are a number, always."""
+        """Prompt groups that one worker generates at once, at the start."""
         return _bounds(self.groups_in_flight)[0]
 
     @property
     def most_groups_in_flight(self) -> int:
-        """Prompt groups that one worker generates at a time, at most."""
+        """Most prompt groups that one worker generates at once."""
         return _bounds(self.groups_in_flight)[1]
 
     @property
     def server_stop_timeout_s(self) -> float:
-        """How long a server's guard may take: killing the server, then removing what it left."""
+        """How long a server's guard may take to kill the server and clean up after it."""
         return self.stop_timeout_s + CLEANUP_S
 
     @property
     def worker_stop_timeout_s(self) -> float:
-        """How long a worker may take to stop: put down, give back, stop the server, close its log."""
+        """How long a worker may take to stop: abort groups, release leases, stop the server, close its log."""
         return 2 * self.stop_timeout_s + self.server_stop_timeout_s + CLEANUP_S
 
     def update_timeout_s(self, num_bytes: int) -> float:
-        """How long a member may take for new weights: to bring them near, to end a batch, and to load them."""
+        """How long a member may take for new weights: to stage them, to end a batch, and to load them."""
         return 2 * load_limit_s(self.load_timeout_s, num_bytes) + self.drain_timeout_s
 
     @property
@@ -328,7 +328,7 @@ class RolloutFleetConfig:
         if isinstance(self.groups_in_flight, Mapping) and self.engine is EngineKind.transformers:
             raise ValueError(
                 f"rollout_fleet.groups_in_flight must be a number with rollout_fleet.engine=transformers, got "
-                f"{self.groups_in_flight}: the engine reports no load to fit it to"
+                f"{self.groups_in_flight}: the engine reports no load"
             )
         if not 1 <= self.min_engines <= self.fewest_engines:
             raise ValueError(
@@ -350,12 +350,12 @@ class RolloutFleetConfig:
         if self.engine is not EngineKind.sglang:
             raise ValueError(
                 f"rollout_fleet.sglang.on_update must be recompute with rollout_fleet.engine={self.engine}, got keep: "
-                "weights are loaded between two batches, when no sample runs"
+                "it loads weights between two batches, while no sample runs"
             )
         if self.save_progress is SaveProgress.at_updates:
             raise ValueError(
                 "rollout_fleet.sglang.on_update must be recompute with rollout_fleet.save_progress=at_updates, got "
-                "keep: running samples are cut off at each update, and nothing is kept; set save_progress=at_stop"
+                "keep: running samples are aborted at each update, and their cache is lost; set save_progress=at_stop"
             )
 
 
@@ -376,7 +376,7 @@ def _check_bounds(name: str, count: Any) -> None:
 
 
 def reward_label(name: str) -> str:
-    """How a reward is called in reports. Example: ``format`` for ``mine.py:format``."""
+    """Name of a reward in reports. Example: ``format`` for ``mine.py:format``."""
     return name.rpartition(":")[2]
 
 
