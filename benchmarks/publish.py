@@ -54,13 +54,13 @@ BASELINE = (
 
 
 def save_model(directory: Path) -> str:
-    """A random Qwen3 of 85 million parameters, in float32."""
+    """Save a random Qwen3 of 85 million parameters in float32."""
     ids = {"eos_token_id": 1, "bos_token_id": 2, "pad_token_id": 0}
     return save_random_qwen3(directory, layers=4, hidden=1024, mlp=3072, heads=8, head_dim=128, vocab_size=32000, **ids)
 
 
 def rank_main(model_path: str, folders: list[str]) -> None:
-    """One learner rank: publishes in turn to each folder, and prints its times."""
+    """Run one learner rank, which publishes to each folder in turn and prints its times."""
     torch.set_num_threads(1)
     config = LearnerConfig(device=Device.cpu, num_ranks=NUM_RANKS)
     model = PackedModel(config, ACTOR, model_path=model_path)
@@ -83,7 +83,7 @@ def rank_main(model_path: str, folders: list[str]) -> None:
         _reset_peak()
         publisher = WeightPublisher(PretrainedShards.of(model), folder, keep=2)
         for version in range(NUM_RUNS + 1):
-            publisher._ready.result()  # a step of training takes longer than making the next file ready
+            publisher._ready.result()  # in training the next file is ready before a step ends
             dist.barrier()
             memcpy_s = _timed(copy)
             dist.barrier()
@@ -98,14 +98,14 @@ def rank_main(model_path: str, folders: list[str]) -> None:
                 times[f"publish_{index}"].append(publish_s)
         publisher.close()
         memory.append(_status("VmHWM") - before)
-    # In memory: of a file on a disk the kernel also counts what other ranks wrote into the same pages of its cache.
+    # In memory: for a file on a disk the kernel also counts pages that other ranks wrote.
     report = {"times": times, "memory": memory[0], "shard": sum(shard.nbytes for shard in shards)}
     sys.stdout.write(json.dumps(report) + "\n")
     dist.destroy_process_group()
 
 
 def measure_ranks(model_path: str, folders: list[str]) -> dict[str, float]:
-    """The figures of the learner's side, from the slower rank."""
+    """Return the figures of the learner's side, from the slower rank."""
     reports = run_ranks("benchmarks.publish", "--rank", model_path, *folders)
     times = [report["times"] for report in reports]
     model_bytes = sum(report["shard"] for report in reports)
@@ -125,7 +125,7 @@ def measure_ranks(model_path: str, folders: list[str]) -> dict[str, float]:
 
 
 async def measure_engine(model_path: str, folder: str, scratch: Path) -> dict[str, float]:
-    """The figure of the engine's side; ``folder`` holds the model in shared memory."""
+    """Return the figure of the engine's side; ``folder`` holds the model in shared memory."""
     config = RolloutFleetConfig(sglang=SGLangConfig(dtype="float32", max_total_tokens=4096))
     engine = SGLangEngine(config, model_path=model_path, device=EngineDevice.cpu, rank=0, log_dir=str(scratch), seed=0)
     offer = describe_model(folder).offer(scratch / "manifest.json", 1)
@@ -154,7 +154,7 @@ def _timed(call: Callable[[], object]) -> float:
 
 
 def _status(name: str) -> int:
-    """Bytes that the kernel counts for this process under a name."""
+    """Return a byte count of the kernel for this process."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
 
@@ -164,7 +164,7 @@ def _reset_peak() -> None:
 
 
 def main() -> None:
-    """Measure both sides, and print."""
+    """Measure both sides and print the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--directory", default=".", help="folder on a disk, for the file transport")
     parser.add_argument("--rank", nargs="+", help=argparse.SUPPRESS)

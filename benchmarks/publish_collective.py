@@ -1,4 +1,4 @@
-"""A publish out of the memory of two gloo ranks, to two receivers of this host.
+"""A publish from the memory of two gloo ranks to two receivers on this host.
 
 ``collective``: over loopback into memory of the host. ``collective_engine``: over loopback, tensor by tensor, as the
 ranks of engines receive, read whole and verified, into no model.
@@ -46,7 +46,7 @@ TARGETS = {f"publish_memcpys_{way}": Target() for way in CARRIERS}
 
 
 def rank_main(way: str, model_path: str, folder: str) -> None:
-    """One learner rank: publishes a version per line that it reads; rank 0 prints the offers, each its memcpy."""
+    """Run one learner rank, which publishes one version per input line and prints its times and the offer."""
     torch.set_num_threads(1)
     model = PackedModel(LearnerConfig(device=Device.cpu, num_ranks=NUM_RANKS), ACTOR, model_path=model_path)
     options = PublishOptions(carrier=CARRIERS[way], num_receivers=NUM_RECEIVERS, timeout_s=TIMEOUT_S, num_held=1)
@@ -54,7 +54,7 @@ def rank_main(way: str, model_path: str, folder: str) -> None:
     shards = [local_tensor(parameter.detach()) for parameter in model.head.parameters()]
     copies = [torch.zeros_like(shard) for shard in shards]
     for version, _ in enumerate(sys.stdin):
-        publisher._ready.result()  # a step of training takes longer than making the next file ready
+        publisher._ready.result()  # in training the next file is ready before a step ends
         dist.barrier()
         began_s = time.perf_counter()
         for place, shard in zip(copies, shards, strict=True):
@@ -71,7 +71,7 @@ def rank_main(way: str, model_path: str, folder: str) -> None:
 
 
 def measure(model_path: str, scratch: Path, num_runs: int) -> dict[str, float]:
-    """From the call until two receivers have the version, in memcpys of the larger shard; ``scratch`` is in memory."""
+    """Return the time until two receivers have the version, in memcpys of the larger shard; ``scratch`` is memory."""
     return {f"publish_memcpys_{way}": _measure(way, model_path, scratch / way, num_runs) for way in CARRIERS}
 
 
@@ -100,7 +100,7 @@ def _measure(way: str, model_path: str, scratch: Path, num_runs: int) -> float:
 
 
 def _publish_and_receive(ranks: list[subprocess.Popen[str]], folder: Path) -> float:
-    """Publish one version; returns the memcpys that it took."""
+    """Publish one version; return its time in memcpys."""
     for rank in ranks:
         assert rank.stdin is not None
         rank.stdin.write("\n")

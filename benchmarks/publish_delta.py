@@ -1,4 +1,4 @@
-"""What deltas and adapters cost, a section of `benchmarks.publish`: bytes that travel, and the time until the offer."""
+"""The cost of deltas and adapters, a section of `benchmarks.publish`: bytes, and time until the offer."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from learner.packed_model import PackedModel
 from learner.roles import ACTOR
 
 SHARES = (0.01, 0.05)
-"""Of values that change at random; what an update of a run does in bfloat16."""
+"""Shares of values that change at random, as in an update of a run in bfloat16."""
 INDEX_BYTES = 2
-"""Of an ideal index: enough for the gap between two changed values at these shares."""
+"""Bytes of an ideal index: enough for the gap between two changed values at these shares."""
 LORA = LoraConfig(rank=16)
 TARGETS = {
     "delta_wire_vs_ideal": Target(at_most=1.2),
@@ -34,7 +34,7 @@ TARGETS = {
 
 
 def measure(model_path: str, folder: Path, num_runs: int) -> dict[str, float]:
-    """The figures; ``folder`` is where one rank publishes."""
+    """Return the figures; one rank publishes in ``folder``."""
     ratios = [
         wire_vs_ideal(folder, dtype, share, seed=seed)
         for dtype in (torch.bfloat16, torch.float32)
@@ -53,7 +53,7 @@ def measure(model_path: str, folder: Path, num_runs: int) -> dict[str, float]:
 
 
 def wire_vs_ideal(folder: Path, dtype: torch.dtype, share: float, *, seed: int) -> float:
-    """Bytes of a delta file over those of the index and the value of each value that changed."""
+    """Return the bytes of a delta file, divided by those of an ideal index and value per change."""
     generator = torch.Generator().manual_seed(seed)
     size = 2 * PIECE_BYTES // dtype.itemsize
     old = torch.randn(size, generator=generator).to(dtype)
@@ -87,7 +87,7 @@ def publish_memcpys(
     for version in range(1, num_runs + 1):
         for weight in weights:
             weight.view(-1)[version % 32 :: 32] *= 1.01
-        publisher._ready.result()  # a step of training takes longer than making the next file ready
+        publisher._ready.result()  # in training the next file is ready before a step ends
         began_s = time.perf_counter()
         for place, weight in zip(copies, weights, strict=True):
             place.copy_(weight)

@@ -1,4 +1,4 @@
-"""What a publish costs the controller where a thousand engines follow the log of offers.
+"""The cost of a publish for the controller if a thousand engines follow the log of offers.
 
 The log is the real one, in a buffer server of its own; the receivers are sockets in another process, which speak the
 protocol of a rollout worker and load nothing.
@@ -33,7 +33,7 @@ START_TIMEOUT_S = 60.0
 
 
 def measure_log(num_engines: int = NUM_ENGINES, num_publishes: int = NUM_PUBLISHES) -> dict[str, float]:
-    """Median milliseconds per publish: the controller's processor time, and how long its commit takes beside it."""
+    """Return median milliseconds per publish: the controller's processor time, and the time of its commit."""
     return asyncio.run(_measure(num_engines, num_publishes))
 
 
@@ -58,7 +58,7 @@ async def _measure(num_engines: int, num_publishes: int) -> dict[str, float]:
 
 
 async def _publish(controller: BufferClient, version: int, num_engines: int) -> float:
-    """What the controller does for a publish: the commit that shows it, and the wait until all engines serve it."""
+    """Do the controller's part of a publish: commit the step, and wait until all engines serve the version."""
     began_s, processor_s = time.perf_counter(), time.process_time()
     await controller.commit(version)
     commit_s = time.perf_counter() - began_s
@@ -88,7 +88,7 @@ def _receivers(address: str, num_engines: int) -> Iterator[None]:
 
 
 class SimulatedReceiver:
-    """A rollout worker's side of the log, without an engine: it serves each version as soon as it hears of it."""
+    """A rollout worker without an engine: it reports each offered version as loaded at once."""
 
     def __init__(self, address: str, number: int) -> None:
         socket: zmq.Socket[bytes] = client_context().socket(zmq.DEALER)
@@ -123,7 +123,7 @@ async def _receive(address: str, num_engines: int) -> None:
 
 
 def main() -> None:
-    """Be the receivers; `measure_log` starts this."""
+    """Run the receivers; `measure_log` starts this process."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("address")
     parser.add_argument("num_engines", type=int)

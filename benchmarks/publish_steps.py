@@ -1,4 +1,4 @@
-"""Steps of training with a publish after each, against steps that publish nothing; called by `benchmarks.publish`.
+"""Training steps with a publish after each, compared with steps without; called by `benchmarks.publish`.
 
 Two gloo ranks compute on one core; their publisher threads work on another. No engine runs.
 """
@@ -28,18 +28,18 @@ from learner.types import TokenSequence
 NUM_RANKS = 2
 NUM_STEPS = 5
 NUM_SEQUENCES, NUM_TOKENS = 6, 64
-"""Of one rank and step: far fewer than a step of reinforcement learning has."""
+"""Per rank and step: far fewer than in reinforcement learning."""
 
 
 def measure_steps(model_path: str, folder: str) -> dict[str, float]:
-    """The figure, from the slower rank."""
+    """Return the figure of the slower rank."""
     reports = run_ranks("benchmarks.publish_steps", model_path, folder)
     ratios = [statistics.median(r["without_s"]) / statistics.median(r["with_s"]) for r in reports]
     return {"steps_per_s_with_publish": min(ratios)}
 
 
 def run_ranks(module: str, *arguments: str) -> list[Any]:
-    """Run a module as two gloo ranks; what each printed as JSON on its last line."""
+    """Run a module as two gloo ranks; return the JSON of each rank's last line."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -60,14 +60,14 @@ def run_ranks(module: str, *arguments: str) -> list[Any]:
 
 
 def rank_main(model_path: str, folder: str) -> None:
-    """One rank: steps with and without a publish take turns."""
+    """Run one rank, which alternates steps with and without a publish."""
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, cores[:1])
     torch.set_num_threads(1)
     config = LearnerConfig(device=Device.cpu, num_ranks=NUM_RANKS, optimizer=OptimizerConfig(lr=1e-6))
     trainer, objective = Trainer(config, model_path=model_path, total_updates=1000), policy_objective(AlgorithmConfig())
     publisher = WeightPublisher(PretrainedShards.of(trainer), folder, keep=2)
-    publisher._thread.submit(os.sched_setaffinity, 0, cores[-1:]).result()  # and the threads that it starts
+    publisher._thread.submit(os.sched_setaffinity, 0, cores[-1:]).result()  # its child threads inherit this
     sequences = _sequences(trainer.mesh.rank)
     times: dict[str, list[float]] = {"without_s": [], "with_s": []}
     for step in range(NUM_STEPS + 1):

@@ -1,4 +1,4 @@
-"""What a weight update costs the samples that run: ``python -m benchmarks.publish_update``; the last line is JSON.
+"""The cost of a weight update for running samples: ``python -m benchmarks.publish_update``; the last line is JSON.
 
 Long running samples on a real SGLang server on the CPU, with and without updates, for each value of
 ``rollout_fleet.sglang.on_update``. The cost of one update is what it adds to the time until the last sample ends: the
@@ -29,7 +29,7 @@ TARGETS = {f"update_s_{mode}": Target() for mode in OnUpdate}
 
 
 async def measure(on_update: OnUpdate, model_path: str, offer: WeightOffer, scratch: Path) -> dict[str, float]:
-    """Seconds that one update adds to the samples that run; the median."""
+    """Return the median seconds that one update adds to running samples."""
     config = RolloutFleetConfig(sglang=SGLangConfig(dtype="float32", max_total_tokens=8192, on_update=on_update))
     engine = SGLangEngine(config, model_path=model_path, device=EngineDevice.cpu, rank=0, log_dir=str(scratch), seed=0)
     await engine.start()
@@ -46,7 +46,7 @@ async def measure(on_update: OnUpdate, model_path: str, offer: WeightOffer, scra
 
 
 async def _run(engine: SGLangEngine, run: int, offer: WeightOffer, num_updates: int) -> float:
-    """Sample with updates in between; returns the seconds that it took."""
+    """Sample with updates in between; return the seconds."""
     rng = np.random.default_rng(run + 1)
     options = SamplingConfig(max_new_tokens=NUM_NEW_TOKENS)
     requests = [
@@ -76,7 +76,7 @@ async def _run(engine: SGLangEngine, run: int, offer: WeightOffer, num_updates: 
 
 
 def main() -> None:
-    """Measure both, and print."""
+    """Measure both modes and print the figures."""
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="asyncrl-bench-") as folder:
         scratch = Path(folder)
         model_path = save_model(scratch / "model")

@@ -1,4 +1,4 @@
-"""What the learner publishes, real SGLang servers load under load: every token is of the version that it names.
+"""Real SGLang servers load published weights under load, and every token is of the version that it names.
 
 One row per kind of model, engine and offer. Each makes 30 updates while several requests run, and compares the log-prob
 of every sampled token with a Hugging Face forward under the version that the engine named for it. All prompts share a
@@ -109,13 +109,13 @@ async def test_every_token_is_of_the_version_that_it_names(
 
 
 def prefixed_requests(name):
-    """Eight samples of four prompts that begin alike."""
+    """Return eight samples of four prompts with a common prefix."""
     requests = requests_of(4, 2, name, max_new_tokens=120, temperature=1.2)
     return [replace(request, prompt_ids=np.append(SHARED_PREFIX, request.prompt_ids)) for request in requests]
 
 
 def perturb(learner, seed):
-    """Change a third of the values by tens of per cent, as no optimizer would; of adapters, which begin at 0, all."""
+    """Change a third of the values by about 10%; of adapters, which begin at 0, all values."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in learner.pretrained.named_parameters():
         values = local_tensor(parameter.data)
@@ -127,7 +127,7 @@ def perturb(learner, seed):
 
 
 def check(answered, folders, dtype, atol, *, keeps):
-    """Compare all log-probs; returns how many tokens each version sampled."""
+    """Compare all log-probs; return the number of tokens per version."""
     num_tokens = Counter()
 
     @cache

@@ -19,7 +19,7 @@ from benchmarks.saved_weights import describe_model
 
 
 class Model(nn.Module):
-    """Loads as ``load`` says, which is called with its parameters and each published name and tensor."""
+    """Calls ``load`` with its parameters, and with each published name and tensor."""
 
     def __init__(self, load, **parameters):
         super().__init__()
@@ -90,7 +90,7 @@ def test_both_writes_of_a_region_that_is_loaded_twice_are_verified(offer_of):
 
 @pytest.fixture
 def adapter_of(offer_of, tmp_path):
-    """Return a publisher of an adapter on the frozen weight ``w``; ``name`` is the weight that it says it adapts."""
+    """Return a publisher of an adapter of the frozen weight ``w``; its manifest names the weight ``name``."""
 
     def make(down, up, scale, *, name="w", spoil=False, **frozen):
         base = replace(offer_of(**frozen), version=FROZEN)

@@ -121,14 +121,14 @@ def test_two_ranks_publish_their_shards_and_the_file_equals_the_gathered_weights
 
 
 class NewestOnly:
-    """A log of offers in which no engine can be offered anything but the newest version."""
+    """A log that offers only the newest version."""
 
     def offer(self, offer):
         return offer.version
 
 
 def sent_and_received_by_a_rank(config, path, folder, hosts):
-    """Publish over the network; each rank receives what both send, as an engine of its host would."""
+    """Publish over the network, and receive the version on each rank, as the host of an engine."""
     trainer = Trainer(config, model_path=path, total_updates=1)
     rank, directory = trainer.mesh.rank, Path(folder, f"host-{hosts[trainer.mesh.rank]}")
     weights.socket.gethostname = lambda: hosts[rank]
@@ -173,7 +173,7 @@ def test_weights_that_two_ranks_stream_equal_the_gathered_weights(family, option
 
 
 def adapters_of_a_rank(config, path, folder, hosts):
-    """What an engine of this rank's host makes of the second version of adapters alone, with what one would gather."""
+    """Return the weights that an engine merges from two published adapters, and the gathered weights."""
     trainer = Trainer(config, model_path=path, total_updates=2)
     rank, directory = trainer.mesh.rank, Path(folder, f"host-{hosts[trainer.mesh.rank]}")
     options = PublishOptions(adapters=True)
@@ -201,7 +201,7 @@ async def merged_by_an_engine(stager, offer):
 
 
 def merged_from(offer):
-    """Which file the frozen weights are, and what the adapters make of them."""
+    """Return the file of the frozen weights, and the merged weights."""
     adapter = PublishedAdapter(offer)
     frozen = FileWeights(adapter.base)
     frozen.verify()
@@ -254,7 +254,7 @@ def test_adapters_of_weights_outside_the_checkpoint_are_merged_with_a_warning(
 
 
 def deltas_of_a_rank(config, path, folder):
-    """Kind of each version, whether what an engine stages of it is what one rank would gather, and bytes published."""
+    """Return per version its kind, whether the staged version equals the gathered weights, and its bytes."""
     trainer = Trainer(config, model_path=path, total_updates=1)
     publisher = WeightPublisher(PretrainedShards.of(trainer), folder, keep=-1, options=PublishOptions(full_every=3))
     stager = WeightStager("engine-0", memory=Path(folder, "memory"), copies=True, timeout_s=10)
@@ -337,7 +337,7 @@ def test_writing_a_prepared_file_causes_no_page_faults():
 
 
 def test_a_version_is_offered_only_after_fsync(tmp_path, publisher_of, monkeypatch):
-    """Another host that shares the directory would otherwise read what was there before."""
+    """Otherwise another host that shares the directory could read old bytes."""
     publisher = publisher_of(Trainer(CONFIG, model_path=save_tiny_model(tmp_path / "model"), total_updates=1), tmp_path)
     synced, fsync = [], os.fsync
 
@@ -366,7 +366,7 @@ def test_without_room_for_the_next_version_publish_raises_weights_error(tmp_path
 
 
 class KeptLog:
-    """Keeps what a publisher reports; ``oldest`` is the version that engines may still be offered."""
+    """Records the reports of a publisher; ``oldest`` is the oldest version that may still be offered."""
 
     def __init__(self, oldest=0):
         self.reported = []
@@ -409,7 +409,7 @@ def test_a_failed_write_of_the_manifest_is_reported_to_the_log(tmp_path, monkeyp
 
 
 def failed_publish(config, path, folder, where):
-    """What each of two ranks hears, and reports, of a publish at which rank 1 fails."""
+    """Return the errors and the reports of this rank for a publish in which rank 1 fails."""
     trainer = Trainer(config, model_path=path, total_updates=1)
     log = KeptLog()
     publisher = WeightPublisher(PretrainedShards.of(trainer), folder, keep=2, log=log)
@@ -452,7 +452,7 @@ def test_a_saved_policy_includes_its_tokenizer(tmp_path: Path) -> None:
 
 
 def saved_by_a_rank(config, path, folder):
-    """Save with rank 1 in a folder that rank 0 cannot see; returns what one rank would gather."""
+    """Save, with another folder on rank 1; return the gathered weights."""
     trainer = Trainer(config, model_path=path, total_updates=1)
     trainer.update(random_sequences(3), policy_objective(AlgorithmConfig()))
     save_policy(trainer, f"{folder}/{trainer.mesh.rank}")

@@ -1,4 +1,4 @@
-"""An offer comes near its engine while that generates, whatever the learner removes meanwhile."""
+"""Staging of offers while the engine generates and the learner removes old versions."""
 
 import asyncio
 import errno
@@ -40,7 +40,7 @@ def make_stager(tmp_path):
 
 
 class Learner:
-    """Publishes random bytes, a full version every four."""
+    """Publishes random bytes; every fourth version is full."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -85,7 +85,7 @@ async def test_a_failed_load_leaves_no_link(make_stager, learner):
 
 async def test_staged_files_of_an_earlier_engine_with_the_same_name_are_replaced(make_stager, learner):
     offer = learner.publish()
-    make_stager().stage(offer)  # killed here
+    make_stager().stage(offer)  # the engine is killed here
     async with make_stager().staged(offer) as local:
         assert np.array_equal(bytes_of(local), learner.images[0])
 
@@ -123,7 +123,7 @@ async def test_an_engine_that_skips_versions_applies_the_deltas_between(make_sta
     stager = make_stager(copies=True)
     async with stager.staged(learner.publish()):
         pass
-    os.remove(learner.folder / "v00000000" / "model.safetensors")  # it is not read again
+    os.remove(learner.folder / "v00000000" / "model.safetensors")  # staging must not read it again
     newest = [learner.publish() for _ in range(3)][-1]
     async with stager.staged(newest) as local:
         assert np.array_equal(bytes_of(local), learner.images[3])
@@ -219,7 +219,7 @@ async def test_staging_from_a_directory_that_hangs_raises_a_deadline_error(make_
     with pytest.raises(DeadlineError, match=r"engine-0 did not stage policy version 0 .*rollout_fleet.load_timeout_s"):
         async with stager.staged(offer):
             pass
-    await asyncio.to_thread(manifest.write_bytes, b"")  # lets the thread go
+    await asyncio.to_thread(manifest.write_bytes, b"")  # unblocks the thread
 
 
 async def test_a_closed_stager_leaves_no_files(make_stager, learner, tmp_path):
@@ -276,7 +276,7 @@ class AdapterLearner(Learner):
 
 
 def base_of(offer):
-    """What the adapter that is staged applies to."""
+    """Return the frozen weights of a staged adapter."""
     return read_manifest(offer).base
 
 
@@ -340,7 +340,7 @@ async def test_a_stream_sends_the_frozen_weights_once_and_then_adapters_alone(ma
 
 
 class NetworkLearner(Learner):
-    """Sends its versions as one rank over the loopback interface; notes which rounds sent a delta."""
+    """Sends its versions as one rank over loopback, and records which rounds sent a delta."""
 
     def __init__(self, folder):
         super().__init__(folder)
@@ -358,7 +358,7 @@ class NetworkLearner(Learner):
         offer = super().publish()
         manifest = read_manifest(offer)
         delta = None
-        if manifest.delta is not None:  # of two files, as if one rank held both
+        if manifest.delta is not None:  # join the two files into one, for one rank
             manifest = replace(
                 manifest, delta=replace(manifest.delta, files=("delta.bin",), changes=self.joined(manifest))
             )
@@ -416,7 +416,7 @@ async def test_a_stream_replaces_a_damaged_image_by_the_full_version(make_stager
 
 
 def outside(tmp_path):
-    """A folder of the user's in which another user wants to place a file."""
+    """A folder of the user that a manifest must not reach."""
     folder = tmp_path / "outside"
     folder.mkdir()
     return folder
