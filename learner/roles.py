@@ -132,13 +132,9 @@ class RemoteScores:
         """For each data-parallel rank of another role, a future of the scores of its samples.
 
         ``batches`` are the same plan, divided over any number of ranks. A future refers only to the ranks that scored
-        its samples.
+        its samples; without any samples it refers to one rank.
         """
         first_sp_ranks = self.results[:: len(self.results) // len(self.batches)]
         scored = [(result, set(batch.sample_keys)) for result, batch in zip(first_sp_ranks, self.batches, strict=True)]
         needed = [[result for result, keys in scored if not keys.isdisjoint(batch.sample_keys)] for batch in batches]
-        return [DataProtoFuture(collect_fn=_joined, futures=results) for results in needed]
-
-
-def _joined(parts: Sequence[Scores]) -> Scores:
-    return {key: values for part in parts for key, values in part.items()}
+        return [DataProtoFuture.concat(results or first_sp_ranks[:1]) for results in needed]

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from asyncrl import single_controller
 from asyncrl.core import record
 from asyncrl.core.errors import BatchLost, DeadlineError, StalenessError, UnknownGroup
 from asyncrl.core.host import WORKER_BYTES, keep_freed_memory
@@ -40,6 +41,7 @@ from .trajectory_log import LEARNER_LOGPROBS, TokenLogOptions, TrajectoryLog
 from .types import RankBatch, SampleKey, TokenSequence, group_sequences
 
 if TYPE_CHECKING:
+    from asyncrl.single_controller import DataProto
     from asyncrl.weights.publish import WeightPublisher
 
     from .checkpoint import ShardedCheckpointer
@@ -218,16 +220,17 @@ class ModelWorker(Worker):
 
     @register(dispatch_mode=PER_DP_RANK, blocking=False)
     @_recorded
-    def score(self, batch: RankBatch, send: bool = True) -> Scores | None:
+    def score(self, batch: RankBatch, send: bool = True) -> DataProto | None:
         """Score the role's column for planned samples. A frozen role uses the weights that the run starts from.
 
-        With ``send`` the first sp rank returns the scores. Otherwise they stay in this process for its other roles.
+        With ``send`` the first sp rank returns the scores, one row per trajectory: ``sample_key`` [B, 2] int64 and the
+        role's column, [tokens in the loss] float32 each. Otherwise they stay in this process for its other roles.
         Raises `ValueError` if the role is an actor without adapters, and `BatchLost` as `step` does.
         """
         self._fetch_on_all(batch)
         scores = self._scored(batch)
         self.cache.keep_scores(batch.version, self.role.column, scores)
-        return scores if send and self._model.mesh.sp_rank == 0 else None
+        return _rows_of(scores, self.role.column) if send and self._model.mesh.sp_rank == 0 else None
 
     @register(dispatch_mode=PER_DP_RANK, blocking=False)
     @_recorded
@@ -245,12 +248,12 @@ class ModelWorker(Worker):
 
     @register(dispatch_mode=PER_DP_RANK, blocking=False)
     @_recorded
-    def step(self, batch: RankBatch, *sent: Scores | None) -> dict[str, float]:
+    def step(self, batch: RankBatch, *sent: DataProto | None) -> dict[str, float]:
         """Make one learner step. In the measured steps of the role, only compute the metrics.
 
         Args:
             batch: This rank's share; the sp ranks of a group have the same.
-            sent: The scores of one column each, in the order of `Role.reads`; None if they are in this process.
+            sent: What `score` returned for each column, in the order of `Role.reads`; None if it is in this process.
 
         Returns:
             The same on every rank: the step's metrics, ``fetch_s`` and ``train_s`` of the slowest rank,
@@ -435,14 +438,14 @@ class ModelWorker(Worker):
         return [sequence.with_column(LEARNER_LOGPROBS, own) for sequence, own in zip(chosen, scores, strict=True)]
 
     def _with_columns(
-        self, batch: RankBatch, sequences: Sequence[TokenSequence], sent: Sequence[Scores | None]
+        self, batch: RankBatch, sequences: Sequence[TokenSequence], sent: Sequence[DataProto | None]
     ) -> list[TokenSequence]:
         """The sequences with all columns that the role reads."""
         names = self.role.reads(self._algorithm)
         given = [*sent, *[None] * (len(names) - len(sent))]
         sequences = list(sequences)
-        for name, scores in zip(names, given, strict=True):
-            scores = scores if scores is not None else self.cache.scores(batch.version, name)
+        for name, rows in zip(names, given, strict=True):
+            scores = self.cache.scores(batch.version, name) if rows is None else _scores_in(rows, name)
             if scores is None:
                 role = scored_by(name, self._config).name
                 raise ValueError(
@@ -551,6 +554,21 @@ def _found(buffer: LearnerBuffer, group_ids: Sequence[int]) -> list[TrajectoryGr
         with suppress(UnknownGroup):
             found += buffer.fetch([group_id])
     return found
+
+
+def _rows_of(scores: Scores, column: str) -> DataProto:
+    """Scores as a batch with one row per trajectory."""
+    values = np.empty(len(scores), dtype=object)
+    for row, value in enumerate(scores.values()):
+        values[row] = value
+    keys = np.array(list(scores), dtype=np.int64).reshape(-1, 2)
+    return single_controller.DataProto(non_tensor_batch={"sample_key": keys, column: values})
+
+
+def _scores_in(rows: DataProto, column: str) -> Scores:
+    """The inverse of `_rows_of`."""
+    arrays = rows.non_tensor_batch
+    return {(g, s): value for (g, s), value in zip(arrays["sample_key"].tolist(), arrays[column], strict=True)}
 
 
 def _with_scores(sequences: Sequence[TokenSequence], name: str, scores: Scores) -> list[TokenSequence]:

@@ -262,12 +262,13 @@ class Controller(_Training[LearnerPort, FleetPort]):
                 await self._steps.put(lost)
                 return
             self._queued_version = version + 1
+            is_published = (version + 1) % self._publish_every == 0 or version + 1 == self._versions.stop
             step = _QueuedStep(
                 plan=plan,
                 plan_wait_s=waited_s,
                 dispatched=dispatched,
                 update=self._learner.update(plan),
-                weights=self._learner.publish(version + 1) if self._is_published(version + 1) else None,
+                weights=self._learner.publish(version + 1) if is_published else None,
                 critic=self._learner.update_critic(plan),  # behind the publish, which does not wait for the critic
                 checkpoint=await self._checkpointer.save_if_due(version + 1),
             )
@@ -297,9 +298,6 @@ class Controller(_Training[LearnerPort, FleetPort]):
                 counts=await self._fleet.counters(),
             )
         await self._learner.finish_publish()
-
-    def _is_published(self, version: int) -> bool:
-        return version % self._publish_every == 0 or version == self._versions.stop
 
     async def _follow(self) -> None:
         while self._reporter.engine_version < self._versions.stop:

@@ -264,15 +264,14 @@ class LearnerGroup:
         return RemoteScores(role=role, batches=batches, results=results)
 
     def _step_arguments(self, role: str, plan: Plan) -> list[Sequence[Any]]:
-        """The arguments of a role's step: its batches, and other roles' scores for each of them."""
+        """The arguments of a role's step: its batches, and for each column other roles' scores, None in one process."""
         batches = self._shares(plan, role)
-        return [batches, *(self._sent(self._scores[column], role, batches) for column in self._reads(role))]
-
-    def _sent(self, scores: RemoteScores, role: str, batches: Sequence[RankBatch]) -> Sequence[Any]:
-        """The scores of a column for each data-parallel rank of a role; None if they are in its process."""
-        if self._roles.share_a_pool(scores.role, role):
-            return [None] * len(batches)
-        return scores.needed_by(batches)
+        arguments: list[Sequence[Any]] = [batches]
+        for column in self._reads(role):
+            scores = self._scores[column]
+            in_process = self._roles.share_a_pool(scores.role, role)
+            arguments.append([None] * len(batches) if in_process else scores.needed_by(batches))
+        return arguments
 
     async def _after(
         self, before: Sequence[Awaitable[Any]], pending: Awaitable[list[T]], what: str, *, kind: str = ""
