@@ -57,11 +57,11 @@ class RunPaths:
 
     Attributes:
         logs: One log per process.
-        snapshots: Published weights; readable by every engine of the host.
-        staging: Where engines keep images of the weights; in the memory of their host.
-        samples: Decoded samples for reading.
+        snapshots: Published weights; every engine of the host can read them.
+        staging: Images of the weights that engines keep, in the memory of their host.
+        samples: Decoded samples for people.
         trajectories: Consumed trajectories; None records none.
-        tokens: A few of them for reading, token by token, with the learner's log-probs.
+        tokens: A few trajectories for people, token by token, with the learner's log-probs.
         checkpoints: Checkpoints of the learner.
     """
 
@@ -75,7 +75,7 @@ class RunPaths:
 
     @classmethod
     def of(cls, config: RunConfig, run_dir: Path) -> RunPaths:
-        """The paths of a run in ``run_dir``; makes the folder of published weights."""
+        """The paths of a run in ``run_dir``. Makes the folder of published weights."""
         return cls(
             logs=run_dir / "logs",
             snapshots=_make_snapshot_folder(config, run_dir),
@@ -88,33 +88,33 @@ class RunPaths:
 
     @staticmethod
     def checkpoints_of(config: RunConfig, run_dir: Path) -> Path:
-        """Where a run in ``run_dir`` saves checkpoints."""
+        """The folder in which a run in ``run_dir`` saves checkpoints."""
         directory = config.checkpoint.directory
         return Path(directory).resolve() if directory else run_dir / "checkpoints"
 
 
 def has_trained(run_dir: Path) -> bool:
-    """Whether a learner step is done, so that there is a policy to keep."""
+    """Whether a run has made a learner step, and so has a policy to save."""
     metrics = run_dir / "metrics.jsonl"
     return metrics.is_file() and metrics.stat().st_size > 0
 
 
 def shared_folder(run_dir: Path) -> Path:
-    """Where a run publishes its weights in memory; follows from ``run_dir``, so that anyone can remove it."""
+    """A run's folder in shared memory. Its name follows from ``run_dir``, so that another process can remove it."""
     return SHARED_MEMORY / f"{_SHARED_PREFIX}{hashlib.sha256(str(run_dir).encode()).hexdigest()[:16]}"
 
 
 def hold_shared_folder(run_dir: Path) -> int | None:
-    """Make the run's folder in shared memory, and lock it until this process and all forked from it have ended.
+    """Make the run's folder in shared memory, and lock it until this process and all its forks have ended.
 
-    The lock tells other runs that the folder is in use; see `sweep_shared_memory`. What a killed run in the same
-    ``run_dir`` has left is removed first.
+    The lock keeps other runs from sweeping the folder (`sweep_shared_memory`). A folder that a killed run left is
+    removed first.
 
     Returns:
-        The descriptor that holds the lock; None where shared memory cannot be written.
+        The descriptor that holds the lock; None if shared memory cannot be written.
 
     Raises:
-        FileExistsError: the folder is there already and is in use, or is not a folder of this user.
+        FileExistsError: the folder exists and is in use, or belongs to another user.
     """
     folder = shared_folder(run_dir)
     while True:
@@ -125,7 +125,7 @@ def hold_shared_folder(run_dir: Path) -> int | None:
                 continue
             shutil.rmtree(run_dir)  # nothing was started
             raise FileExistsError(
-                f"{folder} must not exist before the run, another process made it; remove it, or change output_dir"
+                f"{folder} must not exist before the run, but another process made it; remove it, or change output_dir"
             ) from None
         except OSError:
             return None
@@ -134,17 +134,16 @@ def hold_shared_folder(run_dir: Path) -> int | None:
 
 
 def join_shared_folder(folder: Path) -> int:
-    """Hold a run's folder in the shared memory of another host of the run, where it may be already.
+    """Make and lock the run's folder (`shared_folder`) in the shared memory of another host of the run.
 
-    Args:
-        folder: What `shared_folder` says.
+    The folder may exist already.
 
     Returns:
-        The descriptor that holds the lock, for as long as this process lives.
+        The descriptor that holds the lock until this process ends.
 
     Raises:
-        NotPrivate: other users may write to it.
-        OSError: it cannot be made.
+        NotPrivate: other users may write to the folder.
+        OSError: the folder cannot be made.
     """
     while True:
         make_private_folder(folder)
@@ -153,7 +152,7 @@ def join_shared_folder(folder: Path) -> int:
 
 
 def _locked(folder: Path) -> int | None:
-    """A descriptor that holds the lock of a folder; None if another run's sweep has removed the folder."""
+    """A descriptor that holds a folder's lock; None if the sweep of another run removed the folder."""
     try:
         lock = os.open(folder, _FOLDER_ITSELF)
     except FileNotFoundError:
@@ -167,18 +166,18 @@ def _locked(folder: Path) -> int | None:
 
 
 def sweep_shared_memory() -> list[Path]:
-    """Remove what runs of this user left in shared memory when all their processes were killed; returns the folders.
+    """Remove and return the folders that killed runs of this user left in shared memory.
 
-    A folder that a process holds locked is in use and stays, as do the folders of other users.
+    Locked folders are in use and stay. The folders of other users stay too.
     """
     return [folder for folder in sorted(SHARED_MEMORY.glob(f"{_SHARED_PREFIX}*")) if _is_swept(folder)]
 
 
 def _is_swept(folder: Path) -> bool:
-    """Remove a folder of this user that nobody holds locked; whether that was done."""
+    """Remove a folder if it belongs to this user and is not locked; returns whether it was removed."""
     try:
         lock = os.open(folder, _FOLDER_ITSELF)
-    except OSError:  # another user's, a link or a file, or removed meanwhile
+    except OSError:  # it belongs to another user, is a link or a file, or is gone by now
         return False
     try:
         if os.fstat(lock).st_uid != os.geteuid():
@@ -193,9 +192,9 @@ def _is_swept(folder: Path) -> bool:
 
 
 def _make_snapshot_folder(config: RunConfig, run_dir: Path) -> Path:
-    """Make the folder of published weights, as ``weights.transport`` says.
+    """Make the folder of published weights, as ``weights.transport`` says. Raises as `check_memory` does.
 
-    The run removes the one in memory, and its supervisor does where the run cannot. Raises as `check_memory` does.
+    The run removes a folder in shared memory. If the run cannot, its supervisor does.
     """
     check_memory(config)
     weights, missing = config.weights, _missing_memory(config, _num_versions(config))
@@ -205,15 +204,15 @@ def _make_snapshot_folder(config: RunConfig, run_dir: Path) -> Path:
         folder = Path(weights.directory).resolve() / shared_folder(run_dir).name
         folder.parent.mkdir(parents=True, exist_ok=True)
     if folder == shared_folder(run_dir):
-        return make_private_folder(folder)  # the run holds it already, and the buffer's sockets may be there
+        return make_private_folder(folder)  # it exists: the run has locked it, and the buffer's sockets may be in it
     folder.mkdir(mode=FOLDER_MODE)
     return folder
 
 
 def remove_published(snapshots: Path, *, after: int) -> None:
-    """Remove weights of versions above ``after``, and what was not finished: their learner is gone.
+    """Remove versions above ``after``, and unfinished ones, of a learner that has died.
 
-    Engines have links to what they still read. Example: with ``after`` = 4, ``v00000005`` and ``.next-7`` go.
+    Engines have links to the files that they still read. Example: ``after`` = 4 removes ``v00000005`` and ``.next-7``.
     """
     for path in snapshots.iterdir() if snapshots.is_dir() else ():
         if path.name.startswith(".next-") or (_VERSION.fullmatch(path.name) and int(path.name[1:]) > after):
@@ -221,7 +220,7 @@ def remove_published(snapshots: Path, *, after: int) -> None:
 
 
 def check_memory(config: RunConfig) -> None:
-    """Raise `ValueError` if weights are to be published or kept in shared memory, which has no room for them."""
+    """Raise `ValueError` if shared memory has too little room for the weights that it must hold."""
     weights = config.weights
     if weights.transport is Transport.shared_memory and (missing := _missing_memory(config, _num_versions(config))):
         raise ValueError(f"weights.transport=shared_memory needs room: {missing}; set weights.transport=file")
@@ -233,21 +232,22 @@ def check_memory(config: RunConfig) -> None:
 
 
 def _missing_memory(config: RunConfig, num_versions: int) -> str:
-    """Why so many versions do not fit into shared memory; empty where they do."""
+    """Why this number of versions does not fit into shared memory; empty if it fits."""
     if not SHARED_MEMORY.is_dir():
-        return f"there is no {SHARED_MEMORY}"
+        return f"{SHARED_MEMORY} does not exist"
     size = sum(file.stat().st_size for file in Path(config.model.path).glob("*.safetensors"))
     wanted = 2 * size * num_versions
     free = shutil.disk_usage(SHARED_MEMORY).free
-    return f"{SHARED_MEMORY} has {free >> 20} MiB free, {wanted >> 20} are wanted" if free <= wanted else ""
+    return f"{SHARED_MEMORY} has {free >> 20} MiB free and {wanted >> 20} MiB are needed" if free <= wanted else ""
 
 
 def _num_versions(config: RunConfig) -> int:
-    """Most versions in shared memory, a delta counted as a full one.
+    """The largest number of versions in shared memory at a time. A delta counts as a full version.
 
-    The learner keeps ``keep_snapshots``, those that engines may still be offered (the next evaluation holds one back
-    while the learner goes on), and the full version before them; one is being written, and one an engine still reads.
-    Adapters are small: where they are published alone, the frozen weights count.
+    - The learner keeps ``keep_snapshots``, or all that engines may still be offered if these are more. The next
+      evaluation holds one version while the learner continues. The full version below the oldest delta stays too.
+    - One version is being written, and an engine still reads another.
+    - Adapters are small. If they are published alone, only the frozen weights count.
     """
     full_every = config.weights.full_every
     num_kept = max(config.learner.keep_snapshots, config.buffer.max_lag + 2) + full_every - 1

@@ -95,11 +95,11 @@ class RayResourcePool(ResourcePool):
         name_prefix: Begins the placement groups' names; random by default.
         max_colocate_count: Groups that may share the pool: each has 1/n of a device, and there is a CPU for each.
         detached: Whether the reservation outlives the driver.
-        accelerator_type: Only nodes with this kind of device will do. Example: ``"A100"``.
+        accelerator_type: Use only nodes with this kind of device. Example: ``"A100"``.
         num_cpus_per_process: CPUs of a process's bundle; ``max_colocate_count`` by default.
         num_devices_per_process: Devices of a process, if it has any.
         strategy: How Ray places the bundles of one placement group; ``STRICT_PACK``: on one node of the cluster.
-        apart: Each placement group has a node of the cluster that no other one of this pool is on.
+        apart: Put each placement group of this pool on a node of its own.
         labels: Labels that the nodes must have, as Ray's label selectors. Example: ``{"market-type": "!spot"}``.
         timeout_s: Seconds to wait for the cluster to grant the reservation.
     """
@@ -139,13 +139,13 @@ class RayResourcePool(ResourcePool):
         self._had_groups = False
 
     def options(self) -> dict[str, Any]:
-        """The constructor's arguments, but for the name."""
+        """The constructor's arguments, except the name."""
         names = ("use_gpu", "max_colocate_count", "detached", "accelerator_type", "num_cpus_per_process", "timeout_s")
         names += ("num_devices_per_process", "strategy", "apart", "labels")
         return {"process_on_nodes": list(self._store)} | {name: getattr(self, name) for name in names}
 
     def bundle(self, device_name: str = "cuda") -> dict[str, float]:
-        """What one process reserves."""
+        """The resources that one process reserves."""
         bundle = {"CPU": float(self.num_cpus_per_process)}
         if self.use_gpu:
             bundle[DEVICE_RESOURCES.get(device_name, device_name)] = float(self.num_devices_per_process)
@@ -156,10 +156,10 @@ class RayResourcePool(ResourcePool):
     def get_placement_groups(
         self, strategy: str | None = None, name: str | None = None, device_name: str = "cuda"
     ) -> list[PlacementGroup]:
-        """The reservation, made at the first call, and again in a new cluster: a placement group for each node.
+        """The reservation, one placement group per node. The first call in a cluster makes it.
 
-        ``strategy`` stands in for the pool's. Raises `DeadlineError` if the cluster does not grant it in time, and
-        leaves nothing reserved; `UsageError` if this is a part of a pool in a cluster that has ended.
+        ``strategy`` replaces the pool's. Raises `DeadlineError`, with nothing reserved, if the cluster does not grant
+        it in time, and `UsageError` for a part of a pool whose cluster has ended.
         """
         self._forget_earlier_cluster()
         if self.pgs is not None:
@@ -179,10 +179,10 @@ class RayResourcePool(ResourcePool):
         return pgs
 
     async def reserve(self, device_name: str = "cuda") -> list[str]:
-        """Make the reservation as `get_placement_groups` does, and wait for as long as the cluster takes to grant it.
+        """Make the reservation as `get_placement_groups` does, and wait without a deadline until it is granted.
 
-        Returns the id of the node of each placement group. A wait that is cancelled leaves nothing reserved. Not for
-        pools whose nodes are to be ``apart``, which are reserved one after another.
+        Returns the node id of each placement group. A cancelled wait leaves nothing reserved. Pools with ``apart`` are
+        reserved one placement group at a time, so this does not serve them.
         """
         pgs = [
             self._asked(f"{self.name_prefix}_{count}:{index}", count, self.labels, device_name)
@@ -201,7 +201,7 @@ class RayResourcePool(ResourcePool):
     def _asked(
         self, name: str, count: int, labels: Mapping[str, str], device_name: str, strategy: str | None = None
     ) -> PlacementGroup:
-        """Ask the cluster for a placement group of so many processes."""
+        """Ask the cluster for a placement group of ``count`` processes."""
         return placement_group(
             bundles=[self.bundle(device_name) for _ in range(count)],
             strategy=strategy or self.strategy,
@@ -211,14 +211,14 @@ class RayResourcePool(ResourcePool):
         )
 
     def _labels_apart_from(self, pgs: Sequence[PlacementGroup]) -> dict[str, str]:
-        """The labels of nodes where none of these granted placement groups is."""
+        """Labels of the nodes on which none of these granted placement groups is."""
         taken = {node for pg in pgs for node in nodes_of(pg).values()}
         return {**self.labels, **({NODE_ID_LABEL: f"!in({','.join(sorted(taken))})"} if taken else {})}
 
     def _wait_until_granted(
         self, pgs: Sequence[PlacementGroup], first: int, deadline_s: float, device_name: str
     ) -> None:
-        """Wait until the cluster granted those from ``first`` on, or give all back and raise `DeadlineError`."""
+        """Wait until placement groups from ``first`` on are granted. Else release all and raise `DeadlineError`."""
         left_s, awaited = max(deadline_s - time.monotonic(), 0.0), [pg.ready() for pg in pgs[first:]]
         _, waiting = ray.wait(awaited, num_returns=len(awaited), timeout=left_s)
         if not waiting:
@@ -234,7 +234,7 @@ class RayResourcePool(ResourcePool):
         )
 
     def borrow_from(self, *pools: RayResourcePool) -> None:
-        """Use placement groups of these pools, which keep them while a group runs here."""
+        """Use the placement groups of these pools, which stay reserved while a group runs here."""
         self._wholes = [whole for pool in pools for whole in (pool._wholes or [pool])]
         self._cluster = current_cluster()
 
@@ -245,14 +245,14 @@ class RayResourcePool(ResourcePool):
             pool._num_users += 1
 
     def leave(self) -> None:
-        """Count a group that has ended; the pool's last one gives the reservation back, unless a part is in use."""
+        """Count a group that has ended. The last one releases the reservation, unless a part of the pool is in use."""
         for pool in (self, *self._wholes):
             pool._num_users -= 1
             if pool._had_groups and pool._num_users == 0:
                 pool.shutdown()
 
     def shutdown(self) -> None:
-        """Give the reservation back; workers in it are killed. A part of a pool leaves that to the whole."""
+        """Release the reservation, which kills the workers in it. A part of a pool leaves this to the whole pool."""
         if not self._reserved:
             return
         if not self._has_ended():

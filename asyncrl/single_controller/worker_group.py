@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 
 class WorkerGroup:
-    """Base of groups; a subclass starts the workers and knows how to call them."""
+    """Base class of groups. A subclass starts the workers and calls them."""
 
     def __init__(self, resource_pool: ResourcePool | None) -> None:
         self._is_init_with_detached_workers = resource_pool is None
@@ -67,17 +67,17 @@ class WorkerGroup:
         return state_of(worker) == "ALIVE"
 
     def _block_until_all_workers_alive(self, timeout_s: float = 300.0) -> None:
-        """Wait until every worker has been made. Raises as `fetch` does."""
+        """Wait until every worker has started. Raises as `fetch` does."""
         starting = [worker for worker in self._workers if state_of(worker) != "ALIVE"]
         fetch([worker.__ray_ready__.remote() for worker in starting], timeout_s, "the workers of the group")
 
     def start_worker_aliveness_check(
         self, every_n_seconds: float = 1, on_death: Callable[[WorkerDiedError], None] | None = None
     ) -> None:
-        """Watch the workers from a thread, once all of them are alive. The end of a worker's process wakes it.
+        """Watch the workers from a thread after all of them have started. The end of a worker's process wakes it.
 
-        Ray's own view is checked ``every_n_seconds`` too. ``on_death`` is called once, from that thread, with the error
-        that names the worker; by default the error is logged and SIGABRT raised, which ends the driver.
+        The thread also asks Ray ``every_n_seconds``. It calls ``on_death`` once, with the error that names the worker.
+        By default it logs the error and raises SIGABRT, which ends the driver.
         """
         self.stop_worker_aliveness_check()
         self._block_until_all_workers_alive()
@@ -91,7 +91,7 @@ class WorkerGroup:
         self._checker_thread.start()
 
     def stop_worker_aliveness_check(self) -> None:
-        """End the watch, if there is one."""
+        """End the watch if there is one."""
         if self._watch is not None:
             self._watch.close()
         if self._checker_thread not in (None, threading.current_thread()):
@@ -99,7 +99,7 @@ class WorkerGroup:
         self._watch = self._checker_thread = None
 
     async def death(self) -> WorkerDiedError:
-        """Wait until a worker has died, though nobody calls it; returns the error that names it."""
+        """Wait until a worker dies, also between calls; returns the error that names the worker."""
         rank = await first_to_end(self._workers, self._is_worker_alive)
         return self._death_of(rank)
 
@@ -158,7 +158,7 @@ class RayWorkerGroup(WorkerGroup):
         detached: Whether the workers outlive the driver; their pool must be detached too.
         worker_names: Names of running workers to attach to.
         worker_handles: Handles of running workers to attach to.
-        ray_wait_register_center_timeout: Seconds that rank 0's node may take to name a free port.
+        ray_wait_register_center_timeout: Seconds within which the node of rank 0 must name a free port.
         worker_env: Further environment variables of the workers.
         device_name: ``cuda`` or ``npu``.
         use_gpu: Whether each worker takes its share of a device; by default as the pool says.
@@ -169,8 +169,8 @@ class RayWorkerGroup(WorkerGroup):
         worker_nsight_options: Options of Nsight Systems. Example: ``{"trace": "cuda,nvtx"}``.
         log_dir: Directory for the workers' output, one file per rank; None leaves it to Ray.
         timeout_s: Seconds that a blocking call may take; None is unlimited.
-        first_rank: RANK of the first worker, where several groups number their workers as one.
-        python: What runs Python in the workers, as a shell would; empty leaves it to Ray.
+        first_rank: RANK of the first worker. Several groups may number their workers as one.
+        python: Shell command that runs Python in the workers; empty leaves it to Ray.
 
     Raises `UsageError` if options contradict each other or the pool, `DeadlineError` as `slots_of` does.
     """
@@ -245,7 +245,7 @@ class RayWorkerGroup(WorkerGroup):
 
     @property
     def node_ids(self) -> list[str]:
-        """Ids of the nodes where the workers' places are, in the order of the ranks; none where it is attached."""
+        """Node ids of the workers, in the order of the ranks; empty for a group that attached to its workers."""
         return [slot.node_id for slot in self._slots]
 
     @property

@@ -50,9 +50,11 @@ def test_and_into_the_runs_folder_where_they_do_not_or_where_all_are_kept(run_di
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(1 << 24, 0, 7 << 20))
     assert snapshots(run_dir) == run_dir / "snapshots"
     in_memory = ("weights.transport=shared_memory", "buffer.max_lag=1")
-    with pytest.raises(ValueError, match=r"shared_memory needs room: .*7 MiB free, 10 are wanted; .*transport=file"):
+    with pytest.raises(
+        ValueError, match=r"shared_memory needs room: .*7 MiB free and 10 MiB are needed; .*transport=file"
+    ):
         snapshots(run_dir, *in_memory)
-    with pytest.raises(ValueError, match=r"28 are wanted"):  # deltas since the full version, and everybody's images
+    with pytest.raises(ValueError, match=r"28 MiB are needed"):  # deltas since the full version, and everybody's images
         snapshots(run_dir, *in_memory, "weights.full_every=5", "rollout_fleet.num_engines=3")
 
 
@@ -61,7 +63,9 @@ def test_the_engines_images_of_the_weights_need_room_whatever_the_transport(run_
     options = ("weights.transport=file", "rollout_fleet.num_engines=4")
     snapshots(run_dir, *options)
     for option in ("weights.full_every=2", "weights.copy_to_memory=true"):
-        with pytest.raises(ValueError, match=r"keeps an image .* 7 MiB free, 8 are wanted; .*weights.full_every=1"):
+        with pytest.raises(
+            ValueError, match=r"keeps an image .* 7 MiB free and 8 MiB are needed; .*weights.full_every=1"
+        ):
             snapshots(run_dir, *options, option)
 
 
@@ -142,7 +146,7 @@ def test_a_folder_in_shared_memory_that_is_there_already_is_not_taken(shared_mem
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     other = hold_shared_folder(run_dir)
-    with pytest.raises(FileExistsError, match="must not exist before the run, another process made it; remove it"):
+    with pytest.raises(FileExistsError, match="must not exist before the run, but another process made it; remove it"):
         hold_shared_folder(run_dir)
     assert not run_dir.exists()
     os.close(other)
