@@ -137,4 +137,4 @@ class RemoteScores:
         first_sp_ranks = self.results[:: len(self.results) // len(self.batches)]
         scored = [(result, set(batch.sample_keys)) for result, batch in zip(first_sp_ranks, self.batches, strict=True)]
         needed = [[result for result, keys in scored if not keys.isdisjoint(batch.sample_keys)] for batch in batches]
-        return [DataProtoFuture.concat(results or first_sp_ranks[:1]) for results in needed]
+        return [DataProtoFuture.concat(results or [first_sp_ranks[0]]) for results in needed]
