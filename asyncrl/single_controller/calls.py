@@ -1,7 +1,7 @@
-"""One call through a group: its deadline, its route to each worker, the futures it takes and the references it returns.
+"""One call through a group: its deadline, its route to each worker, its futures and its pending results.
 
-Futures among the arguments travel as references: Ray starts the call when their results are there, and passes on the
-error where one failed. A method that fetched them itself would block its process; in an asyncio actor, where calls run
+Futures among the arguments travel as references. Ray starts the call when their results are there, and raises the error
+of one that failed. A method that fetched them itself would block its process. In an asyncio actor, where calls run
 interleaved, it could wait for itself.
 """
 
@@ -24,12 +24,12 @@ from asyncrl.single_controller.future import DataProtoFuture, _padding_size_key
 from .dispatch import MAGIC_ATTR, collect_all_to_all, collect_dp_compute, silent_ranks
 
 deadline_s: ContextVar[float | None] = ContextVar("call_deadline_s", default=None)
-"""Seconds that a blocking call made now may take; None leaves that to its group."""
+"""Deadline of a blocking call in seconds; None uses that of its group."""
 
 
 @contextmanager
 def call_deadline(timeout_s: float) -> Iterator[None]:
-    """Give each blocking call inside the block its own timeout; a late one raises `DeadlineError`, and goes on."""
+    """Give each blocking call inside the block this timeout. A late call raises `DeadlineError`; the workers continue."""
     if timeout_s <= 0:
         raise ValueError(f"timeout_s must be > 0, got {timeout_s}")
     token = deadline_s.set(timeout_s)
@@ -40,7 +40,7 @@ def call_deadline(timeout_s: float) -> Iterator[None]:
 
 
 class PendingResults(list[Any]):
-    """References to the results of all ranks: a list for ``ray.get``, and awaitable."""
+    """References to the results of all ranks: a list for ``ray.get`` that can also be awaited."""
 
     def __init__(self, refs: Iterable[Any] = ()) -> None:
         super().__init__(refs)
@@ -55,7 +55,7 @@ class PendingResults(list[Any]):
 
 
 class PendingResult(ray.ObjectRef):
-    """A reference to one rank's result; unlike Ray's own, its errors name the worker."""
+    """A reference to the result of one rank. Its errors name the worker, unlike those of Ray's references."""
 
     def __init__(self, ref: ray.ObjectRef) -> None:
         super().__init__(ref.binary(), ref.owner_address(), ref.call_site())
@@ -80,7 +80,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def detach_references(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Arguments, list[Any]]:
-    """The arguments with the references of their futures blanked out, and these references in order."""
+    """The arguments without the references of their futures, and these references in order."""
     references: list[Any] = []
 
     def blank(value: Any) -> Any:
@@ -113,7 +113,7 @@ class Route:
 
     Attributes:
         remote_name: The actor's method that is called.
-        role_method: Role and method, for a host of several roles; None if the worker is called directly.
+        role_method: Role and method in a fused worker; None if the worker is called directly.
         is_worker: Whether the actor's class is a `Worker`, which accepts references and silent calls.
         is_coroutine: Whether the method is a coroutine, which fetches futures itself without blocking others.
         takes_results: Whether the method receives the results of futures rather than the futures.

@@ -17,7 +17,7 @@ from asyncrl.single_controller.future import BatchData, DataProtoFuture, _paddin
 
 
 class _Members(type):
-    """Makes a class of members behave as an enumeration: iteration, ``in``, ``len`` and look-up by name."""
+    """Lets a class be used as an enumeration: iteration, ``in``, ``len`` and lookup by name."""
 
     _registry: dict[str, Any]
 
@@ -60,7 +60,7 @@ class DynamicEnum(metaclass=_Members):
 
     @classmethod
     def register(cls, name: str) -> Any:
-        """Add a member and return it, to be found as ``cls.NAME``. Raises `ValueError` if there is one."""
+        """Add a member, ``cls.NAME``, and return it. Raises `ValueError` if it exists already."""
         if name.upper() in cls._registry:
             raise ValueError(f"{cls.__name__} has a member {name!r} already; choose another name")
         member = cls(name if cls.keeps_case else name.upper(), cls._next_value)
@@ -70,7 +70,7 @@ class DynamicEnum(metaclass=_Members):
 
     @classmethod
     def remove(cls, name: str) -> Any:
-        """Take a member out and return it."""
+        """Remove a member and return it."""
         return cls._registry.pop(name.upper())
 
     @classmethod
@@ -80,7 +80,7 @@ class DynamicEnum(metaclass=_Members):
 
     @classmethod
     def names(cls) -> list[str]:
-        """Names of all members, in the order of their registration."""
+        """Names of all members, in order of registration."""
         return [member.name for member in cls]
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -91,7 +91,7 @@ class DynamicEnum(metaclass=_Members):
 
 
 def _member(kind: type[DynamicEnum], name: str) -> Any:
-    """Find a member after unpickling; a process that does not know it registers it."""
+    """Find a member when it is unpickled. A process that does not know it registers it."""
     return kind.from_name(name) or kind.register(name)
 
 
@@ -272,14 +272,14 @@ def collect_dp_compute_data_proto(worker_group: Any, output: Any) -> Any:
 
 
 def dummy_direct_rollout_call(worker_group: Any, *args: Any, **kwargs: Any) -> Any:
-    """Refuse the call: the engine calls a direct rollout method on the worker, never through the group."""
+    """Refuse the call: only an engine calls a direct rollout method, on the worker itself."""
     raise UsageError("a DIRECT_ROLLOUT_METHOD is called on the worker itself, not through the worker group")
 
 
 def dispatch_nd_compute(
     dp_rank_mapping: list[int], dp_size: int, worker_group: Any, *args: Any, **kwargs: Any
 ) -> Dispatched:
-    """Give each rank part ``dp_rank_mapping[rank]`` of every argument; a part is stored once for all its readers.
+    """Give each rank part ``dp_rank_mapping[rank]`` of every argument. A part is stored once for all its readers.
 
     Every argument is a list of ``dp_size`` parts. Example of a mapping: ``[0, 0, 1, 1]``.
     """
@@ -319,7 +319,7 @@ def collect_nd_compute_dataproto(collect_mask: list[bool], worker_group: Any, ou
 
 
 def dispatch_lazy_compute_data_proto(mesh_name: str, worker_group: Any, *args: Any, **kwargs: Any) -> Dispatched:
-    """As `dispatch_nd_compute_dataproto`, over a mesh that the workers registered; they are asked once per mesh."""
+    """As `dispatch_nd_compute_dataproto`, for a mesh that the workers registered. They are asked once per mesh."""
     if mesh_name not in worker_group._dispatch_info:
         worker_group._dispatch_info[mesh_name] = worker_group._query_dispatch_info(mesh_name)
     mapping = worker_group._dispatch_info[mesh_name]
@@ -327,12 +327,12 @@ def dispatch_lazy_compute_data_proto(mesh_name: str, worker_group: Any, *args: A
 
 
 def collect_lazy_compute_data_proto(mesh_name: str, worker_group: Any, *args: Any, **kwargs: Any) -> Any:
-    """As `collect_nd_compute_dataproto`, over a mesh that the workers registered; they are asked once per mesh."""
+    """As `collect_nd_compute_dataproto`, for a mesh that the workers registered. They are asked once per mesh."""
     return collect_nd_compute_dataproto(_collect_mask(mesh_name, worker_group), worker_group, *args, **kwargs)
 
 
 def silent_ranks(worker_group: Any, collect_fn: Callable[..., Any]) -> frozenset[int]:
-    """The ranks whose results a mesh does not collect, so that they need not send them."""
+    """The ranks whose results a mesh does not collect. They send only errors."""
     if not isinstance(collect_fn, partial) or collect_fn.func is not collect_lazy_compute_data_proto:
         return frozenset()
     mask = _collect_mask(collect_fn.args[0], worker_group)
@@ -385,7 +385,7 @@ def get_predefined_execute_fn(execute_mode: Execute) -> dict[str, str]:
 def register_dispatch_mode(
     dispatch_mode_name: str, dispatch_fn: Callable[..., Any], collect_fn: Callable[..., Any]
 ) -> Dispatch:
-    """Add a mode and return it; from then on it is ``Dispatch.NAME``. Raises `ValueError` if it is there already.
+    """Add the mode ``Dispatch.NAME`` and return it. Raises `ValueError` if it exists already.
 
     ``dispatch_fn`` turns ``(group, *args, **kwargs)`` into ``(args, kwargs)`` whose values are lists of one entry per
     rank; ``collect_fn`` turns ``(group, results)`` into what the caller receives.
@@ -398,7 +398,7 @@ def register_dispatch_mode(
 def update_dispatch_mode(
     dispatch_mode: Dispatch, dispatch_fn: Callable[..., Any], collect_fn: Callable[..., Any]
 ) -> None:
-    """Replace the functions of a mode, for groups made from then on. Raises `UsageError` for an unknown mode."""
+    """Replace the functions of a mode for groups made later. Raises `UsageError` for an unknown mode."""
     _check_dispatch_mode(dispatch_mode)
     get_predefined_dispatch_fn(dispatch_mode)
     DISPATCH_MODE_FN_REGISTRY[dispatch_mode] = {"dispatch_fn": dispatch_fn, "collect_fn": collect_fn}

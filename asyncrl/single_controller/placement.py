@@ -40,7 +40,7 @@ class RayClassWithInitArgs(ClassWithInitArgs):
         self._additional_resource: dict[str, Any] = {}
 
     def set_additional_resource(self, additional_resource: dict[str, Any]) -> None:
-        """Ask for further resources, as options of ``ActorClass.options``."""
+        """Set more resources, as options of ``ActorClass.options``."""
         self._additional_resource = additional_resource
 
     def update_options(self, options: dict[str, Any]) -> None:
@@ -48,10 +48,10 @@ class RayClassWithInitArgs(ClassWithInitArgs):
         self._options.update(options)
 
     def for_rank(self, options: dict[str, Any], **changed: Any) -> RayClassWithInitArgs:
-        """A copy with the options of one rank on top of its own; environment variables are merged.
+        """A copy for one rank, whose ``options`` win over those set here; environment variables are merged.
 
-        ``changed`` are keyword arguments of the class that this rank gets in place of the others'. A worker class that
-        names no CPUs runs in those that the pool reserved.
+        ``changed`` replaces keyword arguments of the class for this rank. A class that names no CPUs uses those that
+        the pool reserved.
         """
         ours = copy(self)
         ours.kwargs = {**self.kwargs, **changed}
@@ -101,9 +101,9 @@ class RayClassWithInitArgs(ClassWithInitArgs):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Slot:
-    """The place of one rank: a bundle of a placement group, of which the pool has one per node.
+    """The place of one rank: a bundle of a placement group. The pool has one placement group per node.
 
-    Local ranks count the group's processes in the same placement group; ``node_index`` is its position in the pool.
+    Local ranks count the processes in one placement group. ``node_index`` is its position in the pool.
     """
 
     rank: int
@@ -117,7 +117,7 @@ class Slot:
 
 
 def slots_of(pool: RayResourcePool, strategy: str | None, device_name: str) -> list[Slot]:
-    """The slots of a pool, or of its part of a larger one, by rank; ``strategy`` stands in for the pool's."""
+    """The slots of a pool, or of a part of a pool, by rank. ``strategy`` replaces the pool's."""
     addresses = node_addresses()
     unsorted_pgs = pool.get_placement_groups(strategy=strategy, device_name=device_name)
     processes = {pg.id: count for pg, count in zip(unsorted_pgs, pool.store, strict=True)}
