@@ -1,6 +1,6 @@
-"""The configuration of a run: one typed tree over the packages' own options, and what follows from it.
+"""The configuration of a run: one typed tree over the packages' own options, and values derived from the options.
 
-Defaults live in the dataclasses; the YAML files under ``configs/`` hold only what an experiment changes. Importing
+The dataclasses hold the defaults; the YAML files under ``configs/`` hold only what an experiment changes. Importing
 this module loads neither torch nor ray nor sglang.
 """
 
@@ -25,7 +25,7 @@ from rollout_fleet.config import RolloutFleetConfig
 
 LOOPBACK = "lo"
 _OWN_CLIENTS = 4
-"""Of the buffer, beside workers and ranks: the controller's, the inspector's."""
+"""Clients of the buffer besides workers and ranks, such as the controller and the inspector."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,17 +41,16 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationConfig:
-    """Held-out evaluation on the fleet, before and after training, and between.
+    """Held-out evaluation on the fleet, before, during and after training.
 
     Attributes:
-        enabled: Evaluate at all; needs ``data.eval_files``.
-        every_steps: Learner steps between evaluations while training goes on; 0 has none. One that would begin while
-            another still runs is left out.
-        share: Largest share of the fleet's engines that such an evaluation takes; with few engines, one of them. They
-            keep the evaluated version until it is done, while the others go on to newer ones, and have at most the same
-            share of the fleet's places for samples under way for it.
-        num_samples: Samples of each prompt at the training temperature; greedy decoding adds one more.
-        pass_reward: A sample that earns at least as much counts as a pass in ``pass@k``.
+        enabled: Evaluate; needs ``data.eval_files``.
+        every_steps: Learner steps between evaluations during training; 0: none. An evaluation is skipped while the
+            previous one is running.
+        share: Largest share of the engines for an evaluation during training, and of the fleet's places for samples; at
+            least one engine. These engines keep the evaluated version until the evaluation ends.
+        num_samples: Samples per prompt at the training temperature, besides the greedy answer.
+        pass_reward: Smallest reward that counts as a pass in ``pass@k``.
     """
 
     enabled: bool = True
@@ -62,15 +61,17 @@ class EvaluationConfig:
 
     def __post_init__(self) -> None:
         if self.every_steps < 0:
-            raise ValueError(f"evaluation.every_steps must be >= 0, got {self.every_steps}; 0 has none between")
+            raise ValueError(
+                f"evaluation.every_steps must be >= 0, got {self.every_steps}; 0 means none during training"
+            )
         if not 0 < self.share <= 1:
-            raise ValueError(f"evaluation.share must be in (0, 1], got {self.share}; 0.25 leaves most to training")
+            raise ValueError(f"evaluation.share must be in (0, 1], got {self.share}; 0.25 is usual")
         if self.num_samples < 1:
-            raise ValueError(f"evaluation.num_samples must be >= 1, got {self.num_samples}; 4 gives a steady mean")
+            raise ValueError(f"evaluation.num_samples must be >= 1, got {self.num_samples}; 4 is usual")
 
 
 class StopMetric(StrEnum):
-    """What ends fine-tuning early: accuracy on ``data.eval_files``, or the loss of held-back demonstrations."""
+    """The metric of early stopping: accuracy on ``data.eval_files``, or validation loss."""
 
     accuracy = "accuracy"
     val_loss = "val_loss"
@@ -78,34 +79,34 @@ class StopMetric(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class WarmStartConfig:
-    """Supervised fine-tuning (``python -m asyncrl sft``), also run before training where ``enabled``.
+    """Supervised fine-tuning: ``asyncrl sft``, and the warm start of a run if ``enabled``.
 
     Attributes:
-        enabled: Fine-tune ``model.path`` first, and train the result.
+        enabled: Fine-tune ``model.path`` before training, and train the result.
         train_files: Parquet or jsonl files with a prompt and a response column.
-        val_files: Demonstrations of the same form for the validation loss.
-        val_rows: Without ``val_files``: the last rows of ``train_files``, held back for the validation loss.
+        val_files: Files of the same format for the validation loss.
+        val_rows: Without ``val_files``: number of last rows of ``train_files`` to use for the validation loss only.
         prompt_key: Column of the prompt: a string, or with ``chat_template`` a list of {role, content} messages.
-        response_key: Column of the response, a string; with ``chat_template``, empty where the assistant's turns stand
-            in the messages themselves: all of them are learned.
-        chat_template: Render messages with the tokenizer's chat template; a plain response gets the end-of-sequence
-            token instead.
+        response_key: Column of the response, a string. Empty with ``chat_template``: all assistant turns of the
+            messages are learned.
+        chat_template: Render messages with the tokenizer's chat template. Otherwise the response is plain text, and the
+            end-of-sequence token follows it.
         chat_template_kwargs: Further arguments of the template. Example: ``{"enable_thinking": false}``.
-        output_path: Where the fine-tuned policy is written, a new or empty directory, or one that the same settings
-            wrote before; empty: ``<output_dir>/<experiment>/sft/<digest of the settings>``.
+        output_path: Directory of the fine-tuned policy: new, empty, or written before with the same settings. Empty:
+            ``<output_dir>/<experiment>/sft/<digest of the settings>``.
         batch_size: Sequences per optimizer update.
-        lr: Peak learning rate; linear decay to zero over ``max_steps``.
-        weight_decay: Decoupled decay, on matrices only.
+        lr: Peak learning rate, with linear decay to zero over ``max_steps``.
+        weight_decay: Decoupled weight decay, on matrices only.
         warmup_steps: Updates of linear warm-up.
-        max_steps: Largest number of updates.
+        max_steps: Maximum number of updates.
         eval_every: Updates between evaluations.
-        eval_prompts: Held-out prompts of one evaluation, answered greedily; 0 measures no accuracy.
-        stop_metric: What ``patience`` watches.
-        target_accuracy: Stop at this greedy accuracy on ``data.eval_files``; above 1 never stops early.
-        target_val_loss: Stop at this validation loss, in nats per token; 0 never stops early.
-        patience: Stop after this many evaluations in which ``stop_metric`` did not improve, and keep the best policy; 0
-            never stops early and keeps the last one.
-        progress_timeout_s: As a warm start: longest time without a line of progress. Each evaluation writes one.
+        eval_prompts: Held-out prompts per evaluation, answered greedily; 0 measures no accuracy.
+        stop_metric: Metric for ``patience``.
+        target_accuracy: Stop at this greedy accuracy on ``data.eval_files``; never with a value above 1.
+        target_val_loss: Stop at this validation loss, in nats per token; never with 0.
+        patience: Stop after this many evaluations without an improvement of ``stop_metric``, and keep the best policy.
+            0 never stops early and keeps the last policy.
+        progress_timeout_s: Longest time between two lines of a warm start's log. Each evaluation writes a line.
     """
 
     enabled: bool = False
@@ -162,7 +163,7 @@ class WarmStartConfig:
                 "set sft.chat_template=true, or leave the arguments out"
             )
         if self.val_files and self.val_rows:
-            raise ValueError(f"sft.val_rows must be 0 beside sft.val_files, got {self.val_rows}; leave one of them out")
+            raise ValueError(f"sft.val_rows must be 0 with sft.val_files, got {self.val_rows}; leave one of them out")
 
     def _check_stop(self) -> None:
         needs_loss = self.target_val_loss > 0 or (self.patience > 0 and self.stop_metric is StopMetric.val_loss)
@@ -181,15 +182,15 @@ class WarmStartConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """Checkpoints of a run; how many are kept is ``learner.keep_checkpoints``.
+    """Checkpoints of a run; ``learner.keep_checkpoints`` limits how many stay.
 
     Attributes:
-        every_steps: Learner steps between two checkpoints, written while training goes on; the last step is saved too.
-            0 saves none.
-        directory: Where they go; on a file system that all learner ranks share. Empty: ``checkpoints/`` in the run's
-            folder.
-        resume: ``never`` starts anew; ``auto`` goes on from the newest checkpoint of the experiment, where there is
-            one; a path names a checkpoint, or a folder of them.
+        every_steps: Learner steps between two checkpoints, written in the background; the last step is saved too. 0
+            saves none.
+        directory: Folder for checkpoints, on a file system that all learner ranks share. Empty: ``checkpoints/`` in
+            the run's folder.
+        resume: ``never`` starts from the beginning. ``auto`` continues from the experiment's newest checkpoint, if it
+            has one. A path names a checkpoint, or a folder of checkpoints.
     """
 
     every_steps: int = 0
@@ -214,7 +215,7 @@ class Transport(StrEnum):
 
 
 class CollectiveInto(StrEnum):
-    """Who receives what the learner ranks broadcast."""
+    """The receivers of the learner ranks' broadcast."""
 
     host = "host"
     engine = "engine"
@@ -254,23 +255,23 @@ class WeightsConfig:
 
     @property
     def copies(self) -> bool:
-        """Whether each engine keeps an image of its version in its host's shared memory."""
+        """Whether each engine keeps an image of its version in shared memory."""
         return self.full_every > 1 or self.copy_to_memory
 
     @property
     def keeps_images(self) -> bool:
-        """Whether each engine has one there, if only until it is loaded."""
+        """Whether each engine has an image of a version in shared memory, at least during the load."""
         return self.copies or self.rules.carrier is Carrier.host_stream
 
     @property
     def rules(self) -> CarrierRules:
-        """What the chosen carrier can do."""
+        """The capabilities of the chosen carrier."""
         into_engines = self.transport is Transport.collective and self.collective_into is CollectiveInto.engine
         return CARRIERS[f"{self.transport}{', collective_into=engine' if into_engines else ''}"]
 
     @property
     def given(self) -> dict[str, object]:
-        """The options of single carriers that differ from their defaults."""
+        """Carrier-specific options with a value other than the default."""
         names = ("copy_to_memory", "directory", "collective_into", "interface")
         defaults = {one.name: one.default for one in fields(self)}
         return {f"weights.{name}": getattr(self, name) for name in names if getattr(self, name) != defaults[name]}
@@ -296,18 +297,17 @@ class RunConfig:
         experiment: Name of the run, and of its folder under ``output_dir``.
         seed: Seeds prompts, sampling and initialisation.
         output_dir: Results go to ``<output_dir>/<experiment>/<time>/``.
-        run_dir: Folder of this run, new or empty; empty: named by the time, under ``output_dir``.
+        run_dir: Folder of this run, new or empty. Empty string: a folder named after the time, under ``output_dir``.
         total_steps: Learner steps of the run.
         quickstart: Make the quickstart's model, tokenizer and data first, under ``<output_dir>/<experiment>/assets``.
-        dry_run: Check the run, and say what it would take and wait for, without starting anything.
+        dry_run: Check the run and show the resources and deadlines that it needs, without starting it.
         record_trajectories: Write every consumed trajectory to ``trajectories/``, for inspection.
-        save_timeout_s: After a signal, once a step is done: how long writing the policy and the summary may take before
-            the run stops.
-        stop_timeout_s: How long stopping may take before processes are killed.
-        dashboard: Serve the run's report while it goes on, at ``dashboard_address``.
-        dashboard_address: ``host:port``; port 0 is any free one. Beyond loopback, visitors must show the secret that
-            the environment variable ``ASYNCRL_DASHBOARD_TOKEN`` holds.
-        tracker: Where the run's numbers go besides its folder: ``wandb``, ``mlflow``, ``prometheus``.
+        save_timeout_s: Deadline to write policy and summary after a signal, if at least one step is done.
+        stop_timeout_s: Deadline to stop all processes; processes that are still running then are killed.
+        dashboard: Serve the report of the running training at ``dashboard_address``.
+        dashboard_address: ``host:port``; port 0 is any free port. An address other than loopback needs a secret in the
+            environment variable ``ASYNCRL_DASHBOARD_TOKEN``, and visitors must present it.
+        tracker: Trackers that receive the metrics besides the run's folder: ``wandb``, ``mlflow``, ``prometheus``.
         prometheus_address: ``host:port`` of ``/metrics`` with ``tracker=[prometheus]``.
     """
 
@@ -341,16 +341,18 @@ class RunConfig:
 
     @property
     def publishes_adapters(self) -> bool:
-        """Whether adapters travel alone."""
+        """Whether the run publishes adapters without the frozen weights."""
         return self.weights.adapters and self.learner.lora.rank > 0
 
     def __post_init__(self) -> None:
+        if self.seed < 0:
+            raise ValueError(f"seed must be >= 0, got {self.seed}; 0 is usual")
         if self.total_steps < 1:
             raise ValueError(f"total_steps must be >= 1, got {self.total_steps}")
         if late := [step for step in self.profile.torch_steps if step >= self.total_steps]:
             raise ValueError(
                 f"profile.torch_steps must be below total_steps={self.total_steps}, got {late}; the last step is "
-                f"{self.total_steps - 1}: name others, or raise total_steps"
+                f"{self.total_steps - 1}; choose other steps, or raise total_steps"
             )
         for name in ("save_timeout_s", "stop_timeout_s"):
             if getattr(self, name) <= 0:
@@ -359,7 +361,7 @@ class RunConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class StopDeadlines:
-    """How long the parts of a run may take to stop, in this order: the fleet, the ranks, then Ray and the buffer."""
+    """Deadlines to stop the parts of a run one after the other: the fleet, the ranks, then Ray and the buffer."""
 
     fleet_s: float
     learner_s: float
@@ -367,34 +369,34 @@ class StopDeadlines:
 
     @property
     def total_s(self) -> float:
-        """All of them."""
+        """The sum."""
         return self.fleet_s + self.learner_s + self.ray_s
 
 
 def stop_deadlines(config: RunConfig) -> StopDeadlines:
-    """The deadlines between an engine's ``rollout_fleet.stop_timeout_s``, from which they follow, and the run's own."""
+    """Derive the deadlines of the parts from ``rollout_fleet.stop_timeout_s``."""
     fleet = config.rollout_fleet
     return StopDeadlines(fleet_s=fleet.worker_stop_timeout_s, learner_s=fleet.stop_timeout_s)
 
 
 def num_buffer_clients(config: RunConfig) -> int:
-    """Most clients that one server of the buffer has: the workers, the ranks, and a few of the run's own."""
+    """Largest number of clients of one buffer server: workers, ranks and `_OWN_CLIENTS`."""
     return config.rollout_fleet.most_engines + sum(learner_pools(config).values()) + _OWN_CLIENTS
 
 
 def num_store_servers(config: RunConfig) -> int:
-    """Most store servers that a run reaches at a time: those beside the ledger, or one on each host of its engines."""
+    """Largest number of store servers: those beside the ledger, or one on each host of engines."""
     fleet, placement = config.rollout_fleet, config.placement
     if not keeps_stores_on_hosts(config):
         return config.buffer.num_store_servers
     if placement.num_nodes == 1:
         return 1
-    per_node = 1 if fleet.is_elastic else placement.engines_per_node or 1  # else each may have a host of its own
+    per_node = 1 if fleet.is_elastic else placement.engines_per_node or 1  # without a limit, each may have its own host
     return len(placement.on_nodes(fleet.most_engines, per_node))
 
 
 def keeps_stores_on_hosts(config: RunConfig) -> bool:
-    """Whether trajectories are kept on the hosts of the rollout workers; see ``buffer.stores_on``."""
+    """Whether the hosts of the rollout workers store the trajectories; see ``buffer.stores_on``."""
     buffer = config.buffer
     if buffer.stores_on is StoresOn.auto:
         return config.placement.num_nodes > 1 and not buffer.num_store_servers
@@ -402,7 +404,7 @@ def keeps_stores_on_hosts(config: RunConfig) -> bool:
 
 
 def requested_cpus(config: RunConfig, num_engines: int | None = None) -> float:
-    """Logical CPUs that the run's workers take, with the engines that it starts with unless told otherwise."""
+    """Logical CPUs of all learner ranks and of ``num_engines`` engines (default: the engines of the start)."""
     num_engines = config.rollout_fleet.fewest_engines if num_engines is None else num_engines
     placement = config.placement
     learner = sum(learner_pools(config).values()) * placement.cpus_per_learner_rank
@@ -410,7 +412,7 @@ def requested_cpus(config: RunConfig, num_engines: int | None = None) -> float:
 
 
 def requested_gpus(config: RunConfig) -> int:
-    """GPUs that the run's workers take when it starts: those of ranks and of engines whose device is ``cuda``."""
+    """GPUs of the ranks and engines at the start of the run, if their device is ``cuda``."""
     fleet = config.rollout_fleet
     ranks = sum(learner_pools(config).values()) if config.learner.device == "cuda" else 0
     own_gpus = fleet.device == "cuda" and not config.placement.colocated
@@ -418,7 +420,7 @@ def requested_gpus(config: RunConfig) -> int:
 
 
 def learner_roles(config: RunConfig) -> dict[str, str]:
-    """The learner's roles that a run needs, in the order in which they work on a batch, and the pool of each."""
+    """The learner's roles of this run and the pool of each, in the order in which they process a batch."""
     algorithm, placement = config.algorithm, config.placement
     has_reference = algorithm.needs_reference and not config.learner.lora.rank
     pools = {
@@ -431,15 +433,15 @@ def learner_roles(config: RunConfig) -> dict[str, str]:
 
 
 def learner_pools(config: RunConfig) -> dict[str, int]:
-    """The learner's pools that a run needs, and the processes of each."""
+    """The learner's pools of this run, and the number of processes of each."""
     sizes = {**config.placement.pools, LEARNER_POOL: config.learner.num_ranks}
     return {pool: sizes[pool] for pool in dict.fromkeys(learner_roles(config).values())}
 
 
 def num_positions(config: RunConfig) -> float:
-    """Longest sequence that the model can be trained on, in tokens; infinite where it names none.
+    """Longest sequence that the model can be trained on, in tokens; infinite if its config has no limit.
 
-    That is its ``max_position_embeddings``, or less: see `learner.rope.rope_limit`.
+    The limit is ``max_position_embeddings`` or `learner.rope.rope_limit`, whichever is smaller.
     """
     settings = model_settings(config.model.path)
     limits = (settings.get("max_position_embeddings"), rope_limit(settings))
@@ -447,27 +449,27 @@ def num_positions(config: RunConfig) -> float:
 
 
 def why_positions_end(config: RunConfig) -> str:
-    """What a message adds to `num_positions` where the model itself takes longer sequences; else empty."""
+    """Explain in a message why `num_positions` is below ``max_position_embeddings``; empty if it is not."""
     settings = model_settings(config.model.path)
     longest, limit = settings.get("max_position_embeddings"), rope_limit(settings)
     if limit is None or (longest is not None and limit >= longest):
         return ""
     return (
-        f" (it takes {longest}; beyond {limit} its rotary embeddings depend on the longest sequence of a batch, so "
-        "that learner and engines would compute different log-probs)"
+        f" (its config allows {longest}, but beyond {limit} its rotary embeddings depend on the longest sequence of a "
+        "batch, and learner and engines would compute different log-probs)"
     )
 
 
 def model_settings(path: str) -> dict[str, Any]:
-    """The ``config.json`` of a model; what a model of text and images says of its text stands at the top."""
+    """Read the ``config.json`` of a model. The ``text_config`` of a multimodal model overrides the top level."""
     settings = json.loads(Path(path, "config.json").read_text())
     return {**settings, **settings.get("text_config", {})}
 
 
 def with_time_to_read(config: RunConfig) -> RunConfig:
-    """The options with start deadlines that allow a second per 100 MB of the models that are read.
+    """Return the options with start deadlines that add a second per 100 MB of model files.
 
-    An engine reads the policy. Ranks read the policy, and the critic and the reward model where they have their own.
+    An engine reads the policy. A rank reads the policy, and the critic and the reward model if they have a path.
     """
     learner, fleet = config.learner, config.rollout_fleet
     policy_s = model_bytes(config.model.path) // SLOWEST_LOAD

@@ -1,16 +1,16 @@
-"""Options of the Ray cluster and of the places that a run's workers take there: the only home of their defaults."""
+"""Options of the Ray cluster and of the placement of the run's workers on it."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 LEARNER_POOL = "learner"
-"""The pool of the actor, and of every role that is placed nowhere else."""
+"""The pool of the actor, and of every role without another pool."""
 
 RAY_SETS_DEVICES = {f"RAY_EXPERIMENTAL_NOSET_{runtime}_VISIBLE_DEVICES": "" for runtime in ("CUDA", "HIP", "ROCR")}
-"""Environment in which Ray restricts a process to its own GPUs, even if a user's shell says otherwise."""
+"""Environment in which Ray restricts a process to its own GPUs, even if the user's shell sets other values."""
 
-# One thread per process: on a machine with few cores, threads that compete for them stop every process. The children of
-# a worker that exits end by themselves, after they have removed what it left; Ray would kill them first.
+# One thread per process: more threads than cores slow every process down. Child processes of a worker clean up and exit
+# by themselves; Ray would kill them first.
 WORKER_ENV = {
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
@@ -22,7 +22,7 @@ WORKER_ENV = {
 
 
 class Strategy(StrEnum):
-    """How workers are shared out over nodes: as few nodes as will do, or as many as there are."""
+    """How workers are distributed over nodes: over as few nodes as possible, or over all nodes."""
 
     pack = "pack"
     spread = "spread"
@@ -30,34 +30,34 @@ class Strategy(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementConfig:
-    """What each worker takes of the cluster, and where; a learner rank takes one GPU, an engine ``tp_size`` of them.
+    """CPUs, nodes and pools of the workers. A learner rank takes one GPU, an engine ``tp_size`` GPUs.
 
     Attributes:
-        num_nodes: Nodes of the Ray cluster that must be there when the run starts, unless ``autoscale`` brings them. 1
-            is the node where it is started, alone; with more, the run uses all nodes; see ``docs/several_hosts.md``.
-        ranks_per_node: Learner ranks on one node; a pool takes as many nodes as that makes. 0: a pool is on one node.
-        engines_per_node: Engines on one node. 0: wherever there is room, in the order of ``strategy``.
-        strategy: ``pack`` takes as few nodes as will do, and may put ranks beside engines. ``spread`` takes as many as
-            there are: each node's share of ranks or engines has a node of its own, apart from others of its kind.
-        learner_labels: Labels that the nodes of the learner must have, as ``ray start --labels`` gives them.
-        engine_labels: The same for the engines. Example: ``{pool: inference}``.
-        interface: Network interface over which learner ranks talk to each other, on every node. Empty: as gloo and NCCL
-            choose.
-        pools: Further pools of the learner: name and number of processes, one device each. The pool ``learner`` always
-            exists, with ``learner.num_ranks``. Example: ``{critic: 2}``.
-        critic: Pool of the critic. Roles of one pool share its processes; those of others compute at the same time.
-        reference: Pool of the reference policy. With LoRA it is the actor with its adapters off, in ``learner``.
+        num_nodes: Nodes that the Ray cluster must have at the start, unless ``autoscale`` adds them. 1: the run uses
+            only the node of the command. More: it uses all nodes; see ``docs/several_hosts.md``.
+        ranks_per_node: Learner ranks of a pool per node. 0: all ranks of a pool on one node.
+        engines_per_node: Engines per node. 0: any number, in the order of ``strategy``.
+        strategy: ``pack`` uses as few nodes as possible; ranks and engines may share a node. ``spread`` uses all nodes:
+            each group of ``ranks_per_node`` ranks, and of ``engines_per_node`` engines, has a separate node.
+        learner_labels: Labels that the learner's nodes must have, as given to ``ray start --labels``.
+        engine_labels: Labels that the engines' nodes must have. Example: ``{pool: inference}``.
+        interface: Network interface of the learner ranks on every node. Empty: gloo and NCCL choose.
+        pools: Further pools of the learner: name and number of processes, one device per process. The pool ``learner``
+            always exists, with ``learner.num_ranks`` processes. Example: ``{critic: 2}``.
+        critic: Pool of the critic. Roles of one pool share its processes; roles of different pools run in parallel.
+        reference: Pool of the reference policy. With LoRA, the actor without its adapters is the reference, and this
+            option has no effect.
         reward_model: Pool of the reward model.
-        cpus_per_learner_rank: Logical CPUs of one process of these pools.
-        cpus_per_engine: Logical CPUs of one rollout worker with its engine.
-        oversubscribe: On a cluster of our own (``ray.address`` empty), offer as many logical CPUs as the run asks for,
-            even where the machine has fewer cores. If false, that is an error.
-        autoscale: With an elastic fleet (``rollout_fleet.num_engines={min, max}``): keep asking the cluster for the
-            places of ``max`` engines. Ray's autoscaler starts nodes for them, where the cluster has one; a node that is
-            started by hand brings engines too. If false, engines take the places that are free at the start, and those
-            that ``asyncrl join`` asks for.
-        colocated: Put a learner rank and an engine on each device, taking turns: the engines fill a batch and release
-            the device, the learner updates, publishes and offloads as ``learner.offload_at_transition_only`` says.
+        cpus_per_learner_rank: Logical CPUs per process of these pools.
+        cpus_per_engine: Logical CPUs per rollout worker, including its engine.
+        oversubscribe: If the run starts the Ray cluster (``ray.address`` empty), let the cluster have as many logical
+            CPUs as the run needs, even on a machine with fewer cores. False refuses such a run.
+        autoscale: For an elastic fleet (``rollout_fleet.num_engines={min, max}``): request places for ``max`` engines
+            from the cluster all the time, so that Ray's autoscaler starts nodes. Engines also use nodes that are added
+            by hand. If false, only the free places at the start and ``asyncrl join`` add engines.
+        colocated: Place a learner rank and an engine on each device. They take turns: the engines fill a batch and
+            release the device, then the learner updates, publishes and offloads (see
+            ``learner.offload_at_transition_only``).
     """
 
     num_nodes: int = 1
@@ -102,20 +102,20 @@ class PlacementConfig:
         for name, value in (default | {"strategy": Strategy.pack}).items():
             if self.num_nodes == 1 and getattr(self, name) != value:
                 raise ValueError(
-                    f"placement.{name} is for several nodes, got {getattr(self, name)} with placement.num_nodes=1; set "
+                    f"placement.{name} is for several nodes only, got {getattr(self, name)} with num_nodes=1; set "
                     "placement.num_nodes, or leave it out"
                 )
 
     def on_nodes(self, num_processes: int, per_node: int) -> list[int]:
-        """Number of processes on each node, at most ``per_node``, 0 for all on one. Example: 5 by 2 is 2, 2, 1."""
+        """Number of processes on each node, at most ``per_node`` (0: no limit). Example: 5 by 2 gives 2, 2, 1."""
         if not per_node:
             return [num_processes]
         full, rest = divmod(num_processes, per_node)
         return [per_node] * full + [rest] * (rest > 0)
 
 
-REMOVED_OPTIONS = {"ray.fork_workers": "it is gone: every worker imports what it needs; leave it out"}
-"""Options of earlier releases that have no replacement, with what to do."""
+REMOVED_OPTIONS = {"ray.fork_workers": "it was removed: every worker imports its modules itself; leave it out"}
+"""Removed options without a replacement, and the remedy."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,12 +123,11 @@ class RayConfig:
     """The Ray cluster.
 
     Attributes:
-        address: Empty starts a cluster of our own on this machine; ``auto`` or ``host:port`` joins a running one.
-        node_address: Of this machine in a cluster that is joined: the ``--node-ip-address`` of its ``ray start``.
-            Empty: as Ray finds out.
-        object_store_bytes: Shared memory of a cluster of our own; weights and batches do not pass through it.
-        start_timeout_s: Deadline for the cluster to come up, and for it to grant the run's places.
-        python: What runs Python in learner ranks and engines in process, as in a shell (``nsys profile python``).
+        address: Empty starts a cluster on this machine; ``auto`` or ``host:port`` joins a running cluster.
+        node_address: This machine's ``--node-ip-address`` in a cluster that the run joins. Empty: Ray detects it.
+        object_store_bytes: Shared memory of a cluster that the run starts; weights and batches do not use it.
+        start_timeout_s: Deadline to start the cluster, and to reserve the run's places.
+        python: Command that runs Python in learner ranks and in-process engines, such as ``nsys profile python``.
             Empty: the Python of this process.
     """
 
@@ -141,5 +140,5 @@ class RayConfig:
     def __post_init__(self) -> None:
         if self.node_address and not self.address:
             raise ValueError(
-                f"ray.node_address={self.node_address} is used in a cluster that is joined; set ray.address too"
+                f"ray.node_address={self.node_address} is only for a cluster that the run joins; set ray.address too"
             )

@@ -1,6 +1,6 @@
-"""``asyncrl samples RUN``, ``python -m asyncrl.samples RUN``: read the decoded samples that a run has kept.
+"""``asyncrl samples RUN``: show the decoded samples of a run.
 
-They lie in the run's ``samples/`` as parquet files, which the rollout workers write (`rollout_fleet.sample_log`).
+The rollout workers write them as parquet files to the run's ``samples/`` (`rollout_fleet.sample_log`).
 """
 
 from __future__ import annotations
@@ -24,36 +24,35 @@ _ORDERS = {
 }
 _LINE_CHARACTERS = 70
 _BIDI = frozenset({"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"})
-"""Classes of the characters that reorder the text around them."""
+"""Unicode classes of characters that reorder the surrounding text."""
 
 
 def read_samples(files: Sequence[Path]) -> list[Sample]:
-    """The rows of sample files, in the files' order. Raises `ValueError` that names a file that is no whole one."""
-    return [row for file in files for row in _rows_of(file)]
-
-
-def _rows_of(file: Path) -> list[Sample]:
+    """Read the rows of sample files. Raises `ValueError` that names a damaged or truncated file."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    try:
-        return pq.ParquetFile(file).read(use_threads=False).to_pylist()
-    except (pa.ArrowException, OSError) as error:
-        raise ValueError(
-            f"{file} must be a whole parquet file, got {' '.join(str(error).split())}; restore it from a copy, or "
-            "delete it to go without"
-        ) from error
+    rows = []
+    for file in files:
+        try:
+            rows += pq.ParquetFile(file).read(use_threads=False).to_pylist()
+        except (pa.ArrowException, OSError) as error:
+            raise ValueError(
+                f"{file} must be a whole parquet file, got {' '.join(str(error).split())}; restore it from a copy, or "
+                "delete it"
+            ) from error
+    return rows
 
 
 class NewSamples:
-    """The training samples of a run that were kept since it was asked last."""
+    """The training samples of a run that were written since the last call."""
 
     def __init__(self, run_dir: Path) -> None:
         self._folder = run_dir / "samples"
         self._seen: set[Path] = set()
 
     def extremes(self, count: int) -> list[Sample]:
-        """``count`` of them: half the worst, half the best, worst first."""
+        """Return up to ``count`` new samples: half with the lowest, half with the highest rewards, in rising order."""
         files = sorted(set(self._folder.glob("train-*.parquet")) - self._seen)
         self._seen.update(files)
         samples = sorted(read_samples(files), key=_ORDERS["worst"])
@@ -61,15 +60,15 @@ class NewSamples:
 
 
 def sample_line(sample: Sample) -> str:
-    """A sample in one line, its middle left out where it is long."""
+    """A sample in one line; the middle of long texts is left out."""
     return f"{_facts(sample)}: {_shortened(sample['prompt'])!r} -> {_shortened(sample['response'])!r}"
 
 
 def printable(text: str) -> str:
-    r"""Text with its control characters escaped, but for line breaks and tabs: it may go to a terminal.
+    r"""Escape control characters, except line breaks and tabs, for output to a terminal.
 
-    A model can write sequences that move the cursor, set the clipboard or reverse the order of the text. Example: an
-    escape character becomes ``\x1b``.
+    A model can write sequences that move the cursor, set the clipboard or reverse text. Example: an escape character
+    becomes ``\x1b``.
     """
     return "".join(
         character
@@ -86,8 +85,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     files = _files_of(options.run, options.kind, options.version)
     if not files:
         sys.stderr.write(
-            f"error: {options.run} must be the folder of a run, or of an experiment, that kept samples; got none of "
-            f"kind {options.kind or ' or '.join(_KINDS)}; see rollout_fleet.samples.every_steps\n"
+            f"error: {options.run} must be the folder of a run or an experiment with samples, got none of kind "
+            f"{options.kind or ' or '.join(_KINDS)}; set rollout_fleet.samples.every_steps\n"
         )
         return 2
     try:
@@ -108,13 +107,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="asyncrl samples", description="Read the decoded samples of a run.")
-    parser.add_argument("run", type=Path, help="folder of a run, or of an experiment, whose newest run is taken")
-    parser.add_argument("--kind", choices=_KINDS, help="of training, or of evaluations: sampled or greedy; default all")
-    parser.add_argument("--version", type=int, help="those kept at this policy version")
-    parser.add_argument("--order", choices=_ORDERS, default="newest", help="which come first (default newest)")
-    parser.add_argument("--contains", default="", metavar="TEXT", help="those with this text in prompt or response")
-    parser.add_argument("-n", "--num", type=int, default=0, help="how many (default all)")
+    parser = argparse.ArgumentParser(prog="asyncrl samples", description="Show the decoded samples of a run.")
+    parser.add_argument("run", type=Path, help="folder of a run, or of an experiment (its newest run)")
+    parser.add_argument("--kind", choices=_KINDS, help="train: training; sampled, greedy: evaluations (default all)")
+    parser.add_argument("--version", type=int, help="policy version of the samples")
+    parser.add_argument("--order", choices=_ORDERS, default="newest", help="order (default newest)")
+    parser.add_argument("--contains", default="", metavar="TEXT", help="text in prompt or response")
+    parser.add_argument("-n", "--num", type=int, default=0, help="maximum number (default all)")
     return parser
 
 

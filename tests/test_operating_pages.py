@@ -36,7 +36,7 @@ def texts(path):
             yield [node.value]
 
 
-def test_every_message_of_the_page_is_in_the_code():
+def test_every_message_in_troubleshooting_exists_in_the_code():
     strings = [parts for path in CODE for parts in texts(path)]
     messages = messages_of(PAGES["troubleshooting"])
     assert len(messages) > 30
@@ -48,7 +48,7 @@ def test_every_message_of_the_page_is_in_the_code():
     assert missing == []
 
 
-def test_every_field_of_a_step_is_on_the_page_and_every_metric_there_is_in_the_code():
+def test_the_metrics_page_and_the_code_have_the_same_metrics():
     documented = documented_metrics()
     for_trackers = {"groups", "lags"}
     own = {field.name for field in fields(StepRecord)} - {"learner", "metrics"} - for_trackers
@@ -60,7 +60,7 @@ def test_every_field_of_a_step_is_on_the_page_and_every_metric_there_is_in_the_c
     assert [name for name in sorted(ends) if f'"{name}"' not in source] == []
 
 
-def test_every_cause_of_idle_time_is_on_the_page_and_the_other_way_round():
+def test_the_profiling_page_and_the_code_have_the_same_causes():
     for title, causes in (("an engine's place", FleetCause), ("a rank", LearnerCause)):
         part = PAGES["profiling"].partition(f"## Why {title} was idle")[2].partition("\n## ")[0]
         rows = [row.split("|")[1] for row in part.splitlines() if row.startswith("| `")]
@@ -68,7 +68,7 @@ def test_every_cause_of_idle_time_is_on_the_page_and_the_other_way_round():
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_option_of_a_page_is_one(page):
+def test_every_option_on_a_page_exists(page):
     options, names = describe(RunConfig()), {field.name for field in fields(RunConfig)}
     sections = "|".join(name for name in names if any(option.startswith(f"{name}.") for option in options))
     named = set(re.findall(rf"`((?:{sections})\.[a-z_.]+)(?:=[^`]*)?`", PAGES[page])) - documented_metrics()
@@ -77,6 +77,6 @@ def test_every_option_of_a_page_is_one(page):
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_page_that_a_page_names_is_there(page):
+def test_every_link_between_pages_works(page):
     links = re.findall(r"\]\((\w+\.md)\)", PAGES[page])
     assert [link for link in links if not (ROOT / "docs" / link).is_file()] == []

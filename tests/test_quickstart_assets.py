@@ -1,7 +1,3 @@
-import subprocess
-import sys
-from pathlib import Path
-
 import pyarrow.parquet as pq
 import pytest
 
@@ -34,7 +30,7 @@ def test_train_held_out_and_demonstrations_share_no_prompt(assets):
     assert len(set().union(*prompts)) == 600
 
 
-def test_demonstrations_err_at_about_the_rate_asked_for(assets):
+def test_demonstrations_have_about_the_given_rate_of_mistakes(assets):
     rows = pq.read_table(assets.demonstrations).to_pylist()
     pairs = [
         (right, shown)
@@ -60,14 +56,14 @@ def test_the_teacher_swaps_the_first_two_digits_of_most_long_answers(tmp_path):
     assert 75 < swapped[True] < 115, "0.7 of three quarters of 200, less a tenth with two equal digits"
 
 
-def test_demonstrations_without_mistakes_are_all_right(tmp_path):
+def test_demonstrations_without_mistakes_are_correct(tmp_path):
     exact = make_assets(tmp_path / "exact", seed=7, wrong_digit_rate=0.0, habit_rate=0.0, **SMALL)
 
     for row in pq.read_table(exact.demonstrations).to_pylist():
         assert row["response"] + "=" == row["prompt"][-2::-1] + "="
 
 
-def test_the_same_seed_gives_the_same_bytes_and_another_seed_other_ones(assets, tmp_path):
+def test_the_bytes_of_assets_depend_only_on_the_seed(assets, tmp_path):
     again = make_assets(tmp_path / "again", seed=7, **SMALL)
     other = make_assets(tmp_path / "other", seed=8, **SMALL)
 
@@ -99,32 +95,16 @@ def test_incomplete_assets_are_made_again(tmp_path):
     assert make_assets(tmp_path / "assets", seed=0, **SMALL).train.read_bytes() == content
 
 
-def test_a_directory_of_the_users_is_left_alone(tmp_path):
+def test_assets_never_replace_other_files(tmp_path):
     (tmp_path / "thesis.tex").write_text("years of work")
 
-    with pytest.raises(ValueError, match="holds something else"):
+    with pytest.raises(ValueError, match="got other files"):
         make_assets(tmp_path, seed=0, **SMALL)
 
     assert (tmp_path / "thesis.tex").read_text() == "years of work"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"seed": -1}, "seed must be >= 0, got -1"),
-        ({"seed": 0, "num_held_out": 0}, "num_held_out must be >= 1, got 0"),
-        ({"seed": 0, "num_train": 300_000}, "more than 200,000 rows"),
-        ({"seed": 0, "habit_rate": 1.5}, r"habit_rate must be in \[0, 1\], got 1.5"),
-        ({"seed": 0, "wrong_digit_rate": 1.0}, r"wrong_digit_rate must be in \[0, 1\), got 1.0"),
-    ],
-)
-def test_arguments_out_of_range_are_refused_by_name(tmp_path, arguments, message):
-    with pytest.raises(ValueError, match=message):
-        make_assets(tmp_path / "assets", **arguments)
-    assert not (tmp_path / "assets").exists()
-
-
-def test_transformers_loads_the_policy_whole_and_with_its_own_shapes(assets):
+def test_transformers_loads_the_quickstart_policy(assets):
     from transformers import AutoModelForCausalLM
 
     model, report = AutoModelForCausalLM.from_pretrained(assets.model, output_loading_info=True)
@@ -139,7 +119,7 @@ def test_transformers_loads_the_policy_whole_and_with_its_own_shapes(assets):
     assert model.model.rotary_emb.inv_freq[1].item() == pytest.approx(100 ** (-1 / 8))
 
 
-def test_the_tokenizer_is_one_token_a_character_and_knows_its_ends(assets):
+def test_the_quickstart_tokenizer_has_one_token_per_character(assets):
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(assets.model)
@@ -150,8 +130,3 @@ def test_the_tokenizer_is_one_token_a_character_and_knows_its_ends(assets):
     assert tokenizer("1 x\n")["input_ids"] == [5, 2, 2, 2]
     assert tokenizer.padding_side == "left"
     assert len(tokenizer) == 14
-
-
-def test_making_assets_loads_no_torch():
-    code = "import asyncrl.cli.quickstart, sys; raise SystemExit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[1], timeout=60).returncode == 0

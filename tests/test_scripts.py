@@ -15,7 +15,7 @@ from tests.support.two_hosts import SCRIPT, left_of, skip_unless_permitted, star
 
 
 @pytest.mark.timeout(300)
-def test_paths_are_seen_from_where_the_user_stands(tmp_path):
+def test_paths_are_relative_to_the_users_directory(tmp_path):
     (tmp_path / "own.py").write_text("def loss(inputs, config): ...\n")
     command = ["bash", str(ROOT / "scripts" / "run_async.sh"), "--print-config", "algorithm.loss=own.py:loss"]
     shown = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280)
@@ -56,7 +56,7 @@ def hosts(request, tmp_path):
 
 
 @pytest.mark.timeout(120)
-def test_two_hosts_know_each_other_have_a_tmp_of_their_own_and_end_with_their_run(hosts, monkeypatch):
+def test_two_hosts_know_each_other_have_separate_tmp_folders_and_end_with_the_run(hosts, monkeypatch):
     monkeypatch.setenv("MODE", "ends")
     script, out = hosts
     process, mark = start_hosts(out, script=script)
@@ -71,7 +71,7 @@ def test_two_hosts_know_each_other_have_a_tmp_of_their_own_and_end_with_their_ru
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
-def test_two_hosts_that_are_stopped_end_their_run_and_leave_nothing(hosts, number, status):
+def test_two_stopped_hosts_end_their_run_and_leave_no_process(hosts, number, status):
     script, out = hosts
     process, mark = start_hosts(out, script=script)
     output = ""

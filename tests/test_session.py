@@ -29,14 +29,14 @@ def orphan():
     process.communicate()
 
 
-def test_what_a_session_left_is_ended_and_named(orphan):
+def test_leftover_processes_of_a_session_are_ended_and_named(orphan):
     assert end_leftovers(uuid.uuid4().hex, grace_s=0) == []
     assert orphan.poll() is None
     assert end_leftovers(MINE, grace_s=0) == [f"sh -c {WAIT}"]
     assert not psutil.pid_exists(orphan.pid)
 
 
-def test_a_session_that_is_killed_ends_what_it_left(orphan):
+def test_leftover_processes_of_a_killed_session_are_ended(orphan):
     watcher = watch_session(MINE, grace_s=0)
     watcher.stdin.close()  # the kernel does this when the session dies
     assert orphan.wait(60) != 0

@@ -115,7 +115,7 @@ def test_setup_with_cuda_switched_off_installs_for_the_cpu_on_an_old_driver(setu
     assert "sglang-cpu.txt" in calls
 
 
-def test_setup_without_sglang_does_not_ask_for_its_glibc(setup):
+def test_setup_without_sglang_does_not_check_its_glibc(setup):
     status, words, calls = setup(gpu=H100 | {"GLIBC": "2.31"}, NEED_SGLANG="0")
     assert status == 0, words
     assert "sglang" not in calls
@@ -142,27 +142,27 @@ def test_two_setups_in_one_folder_at_once_install_once(setup):
     assert sum(words.count("installing torch") for _, words, _ in results) == 1
 
 
-def test_setup_gives_its_lock_back_before_the_tests_or_the_run_begin(setup):
+def test_setup_releases_its_lock_before_the_tests_or_the_run(setup):
     status, words, _ = setup(after="flock --nonblock pyproject.toml cat /dev/null")
     assert status == 0, words
 
 
 @pytest.mark.parametrize("minor", [11, 12, 13])
-def test_setup_takes_each_python_of_the_range(setup, minor):
+def test_setup_accepts_each_python_of_the_range(setup, minor):
     status, words, _ = setup(minor=minor)
     assert status == 0, words
     assert f"making .venv with Python 3.{minor}.0" in words
 
 
 @pytest.mark.parametrize("minor", [10, 14])
-def test_setup_brings_a_python_through_uv_where_path_has_none_of_the_range(setup, minor):
+def test_setup_installs_python_with_uv_if_path_has_none_of_the_range(setup, minor):
     status, words, calls = setup(minor=minor, has_uv=True)
     assert status == 0, words
     assert "making .venv with a Python 3.12 from uv" in words
     assert "uv venv --quiet --seed --python 3.12 .venv" in calls
 
 
-def test_setup_without_a_python_of_the_range_and_without_uv_says_what_it_found(setup):
+def test_setup_without_python_or_uv_names_the_found_version(setup):
     status, words, calls = setup(minor=10)
     assert status == 1
     assert "Python 3.11, 3.12 or 3.13 is needed, and PATH has Python 3.10.0; install one, or uv" in words
@@ -183,12 +183,12 @@ def test_constraints_pin_each_package_to_one_version_once():
     assert all(len(pin.specifier) == 1 and str(pin.specifier).startswith("==") for pin in pins().values())
 
 
-def test_constraints_allow_what_sglang_needs_on_cuda():
+def test_constraints_allow_the_cuda_packages_of_sglang():
     assert pins()["numpy"].specifier.contains("2.3.5")  # mistral-common needs numpy < 2.4
     assert pins()["protobuf"].specifier.contains("6.33.6")  # nvidia-cutlass-dsl needs protobuf < 7
 
 
-def test_the_gpu_extra_holds_what_has_wheels_and_is_pinned():
+def test_the_gpu_extra_has_packages_with_wheels_within_the_pins():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     needed = [Requirement(line) for line in extras["gpu"]]
     assert {need.name for need in needed} == {"sglang", "flash-attn-4"}, "flash-attn has no wheels"

@@ -1,6 +1,6 @@
-"""From command line to `RunConfig`, and ``--help``: what the options are, read off the config dataclasses.
+"""Compose a `RunConfig` from the command line, and show the options for ``--help``.
 
-Hydra composes, the dataclasses check, and every mistake becomes a ValueError. Nothing past this module sees a
+Hydra composes the options and the dataclasses check them; every mistake becomes a ValueError. No other module sees a
 DictConfig.
 """
 
@@ -31,7 +31,7 @@ from learner.config import RETIRED_OPTIONS
 
 CONFIG_DIR = Path(__file__).resolve().parents[2] / "configs"
 
-# What a user turns first; --help-all lists every option.
+# The options of --help; --help-all lists every option.
 COMMON_OPTIONS = (
     "seed",
     "total_steps",
@@ -76,11 +76,11 @@ def compose_run(overrides: Sequence[str]) -> RunConfig:
     """Compose a run from ``configs/run.yaml`` and Hydra overrides.
 
     Args:
-        overrides: Hydra's override grammar. Example: ``["experiment=quickstart", "buffer.max_lag=4"]``. An experiment
-            is one of ours by its name, or a file of your own by its path.
+        overrides: In Hydra's override grammar. Example: ``["experiment=quickstart", "buffer.max_lag=4"]``. An
+            experiment is the name of a built-in experiment, or the path of the user's file.
 
     Raises:
-        ValueError: an unknown option, a wrong type or a value out of range, by name.
+        ValueError: an option is unknown, has the wrong type or is out of range; the message names the option.
     """
     _check_form(overrides)
     ConfigStore.instance().store(name="schema", node=schema())
@@ -99,14 +99,14 @@ def compose_run(overrides: Sequence[str]) -> RunConfig:
 
 
 def read_config(run_folder: Path) -> RunConfig:
-    """The configuration of a run, from the ``config.yaml`` in its folder.
+    """Read the configuration of a run from the ``config.yaml`` in its folder.
 
     Raises:
-        ValueError: there is none, it is damaged, or another release wrote it with other options.
+        ValueError: the file is missing or damaged, or another release wrote it with other options.
     """
     path = run_folder / "config.yaml"
     if not path.is_file():
-        raise ValueError(f"{run_folder} must be the folder of a run, got one without config.yaml; check the path")
+        raise ValueError(f"{run_folder} must be the folder of a run, got no config.yaml there; check the path")
     try:
         options = OmegaConf.load(path)
         got = f"{options!r:.80}"
@@ -115,7 +115,7 @@ def read_config(run_folder: Path) -> RunConfig:
     if not isinstance(options, DictConfig) or not options:
         raise ValueError(f"{path} must hold the options of the run as YAML, got {got}; restore it from a copy")
     try:
-        for name in REMOVED_OPTIONS:  # a run of an earlier release may have written them
+        for name in REMOVED_OPTIONS:  # an earlier release may have written them
             section, _, key = name.rpartition(".")
             (OmegaConf.select(options, section) or {}).pop(key, None)
         config = OmegaConf.to_object(OmegaConf.merge(schema(), options))
@@ -126,7 +126,7 @@ def read_config(run_folder: Path) -> RunConfig:
 
 
 def dump_yaml(config: RunConfig) -> str:
-    """Return the resolved configuration as YAML; composing it again gives the same run."""
+    """Return the resolved configuration as YAML, which can be used as an experiment."""
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
@@ -140,17 +140,17 @@ def _check_form(overrides: Sequence[str]) -> None:
             )
         if name.lstrip("+~").startswith("hydra"):
             raise ValueError(
-                f"{override}: options of Hydra itself apply to several runs; add --multirun, or leave it out (run_dir "
-                "names the folder of a single run)"
+                f"{override}: options of Hydra need --multirun; add --multirun, or leave the option out (run_dir sets "
+                "the folder of a single run)"
             )
         if override.startswith(("+", "~")):
             _check_addition(override, options)
 
 
 def _check_addition(override: str, options: Mapping[str, tuple[str, Any]]) -> None:
-    """Check that ``+`` and ``~`` name an entry of an option with keys of the user's own, or a group of configurations.
+    """Check that ``+`` and ``~`` name an entry of a dictionary option, or a group of configurations.
 
-    Every other option exists already, and cannot be removed. ``++option=value`` sets it in any case.
+    Other options cannot be added or removed. ``++option=value`` sets any option.
     """
     name, value = override.lstrip("+~").partition("=")[::2]
     if (CONFIG_DIR / name).is_dir():
@@ -162,30 +162,30 @@ def _check_addition(override: str, options: Mapping[str, tuple[str, Any]]) -> No
     is_own_key = any(name.startswith(f"{option}.") for option in with_own_keys)
     if name not in options and not is_own_key:
         raise ValueError(
-            f"{override}: unknown option {name}; {_nearest(name)}; keys of your own belong into "
+            f"{override}: unknown option {name}; {_nearest(name)}; keys of your own are allowed in "
             f"{', '.join(with_own_keys)}"
         )
 
 
 @contextmanager
 def with_own_experiments(overrides: Sequence[str]) -> Iterator[tuple[list[str], dict[str, str]]]:
-    """Show Hydra a user's experiment files in a folder as Hydra expects them, while the block runs.
+    """Copy the user's experiment files to a temporary folder on Hydra's search path.
 
     Args:
         overrides: Example: ``["experiment=mine.yaml", "seed=1"]``.
 
     Yields:
-        The overrides with experiments by name only, and the path of each file by that name.
+        The overrides with the names of the experiments instead of paths, and a map from name to path.
 
     Raises:
-        ValueError: a file is missing, or is not an experiment.
+        ValueError: a file is missing or is not an experiment.
     """
     with tempfile.TemporaryDirectory(prefix="asyncrl-") as folder:
         known, paths = [], {}
         (experiments := Path(folder, "experiment")).mkdir()
         for override in overrides:
             name, _, value = override.partition("=")
-            is_one = Path(value.strip("'\"")).is_file()  # a file's name may hold a comma
+            is_one = Path(value.strip("'\"")).is_file()  # a file name may contain a comma
             files = [part.strip("'\"") for part in ([value] if is_one else value.split(","))]
             files = files if name == "experiment" else []
             for file in [file for file in files if file.endswith((".yaml", ".yml"))]:
@@ -199,17 +199,18 @@ def with_own_experiments(overrides: Sequence[str]) -> Iterator[tuple[list[str], 
 
 
 def _read_experiment(path: Path, override: str) -> str:
-    """The text of a user's experiment, checked for what ours have too."""
+    """Read a user's experiment and check it."""
     if not path.is_file():
         raise ValueError(f"{override}: there is no file {path}; check the path")
     if (CONFIG_DIR / "experiment" / f"{path.stem}.yaml").is_file():
-        raise ValueError(f"{override}: {path.stem} is the name of an experiment of ours; name the file otherwise")
+        raise ValueError(f"{override}: {path.stem} is the name of a built-in experiment; rename the file")
     text = path.read_text()
     if "@package _global_" not in text:
-        raise ValueError(f"{override}: {path} must hold a line '# @package _global_', as our experiments do; add it")
+        raise ValueError(f"{override}: {path} must contain the line '# @package _global_'; add it")
     if not re.search(r"^experiment: *\S", text, flags=re.MULTILINE):
         raise ValueError(
-            f"{override}: {path} must name itself, for its runs to be found again; add a line 'experiment: {path.stem}'"
+            f"{override}: {path} must set the experiment's name, which is the folder of its runs; add a line "
+            f"'experiment: {path.stem}'"
         )
     return text
 
@@ -232,17 +233,17 @@ def _with_whole_path(entry: str) -> str:
 
 
 def schema() -> DictConfig:
-    """Return every option with its type and default, for Hydra's ConfigStore."""
+    """Return all options with types and defaults, for Hydra's ConfigStore."""
     options = OmegaConf.structured(RunConfig)
     _make_writable(options)
     return options
 
 
 def _make_writable(node: DictConfig) -> None:
-    # OmegaConf maps a frozen dataclass to a read-only node, which would refuse every override.
+    # OmegaConf makes a read-only node of a frozen dataclass, and a read-only node refuses overrides.
     OmegaConf.set_readonly(node, None)
     if OmegaConf.get_type(node) is dict:
-        OmegaConf.set_struct(node, False)  # its keys are the user's
+        OmegaConf.set_struct(node, False)  # the user may add keys
     for key in node:
         child = node._get_node(key)
         if isinstance(child, DictConfig):
@@ -250,18 +251,17 @@ def _make_writable(node: DictConfig) -> None:
 
 
 def override_error(error: Exception, overrides: Sequence[str]) -> ValueError:
-    """Turn an error of Hydra or OmegaConf into a ValueError of one line, which begins with the name of the option."""
+    """Convert an error of Hydra or OmegaConf to a ValueError with one line that begins with the option's name."""
     return ValueError(_explain(error, overrides))
 
 
 def _explain(error: Exception, overrides: Sequence[str]) -> str:
-    """The one useful line of a chain of Hydra and OmegaConf errors, led by the option's name."""
     if isinstance(error, OverrideParseException):
         return (
-            f"cannot read {error.override!r}, expected OPTION=VALUE; quote a list or a text with spaces as a whole: "
+            f"cannot parse {error.override!r}, expected OPTION=VALUE; put quotes around a value with spaces or a list: "
             "'data.train_files=[a.parquet,b.parquet]'"
         )
-    cause = error.__cause__ or error.__context__  # Hydra chains an error in a file as the context alone
+    cause = error.__cause__ or error.__context__  # Hydra sets only the context for an error in a file
     detail = cause if isinstance(cause, OmegaConfBaseException) else error
     misspelt = re.search(r"Could not override '([\w.]+)'", str(error))
     option = misspelt[1] if misspelt else getattr(detail, "full_key", None)
@@ -276,7 +276,7 @@ def _explain(error: Exception, overrides: Sequence[str]) -> str:
 
 
 def _nearest(option: str) -> str:
-    """Suggests options of the same last name first: learner.optimizer.lr for learner.lr, not learner.lora.rank."""
+    """Suggest options with the same last component first: learner.optimizer.lr for learner.lr."""
     names = list(describe(RunConfig()))
     namesakes = [name for name in names if name.rpartition(".")[2] == option.rpartition(".")[2]]
     near = difflib.get_close_matches(option, namesakes, n=3, cutoff=0.5) or difflib.get_close_matches(
@@ -286,12 +286,12 @@ def _nearest(option: str) -> str:
 
 
 def help_text(config: RunConfig, *, experiments: list[str], everything: bool) -> str:
-    """Return the help page, with the values that the composed experiment gives.
+    """Return the help page with the values of the composed run ``config``.
 
     Args:
         config: The composed run.
-        experiments: Names of the experiments to choose from.
-        everything: List every option instead of `COMMON_OPTIONS`.
+        experiments: Names of the built-in experiments.
+        everything: List all options instead of `COMMON_OPTIONS`.
     """
     corrections = sorted(path.stem for path in (CONFIG_DIR / "correction").glob("*.yaml"))
     named = _USAGE.format(experiments=", ".join(experiments), corrections=", ".join(corrections))
@@ -300,15 +300,18 @@ def help_text(config: RunConfig, *, experiments: list[str], everything: bool) ->
 
 
 def option_lines(config: RunConfig, names: Iterable[str]) -> list[str]:
-    """Two lines per option: its value, and its meaning."""
+    """Return two lines per option: the value, and the meaning."""
     documented = describe(config)
     shown = ((name, *documented[name]) for name in names)
     return [line for name, meaning, value in shown for line in (f"  {name}={_shown(value)}", f"      {meaning}")]
 
 
 def describe(config: Any, prefix: str = "") -> dict[str, tuple[str, Any]]:
-    """Map every option's dotted name to its meaning, from the docstring's Attributes, and its value."""
-    meanings = _attribute_docs(type(config))
+    """Map each option's dotted name to its meaning (from the docstring's Attributes) and its value."""
+    _, _, attributes = (inspect.getdoc(type(config)) or "").partition("Attributes:\n")
+    entries = re.split(r"\n    (?=\w+: )", "\n" + attributes)
+    pairs = (entry.split(": ", 1) for entry in entries if ": " in entry)
+    meanings = {name.strip(): " ".join(meaning.split()) for name, meaning in pairs}
     hints = get_type_hints(type(config))
     found: dict[str, tuple[str, Any]] = {}
     for entry in fields(config):
@@ -316,21 +319,9 @@ def describe(config: Any, prefix: str = "") -> dict[str, tuple[str, Any]]:
         if is_dataclass(kind := hints[entry.name]):
             found |= describe(value, f"{prefix}{entry.name}.")
         else:
-            found[prefix + entry.name] = (f"{meanings[entry.name]}{_allowed(kind)}", value)
+            allowed = f" One of: {', '.join(kind)}." if isinstance(kind, type) and issubclass(kind, StrEnum) else ""
+            found[prefix + entry.name] = (meanings[entry.name] + allowed, value)
     return found
-
-
-def _allowed(kind: Any) -> str:
-    """The values that an option of an enumeration may have."""
-    return f" One of: {', '.join(kind)}." if isinstance(kind, type) and issubclass(kind, StrEnum) else ""
-
-
-def _attribute_docs(kind: type) -> dict[str, str]:
-    text = inspect.getdoc(kind) or ""
-    _, _, attributes = text.partition("Attributes:\n")
-    entries = re.split(r"\n    (?=\w+: )", "\n" + attributes)
-    pairs = (entry.split(": ", 1) for entry in entries if ": " in entry)
-    return {name.strip(): " ".join(meaning.split()) for name, meaning in pairs}
 
 
 def _shown(value: Any) -> str:

@@ -1,6 +1,6 @@
-"""``dry_run=true``: what a training would take and wait for, without starting anything.
+"""``dry_run=true``: show the resources and deadlines of a run without starting it.
 
-The checks of `asyncrl.cli.preflight` run first; what they refuse is shown beside the figures, which need less.
+The checks of `asyncrl.cli.preflight` run first. Their errors are shown together with the figures.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
+from asyncrl.checks import resolve_devices
 from asyncrl.cli.preflight import check_folders, preflight
 from asyncrl.cli.quickstart import with_quickstart_assets
 from asyncrl.config import (
@@ -23,26 +24,25 @@ from asyncrl.config import (
     with_time_to_read,
 )
 from asyncrl.core.visible_gpus import visible_gpus
-from asyncrl.devices import resolve_devices
 from asyncrl.metrics import counted
 from asyncrl.planner.device_memory import GIB, ModelSize, engine_memory, kv_tokens, rank_memory
 
 _BYTES_PER_TOKEN = 14
-"""Of a stored token: id, log-prob and version, and its share of the rest."""
+"""Bytes of a stored token: id, log-prob, version, and a share of the metadata."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DryRun:
-    """What a run would take.
+    """The result of a dry run; each list holds lines for the user.
 
     Attributes:
-        problems: What the checks refuse; empty where the run could start.
-        placement: Who runs where.
-        memory: Device to part to bytes; empty where the model is not there.
-        tokens: Figures of one learner step.
-        staleness: What the bound means for this run.
-        waits: What is waited for, in order, with each deadline.
-        notes: Lines that the checks showed.
+        problems: Errors of the checks; empty if the run can start.
+        placement: Devices and resources of each part.
+        memory: Bytes by device and part; empty without a model.
+        tokens: Token figures of one learner step.
+        staleness: Consequences of the staleness bound.
+        waits: Awaited events in order, with their deadlines.
+        notes: Other lines of the checks.
     """
 
     problems: list[str] = field(default_factory=list)
@@ -54,7 +54,7 @@ class DryRun:
     notes: list[str] = field(default_factory=list)
 
     def page(self) -> str:
-        """All of it, for the terminal."""
+        """Format all sections for the terminal."""
         lines = ["dry run: nothing was started", *_section("placement", self.placement)]
         if self.memory:
             lines += _section("memory per device (activations, logits and KV cache are estimates)", _table(self.memory))
@@ -67,7 +67,7 @@ class DryRun:
 
 
 def dry_run(config: RunConfig) -> DryRun:
-    """Check a run and work out what it would take. Makes no folder of the run and starts no process of it."""
+    """Check a run and compute its resources. Creates no folder of the run and starts none of its processes."""
     with tempfile.TemporaryDirectory(prefix="asyncrl-dry-run-") as folder:
         problems: list[str] = []
         notes: list[str] = []
@@ -93,7 +93,7 @@ def dry_run(config: RunConfig) -> DryRun:
 
 
 def _memory(config: RunConfig, problems: list[str]) -> dict[str, dict[str, int]]:
-    """Memory of each kind of device; colocated pools share theirs."""
+    """Memory per kind of device; colocated ranks and engines share a device."""
     try:
         model = ModelSize.of(config.model.path)
     except ValueError as error:
@@ -107,7 +107,7 @@ def _memory(config: RunConfig, problems: list[str]) -> dict[str, dict[str, int]]
 
 
 def _placement(asked: RunConfig, config: RunConfig) -> Iterator[str]:
-    """Who runs where; ``asked`` is the run with the devices that the user named, ``config`` with those it gets."""
+    """Placement of all parts; ``asked`` has the devices of the command line, ``config`` the resolved devices."""
     fleet, learner = config.rollout_fleet, config.learner
     roles = learner_roles(config)
     named = ((asked.learner.device, learner.device), (asked.rollout_fleet.device, fleet.device))
@@ -127,19 +127,19 @@ def _placement(asked: RunConfig, config: RunConfig) -> Iterator[str]:
     elif config.buffer.num_store_servers:
         stores = f"1 server and {counted(config.buffer.num_store_servers, 'store')}"
     else:
-        stores = "1 server, which stores the groups itself"
+        stores = "1 server, which also stores the groups"
     yield f"buffer: {stores}; durability {config.buffer.durability}"
     cluster = f"the Ray cluster at {config.ray.address}" if config.ray.address else "a Ray cluster of its own"
     more = f" ({requested_cpus(config, fleet.most_engines):g} with all engines)" if fleet.is_elastic else ""
     have = f"; this machine has {os.cpu_count()} and {visible_gpus()}" if not config.ray.address else ""
     gpus = counted(requested_gpus(config), "GPU")
     if "auto" in (learner.device, fleet.device):
-        gpus = "as many GPUs as its devices come to"
+        gpus = "as many GPUs as its devices need"
     yield f"{cluster}: {counted(requested_cpus(config), 'CPU')}{more} and {gpus}{have}"
 
 
 def _device(asked: str, resolved: str) -> str:
-    """A device for the terminal; ``auto`` on a cluster is resolved when the run joins it."""
+    """A device for the terminal. A run resolves ``auto`` on a cluster when it joins the cluster."""
     if asked != "auto":
         return asked
     return "what the cluster has" if resolved == "auto" else f"{resolved} (auto)"
@@ -163,17 +163,17 @@ def _staleness(config: RunConfig) -> Iterator[str]:
     buffer, fleet, batch = config.buffer, config.rollout_fleet, config.algorithm.groups_per_step
     updates = config.algorithm.num_mini_batches
     most_open, places = (buffer.max_lag + 1) * batch, fleet.most_engines * fleet.most_groups_in_flight
-    yield f"no token is trained on more than {counted(buffer.max_lag, 'learner step')} after it was written"
-    yield f"that is at most {counted(buffer.max_lag * updates + updates - 1, 'optimizer update')}"
+    yield f"the learner trains on a token at most {counted(buffer.max_lag, 'learner step')} after it was sampled"
+    yield f"which is at most {counted(buffer.max_lag * updates + updates - 1, 'optimizer update')}"
     yield f"at most {most_open} groups are open; the fleet has places for {places}"
     if places > most_open:
         yield f"the fleet can never use {places - most_open} of its places: lower rollout_fleet.groups_in_flight"
     if buffer.max_lag == 0:
-        yield "generation and training take turns: nothing overlaps with buffer.max_lag=0"
+        yield "generation and training alternate: they do not overlap with buffer.max_lag=0"
     yield f"weights are published every {counted(config.weights.publish_every, 'step')}; a straggler: {buffer.on_stale}"
     longest = config.rollout_fleet.sampling.max_new_tokens * config.algorithm.samples_per_prompt
     held, room = most_open * longest * _BYTES_PER_TOKEN, buffer.max_stored_bytes * max(1, buffer.num_store_servers)
-    fits = "fits" if held <= room else "does not fit; leases wait for room where responses are that long"
+    fits = "fits" if held <= room else "does not fit; leases wait for room if responses are that long"
     yield f"the buffer holds at most {_amount(held)} of responses: {fits} (buffer.max_stored_bytes)"
 
 

@@ -1,8 +1,8 @@
-"""``asyncrl evaluate MODEL_OR_RUN``: evaluate a policy on held-out prompts, as a run does it, on one engine.
+"""``asyncrl evaluate MODEL_OR_RUN``: evaluate a policy on held-out prompts with one engine.
 
-The policy is a model in Hugging Face layout, a checkpoint, or what a run has kept; a run brings its own options. There
-is no Ray, no buffer and no learner: the engine lives in this process, or is a server that it starts. Ctrl-C and SIGTERM
-stop the engine, and then the command.
+The policy is a model in Hugging Face layout, a checkpoint, or the policy of a run, with the run's options. The command
+uses no Ray, buffer or learner: it starts one engine, in this process or as a server. Ctrl-C and SIGTERM stop the engine
+and end the command.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from asyncrl.checks import check_model
 from asyncrl.cli.compose import compose_run, dump_yaml, read_config
 from asyncrl.cli.preflight import check_folder, check_own_functions, check_vocabulary, try_reward
 from asyncrl.cli.quickstart import with_quickstart_assets
@@ -31,7 +32,6 @@ from asyncrl.core.types import AnsweredPrompt, Prompt
 from asyncrl.data.prompts import load_eval_prompts
 from asyncrl.data.tokenization import load_tokenizer
 from asyncrl.metrics import Evaluation, read_json, write_json
-from asyncrl.option_checks import check_model
 from asyncrl.run.evaluator import HeldOutEvaluator
 from asyncrl.run.run_folder import RunPaths
 from learner.checkpoint_folder import newest_checkpoint, read_progress
@@ -48,11 +48,11 @@ usage: asyncrl evaluate MODEL_OR_RUN [experiment=NAME|FILE.yaml] [OPTION=VALUE .
 
 Evaluates a policy on data.eval_files: mean@k and pass@k with 95% intervals, and the greedy answers. MODEL_OR_RUN is
 
-  a model in Hugging Face layout: its options come from the experiment and from OPTION=VALUE
+  a model in Hugging Face layout; the options come from the experiment and from OPTION=VALUE
   a run, or an experiment's folder (its newest run): its policy/, else its newest checkpoint, with the run's options
-  a checkpoint, or a folder of them (the newest): with the options of the run that it lies in, else as for a model
+  a checkpoint, or a folder of checkpoints (the newest): with the options of its run, else as for a model
 
-Options that matter: data.eval_files, data.eval_max_prompts, evaluation.num_samples, evaluation.pass_reward,
+Relevant options: data.eval_files, data.eval_max_prompts, evaluation.num_samples, evaluation.pass_reward,
 rollout_fleet.engine, rollout_fleet.reward, rollout_fleet.sampling.*; asyncrl train --help-all explains them.
 
 Results, in evaluations/TIME/ of the run, or in <output_dir>/evaluations/MODEL/TIME/: evaluation.json, samples/
@@ -62,13 +62,13 @@ Results, in evaluations/TIME/ of the run, or in <output_dir>/evaluations/MODEL/T
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluatedPolicy:
-    """What is to be evaluated.
+    """The policy to evaluate.
 
     Attributes:
-        model: Directory in Hugging Face layout; None where it is to be exported from ``checkpoint``.
-        checkpoint: The checkpoint; None where there is a model.
-        run_dir: The run that it lies in; None where it lies in none.
-        version: Policy version, 0 where nobody knows.
+        model: Directory in Hugging Face layout; None if the model must be exported from ``checkpoint``.
+        checkpoint: The checkpoint; None if there is a model.
+        run_dir: Folder of the policy's run; None without a run.
+        version: Policy version; 0 if it is unknown.
     """
 
     model: Path | None = None
@@ -91,10 +91,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         policy = find_policy(Path(arguments[0]).expanduser().resolve())
         if policy.checkpoint is not None and policy.run_dir is None:
             sys.stderr.write(
-                f"{policy.checkpoint} lies in no run, so its options are those of this command line; to have its "
-                "run's, name the run's folder\n"
+                f"{policy.checkpoint} is not in a run's folder, so the options come from this command line; to use the "
+                "options of its run, name the run's folder\n"
             )
-        config = _composed(policy, arguments[1:])
+        with tempfile.TemporaryDirectory(prefix="asyncrl-") as own:
+            overrides = list(arguments[1:])
+            if policy.run_dir is not None:  # the options of the run are an experiment below those of the command line
+                experiment = Path(own, "evaluated_run.yaml")
+                experiment.write_text("# @package _global_\n" + (policy.run_dir / "config.yaml").read_text())
+                overrides = [f"experiment={experiment}", *overrides]
+            config = with_quickstart_assets(compose_run(overrides))
         folder = _make_folder(policy, config)
         with _as_model(policy, folder) as model:
             config = replace(config, model=replace(config.model, path=str(model)))
@@ -115,11 +121,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def find_policy(path: Path) -> EvaluatedPolicy:
-    """What a path means.
+    """Find the policy at a path: a model, a checkpoint, or a run.
 
     Raises:
-        ValueError: it holds neither a model, nor a checkpoint, nor a run that has kept one; or another release wrote
-            the run's options.
+        ValueError: there is no policy at the path, or another release wrote the run's options.
     """
     if (path / "config.json").is_file():
         run_dir = path.parent if path.name == "policy" and (path.parent / "config.yaml").is_file() else None
@@ -136,27 +141,17 @@ def find_policy(path: Path) -> EvaluatedPolicy:
         near = [folder for folder in checkpoint.parents[:2] if (folder / "config.yaml").is_file()]
         version = read_progress(checkpoint).version
         return EvaluatedPolicy(checkpoint=checkpoint, run_dir=next(iter(near), None), version=version)
-    would_be = f" (the run's checkpoints would be in {looked_in[0]})" if looked_in else ""
+    expected = f" (the run's checkpoints would be in {looked_in[0]})" if looked_in else ""
     raise ValueError(
-        f"asyncrl evaluate: {path} must hold a model (config.json), a checkpoint, or a run that has kept one, got none "
-        f"of them{would_be}; check the path"
+        f"asyncrl evaluate: {path} must hold a model (config.json), a checkpoint, or a run with one of them, got "
+        f"none{expected}; check the path"
     )
 
 
 def _version_of(run_dir: Path | None) -> int:
-    """The policy version of a run that has ended."""
+    """The final policy version of a run; 0 without a summary."""
     summary = read_json(run_dir / "summary.json", "policy_version") if run_dir is not None else None
     return summary["policy_version"] if summary is not None else 0
-
-
-def _composed(policy: EvaluatedPolicy, overrides: Sequence[str]) -> RunConfig:
-    """The options: the run's own, where there is one, with what the command line changes."""
-    if policy.run_dir is None:
-        return with_quickstart_assets(compose_run(overrides))
-    with tempfile.TemporaryDirectory(prefix="asyncrl-") as folder:
-        own = Path(folder, "evaluated_run.yaml")
-        own.write_text("# @package _global_\n" + (policy.run_dir / "config.yaml").read_text())
-        return with_quickstart_assets(compose_run([f"experiment={own}", *overrides]))
 
 
 def _make_folder(policy: EvaluatedPolicy, config: RunConfig) -> Path:
@@ -171,12 +166,12 @@ def _make_folder(policy: EvaluatedPolicy, config: RunConfig) -> Path:
 
 @contextmanager
 def _as_model(policy: EvaluatedPolicy, folder: Path) -> Iterator[Path]:
-    """The policy in Hugging Face layout; of a checkpoint an export, for as long as it is used."""
+    """Yield the policy in Hugging Face layout; a checkpoint is exported to a temporary folder."""
     if policy.checkpoint is None:
         assert policy.model is not None
         yield policy.model
         return
-    from learner.checkpoint import export  # with torch, which takes seconds
+    from learner.checkpoint import export  # imports torch, which takes seconds
 
     with tempfile.TemporaryDirectory(prefix=".policy-", dir=folder) as exported:
         export(policy.checkpoint, Path(exported, "policy"))
@@ -190,11 +185,11 @@ async def _until_done_or_stopped(config: RunConfig, folder: Path, version: int) 
 
 
 async def evaluate(config: RunConfig, folder: Path, version: int) -> Evaluation:
-    """Evaluate ``model.path``, which is of policy version ``version``; logs and samples go to ``folder``.
+    """Evaluate ``model.path``, which has policy version ``version``; write logs and samples to ``folder``.
 
     Raises:
-        ValueError: an option or a file is wrong, by name.
-        AsyncRLError: the engine fails, or no prompt has a reward.
+        ValueError: an option or a file is wrong; the message names it.
+        AsyncRLError: the engine failed, or no prompt has a reward.
     """
     prompts = _held_out_prompts(config)
     check_engine_installed(config.rollout_fleet)
@@ -213,7 +208,7 @@ async def evaluate(config: RunConfig, folder: Path, version: int) -> Evaluation:
         await engine.stop()
         await rewards.close()
     if evaluation is None:
-        raise AsyncRLError(f"none of {len(prompts)} prompts has a reward: {fleet.failure or 'every reward failed'}")
+        raise AsyncRLError(f"none of the {len(prompts)} prompts has a reward: {fleet.failure or 'every reward failed'}")
     return replace(evaluation, policy_version=version)
 
 
@@ -232,10 +227,10 @@ def _held_out_prompts(config: RunConfig) -> list[Prompt]:
 
 
 class OneEngine:
-    """A fleet of one engine, in this process; implements `AnsweringFleet`.
+    """A fleet with one engine; implements `AnsweringFleet`.
 
     Attributes:
-        failure: What the engine failed of; None while it has not.
+        failure: The engine's last error; None without one.
     """
 
     def __init__(self, config: RunConfig, *, engine: Engine, rewards: WeightedRewards, sample_dir: Path) -> None:
@@ -246,13 +241,13 @@ class OneEngine:
         self._answers = HeldOutAnswers(engine=engine, rewards=rewards, decode=decode, sampling=fleet.sampling, log=log)
 
     def engines(self) -> list[str]:
-        """See `AnsweringFleet.engines`."""
+        """Return the name of the engine."""
         return ["0"]
 
     async def answer(
         self, engine: str, prompts: Sequence[Prompt], *, version: int, num_samples: int
     ) -> list[AnsweredPrompt]:
-        """See `AnsweringFleet.answer`."""
+        """Answer and score prompts; keep the error if that fails."""
         del engine
         try:
             return await self._answers.answer(prompts, version=version, num_samples=num_samples)

@@ -1,8 +1,8 @@
 """``asyncrl train --multirun``: one run per combination of option values, started by Hydra's sweepers and launchers.
 
-Hydra expands ``buffer.max_lag=0,2,4`` and its launcher starts the runs, one after another unless ``hydra/launcher``
-names another launcher. Each run is a process of its own (``python -m asyncrl train``), in the folder that Hydra names.
-`run_one` waits for that process; the process has the deadlines of every run.
+Hydra expands ``buffer.max_lag=0,2,4``, and its launcher starts the runs; the default launcher starts them one after the
+other. Each run is a process of ``python -m asyncrl train`` in a folder that Hydra chooses. `run_one` waits for the
+process without a deadline: the run has its own deadlines.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.table import Table
 
+from asyncrl.checks import check_options
 from asyncrl.cli.compose import CONFIG_DIR, compose_run, override_error, schema, with_own_experiments
 from asyncrl.config import RunConfig
 from asyncrl.metrics import read_json
-from asyncrl.option_checks import check_options
 from rollout_fleet.engines.process_guard import signal_at_parent_death
 
-_PASSED_ON = (signal.SIGINT, signal.SIGTERM)
+_FORWARDED = (signal.SIGINT, signal.SIGTERM)
 _TABLE_WIDTH = 160
 
 
 def multirun(overrides: Sequence[str]) -> int:
-    """Run every combination of the values in ``overrides``; print one line per run at the end.
+    """Run all combinations of the values in ``overrides``, and print a table of the runs at the end.
 
     Args:
-        overrides: Hydra's override grammar, with sweeps. Example: ``["buffer.max_lag=0,2,4", "seed=0,1"]`` is six runs.
+        overrides: In Hydra's override grammar. Example: ``["buffer.max_lag=0,2,4", "seed=0,1"]`` gives six runs.
 
     Returns:
         The exit status: 0, 1 if a run failed, or 128 plus the number of the signal that stopped the sweep.
 
     Raises:
-        ValueError: an option of some combination is wrong; nothing was started.
+        ValueError: an option of a combination is wrong; no run was started.
     """
     first = _check_combinations(overrides)
     folder = Path(first.output_dir, first.experiment, "multirun", time.strftime("%Y-%m-%d_%H-%M-%S")).resolve()
@@ -65,10 +65,10 @@ def multirun(overrides: Sequence[str]) -> int:
 
 
 def _check_combinations(overrides: Sequence[str]) -> RunConfig:
-    """Compose and check each combination, so that none fails hours later; returns the first one's configuration."""
+    """Compose and check all combinations before the first run; return the first configuration."""
     own = [override for override in overrides if not _split(override)[0].startswith("hydra")]
     try:
-        # Other sweepers choose values while they run: what they choose is checked by the run itself.
+        # Other sweepers choose values later; then each run checks its own options.
         combinations = BasicSweeper.split_arguments(OverridesParser.create().parse_overrides(own), None)[0]
     except HydraException as error:
         if any(_split(override)[0] == "hydra/sweeper" for override in overrides):
@@ -93,7 +93,7 @@ def _split(override: str) -> tuple[str, str, str]:
 
 def _task(own_experiments: dict[str, str]) -> TaskFunction:
     def task(composed: DictConfig) -> float | None:
-        del composed  # the run composes its options itself
+        del composed  # the run composes its own options
         return run_one(own_experiments)
 
     return task
@@ -104,7 +104,7 @@ def _run_hydra(arguments: Sequence[str], task: TaskFunction) -> int:
     before, sys.argv = sys.argv, [sys.argv[0], *arguments]
     try:
         hydra.main(version_base="1.3", config_path=str(CONFIG_DIR), config_name="run")(task)()
-    except SystemExit as ending:  # Hydra has printed why
+    except SystemExit as ending:  # Hydra has printed the reason
         return ending.code if isinstance(ending.code, int) else 1
     finally:
         sys.argv = before
@@ -112,36 +112,40 @@ def _run_hydra(arguments: Sequence[str], task: TaskFunction) -> int:
 
 
 def run_one(own_experiments: dict[str, str]) -> float | None:
-    """Train with the options of one combination, as Hydra's launcher asks; SIGINT and SIGTERM are passed on to the run.
+    """Run the combination that Hydra's launcher requests; forward SIGINT and SIGTERM to the run.
 
     Args:
-        own_experiments: Path of each experiment file of the user, by its name.
+        own_experiments: Paths of the user's experiment files, by name.
 
     Returns:
-        The reward that the run ended with, which sweepers maximise or minimise; None if the run was not evaluated.
+        The final sampled reward, which sweepers maximise or minimise; None if the run was not evaluated.
 
     Raises:
-        RuntimeError: the run failed; names the options and the folder.
+        RuntimeError: the run failed; the message names the options and the folder.
     """
     job = HydraConfig.get()
     folder = Path(job.runtime.output_dir)
-    options = [_with_path(override, own_experiments) for override in job.overrides.task]
+    options = []
+    for override in job.overrides.task:
+        name, _, value = override.partition("=")
+        path = own_experiments.get(value.strip("'\"")) if name == "experiment" else None
+        options.append(f"experiment={path}" if path else override)
     sys.stdout.write(f"\nrun {job.job.num}: {shlex.join(options)}\n")
     sys.stdout.flush()
     stopped_by: list[int] = []
     process = subprocess.Popen(
         [sys.executable, "-m", "asyncrl", "train", *options, f"run_dir='{folder}'"],
-        start_new_session=True,  # a terminal's Ctrl-C reaches this process only, which passes it on once
+        start_new_session=True,  # a terminal sends Ctrl-C only to this process, which forwards it once
         preexec_fn=lambda: signal_at_parent_death(signal.SIGTERM),
     )
 
-    def pass_on(number: int, _: FrameType | None) -> None:
+    def forward(number: int, _: FrameType | None) -> None:
         stopped_by.append(number)
         process.send_signal(number)
 
-    # Launchers that use threads handle signals themselves: only the main thread may.
+    # Only the main thread may set handlers; a launcher with threads handles signals itself.
     is_main = threading.current_thread() is threading.main_thread()
-    before = {number: signal.signal(number, pass_on) for number in _PASSED_ON if is_main}
+    before = {number: signal.signal(number, forward) for number in _FORWARDED if is_main}
     try:
         status = process.wait()
     finally:
@@ -151,24 +155,14 @@ def run_one(own_experiments: dict[str, str]) -> float | None:
         sys.exit(128 + stopped_by[0])  # ends the sweep too
     if status != 0:
         raise RuntimeError(f"the run {shlex.join(options)} ended with status {status}; see {folder}/logs")
-    return _final_reward(folder)
-
-
-def _with_path(override: str, own_experiments: dict[str, str]) -> str:
-    name, _, value = override.partition("=")
-    path = own_experiments.get(value.strip("'\"")) if name == "experiment" else None
-    return f"experiment={path}" if path else override
-
-
-def _final_reward(folder: Path) -> float | None:
     summary = read_json(folder / "summary.json", "eval") or {"eval": {}}
     return (summary["eval"].get("after") or {}).get("sampled")
 
 
 def overview(folder: Path) -> str:
-    """Return a table of the runs below ``folder``: what each one changed, and how it ended.
+    """Return a table of the runs below ``folder``: varied options, results and folder.
 
-    Runs that did not end have dashes. The table also says which folder holds which run.
+    A run that did not finish has dashes.
     """
     runs = sorted(path.parent for path in folder.glob("**/config.yaml") if (path.parent / "logs").is_dir())
     options = [_leaves(OmegaConf.load(run / "config.yaml")) for run in runs]
@@ -197,7 +191,7 @@ def _result_cells(run: Path) -> list[str]:
 
 
 def _leaves(node: Any, prefix: str = "") -> dict[str, Any]:
-    """Every option by its dotted name. Example: ``{"buffer.max_lag": 2}``."""
+    """Return all options by dotted name. Example: ``{"buffer.max_lag": 2}``."""
     if not isinstance(node, DictConfig):
         return {prefix.removesuffix("."): node}
     return {name: value for key in node for name, value in _leaves(node[key], f"{prefix}{key}.").items()}

@@ -1,7 +1,7 @@
 """``asyncrl sft``: supervised fine-tuning with the learner's trainer, packing and optimizer.
 
-Runs as one process, or as one process per rank: ``torchrun --nproc-per-node N -m asyncrl sft ...``, with
-``learner.sp_size`` for Ulysses.
+The command runs as one process, or as one process per rank: ``torchrun --nproc-per-node N -m asyncrl sft ...``, with
+``learner.sp_size`` ranks per Ulysses group.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
+from asyncrl.checks import check_model
 from asyncrl.cli.compose import compose_run, describe, option_lines
 from asyncrl.cli.preflight import check_folder
 from asyncrl.cli.quickstart import with_quickstart_assets
 from asyncrl.core.errors import AsyncRLError
-from asyncrl.option_checks import check_model
 from asyncrl.sft import fine_tuning
 
 
@@ -26,7 +26,16 @@ def main(overrides: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     overrides = sys.argv[1:] if overrides is None else overrides
     if {"-h", "--help"} & set(overrides):
-        sys.stdout.write(_help_page())
+        config = compose_run([])
+        usage = [
+            "usage: asyncrl sft [experiment=NAME|FILE.yaml] [OPTION=VALUE ...]",
+            "",
+            "Fine-tunes model.path on demonstrations and writes the policy to sft.output_path.",
+            "",
+            "options of fine-tuning, with their values:",
+        ]
+        options = option_lines(config, [name for name in describe(config) if name.startswith("sft.")])
+        sys.stdout.write("\n".join([*usage, *options, "", "asyncrl train --help-all explains the other options.", ""]))
         return 0
     logging.basicConfig(level=logging.INFO, format="sft: %(message)s", stream=sys.stdout)
     logging.getLogger().setLevel(logging.WARNING)
@@ -45,14 +54,3 @@ def main(overrides: Sequence[str] | None = None) -> int:
         if dist.is_initialized():
             dist.destroy_process_group()
     return 0
-
-
-def _help_page() -> str:
-    config = compose_run([])
-    usage = [
-        "usage: asyncrl sft [experiment=NAME] [OPTION=VALUE ...]",
-        "",
-        "options of fine-tuning, with their values:",
-    ]
-    options = option_lines(config, [name for name in describe(config) if name.startswith("sft.")])
-    return "\n".join([*usage, *options, "", "asyncrl train --help-all explains every other option.", ""])

@@ -1,7 +1,7 @@
 """``asyncrl train``: train a policy asynchronously. ``--help`` explains the options.
 
-Ctrl-C or SIGTERM cancels the run, which writes the policy that it has and stops what it started; a second signal ends
-all of it on the spot. Whatever else it dies of, its supervisor (`asyncrl.cli.supervisor`) ends what is left.
+Ctrl-C or SIGTERM cancels the run: it writes its policy and stops its processes. A second signal kills all processes. If
+the controller ends in another way, the supervisor (`asyncrl.cli.supervisor`) kills the remaining processes.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 
+from asyncrl.checks import check_options, resolve_devices
 from asyncrl.cli.compose import CONFIG_DIR, compose_run, dump_yaml, help_text
 from asyncrl.cli.preflight import check_folders, preflight
 from asyncrl.cli.quickstart import with_quickstart_assets
@@ -34,9 +35,7 @@ from asyncrl.config import RunConfig
 from asyncrl.core.errors import AsyncRLError, ClusterDiedError, DeadlineError
 from asyncrl.core.remote import last_lines
 from asyncrl.core.visible_gpus import visible_gpus
-from asyncrl.devices import resolve_devices
 from asyncrl.metrics import TerminalView
-from asyncrl.option_checks import check_options
 from asyncrl.run import protect_own_cluster
 from asyncrl.run.resume import check_beginning
 from asyncrl.run.run_folder import (
@@ -62,9 +61,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     unknown = flags - {"-h", "--help", "--help-all", "--print-config", *_MULTIRUN}
     try:
         if unknown:
-            raise ValueError(f"unknown flag {sorted(unknown)[0]}; options are OPTION=VALUE, --help lists them")
+            raise ValueError(f"unknown flag {sorted(unknown)[0]}, expected OPTION=VALUE; --help lists the options")
         if flags & _MULTIRUN and not flags - _MULTIRUN:
-            from asyncrl.cli.multirun import multirun  # with Hydra's plugins
+            from asyncrl.cli.multirun import multirun  # imports Hydra's plugins
 
             return multirun(overrides)
         config = compose_run(overrides)
@@ -103,7 +102,7 @@ def _page(config: RunConfig, flags: set[str]) -> str:
 def _train(config: RunConfig, overrides: Sequence[str]) -> int:
     try:
         run_dir = make_run_dir(config, dump_yaml(config))
-        hold_shared_folder(run_dir)  # until the supervisor and the controller, which inherits the lock, have ended
+        hold_shared_folder(run_dir)  # the lock ends with the supervisor and the controller, which inherits it
     except OSError as error:
         sys.stderr.write(f"error: {_with_remedy(error)}\n")
         return EXIT_FAILED
@@ -112,24 +111,24 @@ def _train(config: RunConfig, overrides: Sequence[str]) -> int:
     shutil.rmtree(shared_folder(run_dir), ignore_errors=True)
     if ending.own:
         return ending.status
-    sys.stderr.write(_account_of(ending, config, run_dir))
+    sys.stderr.write(_why_it_ended(ending, config, run_dir))
     return EXIT_FAILED
 
 
-def _account_of(ending: Ending, config: RunConfig, run_dir: Path) -> str:
-    """What the supervisor says of a controller that did not end by itself."""
+def _why_it_ended(ending: Ending, config: RunConfig, run_dir: Path) -> str:
+    """The supervisor's message for a controller that did not end by itself."""
     if ending.fault:
-        return f"{ending.fault} (and the controller ended before everything was stopped: what was left was killed)\n"
+        return f"{ending.fault} (the controller ended before it had stopped all processes; the others were killed)\n"
     if ending.late:
         what = (
             f"the controller did not stop within save_timeout_s={config.save_timeout_s:g} and stop_timeout_s="
-            f"{config.stop_timeout_s:g} s after the signal, and was killed; raise them, or look into what it waited for"
+            f"{config.stop_timeout_s:g} s after the signal and was killed; raise them, or find the cause in its log"
         )
     elif ending.status < 0:
         what = f"the controller died of {signal.Signals(-ending.status).name}: it was killed, or memory ran out"
     else:
         what = (
-            f"the controller was ended from within, with status {ending.status}: Ray does so when one of its daemons "
+            f"the controller was ended from within, with status {ending.status}: Ray does this when one of its daemons "
             "(gcs_server, raylet) dies"
         )
     log = run_dir / "logs" / "controller.log"
@@ -142,7 +141,7 @@ def _run_to_the_end(config: RunConfig, run_dir: Path, overrides: Sequence[str]) 
     with view:
         view.say(f"writing to {run_dir}")
         for folder in sweep_shared_memory():
-            view.say(f"removed {folder}, which a run left whose processes were all killed")
+            view.say(f"removed {folder} of an earlier run whose processes were all killed")
         status, message = asyncio.run(_until_done_or_stopped(config, run_dir, overrides, view))
     sys.stdout.flush()
     if message:
@@ -154,15 +153,15 @@ def _run_to_the_end(config: RunConfig, run_dir: Path, overrides: Sequence[str]) 
 async def _until_done_or_stopped(
     config: RunConfig, run_dir: Path, overrides: Sequence[str], view: TerminalView
 ) -> tuple[int, str]:
-    """Run; returns the exit status and the last words."""
+    """Run; return the exit status and the final message."""
     timeout_s = config.stop_timeout_s
-    too_long = f"stopping took longer than stop_timeout_s={timeout_s:g} s: what was left was killed"
+    too_long = f"stopping took longer than stop_timeout_s={timeout_s:g} s; the remaining processes were killed"
 
     def on_fault(fault: BaseException) -> None:
-        if not isinstance(fault, asyncio.CancelledError):  # a signal has its own deadline
+        if not isinstance(fault, asyncio.CancelledError):  # a signal has a separate deadline
             last_words = _last_words(fault, run_dir)
             report_fault(last_words)
-            if isinstance(fault, ClusterDiedError):  # stopping goes through Ray, which would end this process first
+            if isinstance(fault, ClusterDiedError):  # stopping needs Ray, and Ray would end this process
                 _give_up(last_words, run_dir, EXIT_FAILED)
             give_up_after(timeout_s, lambda: _give_up(f"{last_words} ({too_long})", run_dir, EXIT_FAILED))
 
@@ -194,7 +193,7 @@ def _results_in(run_dir: Path) -> str:
 
 
 def _last_words(error: BaseException, run_dir: Path) -> str:
-    """The whole message of the cause, and its first line again at the very end."""
+    """The complete message of the cause, and its first line again as the last line."""
     cause = root_cause(error)
     if isinstance(cause, OSError) and cause.errno in _FULL:
         cause = ValueError(_with_remedy(cause, run_dir))
@@ -206,18 +205,18 @@ def _last_words(error: BaseException, run_dir: Path) -> str:
 
 
 def _with_remedy(error: OSError, run_dir: Path | None = None) -> str:
-    """What could not be written, why, and what to do. A failed write does not name its file: then the run's folder."""
+    """Explain a failed write: path, reason and remedy. An error without a file name gets the run's folder."""
     if error.errno is None:
         return str(error)
     where = error.filename or run_dir or "the run's folder"
     what = f"{where} cannot be written: {error.strerror}"
     if error.errno in _FULL:
-        return f"{what}; free space on its disk, or name a folder on another disk with output_dir=DIR"
-    return f"{what}; mend its permissions, or name another folder with output_dir=DIR"
+        return f"{what}; free space on its disk, or choose a folder on another disk with output_dir=DIR"
+    return f"{what}; change its permissions, or choose another folder with output_dir=DIR"
 
 
 def _headline(message: str) -> str:
-    """Its first line; where that introduces a log, with the log's last line, which says most."""
+    """The first line; if it ends with a colon, a log follows, and the log's last line is added."""
     first, _, rest = message.partition("\n")
     return f"{first} … {rest.splitlines()[-1]}" if first.endswith(":") and rest else first
 
@@ -236,16 +235,16 @@ async def _run(
     view: TerminalView,
     on_fault: Callable[[BaseException], None],
 ) -> None:
-    """Start the warm start on a CPU, then import Ray and run; the warm start goes on meanwhile."""
+    """Check the run, begin a warm start on the CPU, import Ray during that, and run."""
     async with AsyncExitStack() as stack:
         try:
             config = await asyncio.to_thread(with_quickstart_assets, config)
-            if not config.ray.address:  # the devices of a cluster are known when the run has joined it
+            if not config.ray.address:  # a cluster's devices are known after the run has joined it
                 config = resolve_devices(config, await asyncio.to_thread(visible_gpus), view.say)
             with view.waiting_for("preflight"):
                 prompts = await preflight(config, view.say)
         except (ValueError, asyncio.CancelledError):
-            shutil.rmtree(run_dir, ignore_errors=True)  # nothing was started: there is nothing to look into
+            shutil.rmtree(run_dir, ignore_errors=True)  # no process was started, so the folder has no logs
             raise
         if not config.ray.address:
             protect_own_cluster()
@@ -260,11 +259,11 @@ async def _run(
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """The first real fault inside exception groups and Ray's wrappers: a death before a missed deadline."""
+    """The main cause inside exception groups and Ray's wrappers; a death precedes a missed deadline."""
     if isinstance(error, BaseExceptionGroup):
         causes = [root_cause(inner) for inner in error.exceptions]
         return min(causes, key=_rank)
-    inside = getattr(error, "cause", None)  # a RayTaskError carries what the worker raised
+    inside = getattr(error, "cause", None)  # a RayTaskError has the worker's exception as its cause
     return root_cause(inside) if isinstance(inside, BaseException) else error
 
 
@@ -275,7 +274,7 @@ def _rank(cause: BaseException) -> int:
 
 
 class _LogFile(logging.FileHandler):
-    """Says once, in one line, when the log cannot be written; the run goes on."""
+    """A log file that reports the first write error in one line; the run continues."""
 
     _failed = False
 

@@ -1,13 +1,11 @@
-"""What each process of a run notes of its time: spans, levels and group stamps, one append-only file per process.
+"""The profile of each process: spans, levels and group stamps, in one append-only file per process.
 
-A process calls `start` once; from then on `span`, `level` and `stamp` write to its file, from any thread. In a process
-that never called `start` they do nothing. The caller never waits: a thread of its own writes what was noted, at once
-and at most every 50 ms, woken by the first note. What a process noted more than that before it was killed is in its
-file. `asyncrl.profile.trace` reads the files of a run. Here, at the bottom of the layers, is the half that every
-package may import.
+A process calls `start` once; then `span`, `level` and `stamp` record from any thread. Without `start` they do nothing.
+Callers never wait: the first record wakes a thread, which writes at most every 50 ms. If the process is killed, its
+file lacks at most the last 50 ms. `asyncrl.profile.trace` reads the files of a run.
 
-The file ``<process>@<host>-<pid>.msgpack`` is a stream of msgpack arrays, each of which begins with its `Tag`. Times
-are integer nanoseconds of the process's own monotonic clock; `clock` notes how it stands against the buffer server's.
+The file ``<process>@<host>-<pid>.msgpack`` is a stream of msgpack arrays; the first item of each is its `Tag`. Times
+are integer nanoseconds of the process's monotonic clock. `clock` records the offset to the buffer server's clock.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ import msgpack
 logger = logging.getLogger(__name__)
 
 NONE = -1
-"""Stands for no version, step or group."""
+"""Means no version, step or group."""
 SCHEMA = 1
 _WRITE_EVERY_S = 0.05
 _MAX_UNWRITTEN_BYTES = 8 << 20
@@ -41,14 +39,14 @@ _CLOSE_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileConfig:
-    """What a run records of itself; see docs/profiling.md.
+    """The profile of a run; see docs/profiling.md.
 
     Attributes:
         enabled: Record spans, levels and group stamps in the run's ``profile/``.
-        advice: Replay the record after the last step, to find the option that would have made the run faster.
-        torch_steps: Learner steps of which each rank also writes a trace of torch.profiler. Example: ``[10, 11]``.
-        max_file_bytes: Largest file of a process; what would go beyond is dropped, and counted.
-        directory: Where processes write; the run sets it: its folder's ``profile/``. Empty records nothing.
+        advice: After the last step, replay the record to find one option that would have made the run faster.
+        torch_steps: Learner steps for which each rank also writes a torch.profiler trace. Example: ``[10, 11]``.
+        max_file_bytes: Maximum size of a process's file; further records are dropped and counted.
+        directory: Folder of the files, set by the run to its ``profile/``. Empty records nothing.
     """
 
     enabled: bool = True
@@ -63,11 +61,13 @@ class ProfileConfig:
         if self.max_file_bytes < 1 << 20:
             raise ValueError(f"profile.max_file_bytes must be >= 1048576, got {self.max_file_bytes}; 1 GiB is usual")
         if self.torch_steps and not self.enabled:
-            raise ValueError("profile.torch_steps needs profile.enabled=true, got false; enable it, or name no steps")
+            raise ValueError(
+                "profile.torch_steps needs profile.enabled=true, got false; enable it, or leave them empty"
+            )
 
 
 class Pool(StrEnum):
-    """What a process works for."""
+    """The part of the run that a process belongs to."""
 
     controller = "controller"
     buffer = "buffer"
@@ -76,27 +76,27 @@ class Pool(StrEnum):
 
 
 class SpanKind(StrEnum):
-    """What a lane does for a while. A lane's spans nest; `asyncrl.profile.attribution` says which of them count."""
+    """What a lane does during an interval. Spans of a lane nest; `asyncrl.profile.attribution` chooses among them."""
 
     # Controller: lanes ``controller``, ``controller/plan``, ``controller/complete``, ``controller/publish``
-    step = "step"  # from the commit of the step before, or the begin of training, to the step's own
+    step = "step"  # from the previous commit, or the start of training, to the step's commit
     plan_wait = "plan_wait"  # the plan loop waits for a batch
-    dispatched = "dispatched"  # a planned step is with the ranks
-    evaluation = "evaluation"  # also on an engine's lane, while it answers held-out prompts
-    checkpoint = "checkpoint"  # also on a rank's lane, while it is blocked
+    dispatched = "dispatched"  # the ranks have a planned step
+    evaluation = "evaluation"  # also on the lane of an engine that answers held-out prompts
+    checkpoint = "checkpoint"  # also on the lane of a blocked rank
     # Engines: lane ``engine-0``
     start = "start"  # until the first weights are verified
     down = "down"  # failed, fenced or restarting
-    stage = "stage"  # weights are brought near while generation goes on
-    pause = "pause"  # generation stands still for new weights
-    load_stage = "load_stage"  # a part of a load, on lane ``engine-0/load``; ``cause`` names it
-    re_prefill = "re_prefill"  # from the end of a pause to the next token of what runs
-    released = "released"  # the device is the learner's (colocated)
-    # Members: lane ``engine-0/member``, and of its worker, by the controller, ``engine-0/worker``
-    member = "member"  # one state of it; ``cause`` names the state
+    stage = "stage"  # weights are copied to the host during generation
+    pause = "pause"  # generation is paused for new weights
+    load_stage = "load_stage"  # a part of a load, on lane ``engine-0/load``; ``cause`` names the part
+    re_prefill = "re_prefill"  # from the end of a pause to the next token of a running sample
+    released = "released"  # the learner uses the device (colocated)
+    # Members: lane ``engine-0/member``; for the worker, recorded by the controller, ``engine-0/worker``
+    member = "member"  # the member is in one state; ``cause`` names the state
     # Rollout workers: lane ``engine-0/reward``
     reward = "reward"
-    # Learner: lane ``learner-0`` per rank, ``learner-0/publish`` of its publisher thread
+    # Learner: lane ``learner-0`` per rank, ``learner-0/publish`` for its publisher thread
     update = "update"  # a rank's whole step
     score = "score"
     fetch = "fetch"
@@ -104,39 +104,39 @@ class SpanKind(StrEnum):
     backward = "backward"
     optimizer = "optimizer"
     offload = "offload"
-    wait_ranks = "wait_ranks"  # done, and waits for the other ranks
+    wait_ranks = "wait_ranks"  # the rank waits for slower ranks
     publish_copy = "publish_copy"  # the rank is blocked
     publish = "publish"  # in the background, from the copy to the offer
-    publish_stage = "publish_stage"  # a part of `publish`, or of making the next one's file ready; ``cause`` names it
+    publish_stage = "publish_stage"  # a part of `publish` or of its preparation; ``cause`` names the part
 
 
 class LevelName(StrEnum):
-    """A count that stays until its next change."""
+    """A count that holds until its next change."""
 
     # Per engine, in places for samples: running + tail + settling + parked + free = capacity
     capacity = "capacity"
     running = "running"  # the engine has the sample
-    tail = "tail"  # the sample is finished, others of its group run
-    settling = "settling"  # free, and a finished group is still with its reward, its environment, or on its way
-    parked = "parked"  # cut off for new weights
+    tail = "tail"  # the sample is finished; others of its group run
+    settling = "settling"  # the place is free; its finished group waits for reward, environment or storage
+    parked = "parked"  # interrupted for new weights
     asking = "asking"  # 1 while the worker waits for admission
-    version = "version"  # served by the engine; on the buffer's lane: the learner's committed version
-    # Buffer: lane ``buffer``, in groups unless said otherwise
+    version = "version"  # the engine's version; on the buffer's lane: the learner's committed version
+    # Buffer: lane ``buffer``, in groups unless another unit is given
     queued = "queued"
     leased = "leased"
     stored = "stored"
     planned = "planned"
-    budget = "budget"  # groups that may begin now at the learner's version
-    full = "full"  # 1 while bytes keep a group from beginning
-    bytes = "bytes"  # held trajectories and prefixes
+    budget = "budget"  # groups that can be admitted now
+    full = "full"  # 1 while the limit of bytes prevents admission
+    bytes = "bytes"  # stored trajectories and prefixes
     # Per member, on its lane
-    epoch = "epoch"  # its faults so far
+    epoch = "epoch"  # faults so far
     # Per process, on its own lane, once per step
-    cpu = "cpu"  # microseconds of processor time since it began
+    cpu = "cpu"  # microseconds of processor time since the start
 
 
 class GroupEvent(StrEnum):
-    """A moment in the life of a prompt group; see `stamp` for what comes with each."""
+    """An event of a prompt group; `stamp` lists its details."""
 
     lease = "lease"
     first_token = "first_token"
@@ -150,7 +150,7 @@ class GroupEvent(StrEnum):
 
 
 class Tag(IntEnum):
-    """First item of a record, and what follows it."""
+    """First item of a record; each comment lists the following items."""
 
     header = 0  # a map: schema, process, pool, host, pid, clock, started_ns, wall_ns
     open = 1  # id, lane, kind, start, version, step, group, cause
@@ -158,11 +158,11 @@ class Tag(IntEnum):
     level = 3  # name, lane, time, value
     stamp = 4  # event, group, attempt, lane, time, version, details
     clock = 5  # reference clock, time, offset, error
-    dropped = 6  # records lost since the last record
+    dropped = 6  # number of records lost since the last record
 
 
 class OpenSpan:
-    """A span that has begun; `close` ends it, as leaving its block does. Closed more than once, it ended first."""
+    """A running span; `close` or leaving its block ends it. Closing it again has no effect."""
 
     __slots__ = ("_number", "_recorder")
 
@@ -171,7 +171,7 @@ class OpenSpan:
         self._number = number
 
     def close(self) -> None:
-        """The span ends now."""
+        """End the span now."""
         recorder, self._recorder = self._recorder, None
         if recorder is not None:
             recorder.end_span(self._number)
@@ -184,18 +184,18 @@ class OpenSpan:
 
 
 NO_SPAN = OpenSpan(None, 0)
-"""Already closed."""
+"""A closed span."""
 
 
 class RecordFile:
-    """Appends packed records to a file, on a thread of its own, which `add` wakes.
+    """Appends packed records to a file in a background thread, which `add` wakes.
 
-    Holds at most 8 MiB that is not written yet, and writes at most ``max_bytes`` in all; what does not fit is dropped,
-    and counted. A file that cannot be written is left as it is, and said once in the process's log.
+    The queue holds at most 8 MiB, and the file at most ``max_bytes``; other records are dropped and counted. After a
+    write error the thread logs one warning and writes no more.
     """
 
     def __init__(self, path: Path, *, max_bytes: int) -> None:
-        """Make the file. Raises `OSError` where that is not possible."""
+        """Create the file. Raises `OSError` if that fails."""
         self._path = path
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_EXCL, 0o644)
         self._left_bytes = max_bytes
@@ -211,13 +211,14 @@ class RecordFile:
 
     @property
     def num_dropped(self) -> int:
-        """Records that were not taken."""
+        """Number of dropped records."""
         return self._num_dropped
 
     def add(self, record: bytes) -> bool:
-        """Take a record to be written; returns whether it was taken."""
+        """Queue a record; return False if the record was dropped."""
         with self._lock:
-            if self._has_failed or self._is_closing or self._num_bytes + len(record) > self._room():
+            room = min(_MAX_UNWRITTEN_BYTES, self._left_bytes)
+            if self._has_failed or self._is_closing or self._num_bytes + len(record) > room:
                 self._num_dropped += 1
                 return False
             self._unwritten.append(record)
@@ -227,54 +228,49 @@ class RecordFile:
         return True
 
     def close(self) -> None:
-        """Write what is left and close the file; may be called more than once."""
+        """Write the queued records and close the file. Further calls have no effect."""
         with self._lock:
             self._is_closing = True
         self._ends.set()
         self._wakes.set()
         self._thread.join(_CLOSE_TIMEOUT_S)
 
-    def _room(self) -> int:
-        return min(_MAX_UNWRITTEN_BYTES, self._left_bytes)
-
     def _write_until_closed(self) -> None:
         num_reported = 0
         while not (self._is_closing and not self._unwritten):
             self._wakes.wait()
             self._wakes.clear()
-            records, num_dropped = self._taken()
+            with self._lock:
+                records, num_dropped = list(self._unwritten), self._num_dropped
+                self._unwritten.clear()
+                self._left_bytes -= self._num_bytes
+                self._num_bytes = 0
             if num_dropped > num_reported:
                 records.append(_packed(Tag.dropped, num_dropped - num_reported))
                 num_reported = num_dropped
             try:
-                _write_all(self._file, b"".join(records))
+                unwritten = memoryview(b"".join(records))
+                while unwritten:
+                    unwritten = unwritten[os.write(self._file, unwritten) :]
             except OSError as error:
-                logger.warning("nothing more is recorded: cannot write %s: %s", self._path, error.strerror)
+                logger.warning("cannot write %s: %s; recording stops", self._path, error.strerror)
                 with self._lock:
                     self._has_failed = True
                 break
             self._ends.wait(_WRITE_EVERY_S)
         os.close(self._file)
 
-    def _taken(self) -> tuple[list[bytes], int]:
-        with self._lock:
-            records = list(self._unwritten)
-            self._unwritten.clear()
-            self._left_bytes -= self._num_bytes
-            self._num_bytes = 0
-            return records, self._num_dropped
-
 
 class Recorder:
-    """Notes what one process does, in the order it is told.
+    """Records the spans, levels and stamps of one process in the order of the calls.
 
     Args:
-        directory: Gets the file; made where it is missing.
-        process: Name in the run, and the lane where none is given. Example: ``learner-0``.
-        pool: What it works for.
-        max_file_bytes: See `ProfileConfig`.
-        clock: Nanoseconds; monotonic.
-        host: Of the machine.
+        directory: Folder of the file; created if it is missing.
+        process: Name of the process, and the default lane. Example: ``learner-0``.
+        pool: Part of the run.
+        max_file_bytes: As in `ProfileConfig`.
+        clock: Returns monotonic nanoseconds.
+        host: Name of the machine.
     """
 
     def __init__(
@@ -309,7 +305,7 @@ class Recorder:
 
     @property
     def num_dropped(self) -> int:
-        """Records for which there was no room."""
+        """Number of dropped records."""
         return self._file.num_dropped
 
     def span(
@@ -323,7 +319,7 @@ class Recorder:
         cause: str = "",
         start: int | None = None,
     ) -> OpenSpan:
-        """Begin a span now, or at ``start``; it is written at once, so that one that never ends is seen."""
+        """Begin a span now or at ``start``. The begin is recorded at once: a span that never ends is visible."""
         with self._lock:
             self._num_spans += 1
             number = self._num_spans
@@ -332,11 +328,11 @@ class Recorder:
         return OpenSpan(self if is_kept else None, number)
 
     def end_span(self, number: int, end: int | None = None) -> None:
-        """End a span by its number; `OpenSpan.close` does."""
+        """End a span by its number; used by `OpenSpan.close`."""
         self._add(Tag.close, number, self._clock() if end is None else end)
 
     def level(self, name: str, value: int, *, lane: str = "") -> None:
-        """Note that a count is at ``value`` from now on; written where that is a change."""
+        """Record that a count has a new value; ignored if the value is unchanged."""
         lane = self._whole(lane)
         if self._levels.get((name, lane)) != value and self._add(Tag.level, name, lane, self._clock(), value):
             self._levels[name, lane] = value
@@ -344,15 +340,15 @@ class Recorder:
     def stamp(
         self, event: str, group: int, *, attempt: int = 0, version: int = NONE, lane: str = "", **details: Any
     ) -> None:
-        """Note a moment of a prompt group; see the function `stamp`."""
+        """Record an event of a prompt group, as the function `stamp`."""
         self._add(Tag.stamp, event, group, attempt, self._whole(lane), self._clock(), version, details)
 
     def clock(self, reference: str, *, offset_ns: int, error_ns: int) -> None:
-        """Note that the clock ``reference`` now shows this process's time plus ``offset_ns``, within ``error_ns``."""
+        """Record that clock ``reference`` is ``offset_ns`` ahead of this process's clock, within ``error_ns``."""
         self._add(Tag.clock, reference, self._clock(), offset_ns, error_ns)
 
     def close(self) -> None:
-        """Write what is left; what is noted afterwards is lost. May be called more than once."""
+        """Write the queued records; later records are dropped. Further calls have no effect."""
         self._file.close()
 
     def _whole(self, lane: str) -> str:
@@ -366,9 +362,9 @@ _recorder: Recorder | None = None
 
 
 def start(config: ProfileConfig, *, process: str, pool: Pool) -> None:
-    """Record this process from now on, as the options say; a process that records already goes on with that.
+    """Start to record this process; no effect if it records already or the options disable it.
 
-    A folder that cannot be written is no reason for a run to end: it is said in the log, and nothing is recorded.
+    If the folder is not writable, the run continues without recording and logs a warning.
     """
     global _recorder
     if _recorder is not None or not config.enabled or not config.directory:
@@ -381,7 +377,7 @@ def start(config: ProfileConfig, *, process: str, pool: Pool) -> None:
 
 
 def stop() -> None:
-    """Write what is left, and record no more; may be called in a process that never recorded."""
+    """Write the queued records and stop recording. No effect in a process without `start`."""
     global _recorder
     recorder, _recorder = _recorder, None
     if recorder is not None:
@@ -389,7 +385,7 @@ def stop() -> None:
 
 
 def current() -> Recorder | None:
-    """This process's recorder; None where it does not record: ask before gathering what only a record needs."""
+    """This process's recorder, or None. Check it before computing values that only a record needs."""
     return _recorder
 
 
@@ -402,15 +398,15 @@ def span(
     group: int = NONE,
     cause: str = "",
 ) -> OpenSpan:
-    """Begin a span on a lane, the process's own unless named; its block, or `OpenSpan.close`, ends it.
+    """Begin a span; leaving its block or `OpenSpan.close` ends it.
 
     Args:
-        kind: See `SpanKind`.
-        lane: What does it; one that begins with a slash is a part of the process's own. Example: ``/reward``.
-        version: Policy version that it is about.
-        step: Learner step that it is part of.
-        group: Prompt group that it is about.
-        cause: Says more where the kind does not suffice.
+        kind: A `SpanKind`.
+        lane: Empty: the process's lane. A leading slash means a part of the process's lane. Example: ``/reward``.
+        version: Related policy version.
+        step: Related learner step.
+        group: Related prompt group.
+        cause: Further detail of the kind.
     """
     if _recorder is None:
         return NO_SPAN
@@ -418,50 +414,51 @@ def span(
 
 
 def level(name: str, value: int, *, lane: str = "") -> None:
-    """Note that a count of a lane is at ``value`` from now on; see `LevelName`."""
+    """Record a new value of a lane's count; ``name`` is a `LevelName`."""
     if _recorder is not None:
         _recorder.level(name, value, lane=lane)
 
 
 def cpu() -> None:
-    """Note the processor time of this process; see `LevelName.cpu`."""
+    """Record the processor time of this process as `LevelName.cpu`."""
     level(LevelName.cpu, time.process_time_ns() // 1000)
 
 
 def stamp(event: str, group: int, *, attempt: int = 0, version: int = NONE, lane: str = "", **details: Any) -> None:
-    """Note a moment in the life of a prompt group; ``details`` are whatever msgpack takes.
+    """Record an event of a prompt group; ``details`` are msgpack values.
 
-    What comes with each `GroupEvent`:
+    Details per `GroupEvent`:
 
-    - lease: ``version`` at which it is admitted, ``deadline`` the last one that may consume it, ``inherited`` tokens of
-      a saved prefix.
-    - first_token, last_token, reward: ``version`` of the engine then; they are on the engine's lane. A
-      group that is continued from a saved prefix has its first_token of this attempt.
-    - stored: ``version`` of the oldest token, ``newest``, ``learner`` the learner's then, ``tokens`` of the policy,
-      ``prompt_tokens``, ``lengths`` [G] of the responses, ``rewards`` [G], ``bytes``.
-    - planned, trained: ``version`` the step that takes it.
-    - requeued, dropped: ``reason``; of a finished group also what ``stored`` has, of a released one ``tokens``.
+    - lease: ``version`` of the admission, ``deadline`` the last version that may consume the group, ``inherited``
+      tokens of a saved prefix.
+    - first_token, last_token, reward: ``version`` of the engine, on the engine's lane. For a continued group,
+      first_token is the first token of this attempt.
+    - stored: ``version`` of the oldest token, ``newest`` of the newest, ``learner`` the learner's version, ``tokens``
+      of the policy, ``prompt_tokens``, ``lengths`` [G] of the responses, ``rewards`` [G], ``bytes``.
+    - planned, trained: ``version`` of the step.
+    - requeued, dropped: ``reason``; for a finished group also the details of ``stored``, for a released group
+      ``tokens``.
 
-    ``attempt`` is -1 where the event is the group's, whatever its attempt.
+    ``attempt`` is -1 if the event does not belong to one attempt.
     """
     if _recorder is not None:
         _recorder.stamp(event, group, attempt=attempt, version=version, lane=lane, **details)
 
 
 def clock(reference: str, *, offset_ns: int, error_ns: int) -> None:
-    """Note how this process's clock stands against the one of ``reference``; see `Recorder.clock`."""
+    """Record the offset of this process's clock, as `Recorder.clock`."""
     if _recorder is not None:
         _recorder.clock(reference, offset_ns=offset_ns, error_ns=error_ns)
 
 
 def torch_trace_name(step: int, role: str, rank: int | str) -> str:
-    """The file beside the records with torch.profiler's trace of a role's step on a rank."""
+    """File name of torch.profiler's trace of one step of a role on a rank."""
     return f"torch-step{step}-{role}-{rank}.json.gz"
 
 
 @cache
 def clock_id() -> str:
-    """Names the monotonic clock of this process: all processes of a boot of a machine share one."""
+    """Name of this process's monotonic clock. Processes of the same boot of a machine share it."""
     parts = []
     with suppress(OSError):
         parts = [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/time")]
@@ -473,12 +470,6 @@ def _packed(tag: Tag, *items: Any) -> bytes:
 
 
 def _free_path(directory: Path, name: str) -> Path:
-    """A path that no file has: a process may be recorded twice, one time after the other."""
+    """A path without a file: a process may start and stop recording several times."""
     paths = (directory / f"{name}{suffix}.msgpack" for suffix in ("", *(f"-{count}" for count in range(2, 10_000))))
     return next(path for path in paths if not path.exists())
-
-
-def _write_all(file: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(file, view) :]

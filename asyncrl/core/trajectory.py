@@ -1,11 +1,11 @@
-"""What an episode produces: trees of turns, and a prompt group of them as columns.
+"""Trajectories as trees of turns, and a prompt group of trajectories as columns.
 
-A *turn* is a run of tokens that either the policy sampled or somebody else gave: the prompt, a tool, an environment.
-Turns form a tree; a *branch* is the path from a root to a leaf. A single-turn answer is the smallest tree: the prompt,
-and one sampled turn below it.
+A *turn* is a sequence of tokens that the policy sampled, or that a prompt, a tool or an environment gave. Turns form a
+tree; a *branch* is the path from a root to a leaf. The smallest tree is a single-turn answer: the prompt, and one
+sampled turn below it.
 
-A group travels, is stored and is trained on as columns with names: per token, per turn, per trajectory. Whoever adds a
-column needs no new code in between.
+A group is sent, stored and trained on as named columns: per token, per turn, per trajectory. A new column needs no
+other code between its producer and its consumer.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ import numpy as np
 
 from asyncrl.core.types import FinishReason, GroupSummary
 
-SHARED = -1  # the trajectory of a turn that all trajectories of the group share: the prompt
-ROOT = -1  # the parent of a turn that begins a branch
-UNVERSIONED = -1  # the policy version of a token that was not sampled
+SHARED = -1  # trajectory of the prompt's turn, which all trajectories of the group share
+ROOT = -1  # parent of the first turn of a branch
+UNVERSIONED = -1  # version of a token that the policy did not sample
 
 TURN_DTYPE = np.dtype([(name, "<i4") for name in ("trajectory", "parent", "num_tokens", "sampled", "finish_reason")])
-"""A turn's place in its group: its trajectory (or `SHARED`), the index of its parent (or `ROOT`), its length in tokens,
-whether the policy sampled it, and the index of its finish reason in `FinishReason` (-1 without one)."""
+"""A turn's row: trajectory (or `SHARED`), index of the parent (or `ROOT`), length in tokens, whether the policy sampled
+it, and index of the finish reason in `FinishReason` (-1 without one)."""
 _TURN = struct.Struct("<5i")
 
 
@@ -39,10 +39,10 @@ class Turn:
 
     Attributes:
         token_ids: [T] int32.
-        parent: Index of the turn before it in `Trajectory.turns`; -1 at a root.
+        parent: Index of the previous turn in `Trajectory.turns`; -1 at a root.
         sampled: Whether the policy wrote the tokens.
         logprobs: [T] float32, log-prob at sampling, under the sampling temperature; 0 where not sampled.
-        versions: [T] int32, the policy version that the engine reported for each token; -1 where not sampled.
+        versions: [T] int32, policy version that the engine reported per token; -1 where not sampled.
         finish_reason: Why a sampled turn ended.
         columns: Further [T, …] numeric arrays by name. Example: ``routed_experts`` [T, layers, top-k] int16.
     """
@@ -57,7 +57,7 @@ class Turn:
 
     @classmethod
     def given(cls, token_ids: np.ndarray, *, parent: int = ROOT) -> Turn:
-        """A turn that the policy did not write: a prompt, a tool's answer, an observation."""
+        """Make a turn that the policy did not sample: a prompt, a tool's answer, an observation."""
         return cls(
             token_ids=token_ids,
             parent=parent,
@@ -68,14 +68,15 @@ class Turn:
 
 @dataclass(frozen=True, kw_only=True)
 class Trajectory:
-    """One rollout of a prompt: a tree of turns and what it earned.
+    """One rollout of a prompt: a tree of turns, and its rewards.
 
     Attributes:
-        turns: Parents before children. The first is the prompt, which all trajectories of a group share.
-        reward: Its outcome.
-        turn_rewards: Rewards of single turns beside the outcome, by index in ``turns``.
-        metrics: Numbers to report, by name.
-        baseline: It is compared with, and not trained on: the greedy answer of ReMax (arXiv 2310.10505).
+        turns: Parents before children. The first turn is the prompt, which all trajectories of a group share.
+        reward: Reward of the outcome.
+        turn_rewards: Additional rewards of single turns, by index in ``turns``.
+        metrics: Values to report, by name.
+        baseline: True for a trajectory that is only a baseline and not trained on: the greedy answer of ReMax (arXiv
+            2310.10505).
     """
 
     turns: tuple[Turn, ...]
@@ -87,12 +88,12 @@ class Trajectory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Branch:
-    """A path from a root to a leaf: what one forward pass of the policy sees.
+    """A path from a root to a leaf; the input of one forward pass of the policy.
 
     Attributes:
-        trajectory: Index of the trajectory that it belongs to.
-        turns: Indices of its turns, from the root to the leaf.
-        trained: Those of ``turns`` that are trained on here: sampled, and on no branch before this one.
+        trajectory: Index of the branch's trajectory.
+        turns: Indices of the turns, from the root to the leaf.
+        trained: The sampled turns of ``turns`` that are not in an earlier branch; the loss includes only these turns.
     """
 
     trajectory: int
@@ -105,11 +106,12 @@ class TrajectoryGroup:
     """G trajectories of one prompt as columns: M turns, the prompt first, and N tokens, turn after turn.
 
     Attributes:
-        group_id: See `Prompt`; ``attempt``: see `Lease`.
-        turns: [M] of `TURN_DTYPE`, the skeleton; the turns of a trajectory follow one another, parents before children.
+        group_id: As in `Prompt`; ``attempt``: as in `Lease`.
+        turns: [M] of `TURN_DTYPE`. The turns of a trajectory are adjacent, parents before children.
         token_columns: [N, …] arrays by name. Always ``token_ids`` int32, ``logprobs`` float32 (0 where not sampled) and
             ``versions`` int32 (-1 where not sampled).
-        trajectory_columns: [G, …] arrays by name. Always ``rewards`` float32; ``baseline`` bool where there is one.
+        trajectory_columns: [G, …] arrays by name. Always ``rewards`` float32; ``baseline`` bool if there is a
+            baseline.
         turn_columns: [M, …] arrays by name. Example: ``turn_rewards`` float32.
     """
 
@@ -122,7 +124,7 @@ class TrajectoryGroup:
 
     @classmethod
     def from_trajectories(cls, trajectories: Sequence[Trajectory], *, group_id: int, attempt: int) -> TrajectoryGroup:
-        """Lay trajectories of one prompt out as columns. Raises `ValueError` if they do not fit together."""
+        """Convert trajectories of one prompt to columns. Raises `ValueError` if they do not match each other."""
         if not trajectories:
             raise ValueError(f"prompt group {group_id} has no trajectories; it needs at least one")
         prompt = trajectories[0].turns[0]
@@ -132,11 +134,11 @@ class TrajectoryGroup:
             own = trajectory.turns[0]
             if own is not prompt and not np.array_equal(own.token_ids, prompt.token_ids):
                 which = f"trajectory {index} of prompt group {group_id}"
-                raise ValueError(f"{which} begins with another prompt than the first")
+                raise ValueError(f"{which} must begin with the prompt of trajectory 0, got another prompt")
             if strange := {*trajectory.turn_rewards} - {*range(1, len(trajectory.turns))}:
                 raise ValueError(
                     f"trajectory {index} of prompt group {group_id} has rewards of turns {sorted(strange)}, expected "
-                    f"turns from 1 to {len(trajectory.turns) - 1}; the prompt, turn 0, earns none"
+                    f"turns from 1 to {len(trajectory.turns) - 1}; the prompt, turn 0, has no reward"
                 )
             offset = len(turns) - 1
             for turn in trajectory.turns[1:]:
@@ -157,11 +159,11 @@ class TrajectoryGroup:
             turn_columns=_turn_columns(trajectories),
         )
         group.check()
-        _ = group.summary  # made while the columns are in the processor's cache; a put sends it
+        _ = group.summary  # computed while the columns are in the processor's cache; a put sends the summary
         return group
 
     def check(self) -> None:
-        """Raise `ValueError` for columns that do not fit together, with which and what was expected."""
+        """Raise `ValueError` if the columns do not match each other; the message names the column."""
         token, trajectory = self.token_columns, self.trajectory_columns
         for columns, needed in ((token, _TOKEN_COLUMNS), (trajectory, _TRAJECTORY_COLUMNS)):
             for name, dtype in needed.items():
@@ -186,7 +188,7 @@ class TrajectoryGroup:
                 raise ValueError(f"{self._where}: {scope} column {name!r} must have {length} rows, got {values.shape}")
 
     def _is_flat(self, num_tokens: int, num_trajectories: int) -> bool:
-        """Whether it is a whole tree of a prompt and one sampled turn per trajectory, as most are: seen at a glance."""
+        """Whether this is a valid group with one sampled turn per trajectory: a fast check for the usual case."""
         if len(self.turns) != num_trajectories + 1:
             return False
         trajectories, parents, lengths, sampled, reasons = zip(*self._rows, strict=True)
@@ -208,16 +210,16 @@ class TrajectoryGroup:
             is_same_tree = parent == ROOT or (0 <= parent < index and rows[parent][0] in (SHARED, trajectory))
             in_order = last <= trajectory < num_trajectories and (trajectory != SHARED or index == 0)
             if not (is_same_tree and in_order) or num_tokens < 0 or not -1 <= reason < num_reasons:
-                raise ValueError(f"{where}: turn {index} has no place in the tree: {self.turns[index]}")
+                raise ValueError(f"{where}: turn {index} does not fit into the tree: {self.turns[index]}")
             if sampled not in (0, 1) or (sampled and parent == ROOT):
-                raise ValueError(f"{where}: turn {index} is sampled from nothing; a sampled turn needs a parent")
+                raise ValueError(f"{where}: sampled turn {index} must have a parent, got none")
             last = trajectory
         if total != len(self.token_ids):
             raise ValueError(f"{where}: the turns have {total} tokens, the columns {len(self.token_ids)}")
         if missing := {*range(num_trajectories)} - {row[0] for row in rows}:
-            raise ValueError(f"{where}: trajectory {min(missing)} has no turn behind the prompt; leave it out")
+            raise ValueError(f"{where}: trajectory {min(missing)} must have a turn after the prompt; leave it out")
         if not any(row[3] and row[2] for row in rows):
-            raise ValueError(f"{where}: the policy wrote no token of it; a group needs at least one sampled token")
+            raise ValueError(f"{where}: must have at least one sampled token, got none")
 
     @property
     def num_trajectories(self) -> int:
@@ -251,12 +253,12 @@ class TrajectoryGroup:
 
     @cached_property
     def is_baseline(self) -> np.ndarray:
-        """[G] bool, True where a trajectory is only compared with."""
+        """[G] bool, True where a trajectory is a baseline."""
         return self.trajectory_columns.get("baseline", np.zeros(self.num_trajectories, dtype=bool))
 
     @cached_property
     def branches(self) -> tuple[Branch, ...]:
-        """Every path from root to leaf; each sampled turn is trained on exactly once, those of a baseline nowhere."""
+        """All paths from root to leaf. Each sampled turn is trained in exactly one branch; a baseline in none."""
         if self._is_flat(len(self.token_ids), self.num_trajectories) and not self.is_baseline.any():
             return _flat_branches(self.num_trajectories)
         parents, sampled = self.turns["parent"].tolist(), self.turns["sampled"].tolist()
@@ -274,41 +276,41 @@ class TrajectoryGroup:
         return tuple(branches)
 
     def along(self, branch: Branch, name: str) -> np.ndarray:
-        """[T, …] of a token column along a branch."""
+        """[T, …], the values of a token column along a branch."""
         return self.along_each([branch], name)[0]
 
     def along_each(self, branches: Sequence[Branch], name: str) -> list[np.ndarray]:
-        """[T, …] of a token column along each of some branches, one or more; parts of one array."""
+        """[T, …] of a token column along each of one or more branches, as views of one array."""
         column, ends, lengths = self.token_columns[name], self._ends, self._lengths
         spans = [column[ends[turn] - lengths[turn] : ends[turn]] for branch in branches for turn in branch.turns]
         return self._apart(np.concatenate(spans), branches)
 
     def trained_mask(self, branch: Branch) -> np.ndarray:
-        """[T] bool, True at the tokens of a branch that are trained on there."""
+        """[T] bool, True at the tokens that are trained in this branch."""
         return self.trained_masks([branch])[0]
 
     def trained_masks(self, branches: Sequence[Branch]) -> list[np.ndarray]:
-        """[T] bool of each of some branches, as `trained_mask`; parts of one array."""
+        """[T] bool as `trained_mask`, for each of one or more branches, as views of one array."""
         is_trained = [turn in branch.trained for branch in branches for turn in branch.turns]
         lengths = [self._lengths[turn] for branch in branches for turn in branch.turns]
         return self._apart(np.repeat(is_trained, lengths), branches)
 
     def _apart(self, joined: np.ndarray, branches: Sequence[Branch]) -> list[np.ndarray]:
-        """Cut what lies end to end into one part per branch."""
+        """Split concatenated branches into one array per branch."""
         lengths = self._lengths
         ends = [*accumulate([sum([lengths[turn] for turn in branch.turns]) for branch in branches])]
         return [joined[start:end] for start, end in pairwise([0, *ends])]
 
     @cached_property
     def turn_sums(self) -> np.ndarray:
-        """[G] float32, the sum of the rewards of each trajectory's turns."""
+        """[G] float32, sum of the turn rewards per trajectory."""
         sums = np.zeros(self.num_trajectories, dtype=np.float32)
         if "turn_rewards" in self.turn_columns:
             np.add.at(sums, self.turns["trajectory"][1:], np.nan_to_num(self.turn_columns["turn_rewards"][1:]))
         return sums
 
     def rewards_along(self, branch: Branch) -> np.ndarray | None:
-        """[T] float32, rewards of the turns that are trained on in a branch, at their last tokens; None without any."""
+        """[T] float32, rewards of the branch's trained turns at their last tokens; None without turn rewards."""
         if "turn_rewards" not in self.turn_columns:
             return None
         earned = np.nan_to_num(self.turn_columns["turn_rewards"])
@@ -320,11 +322,11 @@ class TrajectoryGroup:
         return rewards
 
     def is_truncated(self, branch: Branch) -> bool:
-        """Whether the branch ended because it was too long."""
+        """Whether the branch ended at the length limit."""
         return self.turns["finish_reason"][branch.turns[-1]] == _TRUNCATED
 
     def trajectories(self) -> list[Trajectory]:
-        """The trees that `from_trajectories` was given."""
+        """Convert the columns back to trajectories, the inverse of `from_trajectories`."""
         rows, first = self.turns.tolist(), {}
         turns: list[list[Turn]] = [[self._turn(0, ROOT)] for _ in range(self.num_trajectories)]
         for index, (trajectory, parent, _, _, _) in enumerate(rows[1:], start=1):
@@ -393,7 +395,7 @@ class TrajectoryGroup:
             num_prompt_tokens=self._rows[0][2],
             response_lengths=lengths,
             num_tokens=sum([row[2] for row in sampled]),
-            oldest_version=int(np.minimum.reduce(self.versions.view(np.uint32))),  # UNVERSIONED is the largest there
+            oldest_version=int(np.minimum.reduce(self.versions.view(np.uint32))),  # UNVERSIONED becomes the maximum
             newest_version=int(np.maximum.reduce(self.versions)),
             rewards=tuple(rewards.tolist()),
             branch_tokens=branch_tokens,
@@ -416,13 +418,13 @@ class TrajectoryGroup:
 
     @property
     def _single_turns(self) -> tuple[int, ...] | None:
-        """[G] tokens of the only turn of each trajectory; None where one has more."""
+        """[G] tokens of each trajectory's only turn; None if a trajectory has several."""
         trajectories, parents, lengths, _, _ = zip(*self._rows, strict=True)
         is_single = trajectories[1:] == (*range(self.num_trajectories),) and not any(parents[1:])
         return lengths[1:] if is_single else None
 
     def _counts(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        """[G] tokens behind the prompt, of all branches, and their number; without branching the latter are empty."""
+        """[G] tokens after the prompt, tokens of branches, and branches; the last two are empty without forks."""
         lengths = [0] * self.num_trajectories
         for trajectory, num_tokens in zip(self.turns["trajectory"].tolist()[1:], self._lengths[1:], strict=True):
             lengths[trajectory] += num_tokens
@@ -436,7 +438,7 @@ class TrajectoryGroup:
 
 @lru_cache(maxsize=64)
 def _flat_skeleton(num_trajectories: int) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Trajectory, parent and whether it was sampled, of each turn, where every trajectory has one."""
+    """Columns trajectory, parent and sampled of a group with one turn per trajectory."""
     return (
         (SHARED, *range(num_trajectories)),
         (ROOT, *repeat(0, num_trajectories)),
@@ -446,7 +448,7 @@ def _flat_skeleton(num_trajectories: int) -> tuple[tuple[int, ...], tuple[int, .
 
 @lru_cache(maxsize=64)
 def _flat_branches(num_trajectories: int) -> tuple[Branch, ...]:
-    """The branches of a group in which every trajectory has one turn behind the prompt, which is trained on."""
+    """The branches of a group with one sampled turn per trajectory."""
     return tuple(
         Branch(trajectory=index, turns=(0, index + 1), trained=frozenset([index + 1]))
         for index in range(num_trajectories)
@@ -465,7 +467,7 @@ def _skeleton_of(turn: Turn, trajectory: int, parent: int) -> tuple[int, int, in
 
 
 def _token_columns(turns: Sequence[Turn]) -> dict[str, np.ndarray]:
-    """Every token column of the turns end to end; zeros where a turn lacks one."""
+    """All token columns of the turns, concatenated; zeros where a turn lacks a column."""
     columns = {
         name: np.concatenate([getattr(turn, name) for turn in turns], dtype=dtype)
         for name, dtype in _TOKEN_COLUMNS.items()
@@ -482,7 +484,7 @@ def _token_columns(turns: Sequence[Turn]) -> dict[str, np.ndarray]:
 
 
 def _turn_columns(trajectories: Sequence[Trajectory]) -> dict[str, np.ndarray]:
-    """``turn_rewards`` [M] float32, NaN where a turn has none; nothing where no turn has one."""
+    """``turn_rewards`` [M] float32, NaN for a turn without a reward; empty if no turn has a reward."""
     if not any(each.turn_rewards for each in trajectories):
         return {}
     earned = [np.nan]

@@ -1,4 +1,4 @@
-"""Options of the prompt data: the only home of their defaults."""
+"""Options of the prompt data."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class OverlongPrompts(StrEnum):
-    """What happens to a prompt longer than ``max_prompt_tokens``: fail by name, or leave it out and count it."""
+    """What happens to a prompt longer than ``max_prompt_tokens``: an error, or leave it out and count it."""
 
     error = "error"
     filter = "filter"
@@ -14,21 +14,21 @@ class OverlongPrompts(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Where prompts come from. A key names a column; ``reward_model.ground_truth`` reaches into a nested one.
+    """The files and columns of prompts. Dots in a key name a nested column: ``reward_model.ground_truth``.
 
     Attributes:
         train_files: Parquet or jsonl files, read as one data set in this order.
-        eval_files: Held-out prompts, in the same columns.
+        eval_files: Files of held-out prompts with the same columns.
         prompt_key: Column of the prompt: a string, or with ``chat_template`` a list of {role, content} messages.
-        ground_truth_key: Column that the reward function compares with; empty when there is none.
-        data_source_key: Column that names the reward function's task; empty when there is none.
-        extra_keys: Further columns handed to the reward function.
-        chat_template: Render the messages with the tokenizer's chat template, ending in the assistant's turn.
+        ground_truth_key: Column of the expected answer for the reward function; empty without one.
+        data_source_key: Column of the task's name for the reward function; empty without one.
+        extra_keys: Further columns for the reward function.
+        chat_template: Render the messages with the tokenizer's chat template and a generation prompt.
         chat_template_kwargs: Further arguments of the template. Example: ``{"enable_thinking": false}``.
         max_prompt_tokens: Longest prompt, in tokens.
-        overlong_prompts: What happens to a longer one.
-        shuffle: Draw a new seeded order every epoch; otherwise the files' order, every epoch.
-        eval_max_prompts: Held-out prompts used, from the first; 0 uses all.
+        overlong_prompts: What happens to a longer prompt.
+        shuffle: Use a new seeded order in each epoch. False: the order of the files in each epoch.
+        eval_max_prompts: Number of held-out prompts from the beginning of the files; 0 uses all.
     """
 
     train_files: list[str] = field(default_factory=list)
@@ -59,7 +59,7 @@ class DataConfig:
         if self.overlong_prompts not in tuple(OverlongPrompts):
             raise ValueError(
                 f"data.overlong_prompts must be error or filter, got {self.overlong_prompts!r}; "
-                "filter leaves long prompts out and counts them"
+                "filter leaves out long prompts and counts them"
             )
         if self.eval_max_prompts < 0:
             raise ValueError(f"data.eval_max_prompts must be >= 0, got {self.eval_max_prompts}; 0 uses all")
@@ -73,6 +73,6 @@ class DataConfig:
 def _check_key(option: str, key: str) -> None:
     if key and not all(key.split(".")):
         raise ValueError(
-            f"{option} must be a column name, got {key!r}; a nested one is written outer.inner, "
+            f"{option} must be a column name, got {key!r}; write a nested column as outer.inner, "
             "such as reward_model.ground_truth"
         )

@@ -1,7 +1,4 @@
-"""Demonstrations for supervised fine-tuning: rows of text or of chat messages as tokens, and which of them are learned.
-
-Nothing here waits.
-"""
+"""Demonstrations for supervised fine-tuning: text or chat messages as tokens, and a mask of the learned tokens."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ class Demonstration:
 
     Attributes:
         token_ids: [T] int32.
-        learned: [T] bool, True where the token is the assistant's, its end included; False at the first token.
+        learned: [T] bool, True at tokens of the assistant, including the end token; False at the first token.
         where: File and row, for messages.
     """
 
@@ -32,15 +29,7 @@ class Demonstration:
 
 @dataclass(frozen=True, kw_only=True)
 class DemonstrationFormat:
-    """How rows are read.
-
-    Attributes:
-        prompt_key: Column of the prompt: a string, or with ``chat_template`` a list of {role, content} messages.
-        response_key: Column of the response, a string; empty with ``chat_template`` where the assistant's turns stand
-            in the messages themselves.
-        chat_template: Render messages with the tokenizer's chat template.
-        chat_template_kwargs: Further arguments of the template.
-    """
+    """Columns and format of the rows; the attributes are those of `asyncrl.config.WarmStartConfig`."""
 
     prompt_key: str
     response_key: str
@@ -49,21 +38,30 @@ class DemonstrationFormat:
 
 
 def load_demonstrations(files: Sequence[str], form: DemonstrationFormat, tokenizer: Any) -> list[Demonstration]:
-    """Read every row of parquet or jsonl files.
+    """Read all rows of parquet or jsonl files.
 
-    A plain row is prompt, response and the end-of-sequence token. A conversation is rendered by the template up to each
-    assistant turn, and the text that the turn adds is learned. Each stretch is tokenised by itself, as a prompt is in
+    A plain row becomes prompt, response and end-of-sequence token. The template renders a conversation up to each
+    assistant turn, and the text that the turn adds is learned. Learned and other parts are tokenized separately, as in
     generation.
 
     Args:
         files: Paths.
-        form: Their columns.
-        tokenizer: The policy's, transformers' own.
+        form: Columns and format.
+        tokenizer: The policy's tokenizer of transformers.
 
     Raises:
-        ValueError: a file, row or column is not as ``form`` says; the message names it.
+        ValueError: a file, row or column does not match ``form``; the message names it.
     """
-    _check_tokenizer(form, tokenizer)
+    if form.chat_template and not tokenizer.chat_template:
+        raise ValueError(
+            f"sft.chat_template is true but the tokenizer of {tokenizer.name_or_path!r} has no template; use an "
+            "instruct model's tokenizer, or plain strings with sft.chat_template=false"
+        )
+    if not form.chat_template and tokenizer.eos_token_id is None:
+        raise ValueError(
+            f"the tokenizer of {tokenizer.name_or_path!r} has no end-of-sequence token, which ends a plain response; "
+            "set eos_token in its tokenizer_config.json"
+        )
     keys = [key for key in (form.prompt_key, form.response_key) if key]
     demonstrations: list[Demonstration] = []
     for name in files:
@@ -74,21 +72,8 @@ def load_demonstrations(files: Sequence[str], form: DemonstrationFormat, tokeniz
     return demonstrations
 
 
-def _check_tokenizer(form: DemonstrationFormat, tokenizer: Any) -> None:
-    if form.chat_template and not tokenizer.chat_template:
-        raise ValueError(
-            f"sft.chat_template is true but the tokenizer of {tokenizer.name_or_path!r} has no template; use an "
-            "instruct model's tokenizer, or plain strings with sft.chat_template=false"
-        )
-    if not form.chat_template and tokenizer.eos_token_id is None:
-        raise ValueError(
-            f"the tokenizer of {tokenizer.name_or_path!r} has no end-of-sequence token, with which a plain response "
-            "ends; name one as eos_token in its tokenizer_config.json"
-        )
-
-
 _Stretch = tuple[Sequence[int], bool]
-"""Token ids, and whether they are learned."""
+"""Token ids (or their text), and whether they are learned."""
 
 
 def _demonstration(parts: Sequence[_Stretch], where: str) -> Demonstration:
@@ -97,7 +82,7 @@ def _demonstration(parts: Sequence[_Stretch], where: str) -> Demonstration:
     learned[:1] = False  # no token predicts the first one
     if not learned.any():
         raise ValueError(
-            f"{where}: nothing to learn, expected a prompt and a response of a token or more; drop the row"
+            f"{where}: must have a prompt and a response of at least one token, got nothing to learn; remove the row"
         )
     return Demonstration(token_ids=token_ids, learned=learned, where=where)
 
@@ -115,7 +100,7 @@ def _conversations(rows: Rows, form: DemonstrationFormat, tokenizer: Tokenizer) 
     for row, (messages, answer) in enumerate(zip(rows.column(form.prompt_key), answers, strict=True)):
         where = f"{rows.where(row)}: column {form.prompt_key!r}"
         if not isinstance(messages, list) or not messages:
-            raise ValueError(f"{where} is {messages!r}, expected a list of {{role, content}} messages; mend the row")
+            raise ValueError(f"{where} is {messages!r}, expected a list of {{role, content}} messages; fix the row")
         if answer is not None:
             messages = [*messages, {"role": "assistant", "content": answer}]
         stretches = _stretches(messages, where, form, tokenizer)
@@ -126,7 +111,7 @@ def _conversations(rows: Rows, form: DemonstrationFormat, tokenizer: Tokenizer) 
 def _stretches(
     messages: Sequence[Any], where: str, form: DemonstrationFormat, tokenizer: Tokenizer
 ) -> list[tuple[str, bool]]:
-    """The rendered conversation up to its last assistant turn, cut where the assistant begins and ends to speak."""
+    """Render the conversation up to its last assistant turn, split at the beginning and end of assistant turns."""
     kwargs = dict(form.chat_template_kwargs)
     done, stretches = "", []
     for turn, message in enumerate(messages):
@@ -136,14 +121,13 @@ def _stretches(
         answered = render_chat(messages[: turn + 1], where, tokenizer, kwargs, add_generation_prompt=False)
         if not (asked.startswith(done) and answered.startswith(asked)):
             raise ValueError(
-                f"{where}: the chat template rewrites what it rendered before when message {turn} is added, so that "
-                "its tokens cannot be told apart; split the conversation into one row per answer, or change "
-                "sft.chat_template_kwargs"
+                f"{where}: the chat template changes earlier text when message {turn} is added, so the learned tokens "
+                "are unknown; split the conversation into one row per answer, or change sft.chat_template_kwargs"
             )
         stretches += [(asked[len(done) :], False), (answered[len(asked) :], True)]
         done = answered
     if not stretches:
-        raise ValueError(f"{where} has no assistant turn to learn; name sft.response_key, or mend the row")
+        raise ValueError(f"{where} has no assistant turn to learn; set sft.response_key, or fix the row")
     return stretches
 
 
@@ -152,7 +136,7 @@ def _strings(rows: Rows, key: str) -> list[str]:
     for row, value in enumerate(values):
         if not isinstance(value, str):
             raise ValueError(
-                f"{rows.where(row)}: column {key!r} is {value!r} ({type(value).__name__}), expected a string; write it "
-                "as one, or set sft.chat_template=true for messages"
+                f"{rows.where(row)}: column {key!r} is {value!r} ({type(value).__name__}), expected a string; convert "
+                "it to a string, or set sft.chat_template=true for messages"
             )
     return values

@@ -1,6 +1,6 @@
-"""The run's prompts: a seeded, endless, resumable order over the training files, and the fixed held-out list.
+"""The run's prompts: an endless, seeded, resumable stream over the training files, and the held-out prompts.
 
-An epoch's order is drawn when the stream reaches it, so the state is a position.
+The stream draws the order of an epoch when it reaches the epoch, so its state is a position.
 """
 
 from __future__ import annotations
@@ -19,27 +19,25 @@ from .tokenization import Tokenizer, encode_prompts, split_overlong
 
 
 class PromptStream:
-    """An endless stream of the training files' prompts, shuffled anew every epoch.
+    """An endless stream of the training prompts, shuffled in each epoch.
 
-    The group id of a prompt is its position in the run. The same seed, files and options give the same order on every
-    machine, and a restored stream goes on with the prompt that the saved one would have given next.
+    The group id of a prompt is its position in the stream. The same seed, files and options give the same order on
+    every machine. A restored stream continues with the next prompt of the saved stream.
     """
 
     def __init__(self, config: DataConfig, tokenizer: Tokenizer, *, seed: int) -> None:
-        """Read and tokenise the training files.
+        """Read and tokenize the training files.
 
         Args:
-            config: See `DataConfig`.
-            tokenizer: The policy's.
+            config: Files, columns and limits.
+            tokenizer: The policy's tokenizer.
             seed: Seed of the order; >= 0.
 
         Raises:
-            ValueError: a file, row or column is not as the options say; the message names it.
+            ValueError: a file, row or column does not match the options; the message names it.
         """
-        if seed < 0:
-            raise ValueError(f"seed must be >= 0, got {seed}; 0 is usual")
         if not config.train_files:
-            raise ValueError("data.train_files is empty, expected at least one parquet or jsonl file; name one")
+            raise ValueError("data.train_files must name at least one parquet or jsonl file, got none; name one")
         self._table = _PromptTable(config.train_files, config, tokenizer)
         self._seed = seed
         self._shuffle = config.shuffle
@@ -48,32 +46,26 @@ class PromptStream:
 
     @property
     def num_prompts(self) -> int:
-        """Prompts of one epoch."""
+        """Number of prompts per epoch."""
         return len(self._table)
 
     @property
     def num_filtered(self) -> int:
-        """Prompts left out because they are longer than ``max_prompt_tokens``."""
+        """Number of prompts left out because they are longer than ``max_prompt_tokens``."""
         return self._table.num_filtered
 
     def take(self, count: int) -> list[Prompt]:
-        """The next ``count`` prompts.
-
-        Raises:
-            ValueError: ``count`` is negative.
-        """
-        if count < 0:
-            raise ValueError(f"take: count must be >= 0, got {count}")
+        """Return the next ``count`` prompts; ``count`` >= 0."""
         prompts = [self._prompt(position) for position in range(self._position, self._position + count)]
         self._position += count
         return prompts
 
     def at(self, positions: Sequence[int]) -> list[Prompt]:
-        """The prompts at these positions, which are their group ids; the stream stays where it is."""
+        """Return the prompts with these group ids; the stream's position does not change."""
         return [self._prompt(position) for position in positions]
 
     def state(self) -> dict[str, Any]:
-        """Where the stream stands, small and plain enough for JSON and msgpack."""
+        """Return the position and a description of the files, as JSON values."""
         return {
             "seed": self._seed,
             "position": self._position,
@@ -83,14 +75,14 @@ class PromptStream:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state.
+        """Continue from a saved state.
 
         Raises:
-            ValueError: the state is of other files or options than this stream's; the message names the difference.
+            ValueError: the state belongs to other files or options; the message names the difference.
         """
         now = self.state()
         if missing := sorted(set(now) - set(state)):
-            raise ValueError(f"prompt stream: the saved state lacks {missing}; it is not one that state() gave")
+            raise ValueError(f"prompt stream: the saved state must have {missing}, got none; use the result of state()")
         _check_files(state["files"], now["files"])
         for key, option in (
             ("seed", "the seed"),
@@ -100,7 +92,7 @@ class PromptStream:
             if state[key] != now[key]:
                 raise ValueError(
                     f"prompt stream: {option} was {state[key]} when the state was saved, got {now[key]}; resume with "
-                    "the options and the tokenizer of the saved run, or start anew"
+                    "the options and the tokenizer of the saved run, or start a new run"
                 )
         if not isinstance(state["position"], int) or state["position"] < 0:
             raise ValueError(f"prompt stream: position must be an integer >= 0, got {state['position']!r}")
@@ -117,10 +109,7 @@ class PromptStream:
 
 
 def load_eval_prompts(config: DataConfig, tokenizer: Tokenizer) -> list[Prompt]:
-    """The held-out prompts in the files' order; the group id is the place in the list.
-
-    Returns:
-        At most ``eval_max_prompts`` prompts, all of them when it is 0; none without ``eval_files``.
+    """Read the first ``eval_max_prompts`` held-out prompts (0: all); the group id is the index in the list.
 
     Raises:
         ValueError: as `PromptStream`.
@@ -133,7 +122,7 @@ def load_eval_prompts(config: DataConfig, tokenizer: Tokenizer) -> list[Prompt]:
 
 
 class _PromptTable:
-    """The prompts of several files as one list: tokens, ground truth, data source and further columns of each."""
+    """The prompts of several files as one list, with ground truth, data source and further columns."""
 
     def __init__(self, paths: Sequence[str], config: DataConfig, tokenizer: Tokenizer) -> None:
         self.files: list[Rows] = []
@@ -146,8 +135,8 @@ class _PromptTable:
             self.files.append(Rows(path=path, unit=rows.unit, numbers=(), values=(), digest=rows.digest))
         if not self._prompts:
             raise ValueError(
-                f"{', '.join(paths)}: all {self.num_filtered} prompts are longer than data.max_prompt_tokens = "
-                f"{config.max_prompt_tokens}, expected at least one that is not; raise the limit"
+                f"{', '.join(paths)}: at least one prompt must have at most data.max_prompt_tokens = "
+                f"{config.max_prompt_tokens} tokens, got {self.num_filtered} longer prompts; raise the limit"
             )
 
     def __len__(self) -> int:
@@ -176,19 +165,19 @@ def _data_sources(rows: Rows, key: str) -> list[str]:
     sources = rows.serializable_column(key)
     for row, source in enumerate(sources):
         if not isinstance(source, str):
-            raise ValueError(f"{rows.where(row)}: column {key!r} is {source!r}, expected a string; mend the row")
+            raise ValueError(f"{rows.where(row)}: column {key!r} is {source!r}, expected a string; fix the row")
     return sources
 
 
 def _check_files(saved: Sequence[Sequence[str]], now: Sequence[Sequence[str]]) -> None:
     if len(saved) != len(now):
         raise ValueError(
-            f"prompt stream: the saved state is of {len(saved)} files ({', '.join(path for path, _ in saved)}), got "
-            f"{len(now)} ({', '.join(path for path, _ in now)}); name the same files in data.train_files"
+            f"prompt stream: the saved state has {len(saved)} files ({', '.join(path for path, _ in saved)}), got "
+            f"{len(now)} ({', '.join(path for path, _ in now)}); set data.train_files to the same files"
         )
     for (saved_path, saved_digest), (path, digest) in zip(saved, now, strict=True):
         if saved_digest != digest:
             raise ValueError(
-                f"prompt stream: {path} is not the file that the state was saved with ({saved_path}, digest "
-                f"{saved_digest}, got {digest}); put the old file back, or start anew"
+                f"prompt stream: {path} must be the file of the saved state ({saved_path}, digest {saved_digest}), got "
+                f"digest {digest}; restore the old file, or start a new run"
             )

@@ -1,4 +1,4 @@
-"""Rows of a parquet or jsonl file. Every error names the file, the row and the column."""
+"""Rows of a parquet or jsonl file. Errors name the file, the row and the column."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 _INT_RANGE = (-(2**63), 2**64 - 1)
-"""Integers that msgpack can carry to the reward function."""
+"""Range of integers in msgpack, which encodes rows for the reward function."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,12 +21,12 @@ class Rows:
     """The rows of one file.
 
     Attributes:
-        path: The file, as the user wrote it.
-        unit: ``row`` of a parquet file (counted from 0) or ``line`` of a jsonl file (counted from 1, as editors do).
+        path: The path as the user wrote it.
+        unit: ``row`` of a parquet file (from 0) or ``line`` of a jsonl file (from 1, as in editors).
         numbers: Row or line number of each entry of ``values``.
         values: One mapping from column name to value per row.
         digest: Hexadecimal digest of the file's bytes.
-        section: Section of the options that name the file and its columns, for messages.
+        section: Section of the options for the file and its columns, for messages.
     """
 
     path: str
@@ -44,7 +44,7 @@ class Rows:
         return f"{self.path}, {self.unit} {self.numbers[index]}"
 
     def column(self, key: str) -> list[Any]:
-        """The values under ``key``: a column of that name, else a path of names joined by dots.
+        """Return the values of a column. Dots separate the names of nested columns.
 
         Raises:
             ValueError: a row has no such value.
@@ -52,21 +52,21 @@ class Rows:
         return [self._value(index, key) for index in range(len(self))]
 
     def serializable_column(self, key: str) -> list[Any]:
-        """The values under ``key``, all of which the wire can carry and none of which is null.
+        """Return the values of a column after a check that msgpack can encode them.
 
         Raises:
-            ValueError: a value is missing, null, or of a type that msgpack has no form for (a date, a decimal).
+            ValueError: a value is missing or null, or msgpack has no type for it (a date, a decimal).
         """
         values = self.column(key)
         for index, value in enumerate(values):
             if value is None:
                 raise ValueError(
-                    f"{self.where(index)}: column {key!r} is null, expected a value; fill it in, or drop the row"
+                    f"{self.where(index)}: column {key!r} is null, expected a value; add it, or remove the row"
                 )
             if not _is_plain(value):
                 raise ValueError(
                     f"{self.where(index)}: column {key!r} is {value!r} ({type(value).__name__}), expected strings, "
-                    "numbers (64 bits), booleans, bytes, or lists and dicts of them; write it as a string"
+                    "numbers (64 bits), booleans, bytes, or lists and dicts of them; convert it to a string"
                 )
         return values
 
@@ -79,43 +79,36 @@ class Rows:
             if not isinstance(value, Mapping) or name not in value:
                 found = sorted(value) if isinstance(value, Mapping) else f"a {type(value).__name__}"
                 raise ValueError(
-                    f"{self.where(index)}: no column {key!r}: {name!r} expected, found {found}; mend the row, "
-                    f"or name another column in {self.section}.*_key"
+                    f"{self.where(index)}: no column {key!r}: {name!r} expected, found {found}; fix the row, "
+                    f"or set another column in {self.section}.*_key"
                 )
             value = value[name]
         return value
 
 
 def read_rows(path: str, keys: Iterable[str], *, section: str = "data") -> Rows:
-    """Read a file; of a parquet file only the columns that ``keys`` name.
+    """Read a file. Of a parquet file, only the columns of ``keys`` are read.
 
     Args:
-        path: Ends in ``.parquet`` or ``.jsonl``; ``~`` is the home directory.
-        keys: Columns that will be asked for, dots reaching into nested ones.
-        section: Section of the options that name the file and its columns, for messages.
+        path: Path with the suffix ``.parquet`` or ``.jsonl``; ``~`` is the home directory.
+        keys: Required columns; dots separate the names of nested columns.
+        section: Section of the options for the file and its columns, for messages.
 
     Raises:
-        ValueError: the file is missing, empty, of another kind or broken, or lacks a column.
+        ValueError: the file is missing, empty, damaged or of another type, or lacks a column.
     """
     file = Path(path).expanduser()
-    readers = {".parquet": _read_parquet, ".jsonl": _read_jsonl}
-    reader = readers.get(file.suffix.lower())
-    if reader is None:
+    if (suffix := file.suffix.lower()) not in (".parquet", ".jsonl"):
         raise ValueError(f"{path}: file type {file.suffix or 'unknown'!r}, expected .parquet or .jsonl; convert it")
     if not file.is_file():
-        raise ValueError(f"{path}: {_absence(file)}; check {section}.*_files")
-    rows = replace(reader(path, file.read_bytes(), keys, section), section=section)
+        got = "not a file" if file.exists() else "no such file"
+        missing = "" if file.parent.exists() else f" (the directory {file.parent} does not exist)"
+        raise ValueError(f"{path}: {got}, expected a parquet or jsonl file{missing}; check {section}.*_files")
+    content = file.read_bytes()
+    rows = _read_parquet(path, content, keys, section) if suffix == ".parquet" else _read_jsonl(path, content)
     if not len(rows):
-        raise ValueError(f"{path}: the file holds no rows, expected at least one; remove it from {section}.*_files")
-    return rows
-
-
-def _absence(file: Path) -> str:
-    if file.exists():
-        return "not a file, expected a parquet or jsonl file"
-    if file.parent.exists():
-        return "no such file, expected a parquet or jsonl file"
-    return f"no such file: not even the directory {file.parent} exists"
+        raise ValueError(f"{path}: the file has no rows, expected at least one; remove it from {section}.*_files")
+    return replace(rows, section=section)
 
 
 def _read_parquet(path: str, content: bytes, keys: Iterable[str], section: str) -> Rows:
@@ -123,7 +116,7 @@ def _read_parquet(path: str, content: bytes, keys: Iterable[str], section: str) 
         file = pq.ParquetFile(pa.BufferReader(content))
         names = file.schema_arrow.names
         columns = [_parquet_column(path, key, names, section) for key in keys]
-        # Arrow's threads, where it starts any, now and then abort a process that ends soon after.
+        # Arrow's threads sometimes abort a process that exits soon after the read.
         values = file.read(columns=sorted(set(columns)), use_threads=False).to_pylist()
     except pa.ArrowException as error:
         raise ValueError(f"{path}: not a readable parquet file ({error}); write it again") from error
@@ -134,11 +127,10 @@ def _parquet_column(path: str, key: str, names: Sequence[str], section: str) -> 
     for name in (key, key.split(".")[0]):
         if name in names:
             return name
-    raise ValueError(f"{path}: no column {key!r}, found {sorted(names)}; name another one in {section}.*_key")
+    raise ValueError(f"{path}: no column {key!r}, found {sorted(names)}; set another column in {section}.*_key")
 
 
-def _read_jsonl(path: str, content: bytes, keys: Iterable[str], section: str) -> Rows:
-    del keys, section  # a line is read whole; a missing key is found row by row
+def _read_jsonl(path: str, content: bytes) -> Rows:
     numbers, values = [], []
     for number, line in enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
         if not line.strip():
@@ -147,7 +139,7 @@ def _read_jsonl(path: str, content: bytes, keys: Iterable[str], section: str) ->
             value = json.loads(line)
         except ValueError as error:
             raise ValueError(
-                f"{path}, line {number}: not JSON ({error}), expected one object per line; mend or drop the line"
+                f"{path}, line {number}: not JSON ({error}), expected one object per line; fix or remove the line"
             ) from error
         if not isinstance(value, dict):
             raise ValueError(

@@ -1,6 +1,6 @@
-"""Prompts as token ids: plain strings, or chat messages rendered by the tokenizer's template.
+"""Prompts as token ids: plain strings, or chat messages that the tokenizer's template renders.
 
-The tokenizer is read without transformers where that is possible: prompts are checked before torch is imported.
+Most tokenizers are loaded without transformers, so that prompts are checked before torch is imported.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _FAST = "PreTrainedTokenizerFast"
 
 
 class Tokenizer(Protocol):
-    """What the data needs of a transformers tokenizer."""
+    """The interface of a transformers tokenizer that this package uses."""
 
     chat_template: Any
 
@@ -32,7 +32,7 @@ class Tokenizer(Protocol):
         ...
 
     def get_vocab(self) -> Mapping[str, int]:
-        """Every token with its id, added ones too."""
+        """Return all tokens with their ids, including added tokens."""
         ...
 
 
@@ -41,26 +41,29 @@ def load_tokenizer(model_path: str, *, chat_template: bool) -> Tokenizer:
 
     Args:
         model_path: Directory in Hugging Face layout.
-        chat_template: Whether conversations are to be rendered, which takes transformers.
+        chat_template: Whether the caller renders conversations, which needs transformers.
 
     Returns:
-        The ``tokenizers`` library's own where ``tokenizer.json`` says all there is to say; transformers' otherwise.
+        A tokenizer of the ``tokenizers`` library if ``tokenizer.json`` defines it completely; else of transformers.
     """
-    if not chat_template and _is_plain_fast(Path(model_path)):
-        return _FastTokenizer(Path(model_path, "tokenizer.json"))
+    file = Path(model_path, "tokenizer.json")
+    settings = json.loads(Path(model_path, "tokenizer_config.json").read_text())
+    # Another tokenizer class may add tokens of its own.
+    if not chat_template and settings.get("tokenizer_class") == _FAST and file.is_file():
+        return _FastTokenizer(file)
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(model_path)
 
 
 def encode_prompts(rows: Rows, config: DataConfig, tokenizer: Tokenizer) -> list[np.ndarray]:
-    """Tokenise the prompt column of one file.
+    """Tokenize the prompt column of one file.
 
     Returns:
-        One [P] int32 array per row, of any length; see `split_overlong`.
+        One [P] int32 array per row, without the limit of `split_overlong`.
 
     Raises:
-        ValueError: a prompt is not of the kind that ``chat_template`` asks for, or has no tokens.
+        ValueError: a prompt does not match ``chat_template``, or has no tokens.
     """
     if config.chat_template and not getattr(tokenizer, "chat_template", None):
         raise ValueError(
@@ -70,23 +73,23 @@ def encode_prompts(rows: Rows, config: DataConfig, tokenizer: Tokenizer) -> list
     column = rows.column(config.prompt_key)
     render = _render_chat if config.chat_template else _plain_text
     texts = [render(value, rows.where(row), config, tokenizer) for row, value in enumerate(column)]
-    # A template writes the special tokens itself; a plain prompt begins as the model's own tokenizer begins a text.
+    # A template writes the special tokens; for a plain prompt, the tokenizer adds them.
     encoded = tokenizer(texts, add_special_tokens=not config.chat_template)["input_ids"]
     prompts = [np.asarray(ids, dtype=np.int32) for ids in encoded]
     for row, prompt in enumerate(prompts):
         if not len(prompt):
             raise ValueError(
                 f"{rows.where(row)}: column {config.prompt_key!r} is {column[row]!r}, which has no tokens, expected at "
-                "least one; drop the row"
+                "least one; remove the row"
             )
     return prompts
 
 
 def split_overlong(rows: Rows, prompts: Sequence[np.ndarray], config: DataConfig) -> list[int]:
-    """Indices of the rows whose prompt keeps the limit.
+    """Return the indices of the rows whose prompt is within the limit.
 
     Raises:
-        ValueError: a prompt is longer, and ``overlong_prompts`` is ``error``.
+        ValueError: a prompt is longer and ``overlong_prompts`` is ``error``.
     """
     kept = [row for row, prompt in enumerate(prompts) if len(prompt) <= config.max_prompt_tokens]
     if len(kept) < len(prompts) and config.overlong_prompts == OverlongPrompts.error:
@@ -102,7 +105,7 @@ def split_overlong(rows: Rows, prompts: Sequence[np.ndarray], config: DataConfig
 def _plain_text(value: Any, where: str, config: DataConfig, tokenizer: Tokenizer) -> str:
     if isinstance(value, str):
         return value
-    remedy = "set data.chat_template=true" if isinstance(value, list) else "write it as a string"
+    remedy = "set data.chat_template=true" if isinstance(value, list) else "convert it to a string"
     raise ValueError(
         f"{where}: column {config.prompt_key!r} is {_short(value)}, expected a string (data.chat_template is false); "
         f"{remedy}"
@@ -111,7 +114,7 @@ def _plain_text(value: Any, where: str, config: DataConfig, tokenizer: Tokenizer
 
 def _render_chat(value: Any, where: str, config: DataConfig, tokenizer: Tokenizer) -> str:
     if not isinstance(value, list) or not value:
-        remedy = "; set data.chat_template=false for plain prompts" if isinstance(value, str) else "; mend the row"
+        remedy = "; set data.chat_template=false for plain prompts" if isinstance(value, str) else "; fix the row"
         raise ValueError(
             f"{where}: column {config.prompt_key!r} is {_short(value)}, expected a list of {{role, content}} "
             f"messages (data.chat_template is true){remedy}"
@@ -131,14 +134,14 @@ def render_chat(
     """Render one conversation to text.
 
     Args:
-        messages: Each with role and content, as read from a file.
-        where: Names the place in error messages.
-        tokenizer: With a chat template.
+        messages: Messages with role and content, as read from a file.
+        where: File and row, for messages.
+        tokenizer: A tokenizer with a chat template.
         template_kwargs: Further arguments of the template.
-        add_generation_prompt: End with the beginning of the assistant's turn.
+        add_generation_prompt: Add the beginning of the assistant's turn at the end.
 
     Raises:
-        ValueError: a message is no mapping of role and content, or the template refuses the conversation.
+        ValueError: a message is not a mapping of role and content, or the template refuses the conversation.
     """
     plain = [_message(item, f"{where}, message {index}") for index, item in enumerate(messages)]
     try:
@@ -147,31 +150,25 @@ def render_chat(
         )
     except Exception as error:
         raise ValueError(
-            f"{where}: the chat template refuses the messages ({error}); expected roles in the order that the template "
-            "knows; mend the row"
+            f"{where}: the chat template refuses the messages ({error}), expected roles in an order that the template "
+            "supports; fix the row"
         ) from error
 
 
 def _message(item: Any, where: str) -> dict[str, Any]:
     if not isinstance(item, Mapping):
-        raise ValueError(f"{where} is {_short(item)}, expected a mapping with role and content; mend the row")
+        raise ValueError(f"{where} is {_short(item)}, expected a mapping with role and content; fix the row")
     for key in ("role", "content"):
         if not isinstance(item.get(key), str):
             raise ValueError(
                 f"{where} has {key} = {_short(item.get(key))}, expected a string; only text messages are supported"
             )
-    return {key: part for key, part in item.items() if part is not None}  # parquet fills absent fields with null
+    return {key: part for key, part in item.items() if part is not None}  # parquet stores null for missing fields
 
 
 def _short(value: Any) -> str:
     text = repr(value)
     return f"{text if len(text) <= 60 else text[:60] + '…'} ({type(value).__name__})"
-
-
-def _is_plain_fast(folder: Path) -> bool:
-    """Whether the file says all: a tokenizer class of its own may add tokens."""
-    settings = json.loads((folder / "tokenizer_config.json").read_text())
-    return settings.get("tokenizer_class") == _FAST and (folder / "tokenizer.json").is_file()
 
 
 class _FastTokenizer:
@@ -188,13 +185,13 @@ class _FastTokenizer:
         self._rust.no_padding()
 
     def __call__(self, text: list[str], *, add_special_tokens: bool) -> Mapping[str, Any]:
-        """See `Tokenizer`."""
+        """Return ``input_ids`` for each text."""
         return {"input_ids": [e.ids for e in self._rust.encode_batch(text, add_special_tokens=add_special_tokens)]}
 
     def get_vocab(self) -> Mapping[str, int]:
-        """See `Tokenizer`."""
+        """Return all tokens with their ids."""
         return self._rust.get_vocab()
 
     def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any:
-        """See `Tokenizer`; never called, since this tokenizer has no template."""
+        """Raise an error: this tokenizer has no template."""
         raise ValueError(f"{self.name_or_path}: the tokenizer has no chat template, got {conversation!r} and {kwargs}")

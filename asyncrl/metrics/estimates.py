@@ -1,9 +1,9 @@
-"""What an evaluation says: mean@k and pass@k with 95% intervals, over all held-out prompts and per data source."""
+"""Estimates of an evaluation: mean@k and pass@k with 95% intervals, over all prompts and per data source."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,9 +20,9 @@ class Estimate:
     """A mean over prompts, with its 95% confidence interval.
 
     Attributes:
-        mean: Over the prompts.
+        mean: Mean over the prompts.
         low: Lower end of the interval.
-        high: Its upper end.
+        high: Upper end of the interval.
     """
 
     mean: float
@@ -31,11 +31,11 @@ class Estimate:
 
     @classmethod
     def over(cls, values: Sequence[float]) -> Estimate:
-        """The mean of one value per prompt; the prompts are taken as drawn independently from a population.
+        """Estimate the mean of one value per prompt, for prompts drawn independently from a population.
 
-        Where every value is 0 or 1 the interval is Wilson's (doi 10.1080/01621459.1927.10502953), which stays open
-        where all of them agree. Elsewhere it is the percentile bootstrap over prompts: 1,000 resamples of whole
-        prompts, so that the samples of a prompt count as the repeated measurement that they are; seeded.
+        If every value is 0 or 1, the interval is Wilson's (doi 10.1080/01621459.1927.10502953), which has a positive
+        width even for equal values. Otherwise it is the seeded percentile bootstrap with 1,000 resamples of whole
+        prompts, because the samples of one prompt are not independent.
 
         Args:
             values: [N] floats, N >= 1. Example: 95 ones and 5 zeros give 0.95, from 0.888 to 0.978.
@@ -43,52 +43,45 @@ class Estimate:
         array = np.asarray(values, dtype=np.float64)
         mean = float(array.mean())
         if np.isin(array, (0.0, 1.0)).all():
-            low, high = _wilson(mean, len(array))
+            count = len(array)
+            scale = 1 + NORMAL_95**2 / count
+            center = (mean + NORMAL_95**2 / (2 * count)) / scale
+            half = NORMAL_95 / scale * math.sqrt(mean * (1 - mean) / count + NORMAL_95**2 / (4 * count**2))
+            low, high = max(0.0, center - half), min(1.0, center + half)
         else:
-            low, high = np.quantile(_resampled_means(array), (0.025, 0.975)).tolist()
-        return cls(mean=mean, low=min(low, mean), high=max(high, mean))  # also where rounding says otherwise
-
-
-def _wilson(share: float, count: int) -> tuple[float, float]:
-    scale = 1 + NORMAL_95**2 / count
-    center = (share + NORMAL_95**2 / (2 * count)) / scale
-    half = NORMAL_95 / scale * math.sqrt(share * (1 - share) / count + NORMAL_95**2 / (4 * count**2))
-    return max(0.0, center - half), min(1.0, center + half)
-
-
-def _resampled_means(values: np.ndarray) -> np.ndarray:
-    """Means of resamples of ``values``; one resample at a time, for there may be many prompts."""
-    generator = np.random.default_rng(0)
-    return np.asarray([generator.choice(values, len(values)).mean() for _ in range(_NUM_RESAMPLES)])
+            generator = np.random.default_rng(0)
+            means = [generator.choice(array, len(array)).mean() for _ in range(_NUM_RESAMPLES)]
+            low, high = np.quantile(means, (0.025, 0.975)).tolist()
+        return cls(mean=mean, low=min(low, mean), high=max(high, mean))  # rounding may put an end past the mean
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
-    """The unbiased estimate of the chance that one of k samples passes (arXiv 2107.03374, equation 1).
+    """The unbiased estimate of the probability that one of k samples passes (arXiv 2107.03374, equation 1).
 
     Args:
         num_samples: n, samples of the prompt.
-        num_passed: c, those of them that pass.
-        k: At most n. Example: of 4 samples with 1 passing, pass@2 is 1 - C(3, 2) / C(4, 2) = 0.5.
+        num_passed: c, samples that pass.
+        k: At most n. Example: if 1 of 4 samples passes, pass@2 is 1 - C(3, 2) / C(4, 2) = 0.5.
     """
     return 1.0 - math.comb(num_samples - num_passed, k) / math.comb(num_samples, k)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """How a policy version did on held-out prompts.
+    """The evaluation of a policy version on held-out prompts.
 
     Attributes:
-        policy_version: Version that every token was sampled under.
-        sampled: Mean reward at the training temperature, which is ``mean@k`` of the estimates.
+        policy_version: Version that sampled all tokens.
+        sampled: Mean reward at the training temperature, equal to the estimate ``mean@k``.
         greedy: Mean reward of greedy decoding.
         num_prompts: Held-out prompts.
-        num_failed: Those whose reward failed; the means leave them out.
-        num_missing: Those that nobody answered, because engines were lost; the means leave them out.
-        incomplete: Why prompts are missing, by engine; empty where none is.
-        estimates: By name: ``mean@k`` with all k samples, ``pass@1``, ``pass@2``, ``pass@4``, … and ``greedy``.
-        by_source: The same for each ``data_source``, where there are several.
+        num_failed: Prompts whose reward failed; the means exclude them.
+        num_missing: Prompts without an answer because engines were lost; the means exclude them.
+        incomplete: Reason for missing prompts, by engine.
+        estimates: Estimates by name: ``mean@k`` with all k samples, ``pass@1``, ``pass@2``, ``pass@4``, …, ``greedy``.
+        by_source: Estimates per ``data_source``, if there are several.
         response_length: Mean length of an answer, in tokens.
-        truncated: Share of the answers that hit the length limit.
+        truncated: Share of the answers that reached the length limit.
         took_s: Seconds from the first prompt to the last answer.
     """
 
@@ -113,7 +106,7 @@ class Evaluation:
 
     @property
     def shortfall(self) -> str:
-        """What is missing, to follow the numbers in a line; empty where nothing is."""
+        """Text about missing prompts for the end of a line; empty if none is missing."""
         parts = [f"the reward failed on {self.num_failed}"] if self.num_failed else []
         if self.num_missing:
             why = "; ".join(f"engine {engine}: {reason.splitlines()[0]}" for engine, reason in self.incomplete.items())
@@ -121,7 +114,7 @@ class Evaluation:
         return f"; {', '.join(parts)}" if parts else ""
 
     def scalars(self) -> dict[str, float]:
-        """Every estimate with its ends under a name with slashes. Example: ``math/pass@4``, ``math/pass@4/low``."""
+        """Return all estimates and their ends. Example of names: ``math/pass@4``, ``math/pass@4/low``."""
         sources = {"": self.estimates, **{f"{source}/": estimates for source, estimates in self.by_source.items()}}
         named = {prefix + name: one for prefix, estimates in sources.items() for name, one in estimates.items()}
         ends = {f"{name}/{end}": getattr(one, end) for name, one in named.items() for end in ("low", "high")}
@@ -138,18 +131,15 @@ def evaluation_of(
     incomplete: Mapping[str, str],
     took_s: float,
 ) -> Evaluation | None:
-    """Sum the answers up.
+    """Compute the evaluation of these answers; None if no prompt has a reward.
 
     Args:
         answers: One entry per answered prompt.
-        policy_version: What they were sampled under.
-        num_prompts: Prompts that were asked.
-        pass_reward: A sample that earns as much passes.
-        incomplete: Why prompts are missing, by engine.
-        took_s: Seconds that it took.
-
-    Returns:
-        The evaluation; None where no prompt has a reward.
+        policy_version: Version that sampled the answers.
+        num_prompts: Number of requested prompts.
+        pass_reward: Smallest reward of a sample that passes.
+        incomplete: Reason for missing prompts, by engine.
+        took_s: Duration in seconds.
     """
     scored = [one for one in answers if not one.reward_failure]
     if not scored:
@@ -178,15 +168,10 @@ def evaluation_of(
 
 
 def _estimates(scored: Sequence[AnsweredPrompt], pass_reward: float) -> dict[str, Estimate]:
-    """Estimates over prompts that each have the same number of samples, and a greedy answer."""
+    """Estimates over prompts that have equally many samples and a greedy answer."""
     count = len(scored[0].sampled)
     passed = [sum(reward >= pass_reward for reward in one.sampled) for one in scored]
     found = {f"mean@{count}": Estimate.over([sum(one.sampled) / count for one in scored])}
-    for k in _powers_of_two(count):
+    for k in (1 << exponent for exponent in range(count.bit_length())):
         found[f"pass@{k}"] = Estimate.over([pass_at_k(count, number, k) for number in passed])
     return found | {"greedy": Estimate.over([one.greedy for one in scored if one.greedy is not None])}
-
-
-def _powers_of_two(largest: int) -> Iterable[int]:
-    """1, 2, 4, … up to ``largest``."""
-    return (1 << exponent for exponent in range(largest.bit_length()))

@@ -1,6 +1,6 @@
-"""``/metrics`` for Prometheus: the run now, under the names that ``configs/grafana.json`` draws.
+"""``/metrics`` for Prometheus, under the names that ``configs/grafana.json`` uses.
 
-A thread of ``prometheus_client`` answers; what it shows changes with each learner step.
+A thread of ``prometheus_client`` serves the page; each learner step updates the values.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ class PrometheusTracker:
     """Serves ``http://ADDRESS/metrics``.
 
     Args:
-        address: ``host:port``; port 0 lets the system choose, see ``port``. The page asks nobody for a password.
-        experiment: Said by ``asyncrl_run_info``.
+        address: ``host:port``; with port 0 the system chooses ``port``. The page has no password.
+        experiment: Name of the experiment, for ``asyncrl_run_info``.
 
     Attributes:
-        registry: What is shown.
-        port: That it listens on.
-        place: Its URL.
+        registry: The collectors of the page.
+        port: The port.
+        place: The URL.
 
     Raises:
-        ValueError: the address is not one, or cannot be listened at.
+        ValueError: the address is invalid or not available.
     """
 
     def __init__(self, address: str, experiment: str) -> None:
@@ -41,7 +41,9 @@ class PrometheusTracker:
         try:
             self._server, self._thread = start_http_server(port, addr=host, registry=self.registry)
         except OSError as error:
-            raise ValueError(f"prometheus_address={address} cannot be listened at: {error.strerror}") from error
+            raise ValueError(
+                f"prometheus_address={address} must be free: {error.strerror}; choose another one"
+            ) from error
         self.port: int = self._server.server_port
         self.place = f"http://{in_url(host)}:{self.port}/metrics"
 
@@ -79,7 +81,7 @@ class PrometheusTracker:
         self._numbers = Gauge("asyncrl_step_metric", "Numbers of the last step, as in metrics.jsonl", ["name"], **own)
 
     def step(self, record: StepRecord) -> None:
-        """See `Tracker.step`."""
+        """Record a finished learner step."""
         self._reward.set(record.reward)
         self._version.labels("learner").set(record.step + 1)
         self._version.labels("engines").set(record.engine_version)
@@ -98,13 +100,13 @@ class PrometheusTracker:
             self._numbers.labels(name).set(value)
 
     def evaluation(self, evaluation: Evaluation) -> None:
-        """See `Tracker.evaluation`."""
+        """Record a held-out evaluation."""
         self._evaluation.labels("sampled").set(evaluation.sampled)
         self._evaluation.labels("greedy").set(evaluation.greedy)
         self._evaluated.set(evaluation.policy_version)
 
     def use(self, use: RunUse) -> None:
-        """See `Tracker.use`."""
+        """Record the use of the pools."""
         for pool in (use.learner, use.fleet):
             self._capacity.labels(pool.name).set(pool.capacity)
             self._raise(self._busy, pool.busy_s, pool.name)
@@ -112,13 +114,13 @@ class PrometheusTracker:
                 self._raise(self._idle, idle_s, pool.name, cause)
 
     def close(self) -> None:
-        """Stop answering."""
+        """Stop the server."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
 
     def _raise(self, counter: Any, value: float, *labels: str) -> None:
-        """Bring a counter up to a total; one that fell, as figures of an open step may, stays until it is reached."""
+        """Raise a counter to a total. A total may fall during an open step; then the counter keeps its value."""
         key = (id(counter), *labels)
         rise = value - self._last.get(key, 0.0)
         child = counter.labels(*labels) if labels else counter
@@ -128,7 +130,7 @@ class PrometheusTracker:
 
 
 def split_address(address: str, option: str) -> tuple[str, int]:
-    """Host and port of ``host:port``; an IPv6 host stands in brackets. Raises `ValueError` that names the option."""
+    """Split ``host:port``; an IPv6 host has brackets. Raises `ValueError` that names the option."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or int(port) > 65535:
         raise ValueError(f"{option} must be HOST:PORT, got {address!r}; 127.0.0.1:0 is loopback on any free port")
@@ -136,5 +138,5 @@ def split_address(address: str, option: str) -> tuple[str, int]:
 
 
 def in_url(host: str) -> str:
-    """A host as a URL has it: an IPv6 address in brackets."""
+    """A host for a URL: brackets around an IPv6 address."""
     return f"[{host}]" if ":" in host else host

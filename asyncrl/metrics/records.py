@@ -1,4 +1,4 @@
-"""What a run measures, as typed records, and where they go: ``metrics.jsonl``, TensorBoard events, ``reward.png``."""
+"""The metrics of a run as typed records, and their files: ``metrics.jsonl``, TensorBoard events, ``reward.png``."""
 
 from __future__ import annotations
 
@@ -20,39 +20,40 @@ from .estimates import Evaluation
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """One learner step, as it stands in ``metrics.jsonl``.
+    """One learner step, a line of ``metrics.jsonl``.
 
     Attributes:
-        step: Learner version that consumed the batch; the weights are at ``step + 1`` afterwards.
-        time_s: Seconds since training began, at the end of the update.
+        step: Learner version that consumed the batch; ``step + 1`` after the update.
+        time_s: Seconds from the start of training to the end of the update.
         reward: Mean reward over the batch's samples.
         reward_std: Standard deviation of the rewards over the batch's samples.
-        equal_reward_groups: Share of groups with equal rewards, which carry no signal for a group advantage.
-        truncated_samples: Share of samples that hit the length limit.
-        samples_per_group: Mean number of samples that a group of the batch holds: below ``samples_per_prompt`` where
-            samples were dropped because their reward failed.
+        equal_reward_groups: Share of groups with equal rewards; their group advantages are zero.
+        truncated_samples: Share of samples that reached the length limit.
+        samples_per_group: Mean number of samples per group of the batch; below ``samples_per_prompt`` if samples were
+            dropped because their reward failed.
         response_length: Mean response length, in tokens.
         lag_mean: Mean lag of the batch's groups, in learner steps.
         lag_max: Largest lag of the batch.
-        generated_tokens: Policy tokens the fleet has generated since training began.
+        generated_tokens: Policy tokens that the fleet has generated since the start of training.
         rollout_tokens_per_s: Policy tokens generated per second since the last record.
         learner_tokens_per_s: Policy tokens trained per second of update.
-        buffer_groups: Groups stored, waiting for a batch.
-        leased_groups: Groups being generated.
-        dropped_groups: Groups dropped since training began, by ``buffer.filters`` or ``buffer.on_stale``.
-        failed_groups: Attempts that failed since training began: the reward failed, or the engine aborted the group.
-        unscored_groups: Groups of the batch that were left out because a reward of theirs is not finite.
-        kept_length: Mean response length of all samples trained on so far, in tokens.
-        dropped_length: The same of all samples dropped so far; against ``kept_length`` it is the length bias.
+        buffer_groups: Stored groups that wait for a batch.
+        leased_groups: Groups that the fleet is generating.
+        dropped_groups: Groups dropped by ``buffer.filters`` or ``buffer.on_stale`` since the start of training.
+        failed_groups: Failed attempts since the start of training: the reward failed, or the engine aborted the group.
+        unscored_groups: Groups left out of the batch because one of their rewards is not finite.
+        kept_length: Mean response length of all trained samples so far, in tokens.
+        dropped_length: Mean response length of all dropped samples so far; the difference to ``kept_length`` is the
+            length bias.
         engine_version: Oldest policy version that an engine serves.
-        plan_wait_s: Time the controller waited for the batch.
-        update_s: Time of the update on the slowest rank.
-        publish_s: Time of the last weight publish, on the slowest engine.
-        learner: The learner's own metrics, by name (loss, grad_norm, clip_fraction, …).
-        metrics: Mean over the batch's groups of what their trajectories carry, such as ``reward.NAME`` of each of
-            several rewards.
+        plan_wait_s: Seconds that the controller waited for the batch.
+        update_s: Seconds of the update on the slowest rank.
+        publish_s: Seconds of the last weight publish on the slowest engine.
+        learner: Metrics of the learner by name (loss, grad_norm, clip_fraction, …).
+        metrics: Metrics of the trajectories by name, as means over the batch's groups. Example: ``reward.NAME`` for
+            each of several rewards.
         groups: Groups by state after the step's commit; for trackers, not in ``metrics.jsonl``.
-        lags: Number of the batch's groups by lag; likewise.
+        lags: Number of the batch's groups by lag; for trackers, not in ``metrics.jsonl``.
     """
 
     step: int
@@ -85,7 +86,7 @@ class StepRecord:
     lags: Mapping[int, int] = field(default_factory=dict)
 
     def flat(self) -> dict[str, float]:
-        """Return every number under a dotted name. Example: ``learner.loss``."""
+        """Return all numbers by dotted name. Example: ``learner.loss``."""
         numbers = asdict(self)
         learner, metrics = numbers.pop("learner"), numbers.pop("metrics")
         del numbers["groups"], numbers["lags"]
@@ -94,18 +95,18 @@ class StepRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingResult:
-    """What training left behind, before the final evaluation.
+    """The result of training, before the final evaluation.
 
     Attributes:
         policy_version: Learner version at the end.
         train_wall_s: Seconds from the first admission to the last update.
-        tokens: The token account, after the fleet has put down its work.
-        max_lag_realised: Largest lag of any group that this run consumed.
-        max_lag_before: The same of the runs that it resumes; they may have had another bound. 0 where there were none.
-        lag_histogram: Lag in learner steps to number of consumed groups.
+        tokens: The token account after the fleet has stopped.
+        max_lag_realised: Largest lag of a group that this run consumed.
+        max_lag_before: Largest lag before the resumed checkpoint, maybe under another bound; 0 for a new run.
+        lag_histogram: Number of consumed groups by lag in learner steps.
         tokens_dropped: Dropped tokens by reason.
-        groups_failed: Failed attempts of this run by reason; see `StepRecord`.
-        samples_per_group: See `StepRecord`; over all steps that this run took, 0 where it took none.
+        groups_failed: Failed attempts of this run by reason.
+        samples_per_group: Mean over all steps of this run, as in `StepRecord`; 0 without a step.
     """
 
     policy_version: int
@@ -121,14 +122,14 @@ class TrainingResult:
 
 @dataclass(frozen=True, kw_only=True)
 class PoolUse:
-    """The time of a pool since training began.
+    """Busy and idle time of a pool since the start of training.
 
     Attributes:
         name: ``learner`` or ``fleet``.
-        capacity: Ranks of the learner, places for samples of the fleet.
-        busy_s: Rank-seconds or place-seconds of work.
-        idle_s: The others, by cause; with ``busy_s`` they make up capacity x time.
-        recent: Share of the last steps' time by cause; work under ``busy``.
+        capacity: Ranks of the learner, or the fleet's places for samples.
+        busy_s: Busy rank-seconds or place-seconds.
+        idle_s: Idle seconds by cause; ``busy_s`` plus their sum is capacity x time.
+        recent: Share of the last steps' time by cause, including `BUSY`.
     """
 
     name: str
@@ -139,28 +140,28 @@ class PoolUse:
 
     @property
     def utilisation(self) -> float:
-        """Share of work since training began, from 0 to 1."""
+        """Busy share since the start of training, from 0 to 1."""
         total = self.busy_s + sum(self.idle_s.values())
         return self.busy_s / total if total > 0 else 0.0
 
     @property
     def top_cause(self) -> tuple[str, float] | None:
-        """What cost most of late, and its share of the time; None where nothing did."""
+        """The largest recent cause of idle time and its share; None without idle time."""
         causes = {cause: share for cause, share in self.recent.items() if cause != BUSY and share > 0}
         return max(causes.items(), key=lambda item: item[1], default=None)
 
 
 BUSY = "busy"
-"""Stands for work among the causes of `PoolUse.recent`, and of `asyncrl.profile.attribution`."""
+"""Key for busy time in `PoolUse.recent` and in `asyncrl.profile.attribution`."""
 
 
 def in_words(cause: str) -> str:
-    """A cause as it is shown. Example: ``publish_pause`` gives ``publish pause``."""
+    """A cause for the user. Example: ``publish_pause`` gives ``publish pause``."""
     return cause.replace("re_prefill", "re-prefill").replace("_", " ")
 
 
 def counted(number: float, noun: str) -> str:
-    """A number with its noun, which is plural unless it is one: "1 rank", "2 ranks"."""
+    """A number with its noun in singular or plural. Example: ``1 rank``, ``2 ranks``."""
     plural = f"{noun}es" if noun.endswith("ch") else f"{noun}s"
     return f"{number if isinstance(number, int) else f'{number:g}'} {noun if number == 1 else plural}"
 
@@ -191,18 +192,18 @@ def summary_document(
     """Return ``summary.json``.
 
     Args:
-        experiment: Name of the run.
-        seed: Its seed.
-        total_steps: Steps that it was to take; a run that a signal stopped has fewer.
-        max_lag: The bound.
-        result: What training left behind.
-        before: Evaluation at version 0; None where evaluation is off.
-        after: Evaluation at the final version.
-        evaluations: All, in their order.
-        restarts: How often a part was started again, by name; ``batches`` that were planned anew.
+        experiment: Name of the experiment.
+        seed: Seed of the run.
+        total_steps: Configured steps; a run that a signal stopped has fewer.
+        max_lag: The staleness bound.
+        result: Result of training.
+        before: Evaluation of version 0; None without evaluation.
+        after: Evaluation of the final version.
+        evaluations: All evaluations in order.
+        restarts: Number of restarts by part; ``batches`` counts batches that were planned again.
         wall_s: Seconds by part of the run: ``total``, ``start`` (until the first step could begin), …
-        overlap: How well generation and training overlapped; None where the run was not recorded.
-        advice: The change of one option that would have made it faster; None where none is known.
+        overlap: Overlap of generation and training; None without a profile.
+        advice: One option that would have made the run faster; None if there is none.
     """
     return {
         "experiment": experiment,
@@ -214,22 +215,18 @@ def summary_document(
         "train_wall_s": result.train_wall_s,
         "eval": {"before": before and asdict(before), "after": after and asdict(after)}
         | {"all": [asdict(evaluation) for evaluation in evaluations]},
-        "max_lag": {"bound": max_lag, **_lags(result)},
+        "max_lag": {
+            "bound": max_lag,
+            "realised": result.max_lag_realised,
+            "before_resume": result.max_lag_before,
+            "histogram": {str(lag): count for lag, count in sorted(result.lag_histogram.items())},
+        },
         "tokens": asdict(result.tokens) | {"dropped_by_reason": dict(result.tokens_dropped)},
         "groups_failed": dict(result.groups_failed),
         "samples_per_group": result.samples_per_group,
         "restarts": dict(restarts or {}),
         "overlap": overlap,
         "advice": advice,
-    }
-
-
-def _lags(result: TrainingResult) -> dict[str, Any]:
-    """The largest lags, and how many groups had each."""
-    return {
-        "realised": result.max_lag_realised,
-        "before_resume": result.max_lag_before,
-        "histogram": {str(lag): count for lag, count in sorted(result.lag_histogram.items())},
     }
 
 
@@ -240,8 +237,8 @@ class DiskError(AsyncRLError):
 class MetricsWriter:
     """Writes each record as a line of ``metrics.jsonl`` and as TensorBoard scalars.
 
-    Each step stands there once. Where the learner goes back to a checkpoint, the lines of the steps that are lost move
-    to ``metrics.lost.jsonl``, and evaluations of lost versions to ``evaluations.lost.jsonl``.
+    Each step has one line. When the learner returns to a checkpoint, the lines of lost steps move to
+    ``metrics.lost.jsonl``, and the evaluations of lost versions to ``evaluations.lost.jsonl``.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -258,22 +255,19 @@ class MetricsWriter:
         """
         numbers = record.flat()
         with writing(self._path):
-            if record.step < self._next_step:
-                self._go_back(record.step)
+            if record.step < self._next_step:  # the learner has returned to a checkpoint
+                self._file.close()
+                _move_lost(self._path, lambda line: line["step"] >= record.step)
+                evaluations = self._path.with_name("evaluations.jsonl")
+                _move_lost(evaluations, lambda line: line["policy_version"] > record.step)
+                self._file = self._path.open("a", buffering=1)
+                self._events.go_back(record.step)
             self._next_step = record.step + 1
             self._file.write(json.dumps(numbers) + "\n")
         self._events.add({name.replace(".", "/"): value for name, value in numbers.items()}, record.step)
 
-    def _go_back(self, step: int) -> None:
-        """The learner is at version ``step`` again."""
-        self._file.close()
-        _move_lost(self._path, lambda line: line["step"] >= step)
-        _move_lost(self._path.with_name("evaluations.jsonl"), lambda line: line["policy_version"] > step)
-        self._file = self._path.open("a", buffering=1)
-        self._events.go_back(step)
-
     def evaluation(self, evaluation: Evaluation) -> None:
-        """Write an evaluation as a line of ``evaluations.jsonl``, and as scalars at its version; raises as `write`."""
+        """Write an evaluation as a line of ``evaluations.jsonl`` and as scalars; raises the errors of `write`."""
         numbers = asdict(evaluation)
         path = self._path.with_name("evaluations.jsonl")
         with writing(path), path.open("a") as file:
@@ -282,25 +276,25 @@ class MetricsWriter:
         self._events.add(scalars, evaluation.policy_version)
 
     def profile(self, step: int, figures: Mapping[str, float]) -> None:
-        """Write what a step did with its time as scalars under ``profile/``."""
+        """Write the profile of a step as scalars under ``profile/``."""
         self._events.add({f"profile/{name.replace('.', '/')}": value for name, value in figures.items()}, step)
 
     def close(self) -> None:
         """Flush and close both files."""
-        with suppress(OSError):  # `write` has said so before
+        with suppress(OSError):  # `write` has raised it before
             self._file.close()
         self._events.close()
 
 
 class ScalarEvents:
-    """Scalars for TensorBoard, through the writer that torch's ``SummaryWriter`` uses, which would load torch."""
+    """Scalars for TensorBoard. Uses the writer below torch's ``SummaryWriter``, without loading torch."""
 
     def __init__(self, folder: Path) -> None:
         from tensorboard.compat.proto import event_pb2, summary_pb2
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._open = partial(EventFileWriter, str(folder), flush_secs=10)
-        events: Any = event_pb2  # made when it is imported, so that its classes are known to no type checker
+        events: Any = event_pb2  # the module creates its classes at import, and type checkers do not see them
         summaries: Any = summary_pb2
         self._event, self._summary, self._log = events.Event, summaries.Summary, events.SessionLog
         self._file = self._open()
@@ -311,7 +305,7 @@ class ScalarEvents:
         self._file.add_event(self._event(wall_time=time.time(), step=step, summary=self._summary(value=values)))
 
     def go_back(self, step: int) -> None:
-        """Go on in a new file, for which TensorBoard forgets what older ones have from this step on."""
+        """Continue in a new file; TensorBoard then ignores older scalars from this step on."""
         self._file.close()
         self._file = self._open()
         start = self._log(status=self._log.START)
@@ -324,7 +318,7 @@ class ScalarEvents:
 
 
 def _move_lost(path: Path, is_lost: Callable[[dict[str, Any]], bool]) -> None:
-    """Move lines of a file of JSON lines, if there is one, to one with ``.lost`` in its name."""
+    """Move lines of a JSON-lines file, if it exists, to a file with ``.lost`` in its name."""
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     lost = [line for line in lines if is_lost(json.loads(line))]
     if lost:
@@ -336,36 +330,35 @@ def _move_lost(path: Path, is_lost: Callable[[dict[str, Any]], bool]) -> None:
 
 
 def read_json(path: Path, *keys: str) -> dict[str, Any] | None:
-    """The object in a JSON file of a run; None where there is no file. Raises as `json_object`."""
+    """Read the object in a JSON file of a run; None without a file. Raises the errors of `json_object`."""
     return json_object(path.read_text(errors="replace"), str(path), *keys) if path.is_file() else None
 
 
 def json_object(text: str, place: str, *keys: str) -> dict[str, Any]:
-    """The JSON object that stands in a place of a run's folder.
+    """Parse a JSON object of a run.
 
     Args:
-        text: What stands there.
-        place: Named by the error. Example: ``line 3 of RUN/metrics.jsonl``.
-        keys: That it must have.
+        text: The JSON text.
+        place: Its place, for the error. Example: ``line 3 of RUN/metrics.jsonl``.
+        keys: Required keys.
 
     Raises:
-        ValueError: it is no JSON object with these keys.
+        ValueError: the text is not a JSON object with these keys.
     """
     try:
         document = json.loads(text)
         got = f"one with {', '.join(document) or 'nothing'}" if isinstance(document, dict) else f"{document!r:.80}"
     except ValueError as error:
-        document, got = None, f"no JSON: {error}"
+        document, got = None, f"invalid JSON: {error}"
     if isinstance(document, dict) and document.keys() >= set(keys):
         return document
     raise ValueError(
-        f"{place} must hold a JSON object with {', '.join(keys)}, got {got}; restore it from a copy, or "
-        "delete it to go without"
+        f"{place} must hold a JSON object with {', '.join(keys)}, got {got}; restore it from a copy, or delete it"
     )
 
 
 def write_json(path: Path, document: dict[str, Any]) -> None:
-    """Write a JSON file whole or not at all."""
+    """Write a JSON file atomically."""
     partial = path.with_suffix(path.suffix + ".partial")
     with writing(path):
         partial.write_text(json.dumps(document, indent=2) + "\n")
@@ -374,21 +367,17 @@ def write_json(path: Path, document: dict[str, Any]) -> None:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Name the process and the path where the controller cannot write a file.
-
-    Raises:
-        DiskError: in place of the OSError.
-    """
+    """Convert an OSError to a DiskError that names the process and the path."""
     try:
         yield
     except OSError as error:
         raise DiskError(
-            f"the controller cannot write {path}: {error.strerror}; free space there, or name another output_dir"
+            f"the controller cannot write {path}: {error.strerror}; free space there, or choose another output_dir"
         ) from error
 
 
 def plot_reward(path: Path, records: Sequence[StepRecord], evaluations: Sequence[Evaluation]) -> None:
-    """Draw reward and lag over the learner steps, with the held-out evaluations as marks."""
+    """Plot reward and lag per learner step, with the held-out evaluations as marks."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -397,11 +386,14 @@ def plot_reward(path: Path, records: Sequence[StepRecord], evaluations: Sequence
     figure, (top, bottom) = plt.subplots(2, 1, figsize=(8, 6), sharex=True, height_ratios=(3, 1), layout="constrained")
     steps = [record.step for record in records]
     top.plot(steps, [record.reward for record in records], linewidth=0.8, alpha=0.45, label="training batch")
-    top.plot(steps, _running_mean([record.reward for record in records], 10), label="training batch, mean of 10")
+    windows = [records[max(0, end - 10) : end] for end in range(1, len(records) + 1)]
+    means = [sum(record.reward for record in window) / len(window) for window in windows]
+    top.plot(steps, means, label="training batch, mean of 10")
     versions = [evaluation.policy_version for evaluation in evaluations]
     for kind, marks, color in (("sampled", "o--", "tab:green"), ("greedy", "^--", "tab:red")):
         rewards = [getattr(evaluation, kind) for evaluation in evaluations]
-        ends = _whiskers(evaluations, kind)
+        found = [one.interval(kind) for one in evaluations]
+        ends = [[one.mean - one.low for one in found], [one.high - one.mean for one in found]]
         top.errorbar(versions, rewards, ends, fmt=marks, color=color, linewidth=0.8, label=f"held out, {kind}")
     top.set(ylabel="reward")
     top.grid(alpha=0.3)
@@ -413,17 +405,3 @@ def plot_reward(path: Path, records: Sequence[StepRecord], evaluations: Sequence
     bottom.legend(loc="upper right")
     figure.savefig(path, dpi=120)
     plt.close(figure)
-
-
-def _whiskers(evaluations: Sequence[Evaluation], kind: str) -> list[list[float]]:
-    """How far the 95% interval of each evaluation reaches below and above its mean."""
-    found = [one.interval(kind) for one in evaluations]
-    return [[one.mean - one.low for one in found], [one.high - one.mean for one in found]]
-
-
-def _running_mean(values: Sequence[float], width: int) -> list[float]:
-    means = []
-    for end in range(1, len(values) + 1):
-        window = values[max(0, end - width) : end]
-        means.append(sum(window) / len(window))
-    return means

@@ -1,7 +1,4 @@
-"""What stops a policy from learning, told from the batches alone: rewards that never differ, and entropy that is gone.
-
-Each condition gives one line when it begins. Nothing here waits.
-"""
+"""Warnings about conditions that stop a policy from learning: equal rewards in all groups, and collapsed entropy."""
 
 from __future__ import annotations
 
@@ -10,15 +7,15 @@ from collections import deque
 from .records import StepRecord
 
 WINDOW = 5
-"""Steps in a row that a condition holds for before it is reported: one batch may be equal by chance."""
+"""Number of consecutive steps with a condition before it is reported; a single batch may be equal by chance."""
 COLLAPSED = 0.01
-"""Entropy below this share of the first steps' mean: the policy samples almost one answer per prompt."""
+"""Collapsed entropy, as a share of the first steps' mean: the policy samples almost one answer per prompt."""
 ALL_BUT_EQUAL = 0.9
-"""Share of groups with equal rewards from which low entropy leaves nothing to learn from."""
+"""Low entropy is reported only if at least this share of the groups has equal rewards."""
 
 
 class LearningSignals:
-    """Watches the records of the steps for conditions under which training teaches nothing."""
+    """Checks the records of the steps for conditions that stop learning."""
 
     def __init__(self) -> None:
         self._recent: deque[StepRecord] = deque(maxlen=WINDOW)
@@ -29,9 +26,9 @@ class LearningSignals:
         """Return one line per condition that begins with this step.
 
         Args:
-            record: The step. Its ``learner`` may have ``entropy``, in nats per token.
+            record: The step. Its ``learner`` metrics may contain ``entropy``, in nats per token.
         """
-        if self._recent and record.step <= self._recent[-1].step:  # the learner went back to a checkpoint
+        if self._recent and record.step <= self._recent[-1].step:  # the learner has returned to a checkpoint
             self._recent.clear()
         self._recent.append(record)
         found = {"equal rewards": self._equal_rewards(), "entropy": self._entropy(record.learner.get("entropy"))}
@@ -40,7 +37,7 @@ class LearningSignals:
         return began
 
     def _equal_rewards(self) -> str:
-        """Why there is nothing to learn from; empty where some group's rewards differ."""
+        """A warning if all groups have equal rewards, else empty."""
         if len(self._recent) < WINDOW or any(record.equal_reward_groups < 1 for record in self._recent):
             return ""
         rewards = [record.reward for record in self._recent]
@@ -51,7 +48,7 @@ class LearningSignals:
         )
 
     def _entropy(self, entropy: float | None) -> str:
-        """How far the policy's entropy has fallen; empty while it is high enough."""
+        """A warning if the entropy has collapsed, else empty."""
         if entropy is None:
             return ""
         if len(self._first_entropies) < WINDOW:
@@ -63,7 +60,7 @@ class LearningSignals:
         if max(recent) >= COLLAPSED * first or is_varied:
             return ""
         return (
-            f"the policy hardly explores any more: its entropy fell from {first:.3g} to {entropy:.3g} nats per token, "
-            f"at reward {self._recent[-1].reward:.3g}; unless that is the goal, lower learner.optimizer.lr, "
-            "raise algorithm.clip_high or algorithm.entropy_coef, and begin again from an earlier checkpoint"
+            f"the policy hardly explores anymore: its entropy fell from {first:.3g} to {entropy:.3g} nats per token, "
+            f"at reward {self._recent[-1].reward:.3g}; unless this is intended, lower learner.optimizer.lr, "
+            "raise algorithm.clip_high or algorithm.entropy_coef, and restart from an earlier checkpoint"
         )

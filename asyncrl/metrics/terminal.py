@@ -1,7 +1,7 @@
-"""What the user watches: one live view on a terminal, plain lines elsewhere.
+"""The user's view of a run: a live view on a terminal, plain lines otherwise.
 
-The view is told what happens; it never asks. On a terminal rich redraws it when something changed and four times a
-second for the clocks; elsewhere a line is written when a part is ready and, while training, every few seconds.
+Callers report events to the view. On a terminal, rich redraws it four times a second. Otherwise the view writes a line
+when a part is ready, and every few seconds during training.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from .records import BUSY, PoolUse, RunUse, StepRecord, in_words
 
 LINE_EVERY_S = 5.0
 RATE_STEPS = 10
-"""Steps that a rate on the terminal is measured over; ``metrics.jsonl`` has each step's own."""
+"""Number of steps for a rate on the terminal; ``metrics.jsonl`` has the rate of each step."""
 SPARK_STEPS = 60
-"""Steps that a sparkline shows."""
+"""Number of steps in a sparkline."""
 _SPARKS = "▁▂▃▄▅▆▇█"
 _BAR_WIDTH = 30
 _OF_THE_POLICY = (("entropy", "entropy"), ("kl", "behavior_kl"), ("gradient", "grad_norm"))
@@ -52,7 +52,7 @@ class TerminalView:
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds since the view was made."""
+        """Seconds since the start of the command."""
         return time.monotonic() - self._began_s
 
     def __enter__(self) -> TerminalView:
@@ -64,12 +64,12 @@ class TerminalView:
         self._live.stop()
 
     def say(self, message: str) -> None:
-        """Write one line that stays."""
+        """Write one permanent line."""
         self._console.print(f"[{self.elapsed_s:6.1f} s] {message}", markup=False)
 
     @contextmanager
     def waiting_for(self, part: str) -> Iterator[None]:
-        """Show that the run waits for ``part``; a line says when it is ready."""
+        """Show that the run waits for ``part``, and write a line when the part is ready."""
         self._waiting[part] = time.monotonic()
         if not self._console.is_terminal:
             self.say(f"waiting for {part}")
@@ -90,7 +90,7 @@ class TerminalView:
             self.say(self._line(record))
 
     def use(self, use: RunUse) -> None:
-        """Show how the pools are used, until the next call."""
+        """Show the use of the pools until the next call."""
         self._use = use
 
     def evaluation(self, evaluation: Evaluation) -> None:
@@ -102,7 +102,7 @@ class TerminalView:
         )
 
     def summary(self, summary: dict[str, Any], run_dir: Path) -> None:
-        """Write the last words of a run that reached its end."""
+        """Write the final lines of a completed run."""
         tokens, overlap, lag = summary["tokens"], summary["overlap"], summary["max_lag"]
         self._console.print()
         self._console.print(f"policy version {summary['policy_version']} in {run_dir}", markup=False)
@@ -155,7 +155,7 @@ class TerminalView:
         ]
 
     def _rates(self) -> tuple[float, float]:
-        """Tokens per second of the fleet and of the learner's updates, over the last steps."""
+        """Tokens per second of the fleet and of the learner's updates over the last steps."""
         first, last = self._records[0], self._records[-1]
         if first is last or last.time_s <= first.time_s:
             return last.rollout_tokens_per_s, last.learner_tokens_per_s
@@ -165,7 +165,7 @@ class TerminalView:
         return generated / (last.time_s - first.time_s), trained / update_s if update_s > 0 else 0.0
 
     def _step_s(self) -> float:
-        """Seconds of a step, over the last ones."""
+        """Mean seconds per step over the last steps."""
         first, last = self._records[0], self._records[-1]
         return last.time_s if first is last else (last.time_s - first.time_s) / (last.step - first.step)
 
@@ -189,7 +189,7 @@ class TerminalView:
         return table
 
     def _pools(self, use: RunUse) -> Table:
-        """A bar of work for each pool, over the last steps, and what cost it most."""
+        """A bar of recent busy time and the largest cause of idle time, per pool."""
         table = Table.grid(padding=(0, 2))
         for pool in (use.learner, use.fleet):
             busy, cause = pool.recent.get(BUSY, 0.0), pool.top_cause
@@ -202,7 +202,7 @@ class TerminalView:
         return table
 
     def _sparks(self) -> Table:
-        """Buffer, in-flight and lag over the last steps."""
+        """Sparklines of buffer, in-flight groups and lag."""
         table, last = Table.grid(padding=(0, 2)), self._history[-1]
         series = {
             "buffer": ([record.buffer_groups for record in self._history], f"{last.buffer_groups}"),
@@ -215,13 +215,13 @@ class TerminalView:
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """A character per value, from 0 to the largest. Example: [0, 1, 2] gives ``▁▅█``."""
+    """One character per value, scaled from 0 to the largest value. Example: [0, 1, 2] gives ``▁▅█``."""
     top = max(values, default=0.0) or 1.0
     return "".join(_SPARKS[min(7, max(0, round(7 * value / top)))] for value in values)
 
 
 def _shares(use: RunUse) -> list[tuple[str, str]]:
-    """The pools' use as plain words."""
+    """The use of the pools as text."""
 
     def words(pool: PoolUse) -> str:
         cause = pool.top_cause

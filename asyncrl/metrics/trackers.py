@@ -1,7 +1,7 @@
-"""Where a run's numbers go besides its folder: Weights & Biases, MLflow, and Prometheus, which asks for them.
+"""Trackers of a run's metrics: Weights & Biases, MLflow and Prometheus.
 
-Each is opened by its name in ``tracker``, and told of every step and evaluation. A tracker that fails costs a warning
-and is counted; training goes on. Packages are imported when a tracker is opened.
+The option ``tracker`` names them; each gets all steps and evaluations. A failing tracker causes a warning and is
+counted, and training continues. A tracker's package is imported when the tracker is opened.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -29,40 +28,40 @@ TRACKERS = tuple(_PACKAGES)
 
 
 class Tracker(Protocol):
-    """Takes a run's numbers. No call waits for a network.
+    """Receives the metrics of a run. No call waits for a network.
 
     Attributes:
-        place: Where the run is to be seen there.
+        place: Where the user finds the run in the tracker.
     """
 
     place: str
 
     def step(self, record: StepRecord) -> None:
-        """Take a finished learner step."""
+        """Record a finished learner step."""
         ...
 
     def evaluation(self, evaluation: Evaluation) -> None:
-        """Take a held-out evaluation."""
+        """Record a held-out evaluation."""
         ...
 
     def use(self, use: RunUse) -> None:
-        """Take how the pools are used, since training began."""
+        """Record the use of the pools since the start of training."""
         ...
 
     def close(self) -> None:
-        """Send what is left, and end the run there."""
+        """Send the remaining metrics and end the tracked run."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrackedRun:
-    """What a tracker is told of a run when it begins.
+    """Description of a run for its trackers.
 
     Attributes:
-        experiment: Its name; a project or an experiment there.
-        folder: Of the run; its name becomes the run's there.
+        experiment: Name of the experiment, and of the tracker's project or experiment.
+        folder: Folder of the run; its name is the run's name in the tracker.
         options: The resolved configuration, nested.
-        prometheus_address: ``host:port`` that ``/metrics`` is served at.
+        prometheus_address: ``host:port`` of ``/metrics``.
     """
 
     experiment: str
@@ -72,7 +71,7 @@ class TrackedRun:
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Check names, and that each tracker's package is there.
+    """Check that the names are known and that each tracker's package is installed.
 
     Raises:
         ValueError: an unknown name, or a package that is not installed.
@@ -88,10 +87,10 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 class Trackers:
-    """The trackers of a run, as one.
+    """All trackers of a run.
 
     Attributes:
-        num_failed: Calls that failed, by tracker.
+        num_failed: Number of failed calls by tracker.
     """
 
     def __init__(self, trackers: Mapping[str, Tracker]) -> None:
@@ -100,7 +99,7 @@ class Trackers:
 
     @classmethod
     def open(cls, names: Sequence[str], run: TrackedRun) -> Trackers:
-        """Open trackers by name, once each; those opened are closed again where a later one fails.
+        """Open trackers by name. If one fails, the others are closed.
 
         Raises:
             ValueError: as `check_trackers`, or a tracker cannot be opened; the message names it.
@@ -112,50 +111,45 @@ class Trackers:
                 opened._trackers[name] = _KINDS[name](run)
             except Exception as error:
                 opened.close()
-                raise ValueError(f"tracker={name} cannot be opened: {error}; mend it, or leave it out") from error
+                raise ValueError(f"tracker={name} cannot be opened: {error}; fix the cause, or leave it out") from error
             opened.num_failed[name] = 0
         return opened
 
     @property
     def lines(self) -> list[str]:
-        """What the user is told of them: where they are."""
+        """One line per tracker with its place."""
         return [f"tracker {name}: {tracker.place}" for name, tracker in self._trackers.items()]
 
     def step(self, record: StepRecord) -> None:
-        """See `Tracker.step`."""
+        """Record a finished learner step."""
         self._each(lambda tracker: tracker.step(record))
 
     def evaluation(self, evaluation: Evaluation) -> None:
-        """See `Tracker.evaluation`."""
+        """Record a held-out evaluation."""
         self._each(lambda tracker: tracker.evaluation(evaluation))
 
     def use(self, use: RunUse) -> None:
-        """See `Tracker.use`."""
+        """Record the use of the pools."""
         self._each(lambda tracker: tracker.use(use))
 
     def close(self) -> None:
-        """See `Tracker.close`."""
+        """Send the remaining metrics and end the tracked run."""
         self._each(lambda tracker: tracker.close())
         self._trackers = {}
 
     def _each(self, call: Callable[[Tracker], None]) -> None:
         for name, tracker in self._trackers.items():
-            with self._counting(name):
+            try:
                 call(tracker)
-
-    @contextmanager
-    def _counting(self, name: str) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:  # noqa: BLE001 - whatever a foreign package raises, training is worth more
-            self.num_failed[name] += 1
-            logger.warning("tracker %s failed, for the %d. time: %s", name, self.num_failed[name], error)
+            except Exception as error:  # noqa: BLE001 - an error of a foreign package must not end training
+                self.num_failed[name] += 1
+                logger.warning("tracker %s failed (%d failures so far): %s", name, self.num_failed[name], error)
 
 
 class WandbTracker:
-    """Weights & Biases; its environment variables say where to, ``WANDB_MODE=offline`` keeps the run in its folder.
+    """Weights & Biases, configured by its environment variables; ``WANDB_MODE=offline`` writes into the run's folder.
 
-    Steps have the x axis ``step``, evaluations ``policy_version``: both come when they are ready, in any order.
+    The x axis is ``step`` for steps and ``policy_version`` for evaluations, since both arrive in any order.
     """
 
     def __init__(self, run: TrackedRun) -> None:
@@ -171,28 +165,28 @@ class WandbTracker:
         self._run.define_metric("evaluation/*", step_metric="policy_version")
 
     def step(self, record: StepRecord) -> None:
-        """See `Tracker.step`."""
+        """Record a finished learner step."""
         self._num_steps = record.step
         self._run.log(_numbers(record))
 
     def evaluation(self, evaluation: Evaluation) -> None:
-        """See `Tracker.evaluation`."""
+        """Record a held-out evaluation."""
         self._run.log(_evaluation_numbers(evaluation) | {"policy_version": evaluation.policy_version})
 
     def use(self, use: RunUse) -> None:
-        """See `Tracker.use`."""
+        """Record the use of the pools."""
         self._run.log(_use_numbers(use) | {"step": self._num_steps})
 
     def close(self) -> None:
-        """See `Tracker.close`."""
+        """Send the remaining metrics and end the tracked run."""
         self._run.finish()
-        self._teardown()  # its service process, which would outlive the run otherwise
+        self._teardown()  # else its service process would outlive the run
 
 
 class MlflowTracker:
-    """MLflow; ``MLFLOW_TRACKING_URI`` says where to, and without it a folder of the run takes it.
+    """MLflow at ``MLFLOW_TRACKING_URI``; without that variable, a database in the run's folder.
 
-    MLflow sends from a thread of its own. Numbers that are not finite are left out: its stores refuse some of them.
+    MLflow sends in a background thread. Values that are not finite are left out, because its stores refuse some.
     """
 
     def __init__(self, run: TrackedRun) -> None:
@@ -213,20 +207,20 @@ class MlflowTracker:
         self._num_steps = 0
 
     def step(self, record: StepRecord) -> None:
-        """See `Tracker.step`."""
+        """Record a finished learner step."""
         self._num_steps = record.step
         self._log(_numbers(record), record.step)
 
     def evaluation(self, evaluation: Evaluation) -> None:
-        """See `Tracker.evaluation`."""
+        """Record a held-out evaluation."""
         self._log(_evaluation_numbers(evaluation), evaluation.policy_version)
 
     def use(self, use: RunUse) -> None:
-        """See `Tracker.use`."""
+        """Record the use of the pools."""
         self._log(_use_numbers(use), self._num_steps)
 
     def close(self) -> None:
-        """See `Tracker.close`. Raises what sending raised."""
+        """Wait until all metrics are sent; raise the error of a failed send."""
         try:
             self._settle(all_of_it=True)
         finally:
@@ -239,7 +233,7 @@ class MlflowTracker:
         self._settle(all_of_it=False)
 
     def _settle(self, *, all_of_it: bool) -> None:
-        """Look at what was sent, so that a failure is raised, and wait for the rest of it where that is asked."""
+        """Raise the error of a failed send; with ``all_of_it``, wait for all sends."""
         while self._pending and (all_of_it or all(future.done() for future in self._pending[0]._operation_futures)):
             self._pending.pop(0).wait()
 
@@ -252,7 +246,7 @@ _KINDS: Mapping[str, Callable[[TrackedRun], Tracker]] = {
 
 
 def _numbers(record: StepRecord) -> dict[str, float]:
-    """The numbers of a step under TensorBoard's names, a dot as a slash."""
+    """The metrics of a step under TensorBoard's names, with slashes."""
     return {name.replace(".", "/"): value for name, value in record.flat().items()}
 
 
@@ -265,7 +259,7 @@ def _evaluation_numbers(evaluation: Evaluation) -> dict[str, float]:
 
 
 def _use_numbers(use: RunUse) -> dict[str, float]:
-    """Shares of each pool's time since training began. Example: ``use/fleet/publish pause``."""
+    """Shares of each pool's time since the start of training. Example of a name: ``use/fleet/publish_pause``."""
     numbers = {}
     for pool in (use.learner, use.fleet):
         total_s = pool.busy_s + sum(pool.idle_s.values()) or 1.0

@@ -15,12 +15,11 @@ import ray
 from ray._private import worker as ray_worker
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from asyncrl.checks import check_placement, resolve_devices
 from asyncrl.config import LOOPBACK, RunConfig, learner_pools, requested_cpus
 from asyncrl.core.errors import ClusterDiedError, DeadlineError
 from asyncrl.core.remote import within
 from asyncrl.core.visible_gpus import visible_gpus
-from asyncrl.devices import resolve_devices
-from asyncrl.option_checks import check_placement
 from asyncrl.placement_config import RAY_SETS_DEVICES, WORKER_ENV, Strategy
 from asyncrl.single_controller import RayResourcePool, ResourcePoolManager, Role
 from asyncrl.single_controller.resource_pool import NODE_ID_LABEL, can_place

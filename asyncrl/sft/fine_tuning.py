@@ -1,7 +1,4 @@
-"""Supervised fine-tuning: the updates, the evaluations between them, and when to stop.
-
-Training stops early at an accuracy or a validation loss; see `asyncrl.config.WarmStartConfig`.
-"""
+"""Supervised fine-tuning: updates, evaluations and early stopping, as `asyncrl.config.WarmStartConfig` describes."""
 
 from __future__ import annotations
 
@@ -50,12 +47,12 @@ SUPERVISED = Objective(loss=negative_log_likelihood)
 
 @dataclass(frozen=True, kw_only=True)
 class SftEvaluation:
-    """How well the policy does after some updates.
+    """An evaluation of the policy during fine-tuning.
 
     Attributes:
-        step: Updates.
-        accuracy: Greedy, on the held-out prompts; None where it is not measured.
-        val_loss: On held-back demonstrations, in nats per token; None where there are none.
+        step: Number of updates.
+        accuracy: Greedy accuracy on the held-out prompts; None without held-out prompts.
+        val_loss: Validation loss in nats per token; None without validation data.
     """
 
     step: int
@@ -63,17 +60,17 @@ class SftEvaluation:
     val_loss: float | None = None
 
     def __str__(self) -> str:
-        """In words, for the log."""
+        """Text for the log."""
         words = [f"validation loss {self.val_loss:.3f}"] if self.val_loss is not None else []
         words += [f"greedy {self.accuracy:.3f}"] if self.accuracy is not None else []
         return "  ".join(words) or "not measured"
 
 
 async def fine_tune(config: RunConfig) -> Path:
-    """Fine-tune ``model.path`` on ``sft.train_files``, unless it was done before; returns the policy's directory.
+    """Fine-tune ``model.path`` on ``sft.train_files``, or reuse an earlier result; return the policy's directory.
 
     Raises:
-        ValueError: an option or a file is wrong, by name.
+        ValueError: an option or a file is wrong; the message names it.
     """
     began_s = time.monotonic()
     if (known := finished_warm_start(config)) is not None:
@@ -111,10 +108,10 @@ class _FineTuning:
 
     Args:
         sft: The options.
-        trainer: Holds the policy.
-        evaluator: Measures accuracy; None measures none.
-        validation: Held-back demonstrations, over all ranks.
-        kept: Where the policy that is kept is written, on rank 0.
+        trainer: The trainer of the policy.
+        evaluator: Measures accuracy; None without held-out prompts.
+        validation: Validation demonstrations of all ranks.
+        kept: Folder for the chosen policy, written by rank 0.
     """
 
     def __init__(
@@ -134,11 +131,11 @@ class _FineTuning:
 
     @property
     def chosen(self) -> SftEvaluation:
-        """The evaluation of the policy that is kept: the best one under ``patience``, else the last."""
+        """The evaluation of the chosen policy: the best with ``patience``, else the last."""
         return best_of(self._history, self._sft.stop_metric) if self._sft.patience else self._history[-1]
 
     async def run(self, batches: Iterator[list[TokenSequence]], began_s: float) -> None:
-        """Update until the last step or an early stop; a collective."""
+        """Update until the last step or an early stop. A collective operation."""
         for step in range(1, self._sft.max_steps + 1):
             metrics = self._trainer.update(next(batches), SUPERVISED)
             if step % self._sft.eval_every and step != self._sft.max_steps:
@@ -162,7 +159,7 @@ class _FineTuning:
 
 
 def best_of(history: Sequence[SftEvaluation], metric: StopMetric) -> SftEvaluation:
-    """The first of the best evaluations."""
+    """The best evaluation; the first of several equal ones."""
     if metric is StopMetric.val_loss:
         losses = [math.inf if one.val_loss is None or math.isnan(one.val_loss) else one.val_loss for one in history]
         return history[losses.index(min(losses))]
@@ -181,10 +178,10 @@ def should_stop(history: Sequence[SftEvaluation], sft: WarmStartConfig) -> bool:
 
 
 def read_demonstrations(config: RunConfig, tokenizer: Any) -> tuple[list[TokenSequence], list[TokenSequence]]:
-    """Read demonstrations for training and for validation; the loss is on what the assistant says and its end.
+    """Read demonstrations for training and for validation. The loss includes only tokens of the assistant.
 
     Raises:
-        ValueError: no file, or a file, row or column that is not as the options say.
+        ValueError: there is no file, or a file, row or column does not match the options.
     """
     sft = config.sft
     if not sft.train_files:
@@ -224,22 +221,22 @@ def _held_out_prompts(config: RunConfig, tokenizer: Any) -> list[Prompt]:
         return []
     if not config.data.eval_files:
         raise ValueError(
-            f"sft.eval_prompts={config.sft.eval_prompts} needs data.eval_files, got none; name one, or set "
+            f"sft.eval_prompts={config.sft.eval_prompts} needs data.eval_files, got none; set it, or set "
             "sft.eval_prompts=0"
         )
     return load_eval_prompts(config.data, tokenizer)[: config.sft.eval_prompts]
 
 
 def _share(sequences: Sequence[TokenSequence], mesh: LearnerMesh) -> list[TokenSequence]:
-    """This rank's share; the sp ranks of a group have the same."""
+    """This rank's share of the sequences; the sp ranks of a group have the same share."""
     return list(sequences[mesh.dp_rank :: mesh.num_ranks // mesh.sp_size])
 
 
 def _learner_config(config: RunConfig) -> LearnerConfig:
-    """The learner's options with the warm start's optimizer, on the ranks and GPUs that this process group has.
+    """The learner's options with the warm start's optimizer, and the ranks and devices of this process group.
 
     Raises:
-        ValueError: this node has fewer GPUs than ranks, and the ranks are to compute on GPUs.
+        ValueError: ``learner.device`` is ``cuda`` and this node has fewer GPUs than ranks.
     """
     num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
     num_here, num_gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), visible_gpus()
@@ -263,7 +260,7 @@ def _learner_config(config: RunConfig) -> LearnerConfig:
         min_lr_ratio=0.0,
     )
     sp_size = config.learner.sp_size if num_ranks > 1 else 1
-    # A warm start has much to learn: it trains all weights, also where the run then trains adapters.
+    # A warm start trains all weights, even if the run trains only adapters.
     own = {"num_ranks": num_ranks, "sp_size": sp_size, "device": device, "optimizer": optimizer, "lora": LoraConfig()}
     return replace(config.learner, **own)
 
@@ -271,7 +268,7 @@ def _learner_config(config: RunConfig) -> LearnerConfig:
 def _batches(
     sequences: Sequence[TokenSequence], size: int, seed: int, mesh: LearnerMesh
 ) -> Iterator[list[TokenSequence]]:
-    """Endless batches in a seeded order, reshuffled every epoch; each rank gets its share of every batch."""
+    """Endless batches in a seeded order, reshuffled in each epoch; each rank gets its share of every batch."""
     generator = np.random.default_rng(seed)
     order: list[int] = []
     while True:
@@ -282,10 +279,10 @@ def _batches(
 
 
 class GreedyAccuracy:
-    """Answers held-out prompts greedily with the weights of the moment; on rank 0, the other ranks hear the result."""
+    """Measures greedy accuracy of the current weights with an engine on rank 0, which broadcasts the result."""
 
     def __init__(self, config: RunConfig, held_out: Sequence[Prompt]) -> None:
-        device = EngineDevice(_learner_config(config).device.value)  # rank 0 and this engine share one
+        device = EngineDevice(_learner_config(config).device.value)  # rank 0 and this engine share a device
         self._config = replace(config.rollout_fleet, engine=EngineKind.transformers, device=device)
         self._model_path = config.model.path
         self._held_out = held_out
@@ -315,7 +312,7 @@ class GreedyAccuracy:
         self._directory.cleanup()
 
     async def accuracy(self, trainer: Trainer, step: int) -> float:
-        """Mean greedy reward over the held-out prompts, on every rank; a collective."""
+        """Return the mean greedy reward over the held-out prompts, on every rank. A collective operation."""
         if self._publisher is None:
             directory = _first_of([self._directory.name], trainer.mesh)
             self._publisher = WeightPublisher(PretrainedShards.of(trainer), directory, keep=2)
@@ -332,5 +329,5 @@ class GreedyAccuracy:
 
 
 def _first_of(value: list[Any], mesh: LearnerMesh) -> Any:
-    """The one value of rank 0, on every rank; a collective."""
+    """Return the value of rank 0 on every rank. A collective operation."""
     return gather_values(value[0], type(value[0]), dist.group.WORLD if mesh.num_ranks > 1 else None)[0]

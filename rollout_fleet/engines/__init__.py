@@ -47,7 +47,7 @@ def check_engine_installed(config: RolloutFleetConfig) -> None:
 def resolve_device(config: RolloutFleetConfig) -> EngineDevice:
     """Return ``cpu`` or ``cuda`` for one engine of this process; ``auto`` is ``cuda`` where its GPUs are visible.
 
-    A run resolves ``auto`` for all its engines before it places them; see `asyncrl.devices`.
+    A run resolves ``auto`` for all its engines before it places them; see `asyncrl.checks`.
     """
     if config.device is not EngineDevice.auto:
         return config.device

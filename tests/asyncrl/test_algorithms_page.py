@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from asyncrl.checks import check_options
 from asyncrl.cli.compose import CONFIG_DIR, compose_run, describe
 from asyncrl.config import RunConfig
-from asyncrl.option_checks import check_options
 from learner.advantages import ADVANTAGES, TokenRewards, is_token_level
 from learner.config import Aggregation, AlgorithmConfig, Anchor, KLEstimator, Mask, Weight
 from learner.losses import LOSSES, policy_objective
@@ -48,11 +48,11 @@ def test_gspo_is_anchored_at_the_proximal_policy():
     assert algorithm.num_mini_batches > 1, "with one update per step its clip would bound nothing"
 
 
-def test_there_are_recipes():
+def test_the_algorithms_page_has_recipes():
     assert len(RECIPES) >= 10
 
 
-def test_every_option_and_every_name_is_explained():
+def test_the_algorithms_page_explains_every_option_and_name():
     names = [
         field.name for field in fields(AlgorithmConfig) if field.name not in ("groups_per_step", "samples_per_prompt")
     ]
@@ -60,7 +60,7 @@ def test_every_option_and_every_name_is_explained():
     assert [name for name in names if f"`{name}" not in PAGE and f".{name}" not in PAGE] == []
 
 
-def test_the_example_of_a_users_own_advantage_runs(tmp_path):
+def test_the_example_of_a_users_advantage_runs(tmp_path):
     path = tmp_path / "my_advantages.py"
     path.write_text(PAGE.split("```python\n")[2].split("```")[0])
     estimator = ADVANTAGES.get(f"{path}:discounted")

@@ -2,8 +2,8 @@
 
 import pytest
 
+from asyncrl.checks import check_options
 from asyncrl.cli.compose import compose_run
-from asyncrl.option_checks import check_options
 from asyncrl.run.controller import ColocatedController
 from tests.asyncrl.test_controller import Prompts, ScriptedBuffer, ScriptedFleet, ScriptedLearner, train
 

@@ -5,17 +5,17 @@ import sys
 import pytest
 from omegaconf import OmegaConf
 
+from asyncrl.checks import check_files, check_model, check_options, check_placement
 from asyncrl.cli.compose import COMMON_OPTIONS, compose_run, describe, dump_yaml, help_text, read_config
 from asyncrl.cli.quickstart import make_assets
 from asyncrl.cli.train_command import root_cause
 from asyncrl.config import RunConfig, stop_deadlines
 from asyncrl.core.errors import DeadlineError, WorkerDiedError
-from asyncrl.option_checks import check_files, check_model, check_options, check_placement
 from buffer.config import OnStale
 from learner.config import AlgorithmConfig, Anchor, Mask, Weight
 
 
-def test_the_quickstart_composes_with_the_experiments_values_over_the_defaults():
+def test_values_of_an_experiment_override_defaults():
     config = compose_run([])
     assert config.experiment == "quickstart"
     assert config.quickstart
@@ -23,7 +23,7 @@ def test_the_quickstart_composes_with_the_experiments_values_over_the_defaults()
     assert config.buffer.on_stale is OnStale.wait
 
 
-def test_overrides_reach_nested_options_with_their_types():
+def test_overrides_set_nested_options_with_their_types():
     config = compose_run(["buffer.max_lag=4", "buffer.on_stale=drop", "learner.optimizer.betas=[0.8,0.9]", "seed=7"])
     assert (config.buffer.max_lag, config.buffer.on_stale, config.seed) == (4, OnStale.drop, 7)
     assert list(config.learner.optimizer.betas) == [0.8, 0.9]
@@ -42,7 +42,7 @@ def test_overrides_reach_nested_options_with_their_types():
         ("rollout_fleet.sampling.top_p=0", ["top_p must be in (0, 1]", "0"]),
         ("buffer.max_lag", ["buffer.max_lag"]),
         ("buffer.max_lag = 3", ["without spaces", "'buffer.max_lag = 3'", "write buffer.max_lag=3"]),
-        ("data.train_files=[a b", ["cannot read 'data.train_files=[a b'", "OPTION=VALUE"]),
+        ("data.train_files=[a b", ["cannot parse 'data.train_files=[a b'", "OPTION=VALUE"]),
         ("data.train_files=x.parquet", ["data.train_files must be a list", "write 'data.train_files=[x.parquet]'"]),
         ("learner.lr=1", ["unknown option learner.lr", "did you mean learner.optimizer.lr"]),
         ("correction=nothing", ["correction/nothing", "decoupled_ppo icepop mis none tis"]),
@@ -56,19 +56,23 @@ def test_overrides_reach_nested_options_with_their_types():
         ("total_steps=0", ["total_steps must be >= 1", "got 0"]),
         ("+buffer.max_lag=3", ["buffer.max_lag exists already", "write buffer.max_lag=3"]),
         ("~buffer.max_lag", ["buffer.max_lag cannot be removed"]),
-        ("+buffer.mine=3", ["unknown option buffer.mine", "keys of your own belong into", "data.chat_template_kwargs"]),
+        (
+            "+buffer.mine=3",
+            ["unknown option buffer.mine", "are allowed in", "data.chat_template_kwargs"],
+        ),
         ("hydra/launcher=joblib", ["hydra/launcher=joblib", "add --multirun"]),
+        ("seed=-1", ["seed must be >= 0, got -1"]),
         ("stop_timeout_s=0", ["stop_timeout_s must be > 0", "got 0"]),
     ],
 )
-def test_a_wrong_override_fails_with_the_option_and_the_value(override, words):
+def test_a_wrong_override_is_an_error_with_option_and_value(override, words):
     with pytest.raises(ValueError) as caught:  # noqa: PT011 - the message is checked word by word
         compose_run([override])
     for word in words:
         assert word in str(caught.value)
 
 
-def test_hydras_plus_and_tilde_change_keys_of_the_users_own_and_groups():
+def test_plus_and_tilde_change_keys_of_dictionary_options_and_groups():
     config = compose_run(
         ["data.chat_template=true", "+data.chat_template_kwargs.thinking=false", "++buffer.max_lag=3", "~experiment"]
     )
@@ -104,7 +108,7 @@ def test_hydras_plus_and_tilde_change_keys_of_the_users_own_and_groups():
         ),
     ],
 )
-def test_a_correction_by_name_is_what_its_paper_says(name, want):
+def test_a_named_correction_has_the_values_of_its_paper(name, want):
     for experiment in ("quickstart", "dapo_math"):
         algorithm = compose_run([f"experiment={experiment}", f"correction={name}"]).algorithm
         assert all(getattr(algorithm, option) == value for option, value in want.items())
@@ -117,7 +121,7 @@ def test_an_option_overrides_a_part_of_a_named_correction():
     assert (algorithm.anchor, algorithm.weight, algorithm.weight_cap) == (Anchor.proximal, Weight.token, 3.0)
 
 
-def test_a_retired_option_is_refused_with_the_new_names(tmp_path):
+def test_a_renamed_option_is_refused_with_the_new_name(tmp_path):
     with pytest.raises(ValueError, match=r"algorithm\.correction; .*correction=tis for token_truncated"):
         compose_run(["algorithm.correction=token_truncated"])
     with pytest.raises(ValueError, match=r"algorithm\.correction_high; .*algorithm.weight_cap, token_band"):
@@ -128,8 +132,8 @@ def test_a_retired_option_is_refused_with_the_new_names(tmp_path):
         compose_run([f"experiment={own}"])
 
 
-def test_a_removed_option_is_refused_and_left_out_of_the_options_of_an_earlier_run(tmp_path):
-    with pytest.raises(ValueError, match=r"unknown option ray\.fork_workers; it is gone: .*; leave it out"):
+def test_a_removed_option_is_refused_and_ignored_in_the_config_of_an_earlier_run(tmp_path):
+    with pytest.raises(ValueError, match=r"unknown option ray\.fork_workers; it was removed: .*; leave it out"):
         compose_run(["ray.fork_workers=false"])
     written = dump_yaml(compose_run(["seed=3"])).replace("ray:\n", "ray:\n  fork_workers: true\n")
     (tmp_path / "config.yaml").write_text(written)
@@ -211,18 +215,18 @@ def test_a_removed_option_is_refused_and_left_out_of_the_options_of_an_earlier_r
             ["rollout_fleet.on_reward_failure=drop_trajectory", "algorithm.advantage=remax"],
             ["rollout_fleet.on_reward_failure must be retry_group", "got drop_trajectory"],
         ),
-        (["algorithm.critic=true"], ["algorithm.critic=true", "algorithm.advantage=grpo does not read"]),
-        (["algorithm.critic=true", "algorithm.advantage=reinforce_plus_plus"], ["reinforce_plus_plus does not read"]),
+        (["algorithm.critic=true"], ["algorithm.critic=true", "algorithm.advantage=grpo does not use"]),
+        (["algorithm.critic=true", "algorithm.advantage=reinforce_plus_plus"], ["reinforce_plus_plus does not use"]),
     ],
 )
-def test_options_that_contradict_one_another_are_refused(overrides, words):
+def test_contradicting_options_are_refused(overrides, words):
     with pytest.raises(ValueError) as caught:  # noqa: PT011
         check_options(compose_run(overrides))
     for word in words:
         assert word in str(caught.value)
 
 
-def test_rewards_with_weights_are_named_on_the_command_line_with_their_files_whole_paths(tmp_path, monkeypatch):
+def test_rewards_have_weights_and_absolute_paths(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     fleet = compose_run(["rollout_fleet.rewards=[exact_match,0.2*mine.py:format]"]).rollout_fleet
     assert fleet.reward_weights == {"exact_match": 1.0, f"{tmp_path}/mine.py:format": 0.2}
@@ -231,7 +235,7 @@ def test_rewards_with_weights_are_named_on_the_command_line_with_their_files_who
     }
 
 
-def test_an_experiment_of_ones_own_is_named_by_its_path(tmp_path, monkeypatch):
+def test_a_users_experiment_is_named_by_its_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     own = "# @package _global_\nexperiment: mine\ndefaults: [quickstart, _self_]\ntotal_steps: 7\n"
     for name in ("mine.yaml", "2024.yaml", "true.yaml", "run,1.yaml", "a=b.yaml"):
@@ -242,7 +246,7 @@ def test_an_experiment_of_ones_own_is_named_by_its_path(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="add a line 'experiment: nameless'"):
         compose_run(["experiment=nameless.yaml"])
     (tmp_path / "other.yaml").write_text("total_steps: 7\n")
-    with pytest.raises(ValueError, match="must hold a line '# @package _global_'"):
+    with pytest.raises(ValueError, match="must contain the line '# @package _global_'"):
         compose_run(["experiment=other.yaml"])
 
 
@@ -273,7 +277,7 @@ def assets(tmp_path_factory):
         ),
     ],
 )
-def test_files_that_do_not_fit_together_are_refused_by_name(assets, overrides, words):
+def test_missing_or_contradicting_files_are_refused_with_the_option(assets, overrides, words):
     overrides = [override.format(train=assets.train, held_out=assets.held_out) for override in overrides]
     config = compose_run(["experiment=custom", f"model.path={assets.model}", *overrides])
     with pytest.raises(ValueError, match=words):
@@ -284,7 +288,7 @@ def test_files_that_do_not_fit_together_are_refused_by_name(assets, overrides, w
     ("missing", "words"),
     [("model.safetensors", "must hold weights"), ("tokenizer_config.json", "must hold a tokenizer")],
 )
-def test_a_model_that_is_not_whole_is_refused_by_name(assets, tmp_path, missing, words):
+def test_an_incomplete_model_is_refused(assets, tmp_path, missing, words):
     shutil.copytree(assets.model, tmp_path / "model")
     (tmp_path / "model" / missing).unlink()
     with pytest.raises(ValueError, match=words):
@@ -301,12 +305,12 @@ def cut(file):
         ("model.safetensors", cut, "must be whole, got .*file not fully covered.*; download"),
         ("model.safetensors", lambda file: file.write_bytes(b""), "must be whole, got .*; download"),
         ("config.json", lambda file: file.write_text("{oops"), "must be whole, got .*Expecting property.*; download"),
-        ("config.json", lambda file: file.write_text("[1]"), "must be whole, got .*no JSON object.*; download"),
+        ("config.json", lambda file: file.write_text("[1]"), "must be whole, got .*not a JSON object.*; download"),
         ("tokenizer_config.json", cut, "must be whole, got .*; download"),
         ("tokenizer.json", cut, "must be whole, got .*; download"),
     ],
 )
-def test_a_damaged_file_of_a_model_is_refused_by_name(assets, tmp_path, name, damage, words):
+def test_a_damaged_model_file_is_refused_by_name(assets, tmp_path, name, damage, words):
     shutil.copytree(assets.model, tmp_path / "model")
     damage(tmp_path / "model" / name)
     files = [f"data.train_files=[{assets.train}]", f"data.eval_files=[{assets.held_out}]"]
@@ -317,19 +321,19 @@ def test_a_damaged_file_of_a_model_is_refused_by_name(assets, tmp_path, name, da
             check_files(compose_run(["experiment=custom", *files, *fits, *models]))
 
 
-def test_a_model_of_the_hub_has_to_be_downloaded_first():
+def test_a_hub_name_as_model_path_is_refused_with_the_download_command():
     config = compose_run(["experiment=custom", "model.path=Qwen/Qwen3-0.6B"])
     with pytest.raises(ValueError, match=r"hf download Qwen/Qwen3-0\.6B --local-dir DIR"):
         check_model(config)
 
 
-def test_a_model_path_without_a_model_is_refused_by_name(tmp_path):
+def test_a_model_path_without_a_model_is_refused(tmp_path):
     config = compose_run(["experiment=custom", f"model.path={tmp_path}", "data.train_files=[a.jsonl]"])
     with pytest.raises(ValueError, match=r"model\.path must hold a Hugging Face model, got .* without config\.json"):
         check_files(config)
 
 
-def test_an_impossible_placement_names_what_is_asked_and_what_there_is():
+def test_a_placement_error_names_requested_and_available_resources():
     devices = ["learner.device=cuda", "rollout_fleet.device=cuda"]
     gpus = compose_run([*devices, "learner.num_ranks=8", "rollout_fleet.num_engines=4"])
     with pytest.raises(ValueError, match=r"asks for 12 GPUs .* got 2"):
@@ -380,14 +384,14 @@ def test_importing_the_configuration_loads_no_heavy_package():
     assert done.returncode == 0, done.stderr
 
 
-def test_a_death_is_told_before_a_missed_deadline_whatever_came_first():
+def test_a_death_is_the_root_cause_of_a_missed_deadline_in_any_order():
     deadline, death, bug = DeadlineError("late"), WorkerDiedError("dead"), KeyError("bug")
     assert root_cause(ExceptionGroup("", [deadline, bug, death])) is death
     assert root_cause(ExceptionGroup("", [deadline, ExceptionGroup("", [bug])])) is bug
 
 
 def test_renewal_slower_than_the_lease_is_refused():
-    with pytest.raises(ValueError, match=r"renew_every_s must be at most half of buffer\.lease_s.*20 and 15"):
+    with pytest.raises(ValueError, match=r"renew_every_s must be at most half of buffer\.lease_s=15, got 20"):
         check_options(compose_run(["buffer.lease_s=15", "rollout_fleet.renew_every_s=20"]))
 
 
@@ -398,7 +402,7 @@ def test_the_deadlines_of_stopping_nest():
     assert deadlines.total_s < config.stop_timeout_s
 
 
-def test_a_log_on_a_full_disk_is_told_once_in_one_line():
+def test_a_log_on_a_full_disk_is_reported_once_in_one_line():
     code = (
         "import logging; from pathlib import Path; from asyncrl.cli.train_command import _log_to\n"
         "_log_to(Path('/dev/full')); logging.error('one'); logging.error('two')"

@@ -36,13 +36,13 @@ def qwen(tmp_path):
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
-def test_every_experiment_says_what_it_would_take(name, qwen, tmp_path):
+def test_a_dry_run_of_every_experiment_shows_its_resources(name, qwen, tmp_path):
     config = compose_run([f"experiment={name}", f"output_dir={tmp_path / 'out'}"])
     if not config.quickstart:
         config = replace(config, model=replace(config.model, path=qwen))
     found = dry_run(config)
     page = found.page()
-    assert f"no token is trained on more than {config.buffer.max_lag} learner step" in page
+    assert f"the learner trains on a token at most {config.buffer.max_lag} learner step" in page
     assert f"{config.rollout_fleet.num_engines} sglang engines" in page
     assert f"then {config.total_steps} steps" in page
     assert all(sum(parts.values()) > 0 for parts in found.memory.values())
@@ -51,7 +51,7 @@ def test_every_experiment_says_what_it_would_take(name, qwen, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_devices_are_what_this_machine_has_and_an_elastic_fleet_says_what_all_of_it_would_take(tmp_path, monkeypatch):
+def test_a_dry_run_shows_resolved_devices_and_the_resources_of_an_elastic_fleet(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     own = [f"output_dir={tmp_path}", "rollout_fleet.engine=transformers", "learner.device=auto"]
     page = dry_run(compose_run([*own, "rollout_fleet.num_engines={min:1,max:3}"])).page()
@@ -62,7 +62,7 @@ def test_devices_are_what_this_machine_has_and_an_elastic_fleet_says_what_all_of
     assert "1 transformers engines on what the cluster has" in page
 
 
-def test_the_quickstart_passes_every_check_and_leaves_nothing(tmp_path, capsys):
+def test_a_dry_run_of_the_quickstart_passes_and_leaves_no_files(tmp_path, capsys):
     options = [f"output_dir={tmp_path / 'out'}", "rollout_fleet.engine=transformers"]
     assert train_command.main(["dry_run=true", *options]) == 0
     page = capsys.readouterr().out
@@ -72,7 +72,7 @@ def test_the_quickstart_passes_every_check_and_leaves_nothing(tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
-def test_what_is_not_ready_is_said_with_the_rest(capsys):
+def test_a_dry_run_shows_errors_together_with_the_figures(capsys):
     assert train_command.main(["experiment=custom", "model.path=nowhere", "dry_run=true"]) == 2
     page = capsys.readouterr().out
     assert "model.path must be a directory" in page
@@ -80,13 +80,13 @@ def test_what_is_not_ready_is_said_with_the_rest(capsys):
     assert "at most 96 groups are open" in page
 
 
-def test_parameters_are_counted_in_the_weights_where_they_are(tmp_path):
+def test_parameters_are_counted_in_existing_weights(tmp_path):
     """75,008, as the quickstart's own page counts them; and about 0.6 billion by the sizes alone."""
     assets = make_assets(tmp_path / "assets", seed=0, num_train=8, num_held_out=8, num_demonstrations=8)
     assert ModelSize.of(str(assets.model)).num_parameters == 75_008
 
 
-def test_the_sizes_alone_give_the_parameters_of_a_dense_and_of_a_mixture_model(tmp_path, qwen):
+def test_parameters_of_dense_and_mixture_models_follow_from_the_config(tmp_path, qwen):
     assert ModelSize.of(qwen).num_parameters == pytest.approx(596_049_920, rel=1e-3)
     (tmp_path / "moe").mkdir()
     mixture = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "hidden_size": 2048}
@@ -98,7 +98,7 @@ def test_the_sizes_alone_give_the_parameters_of_a_dense_and_of_a_mixture_model(t
     assert size.intermediate == 8 * 768
 
 
-def test_a_ranks_memory_is_by_hand(qwen):
+def test_memory_of_a_rank_equals_a_calculation_by_hand(qwen):
     """Four ranks: 4 bytes per parameter and 8 of Adam in quarters; gradients whole until the update, or in quarters."""
     config = compose_run(["experiment=gsm8k", "learner.num_ranks=4", f"model.path={qwen}"])
     model = ModelSize.of(qwen)
@@ -111,7 +111,7 @@ def test_a_ranks_memory_is_by_hand(qwen):
     assert parts["logits"] == 3 * 1024 * 151936 * 4
 
 
-def test_adapters_train_little_and_offloading_leaves_little(qwen):
+def test_adapters_and_offloading_reduce_memory_of_a_rank(qwen):
     config = compose_run(["experiment=gsm8k", f"model.path={qwen}"])
     model = ModelSize.of(qwen)
     whole = rank_memory(config, model)["learner"]
@@ -125,7 +125,7 @@ def test_adapters_train_little_and_offloading_leaves_little(qwen):
     assert "optimizer" not in hosted
 
 
-def test_an_engines_cache_is_that_of_its_longest_samples_or_what_it_is_given(qwen):
+def test_the_kv_cache_holds_the_longest_samples_or_the_configured_tokens(qwen):
     config = compose_run(["experiment=gsm8k", f"model.path={qwen}"])
     assert kv_tokens(config) == 32 * 8 * (512 + 1024)
     cache = engine_memory(config, ModelSize.of(qwen))["kv cache"]

@@ -108,7 +108,7 @@ def resolved(request, tmp_path_factory):
     }
 
 
-def test_each_experiment_gets_an_attention_backend_that_takes_its_dtype_and_head_size(resolved):
+def test_the_attention_backend_of_each_experiment_supports_dtype_and_head_size(resolved):
     card, experiments = resolved
     for name, (_, engine, made) in experiments.items():
         backend, head_dim = made["attention_backend"], engine._facts.head_dim

@@ -14,7 +14,7 @@ from asyncrl.metrics.estimates import pass_at_k
 
 
 @given(st.integers(1, 8), st.data())
-def test_pass_at_k_is_the_share_of_all_choices_of_k_samples_that_hold_a_pass(num_samples, data):
+def test_pass_at_k_is_the_share_of_subsets_of_k_samples_with_a_pass(num_samples, data):
     num_passed = data.draw(st.integers(0, num_samples))
     k = data.draw(st.integers(1, num_samples))
     samples = [index < num_passed for index in range(num_samples)]
@@ -22,7 +22,7 @@ def test_pass_at_k_is_the_share_of_all_choices_of_k_samples_that_hold_a_pass(num
     assert pass_at_k(num_samples, num_passed, k) == pytest.approx(share)
 
 
-def test_an_interval_of_passes_is_wilsons_and_stays_open_where_all_agree():
+def test_an_interval_of_passes_is_wilsons_with_positive_width_for_equal_values():
     found = Estimate.over([1.0] * 95 + [0.0] * 5)
     assert (found.mean, found.low, found.high) == pytest.approx((0.95, 0.8882, 0.9785), abs=1e-4)
     assert Estimate.over([1.0] * 256).low == pytest.approx(1 / (1 + 1.96**2 / 256), abs=1e-4)
@@ -40,7 +40,7 @@ def test_a_mean_lies_within_its_interval(values):
 
 
 @pytest.mark.parametrize("count", range(1, 300, 7))
-def test_an_interval_where_all_agree_reaches_to_the_mean(count):
+def test_an_interval_of_equal_values_includes_the_mean(count):
     """Wilson's upper end of 256 passes of 256 is 1 - 1e-16 in floating point."""
     assert Estimate.over([1.0] * count).high == 1.0
     assert Estimate.over([0.0] * count).low == 0.0
@@ -71,7 +71,7 @@ def summed_up(answers, num_prompts, **options):
     return evaluation_of(answers, num_prompts=num_prompts, **options)
 
 
-def test_an_evaluation_says_what_each_data_source_earned_and_what_is_missing():
+def test_an_evaluation_has_estimates_per_data_source_and_names_missing_prompts():
     failed = AnsweredPrompt(group_id=2, reward_failure="it raised")
     answers = [answered(0, (1.0, 0.0), 1.0, "math"), answered(1, (0.5, 0.25), 0.0, "code"), failed]
     found = summed_up(answers, 5, incomplete={"1": "it died"})
@@ -90,12 +90,12 @@ def test_an_evaluation_says_what_each_data_source_earned_and_what_is_missing():
     assert scalars["greedy/low"] < 0.5 < scalars["greedy/high"]
 
 
-def test_a_pass_is_a_reward_of_at_least_so_much():
+def test_a_pass_is_a_reward_of_at_least_pass_reward():
     answers = [answered(0, (0.7, 0.2), 0.9)]
     assert summed_up(answers, 1).estimates["pass@2"].mean == 0.0
     assert summed_up(answers, 1, pass_reward=0.5).estimates["pass@2"].mean == 1.0
 
 
-def test_without_a_single_reward_there_is_no_evaluation():
+def test_an_evaluation_without_rewards_is_none():
     assert summed_up([], 4) is None
     assert summed_up([AnsweredPrompt(group_id=0, reward_failure="it raised")], 1) is None

@@ -38,7 +38,7 @@ def make_run(folder, *, version=0, policy=True, checkpoints=(), directory=None):
     return folder
 
 
-def test_a_path_means_a_model_a_run_or_a_checkpoint(tmp_path, assets):
+def test_evaluate_finds_a_policy_in_a_model_a_run_or_a_checkpoint(tmp_path, assets):
     first = make_run(tmp_path / "mine" / "2026-01-01", version=7)
     second = make_run(tmp_path / "mine" / "2026-01-02", policy=False, checkpoints=(3, 12))
     found = find_policy(assets.model)
@@ -56,7 +56,7 @@ def test_a_path_means_a_model_a_run_or_a_checkpoint(tmp_path, assets):
         find_policy(tmp_path / "empty")
 
 
-def test_a_runs_checkpoints_are_looked_for_where_its_options_say(tmp_path):
+def test_evaluate_looks_for_checkpoints_in_the_configured_directory(tmp_path):
     elsewhere, nothing = tmp_path / "elsewhere", tmp_path / "nothing"
     run = make_run(tmp_path / "mine" / "2026-01-01", policy=False, checkpoints=(3, 12), directory=elsewhere)
     for path in (run, tmp_path / "mine"):
@@ -67,10 +67,10 @@ def test_a_runs_checkpoints_are_looked_for_where_its_options_say(tmp_path):
         find_policy(without)
 
 
-def test_that_nothing_says_with_which_options_a_checkpoint_was_trained_is_told(tmp_path, capsys):
+def test_evaluate_warns_about_a_checkpoint_without_a_run(tmp_path, capsys):
     elsewhere = tmp_path / "else" / "where"
     run = make_run(tmp_path / "run", policy=False, checkpoints=(12,), directory=elsewhere)
-    words = f"{elsewhere}/v00000012 lies in no run, so its options are"
+    words = f"{elsewhere}/v00000012 is not in a run's folder, so the options"
     for path, is_told in ((elsewhere, True), (elsewhere / "v00000012", True), (run, False)):
         assert main([str(path), "evaluation.samples=3"]) == 2
         assert (words in capsys.readouterr().err) is is_told
@@ -87,7 +87,7 @@ def test_that_nothing_says_with_which_options_a_checkpoint_was_trained_is_told(t
         (["MODEL", "data.eval_files=[HELD_OUT]", "rollout_fleet.engine=scripted"], "must be sglang or transformers"),
     ],
 )
-def test_a_mistake_is_told_by_name_before_anything_starts(tmp_path, assets, capsys, arguments, words):
+def test_evaluate_refuses_wrong_arguments_before_the_start(tmp_path, assets, capsys, arguments, words):
     names = {"MODEL": str(assets.model), "HELD_OUT": str(assets.held_out)}
     for name, value in names.items():
         arguments = [argument.replace(name, value) for argument in arguments]
@@ -96,7 +96,7 @@ def test_a_mistake_is_told_by_name_before_anything_starts(tmp_path, assets, caps
 
 
 @pytest.mark.parametrize(("name", "size"), [("model.safetensors", 5000), ("config.json", 20)])
-def test_a_model_cut_in_half_is_told_by_its_file_in_one_line(tmp_path, assets, capsys, name, size):
+def test_evaluate_names_a_truncated_model_file_in_one_line(tmp_path, assets, capsys, name, size):
     shutil.copytree(assets.model, tmp_path / "model")
     os.truncate(tmp_path / "model" / name, size)
     held_out = f"data.eval_files=[{assets.held_out}]"
@@ -105,7 +105,7 @@ def test_a_model_cut_in_half_is_told_by_its_file_in_one_line(tmp_path, assets, c
     assert line.startswith(f"error: model.path: {tmp_path}/model/{name} must be whole")
 
 
-def test_a_run_is_evaluated_with_its_own_options_and_keeps_every_answer(tmp_path, assets, capsys):
+def test_evaluate_uses_the_options_of_the_run_and_writes_all_answers(tmp_path, assets, capsys):
     run = make_run(tmp_path / "run", version=7)
     for file in assets.model.iterdir():
         (run / "policy" / file.name).write_bytes(file.read_bytes())

@@ -9,10 +9,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from asyncrl.checks import check_options
 from asyncrl.cli.compose import CONFIG_DIR, compose_run
 from asyncrl.core.types import Prompt
 from asyncrl.data import PromptStream
-from asyncrl.option_checks import check_options
 from asyncrl.run.cluster import check_nodes
 from rollout_fleet.rewards import REWARDS
 from tests.support.training_run import ROOT
@@ -36,14 +36,14 @@ class Letters:
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
-def test_every_experiment_composes_under_its_own_name_with_options_that_fit(name):
+def test_every_experiment_composes_and_passes_the_checks(name):
     config = compose_run([f"experiment={name}"])
     assert config.experiment == name
     check_options(config)
 
 
 @pytest.mark.parametrize("name", OF_TEAMS)
-def test_an_experiment_of_teams_says_what_it_needs_and_fits_there(name):
+def test_a_team_experiment_names_its_hardware_and_fits_on_it(name):
     text = (CONFIG_DIR / "experiment" / f"{name}.yaml").read_text()
     assert re.findall(r"^# (\w+): +\S", text, flags=re.MULTILINE) == ["Hardware", "Expect", "Before"]
     num_nodes, num_gpus = re.search(r"# Hardware: (one|\d+) nodes? with (\d) GPU", text).groups()
@@ -70,7 +70,7 @@ def first_prompt(name, data):
     return config, stream.num_prompts, stream.take(1)[0]
 
 
-def test_gsm8k_as_published_becomes_what_its_experiment_reads(tmp_path):
+def test_the_published_gsm8k_is_converted_for_its_experiment(tmp_path):
     row = {"question": QUESTION, "answer": "48/2 = <<48/2=24>>24 clips in May.\n#### 1,072"}
     (tmp_path / "train.jsonl").write_text(json.dumps(row) + "\n")
     done = make_data("gsm8k.py", tmp_path / "train.jsonl", tmp_path / "new" / "train.parquet")
@@ -84,7 +84,7 @@ def test_gsm8k_as_published_becomes_what_its_experiment_reads(tmp_path):
     assert "train.jsonl, line 1: the answer must end in '#### NUMBER'" in failed.stderr
 
 
-def test_dapo_math_as_published_becomes_what_its_experiment_reads(tmp_path):
+def test_the_published_dapo_math_is_converted_for_its_experiment(tmp_path):
     rows = [
         {"prompt": [{"role": "user", "content": text}], "reward_model": {"ground_truth": truth, "style": "rule"}}
         for text, truth in (("1 + 1?", "2"), ("2 + 2?", "4"), ("1 + 1?", "2"))

@@ -77,7 +77,7 @@ def test_a_step_is_one_line_of_json_and_tensorboard_events(tmp_path):
     assert any((tmp_path / "tensorboard").iterdir())
 
 
-def test_a_learner_that_went_back_leaves_each_step_and_evaluation_once_and_what_was_lost_apart(tmp_path):
+def test_after_a_return_to_a_checkpoint_metrics_hold_each_step_once(tmp_path):
     writer = MetricsWriter(tmp_path)
 
     def evaluate(version):
@@ -113,7 +113,7 @@ def test_an_evaluation_is_one_line_of_json_and_a_point_at_its_version(tmp_path):
     assert [(point.step, point.value) for point in events.Scalars("evaluation/sampled")] == [(0, 0.25), (20, 0.25)]
 
 
-def test_estimates_go_to_every_place_with_their_ends_and_per_data_source(tmp_path):
+def test_all_files_get_estimates_with_intervals_per_data_source(tmp_path):
     evaluation = evaluation_of(
         [
             AnsweredPrompt(group_id=0, data_source="math", sampled=(1.0, 0.0, 0.0, 0.0), greedy=1.0),
@@ -137,7 +137,7 @@ def test_estimates_go_to_every_place_with_their_ends_and_per_data_source(tmp_pat
     plot_reward(tmp_path / "reward.png", [make_record(0)], [evaluation])
 
 
-def test_the_summary_holds_every_promised_number(tmp_path):
+def test_the_summary_has_all_documented_numbers(tmp_path):
     before = Evaluation(sampled=0.25, greedy=0.75, num_prompts=256, policy_version=0)
     after = Evaluation(sampled=0.95, greedy=1.0, num_prompts=256, policy_version=4)
     document = summary_document(
@@ -161,12 +161,12 @@ def test_the_summary_holds_every_promised_number(tmp_path):
     assert (summary["policy_version"], summary["wall_s"], summary["train_wall_s"]) == (4, 30.0, 10.0)
 
 
-def test_the_plot_is_a_picture_even_of_a_single_step(tmp_path):
+def test_the_reward_plot_works_with_a_single_step(tmp_path):
     plot_reward(tmp_path / "reward.png", [make_record(0)], [])
     assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_without_a_terminal_plain_lines_tell_the_story():
+def test_without_a_terminal_the_view_writes_plain_lines():
     output = io.StringIO()
     view = TerminalView(title="run", total_steps=2, console=Console(file=output, width=200))
     with view:
@@ -184,7 +184,7 @@ def test_without_a_terminal_plain_lines_tell_the_story():
     assert "\x1b" not in text
 
 
-def test_the_time_left_is_that_of_this_run_also_where_it_goes_on_from_a_checkpoint():
+def test_the_remaining_time_of_a_resumed_run_uses_its_own_steps():
     output = io.StringIO()
     view = TerminalView(title="run", total_steps=220, console=Console(file=output, width=250))
     with view:
@@ -194,7 +194,7 @@ def test_the_time_left_is_that_of_this_run_also_where_it_goes_on_from_a_checkpoi
     assert [line.rpartition(" ")[2] for line in output.getvalue().splitlines()] == ["4:00", "3:58", "0:00"]
 
 
-def test_on_a_terminal_the_live_view_shows_the_step_and_what_is_awaited():
+def test_the_live_view_shows_the_step_and_awaited_parts():
     output = io.StringIO()
     view = TerminalView(title="run", total_steps=2, console=Console(file=output, width=160, force_terminal=True))
     with view, view.waiting_for("rollout fleet"):
@@ -205,7 +205,7 @@ def test_on_a_terminal_the_live_view_shows_the_step_and_what_is_awaited():
     assert "1/2" in text
 
 
-def test_a_resumed_run_tells_its_own_lag_from_that_of_the_runs_before(tmp_path):
+def test_a_resumed_run_reports_its_lag_apart_from_the_lag_before(tmp_path):
     result = dataclasses.replace(make_result(), max_lag_realised=0, max_lag_before=4)
     summary = summary_document(
         experiment="run",
@@ -226,7 +226,7 @@ def test_a_resumed_run_tells_its_own_lag_from_that_of_the_runs_before(tmp_path):
     assert words in output.getvalue()
 
 
-def test_a_full_disk_is_an_error_with_the_process_and_the_path(tmp_path):
+def test_metrics_on_a_full_disk_raise_an_error_with_process_and_path(tmp_path):
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     writer = MetricsWriter(tmp_path)
     with pytest.raises(DiskError, match=r"the controller cannot write .*metrics\.jsonl: No space left on device"):
@@ -246,7 +246,7 @@ def make_use():
     return RunUse(learner=learner, fleet=fleet)
 
 
-def test_how_the_pools_are_used_is_on_the_terminal_with_what_cost_most():
+def test_the_live_view_shows_the_use_of_pools_with_the_largest_idle_cause():
     output = io.StringIO()
     view = TerminalView(title="run", total_steps=2, console=Console(file=output, width=160, force_terminal=True))
     with view:
@@ -261,7 +261,7 @@ def test_how_the_pools_are_used_is_on_the_terminal_with_what_cost_most():
     assert "██" in text
 
 
-def test_without_a_terminal_the_use_is_in_the_line_of_a_step():
+def test_without_a_terminal_the_line_of_a_step_has_the_use_of_pools():
     output = io.StringIO()
     view = TerminalView(title="run", total_steps=2, console=Console(file=output, width=250))
     with view:
@@ -270,7 +270,7 @@ def test_without_a_terminal_the_use_is_in_the_line_of_a_step():
     assert "learner at work 75% (slow generation 25%)  fleet at work 100%" in output.getvalue()
 
 
-def test_a_sparkline_is_as_high_as_its_values():
+def test_a_sparkline_is_scaled_to_its_largest_value():
     assert sparkline([0, 1, 2]) == "▁▅█"
     assert sparkline([0, 0]) == "▁▁"
     assert sparkline([]) == ""
@@ -301,12 +301,12 @@ def test_entropy_that_collapses_is_reported_with_both_values():
     assert "from 0.8 to 0.004 nats per token, at reward 0.25" in line
 
 
-def test_entropy_that_falls_while_rewards_still_differ_is_not_reported():
+def test_falling_entropy_with_differing_rewards_is_not_reported():
     signals = LearningSignals()
     assert not any(signals.step(with_entropy(step, 0.8 * 0.5**step, equal_reward_groups=0.5)) for step in range(20))
 
 
-def test_a_learner_that_goes_back_begins_a_new_window_of_signals():
+def test_a_return_to_a_checkpoint_begins_a_new_window_of_signals():
     signals = LearningSignals()
     steps = [0, 1, 2, 3, 2, 3, 4, 5]
     assert not any(signals.step(with_entropy(step, 1.0, equal_reward_groups=1.0)) for step in steps)

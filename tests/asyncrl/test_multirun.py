@@ -13,7 +13,7 @@ from asyncrl.run.run_folder import make_run_dir
         (["buffer.max_lag=0,-2"], ["buffer.max_lag must be >= 0", "-2"]),
         (["buffer.max_lagg=0,1"], ["unknown option buffer.max_lagg", "buffer.max_lag"]),
         (["learner.num_ranks=1,2", "learner.sp_size=1,2"], ["learner.sp_size", "2"]),
-        (["buffer.max_lag=[0,1"], ["cannot read", "buffer.max_lag=[0,1"]),
+        (["buffer.max_lag=[0,1"], ["cannot parse", "buffer.max_lag=[0,1"]),
     ],
 )
 def test_a_multirun_with_one_wrong_combination_starts_nothing(tmp_path, overrides, words):
@@ -45,7 +45,7 @@ def test_the_overview_of_a_multirun_shows_the_varied_options_and_each_result(tmp
     ]
 
 
-def test_run_dir_names_the_folder_of_a_run(tmp_path):
+def test_run_dir_is_the_folder_of_a_run(tmp_path):
     config = compose_run([f"run_dir={tmp_path}/here"])
     assert make_run_dir(config, dump_yaml(config)) == tmp_path / "here"
     assert (tmp_path / "here" / "logs").is_dir()

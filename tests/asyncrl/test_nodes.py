@@ -4,8 +4,8 @@ from dataclasses import fields
 
 import pytest
 
+from asyncrl.checks import check_options
 from asyncrl.config import RunConfig, Transport
-from asyncrl.option_checks import check_options
 from asyncrl.placement_config import PlacementConfig, RayConfig, Strategy
 from asyncrl.run.cluster import check_nodes, engine_pool, node_shares, pool_of_one, worker_env
 from learner.config import Device
@@ -32,8 +32,8 @@ def test_a_run_on_several_nodes_that_names_what_they_share_is_let_through(weight
     ("sections", "words"),
     [
         ({"ray": {"address": ""}}, "ray.address must be auto, or host:port of a Ray cluster of all nodes"),
-        ({"buffer": {"host": "127.0.0.1"}}, "buffer.host must be an address or interface of this node that the others"),
-        ({"buffer": {"host": "lo"}}, "buffer.host must be an address or interface of this node"),
+        ({"buffer": {"host": "127.0.0.1"}}, "buffer.host must be an address or interface that the other nodes"),
+        ({"buffer": {"host": "lo"}}, "buffer.host must be an address or interface"),
         ({"weights": {"transport": Transport.shared_memory}}, "must be file or collective .*, got shared_memory"),
         ({"weights": {}}, "weights.transport must be file or collective with placement.num_nodes=2, got auto"),
         ({"weights": {"transport": Transport.file}}, "weights.directory must be a folder that all nodes share"),
@@ -59,7 +59,7 @@ def test_what_only_one_node_has_is_refused_by_name(sections, words):
         ),
         (
             {"placement": {"num_nodes": 1, "autoscale": True}, "rollout_fleet": {"num_engines": {"min": 1, "max": 2}}},
-            "placement.num_nodes must be > 1 with placement.autoscale=true, got 1: the run would use no node",
+            "placement.num_nodes must be > 1 with placement.autoscale=true, got 1: the run would not use",
         ),
     ],
 )
@@ -85,9 +85,9 @@ def test_an_engine_that_joins_is_placed_by_itself_on_no_full_node_or_where_it_is
 def test_options_for_several_nodes_are_refused_on_one():
     several = {"ranks_per_node": 2, "engines_per_node": 1, "strategy": Strategy.spread, "engine_labels": {"gpu": "a"}}
     for name, value in several.items():
-        with pytest.raises(ValueError, match=rf"placement.{name} is for several nodes"):
+        with pytest.raises(ValueError, match=rf"placement.{name} is for several nodes only"):
             PlacementConfig(**{name: value})
-    with pytest.raises(ValueError, match=r"ray.node_address=10.0.0.1 is used in a cluster that is joined"):
+    with pytest.raises(ValueError, match=r"ray.node_address=10.0.0.1 is only for a cluster that the run joins"):
         RayConfig(node_address="10.0.0.1")
 
 

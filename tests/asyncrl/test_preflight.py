@@ -47,7 +47,7 @@ def run(assets, tmp_path):
     return compose
 
 
-async def test_a_run_that_fits_gets_its_prompts_and_shows_the_first(run, tmp_path):
+async def test_the_preflight_returns_prompts_and_shows_the_first(run, tmp_path):
     said = []
     prompts, held_out = await preflight(run(f"rollout_fleet.reward={tmp_path}/rewards.py:right"), said.append)
     assert (prompts.num_prompts, len(held_out)) == (4, 4)
@@ -55,7 +55,7 @@ async def test_a_run_that_fits_gets_its_prompts_and_shows_the_first(run, tmp_pat
 
 
 @pytest.mark.parametrize("option", ["output_dir", "checkpoint.directory", "buffer.directory", "buffer.keys"])
-def test_a_folder_that_cannot_be_written_is_named_and_none_is_made(run, tmp_path, option):
+def test_the_preflight_names_an_unwritable_folder_and_creates_none(run, tmp_path, option):
     (tmp_path / "file").touch()
     config = run("buffer.durability=disk", f"buffer.directory={tmp_path}/buffer", f"{option}={tmp_path}/file/below")
     with pytest.raises(ValueError, match=rf"{option}=.*/file/below must be a folder.*Not a directory"):
@@ -64,14 +64,14 @@ def test_a_folder_that_cannot_be_written_is_named_and_none_is_made(run, tmp_path
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "rewards.py"]
 
 
-def test_fine_tuning_that_could_not_write_its_policy_does_not_begin(tmp_path, capsys):
+def test_sft_does_not_start_with_an_unwritable_output_path(tmp_path, capsys):
     (tmp_path / "file").touch()
     assert sft.main([f"output_dir={tmp_path}/out", f"sft.output_path={tmp_path}/file/policy"]) == 2
     assert "error: sft.output_path=" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
-def test_shared_memory_that_cannot_be_written_is_named_with_a_way_around_it(run, tmp_path, monkeypatch):
+def test_unwritable_shared_memory_is_refused_with_a_remedy(run, tmp_path, monkeypatch):
     read_only = tmp_path / "shm"
     read_only.mkdir()
     monkeypatch.setattr("asyncrl.cli.preflight.SHARED_MEMORY", read_only)
@@ -88,7 +88,7 @@ def test_shared_memory_that_cannot_be_written_is_named_with_a_way_around_it(run,
     check_folders(run("weights.transport=file"))
 
 
-async def test_weights_that_do_not_fit_into_shared_memory_are_refused_where_it_is_asked_for(run, monkeypatch):
+async def test_weights_too_large_for_an_explicit_shared_memory_transport_are_refused(run, monkeypatch):
     usage = shutil.disk_usage("/")._replace(free=1000)
     monkeypatch.setattr("shutil.disk_usage", lambda _: usage)
     with pytest.raises(ValueError, match=r"weights\.transport=shared_memory needs room.*set weights\.transport=file"):
@@ -114,7 +114,7 @@ async def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(run, asset
         (["rollout_fleet.sglang.tp_size=3"], r"rollout_fleet\.sglang\.tp_size must divide the 4 attention heads"),
     ],
 )
-async def test_ranks_that_cannot_share_the_heads_are_refused(run, overrides, words):
+async def test_ranks_that_do_not_divide_the_heads_are_refused(run, overrides, words):
     with pytest.raises(ValueError, match=words):
         await preflight(run(*overrides), print)
 
@@ -135,7 +135,20 @@ async def test_a_reward_that_fails_on_the_first_row_is_refused(run, tmp_path, fu
         await preflight(config, print)
 
 
-def test_a_start_that_fails_leaves_no_folder_and_ends_with_its_cause(assets, tmp_path):
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ("rollout_fleet.reward=nowhere:reward", "rollout_fleet.reward=nowhere:reward cannot be imported"),
+        ("algorithm.loss=/nowhere.py:loss", "algorithm.loss=/nowhere.py:loss: there is no file /nowhere.py"),
+        ("algorithm.advantage=grop", "algorithm.advantage must be one of"),
+    ],
+)
+async def test_a_wrong_name_of_a_users_function_fails_the_preflight(run, option, words):
+    with pytest.raises(ValueError, match=words):
+        await preflight(run(option), print)
+
+
+def test_a_failed_preflight_leaves_no_folder_and_ends_with_its_cause(assets, tmp_path):
     options = [f"model.path={assets.model}", f"data.train_files=[{tmp_path}/none.parquet]", "evaluation.enabled=false"]
     command = [sys.executable, "-m", "asyncrl", "train", "experiment=custom", f"output_dir={tmp_path}", *options]
     limits = [

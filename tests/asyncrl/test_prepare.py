@@ -33,13 +33,13 @@ def config(tmp_path):
     return with_quickstart_assets(compose_run([f"output_dir={tmp_path}"]))
 
 
-def test_the_quickstarts_assets_are_named_in_the_configuration(config, tmp_path):
+def test_the_configuration_has_the_paths_of_the_quickstart_assets(config, tmp_path):
     assert Path(config.model.path, "config.json").is_file()
     assert Path(config.data.train_files[0]).is_relative_to(tmp_path)
     assert config.data.eval_files != config.data.train_files
 
 
-def test_other_experiments_are_left_as_they_are():
+def test_quickstart_assets_do_not_change_other_experiments():
     config = compose_run(["experiment=custom"])
     assert with_quickstart_assets(config) is config
 
@@ -91,13 +91,13 @@ def test_a_run_waits_for_a_warm_start_that_another_run_makes_and_reuses_it(confi
     assert "accuracy 0.750" in said[1]
 
 
-def test_a_run_waits_no_longer_than_the_deadline_for_a_warm_start_that_hangs(config):
+def test_a_run_waits_under_a_deadline_for_a_hanging_warm_start(config):
     config = dataclasses.replace(config, sft=dataclasses.replace(config.sft, progress_timeout_s=0.3))
     with locked(config), pytest.raises(DeadlineError, match=rf"\({HOLDER}\) makes .* for 0\.3 s; stop that run"):
         asyncio.run(asyncio.wait_for(warm_start(config, [], Path("/nowhere/sft.log"), lambda line: None), 20))
 
 
-def test_a_warm_start_on_a_file_system_without_locks_goes_on_and_says_so(config, monkeypatch, tmp_path):
+def test_a_warm_start_without_file_locks_continues_with_a_warning(config, monkeypatch, tmp_path):
     def refuse(*_):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
@@ -132,7 +132,7 @@ def test_an_output_path_is_reused_for_the_same_settings_and_refused_for_others(c
             finished_warm_start(other)
 
 
-def test_a_directory_with_something_else_is_never_replaced(config, tmp_path):
+def test_an_output_path_with_other_files_is_never_replaced(config, tmp_path):
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "thesis.tex").write_text("dear")
     named = with_output(config, tmp_path / "home")
@@ -144,14 +144,14 @@ def test_a_directory_with_something_else_is_never_replaced(config, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith(".home")) == []
 
 
-def test_a_warm_start_that_says_nothing_is_ended_by_its_deadline(config, tmp_path, monkeypatch):
+def test_a_silent_warm_start_ends_at_its_deadline(config, tmp_path, monkeypatch):
     config = dataclasses.replace(config, sft=dataclasses.replace(config.sft, progress_timeout_s=0.3))
     monkeypatch.setattr("asyncrl.sft.warm_start._COMMAND", ("-c", "import time; time.sleep(60)"))
     with pytest.raises(DeadlineError, match=r"wrote no line for 0\.3 s.*sft\.progress_timeout_s"):
         asyncio.run(warm_start(config, [], tmp_path / "sft.log", lambda line: None))
 
 
-def test_training_goes_on_as_soon_as_the_policy_is_written(config, tmp_path, monkeypatch):
+def test_training_continues_when_the_warm_start_has_written_its_policy(config, tmp_path, monkeypatch):
     """The process takes a second to exit after it has written its policy; here it never exits."""
     policy, made = warm_start_path(config), tmp_path / "made"
     write_warm_start(config, {"steps": 3, "accuracy": 0.5, "val_loss": None}, write_nothing)
@@ -165,7 +165,7 @@ def test_training_goes_on_as_soon_as_the_policy_is_written(config, tmp_path, mon
     assert asyncio.run(warm_start(config, [], tmp_path / "sft.log", lambda line: None)) == policy
 
 
-def test_prompts_are_checked_without_torch_and_as_transformers_reads_them(config):
+def test_prompts_are_read_without_torch_and_equal_those_of_transformers(config):
     code = (
         "import sys; from asyncrl.cli.compose import compose_run\n"
         "from asyncrl.cli.quickstart import with_quickstart_assets\n"
@@ -184,12 +184,12 @@ def test_prompts_are_checked_without_torch_and_as_transformers_reads_them(config
         read_prompts(too_long)
 
 
-def test_without_a_warm_start_the_policy_is_the_models_own(config):
+def test_without_a_warm_start_the_policy_is_model_path(config):
     cold = dataclasses.replace(config, sft=dataclasses.replace(config.sft, enabled=False))
     assert asyncio.run(warm_start(cold, [], Path("/nowhere/sft.log"), print)) == Path(config.model.path)
 
 
-def test_a_failed_warm_start_is_an_error_with_its_last_words(config, tmp_path):
+def test_a_failed_warm_start_is_an_error_with_its_last_lines(config, tmp_path):
     overrides = [f"output_dir={tmp_path}", "sft.prompt_key=question"]
     config = with_quickstart_assets(compose_run(overrides))
     with pytest.raises(WorkerDiedError, match=r"ended with status 2(.|\n)*question"):

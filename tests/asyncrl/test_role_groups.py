@@ -16,12 +16,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
+from asyncrl.checks import check_options
 from asyncrl.cli.compose import compose_run
 from asyncrl.config import RunConfig, learner_pools, learner_roles, requested_cpus
 from asyncrl.core.errors import BatchLost, ClusterDiedError, DeadlineError, LearnerDiedError, WorkerDiedError
 from asyncrl.core.trajectory import TrajectoryGroup
 from asyncrl.core.types import FinishReason, Plan, WeightOffer
-from asyncrl.option_checks import check_options
 from asyncrl.run.learner_group import LearnerGroup, _or_death
 from asyncrl.run.run_folder import RunPaths
 from buffer import BufferConnection
@@ -356,7 +356,7 @@ def test_adapters_make_the_actor_the_reference(start) -> None:
     ("overrides", "words"),
     [
         (["placement.critic=nowhere"], "placement.critic must name one of the pools"),
-        (["placement.pools={spare:1}"], r"placement.pools names \['spare'\], where no role"),
+        (["placement.pools={spare:1}"], r"got \['spare'\] without a role"),
         (["placement.pools={spare:0}"], "placement.pools.spare must be >= 1"),
         (["placement.pools={learner:2}"], "learner.num_ranks is its size"),
         (
@@ -365,7 +365,10 @@ def test_adapters_make_the_actor_the_reference(start) -> None:
         ),
         (["algorithm.advantage=grpo", "learner.critic.path=x"], "set algorithm.advantage=gae"),
         (["learner.max_tokens_per_micro_batch=1500"], r"must hold the longest sequence, .* = 1536, got 1500 x 1"),
-        (["learner.reward_model.path=x", "buffer.filters=[equal_rewards]"], "use the one or the other"),
+        (
+            ["learner.reward_model.path=x", "buffer.filters=[equal_rewards]"],
+            "leave out the filters .* or the reward model",
+        ),
     ],
 )
 def test_a_wrong_placement_is_refused_by_name(overrides: list[str], words: str) -> None:

@@ -11,13 +11,13 @@ import pytest
 import ray
 from ray import cloudpickle
 
+from asyncrl.checks import resolve_devices
 from asyncrl.cli import dry_run, train_command
 from asyncrl.cli.compose import compose_run
 from asyncrl.config import learner_pools, learner_roles
 from asyncrl.core.errors import DeadlineError
 from asyncrl.core.types import Prompt
 from asyncrl.core.visible_gpus import visible_gpus
-from asyncrl.devices import resolve_devices
 from asyncrl.metrics import TerminalView
 from asyncrl.run.cluster import gpu_of_this_node, learner_layout, pool_of_one, ray_cluster, worker_env
 from asyncrl.run.engine_places import EnginePlaces
@@ -200,7 +200,7 @@ def test_a_colocated_engine_sees_the_gpu_of_its_learner_rank(ray_with_8_gpus):
     assert devices_of(seen, "engine") == devices_of(seen, "learner")
 
 
-def test_critic_reference_and_reward_model_pools_have_gpus_of_their_own(ray_with_8_gpus, tmp_path):
+def test_pools_of_critic_reference_and_reward_model_have_separate_gpus(ray_with_8_gpus, tmp_path):
     pools = ["placement.pools={critic:2,judge:1,ref:1}", "placement.critic=critic", "placement.reference=ref"]
     options = [*pools, "placement.reward_model=judge", f"learner.reward_model.path={tmp_path}", "algorithm.kl_coef=0.1"]
     config = resolve_devices(
@@ -213,7 +213,7 @@ def test_critic_reference_and_reward_model_pools_have_gpus_of_their_own(ray_with
     assert len(set(taken)) == len(taken) == 2 + 2 + 1 + 1 + 1
 
 
-def test_engines_that_join_have_gpus_of_their_own(ray_with_8_gpus):
+def test_joining_engines_have_separate_gpus(ray_with_8_gpus):
     fleet = ["rollout_fleet.num_engines={min:2,max:4}", "learner.num_ranks=2"]
     seen = seen_by_all(resolve_devices(run(*fleet), 8, print), num_joining=2)
     taken = [one["CUDA_VISIBLE_DEVICES"] for one in seen.values()]
@@ -227,7 +227,7 @@ def test_each_rank_knows_its_place_on_the_node(ray_with_8_gpus):
     assert places == [(str(rank), str(rank), "4") for rank in range(4)] * 2
 
 
-async def test_auto_in_a_cluster_that_is_joined_is_resolved_by_its_gpus(ray_with_8_gpus):
+async def test_auto_in_a_joined_cluster_is_resolved_by_its_gpus(ray_with_8_gpus):
     found = await asyncio.to_thread(lambda: ray.get_runtime_context().gcs_address)
     assert found
     from asyncrl.run.cluster import _checked_against_cluster
@@ -267,7 +267,7 @@ def test_a_machine_without_a_driver_shows_no_gpus(monkeypatch, tmp_path):
     assert visible_gpus() == 0
 
 
-def test_a_driver_that_hangs_is_an_error_that_names_the_tool_and_the_deadline(monkeypatch, tmp_path, capsys):
+def test_a_hanging_driver_is_an_error_with_tool_and_deadline(monkeypatch, tmp_path, capsys):
     tool = tmp_path / "nvidia-smi"
     tool.write_text("#!/bin/sh\nexec sleep 60\n")
     tool.chmod(0o755)
@@ -293,7 +293,7 @@ def test_a_driver_that_hangs_is_an_error_that_names_the_tool_and_the_deadline(mo
         (["rollout_fleet.num_engines={min:1,max:9}"], 2, "cuda cuda"),
     ],
 )
-def test_auto_is_cuda_where_all_gpus_of_the_run_are_there(options, num_gpus, devices):
+def test_auto_is_cuda_if_there_are_gpus_for_the_whole_run(options, num_gpus, devices):
     said = []
     config = resolve_devices(run(*options), num_gpus, said.append)
     assert f"{config.learner.device} {config.rollout_fleet.device}" == devices
@@ -301,7 +301,7 @@ def test_auto_is_cuda_where_all_gpus_of_the_run_are_there(options, num_gpus, dev
     assert resolve_devices(config, 0, pytest.fail) is config
 
 
-def test_resolved_devices_are_held_against_the_other_options():
+def test_resolved_devices_are_checked_against_other_options():
     with pytest.raises(ValueError, match=r"tp_size must be 1 with placement\.colocated=true"):
         resolve_devices(run("placement.colocated=true", "rollout_fleet.sglang.tp_size=2"), 8, print)
 

@@ -42,13 +42,13 @@ def run_dir(tmp_path):
         (["--contains", "11"], ["train 11 0"]),
     ],
 )
-def test_samples_are_shown_as_they_are_asked_for(run_dir, capsys, options, responses):
+def test_samples_are_selected_and_ordered_by_the_options(run_dir, capsys, options, responses):
     assert samples.main([str(run_dir), *options]) == 0
     shown = capsys.readouterr().out
     assert [line.split(maxsplit=1)[1] for line in shown.splitlines() if line.startswith("response")] == responses
 
 
-def test_a_sample_is_shown_whole_and_an_experiments_newest_run_is_taken(run_dir, capsys):
+def test_samples_shows_complete_samples_of_the_newest_run(run_dir, capsys):
     assert samples.main([str(run_dir.parent), "--order", "best", "-n", "1"]) == 0
     assert capsys.readouterr().out == (
         "── train sample of group 1, versions 0 to 1, reward 1.000, 4 tokens, stop ──\n"
@@ -56,12 +56,12 @@ def test_a_sample_is_shown_whole_and_an_experiments_newest_run_is_taken(run_dir,
     )
 
 
-def test_a_folder_without_samples_is_told(tmp_path, capsys):
+def test_a_folder_without_samples_is_refused(tmp_path, capsys):
     assert samples.main([str(tmp_path)]) == 2
     assert "must be the folder of a run" in capsys.readouterr().err
 
 
-def test_the_terminal_gets_the_worst_and_the_best_of_what_is_new(run_dir):
+def test_new_samples_are_the_worst_and_the_best(run_dir):
     new = samples.NewSamples(run_dir)
     assert [sample["reward"] for sample in new.extremes(2)] == [0.25, 1.0]
     assert new.extremes(2) == []
@@ -73,7 +73,7 @@ def test_the_terminal_gets_the_worst_and_the_best_of_what_is_new(run_dir):
     assert line.endswith(f": {'x' * 35 + ' … ' + 'x' * 35!r} -> 'greedy 0 0'")
 
 
-def test_a_torn_file_is_told_by_name(tmp_path, capsys):
+def test_a_truncated_sample_file_is_named(tmp_path, capsys):
     keep(tmp_path, "train", 3, 0.5)
     (torn,) = tmp_path.glob("samples/*.parquet")
     torn.write_bytes(torn.read_bytes()[:-9])

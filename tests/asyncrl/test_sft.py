@@ -54,7 +54,7 @@ def test_the_loss_is_on_the_response_and_its_end_only(folder):
     assert validation == []
 
 
-def test_held_back_rows_are_the_last_and_are_not_trained_on(folder):
+def test_validation_rows_are_the_last_and_not_trained(folder):
     tokenizer = AutoTokenizer.from_pretrained(composed(folder).model.path)
     everything, _ = read_demonstrations(composed(folder), tokenizer)
     train, validation = read_demonstrations(composed(folder, "sft.val_rows=100"), tokenizer)
@@ -64,7 +64,7 @@ def test_held_back_rows_are_the_last_and_are_not_trained_on(folder):
         read_demonstrations(composed(folder, f"sft.val_rows={NUM_ROWS}"), tokenizer)
 
 
-async def test_fine_tuning_changes_the_policy_and_says_how_well_it_does(folder, caplog):
+async def test_fine_tuning_changes_the_policy_and_records_its_evaluation(folder, caplog):
     config = composed(folder, "sft.val_rows=64")
     with caplog.at_level("INFO", logger="asyncrl.sft"):
         policy = await fine_tune(config)
@@ -84,7 +84,7 @@ async def test_fine_tuning_changes_the_policy_and_says_how_well_it_does(folder, 
     assert [line.split()[0] for line in caplog.messages] == ["reusing"], "nothing is trained twice"
 
 
-async def test_it_stops_at_a_validation_loss_without_any_accuracy(folder):
+async def test_fine_tuning_stops_at_a_validation_loss_without_accuracy(folder):
     options = ["sft.val_rows=64", "sft.eval_prompts=0", "sft.eval_every=5", "sft.target_val_loss=2.4"]
     policy = await fine_tune(composed(folder, *options))
     result = json.loads((policy / "sft.json").read_text())
@@ -107,7 +107,7 @@ def test_patience_counts_evaluations_since_the_best_and_keeps_it(metric):
     assert not should_stop(evaluations(0.9, 0.5, 0.6, 0.4), sft)
 
 
-def test_a_loss_that_is_no_number_is_never_the_best():
+def test_a_nan_loss_is_never_the_best():
     history = [SftEvaluation(step=step, val_loss=loss) for step, loss in enumerate((float("nan"), 0.5, float("nan")))]
     assert best_of(history, StopMetric.val_loss).step == 1
     assert not should_stop(history, WarmStartConfig(val_rows=1, target_val_loss=0.1))
@@ -121,16 +121,16 @@ def test_a_loss_that_is_no_number_is_never_the_best():
         ({"eval_prompts": 0, "target_accuracy": 0.5}, "need sft.eval_prompts >= 1"),
         ({"response_key": ""}, "response_key must name a column"),
         ({"chat_template_kwargs": {"a": 1}}, "chat_template is false"),
-        ({"val_rows": 3, "val_files": ["x.jsonl"]}, "val_rows must be 0 beside"),
+        ({"val_rows": 3, "val_files": ["x.jsonl"]}, "val_rows must be 0 with"),
         ({"progress_timeout_s": 0}, "progress_timeout_s must be > 0"),
     ],
 )
-def test_a_bad_option_is_named(options, message):
+def test_a_wrong_fine_tuning_option_is_named(options, message):
     with pytest.raises(ValueError, match=message):
         WarmStartConfig(**options)
 
 
-def test_a_row_that_is_too_long_is_named(folder, tmp_path):
+def test_a_demonstration_that_is_too_long_is_named(folder, tmp_path):
     rows = tmp_path / "long.jsonl"
     lines = [json.dumps({"prompt": "12>", "response": "21" * count}) for count in (1, 100, 200)]
     rows.write_text("\n".join(lines))

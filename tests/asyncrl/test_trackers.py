@@ -52,7 +52,7 @@ def page_of(tracker):
         return dict(line.rsplit(" ", 1) for line in answer.read().decode().splitlines() if not line.startswith("#"))
 
 
-def test_prometheus_shows_the_run_as_it_is_and_counts_what_adds_up(prometheus):
+def test_prometheus_shows_current_values_and_totals(prometheus):
     for step in (0, 1):
         prometheus.step(record(step))
         prometheus.use(use(step + 1))
@@ -74,13 +74,13 @@ def test_prometheus_shows_the_run_as_it_is_and_counts_what_adds_up(prometheus):
     assert shown['asyncrl_run_info{experiment="sorting"}'] == "1.0"
 
 
-def test_a_total_that_falls_never_makes_a_counter_fall(prometheus):
+def test_a_falling_total_does_not_decrease_a_counter(prometheus):
     for scale in (2, 1, 3):
         prometheus.use(use(scale))
     assert page_of(prometheus)['asyncrl_busy_seconds_total{pool="learner"}'] == "9.0"
 
 
-def test_grafana_draws_only_what_is_exported(prometheus):
+def test_grafana_uses_only_exported_metrics(prometheus):
     prometheus.step(record(0))
     prometheus.use(use(1))
     prometheus.evaluation(EVALUATION)
@@ -97,14 +97,14 @@ def test_grafana_draws_only_what_is_exported(prometheus):
     } <= named
 
 
-def test_an_address_that_is_taken_is_refused_by_its_option(prometheus, tmp_path):
+def test_a_used_prometheus_address_is_refused(prometheus, tmp_path):
     taken = dataclasses.replace(tracked(tmp_path), prometheus_address=f"127.0.0.1:{prometheus.port}")
     with pytest.raises(ValueError, match=r"tracker=prometheus cannot be opened: prometheus_address=127\.0\.0\.1:\d+"):
         Trackers.open(["prometheus"], taken)
 
 
 @pytest.mark.parametrize("address", ["9464", "localhost", "localhost:", "localhost:99999", ""])
-def test_what_is_no_address_is_refused(address):
+def test_an_invalid_prometheus_address_is_refused(address):
     with pytest.raises(ValueError, match="prometheus_address must be HOST:PORT"):
         split_address(address, "prometheus_address")
 
@@ -117,7 +117,7 @@ def test_unknown_trackers_and_missing_packages_are_refused_by_name(monkeypatch):
         check_trackers(["mlflow"])
 
 
-def test_a_tracker_that_fails_costs_a_warning_and_the_others_go_on(caplog):
+def test_a_failing_tracker_logs_a_warning_and_the_others_continue(caplog):
     seen = []
 
     def fail(*_):
@@ -134,11 +134,11 @@ def test_a_tracker_that_fails_costs_a_warning_and_the_others_go_on(caplog):
         trackers.use(use(1))
         trackers.close()
     assert trackers.num_failed == {"broken": 4, "works": 0}
-    assert "tracker broken failed, for the 4. time: no route" in caplog.text
+    assert "tracker broken failed (4 failures so far): no route" in caplog.text
     assert seen == [record(0), EVALUATION, use(1), "closed"]
 
 
-def test_mlflow_keeps_options_steps_and_evaluations(tmp_path, monkeypatch):
+def test_mlflow_records_options_steps_and_evaluations(tmp_path, monkeypatch):
     mlflow = pytest.importorskip("mlflow")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     trackers = Trackers.open(["mlflow"], tracked(tmp_path))
@@ -159,7 +159,7 @@ def test_mlflow_keeps_options_steps_and_evaluations(tmp_path, monkeypatch):
     assert [point.step for point in client.get_metric_history(run.info.run_id, "evaluation/greedy")] == [2]
 
 
-def test_wandb_keeps_a_run_offline(tmp_path, monkeypatch):
+def test_wandb_records_an_offline_run(tmp_path, monkeypatch):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")

@@ -23,7 +23,7 @@ def recorded(tmp_path):
     record.stop()
 
 
-def test_a_process_that_never_started_notes_nothing_and_each_span_is_the_same_object():
+def test_without_start_the_recorder_writes_nothing_and_spans_are_one_object():
     first, second = record.span("fetch", step=1), record.span("forward")
     assert first is second
     with first:
@@ -48,14 +48,14 @@ def test_spans_levels_and_stamps_are_written_in_order(recorded):
     assert rest[4][1] == "another boot"
 
 
-def test_a_level_is_written_where_it_changes(recorded):
+def test_a_level_is_recorded_when_it_changes(recorded):
     for value in (1, 1, 2, 2, 1):
         record.level("running", value)
     record.stop()
     assert [item[4] for item in written(recorded)[0] if item[0] == Tag.level] == [1, 2, 1]
 
 
-def test_a_span_is_closed_once(recorded):
+def test_a_span_ends_at_its_first_close(recorded):
     span = record.span("fetch")
     span.close()
     span.close()
@@ -63,7 +63,7 @@ def test_a_span_is_closed_once(recorded):
     assert sum(item[0] == Tag.close for item in written(recorded)[0]) == 1
 
 
-def test_a_second_start_in_a_process_goes_on_with_the_first(recorded):
+def test_a_second_start_of_the_recorder_has_no_effect(recorded):
     record.start(ProfileConfig(directory=str(recorded)), process="critic-0", pool=Pool.learner)
     record.stop()
     assert len(written(recorded)) == 1
@@ -76,14 +76,14 @@ def test_a_disabled_profile_makes_no_folder(tmp_path):
     assert not (tmp_path / "profile").exists()
 
 
-def test_a_folder_that_cannot_be_made_is_said_and_nothing_is_recorded(tmp_path, caplog):
+def test_an_unwritable_profile_folder_is_logged_and_nothing_is_recorded(tmp_path, caplog):
     (tmp_path / "profile").write_text("a file")
     record.start(ProfileConfig(directory=str(tmp_path / "profile")), process="p", pool=Pool.fleet)
     assert record.current() is None
     assert "p is not recorded" in caplog.text
 
 
-def test_a_killed_process_leaves_its_open_span_and_whole_records(tmp_path):
+def test_a_killed_process_leaves_complete_records_with_its_open_span(tmp_path):
     code = (
         "import os, sys, time; from asyncrl.core import record\n"
         f"config = record.ProfileConfig(directory={str(tmp_path)!r})\n"
@@ -101,7 +101,7 @@ def test_a_killed_process_leaves_its_open_span_and_whole_records(tmp_path):
     assert written(tmp_path)[0][1][2:4] == ["p", "backward"]
 
 
-def test_what_does_not_fit_the_file_is_dropped_and_counted(tmp_path):
+def test_records_beyond_the_file_limit_are_dropped_and_counted(tmp_path):
     recorder = Recorder(tmp_path, process="p", pool=Pool.learner, max_file_bytes=1000)
     for group in range(100):
         recorder.stamp("lease", group)
@@ -114,7 +114,7 @@ def test_what_does_not_fit_the_file_is_dropped_and_counted(tmp_path):
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 1100
 
 
-def test_a_level_that_was_dropped_is_noted_at_the_next_occasion(tmp_path, monkeypatch):
+def test_a_dropped_level_is_recorded_at_the_next_call(tmp_path, monkeypatch):
     recorder = Recorder(tmp_path, process="p", pool=Pool.learner)
     with monkeypatch.context() as patched:
         patched.setattr(RecordFile, "add", lambda self, data: False)
@@ -124,7 +124,7 @@ def test_a_level_that_was_dropped_is_noted_at_the_next_occasion(tmp_path, monkey
     assert [item[4] for item in written(tmp_path)[0] if item[0] == Tag.level] == [1]
 
 
-def test_a_disk_that_fails_is_said_once_and_what_follows_is_dropped(tmp_path, monkeypatch, caplog):
+def test_a_failing_disk_is_logged_once_and_later_records_are_dropped(tmp_path, monkeypatch, caplog):
     file = RecordFile(tmp_path / "f", max_bytes=1 << 20)
     with monkeypatch.context() as patched:
         patched.setattr(os, "write", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
@@ -136,7 +136,7 @@ def test_a_disk_that_fails_is_said_once_and_what_follows_is_dropped(tmp_path, mo
     assert "No space left on device" in caplog.text
 
 
-def test_options_are_checked():
+def test_profile_options_are_checked():
     with pytest.raises(ValueError, match="torch_steps must be learner steps"):
         ProfileConfig(torch_steps=[-1])
     with pytest.raises(ValueError, match=r"max_file_bytes must be >="):

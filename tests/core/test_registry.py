@@ -39,7 +39,7 @@ def own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("registry", [LOSSES, ADVANTAGES])
-def test_every_name_of_ours_is_found(registry: Registry) -> None:
+def test_every_registered_name_is_found(registry: Registry) -> None:
     for name in registry.names():
         assert callable(registry.get(name))
 
@@ -55,19 +55,19 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
 
 
 @pytest.mark.parametrize("name", ["bounded", "first", "second", "written", "short_name_{tag}", "long_name"])
-def test_a_function_of_ones_own_file_is_found_by_any_name_it_has(own_file: Path, name: str) -> None:
+def test_a_function_of_a_users_file_is_found(own_file: Path, name: str) -> None:
     name = name.replace("{tag}", own_file.parent.name)
     assert callable(LOSSES.get(f"{own_file}:{name}"))
     assert LOSSES.get(f"{own_file}:{name}") is LOSSES.get(f"{own_file}:{name}"), "a file is imported once"
 
 
 @pytest.mark.parametrize("name", ["missing", "inside"])
-def test_a_name_that_a_file_does_not_have_is_refused_with_those_it_has(own_file: Path, name: str) -> None:
+def test_an_unknown_name_in_a_users_file_lists_the_known_names(own_file: Path, name: str) -> None:
     with pytest.raises(ValueError, match=rf"own_losses\.py has no '{name}', only .*'bounded'.*'long_name'"):
         LOSSES.get(f"{own_file}:{name}")
 
 
-def test_what_is_no_function_is_refused_when_it_is_looked_up(own_file: Path) -> None:
+def test_a_name_that_is_not_a_function_is_refused(own_file: Path) -> None:
     with pytest.raises(ValueError, match=r"number must name a function, got 3"):
         LOSSES.get(f"{own_file}:number")
 
@@ -86,7 +86,7 @@ def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
         LOSSES.get(f"{tmp_path}/script.py:f")
 
 
-def test_files_get_their_whole_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_of_files_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert absolute_name("own.py:f") == f"{tmp_path}/own.py:f"
     assert absolute_name("package.module:f") == "package.module:f"

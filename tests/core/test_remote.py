@@ -10,13 +10,13 @@ from asyncrl.core.errors import DeadlineError
 from asyncrl.core.remote import StepDeadline, process_end, wait_for_first_end, within
 
 
-async def test_a_wait_that_is_late_names_what_it_awaited_and_the_option():
+async def test_a_late_wait_names_the_awaited_result_and_the_option():
     with pytest.raises(DeadlineError, match=r"^waited 0.01 s for the step; raise learner.step_timeout_s if it is only"):
         await within(asyncio.Event().wait(), 0.01, "the step", "learner.step_timeout_s")
     assert await within(asyncio.sleep(0, result=7), 1.0, "seven", "x") == 7
 
 
-async def test_seconds_in_which_the_waiting_process_stands_still_count_for_no_deadline():
+async def test_a_deadline_excludes_time_in_which_the_waiting_process_is_stopped():
     asyncio.get_running_loop().call_later(0.05, time.sleep, 1.5)
     assert await within(asyncio.sleep(1.0, result="in time"), 0.8, "an answer", "x") == "in time"
     with pytest.raises(DeadlineError, match=r"waited 0.8 s for an answer"):
@@ -47,14 +47,14 @@ async def test_a_repeated_call_gets_ten_times_its_longest_duration_between_floor
     assert deadline.seconds("critic") == 700.0
 
 
-async def test_the_message_of_a_shortened_deadline_says_where_it_comes_from():
+async def test_the_message_of_a_shortened_deadline_names_its_origin():
     deadline = StepDeadline(100.0, floor_s=0.05, factor=2.0)
     await deadline.within(asyncio.sleep(0), "update", "the update of step 0", "learner.step_timeout_s")
     with pytest.raises(DeadlineError, match=r"for the update of step 1; raise learner.step_timeout_s \(at most 100 s"):
         await deadline.within(asyncio.Event().wait(), "update", "the update of step 1", "learner.step_timeout_s")
 
 
-async def test_the_end_of_a_process_wakes_who_waits_for_it():
+async def test_the_end_of_a_process_wakes_its_waiters():
     lasting = await asyncio.create_subprocess_exec("sleep", "60")
     short = await asyncio.create_subprocess_exec("sleep", "0.1")
     waiting = asyncio.create_task(process_end(lasting.pid))

@@ -53,7 +53,7 @@ def test_a_single_turn_is_the_smallest_tree() -> None:
     assert (summary.oldest_version, summary.newest_version, summary.rewards) == (5, 6, (1.0, 0.5))
 
 
-def test_every_sampled_turn_is_trained_on_exactly_once_whatever_the_branching() -> None:
+def test_every_sampled_turn_is_trained_exactly_once_in_any_tree() -> None:
     # prompt - a - tool - b, prompt - a - tool - c, and r - d from a new root: a is on two branches.
     tree = Trajectory(
         turns=(
@@ -82,7 +82,7 @@ def test_every_sampled_turn_is_trained_on_exactly_once_whatever_the_branching() 
     assert group.summary.response_lengths == (14, 1)
 
 
-def test_a_baseline_is_compared_with_and_never_trained_on() -> None:
+def test_a_baseline_is_never_trained() -> None:
     group = group_of(
         Trajectory(turns=(PROMPT, sampled(10, 2, 0)), reward=1.0),
         Trajectory(turns=(PROMPT, sampled(20, 3, 0, version=4)), reward=0.5, baseline=True),
@@ -117,7 +117,7 @@ def plain(trajectory: Trajectory) -> tuple:
 
 
 @given(st.lists(trajectories(), min_size=1, max_size=4))
-def test_columns_and_trees_say_the_same(trees: list[Trajectory]) -> None:
+def test_columns_and_trees_convert_to_each_other(trees: list[Trajectory]) -> None:
     group = group_of(*trees)
     assert [plain(tree) for tree in group.trajectories()] == [plain(tree) for tree in trees]
     trained = sum(int(group.trained_mask(branch).sum()) for branch in group.branches)
@@ -125,7 +125,7 @@ def test_columns_and_trees_say_the_same(trees: list[Trajectory]) -> None:
     assert trained == group.summary.num_tokens
 
 
-def test_a_further_column_comes_along_and_is_zero_where_a_turn_has_none() -> None:
+def test_an_additional_column_is_kept_and_zero_in_turns_without_it() -> None:
     experts = np.arange(12, dtype=np.int16).reshape(2, 3, 2)
     answer = replace(sampled(10, 2, 0), columns={"routed_experts": experts})
     group = group_of(Trajectory(turns=(PROMPT, answer), reward=1.0))
@@ -141,28 +141,28 @@ def test_a_further_column_comes_along_and_is_zero_where_a_turn_has_none() -> Non
     ("trees", "message"),
     [
         ((), "has no trajectories"),
-        ((Trajectory(turns=(PROMPT, observed(10, 1, 0)), reward=0.0),), "wrote no token"),
+        ((Trajectory(turns=(PROMPT, observed(10, 1, 0)), reward=0.0),), "must have at least one sampled token"),
         (
             (Trajectory(turns=(PROMPT, sampled(10, 1, 0)), reward=0.0), Trajectory(turns=(PROMPT,), reward=0.0)),
-            "trajectory 1 has no turn behind the prompt",
+            "trajectory 1 must have a turn after the prompt",
         ),
         (
             (Trajectory(turns=(PROMPT, sampled(10, 1, 0)), reward=0.0, turn_rewards={0: 3.0, 1: 0.5, 2: 1.0}),),
             r"trajectory 0 .* has rewards of turns \[0, 2\], expected turns from 1 to 1",
         ),
-        ((Trajectory(turns=(PROMPT, sampled(10, 1, 2), sampled(11, 1, 0)), reward=0.0),), "turn 1 has no place"),
-        ((Trajectory(turns=(PROMPT, sampled(10, 1, -1)), reward=0.0),), "turn 1 is sampled from nothing"),
+        ((Trajectory(turns=(PROMPT, sampled(10, 1, 2), sampled(11, 1, 0)), reward=0.0),), "turn 1 does not fit"),
+        ((Trajectory(turns=(PROMPT, sampled(10, 1, -1)), reward=0.0),), "turn 1 must have a parent"),
         ((Trajectory(turns=(sampled(1, 2, -1), sampled(10, 1, 0)), reward=0.0),), "shared prompt"),
         (
             (
                 Trajectory(turns=(PROMPT, sampled(10, 1, 0)), reward=0.0),
                 Trajectory(turns=(observed(7, 3, -1), sampled(10, 1, 0)), reward=0.0),
             ),
-            "another prompt than the first",
+            "got another prompt",
         ),
     ],
 )
-def test_what_is_not_a_group_of_trees_is_refused_by_name(trees: tuple, message: str) -> None:
+def test_invalid_trees_are_refused_with_the_reason(trees: tuple, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         group_of(*trees)
 
@@ -180,7 +180,7 @@ def test_what_is_not_a_group_of_trees_is_refused_by_name(trees: tuple, message: 
         (lambda g: {"turn_columns": {"turn_rewards": np.zeros(9, np.float32)}}, "turn column 'turn_rewards'"),
     ],
 )
-def test_columns_that_do_not_fit_together_are_refused(change, message: str) -> None:
+def test_columns_that_do_not_match_are_refused(change, message: str) -> None:
     group = group_of(Trajectory(turns=(PROMPT, sampled(10, 2, 0)), reward=1.0))
     with pytest.raises(ValueError, match=message):
         replace(group, **change(group)).check()

@@ -83,31 +83,31 @@ def test_a_response_column_is_the_last_turn(tokenizer, write):
         ({"messages": [{"role": "user"}, turn("assistant", "b")]}, "message 0 has content"),
     ],
 )
-def test_a_conversation_that_teaches_nothing_is_named(tokenizer, write, row, message):
+def test_a_conversation_without_learned_tokens_is_named(tokenizer, write, row, message):
     with pytest.raises(ValueError, match=message):
         load_demonstrations(write(row), CHAT, tokenizer)
 
 
-def test_a_response_that_is_no_text_is_named(tokenizer, write):
+def test_a_response_that_is_not_text_is_named(tokenizer, write):
     with pytest.raises(ValueError, match=r"line 2: column 'response' is 7 \(int\), expected a string"):
         load_demonstrations(write({"prompt": "a", "response": "b"}, {"prompt": "a", "response": 7}), PLAIN, tokenizer)
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused(tokenizer, write):
     tokenizer.chat_template = TEMPLATE.replace("{% for", "{{ messages | length }} {% for")
-    with pytest.raises(ValueError, match="rewrites what it rendered before"):
+    with pytest.raises(ValueError, match="changes earlier text"):
         load_demonstrations(write({"messages": [turn("user", "a"), turn("assistant", "b")]}), CHAT, tokenizer)
 
 
-def test_a_tokenizer_that_lacks_what_the_form_needs_is_named(tokenizer, write):
+def test_a_tokenizer_without_template_or_end_token_is_named(tokenizer, write):
     tokenizer.chat_template = None
     with pytest.raises(ValueError, match=r"sft\.chat_template is true but the tokenizer of .* has no template"):
         load_demonstrations(write({"messages": [turn("user", "a"), turn("assistant", "b")]}), CHAT, tokenizer)
     tokenizer.eos_token = None
-    with pytest.raises(ValueError, match=r"has no end-of-sequence token, .*; name one as eos_token"):
+    with pytest.raises(ValueError, match=r"has no end-of-sequence token, .*; set eos_token"):
         load_demonstrations(write({"prompt": "a", "response": "b"}), PLAIN, tokenizer)
 
 
-def test_a_missing_column_is_looked_for_under_the_options_of_fine_tuning(tokenizer, write):
+def test_the_error_of_a_missing_demonstration_column_names_sft_options(tokenizer, write):
     with pytest.raises(ValueError, match=r"line 2: no column 'response'.*sft\.\*_key"):
         load_demonstrations(write({"prompt": "a", "response": "b"}, {"prompt": "a"}), PLAIN, tokenizer)

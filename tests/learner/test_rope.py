@@ -111,7 +111,7 @@ def test_a_run_is_refused_before_it_starts_by_the_original_length(tmp_path: Path
     config = compose_run(["experiment=custom"])
     config = replace(config, model=replace(config.model, path=str(tmp_path)))
     assert num_positions(config) == 4096
-    assert "it takes 131072; beyond 4096 its rotary embeddings depend on" in why_positions_end(config)
+    assert "its config allows 131072, but beyond 4096 its rotary embeddings depend on" in why_positions_end(config)
     (tmp_path / "config.json").write_text(json.dumps(settings))
     assert num_positions(config) == 131072
     assert why_positions_end(config) == ""

@@ -1,11 +1,14 @@
-"""Checks of options that no package can make alone: each raises before any process starts.
+"""Checks of options and files that concern several packages, and the device that ``auto`` stands for.
 
-What one package can say of its own options stands in the ``__post_init__`` of its dataclasses.
+Each check raises a ValueError before any process starts. Each package checks its own options in the ``__post_init__``
+of its dataclasses.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -23,14 +26,14 @@ from asyncrl.config import (
 from asyncrl.metrics import counted
 from asyncrl.weights.carriers import CarrierUse, check_carrier
 from buffer.config import is_loopback
-from learner.config import ANCHORED_LOSSES, GROUP_ADVANTAGES, Anchor, Mask
-from rollout_fleet.config import EngineKind, OnRewardFailure
+from learner.config import ANCHORED_LOSSES, GROUP_ADVANTAGES, Anchor, Device, Mask
+from rollout_fleet.config import EngineDevice, EngineKind, OnRewardFailure
 
 _READ_AS_JSON = {"config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json"}
 
 
 def check_options(config: RunConfig) -> None:
-    """Check what spans packages and needs no file, before anything is made or started; see `check_files`."""
+    """Check the options that need no file; `check_files` checks the others."""
     algorithm = config.algorithm
     if algorithm.samples_per_prompt < 2 and algorithm.advantage in GROUP_ADVANTAGES:
         raise ValueError(
@@ -41,7 +44,7 @@ def check_options(config: RunConfig) -> None:
     if drops and algorithm.greedy_baseline:
         raise ValueError(
             "rollout_fleet.on_reward_failure must be retry_group with algorithm.advantage=remax, got drop_trajectory: "
-            "without the reward of its greedy response a group has nothing to be compared with"
+            "a group needs the reward of its greedy response as its baseline"
         )
     _check_roles(config)
     _check_budget(config)
@@ -54,15 +57,20 @@ def check_options(config: RunConfig) -> None:
     _check_sampling(config)
     if config.rollout_fleet.renew_every_s > config.buffer.lease_s / 2:
         raise ValueError(
-            "rollout_fleet.renew_every_s must be at most half of buffer.lease_s, or leases run out while they are "
-            f"worked on; got {config.rollout_fleet.renew_every_s:g} and {config.buffer.lease_s:g}"
+            f"rollout_fleet.renew_every_s must be at most half of buffer.lease_s={config.buffer.lease_s:g}, got "
+            f"{config.rollout_fleet.renew_every_s:g}: leases would expire before they are renewed; lower the first, or "
+            "raise the second"
         )
-    _check_weights(config)
+    if config.weights.publish_every > config.buffer.max_lag + 1:
+        raise ValueError(
+            f"weights.publish_every must be at most buffer.max_lag + 1 = {config.buffer.max_lag + 1}, got "
+            f"{config.weights.publish_every}: the learner would wait for rollouts under weights that are not published"
+        )
     if config.stop_timeout_s < (needed_s := stop_deadlines(config).total_s):
         raise ValueError(
             f"stop_timeout_s must be at least {needed_s:g} with rollout_fleet.stop_timeout_s="
-            f"{config.rollout_fleet.stop_timeout_s:g}, or engines are killed before they have cleaned up, got "
-            f"{config.stop_timeout_s:g}; raise the first or lower the second"
+            f"{config.rollout_fleet.stop_timeout_s:g}, got {config.stop_timeout_s:g}: engines would be killed before "
+            "they have cleaned up; raise the first or lower the second"
         )
     _check_colocation(config)
     _check_nodes(config)
@@ -84,34 +92,29 @@ def _check_sampling(config: RunConfig) -> None:
     if cut := sampling.truncations:
         raise ValueError(
             f"rollout_fleet.sampling must keep all tokens in training, got {', '.join(cut)}: engines report the "
-            "log-probs before truncation, so every ratio would be biased; leave them out, and use them with asyncrl "
-            "evaluate"
+            "log-probs before truncation, so every ratio would be biased; use these options with asyncrl evaluate only"
         )
 
 
 def odd_options(config: RunConfig) -> list[str]:
-    """What a run may do, and its user hardly means: one line each, for a warning."""
+    """Return a warning for each combination of options that is allowed but probably not intended."""
     algorithm = config.algorithm
     odd = []
     if algorithm.anchor is Anchor.proximal and algorithm.num_mini_batches == 1 and algorithm.loss in ANCHORED_LOSSES:
         odd.append(
-            "algorithm.anchor=proximal with algorithm.num_mini_batches=1: the ratio is 1, and its clip bounds nothing; "
+            "algorithm.anchor=proximal with algorithm.num_mini_batches=1: the ratio is always 1 and never clipped; "
             "set algorithm.anchor=behavior (and algorithm.weight=none), or raise algorithm.num_mini_batches"
         )
     if Mask.geometric in algorithm.masks and config.buffer.max_lag > 0:
         odd.append(
-            f"algorithm.masks=[geometric] with buffer.max_lag={config.buffer.max_lag}: its band is for one version of "
-            "the weights, and rejects nearly every stale trajectory; watch learner.masked_fraction, or use k3"
+            f"algorithm.masks=[geometric] with buffer.max_lag={config.buffer.max_lag}: this mask rejects nearly every "
+            "stale trajectory; watch learner.masked_fraction, or use k3"
         )
     return odd
 
 
 def check_files(config: RunConfig) -> None:
-    """Check the model and data that the run reads, before any process starts.
-
-    Raises:
-        ValueError: names the option, its value, what is expected, and what to do.
-    """
+    """Check the model and the data that the run reads."""
     check_model(config)
     if not config.data.train_files:
         raise ValueError("data.train_files must name at least one parquet or jsonl file, got none")
@@ -120,7 +123,13 @@ def check_files(config: RunConfig) -> None:
             "data.eval_files must name at least one file while evaluation.enabled is true, got none; "
             "set it, or evaluation.enabled=false"
         )
-    _check_positions(config)
+    limit = num_positions(config)
+    prompt, response = config.data.max_prompt_tokens, config.rollout_fleet.sampling.max_new_tokens
+    if prompt + response > limit:
+        raise ValueError(
+            f"data.max_prompt_tokens + rollout_fleet.sampling.max_new_tokens must be <= the model's {limit} positions"
+            f"{why_positions_end(config)}, got {prompt} + {response} = {prompt + response}"
+        )
     for role in ("critic", "reward_model"):
         path = getattr(config.learner, role).path
         if path and not Path(path, "config.json").is_file():
@@ -130,13 +139,13 @@ def check_files(config: RunConfig) -> None:
 
 
 def check_model(config: RunConfig) -> None:
-    """Check that ``model.path`` holds a model and its tokenizer; see `check_files`."""
+    """Check that ``model.path`` contains a model and its tokenizer."""
     path = Path(config.model.path)
     if not config.model.path:
         raise ValueError("model.path must name a directory in Hugging Face layout, got an empty string")
     if not path.is_dir():
         raise ValueError(
-            f"model.path must be a directory on this machine, got {path}; download a model of the Hugging Face hub "
+            f"model.path must be a directory on this machine, got {path}; download a model from the Hugging Face hub "
             f"first: hf download {path} --local-dir DIR, then model.path=DIR"
         )
     if not (path / "config.json").is_file():
@@ -149,14 +158,14 @@ def check_model(config: RunConfig) -> None:
 
 
 def _check_whole(option: str, model: Path) -> None:
-    """Check that a model's files can be read; of the weights the headers, which say how long each file must be."""
+    """Check that a model's files are complete. The header of a weight file tells the file's length."""
     for file in sorted(model.iterdir()):
         try:
             if file.suffix == ".safetensors":
                 with safe_open(file, framework="np"):
                     pass
             elif file.name in _READ_AS_JSON and not isinstance(json.loads(file.read_text("utf-8")), dict):
-                raise ValueError("no JSON object")
+                raise ValueError("it is not a JSON object")
         except (OSError, ValueError, SafetensorError) as error:
             raise ValueError(
                 f"{option}: {file} must be whole, got a damaged file ({error}); download or export the model again"
@@ -164,7 +173,7 @@ def _check_whole(option: str, model: Path) -> None:
 
 
 def check_placement(config: RunConfig, *, num_cpus: int, num_gpus: int) -> None:
-    """Check that the run fits the CPUs and GPUs that it may use; the devices are resolved. See `check_files`."""
+    """Check that the machine or cluster has the CPUs and GPUs of the run, whose devices are resolved."""
     gpus, cpus = requested_gpus(config), requested_cpus(config)
     if gpus > num_gpus:
         fleet = config.rollout_fleet
@@ -183,12 +192,12 @@ def check_placement(config: RunConfig, *, num_cpus: int, num_gpus: int) -> None:
 
 
 def _check_roles(config: RunConfig) -> None:
-    """Check that every pool and every role of the learner does something."""
+    """Check that the run uses each pool and each role that the options name."""
     used, learner = learner_pools(config), config.learner
     if idle := sorted(set(config.placement.pools) - set(used)):
         raise ValueError(
-            f"placement.pools names {idle}, where no role of this run is placed (it has "
-            f"{list(learner_roles(config))}); leave them out, or place a role there"
+            f"placement.pools must name pools that this run uses for its roles {list(learner_roles(config))}, got "
+            f"{idle} without a role; leave them out, or place a role there"
         )
     for pool, size in used.items():
         if size % learner.sp_size:
@@ -197,25 +206,25 @@ def _check_roles(config: RunConfig) -> None:
             )
     if learner.critic.path and not config.algorithm.needs_critic:
         raise ValueError(
-            f"learner.critic.path={learner.critic.path!r} names a critic, which algorithm.advantage="
-            f"{config.algorithm.advantage} does not use; set algorithm.advantage=gae, or algorithm.critic=true for an "
-            "estimator of your own"
+            f"learner.critic.path={learner.critic.path!r} names a critic, but algorithm.advantage="
+            f"{config.algorithm.advantage} does not use one; set algorithm.advantage=gae, or algorithm.critic=true "
+            "for an estimator of your own"
         )
     advantage = config.algorithm.advantage
     if config.algorithm.critic and ":" not in advantage and advantage != "gae":
         raise ValueError(
-            f"algorithm.critic=true trains a critic that algorithm.advantage={advantage} does not read; set "
+            f"algorithm.critic=true trains a critic, but algorithm.advantage={advantage} does not use one; set "
             "algorithm.advantage=gae, name an estimator of your own (file.py:function), or set algorithm.critic=false"
         )
     if learner.reward_model.path and (looking := sorted(set(config.buffer.filters) - {"no_tokens"})):
         raise ValueError(
-            f"buffer.filters={looking} look at rewards when groups are stored, and a reward model scores them after "
-            "they are planned; use the one or the other (no_tokens looks at none, and may stay)"
+            f"buffer.filters={looking} use the rewards of stored groups, but a reward model scores groups only after "
+            "they are planned; leave out the filters (no_tokens uses no rewards and may stay) or the reward model"
         )
 
 
 def _check_budget(config: RunConfig) -> None:
-    """Check that the longest sequence fits a micro-batch; more turns than one are seen when they come."""
+    """Check that the longest single-turn sequence fits a micro-batch."""
     learner = config.learner
     longest = config.data.max_prompt_tokens + config.rollout_fleet.sampling.max_new_tokens
     budget = learner.max_tokens_per_micro_batch * learner.sp_size
@@ -227,16 +236,8 @@ def _check_budget(config: RunConfig) -> None:
         )
 
 
-def _check_weights(config: RunConfig) -> None:
-    if config.weights.publish_every > config.buffer.max_lag + 1:
-        raise ValueError(
-            f"weights.publish_every must be at most buffer.max_lag + 1 = {config.buffer.max_lag + 1}, got "
-            f"{config.weights.publish_every}: the learner would wait for rollouts under weights that are not published"
-        )
-
-
 def _check_carrier(config: RunConfig) -> None:
-    """Compare what the run asks of its carrier of weights with what the carrier declares."""
+    """Check that the carrier of weights declares what the run needs."""
     use = CarrierUse(
         full_every=config.weights.full_every,
         adapters=config.publishes_adapters,
@@ -254,12 +255,12 @@ def _check_colocation(config: RunConfig) -> None:
     if config.weights.publish_every != 1:
         raise ValueError(
             f"weights.publish_every must be 1 with placement.colocated=true, got {config.weights.publish_every}: "
-            "engines that take their devices back load the newest weights"
+            "each engine loads the newest weights when it gets its device back"
         )
     if fleet.is_elastic:
         raise ValueError(
             f"rollout_fleet.num_engines must be a number with placement.colocated=true, got {fleet.num_engines}: an "
-            "engine shares the device of one learner rank, and neither joins nor leaves without it"
+            "engine shares the device of one learner rank and cannot join or leave alone"
         )
     if learner.num_ranks != fleet.num_engines:
         raise ValueError(
@@ -269,7 +270,7 @@ def _check_colocation(config: RunConfig) -> None:
 
 
 def check_devices(config: RunConfig) -> None:
-    """Check what follows from the devices of learner and engines, before and after ``auto`` is resolved."""
+    """Check the devices of learner and engines; called before and after ``auto`` is resolved."""
     learner, fleet = config.learner, config.rollout_fleet
     _check_carrier(config)
     if not config.placement.colocated:
@@ -287,7 +288,7 @@ def check_devices(config: RunConfig) -> None:
 
 
 def _check_nodes(config: RunConfig) -> None:
-    """Check that a run on several nodes leaves nothing to paths and sockets that only one of them has."""
+    """Check that a run on several nodes uses addresses that all nodes can reach."""
     placement, buffer = config.placement, config.buffer
     if placement.num_nodes == 1:
         return
@@ -296,7 +297,11 @@ def _check_nodes(config: RunConfig) -> None:
     checks = {
         "ray.address": ("none", "auto, or host:port of a Ray cluster of all nodes", not config.ray.address),
         "placement.colocated": ("true", "false", placement.colocated),
-        "buffer.host": (buffer.host or "none", "an address or interface of this node that the others reach", own_only),
+        "buffer.host": (
+            buffer.host or "none",
+            "an address or interface that the other nodes can reach",
+            own_only,
+        ),
         "placement.ranks_per_node": (
             per_node,
             f"a divisor of the processes of each pool ({learner_pools(config)})",
@@ -315,19 +320,53 @@ def _check_autoscaling(config: RunConfig) -> None:
     if not config.rollout_fleet.is_elastic:
         raise ValueError(
             f"rollout_fleet.num_engines must be {{min: N, max: M}} with placement.autoscale=true, got {size}: a "
-            "fleet of a fixed size asks for no further nodes"
+            "fleet of a fixed size requests no further nodes"
         )
     if num_nodes == 1:
         raise ValueError(
-            "placement.num_nodes must be > 1 with placement.autoscale=true, got 1: the run would use no node that comes"
+            "placement.num_nodes must be > 1 with placement.autoscale=true, got 1: the run would not use a new node"
         )
 
 
-def _check_positions(config: RunConfig) -> None:
-    limit = num_positions(config)
-    prompt, response = config.data.max_prompt_tokens, config.rollout_fleet.sampling.max_new_tokens
-    if prompt + response > limit:
-        raise ValueError(
-            f"data.max_prompt_tokens + rollout_fleet.sampling.max_new_tokens must be <= the model's {limit} positions"
-            f"{why_positions_end(config)}, got {prompt} + {response} = {prompt + response}"
-        )
+def resolve_devices(config: RunConfig, num_gpus: float, say: Callable[[str], None]) -> RunConfig:
+    """Return the run with ``cpu`` or ``cuda`` in place of each ``auto``.
+
+    ``auto`` becomes ``cuda`` if there are enough GPUs for the whole run, else ``cpu``. Colocated ranks and engines
+    share a device: there, ``auto`` becomes the device that the other option names.
+
+    Args:
+        config: The run.
+        num_gpus: GPUs that the run may use: those visible on this machine, or those of the cluster that the run joined.
+        say: Shows the user a line if ``auto`` leaves GPUs unused.
+
+    Raises:
+        ValueError: the resolved devices contradict another option.
+    """
+    asked = {"learner.device": config.learner.device.value, "rollout_fleet.device": config.rollout_fleet.device.value}
+    automatic = [option for option, device in asked.items() if device == "auto"]
+    if not automatic:
+        return config
+    named = set(asked.values()) - {"auto"}
+
+    def with_auto(device: str) -> RunConfig:
+        learner, fleet = config.learner, config.rollout_fleet
+        if learner.device is Device.auto:
+            learner = replace(learner, device=Device(device))
+        if fleet.device is EngineDevice.auto:
+            fleet = replace(fleet, device=EngineDevice(device))
+        return replace(config, learner=learner, rollout_fleet=fleet)
+
+    if config.placement.colocated and named:
+        resolved = with_auto(named.pop())
+    else:
+        resolved = with_auto("cuda")
+        if (needed := requested_gpus(resolved)) > num_gpus:
+            resolved = with_auto("cpu")
+            if num_gpus:
+                say(
+                    f"{' and '.join(automatic)}: auto is cpu, because the run would take {needed} GPUs and "
+                    f"{num_gpus:g} {'is' if num_gpus == 1 else 'are'} visible; lower learner.num_ranks or "
+                    "rollout_fleet.num_engines, or let learner and engines share GPUs with placement.colocated=true"
+                )
+    check_devices(resolved)
+    return resolved
