@@ -29,7 +29,7 @@ deadline_s: ContextVar[float | None] = ContextVar("call_deadline_s", default=Non
 
 @contextmanager
 def call_deadline(timeout_s: float) -> Iterator[None]:
-    """Give each blocking call inside the block this timeout. A late call raises `DeadlineError`; the workers continue."""
+    """Give each blocking call in the block this timeout. A late call raises `DeadlineError`; the workers continue."""
     if timeout_s <= 0:
         raise ValueError(f"timeout_s must be > 0, got {timeout_s}")
     token = deadline_s.set(timeout_s)
