@@ -26,10 +26,13 @@ from buffer import (
     BufferClient,
     BufferConfig,
     BufferProcess,
+    ControlClient,
     Durability,
+    LearnerClient,
     Ledger,
     StalenessRule,
     SyncBufferClient,
+    WorkerClient,
     encoding,
 )
 from buffer.commands import Commit, Enqueue, LeaseGroups, PlanBatch, Put
@@ -91,41 +94,42 @@ class Buffer:
             directory=self._logs.name,
         )
         self.process = BufferProcess(config, groups_per_step=groups_per_step, log_path=Path(self._logs.name) / "log")
-        self.client = BufferClient(self.process.address, window=window)
-        self.rank = SyncBufferClient(self.process.address)
+        client = BufferClient(self.process.address)
+        self.worker, self.control = WorkerClient(client, window=window), ControlClient(client)
+        self.rank = SyncBufferClient(BufferClient(self.process.address))
         self.version = 0
 
     async def lease(self) -> list[Lease]:
         """Prompts of one step, and the leases on them."""
         first = self.version * self.size
         ids = range(first, first + self.size)
-        await self.client.enqueue([Prompt(group_id=i, prompt_ids=np.arange(16, dtype=np.int32)) for i in ids])
+        await self.control.enqueue([Prompt(group_id=i, prompt_ids=np.arange(16, dtype=np.int32)) for i in ids])
         leases: list[Lease] = []
         while len(leases) < self.size:
-            leases += await self.client.lease(self.version, self.size - len(leases))
+            leases += await self.worker.lease(self.version, self.size - len(leases))
         return leases
 
     async def finish(self) -> None:
         """Plan and commit, so that the next round finds the store empty."""
-        await self.client.plan(self.version)
-        await self.client.commit(self.version)
+        await self.control.plan(self.version)
+        await self.control.commit(self.version)
         self.version += 1
 
     async def close(self) -> None:
         """End the clients and the server."""
-        await self.client.close()
+        await self.worker.close()
         self.rank.close()
         self.process.stop()
         self._logs.cleanup()
 
 
-async def put_all(client: BufferClient, groups: list[TrajectoryGroup], window: int) -> None:
+async def put_all(worker: WorkerClient, groups: list[TrajectoryGroup], window: int) -> None:
     """Put every group, at most ``window`` without an acknowledgement."""
     left = iter(groups)
 
     async def put() -> None:
         for group in left:
-            await client.put(group)
+            await worker.put(group)
 
     await asyncio.gather(*(put() for _ in range(window)))
 
@@ -134,7 +138,7 @@ async def buffer_round_s(buffer: Buffer, num_bytes: int) -> float:
     """Seconds to put a step's groups with the window and to fetch them."""
     groups = [group_of(lease, num_bytes) for lease in await buffer.lease()]
     began = time.perf_counter()
-    await put_all(buffer.client, groups, _WINDOW)
+    await put_all(buffer.worker, groups, _WINDOW)
     for i in range(0, len(groups), _FETCHED_AT_ONCE):
         buffer.rank.fetch([group.group_id for group in groups[i : i + _FETCHED_AT_ONCE]])
     elapsed = time.perf_counter() - began
@@ -172,7 +176,7 @@ async def rows_per_s(number: int, rounds: int, *, window: int) -> float:
     for _ in range(rounds + 1):
         groups = [group_of(lease, 35_000) for lease in await buffer.lease()]
         began = time.perf_counter()
-        await put_all(buffer.client, groups, window)
+        await put_all(buffer.worker, groups, window)
         rates.append(number / (time.perf_counter() - began))
         await buffer.finish()
     await buffer.close()
@@ -188,7 +192,7 @@ async def disk_vs_memory(number: int, rounds: int) -> float:
         for buffer in buffers:
             groups = [group_of(lease, 35_000) for lease in await buffer.lease()]
             began = time.perf_counter()
-            await put_all(buffer.client, groups, _WINDOW)
+            await put_all(buffer.worker, groups, _WINDOW)
             seconds.append(time.perf_counter() - began)
             await buffer.finish()
         ratios.append(seconds[0] / seconds[1])
@@ -202,7 +206,7 @@ async def single_round_s(buffer: Buffer, num_bytes: int) -> float:
     [lease] = await buffer.lease()
     group = group_of(lease, num_bytes, num_samples=64)
     began = time.perf_counter()
-    await buffer.client.put(group)
+    await buffer.worker.put(group)
     buffer.rank.fetch([group.group_id])
     elapsed = time.perf_counter() - began
     await buffer.finish()
@@ -323,9 +327,9 @@ async def slowest_producer_share(num_producers: int, num_consumers: int, duratio
     version = 0
     with tempfile.TemporaryDirectory() as logs:
         process = BufferProcess(config, groups_per_step=size, log_path=Path(logs) / "log")
-        producers = [BufferClient(process.address) for _ in range(num_producers)]
-        consumers = [BufferClient(process.address) for _ in range(num_consumers)]
-        control = BufferClient(process.address)
+        producers = [WorkerClient(BufferClient(process.address)) for _ in range(num_producers)]
+        consumers = [LearnerClient(BufferClient(process.address)) for _ in range(num_consumers)]
+        control = ControlClient(BufferClient(process.address))
 
         advanced = asyncio.get_running_loop().create_future()
 

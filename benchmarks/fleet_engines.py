@@ -27,7 +27,7 @@ from asyncrl.core.types import Prompt
 from benchmarks.fleet_scripted import LocalWorker
 from benchmarks.random_models import save_random_qwen3
 from benchmarks.saved_weights import describe_model
-from buffer import BufferClient, BufferConfig, BufferProcess
+from buffer import BufferClient, BufferConfig, BufferProcess, ControlClient, LearnerClient
 from rollout_fleet.config import EngineDevice, RolloutFleetConfig, SamplingConfig, SGLangConfig
 from rollout_fleet.engines.sglang import STREAM_INTERVAL, SGLangEngine
 from rollout_fleet.engines.sglang_server import GUARD, SGLangServer
@@ -86,7 +86,7 @@ class _PinnedEngine(SGLangEngine):
 class _Fleet:
     """Two workers on two servers, and the buffer."""
 
-    client: BufferClient
+    client: ControlClient
     workers: list[LocalWorker]
     num_prompts: int = 0
 
@@ -170,9 +170,10 @@ async def _make_fleet(stack: AsyncExitStack, scratch: Path, new_tokens: int) -> 
         BufferConfig(max_lag=1, queue_size=100_000), groups_per_step=4096, log_path=Path(os.devnull)
     )
     stack.enter_context(process)
-    client = BufferClient(process.address)
+    connection = BufferClient(process.address)
+    client = ControlClient(connection)
     stack.push_async_callback(client.close)
-    await client.offer(describe_model(model_path).offer(scratch / "manifest.json", 0))
+    await LearnerClient(connection).offer(describe_model(model_path).offer(scratch / "manifest.json", 0))
     cores = sorted(os.sched_getaffinity(0))
 
     def make(rank: int) -> _PinnedEngine:

@@ -26,7 +26,7 @@ import zmq
 
 from asyncrl.core.types import Lease, Prompt, WeightOffer
 from benchmarks.buffer import group_of
-from buffer import BufferClient, BufferConfig, BufferProcess
+from buffer import BufferClient, BufferConfig, BufferProcess, ControlClient, LearnerClient
 from buffer.encoding import group_frames
 from buffer.messages import ACKS, OK, PUSHES, Message, batch, error_of, parse_reply, summary_fields
 from buffer.sockets import Channel, client_context
@@ -49,13 +49,14 @@ def measure_leases(groups_per_step: int, *, num_workers: int = NUM_WORKERS, num_
 async def _measure(groups_per_step: int, num_workers: int, num_steps: int) -> list[float]:
     config = BufferConfig(epoch=EPOCH, max_lag=0, heartbeat_s=120.0, request_timeout_s=120.0, queue_size=100_000)
     with BufferProcess(config, groups_per_step=groups_per_step, log_path=Path(os.devnull)) as server:
-        client = BufferClient(server.address, request_timeout_s=120.0)
+        connection = BufferClient(server.address, request_timeout_s=120.0)
+        client, learner = ControlClient(connection), LearnerClient(connection)
         try:
             with _workers(server.address, num_workers) as processes:
                 async with asyncio.timeout(START_TIMEOUT_S):
-                    await client.offer(_offer(0))
+                    await learner.offer(_offer(0))
                     await client.served(-1, num_workers)
-                committed = await _train(client, groups_per_step, num_steps)
+                committed = await _train(client, learner, groups_per_step, num_steps)
                 outputs = [await asyncio.to_thread(_end, process) for process in processes]
         finally:
             await client.close()
@@ -70,7 +71,7 @@ async def _measure(groups_per_step: int, num_workers: int, num_steps: int) -> li
     return waits
 
 
-async def _train(client: BufferClient, groups_per_step: int, num_steps: int) -> dict[int, int]:
+async def _train(client: ControlClient, learner: LearnerClient, groups_per_step: int, num_steps: int) -> dict[int, int]:
     """Take the steps; returns when each was committed, without the first ones."""
     prompt_ids = np.arange(16, dtype=np.int32)
     committed = {}
@@ -83,7 +84,7 @@ async def _train(client: BufferClient, groups_per_step: int, num_steps: int) -> 
             committed[version - 1] = time.monotonic_ns()
             await client.commit(version - 1)
         await client.plan(version)
-        await client.offer(_offer(version + 1))
+        await learner.offer(_offer(version + 1))
     return {version: at for version, at in committed.items() if version >= WARM_UP_STEPS}
 
 

@@ -20,7 +20,7 @@ import numpy as np
 from asyncrl.core.errors import EngineLost
 from asyncrl.core.types import Prompt, WeightOffer
 from asyncrl.run.lives import Lives
-from buffer import BufferClient, BufferConfig
+from buffer import BufferClient, BufferConfig, ControlClient, LearnerClient, WorkerClient
 from buffer.commands import Granted
 from buffer.server import BufferServer
 from rollout_fleet.config import EngineKind, RolloutFleetConfig
@@ -49,7 +49,8 @@ class _FleetRun:
     """Engines on one server, and a learner that takes each batch as soon as it is there."""
 
     server: BufferServer
-    control: BufferClient
+    control: ControlClient
+    learner: LearnerClient
     workers: list[LocalWorker]
 
     async def learn(self) -> None:
@@ -60,7 +61,7 @@ class _FleetRun:
             await self.control.plan(version)
             await self.control.enqueue([_prompt(num_prompts + number) for number in range(GROUPS_PER_STEP)])
             num_prompts += GROUPS_PER_STEP
-            await self.control.offer(_offer(version + 1))
+            await self.learner.offer(_offer(version + 1))
             await self.control.commit(version)
 
     async def tokens_trained(self) -> int:
@@ -142,10 +143,12 @@ async def _start(
     options = BufferConfig(max_lag=MAX_LAG, lease_s=60.0, hand_over=hand_over)
     server = BufferServer(options, groups_per_step=groups_per_step)
     stack.callback(server.close)
-    control = BufferClient(server.address)
+    connection = BufferClient(server.address)
+    control = ControlClient(connection)
     stack.push_async_callback(control.close)
-    await control.offer(_offer(0))
-    run = _FleetRun(server=server, control=control, workers=[])
+    learner = LearnerClient(connection)
+    await learner.offer(_offer(0))
+    run = _FleetRun(server=server, control=control, learner=learner, workers=[])
     for rank, delay_s in enumerate(delays_s):
 
         def answer(request: SampleRequest, version: int, delay_s: float = delay_s) -> ScriptedAnswer:
@@ -179,7 +182,7 @@ class LocalWorker:
         self._num_samples = num_samples
         self._before: list[FleetCounters] = []
         self._loop: RolloutLoop | None = None
-        self._client: BufferClient | None = None
+        self._client: WorkerClient | None = None
         self._running: asyncio.Task[FleetCounters] | None = None
         self._lives = Lives(self.member, self, say=lambda words: None)
 
@@ -202,7 +205,7 @@ class LocalWorker:
     async def _come_up(self) -> None:
         await self.engine.start()
         self.member.started(self.member.epoch)
-        self._client = BufferClient(self._address)
+        self._client = WorkerClient(BufferClient(self._address))
         self._loop = RolloutLoop(
             self._config,
             engine=self.engine,

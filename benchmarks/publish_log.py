@@ -23,7 +23,7 @@ import zmq
 
 from asyncrl.core.types import Prompt, WeightOffer
 from benchmarks.buffer import group_of
-from buffer import BufferClient, BufferConfig, BufferProcess
+from buffer import BufferClient, BufferConfig, BufferProcess, ControlClient, LearnerClient, WorkerClient
 from buffer.messages import ACKS, OK, PUSHES, Message, error_of, parse_reply
 from buffer.sockets import Channel, client_context
 
@@ -39,17 +39,18 @@ def measure_log(num_engines: int = NUM_ENGINES, num_publishes: int = NUM_PUBLISH
 
 async def _measure(num_engines: int, num_publishes: int) -> dict[str, float]:
     with BufferProcess(BufferConfig(epoch="benchmark"), groups_per_step=1, log_path=Path(os.devnull)) as server:
-        controller, others = BufferClient(server.address), BufferClient(server.address)
+        controller, others = ControlClient(BufferClient(server.address)), BufferClient(server.address)
+        learner = LearnerClient(others)
         costs = []
         try:
             with _receivers(server.address, num_engines):
                 async with asyncio.timeout(START_TIMEOUT_S):
-                    await others.offer(_offer(0))
+                    await learner.offer(_offer(0))
                     await controller.served(-1, num_engines)
                 for version in range(num_publishes):
                     await _store_batch(others, version)
                     await controller.plan(version)
-                    await others.offer(_offer(version + 1))
+                    await learner.offer(_offer(version + 1))
                     costs.append(await _publish(controller, version, num_engines))
         finally:
             for client in (controller, others):
@@ -57,7 +58,7 @@ async def _measure(num_engines: int, num_publishes: int) -> dict[str, float]:
     return {f"controller_ms_per_publish_{num_engines}_engines": 1e3 * statistics.median(costs)}
 
 
-async def _publish(controller: BufferClient, version: int, num_engines: int) -> float:
+async def _publish(controller: ControlClient, version: int, num_engines: int) -> float:
     """Do the controller's part of a publish: commit the step, and wait until all engines serve the version."""
     began_s, processor_s = time.perf_counter(), time.process_time()
     await controller.commit(version)
@@ -71,9 +72,10 @@ def _offer(version: int) -> WeightOffer:
 
 
 async def _store_batch(client: BufferClient, version: int) -> None:
-    await client.enqueue([Prompt(group_id=version, prompt_ids=np.arange(3, dtype=np.int32))])
-    [lease] = await client.lease(version, 1)
-    await client.put(group_of(lease, 1000, num_samples=2))
+    worker = WorkerClient(client)
+    await ControlClient(client).enqueue([Prompt(group_id=version, prompt_ids=np.arange(3, dtype=np.int32))])
+    [lease] = await worker.lease(version, 1)
+    await worker.put(group_of(lease, 1000, num_samples=2))
 
 
 @contextmanager

@@ -25,7 +25,17 @@ import numpy as np
 from asyncrl.core.types import Prompt
 from benchmarks.buffer import group_of
 from benchmarks.report import Target, print_report
-from buffer import BufferClient, BufferConfig, BufferRole, StoresOn, client_keys, make_keys
+from buffer import (
+    BufferClient,
+    BufferConfig,
+    BufferRole,
+    ControlClient,
+    LearnerClient,
+    StoresOn,
+    WorkerClient,
+    client_keys,
+    make_keys,
+)
 from buffer.server import BufferServer, StoreServer
 
 ADDRESSES = ("10.78.0.1", "10.78.0.2")
@@ -97,16 +107,17 @@ class Host:
         """Have a store of this host join, where the payloads are on hosts."""
         if self._config.stores_on is StoresOn.hosts:
             store = StoreServer(self._config, number=self._number)
-            await self.client(address, BufferRole.controller).add_store(store.address, str(self._number))
+            await ControlClient(self.client(address, BufferRole.controller)).add_store(store.address, str(self._number))
 
     async def work(self, address: str) -> None:
         """Put one group after another, until cancelled."""
         client = self.client(address, BufferRole.rollout)
+        worker, ledger = WorkerClient(client), ControlClient(client)
         version = 0
         while True:
-            for lease in await client.lease(version, GROUPS_PER_STEP // 2):
-                await client.put(group_of(lease, self._num_bytes))
-            version = (await client.stats()).learner_version
+            for lease in await worker.lease(version, GROUPS_PER_STEP // 2):
+                await worker.put(group_of(lease, self._num_bytes))
+            version = (await ledger.stats()).learner_version
 
     async def serve(self) -> None:
         """The first host: the ledger and a worker, until this process is killed."""
@@ -119,7 +130,8 @@ class Host:
     async def learn(self, address: str, num_steps: int) -> dict[str, float]:
         """The second host: a worker, and the rank, which makes the steps; bytes over the link and seconds per step."""
         await self.join(address)
-        control, rank = self.client(address, BufferRole.controller), self.client(address, BufferRole.learner)
+        control = ControlClient(self.client(address, BufferRole.controller))
+        rank = LearnerClient(self.client(address, BufferRole.learner))
         working = asyncio.create_task(self.work(address))
         began_s, began_bytes, num_payload_bytes = 0.0, 0, 0
         for version in range(WARM_UP_STEPS + num_steps):

@@ -2,10 +2,10 @@
 
 from .client import BufferClient
 from .config import BufferConfig, Durability, OnStale, StoresOn
-from .connection import BufferConnection, SyncBufferClient
 from .keys import BufferRole, ClientKeys, client_keys, make_keys
 from .ledger import Ledger
 from .process import BufferProcess, BufferSupervisor
+from .roles import BufferConnection, ControlClient, LearnerClient, SyncBufferClient, WorkerClient
 from .rule import StalenessRule
 
 __all__ = [
@@ -16,12 +16,15 @@ __all__ = [
     "BufferRole",
     "BufferSupervisor",
     "ClientKeys",
+    "ControlClient",
     "Durability",
+    "LearnerClient",
     "Ledger",
     "OnStale",
     "StalenessRule",
     "StoresOn",
     "SyncBufferClient",
+    "WorkerClient",
     "client_keys",
     "make_keys",
 ]

@@ -21,7 +21,7 @@ from .encoding import JOIN_BELOW_BYTES
 from .heartbeats import Deadline, LoopClock
 from .keys import ClientKeys, secure_client
 from .messages import ACKS, CONNECT, OK, PUSH_ID, PUSHES, Message
-from .sockets import Channel, Chunk, ChunkReceiver, ChunkSender, bulk_address, client_context
+from .sockets import Channel, Chunk, ChunkReceiver, ChunkSender, bulk_address, client_context, monitor_of
 
 _RECONNECT_MS = 50
 _RECONNECT_MAX_MS = 2000
@@ -68,7 +68,7 @@ class Connection:
         socket.setsockopt(zmq.SNDHWM, 0)
         if keys is not None:
             secure_client(socket, keys)
-        monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | _REFUSED)
+        monitor = monitor_of(socket, zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | _REFUSED)
         try:
             socket.connect(address)
         except zmq.ZMQError as error:

@@ -10,13 +10,13 @@ from typing import Any
 
 from asyncrl.core.errors import AsyncRLError
 
-from .connection import BufferConnection
 from .keys import BufferRole
+from .roles import BufferConnection, ControlClient
 
 
 async def read(connection: BufferConnection) -> dict[str, Any]:
     """Ask a server for everything it shows."""
-    client = connection.client()
+    client = ControlClient(connection.client())
     try:
         return await client.inspect()
     finally:

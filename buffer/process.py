@@ -21,8 +21,8 @@ from asyncrl.core.remote import last_lines, process_end
 
 from .client_socket import ClientSocket
 from .config import BufferConfig, Durability
-from .connection import BufferConnection
 from .keys import BufferRole, client_keys, ensure_keys
+from .roles import BufferConnection
 from .sockets import folder_of, remove_socket_folder, with_socket_folder
 
 logger = logging.getLogger(__name__)

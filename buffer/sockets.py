@@ -9,6 +9,7 @@ import asyncio
 import ctypes
 import fcntl
 import ipaddress
+import itertools
 import logging
 import os
 import resource
@@ -53,6 +54,8 @@ _LONGEST_NAME = "store-1000000.bulk"
 _BACKLOG = 1024
 _SIOCGIFADDR = 0x8915
 _CLONE_FILES = 0x400
+
+_monitors = itertools.count()
 
 
 class Channel:
@@ -118,6 +121,15 @@ class Channel:
                 frames.append(_receive(self._socket, _LAST, False))
             self._on_message(frames)
         return _BURST
+
+
+def monitor_of(socket: zmq.Socket[Any], events: int) -> zmq.Socket[Any]:
+    """The socket that reports ``events`` of another one.
+
+    Its address is unique. The default address contains the socket's descriptor, and ZMQ may still hold the address of
+    an earlier socket with the same descriptor.
+    """
+    return socket.get_monitor_socket(events, f"inproc://monitor-{next(_monitors)}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -351,7 +363,7 @@ class PortListener:
         self.address = f"tcp://{name}:{self._listener.getsockname()[1]}"
         self._refusals = _Refusals(self._listener.fileno(), self.address, on_refused)
         bound.setsockopt(zmq.USE_FD, os.dup(self._listener.fileno()))
-        monitor = bound.get_monitor_socket(zmq.EVENT_ACCEPT_FAILED)
+        monitor = monitor_of(bound, zmq.EVENT_ACCEPT_FAILED)
         bound.bind(self.address)
         self._monitor = Channel(monitor, lambda event: self._refusals.wanted.set())
 

@@ -32,7 +32,7 @@ from asyncrl.run.host_stores import client_on_this_node
 from asyncrl.run.run_folder import RunPaths
 from asyncrl.single_controller import RayClassWithInitArgs, RayResourcePool
 from asyncrl.weights.staging import LINKS
-from buffer import BufferConnection, BufferRole
+from buffer import BufferConnection, BufferRole, ControlClient
 from rollout_fleet.config import RolloutFleetConfig
 from rollout_fleet.member import MemberState
 from rollout_fleet.metrics import FleetCounters
@@ -63,7 +63,7 @@ class FleetGroup:
         fleet = config.rollout_fleet
         self._config = config
         self._links = paths.snapshots / LINKS
-        self._control = buffer.client()
+        self._control = ControlClient(buffer.client())
         self._say = say
         self._places = EnginePlaces(config, worker=_worker_class(config, buffer, paths), logs=paths.logs, pool=pool)
         self._parts = MemberParts(

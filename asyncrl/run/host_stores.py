@@ -25,7 +25,7 @@ from asyncrl.core.errors import DeadlineError, WorkerDiedError
 from asyncrl.core.record import ProfileConfig
 from asyncrl.core.remote import fetch_async, raised_in_worker, within
 from asyncrl.placement_config import WORKER_ENV
-from buffer import BufferClient, BufferConfig, BufferConnection, BufferRole, BufferSupervisor
+from buffer import BufferConfig, BufferConnection, BufferRole, BufferSupervisor, ControlClient, WorkerClient
 from buffer.config import is_loopback
 from buffer.sockets import allow_clients
 from buffer.store_servers import store_config
@@ -119,7 +119,7 @@ class HostStores:
     """The stores of a run that are on the hosts of its rollout workers; run `watch`, then `stop`.
 
     Args:
-        buffer: How to reach the buffer.
+        control: Client of the buffer; `stop` closes it.
         make: Makes the actor of a node.
         start_timeout_s: How long one may take to come up.
         restarts: How often another is placed on a host whose actor has died.
@@ -131,14 +131,14 @@ class HostStores:
 
     def __init__(
         self,
-        buffer: BufferConnection,
+        control: ControlClient,
         *,
         make: NodeActors,
         start_timeout_s: float,
         restarts: int,
         say: Callable[[str], None],
     ) -> None:
-        self._control: BufferClient = buffer.client()
+        self._control = control
         self._make = make
         self._start_timeout_s = start_timeout_s
         self._restarts = restarts
@@ -204,7 +204,7 @@ class HostStores:
         self._say(f"store server {number} is gone, {num_groups} groups are generated again: {reason}")
 
     async def _dropped(self, store: int) -> int:
-        """See `BufferClient.drop_store`; asks until the buffer answers."""
+        """See `ControlClient.drop_store`; asks until the buffer answers."""
         while True:
             try:
                 return await self._control.drop_store(store)
@@ -246,6 +246,6 @@ def ray_actors(
     return make
 
 
-def client_on_this_node(buffer: BufferConnection, name: str) -> BufferClient:
-    """The client of a rollout worker, called where the worker is: its puts go to the store of its node."""
-    return buffer.client(name, host=ray.get_runtime_context().get_node_id())
+def client_on_this_node(buffer: BufferConnection, name: str) -> WorkerClient:
+    """Make the client of a rollout worker on this node: its puts go to the store of the node."""
+    return WorkerClient(buffer.client(host=ray.get_runtime_context().get_node_id()), name=name)

@@ -58,7 +58,7 @@ from asyncrl.run.watching import Watching
 from asyncrl.samples import NewSamples, sample_line
 from asyncrl.sft.warm_start import WarmStart, needs_fine_tuning, policy_path
 from asyncrl.single_controller import ray_death
-from buffer import BufferClient, BufferConfig, BufferConnection, BufferSupervisor, StoresOn
+from buffer import BufferConfig, BufferConnection, BufferSupervisor, ControlClient, StoresOn
 from learner.config import Device
 
 logger = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ Starter: TypeAlias = Callable[..., Coroutine[Any, Any, T]]
 class _Parts:
     """The parts that a training needs, all started."""
 
-    buffer: BufferClient
+    buffer: ControlClient
     learner: LearnerGroup
     fleet: FleetGroup
 
@@ -187,7 +187,7 @@ class Run:
             profile=self._config.profile,
         )
         self._stores = HostStores(
-            buffer,
+            ControlClient(buffer.client()),
             make=make,
             start_timeout_s=timeout_s + self._config.ray.start_timeout_s,
             restarts=options.restarts,
@@ -217,7 +217,7 @@ class Run:
     async def _run_parts(
         self, stack: AsyncExitStack, server: BufferSupervisor, prompts: RepeatedPrompts
     ) -> dict[str, Any]:
-        buffer = server.connection.client()
+        buffer = ControlClient(server.connection.client())
         stack.push_async_callback(buffer.close)
         if not self._warming.has_begun:
             await self._warm_up()

@@ -72,8 +72,7 @@ class Placed:
     def __init__(self, monkeypatch) -> None:
         self.control, self.actors, self.said, self.killed = Control(), {}, [], []
         monkeypatch.setattr(host_stores.ray, "kill", self.killed.append)
-        connection = SimpleNamespace(client=lambda: self.control)
-        self.stores = HostStores(connection, make=self._make, start_timeout_s=10.0, restarts=1, say=self.said.append)
+        self.stores = HostStores(self.control, make=self._make, start_timeout_s=10.0, restarts=1, say=self.said.append)
 
     def _make(self, node_id: str, number: int) -> Actor:
         self.actors[node_id] = Actor(node_id, number)

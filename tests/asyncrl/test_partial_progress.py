@@ -12,12 +12,13 @@ import pytest
 
 from asyncrl.core.trajectory import TrajectoryGroup
 from asyncrl.core.types import FinishReason, Lease, Prompt
-from buffer import BufferClient, BufferConfig, BufferProcess
+from buffer import BufferConfig, BufferProcess
 from rollout_fleet.config import RolloutFleetConfig, SaveProgress
 from rollout_fleet.engines.engine import SampleRequest
 from rollout_fleet.engines.scripted import ScriptedAnswer, ScriptedEngine
 from rollout_fleet.loop import RolloutLoop
 from rollout_fleet.rewards import WeightedRewards
+from tests.support.buffer_groups import AnyRole
 from tests.support.offers import bare_offer
 from tests.support.rollout import ready_member
 from tests.support.trajectories import make_group
@@ -33,7 +34,7 @@ asyncio.run(until_killed(sys.argv[1]))
 """
 
 
-async def make_loop(buffer: BufferClient, *, version: int, token_delay_s: float) -> tuple[RolloutLoop, ScriptedEngine]:
+async def make_loop(buffer: AnyRole, *, version: int, token_delay_s: float) -> tuple[RolloutLoop, ScriptedEngine]:
     """A worker each of whose samples has ``NUM_TOKENS`` tokens when it is finished, whoever wrote them."""
 
     def script(request: SampleRequest, version: int) -> ScriptedAnswer:
@@ -57,7 +58,7 @@ async def make_loop(buffer: BufferClient, *, version: int, token_delay_s: float)
 
 async def until_killed(address: str) -> None:
     """The worker that dies: it loads two versions, says so, and writes on, too slowly to finish before it is killed."""
-    loop, engine = await make_loop(BufferClient(address), version=0, token_delay_s=0.1)
+    loop, engine = await make_loop(AnyRole(address), version=0, token_delay_s=0.1)
     run = asyncio.create_task(loop.run())
     for version in (1, 2):
         while len(engine.requests) < 2 * version:  # noqa: ASYNC110 - two samples, asked for again after an update
@@ -85,7 +86,7 @@ def finished(lease: Lease) -> TrajectoryGroup:
     )
 
 
-async def learn(control: BufferClient, version: int) -> None:
+async def learn(control: AnyRole, version: int) -> None:
     """One learner step on a group that another worker writes at once."""
     prompt = Prompt(group_id=100 + version, prompt_ids=np.array([3], dtype=np.int32))
     await control.enqueue([prompt])
@@ -95,7 +96,7 @@ async def learn(control: BufferClient, version: int) -> None:
     await control.commit(version)
 
 
-async def until_leased(control: BufferClient, number: int) -> None:
+async def until_leased(control: AnyRole, number: int) -> None:
     async with asyncio.timeout(60):
         while (await control.stats()).groups["leased"] != number:  # noqa: ASYNC110 - nobody is told of leases
             await asyncio.sleep(0.02)
@@ -104,7 +105,7 @@ async def until_leased(control: BufferClient, number: int) -> None:
 async def test_a_worker_is_killed_in_the_middle_and_another_finishes_its_group_to_the_token(tmp_path: Path):
     config = BufferConfig(max_lag=3, heartbeat_s=0.25, lease_s=600.0)
     with BufferProcess(config, groups_per_step=1, log_path=tmp_path / "log") as server:
-        control, second = BufferClient(server.address), BufferClient(server.address)
+        control, second = AnyRole(server.address), AnyRole(server.address)
         dying = start_worker(server.address)
         try:
             await control.enqueue([Prompt(group_id=7, prompt_ids=np.array([3, 4], dtype=np.int32))])

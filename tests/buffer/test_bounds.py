@@ -15,13 +15,12 @@ from asyncrl.core.errors import RateExceeded, ReplayBufferError, StoreFull, Wire
 from asyncrl.core.types import Prompt
 from buffer import BufferConfig, BufferProcess
 from buffer.admission import PendingRequest, PendingRequests
-from buffer.client import BufferClient
 from buffer.client_socket import ClientSocket
 from buffer.encoding import prompt_frames
 from buffer.messages import MAX_LEASES
 from buffer.sockets import Chunk, ChunkReceiver, ChunkSender
 from buffer.stores import size_of
-from tests.support.buffer_groups import prompt, rollout, running
+from tests.support.buffer_groups import AnyRole, prompt, rollout, running
 
 
 async def test_prompts_wait_while_others_fill_their_bound_and_go_on_when_groups_are_stored():
@@ -74,7 +73,7 @@ async def test_the_prompt_of_a_group_that_is_generated_again_counts_again():
         more = asyncio.ensure_future(client.enqueue([prompt(4)]))
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(asyncio.shield(more), 0.5)
-        client._incarnation = 1
+        client.connection.incarnation = 1
         leases = await client.lease(0, 4)
         assert [lease.prompt.extra["row"] for lease in leases] == [0, 1, 2, 3]
         await client.put(rollout(leases[0]))
@@ -123,7 +122,7 @@ async def test_a_consumer_that_reads_nothing_is_sent_no_more_than_the_bound():
         await client.enqueue([prompt(0)])
         [lease] = await client.lease(0, 1)
         await client.put(rollout(lease, num_tokens=400))
-        link = client._connect()
+        link = client.connection.link
         await link.request("fetch", {"groups": [0], "read": 0})
         with pytest.raises(StoreFull, match="unread"):
             await link.request("fetch", {"groups": [0], "read": 0})
@@ -244,8 +243,8 @@ async def test_counts_that_no_total_could_hold_are_refused_to_their_sender():
 
 CONSUMER = """
 import sys
-from buffer import SyncBufferClient
-rank = SyncBufferClient(sys.argv[1], request_timeout_s=60.0)
+from buffer import BufferClient, SyncBufferClient
+rank = SyncBufferClient(BufferClient(sys.argv[1], request_timeout_s=60.0))
 while True:
     rank.fetch([0])
     print("fetched", flush=True)
@@ -254,7 +253,7 @@ while True:
 
 async def test_a_stopped_consumer_holds_up_nobody_else(tmp_path: Path):
     with BufferProcess(BufferConfig(max_lag=1), groups_per_step=4, log_path=tmp_path / "log") as process:
-        client = BufferClient(process.address, request_timeout_s=10.0)
+        client = AnyRole(process.address, request_timeout_s=10.0)
         await client.enqueue([prompt(i) for i in range(80)])
         for lease in await client.lease(0, 4):
             await client.put(rollout(lease, num_tokens=100_000))
@@ -296,7 +295,7 @@ async def test_a_renewal_of_very_many_leases_is_refused_at_once_and_holds_up_no_
         few = {"groups": named[: MAX_LEASES + 1], "attempts": named[: MAX_LEASES + 1]}
         other = run.client()
         with pytest.raises(WireError, match=f"names at most {MAX_LEASES} leases, got {MAX_LEASES + 1}"):
-            await other._connect().request("renew", few)
+            await other.connection.link.request("renew", few)
         assert asyncio.get_running_loop().time() - began < 4.0
         assert (await modest.stats()).groups["leased"] == 1
         for link in links:

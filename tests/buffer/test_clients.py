@@ -10,12 +10,12 @@ import pytest
 
 from asyncrl.core.errors import ReplayBufferError
 from buffer import BufferClient, BufferConfig, BufferProcess, SyncBufferClient
-from tests.support.buffer_groups import prompt, rollout, running
+from tests.support.buffer_groups import AnyRole, prompt, rollout, running
 
 NUM_BYTES = 1_000_000
 
 
-async def store_two_groups(client: BufferClient) -> list[int]:
+async def store_two_groups(client: AnyRole) -> list[int]:
     """Two groups that fill more than half of `NUM_BYTES` together."""
     await client.enqueue([prompt(i) for i in range(2)])
     for lease in await client.lease(0, 2):
@@ -40,7 +40,7 @@ async def test_fetches_that_were_cancelled_do_not_count_as_unread_for_ever(num_s
 async def test_threads_share_one_blocking_client():
     async with running(max_stored_bytes=NUM_BYTES) as run:
         ids = await store_two_groups(run.client())
-        rank = SyncBufferClient(run.server.address, request_timeout_s=20.0)
+        rank = SyncBufferClient(BufferClient(run.server.address, request_timeout_s=20.0))
 
         def fetch(number: int) -> list[int]:
             return [group.group_id for group in rank.fetch(ids[::-1] if number % 2 else ids)]
@@ -53,14 +53,14 @@ async def test_threads_share_one_blocking_client():
 @pytest.mark.parametrize("address", ["nowhere", "127.0.0.1:5555", "tcp://127.0.0.1", "tcp://127.0.0.1:port"])
 async def test_what_is_not_an_address_is_refused_by_name(address: str):
     with pytest.raises(ValueError, match=f"'{address}' is not the address of a buffer"):
-        SyncBufferClient(address)
+        SyncBufferClient(BufferClient(address))
     with pytest.raises(ValueError, match="use one like ipc:///FOLDER/buffer or tcp://HOST:PORT"):
-        await BufferClient(address).stats()
+        await AnyRole(address).stats()
 
 
 def test_a_client_of_the_process_before_a_fork_is_refused_and_still_serves_its_own(tmp_path: Path):
     with BufferProcess(BufferConfig(), groups_per_step=1, log_path=tmp_path / "log") as server:
-        rank = SyncBufferClient(server.address, request_timeout_s=10.0)
+        rank = SyncBufferClient(BufferClient(server.address, request_timeout_s=10.0))
         rank.stats()
         child = os.fork()
         if child == 0:
@@ -80,12 +80,12 @@ def _is_refused(rank: SyncBufferClient) -> bool:
 
 
 def test_a_client_of_another_loop_is_refused_by_name_and_an_open_one_does_not_hold_up_the_end(tmp_path: Path):
-    async def leave_calls_open(client: BufferClient) -> None:
+    async def leave_calls_open(client: AnyRole) -> None:
         waiting = [asyncio.ensure_future(client.plan(0)), asyncio.ensure_future(client.lease(0, 1))]
         await asyncio.wait(waiting, timeout=0.2)
 
     with BufferProcess(BufferConfig(), groups_per_step=1, log_path=tmp_path / "log") as server:
-        client = BufferClient(server.address, request_timeout_s=120.0)
+        client = AnyRole(server.address, request_timeout_s=120.0)
         began = time.monotonic()
         asyncio.run(leave_calls_open(client))
         assert time.monotonic() - began < 60.0

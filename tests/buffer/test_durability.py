@@ -15,10 +15,10 @@ import pytest
 
 from asyncrl.core.errors import ReplayBufferError
 from asyncrl.core.types import Lease
-from buffer import BufferClient, BufferConfig, BufferProcess, Durability, StoresOn, journal, service
+from buffer import BufferConfig, BufferProcess, Durability, StoresOn, journal, service
 from buffer.commands import Command, Commit, Committed, LeaseGroups, Put, PutOutcome, PutResult
 from buffer.journal import AppendOnlyFile, Journal
-from tests.support.buffer_groups import prompt, rollout, running
+from tests.support.buffer_groups import AnyRole, prompt, rollout, running
 
 
 def on_disk(directory: Path, **options) -> BufferConfig:
@@ -46,7 +46,7 @@ class Killable:
 async def test_acknowledged_work_survives_a_restart_exactly(tmp_path: Path):
     options = {"durability": Durability.disk, "directory": str(tmp_path), "max_lag": 1}
     async with running(**options) as run:
-        worker = BufferClient(run.server.address, request_timeout_s=5.0)
+        worker = AnyRole(run.server.address, request_timeout_s=5.0)
         await worker.enqueue([prompt(i) for i in range(8)])
         leases = await worker.lease(0, 4)
         for lease in leases[:3]:
@@ -81,7 +81,7 @@ class Learner:
         self._advanced.set()
         self._advanced = asyncio.Event()
 
-    async def lease(self, client: BufferClient) -> list[Lease]:
+    async def lease(self, client: AnyRole) -> list[Lease]:
         """Leases at the newest version: a call that waits at an older one is cancelled."""
         while True:
             call = asyncio.ensure_future(client.lease(self.version, 2))
@@ -95,7 +95,7 @@ class Learner:
                 call.cancel()
 
 
-async def work(client: BufferClient, learner: Learner) -> None:
+async def work(client: AnyRole, learner: Learner) -> None:
     """A rollout worker: leases at the learner's version, puts, and goes on whatever the buffer answers."""
     while True:
         for lease in await learner.lease(client):
@@ -103,7 +103,7 @@ async def work(client: BufferClient, learner: Learner) -> None:
                 await client.put(rollout(lease, num_tokens=4 + lease.prompt.group_id % 7))
 
 
-async def train(control: BufferClient, learner: Learner, *, num_steps: int) -> list[int]:
+async def train(control: AnyRole, learner: Learner, *, num_steps: int) -> list[int]:
     """A learner: returns the groups it consumed."""
     consumed: list[int] = []
     while learner.version < num_steps:
@@ -121,7 +121,7 @@ async def train(control: BufferClient, learner: Learner, *, num_steps: int) -> l
 async def train_through_kills(directory: Path, *, num_steps: int, kill_after: list[float], **options) -> None:
     """Workers and a controller run to the end while the server is killed at the times given."""
     server = Killable(directory, groups_per_step=4, max_lag=2, lease_s=1.0, queue_size=16, **options)
-    *workers, control = (BufferClient(server.process.address, request_timeout_s=60.0) for _ in range(3))
+    *workers, control = (AnyRole(server.process.address, request_timeout_s=60.0) for _ in range(3))
     learner = Learner()
 
     async def kill() -> None:
@@ -163,7 +163,7 @@ async def test_training_goes_on_through_a_hundred_random_kills(tmp_path: Path):
     await asyncio.wait_for(train_through_kills(tmp_path, num_steps=1500, kill_after=kills), 850)
 
 
-async def put_all(client: BufferClient, leases: list[Lease], acknowledged: list[int]) -> None:
+async def put_all(client: AnyRole, leases: list[Lease], acknowledged: list[int]) -> None:
     for lease in leases:
         await client.put(rollout(lease, num_tokens=1500))
         acknowledged.append(lease.prompt.group_id)
@@ -180,7 +180,7 @@ async def test_a_full_disk_is_an_error_and_nothing_is_acknowledged_that_is_not_s
     options = {"durability": Durability.disk, "directory": str(tmp_path), "max_lag": 3}
     acknowledged = []
     async with running(groups_per_step=4, **options) as run:
-        worker = BufferClient(run.server.address, request_timeout_s=5.0)
+        worker = AnyRole(run.server.address, request_timeout_s=5.0)
         await worker.enqueue([prompt(i) for i in range(12)])
         leases = await worker.lease(0, 12)
         with pytest.raises(ReplayBufferError, match=r"journal cannot be written: No space left on device"):
@@ -289,7 +289,7 @@ def test_inspect_prints_what_the_server_holds(tmp_path: Path, capsys, monkeypatc
     from buffer import inspect
 
     async def fill(address: str) -> None:
-        client = BufferClient(address)
+        client = AnyRole(address)
         await client.enqueue([prompt(i) for i in range(5)])
         leases = await client.lease(0, 3)
         await client.put(rollout(leases[0]))

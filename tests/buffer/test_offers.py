@@ -9,7 +9,7 @@ from buffer import BufferClient, BufferConfig, SyncBufferClient
 from buffer.messages import Message
 from buffer.offers import OfferLog
 from buffer.service import BufferService
-from tests.support.buffer_groups import prompt, rollout, running
+from tests.support.buffer_groups import AnyRole, prompt, rollout, running
 from tests.support.offers import bare_offer
 
 ENGINES = [bytes([number]) for number in range(3)]
@@ -27,7 +27,7 @@ def shown(log: OfferLog, learner_version: int, engine: bytes = b"", at_least: in
     return None if offer is None else offer["version"]
 
 
-async def commit_step(control: BufferClient, version: int) -> None:
+async def commit_step(control: AnyRole, version: int) -> None:
     await control.enqueue([prompt(100 + version)])
     [lease] = await control.lease(version, 1)
     await control.put(rollout(lease))
@@ -114,7 +114,7 @@ def test_the_oldest_version_counts_once_enough_engines_serve_one():
 async def test_an_engine_is_told_of_weights_when_their_step_is_committed_and_skips_to_the_newest():
     async with running(groups_per_step=1, max_lag=2) as run:
         worker, laggard, control = run.client(), run.client(), run.client()
-        rank = SyncBufferClient(run.server.address, request_timeout_s=5.0)
+        rank = SyncBufferClient(BufferClient(run.server.address, request_timeout_s=5.0))
         assert await asyncio.to_thread(rank.offer, bare_offer(0)) == 0
         assert await worker.next_offer(-1) == await laggard.next_offer(-1) == bare_offer(0)
         waiting = asyncio.ensure_future(worker.next_offer(0))
@@ -207,7 +207,7 @@ async def test_an_engine_that_left_or_fell_silent_is_not_waited_for_and_one_that
 async def test_a_publish_that_failed_is_an_error_by_name_to_engines_and_controller_now_and_later():
     async with running(groups_per_step=1) as run:
         worker, control = run.client(), run.client()
-        rank = SyncBufferClient(run.server.address, request_timeout_s=5.0)
+        rank = SyncBufferClient(BufferClient(run.server.address, request_timeout_s=5.0))
         waiting = [asyncio.ensure_future(call) for call in (worker.next_offer(-1), control.served(-1, 1))]
         await asyncio.gather(worker.stats(), control.stats())
         await asyncio.to_thread(rank.publish_failed, "the publish of version 7 failed on rank 1: " + "x" * 30_000)
@@ -238,10 +238,10 @@ async def test_what_is_no_offer_no_version_and_no_time_is_refused():
             await client.loaded(0, float("nan"))
         for known in ("3", [3]):
             with pytest.raises(WireError, match="'known' must be a list of names"):
-                await client._connect().request("pin", {"version": 0, "num_engines": 1, "known": known})
+                await client.connection.link.request("pin", {"version": 0, "num_engines": 1, "known": known})
         with pytest.raises(WireError, match=r"a failure of 1 to \d+ characters, got .*'failure': ''"):
             await client.publish_failed("")
-        await client._connect().request("offer", {"offer": {"version": 0, "colour": 1}})
+        await client.connection.link.request("offer", {"offer": {"version": 0, "colour": 1}})
         with pytest.raises(WireError, match=r"not an offer of weights: got .*'colour': 1"):
             await client.next_offer(-1)
 

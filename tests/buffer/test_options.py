@@ -10,10 +10,10 @@ import pytest
 import zmq
 
 from asyncrl.cli.compose import compose_run
-from buffer import BufferClient, BufferConfig, BufferProcess
+from buffer import BufferConfig, BufferProcess
 from buffer.server import config_from_json
 from buffer.sockets import allow_clients, client_context
-from tests.support.buffer_groups import prompt, rollout
+from tests.support.buffer_groups import AnyRole, prompt, rollout
 
 
 def test_every_option_reaches_the_server_as_it_was_set():
@@ -31,7 +31,7 @@ def test_every_option_reaches_the_server_as_it_was_set():
 async def test_a_filter_named_on_the_command_line_drops_groups_without_signal_and_the_batch_is_refilled(tmp_path: Path):
     config = compose_run(["buffer.filters=[equal_rewards]", "buffer.max_lag=0"])
     with BufferProcess(config.buffer, groups_per_step=2, log_path=tmp_path / "log") as process:
-        client = BufferClient(process.address, request_timeout_s=10.0)
+        client = AnyRole(process.address, request_timeout_s=10.0)
         await client.enqueue([prompt(i) for i in range(12)])
         num_put = 0
         while num_put < 2:

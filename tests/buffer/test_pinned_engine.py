@@ -6,14 +6,14 @@ import time
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from asyncrl.core.types import WeightOffer
-from buffer import BufferClient, BufferConfig
+from buffer import BufferConfig
 from buffer.server import BufferServer
 from rollout_fleet.config import EngineKind, RolloutFleetConfig
 from rollout_fleet.engines.scripted import ScriptedAnswer, ScriptedEngine
 from rollout_fleet.loop import RolloutLoop
 from rollout_fleet.member import Member, member_limits
 from rollout_fleet.rewards import WeightedRewards
-from tests.support.buffer_groups import prompt
+from tests.support.buffer_groups import AnyRole, prompt
 
 GROUPS_PER_STEP = 4
 PINNED_FROM = 3
@@ -39,7 +39,7 @@ async def start_loop(stack: AsyncExitStack, address: str, delay_s: float, *, is_
     stack.push_async_callback(engine.stop)
     member = Member(f"engine-{delay_s}", member_limits(config), time.monotonic())
     member.started(member.epoch)
-    client = BufferClient(address)
+    client = AnyRole(address)
     stack.push_async_callback(client.close)
     loop = RolloutLoop(
         config,
@@ -60,7 +60,7 @@ async def test_a_fast_engine_that_keeps_an_old_version_does_not_stop_a_slower_on
     async with AsyncExitStack() as stack:
         server = BufferServer(BufferConfig(max_lag=1), groups_per_step=GROUPS_PER_STEP)
         stack.callback(server.close)
-        control = BufferClient(server.address)
+        control = AnyRole(server.address)
         stack.push_async_callback(control.close)
         await control.offer(offer(0))
         await start_loop(stack, server.address, 0.005, is_pinned=True)

@@ -10,21 +10,21 @@ from pathlib import Path
 import pytest
 
 from asyncrl.core.errors import DeclaredDead, LeaseExpired, NotLeaseOwner, WireError
-from buffer import BufferClient, BufferConfig, BufferProcess, Durability
+from buffer import BufferConfig, BufferProcess, Durability
 from buffer.admission import FairQueue
 from buffer.commands import GrantedLease
 from buffer.heartbeats import LoopClock
 from buffer.server import BufferServer
-from tests.support.buffer_groups import prompt, rollout, running
+from tests.support.buffer_groups import AnyRole, prompt, rollout, running
 
 
-def fall_silent(client: BufferClient) -> None:
+def fall_silent(client: AnyRole) -> None:
     """As if its process hung: the connection stays, and nothing more comes."""
-    assert client._beat is not None
-    client._beat.cancel()
+    assert client.worker._beat is not None
+    client.worker._beat.cancel()
 
 
-async def until_waiting(control: BufferClient, number: int) -> None:
+async def until_waiting(control: AnyRole, number: int) -> None:
     async with asyncio.timeout(30):
         while (await control.stats()).leases_waiting != number:
             pass
@@ -175,7 +175,7 @@ async def test_a_stall_of_the_servers_loop_takes_no_lease_back(tmp_path: Path):
     """150 leases of a worker that beats: the server stands still for longer than silence and leases may last."""
     config = BufferConfig(heartbeat_s=0.4, lease_s=2.0)
     with BufferProcess(config, groups_per_step=150, log_path=tmp_path / "log") as process:
-        worker = BufferClient(process.address, request_timeout_s=10.0)
+        worker = AnyRole(process.address, request_timeout_s=10.0)
         await worker.enqueue([prompt(i) for i in range(150)])
         leases = await worker.lease(0, 150)
         assert len(leases) == 150

@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.core.errors import WorkerDiedError
-from buffer import BufferClient, BufferConfig, BufferSupervisor, Durability, journal
+from buffer import BufferConfig, BufferSupervisor, Durability, journal
 from buffer.encoding import prompt_frames
 from buffer.journal import Journal
 from buffer.messages import Message, stats_of, summary_fields, summary_of
 from buffer.store_servers import StoreService
-from tests.support.buffer_groups import prompt, rollout, running
+from tests.support.buffer_groups import AnyRole, prompt, rollout, running
 from tests.support.mortal_buffer import MortalServer, MortalWrites, plain
 from tests.support.offers import bare_offer
 
@@ -99,7 +99,7 @@ def test_at_whatever_write_the_server_is_killed_the_steps_are_those_of_a_run_wit
 async def test_the_log_of_offers_and_a_pinned_engine_outlive_their_server(tmp_path: Path):
     options = {"durability": Durability.disk, "directory": str(tmp_path), "max_lag": 4}
     async with running(groups_per_step=1, **options) as run:
-        worker, control = (BufferClient(run.server.address, request_timeout_s=20.0, name=name) for name in "wc")
+        worker, control = (AnyRole(run.server.address, request_timeout_s=20.0, name=name) for name in "wc")
         await control.offer(bare_offer(0))
         pinning = asyncio.ensure_future(control.pin(0, 1, ()))
         await control.stats()
@@ -145,10 +145,10 @@ async def test_a_late_message_about_a_lease_of_the_server_before_touches_no_late
 async def test_a_request_that_was_held_by_the_server_before_is_due_as_if_it_were_new(tmp_path: Path):
     options = {"durability": Durability.disk, "directory": str(tmp_path)}
     async with running(**options) as run:
-        client = BufferClient(run.server.address, request_timeout_s=20.0)
+        client = AnyRole(run.server.address, request_timeout_s=20.0)
         waiting = asyncio.ensure_future(client.plan(0))
         await client.stats()
-        link = client._connect()
+        link = client.connection.link
         due = max(held.due for held in link._unanswered.values())
     async with running(**options), asyncio.timeout(10):
         while min(held.due for held in link._unanswered.values()) <= due:
@@ -175,7 +175,7 @@ async def test_a_run_starts_its_server_again_as_often_as_it_may_and_then_ends_by
     said: asyncio.Queue[str] = asyncio.Queue()
     with supervised(tmp_path, said, restarts=1) as server:
         watching = asyncio.ensure_future(server.watch())
-        client = server.connection.client()
+        client = AnyRole(server.connection.client())
         await client.enqueue([prompt(i) for i in range(4)])
         leases = await client.lease(0, 2)
         os.kill(server._server.process.pid, signal.SIGKILL)
@@ -223,7 +223,7 @@ async def test_a_server_that_hangs_is_killed_and_started_again_before_its_client
     said: asyncio.Queue[str] = asyncio.Queue()
     with supervised(tmp_path, said, request_timeout_s=6.0) as server:
         watching = asyncio.ensure_future(server.watch())
-        client = server.connection.client()
+        client = AnyRole(server.connection.client())
         await client.enqueue([prompt(0)])
         os.kill(server._server.process.pid, signal.SIGSTOP)
         assert (await client.stats()).groups["queued"] == 1
@@ -284,7 +284,7 @@ async def test_a_server_process_that_is_killed_at_a_write_comes_back_with_what_i
         server = supervised(tmp_path, said)
     with server:
         watching = asyncio.ensure_future(server.watch())
-        client = server.connection.client()
+        client = AnyRole(server.connection.client())
         await client.enqueue([prompt(i) for i in range(4)])
         leases = await client.lease(0, 2)
         assert [lease.prompt.group_id for lease in leases] == [0, 1]

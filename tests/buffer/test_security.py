@@ -36,7 +36,7 @@ from buffer.messages import PROTOCOL_VERSION, Message
 from buffer.server import BufferServer
 from buffer.service import BufferService
 from buffer.sockets import bulk_address, folder_of, make_socket_folder, remove_socket_folder
-from tests.support.buffer_groups import prompt, rollout, running
+from tests.support.buffer_groups import AnyRole, prompt, rollout, running
 from tests.support.offers import bare_offer
 from tests.support.stranger import NOBODY, as_stranger, refusals
 
@@ -52,7 +52,7 @@ async def test_with_keys_the_run_goes_on_as_without(tmp_path: Path):
         await worker.put(rollout(lease))
         await control.plan(0)
         rank = SyncBufferClient(
-            run.server.address, request_timeout_s=5.0, keys=client_keys(tmp_path, BufferRole.learner)
+            BufferClient(run.server.address, request_timeout_s=5.0, keys=client_keys(tmp_path, BufferRole.learner))
         )
         [group] = await asyncio.to_thread(rank.fetch, [0])
         rank.close()
@@ -66,10 +66,10 @@ async def test_a_server_makes_the_keys_where_there_are_none_and_says_how_to_reac
     for _ in range(2):  # started again it keeps them
         with BufferProcess(config, groups_per_step=1, log_path=tmp_path / "log") as process:
             assert process.connection.keys == str(tmp_path / "keys")
-            client = process.connection.client()
+            client = AnyRole(process.connection.client())
             assert (await client.stats()).learner_version == 0
             await client.close()
-            stranger = BufferClient(process.address, request_timeout_s=60)
+            stranger = AnyRole(process.address, request_timeout_s=60)
             with pytest.raises(NotAllowed, match="refuses this client's key"):
                 await stranger.stats()
             await stranger.close()
@@ -109,18 +109,18 @@ async def test_a_role_is_refused_what_is_not_its_work(tmp_path: Path):
 async def test_a_message_of_another_run_is_refused_by_name(tmp_path: Path):
     config = BufferConfig(epoch="first", socket_folder=str(private_folder(tmp_path)), request_timeout_s=5.0)
     server = BufferServer(config, groups_per_step=1)
-    worker = BufferClient(server.address, request_timeout_s=5.0)
+    worker = AnyRole(server.address, request_timeout_s=5.0)
     await worker.enqueue([prompt(0)])
     [lease] = await worker.lease(0, 1)
     server.close()
     server = BufferServer(replace(config, epoch="second"), groups_per_step=1)
-    control = BufferClient(server.address, request_timeout_s=5.0, epoch="second")
+    control = AnyRole(server.address, request_timeout_s=5.0, epoch="second")
     await control.enqueue([prompt(0)])
     [again] = await control.lease(0, 1)
     for call in (worker.put(rollout(lease)), worker.lease(0, 1), worker.renew([lease]), worker.stats()):
         with pytest.raises(WrongEpoch, match="came from run 'first', this buffer serves run 'second'"):
             await call
-    stranger = BufferClient(server.address, request_timeout_s=5.0, epoch="first")
+    stranger = AnyRole(server.address, request_timeout_s=5.0, epoch="first")
     with pytest.raises(WrongEpoch):
         await stranger.stats()
     await control.put(rollout(again))
@@ -219,7 +219,7 @@ async def test_clients_are_told_the_advertised_address(tmp_path):
     )
     try:
         assert server.address.startswith("tcp://127.0.0.1:")
-        client = BufferConnection(address=server.address, keys=str(tmp_path)).client()
+        client = AnyRole(BufferConnection(address=server.address, keys=str(tmp_path)).client())
         assert isinstance(await client.stats(), BufferStats)
         await client.close()
     finally:
@@ -377,7 +377,7 @@ async def test_a_server_that_got_garbage_from_many_sides_still_works():
             socket.connect(run.server.address)
             for size in (0, 1, 10, 1000):
                 socket.send_multipart([os.urandom(size)] * (1 + size % 5))
-        client: BufferClient = run.client()
+        client: AnyRole = run.client()
         await client.enqueue([prompt(0)])
         [lease] = await client.lease(0, 1)
         await client.put(rollout(lease))

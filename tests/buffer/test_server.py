@@ -20,7 +20,7 @@ from buffer.commands import Frames
 from buffer.messages import Message
 from buffer.server_socket import ServerSocket
 from buffer.stores import PayloadStore
-from tests.support.buffer_groups import prompt, rollout, running
+from tests.support.buffer_groups import AnyRole, prompt, rollout, running
 
 
 async def test_a_group_goes_from_prompt_to_commit_and_its_arrays_arrive_unchanged():
@@ -35,7 +35,7 @@ async def test_a_group_goes_from_prompt_to_commit_and_its_arrays_arrive_unchange
             await worker.put(rollout(lease))
         plan = await control.plan(0)
         assert [group.group_id for group in plan.groups] == [0, 1]
-        rank = SyncBufferClient(run.server.address, request_timeout_s=5.0)
+        rank = SyncBufferClient(BufferClient(run.server.address, request_timeout_s=5.0))
         groups = await asyncio.to_thread(rank.fetch, [1, 0])
         rank.close()
         assert [group.group_id for group in groups] == [1, 0]
@@ -247,11 +247,11 @@ async def test_errors_reach_the_client_by_their_names():
 
 
 async def test_a_call_to_nobody_ends_at_its_deadline_and_names_the_call_and_the_address():
-    client = BufferClient("tcp://127.0.0.1:1", request_timeout_s=0.2)
+    client = AnyRole("tcp://127.0.0.1:1", request_timeout_s=0.2)
     with pytest.raises(DeadlineError, match=r"buffer.stats: no answer from tcp://127.0.0.1:1 within 0.2 s"):
         await client.stats()
     await client.close()
-    rank = SyncBufferClient("tcp://127.0.0.1:1", request_timeout_s=0.2)
+    rank = SyncBufferClient(BufferClient("tcp://127.0.0.1:1", request_timeout_s=0.2))
     with pytest.raises(DeadlineError, match=r"buffer.fetch"):
         rank.fetch([1])
     rank.close()
@@ -288,7 +288,7 @@ async def test_a_full_store_refuses_leases_until_a_batch_leaves():
 def test_the_server_process_announces_itself_and_ends_on_sigterm(tmp_path: Path):
     with BufferProcess(BufferConfig(), groups_per_step=2, log_path=tmp_path / "log") as process:
         assert process.address.startswith("ipc://")
-        rank = SyncBufferClient(process.address, request_timeout_s=5.0)
+        rank = SyncBufferClient(BufferClient(process.address, request_timeout_s=5.0))
         assert rank.stats().learner_version == 0
         rank.close()
         process.stop(timeout_s=1.0)

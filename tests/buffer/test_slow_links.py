@@ -8,10 +8,9 @@ import pytest
 
 from asyncrl.core.errors import DeadlineError
 from asyncrl.core.types import Lease
-from buffer import BufferClient
 from buffer.server import BufferServer
 from buffer.sockets import bulk_address, make_socket_folder, remove_socket_folder, unix_address
-from tests.support.buffer_groups import prompt, rollout, running
+from tests.support.buffer_groups import AnyRole, prompt, rollout, running
 
 _PIECE = 16 * 1024
 _BYTES_PER_TOKEN = 12
@@ -90,7 +89,7 @@ def _path(address: str) -> str:
     return address.removeprefix("ipc://")
 
 
-async def renewing(client: BufferClient, leases: list[Lease], every_s: float) -> None:
+async def renewing(client: AnyRole, leases: list[Lease], every_s: float) -> None:
     while True:
         await asyncio.sleep(every_s)
         await client.renew(leases)
@@ -104,7 +103,7 @@ async def test_a_large_put_over_a_slow_link_keeps_its_lease_and_finishes(megabyt
         running(groups_per_step=1, **options) as run,
         SlowLink(run.server, bytes_per_s=rate, latency_s=0.02) as link,
     ):
-        worker = BufferClient(link.address, request_timeout_s=timeout_s)
+        worker = AnyRole(link.address, request_timeout_s=timeout_s)
         await run.client().enqueue([prompt(0)])
         [lease] = await worker.lease(0, 1)
         renewal = asyncio.ensure_future(renewing(worker, [lease], 0.4))
@@ -120,7 +119,7 @@ async def test_a_large_put_over_a_slow_link_keeps_its_lease_and_finishes(megabyt
 
 async def test_a_large_put_that_makes_no_progress_ends_at_its_deadline():
     async with running(groups_per_step=1) as run, SlowLink(run.server, bytes_per_s=50e6, latency_s=0.0) as link:
-        worker = BufferClient(link.address, request_timeout_s=0.7)
+        worker = AnyRole(link.address, request_timeout_s=0.7)
         await run.client().enqueue([prompt(0)])
         [lease] = await worker.lease(0, 1)
         link.is_cut.set()
@@ -136,7 +135,7 @@ async def test_a_large_fetch_over_a_slow_link_finishes_however_long_it_takes():
         for lease in await local.lease(0, 2):
             await local.put(rollout(lease, num_tokens=330_000))
         async with SlowLink(run.server, bytes_per_s=4e6, latency_s=0.0) as link:
-            rank = BufferClient(link.address, request_timeout_s=1.7)
+            rank = AnyRole(link.address, request_timeout_s=1.7)
             began = asyncio.get_running_loop().time()
             groups = await rank.fetch([0, 1])
             assert asyncio.get_running_loop().time() - began > 1.7, "the link was not slow"

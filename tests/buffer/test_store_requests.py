@@ -11,12 +11,11 @@ import pytest
 from asyncrl.core.errors import DeadlineError, ReplayBufferError, UnknownGroup, VersionTooOld, WireError
 from asyncrl.core.types import Lease
 from buffer import BufferConfig, Durability, StoresOn, make_keys
-from buffer.client import BufferClient
 from buffer.commands import Put
 from buffer.encoding import group_frames
 from buffer.keys import BufferRole, client_keys
 from buffer.server import StoreServer
-from tests.support.buffer_groups import Running, prompt, rollout, running
+from tests.support.buffer_groups import AnyRole, Running, prompt, rollout, running
 
 ON_HOSTS = {"stores_on": StoresOn.hosts}
 
@@ -26,14 +25,14 @@ class Hosts:
     """A buffer, and store servers on this loop that joined it as those of hosts."""
 
     run: Running
-    control: BufferClient
+    control: AnyRole
     stores: dict[str, StoreServer] = field(default_factory=dict)
 
     async def join(self, host: str, config: BufferConfig | None = None) -> int:
         self.stores[host] = StoreServer(config or BufferConfig(), number=len(self.stores))
         return await self.control.add_store(self.stores[host].address, host)
 
-    def worker(self, host: str, **options) -> BufferClient:
+    def worker(self, host: str, **options) -> AnyRole:
         return self.run.client(host=host, **options)
 
     def held_by(self, host: str) -> dict:
@@ -208,15 +207,15 @@ async def test_a_payload_that_its_store_lost_before_the_ledger_heard_of_it_is_se
         a = of.worker("a")
         await of.control.enqueue([prompt(0)])
         [lease] = await a.lease(0, 1)
-        report = a._report
+        report = a.worker._report
 
         async def report_after_the_store_came_back_empty(*arguments) -> None:
-            monkeypatch.setattr(a, "_report", report)
+            monkeypatch.setattr(a.worker, "_report", report)
             of.held_by("a").clear()
             await of.run.server._requeue_missing(0)
             await report(*arguments)
 
-        monkeypatch.setattr(a, "_report", report_after_the_store_came_back_empty)
+        monkeypatch.setattr(a.worker, "_report", report_after_the_store_came_back_empty)
         await a.put(rollout(lease))
         [group] = await of.control.fetch([0])
         assert (group.group_id, group.attempt) == (0, 0)
@@ -242,7 +241,7 @@ async def test_a_payload_that_comes_while_its_store_says_what_it_holds_is_not_ta
         await of.control.enqueue([prompt(0)])
         [lease] = await a.lease(0, 1)
         server = of.run.server
-        asked, reported, put_reserved = asyncio.Event(), asyncio.Event(), a._put_reserved
+        asked, reported, put_reserved = asyncio.Event(), asyncio.Event(), a.connection.request_with_payload
 
         async def send_when_asked(link, name, *arguments):
             if name == "put_payload":
@@ -250,7 +249,7 @@ async def test_a_payload_that_comes_while_its_store_says_what_it_holds_is_not_ta
             return await put_reserved(link, name, *arguments)
 
         monkeypatch.setattr(server._links, "reconcile", late(server._links.reconcile, asked, reported))
-        monkeypatch.setattr(a, "_put_reserved", send_when_asked)
+        monkeypatch.setattr(a.connection, "request_with_payload", send_when_asked)
         putting = asyncio.ensure_future(a.put(rollout(lease)))
         while not server._service.ledger.groups[0].num_bytes:
             await of.control.stats()
@@ -269,7 +268,7 @@ async def test_a_payload_that_was_lost_while_its_put_was_told_is_found_missing(m
         await of.control.enqueue([prompt(0)])
         [lease] = await a.lease(0, 1)
         server = of.run.server
-        asked, reported, report = asyncio.Event(), asyncio.Event(), a._report
+        asked, reported, report = asyncio.Event(), asyncio.Event(), a.worker._report
 
         async def report_when_the_store_was_asked(*arguments) -> None:
             of.held_by("a").clear()
@@ -277,7 +276,7 @@ async def test_a_payload_that_was_lost_while_its_put_was_told_is_found_missing(m
             await report(*arguments)
 
         monkeypatch.setattr(server._links, "reconcile", late(server._links.reconcile, asked, reported))
-        monkeypatch.setattr(a, "_report", report_when_the_store_was_asked)
+        monkeypatch.setattr(a.worker, "_report", report_when_the_store_was_asked)
         putting = asyncio.ensure_future(a.put(rollout(lease)))
         while of.held_by("a") or not server._service.ledger.groups[0].num_bytes:
             await of.control.stats()
@@ -290,11 +289,11 @@ async def test_a_payload_that_was_lost_while_its_put_was_told_is_found_missing(m
         assert (again.prompt.group_id, again.attempt) == (0, 1)
 
 
-async def send_and_fall_silent(of: Hosts, worker: BufferClient, *, num_tokens: int = 50) -> Lease:
+async def send_and_fall_silent(of: Hosts, worker: AnyRole, *, num_tokens: int = 50) -> Lease:
     """A worker has a store take its payload, and does not report it to the ledger."""
     [lease] = await worker.lease(0, 1)
     payload = group_frames(rollout(lease, num_tokens=num_tokens))
-    await worker._put_elsewhere((lease.prompt.group_id, lease.attempt), payload)
+    await worker.worker._put_in_store((lease.prompt.group_id, lease.attempt), payload)
     assert of.held_by("a")[lease.prompt.group_id].keys() == {lease.attempt}
     return lease
 
@@ -313,7 +312,7 @@ async def test_a_store_drops_the_payload_of_an_attempt_that_ended(end: str):
         if end == "buried":
             await of.control.bury(await a.enter())
         elif end == "silent":
-            a._beat.cancel()
+            a.worker._beat.cancel()
         elif end == "released":
             await a.release(lease, num_tokens=50, reason="failed")
         elif end == "too old":
@@ -322,7 +321,7 @@ async def test_a_store_drops_the_payload_of_an_attempt_that_ended(end: str):
                 of.run.server._service.ledger.apply(Put(summary=old))
         elif end == "rewound":
             await of.control.rewind(0, incarnation=1, finished=[], tokens_trained=0, lag_histogram={})
-            other._incarnation = 1
+            other.connection.incarnation = 1
         [again] = await asyncio.wait_for(other.lease(0, 1), 20)
         assert (again.prompt.group_id, again.attempt) == (0, 1)
         await asyncio.wait_for(other.put(rollout(again, num_tokens=50)), 20)
@@ -340,7 +339,7 @@ async def test_a_store_keeps_no_payload_that_comes_after_its_attempt_ended():
         await of.control.stats()
         fields = {"group_id": 0, "attempt": 0}
         sender = of.worker("a")
-        await sender._put_reserved(sender._link_to_store(address), "put_payload", fields, late)
+        await sender.connection.request_with_payload(sender.connection.store_link(address), "put_payload", fields, late)
         assert of.held_by("a") == {}
         [again] = await other.lease(0, 1)
         await asyncio.wait_for(other.put(rollout(again, num_tokens=50)), 20)
@@ -376,9 +375,9 @@ async def test_a_group_that_is_reopened_accepts_no_payload_of_its_earlier_attemp
         await of.control.enqueue([prompt(0)])
         sender, address = of.worker("a"), of.stores["a"].address
         fields, late = {"group_id": 0, "attempt": 0}, group_frames(rollout(lease))
-        await sender._put_reserved(sender._link_to_store(address), "put_payload", fields, late)
+        await sender.connection.request_with_payload(sender.connection.store_link(address), "put_payload", fields, late)
         assert of.held_by("a") == {}
-        sender._incarnation = 1
+        sender.connection.incarnation = 1
         [again] = await sender.lease(0, 1)
         await sender.put(rollout(again))
         assert of.held_by("a")[0].keys() == {1}

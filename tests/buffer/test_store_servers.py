@@ -11,12 +11,11 @@ import psutil
 import pytest
 
 from asyncrl.core.errors import LeaseExpired, UnknownGroup
-from buffer import BufferConfig, BufferProcess, BufferSupervisor, Durability, SyncBufferClient
-from buffer.client import BufferClient
+from buffer import BufferClient, BufferConfig, BufferProcess, BufferSupervisor, Durability, SyncBufferClient
 from buffer.client_socket import ClientSocket
 from buffer.groups import GroupState
 from buffer.server import StoreServer
-from tests.support.buffer_groups import prompt, rollout, running
+from tests.support.buffer_groups import AnyRole, prompt, rollout, running
 
 
 async def test_payloads_spread_over_store_servers_come_back_in_order_and_leave_with_their_batch():
@@ -26,7 +25,7 @@ async def test_payloads_spread_over_store_servers_come_back_in_order_and_leave_w
         leases = await client.lease(0, 6)
         await asyncio.gather(*(client.put(rollout(lease)) for lease in leases))
         ids = [group.group_id for group in (await client.plan(0)).groups][::-1]
-        rank = SyncBufferClient(run.server.address, request_timeout_s=5.0)
+        rank = SyncBufferClient(BufferClient(run.server.address, request_timeout_s=5.0))
         for fetched in (await asyncio.to_thread(rank.fetch, ids), await client.fetch(ids)):
             assert [group.group_id for group in fetched] == ids
             assert [group.token_ids[len(group.prompt_ids)] for group in fetched] == ids
@@ -53,7 +52,7 @@ async def test_a_late_put_does_not_replace_the_payload_of_the_newer_attempt():
 async def test_store_servers_end_with_the_ledgers_server(tmp_path: Path):
     config = BufferConfig(num_store_servers=2)
     with BufferProcess(config, groups_per_step=1, log_path=tmp_path / "log") as process:
-        client = BufferClient(process.address, request_timeout_s=5.0)
+        client = AnyRole(process.address, request_timeout_s=5.0)
         await client.enqueue([prompt(0)])
         [lease] = await client.lease(0, 1)
         await client.put(rollout(lease))
@@ -68,11 +67,11 @@ async def test_store_servers_end_with_the_ledgers_server(tmp_path: Path):
         link.close()
 
 
-async def stores_of(client: BufferClient) -> list[str]:
+async def stores_of(client: AnyRole) -> list[str]:
     return [store["address"] for store in (await client.inspect())["stores"]]
 
 
-async def put_one(client: BufferClient) -> None:
+async def put_one(client: AnyRole) -> None:
     await client.enqueue([prompt(0)])
     [lease] = await client.lease(0, 1)
     await client.put(rollout(lease))
@@ -81,7 +80,7 @@ async def put_one(client: BufferClient) -> None:
 async def test_a_dead_store_server_that_may_not_be_restarted_ends_the_ledgers_server_which_says_what_is_lost(tmp_path):
     config = BufferConfig(num_store_servers=2, restarts=0)
     with BufferProcess(config, groups_per_step=1, log_path=tmp_path / "log") as process:
-        client = BufferClient(process.address, request_timeout_s=5.0)
+        client = AnyRole(process.address, request_timeout_s=5.0)
         await put_one(client)
         [store, _] = await stores_of(client)
         os.kill(pid_listening_at(store), signal.SIGKILL)
@@ -140,7 +139,7 @@ async def test_a_store_server_that_comes_back_empty_under_two_batches_costs_one_
 async def test_a_store_server_on_disk_is_started_again_where_it_was_and_its_payloads_are_there(tmp_path: Path):
     config = BufferConfig(num_store_servers=2, durability=Durability.disk, directory=str(tmp_path))
     with BufferProcess(config, groups_per_step=1, log_path=tmp_path / "log") as process:
-        client = BufferClient(process.address, request_timeout_s=20.0)
+        client = AnyRole(process.address, request_timeout_s=20.0)
         await put_one(client)
         [store, _] = await stores_of(client)
         os.kill(pid_listening_at(store), signal.SIGKILL)

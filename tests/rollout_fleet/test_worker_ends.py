@@ -9,18 +9,19 @@ from pathlib import Path
 
 from asyncrl.core.types import BufferStats
 from asyncrl.run.reporting import balanced_account
-from buffer import BufferClient, BufferConfig, BufferProcess
+from buffer import BufferConfig, BufferProcess
 from rollout_fleet.config import SaveProgress
 from rollout_fleet.loop import RolloutLoop
 from rollout_fleet.metrics import FleetCounters
+from tests.support.buffer_groups import AnyRole
 from tests.support.rollout import InMemoryBuffer, make_prompts, running_loop, writes
 
 
 @asynccontextmanager
-async def buffer_process(tmp_path: Path, **options: float) -> AsyncIterator[tuple[BufferProcess, BufferClient]]:
+async def buffer_process(tmp_path: Path, **options: float) -> AsyncIterator[tuple[BufferProcess, AnyRole]]:
     config = BufferConfig(**{"heartbeat_s": 0.1, "max_lag": 4, **options})
     with BufferProcess(config, groups_per_step=8, log_path=tmp_path / "log") as process:
-        control = BufferClient(process.address, request_timeout_s=20.0)
+        control = AnyRole(process.address, request_timeout_s=20.0)
         try:
             yield process, control
         finally:
@@ -42,7 +43,7 @@ async def test_a_buffer_that_stands_still_while_a_worker_stops_leaves_a_balanced
     """The server decides the releases after it wakes; the worker never hears of that, and is buried with its count."""
     async with buffer_process(tmp_path) as (process, control):
         await control.enqueue(make_prompts(4))
-        worker = BufferClient(process.address, request_timeout_s=20.0)
+        worker = AnyRole(process.address, request_timeout_s=20.0)
         options = {"stop_timeout_s": 0.5, "groups_in_flight": 4, "save_progress": SaveProgress.never}
         async with running_loop(worker, writes(200), **options) as (loop, _, run):
             name = await worker.enter()
@@ -65,13 +66,13 @@ async def test_running_samples_of_a_killed_worker_are_lost_tokens(tmp_path: Path
     """No sample ends. Each heartbeat says how much of the running samples has come."""
     async with buffer_process(tmp_path) as (process, control):
         await control.enqueue(make_prompts(2))
-        worker = BufferClient(process.address, request_timeout_s=20.0)
+        worker = AnyRole(process.address, request_timeout_s=20.0)
         async with running_loop(worker, writes(512, 0.02), groups_in_flight=2, stop_timeout_s=0.5) as (loop, engine, _):
             name = await worker.enter()
             await until_written(loop, 60)
             assert loop.counters().tokens_generated == 0
             await asyncio.sleep(0.3)  # a heartbeat comes at least every 0.1 s
-            worker._beat.cancel()  # the process is gone; what is written from now on is in no heartbeat
+            worker.worker._beat.cancel()  # the process is gone; what is written from now on is in no heartbeat
             num_tokens = await control.bury(name)
             assert 60 <= num_tokens <= loop.count_generated()
             stats = await control.stats()
@@ -79,7 +80,7 @@ async def test_running_samples_of_a_killed_worker_are_lost_tokens(tmp_path: Path
             check_balance(stats, FleetCounters(tokens_generated=num_tokens))
             for request in engine.requests:
                 assert engine.num_written([request.id]) > 0
-            worker._link.fail_all(asyncio.CancelledError())
+            worker.connection.link.fail_all(asyncio.CancelledError())
             await worker.close()
 
 
@@ -101,7 +102,7 @@ async def test_heartbeats_count_ended_and_running_samples_once_and_no_baseline()
 async def test_what_was_stored_before_a_burial_is_not_lost(tmp_path: Path):
     async with buffer_process(tmp_path) as (process, control):
         await control.enqueue(make_prompts(3))
-        worker = BufferClient(process.address, request_timeout_s=20.0)
+        worker = AnyRole(process.address, request_timeout_s=20.0)
         async with running_loop(worker, writes(20), groups_in_flight=3) as (loop, *_):
             name = await worker.enter()
             async with asyncio.timeout(20):

@@ -1,10 +1,13 @@
 """Prompts, rollouts and running servers for the buffer's tests."""
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 
 from asyncrl.core.trajectory import TrajectoryGroup
 from asyncrl.core.types import FinishReason, Lease, Prompt
-from buffer import BufferClient, BufferConfig
+from buffer import BufferClient, BufferConfig, ControlClient, LearnerClient, WorkerClient
 from buffer.server import BufferServer
 from tests.support.trajectories import make_group
 
@@ -31,15 +34,39 @@ def rollout(
     )
 
 
+class AnyRole:
+    """A client with the calls of every role on one connection."""
+
+    def __init__(self, to: str | BufferClient, *, name: str = "", window: int = 32, **options) -> None:
+        self.connection = BufferClient(to, **options) if isinstance(to, str) else to
+        self.worker = WorkerClient(self.connection, name=name, window=window)
+        self._others = (ControlClient(self.connection), LearnerClient(self.connection))
+
+    def __getattr__(self, name: str) -> Any:
+        role = next((role for role in (self.worker, *self._others) if hasattr(role, name)), self.connection)
+        return getattr(role, name)
+
+    @property
+    def count_generated(self) -> Callable[[], int]:
+        return self.worker.count_generated
+
+    @count_generated.setter
+    def count_generated(self, count: Callable[[], int]) -> None:
+        self.worker.count_generated = count
+
+    async def connect(self) -> None:
+        await self.connection.connect()
+
+
 class Running:
     """A server on this loop, and clients that are closed with it."""
 
     def __init__(self, config: BufferConfig, groups_per_step: int) -> None:
         self.server = BufferServer(config, groups_per_step=groups_per_step)
-        self.clients: list[BufferClient] = []
+        self.clients: list[AnyRole] = []
 
-    def client(self, **options) -> BufferClient:
-        self.clients.append(BufferClient(self.server.address, **{"request_timeout_s": 5.0, **options}))
+    def client(self, **options) -> AnyRole:
+        self.clients.append(AnyRole(self.server.address, **{"request_timeout_s": 5.0, **options}))
         return self.clients[-1]
 
     async def __aenter__(self) -> "Running":
