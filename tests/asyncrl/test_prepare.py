@@ -189,8 +189,7 @@ def test_without_a_warm_start_the_policy_is_model_path(config):
     assert asyncio.run(warm_start(cold, [], Path("/nowhere/sft.log"), print)) == Path(config.model.path)
 
 
-def test_a_failed_warm_start_is_an_error_with_its_last_lines(config, tmp_path):
-    overrides = [f"output_dir={tmp_path}", "sft.prompt_key=question"]
-    config = with_quickstart_assets(compose_run(overrides))
-    with pytest.raises(WorkerDiedError, match=r"ended with status 2(.|\n)*question"):
-        asyncio.run(warm_start(config, overrides, tmp_path / "sft.log", lambda line: None))
+def test_a_failed_warm_start_is_an_error_with_its_last_lines(config, tmp_path, monkeypatch):
+    monkeypatch.setattr("asyncrl.sft.warm_start._COMMAND", ("-c", "print('no column question'); raise SystemExit(2)"))
+    with pytest.raises(WorkerDiedError, match=r"ended with status 2(.|\n)*no column question"):
+        asyncio.run(warm_start(config, [], tmp_path / "sft.log", lambda line: None))
