@@ -119,6 +119,7 @@ class Servers:
             with contextlib.suppress(AsyncRLError):  # there is one again
                 await self.owner._order("/begin_weight_update", {}, success=True)
                 await self.owner._order("/end_weight_update", {}, success=True)
+                await self.owner._post("/continue_generation", {})  # the failed engine left the server paused
                 return
         raise AssertionError(f"the server still has a session open after {MAX_ENDS} times its end")
 
