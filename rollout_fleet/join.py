@@ -73,14 +73,16 @@ def ask(run: str, request: FleetRequest, *, timeout_s: float) -> FleetAnswer:
 def _read_address(folder: Path) -> dict[str, str]:
     path = folder / ADDRESS_FILE
     if not path.is_file():
-        what = "has a fleet of a fixed size" if (folder / "config.yaml").is_file() else "is no folder of a run"
+        what = "has a fleet of a fixed size" if (folder / "config.yaml").is_file() else "is not the folder of a run"
         raise ValueError(
-            f"--run {folder} {what}: there is no {ADDRESS_FILE}; name a run that goes and was started with "
+            f"--run {folder} {what}: there is no {ADDRESS_FILE}; name a running run that was started with "
             "'rollout_fleet.num_engines={min: 2, max: 8}'"
         )
     found = json.loads(path.read_text())
     if (folder / "summary.json").is_file() or not _is_listening(found["address"]):
-        raise ValueError(f"--run {folder}: this run has ended; start another, with checkpoint.resume=auto to go on")
+        raise ValueError(
+            f"--run {folder}: this run has ended; start another, with checkpoint.resume=auto to continue it"
+        )
     return found
 
 
@@ -124,7 +126,7 @@ def _desk_of(name: str, run: str) -> Any:
         name = names[0]
     if name not in names:
         raise ValueError(
-            f"--run {run} must name a run that goes and has an elastic fleet; the cluster has "
+            f"--run {run} must name a running run with an elastic fleet; the cluster has "
             f"{', '.join(names) or 'none'}; name one of them by its folder, or start one with "
             "'rollout_fleet.num_engines={min: 2, max: 8}'"
         )

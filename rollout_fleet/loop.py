@@ -474,7 +474,7 @@ class RolloutLoop:
             await self._leave_engine(group)
 
     async def _leave_engine(self, group: InflightGroup) -> None:
-        """Park or settle a group of which the engine has answered all requests."""
+        """Park or settle a group after the engine has answered all its requests."""
         if group.phase is GroupPhase.cutting and not group.is_finished and group.end is None:
             group.phase = GroupPhase.parked
             self._spawn(self._settlement.save, group)

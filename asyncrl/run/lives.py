@@ -38,7 +38,7 @@ class Body(Protocol):
         ...
 
     async def end(self, failure: Exception) -> None:
-        """Remove what is left of a life that ``failure`` has ended."""
+        """Clean up after a life that ``failure`` has ended."""
         ...
 
 

@@ -74,7 +74,7 @@ async def test_every_prompt_is_answered_once_and_the_engines_share_them():
 
 
 @pytest.mark.parametrize("loss", ["dies_after", "leaves_after"])
-async def test_what_a_lost_engine_leaves_unanswered_goes_to_the_others(loss):
+async def test_unanswered_prompts_of_a_lost_engine_go_to_the_others(loss):
     fleet = Engines("0", "1", **{loss: {"1": 10}})
     evaluation = await evaluator_on(fleet).evaluate_all(7)
     assert fleet.answered["0"] > 20
@@ -91,7 +91,7 @@ async def test_an_evaluation_whose_engines_are_all_lost_is_incomplete_by_name():
     assert await evaluator_on(Engines()).evaluate_all(7) is None, "every engine was lost before"
 
 
-async def test_an_evaluation_between_keeps_to_its_share_of_engines_and_slots():
+async def test_an_evaluation_during_training_keeps_to_its_share_of_engines_and_slots():
     config = compose_run(["rollout_fleet.groups_in_flight=4", "algorithm.samples_per_prompt=6"])
     expected = {1: (1, 6), 2: (1, 12), 4: (1, 24), 6: (1, 24), 8: (2, 24), 9: (2, 24)}
     for number, (engines, slots) in expected.items():

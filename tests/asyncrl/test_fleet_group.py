@@ -36,14 +36,14 @@ def threads_take_no_time(monkeypatch):
 TWO = "rollout_fleet.num_engines=2"
 
 
-async def test_held_out_answers_take_as_long_as_they_take_while_the_workers_answer(fleet_of):
+async def test_held_out_answers_have_no_deadline_while_the_workers_answer_calls(fleet_of):
     fleet = fleet_of(Workers())
     await fleet.start()
     assert fleet.engines() == ["0"]
     assert await fleet.answer("0", ["a", "b"], version=4, num_samples=3) == [("a", 4, 3), ("b", 4, 3)]
 
 
-async def test_a_start_waits_as_long_as_it_must_for_the_first_weights(fleet_of):
+async def test_a_start_waits_for_the_first_weights_without_a_deadline(fleet_of):
     await asyncio.wait_for(fleet_of(Workers(takes_s=500.0)).start(), 501.0)
 
 
@@ -121,7 +121,7 @@ async def test_a_worker_that_hangs_is_found_by_its_silence_and_replaced(fleet_of
     ]
 
 
-async def test_a_fleet_goes_on_without_a_worker_that_has_failed_for_good_until_too_few_are_left(fleet_of):
+async def test_a_fleet_continues_without_failed_workers_until_too_few_are_left(fleet_of):
     workers = Workers(takes_s=500.0)
     fleet = fleet_of(workers, TWO, "rollout_fleet.restarts=0")
     await fleet.start()
@@ -139,7 +139,7 @@ async def test_a_fleet_goes_on_without_a_worker_that_has_failed_for_good_until_t
     assert (await fleet.drain()).tokens_generated == 140
 
 
-async def test_words_for_people_say_what_a_worker_raised_and_not_where_ray_was(fleet_of):
+async def test_words_for_people_have_the_workers_error_without_rays_traceback(fleet_of):
     workers = Workers(takes_s=500.0)
     fleet = fleet_of(workers, TWO, "rollout_fleet.engine=sglang", "rollout_fleet.restarts=0")
     await fleet.start()
@@ -159,7 +159,7 @@ async def test_words_for_people_say_what_a_worker_raised_and_not_where_ray_was(f
     assert not any("ray::" in words for words in workers.said)
 
 
-async def test_what_no_other_worker_could_do_better_ends_the_run(fleet_of):
+async def test_an_error_of_every_worker_ends_the_run_of_the_fleet(fleet_of):
     workers = Workers(takes_s=5.0)
     workers.run_error = RewardError("the reward raised 64 times in a row")
     fleet = fleet_of(workers)
@@ -184,7 +184,7 @@ async def test_failed_attempts_are_added_up_over_the_engines(fleet_of):
     assert (await fleet.counters()).groups_failed == {"reward": 2, "aborted": 1}
 
 
-async def test_what_a_killed_worker_has_linked_goes_when_the_fleet_stops(fleet_of, tmp_path):
+async def test_links_of_a_killed_worker_are_removed_when_the_fleet_stops(fleet_of, tmp_path):
     (tmp_path / ".staged" / "engine-0" / "v00000003").mkdir(parents=True)
     (tmp_path / "v00000003").mkdir()
     await fleet_of(Workers()).stop(1.0)
@@ -217,7 +217,7 @@ async def started(fleet, workers):
     return run
 
 
-async def test_a_run_begins_with_the_fewest_engines_and_takes_the_others_when_they_have_a_place(fleet_of):
+async def test_a_run_begins_with_the_fewest_engines_and_others_join_when_they_have_a_place(fleet_of):
     workers = Workers()
     workers.fill()
     fleet = fleet_of(workers, ELASTIC, "placement.num_nodes=2", "placement.autoscale=true")
@@ -235,7 +235,7 @@ async def test_a_run_begins_with_the_fewest_engines_and_takes_the_others_when_th
     run.cancel()
 
 
-async def test_engines_that_find_no_place_at_the_start_do_not_come_and_join_later(fleet_of):
+async def test_engines_without_a_place_at_the_start_are_withdrawn_and_may_join_later(fleet_of):
     workers = Workers(takes_s=1.0)
     workers.fill()
     fleet = fleet_of(workers, ELASTIC)
@@ -254,7 +254,7 @@ async def test_engines_that_find_no_place_at_the_start_do_not_come_and_join_late
     run.cancel()
 
 
-async def test_who_asked_for_an_engine_that_does_not_come_up_is_told_what_it_said_and_not_where_ray_was(fleet_of):
+async def test_a_failed_join_is_answered_with_the_engines_error_without_rays_traceback(fleet_of):
     workers = Workers()
     workers.fill()
     fleet = fleet_of(workers, ELASTIC)
@@ -273,7 +273,7 @@ async def test_who_asked_for_an_engine_that_does_not_come_up_is_told_what_it_sai
     run.cancel()
 
 
-async def test_who_leaves_hands_on_what_it_has_and_counts_with_what_it_has_done(fleet_of):
+async def test_a_leaving_member_hands_on_its_groups_and_its_counters_stay(fleet_of):
     workers = Workers()
     fleet = fleet_of(workers, ELASTIC)
     run = await started(fleet, workers)
@@ -298,7 +298,7 @@ async def test_who_leaves_hands_on_what_it_has_and_counts_with_what_it_has_done(
     run.cancel()
 
 
-async def test_two_who_ask_at_the_same_time_get_engines_of_their_own(fleet_of):
+async def test_two_joins_at_the_same_time_get_different_engines(fleet_of):
     workers = Workers()
     fleet = fleet_of(workers, "rollout_fleet.num_engines={min: 1, max: 4}")
     run = await started(fleet, workers)
@@ -312,7 +312,7 @@ async def test_two_who_ask_at_the_same_time_get_engines_of_their_own(fleet_of):
     run.cancel()
 
 
-async def test_who_asks_and_goes_away_leaves_the_engines_as_they_were_asked_to_be(fleet_of):
+async def test_a_request_completes_even_if_its_caller_disconnects(fleet_of):
     workers = Workers()
     fleet = fleet_of(workers, ELASTIC)
     run = await started(fleet, workers)
@@ -332,9 +332,7 @@ async def test_who_asks_and_goes_away_leaves_the_engines_as_they_were_asked_to_b
     run.cancel()
 
 
-async def test_an_engine_that_leaves_amid_an_evaluation_counts_once_and_its_prompts_are_given_back(
-    fleet_of, monkeypatch
-):
+async def test_an_engine_that_leaves_during_an_evaluation_counts_once_and_returns_its_prompts(fleet_of, monkeypatch):
     workers = Workers()
     fleet = fleet_of(workers, ELASTIC)
     run = await started(fleet, workers)
@@ -383,7 +381,7 @@ async def test_a_worker_that_cannot_leave_by_itself_is_killed_and_buried(fleet_o
     run.cancel()
 
 
-async def test_one_that_waits_for_a_place_is_withdrawn_by_leave_and_at_the_end(fleet_of):
+async def test_a_member_that_waits_for_a_place_is_withdrawn_by_leave_and_at_the_end(fleet_of):
     workers = Workers()
     workers.fill()
     fleet = fleet_of(workers, ELASTIC, "placement.num_nodes=2", "placement.autoscale=true")
@@ -397,7 +395,7 @@ async def test_one_that_waits_for_a_place_is_withdrawn_by_leave_and_at_the_end(f
     run.cancel()
 
 
-async def test_a_worker_whose_node_died_waits_for_another_place_as_long_as_it_takes(fleet_of):
+async def test_a_worker_whose_node_died_waits_for_another_place_without_a_deadline(fleet_of):
     workers = Workers()
     fleet = fleet_of(workers, TWO)
     run = await started(fleet, workers)
@@ -414,7 +412,7 @@ async def test_a_worker_whose_node_died_waits_for_another_place_as_long_as_it_ta
     run.cancel()
 
 
-async def test_training_without_engines_goes_on_when_one_joins_and_ends_at_its_deadline_otherwise(fleet_of):
+async def test_training_without_engines_continues_after_a_join_or_ends_at_its_deadline(fleet_of):
     workers = Workers(takes_s=1.0)
     options = ("rollout_fleet.restarts=0", "rollout_fleet.no_engine_timeout_s=50", "rollout_fleet.engine=sglang")
     fleet = fleet_of(workers, "rollout_fleet.num_engines={min: 1, max: 1}", *options)
@@ -438,14 +436,14 @@ async def test_training_without_engines_goes_on_when_one_joins_and_ends_at_its_d
         await asyncio.wait_for(run, 51)
 
 
-async def test_nobody_joins_or_leaves_before_the_first_engines_are_ready(fleet_of):
+async def test_no_engine_joins_or_leaves_before_the_first_engines_are_ready(fleet_of):
     fleet = fleet_of(Workers(), ELASTIC)
     for asked in (fleet.join(1), fleet.leave(0)):
         with pytest.raises(MembershipRefused, match="the run is starting; ask again"):
             await asked
 
 
-async def test_a_fleet_of_a_fixed_size_lets_nobody_join_or_leave(fleet_of):
+async def test_a_fleet_of_fixed_size_refuses_joins_and_leaves(fleet_of):
     fleet = fleet_of(Workers(), TWO)
     await fleet.start()
     for asked in (fleet.join(1), fleet.leave(0)):
@@ -477,5 +475,5 @@ class Broken:
         ),
     ],
 )
-async def test_whatever_becomes_of_a_request_is_its_answer(request_, answer):
+async def test_results_refusals_and_failures_of_a_request_are_its_answer(request_, answer):
     assert await answered(Broken(), request_, compose_run([])) == answer

@@ -87,7 +87,7 @@ async def test_the_pause_before_each_start_grows_and_the_member_fails_by_its_las
     assert len(body.ended) == 4, "each life that began was ended"
 
 
-async def test_a_call_that_fails_ends_the_life_and_an_older_call_changes_nothing(watched):
+async def test_a_failed_call_ends_the_life_and_an_older_call_has_no_effect(watched):
     body = watched()
     await asyncio.sleep(0)
     epoch = body.member.epoch
@@ -126,7 +126,7 @@ async def test_the_death_of_the_cluster_is_final(watched):
     assert len(body.began_s) == 1
 
 
-async def test_an_end_that_raises_is_reported_to_those_who_wait(watched):
+async def test_an_end_that_raises_is_reported_to_waiting_calls(watched):
     body = watched()
     await asyncio.sleep(0)
 

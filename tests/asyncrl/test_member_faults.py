@@ -80,7 +80,7 @@ async def test_a_worker_that_stands_still_for_any_time_stops_no_call_of_the_loop
     run.cancel()
 
 
-async def test_a_worker_that_misses_the_deadline_of_one_call_alone_is_declared_dead_by_that_call(fleet_of):
+async def test_a_worker_that_misses_the_deadline_of_one_call_is_declared_dead_by_that_call(fleet_of):
     workers = Workers()
     fleet, run = await training_on(fleet_of, workers)
     await asyncio.sleep(5)  # the watch asks after the loops, and is answered in time
@@ -262,7 +262,7 @@ async def test_without_restarts_the_run_goes_on_without_a_worker_whose_host_has_
         await asyncio.wait_for(run, 10)
 
 
-async def test_a_worker_that_never_verifies_its_weights_is_replaced_aloud_and_then_given_up(fleet_of):
+async def test_a_worker_that_never_verifies_its_weights_is_replaced_with_a_line_and_then_given_up(fleet_of):
     workers = Workers()
     fleet, run = await training_on(fleet_of, workers)
     damaged = raised_by_ray(WeightsError("version 3 has other bytes than were published"))
@@ -284,7 +284,7 @@ async def test_a_worker_that_never_verifies_its_weights_is_replaced_aloud_and_th
 
 
 @pytest.mark.parametrize("kind", [RewardError, RequestRefused, AccountError, WrongEpoch])
-async def test_what_every_worker_would_raise_ends_the_run_at_once(fleet_of, kind):
+async def test_an_error_that_every_worker_would_raise_ends_the_run_at_once(fleet_of, kind):
     workers = Workers()
     workers.run_errors[1] = raised_by_ray(kind("wrong everywhere"))
     _, run = await training_on(fleet_of, workers)

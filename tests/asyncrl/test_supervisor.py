@@ -59,7 +59,7 @@ def test_a_signal_reaches_the_work_once_and_the_parent_waits_for_it():
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_to_every_process_at_once_reaches_the_work_once_and_ends_no_process_that_it_started(number):
+def test_a_signal_to_every_process_reaches_the_work_once_and_ends_none_of_its_children(number):
     run = start(
         """
         seen = []
@@ -177,7 +177,7 @@ def test_a_signal_before_the_work_listens_is_a_clean_stop_with_the_signals_statu
     assert run.communicate(timeout=30)[0] == f"status {128 + number} own\n"
 
 
-def test_what_is_written_last_is_known_when_something_else_ends_the_work():
+def test_the_reported_fault_is_known_when_the_work_is_killed():
     run = start(
         """
         from asyncrl.cli.supervisor import report_fault
@@ -206,7 +206,7 @@ def test_semaphores_of_killed_work_are_cleaned_up():
 
 
 @pytest.mark.parametrize(("ignored", "grace_s", "is_last"), [(signal.SIGUSR2, 60, False), (signal.SIGINT, 1, True)])
-def test_what_ignores_interrupts_is_killed_last_whatever_its_name(ignored, grace_s, is_last):
+def test_processes_that_ignore_interrupts_are_killed_last(ignored, grace_s, is_last):
     orphan = (
         f"import signal; signal.signal(signal.{ignored.name}, signal.SIG_IGN); print('up', flush=True); signal.pause()"
     )

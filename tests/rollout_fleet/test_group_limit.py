@@ -52,7 +52,7 @@ def test_places_that_are_not_used_are_no_reason_for_more():
 
 
 @pytest.mark.parametrize("room", [3, 10, 37])
-def test_the_limit_settles_near_what_the_engine_has_room_for(room):
+def test_the_limit_settles_near_the_room_of_the_engine(room):
     limit = GroupLimit(1, 128)
     values = []
     for _ in range(200):
@@ -67,7 +67,7 @@ def test_the_limit_settles_near_what_the_engine_has_room_for(room):
 
 @pytest.mark.timeout(60)
 @pytest.mark.usefixtures("virtual_time")
-async def test_a_loop_holds_what_its_engine_has_room_for(make_buffer, recorded):
+async def test_a_loop_holds_as_many_groups_as_its_engine_has_room_for(make_buffer, recorded):
     buffer = make_buffer(400, groups_per_step=400)
     in_flight = {"min": 1, "max": 50}
     async with running_loop(buffer, writes(5, 0.5), groups_in_flight=in_flight) as (_, engine, _):

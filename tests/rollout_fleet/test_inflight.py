@@ -54,7 +54,7 @@ def test_each_sample_goes_on_from_where_it_was_and_finished_ones_stay():
     assert (group.num_tokens, group.num_own_tokens) == (20, 11)
 
 
-def test_what_has_nothing_left_to_write_is_not_asked_for():
+def test_a_sample_without_tokens_left_to_write_is_not_requested():
     group = InflightGroup.begin(LEASE, num_samples=2, prefixes=(written(6, 1), written(2, 1, FinishReason.stop)))
     assert group.next_requests(SamplingConfig(max_new_tokens=6)) == []
     assert [sample.finish_reason for sample in group.samples] == [FinishReason.length, FinishReason.stop]

@@ -442,7 +442,7 @@ async def test_a_released_device_runs_nothing_and_a_load_takes_it_back(make_buff
         assert engine.released
 
 
-async def test_what_outlives_the_drain_deadline_is_cut_off_and_continued_after_the_next_load(make_buffer):
+async def test_a_group_that_outlives_the_drain_deadline_is_aborted_and_continued_after_the_next_load(make_buffer):
     buffer = make_buffer(2, groups_per_step=1, max_lag=4)
     async with running_loop(buffer, writes(60), drain_timeout_s=0.1) as (loop, engine, run):
         await asyncio.sleep(0.05)  # it has begun
@@ -497,7 +497,7 @@ async def test_leases_granted_at_the_very_moment_of_a_stop_are_given_back(make_b
     assert buffer.held == set()
 
 
-async def test_groups_that_an_engine_does_not_cut_off_go_on_and_keep_the_device(make_buffer, monkeypatch, caplog):
+async def test_groups_that_an_engine_does_not_abort_continue_and_keep_the_device(make_buffer, monkeypatch, caplog):
     buffer = make_buffer(2, groups_per_step=1, max_lag=4)
     options = {"drain_timeout_s": 0.05, "load_timeout_s": 0.1, "stop_timeout_s": 0.1}
     async with running_loop(buffer, writes(60), **options) as (loop, engine, run):

@@ -161,7 +161,7 @@ def test_a_version_that_is_gone_leaves_a_member_where_it_was():
     assert (member.state, member.version) == (MemberState.ready, 5)
 
 
-def test_what_an_older_life_still_reports_changes_nothing():
+def test_reports_of_an_older_life_have_no_effect():
     member = up()
     member.fault(0, "it died", 1.0)
     member.stopped(1.0)

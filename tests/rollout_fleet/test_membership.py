@@ -45,7 +45,7 @@ def test_the_commands_read_how_to_authenticate_where_ray_does():
 @pytest.mark.parametrize("command", [join.main, join.leave])
 def test_a_run_that_does_not_answer_is_refused_by_name_with_a_remedy(tmp_path, capsys, command):
     assert command(["--run", str(tmp_path)]) == 2
-    assert f"--run {tmp_path} is no folder of a run: there is no fleet.json; name a run" in capsys.readouterr().err
+    assert f"--run {tmp_path} is not the folder of a run: there is no fleet.json; name a run" in capsys.readouterr().err
     (tmp_path / "config.yaml").touch()
     assert command(["--run", str(tmp_path)]) == 2
     assert "has a fleet of a fixed size" in capsys.readouterr().err
@@ -53,4 +53,4 @@ def test_a_run_that_does_not_answer_is_refused_by_name_with_a_remedy(tmp_path, c
     assert json.loads((tmp_path / ADDRESS_FILE).read_text())["address"] == "127.0.0.1:1"
     assert (tmp_path / ADDRESS_FILE).stat().st_mode & 0o777 == 0o600, "it holds Ray's token"
     assert command(["--run", str(tmp_path)]) == 2
-    assert "this run has ended; start another, with checkpoint.resume=auto to go on" in capsys.readouterr().err
+    assert "this run has ended; start another, with checkpoint.resume=auto to continue it" in capsys.readouterr().err

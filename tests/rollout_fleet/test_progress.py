@@ -22,7 +22,7 @@ def writes_long_for_the_first_prompt(request, version):
     return writes(40 if request.id.startswith("0-") else 1)(request, version)
 
 
-async def test_what_a_stopped_worker_has_written_is_continued_by_the_next(make_buffer):
+async def test_the_next_worker_continues_the_groups_of_a_stopped_one(make_buffer):
     buffer = make_buffer(2, groups_per_step=1, max_lag=1)
     async with running_loop(buffer, writes_long_for_the_first_prompt) as (loop, _, run):
         await buffer.stored(1)
@@ -54,7 +54,7 @@ async def test_progress_is_dropped_where_the_config_says_so(make_buffer):
     assert buffer.ledger.account.tokens_dropped["stopped"] > 0
 
 
-async def test_at_an_update_what_runs_is_saved_and_goes_on_under_the_new_weights(make_buffer):
+async def test_at_an_update_running_groups_are_saved_and_continue_under_the_new_weights(make_buffer):
     buffer = make_buffer(3, groups_per_step=1, max_lag=6)
     async with running_loop(buffer, writes(60), save_progress=SaveProgress.at_updates) as (loop, engine, run):
         saved = []
@@ -143,7 +143,7 @@ async def test_a_greedy_baseline_is_continued_after_an_update_and_in_no_account(
     assert {request.sampling.temperature for request in engine.requests if request.id.split("-")[2] == "2"} == {0.0}
 
 
-async def test_after_a_failed_update_nothing_is_continued_and_what_was_cut_off_is_given_back(make_buffer):
+async def test_after_a_failed_update_aborted_groups_are_released_and_not_continued(make_buffer):
     buffer = make_buffer(2)
     async with running_loop(buffer, writes(60), save_progress=SaveProgress.at_updates) as (loop, engine, run):
         await asyncio.sleep(0.1)
@@ -159,7 +159,7 @@ async def test_after_a_failed_update_nothing_is_continued_and_what_was_cut_off_i
     assert [buffer.progress[index].summary.num_tokens > 0 for index in range(2)] == [True, True]
 
 
-async def test_groups_are_handed_on_with_what_is_written_of_them(make_buffer):
+async def test_groups_are_handed_on_with_their_tokens_so_far(make_buffer):
     buffer = make_buffer(3)
     async with running_loop(buffer, writes(60, 0.01), groups_in_flight=3) as (loop, _, run):
         await asyncio.sleep(0.3)
@@ -202,7 +202,7 @@ async def test_a_group_that_is_cut_off_for_an_update_is_handed_on_all_the_same(m
     assert counters.tokens_generated == 2 * 2 * 60 == buffer.num_accounted
 
 
-async def test_a_worker_that_leaves_asks_for_no_more_work_and_hands_on_what_it_has_written(make_buffer):
+async def test_a_leaving_worker_asks_for_no_more_work_and_hands_on_its_tokens(make_buffer):
     buffer = make_buffer(6)
     async with running_loop(buffer, writes(40), groups_in_flight=2) as (loop, _, run):
         await asyncio.sleep(0.1)
@@ -215,7 +215,7 @@ async def test_a_worker_that_leaves_asks_for_no_more_work_and_hands_on_what_it_h
     assert sum(group.summary.num_tokens for group in buffer.progress.values()) == counters.tokens_generated > 0
 
 
-async def test_where_nothing_is_saved_what_runs_may_end_before_its_worker_leaves(make_buffer):
+async def test_without_saved_progress_running_groups_may_end_before_their_worker_leaves(make_buffer):
     buffer = make_buffer(6)
     options = {"save_progress": SaveProgress.never, "groups_in_flight": 2}
     async with running_loop(buffer, writes(40), **options) as (loop, _, run):

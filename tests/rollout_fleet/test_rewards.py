@@ -189,7 +189,7 @@ async def test_a_reward_and_the_programs_that_it_starts_have_an_empty_standard_i
 @pytest.mark.parametrize(
     ("how", "words"), [("exit", "ended its process"), ("hang", "did not score it within"), ("return", "")]
 )
-async def test_what_a_reward_has_started_ends_with_its_process(user_rewards, tmp_path, how, words):
+async def test_children_of_a_reward_end_with_its_process(user_rewards, tmp_path, how, words):
     scorer = await user_rewards("starts", timeout_s=2.0)
     text = f"{how} {tmp_path / 'pid'}"
     if words:
@@ -251,7 +251,7 @@ async def test_a_name_that_a_module_registers_is_known_to_its_process_too(user_r
     np.testing.assert_array_equal(await scorer.score(PROMPT, ["four"]), [2.0])
 
 
-async def test_a_reward_that_is_no_number_is_an_error(user_rewards):
+async def test_a_reward_that_is_not_a_number_is_an_error(user_rewards):
     scorer = await user_rewards("by_kind")
     with pytest.raises(RewardError, match="returned 'high'; it must return one finite number per response"):
         await scorer.score(PROMPT, ["text"])

@@ -93,6 +93,6 @@ def test_a_place_that_the_run_keeps_is_given_out_again_before_new_ones_are_asked
         (lambda _: Roster(fewest=2, most=None, needed=1).leave(1), "engines leave an elastic fleet only"),
     ],
 )
-def test_what_the_fleet_does_not_allow_is_refused_with_a_remedy(ask, words):
+def test_the_roster_refuses_with_a_remedy(ask, words):
     with pytest.raises(MembershipRefused, match=words):
         ask(Roster(fewest=2, most=3, needed=1))

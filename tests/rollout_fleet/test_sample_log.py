@@ -32,7 +32,7 @@ def group(group_id, *versions):
     return prompt, samples, [f"text {index}" for index in range(len(samples))], Scores(total=rewards, parts=parts)
 
 
-async def test_the_first_groups_of_every_so_many_versions_are_kept_with_what_they_earned(tmp_path):
+async def test_the_first_groups_of_each_interval_of_versions_are_kept_with_their_rewards(tmp_path):
     log = log_in(tmp_path / "samples", every_steps=10, num_groups=2)
     for group_id, version in enumerate((0, 1, 2, 9, 12, 13, 19, 20)):
         await log.add(*group(group_id, [version], [max(0, version - 1), version]))

@@ -97,13 +97,13 @@ def source_of(module: str) -> str:
     )
 
 
-def test_the_installed_sglang_calls_what_is_hooked_in_each_turn_of_a_paused_loop():
+def test_the_installed_sglang_calls_the_hooked_method_in_each_turn_of_a_paused_loop():
     module, _, method = PAUSED.partition(".Scheduler.")
     loops = re.findall(rf"if self\._engine_paused:\n\s+self\.{method}\(\)\n\s+continue", source_of(module))
     assert len(loops) == 2, "the scheduler's plain loop, and the one that overlaps"
 
 
-def test_the_installed_sglang_chooses_how_processes_start_in_what_is_hooked():
+def test_the_installed_sglang_chooses_how_processes_start_in_the_hooked_function():
     module, _, function = PREPARED.rpartition(".")
     body = source_of(module).partition(f"def {function}(")[2].partition("\ndef ")[0]
     assert "mp.set_start_method(" in body

@@ -156,7 +156,9 @@ async def test_a_step_of_a_load_that_the_server_does_not_confirm_fails_the_engin
 @pytest.mark.parametrize(
     ("on_update", "mode", "flush_cache"), [(OnUpdate.recompute, "retract", True), (OnUpdate.keep, "in_place", False)]
 )
-async def test_an_update_recomputes_or_keeps_the_kv_cache_of_what_runs(engine, server, on_update, mode, flush_cache):
+async def test_an_update_recomputes_or_keeps_the_kv_cache_of_running_samples(
+    engine, server, on_update, mode, flush_cache
+):
     engine._config = RolloutFleetConfig(sglang=SGLangConfig(on_update=on_update))
     await engine.load_weights(bare_offer(1))
     calls = dict(server.calls)
@@ -354,7 +356,7 @@ async def test_samples_that_end_in_one_read_are_answered_in_it(engine, server):
         ([[finished(0, [50])]], "sampled ids must be in 0..49, got 50..50"),
     ],
 )
-async def test_an_answer_against_the_contract_ends_the_request_with_what_was_wrong(engine, server, events, want):
+async def test_an_answer_against_the_contract_ends_the_request_with_its_fault(engine, server, events, want):
     server.events = events
     with pytest.raises(EngineError, match=want):
         await answers_of(engine, 2)
@@ -404,7 +406,7 @@ def test_a_chunk_that_lacks_tokens_or_names_others_is_refused(wrong):
         _StreamedSample(3).add(wrong)
 
 
-async def test_what_had_come_of_each_sample_is_answered_as_aborted_when_the_server_dies(engine, server):
+async def test_tokens_so_far_are_answered_as_aborted_when_the_server_dies(engine, server):
     async def stream(path, body):
         yield [chunk([5], 1, version="0") | {"index": 0}]
         yield [chunk([6, 7], 3, version="0") | {"index": 0}, finished(1, [4, 1])]
@@ -453,7 +455,7 @@ def test_of_a_sample_that_did_not_end_only_tokens_whose_version_is_certain_are_k
     assert output.finish_reason is None
 
 
-async def test_a_request_that_the_server_refuses_is_no_failure_of_the_engine(engine, server):
+async def test_a_refused_request_is_not_a_failure_of_the_engine(engine, server):
     server.events = [[{"error": {"message": "too long"}}]]
     with pytest.raises(RequestRefused, match="too long"):
         await answers_of(engine, 1)

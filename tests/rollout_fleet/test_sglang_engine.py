@@ -72,7 +72,7 @@ def still_alive(processes, timeout=30):
     return [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
 
 
-async def test_what_was_cut_off_is_continued_to_what_it_would_have_been(engine, model_path):
+async def test_an_aborted_sample_continues_as_if_it_had_not_been_aborted(engine, model_path):
     await assert_continues(engine, model_path, atol=1e-3)
 
 

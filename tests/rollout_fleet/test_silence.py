@@ -24,7 +24,7 @@ async def refuses() -> None:
     raise EngineError("refused")
 
 
-async def test_nothing_running_is_no_silence():
+async def test_an_engine_without_running_requests_is_not_silent():
     watch = SilenceWatch("engine", timeout_s=0.05, probe=hangs)
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(watch.wait(), 0.3)
@@ -54,7 +54,7 @@ async def test_an_engine_that_answers_probes_but_writes_nothing_fails_in_the_end
         await asyncio.wait_for(watch.wait(), 5)
 
 
-async def test_a_pause_on_purpose_is_no_silence():
+async def test_an_intended_pause_does_not_count_as_silence():
     watch = SilenceWatch("engine", timeout_s=0.1, probe=hangs)
     waiting = asyncio.create_task(watch.wait())
     with watch.running(1), watch.paused():

@@ -167,7 +167,7 @@ def test_whether_rows_may_be_dropped_is_tried_also_where_a_response_would_end_at
 
 
 @pytest.mark.parametrize("family", ["gpt2", "lfm2"])
-def test_what_is_continued_near_the_last_position_does_not_fail_beside_what_has_just_begun(tmp_path, family):
+def test_a_continuation_near_the_last_position_does_not_fail_beside_a_new_sample(tmp_path, family):
     path, model = model_of(family, tmp_path)
     rng = np.random.default_rng(0)
     lengths = {5: 100, 250: 6, 246: 10, 7: 100}  # of prompts, and of their samples; the model has 256 positions
@@ -482,7 +482,7 @@ async def test_memory_is_not_released_under_a_running_request(start):
     await running
 
 
-async def test_what_was_cut_off_is_continued_to_what_it_would_have_been(start, model_path):
+async def test_an_aborted_sample_continues_as_if_it_had_not_been_aborted(start, model_path):
     await assert_continues(await start(), model_path, atol=1e-5)
 
 

@@ -99,7 +99,7 @@ async def test_heartbeats_count_ended_and_running_samples_once_and_no_baseline()
     assert buffer.count_generated() == 120 == buffer.num_tokens
 
 
-async def test_what_was_stored_before_a_burial_is_not_lost(tmp_path: Path):
+async def test_groups_stored_before_a_burial_are_not_lost(tmp_path: Path):
     async with buffer_process(tmp_path) as (process, control):
         await control.enqueue(make_prompts(3))
         worker = AnyRole(process.address, request_timeout_s=20.0)
