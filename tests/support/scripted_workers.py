@@ -165,6 +165,7 @@ class Graves:
 def fleet_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, workers: Workers, *options: str) -> FleetGroup:
     """A fleet with these workers; ``buffer.request_timeout_s`` is 0.1 unless ``options`` say otherwise."""
     monkeypatch.setattr(fleet_group, "EnginePlaces", lambda *_, **__: workers)
+    monkeypatch.setattr(fleet_group, "ControlClient", lambda client: client)
 
     async def supply(node_id: str) -> str:
         workers.supplied.append(node_id)
