@@ -2,9 +2,14 @@
 
 A saturated simulation on the ledger, without sockets or clocks: workers keep every admitted place busy, one of them
 dies now and then after saving what it has, and the learner takes a batch whenever one is ready.
+
+Run as ``python -m benchmarks.buffer_admission``; `benchmarks.buffer` includes the same figures.
 """
 
+import argparse
+import json
 import random
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -130,3 +135,20 @@ def admission_figures(*, num_ticks: int) -> dict[str, float]:
         figures |= {f"saved_tokens_kept{suffix}": exact, f"saved_tokens_kept_formerly{suffix}": former}
         figures[f"saved_tokens_kept_with_death_limit{suffix}"] = limited
     return figures
+
+
+def main() -> None:
+    """Entry point: a table, and as the last line the figures of the exact rule and of the former rule as JSON."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.buffer_admission", description=main.__doc__)
+    parser.add_argument("--quick", action="store_true", help="simulate 1000 ticks instead of 3000")
+    figures = admission_figures(num_ticks=1000 if parser.parse_args().quick else 3000)
+    baseline = {name.replace("_formerly", ""): share for name, share in figures.items() if "_formerly" in name}
+    figures = {name: share for name, share in figures.items() if "_formerly" not in name}
+    for name, share in figures.items():
+        former = f"{baseline[name]:6.3f} by the former rule" if name in baseline else ""
+        sys.stdout.write(f"{name:40} {share:6.3f}  {former}\n")
+    sys.stdout.write(json.dumps({"figures": figures, "baseline": baseline}) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -21,9 +21,9 @@ from typing import Any
 
 from asyncrl.core.errors import AsyncRLError, WeightsError, WeightsGone, WireError, WrongEpoch
 
-from .admission import Collaborators, PendingRequest, PendingRequests
 from .journal import Journal
 from .messages import MAX_REASON, Message, incarnation_of, integer, seconds, text
+from .waiting import Collaborators, PendingRequest
 
 logger = logging.getLogger(__name__)
 
@@ -179,15 +179,15 @@ class OfferRequests:
     """The operations on the log of offers, which a journal keeps, where there is one."""
 
     def __init__(self, shared: Collaborators, journal: Journal | None = None) -> None:
-        self._ledger, self._replies, self._hold_s = shared.ledger, shared.replies, shared.hold_s
+        self._ledger, self._replies = shared.ledger, shared.replies
         self._journal = journal
         self._log = OfferLog()
         self._shown: int | None = None
         self._untold: deque[PendingRequest] = deque()
         self._next_turn: asyncio.TimerHandle | None = None
-        self._receivers = PendingRequests()
-        self._followers = PendingRequests()
-        self._evaluators = PendingRequests()
+        self._receivers = shared.pending()
+        self._followers = shared.pending()
+        self._evaluators = shared.pending()
         self.operations: dict[str, Callable[[bytes, Message], None]] = {
             "offer": self._offer,
             "next_offer": self._next_offer,
@@ -218,7 +218,7 @@ class OfferRequests:
             self._shown = newest
             self._untold = deque(self._receivers.all())
             self._tell_receivers()
-            self._answer_all(self._evaluators, self._answer_evaluator)
+            self._evaluators.answer(self._answer_evaluator)
 
     def _tell_receivers(self) -> None:
         """Tell some workers, the others in later turns of the loop: the first ones lease before the last are told."""
@@ -278,7 +278,8 @@ class OfferRequests:
         elif isinstance(reason, str) and 0 < len(reason) <= MAX_REASON:
             self._log.failure = reason
             self._write()
-            self._fail_all()
+            for pending in (self._receivers, self._followers, self._evaluators):
+                pending.fail_all(WeightsError(reason))
         else:
             got = str({name: message.fields[name] for name in ("offer", "failure") if name in message.fields})[:200]
             raise WireError(
@@ -291,17 +292,11 @@ class OfferRequests:
         if self._journal is not None:
             self._journal.write(_JOURNALED_AS, [self._ledger.incarnation, self._log.snapshot()])
 
-    def _fail_all(self) -> None:
-        for pending in (self._receivers, self._followers, self._evaluators):
-            for request in pending.all():
-                pending.remove(request.client, request.request_id)
-                self._replies.fail(request.client, request.request_id, WeightsError(self._log.failure))
-
     def _next_offer(self, client: bytes, message: Message) -> None:
         fields = {"at_least": integer(message.fields, "at_least"), "incarnation": incarnation_of(message.fields)}
         request = _pending(client, message, fields)
         if not self._answer_receiver(request):
-            self._receivers.add(request, self._hold_s, self._answer_nothing)
+            self._receivers.add(request)
 
     def _answer_receiver(self, request: PendingRequest) -> bool:
         is_new = request.fields["incarnation"] != self._ledger.incarnation  # to this engine, whatever its number
@@ -332,17 +327,12 @@ class OfferRequests:
         self._log.check()
         request = _pending(client, message, fields)
         if not self._answer_follower(request):
-            self._followers.add(request, self._hold_s, self._answer_nothing)
+            self._followers.add(request)
 
     def _tell_controllers(self) -> None:
         if not self._log.failure:
-            self._answer_all(self._followers, self._answer_follower)
-            self._answer_all(self._evaluators, self._answer_evaluator)
-
-    def _answer_all(self, pending: PendingRequests, answer: Callable[[PendingRequest], bool]) -> None:
-        for request in pending.all():
-            if answer(request):
-                pending.remove(request.client, request.request_id)
+            self._followers.answer(self._answer_follower)
+            self._evaluators.answer(self._answer_evaluator)
 
     def _answer_follower(self, request: PendingRequest) -> bool:
         served = self._log.served(request.fields["num_engines"])
@@ -359,16 +349,16 @@ class OfferRequests:
         self._log.check()
         if self._log.pin(**fields):
             self._write()
-            self._answer_all(self._receivers, self._answer_receiver)
+            self._receivers.answer(self._answer_receiver)
         request = _pending(client, message, {"version": fields["version"], "known": set(known)})
         if not self._answer_evaluator(request):
-            self._evaluators.add(request, self._hold_s, self._answer_nothing)
+            self._evaluators.add(request)
 
     def _unpin(self, client: bytes, message: Message) -> None:
         self._log.unpin()
         self._write()
         if not self._log.failure:
-            self._answer_all(self._receivers, self._answer_receiver)
+            self._receivers.answer(self._answer_receiver)
         self._replies.reply(client, message.request_id)
 
     def _answer_evaluator(self, request: PendingRequest) -> bool:
@@ -381,9 +371,6 @@ class OfferRequests:
         else:
             self._replies.reply(request.client, request.request_id, {"engines": engines})
         return True
-
-    def _answer_nothing(self, request: PendingRequest) -> None:
-        self._replies.reply(request.client, request.request_id)
 
 
 def _pending(client: bytes, message: Message, fields: dict[str, Any]) -> PendingRequest:

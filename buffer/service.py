@@ -14,8 +14,6 @@ from asyncrl.core import record
 from asyncrl.core.errors import AsyncRLError, DeclaredDead, ReplayBufferError, StoreFull, StoreLost, WireError
 from asyncrl.core.types import BufferStats
 
-from .admission import Admission, Collaborators, PendingRequest, PendingRequests, PromptIntake
-from .batch_requests import BatchRequests
 from .commands import (
     Commit,
     Expire,
@@ -55,6 +53,7 @@ from .rule import StalenessRule
 from .store_links import StoreLinks
 from .store_requests import StoreRequests
 from .stores import PayloadStore, size_of
+from .waiting import Admission, BatchRequests, Collaborators, PendingRequest, PromptIntake
 
 logger = logging.getLogger(__name__)
 
@@ -87,17 +86,8 @@ class BufferService:
         journal: Journal | None = None,
         clock: LoopClock | None = None,
     ) -> None:
-        self.ledger = Ledger(
-            StalenessRule(max_lag=config.max_lag, groups_per_step=groups_per_step),
-            on_stale=config.on_stale,
-            order=config.order,
-            lease_s=config.lease_s,
-            filters=config.filters,
-            first_version=config.first_version,
-            max_bytes=config.max_stored_bytes,
-            max_deaths=config.max_worker_deaths,
-            num_stores=1 if links is None else len(links.addresses),
-        )
+        num_stores = 1 if links is None else len(links.addresses)
+        self.ledger = _ledger(config, groups_per_step=groups_per_step, num_stores=num_stores)
         self._config = config
         self._counters = counters
         self._on_rewound = on_rewound
@@ -105,8 +95,9 @@ class BufferService:
         self._clock = LoopClock() if clock is None else clock
         self._replies = Replies(send)
         self._store = PayloadStore(config.max_prompt_bytes, None if links is None else links.remove)
-        self._hold_s = config.request_timeout_s / 2
-        shared = Collaborators(ledger=self.ledger, store=self._store, replies=self._replies, hold_s=self._hold_s)
+        shared = Collaborators(
+            ledger=self.ledger, store=self._store, replies=self._replies, hold_s=config.request_timeout_s / 2
+        )
         self._intake = PromptIntake(shared, queue_size=config.queue_size)
         self._admission = Admission(
             shared,
@@ -119,7 +110,7 @@ class BufferService:
         self._batches = BatchRequests(shared, links=links, max_filtered=max_filtered)
         self._offers = OfferRequests(shared, journal)
         self._stores = StoreRequests(shared, links=links)
-        self._reserving = PendingRequests()
+        self._reserving = shared.pending()
         self._refused_for_space: set[bytes] = set()
         self._refused_prompts: set[bytes] = set()
         self._journal = journal
@@ -358,10 +349,7 @@ class BufferService:
         fields: dict[str, Any] = {name: integer(request.fields, name) for name in names}
         fields["host"] = text(request.fields, "host") if "host" in request.fields else ""
         pending = PendingRequest(client=client, request_id=request.request_id, fields=fields)
-        self._reserving.add(pending, self._hold_s, self._answer_no_room)
-
-    def _answer_no_room(self, pending: PendingRequest) -> None:
-        self._replies.reply(pending.client, pending.request_id)
+        self._reserving.add(pending)
 
     def _grant_reservations(self) -> None:
         for pending in self._reserving.all():
@@ -571,6 +559,21 @@ class BufferService:
             "producers": self._admission.describe(),
         }
         self._replies.reply(client, request.request_id, fields)
+
+
+def _ledger(config: BufferConfig, *, groups_per_step: int, num_stores: int) -> Ledger:
+    """A new ledger with the options of the buffer."""
+    return Ledger(
+        StalenessRule(max_lag=config.max_lag, groups_per_step=groups_per_step),
+        on_stale=config.on_stale,
+        order=config.order,
+        lease_s=config.lease_s,
+        filters=config.filters,
+        first_version=config.first_version,
+        max_bytes=config.max_stored_bytes,
+        max_deaths=config.max_worker_deaths,
+        num_stores=num_stores,
+    )
 
 
 def _clock_fields() -> dict[str, Any]:

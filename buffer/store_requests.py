@@ -10,10 +10,10 @@ from typing import Any
 
 from asyncrl.core.errors import ReplayBufferError, WireError
 
-from .admission import Collaborators, PendingRequest, PendingRequests
 from .commands import AddStore, DropStore
 from .messages import Message, integer, text
 from .store_links import StoreLinks
+from .waiting import Collaborators, PendingRequest
 
 logger = logging.getLogger(__name__)
 
@@ -25,10 +25,9 @@ class StoreRequests:
 
     def __init__(self, shared: Collaborators, *, links: StoreLinks | None) -> None:
         self._ledger, self._store, self._replies = shared.ledger, shared.store, shared.replies
-        self._hold_s = shared.hold_s
         self._links = links
         self._hosts: dict[str, None] = {}
-        self._pending = PendingRequests()
+        self._pending = shared.pending()
         self.operations: dict[str, Callable[[bytes, Message], None]] = {
             "add_store": self._add,
             "drop_store": self._drop,
@@ -75,10 +74,7 @@ class StoreRequests:
         if not isinstance(known, list) or not all(isinstance(host, str) for host in known):
             raise WireError("field 'known' must be a list of hosts")
         pending = PendingRequest(client=client, request_id=request.request_id, fields={"known": frozenset(known)})
-        self._pending.add(pending, self._hold_s, self._answer_none)
-
-    def _answer_none(self, pending: PendingRequest) -> None:
-        self._replies.reply(pending.client, pending.request_id)
+        self._pending.add(pending)
 
     def _check_may_join(self) -> StoreLinks:
         if self._links is None or not self._links.may_join:

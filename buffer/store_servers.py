@@ -23,7 +23,6 @@ from asyncrl.core.errors import (
 )
 
 from .account import IdSet
-from .admission import PendingRequest, PendingRequests
 from .commands import Frames
 from .config import BufferConfig, Durability
 from .encoding import JOIN_BELOW_BYTES
@@ -31,6 +30,7 @@ from .journal import Journal
 from .messages import Message, Replies, Send, integer, integers, pairs
 from .process import BufferSupervisor
 from .stores import FetchWindow, size_of
+from .waiting import PendingRequest, PendingRequests
 
 logger = logging.getLogger(__name__)
 
@@ -49,8 +49,7 @@ class StoreService:
         self._unwritten_removals: set[int] = set()
         self._stored_bytes = 0
         self._reserved: dict[tuple[int, int], int] = {}
-        self._reserving = PendingRequests()
-        self._hold_s = config.request_timeout_s / 2
+        self._reserving = PendingRequests(self._replies, config.request_timeout_s / 2)
         self._operations = {
             "reserve": self._reserve,
             "put_payload": self._put,
@@ -112,10 +111,7 @@ class StoreService:
         fields = {name: integer(request.fields, name) for name in names}
         self._check_size(fields["num_bytes"])
         pending = PendingRequest(client=client, request_id=request.request_id, fields=fields)
-        self._reserving.add(pending, self._hold_s, self._answer_no_room)
-
-    def _answer_no_room(self, pending: PendingRequest) -> None:
-        self._replies.reply(pending.client, pending.request_id)
+        self._reserving.add(pending)
 
     def _check_size(self, size: int) -> None:
         if size > self._limit:

@@ -14,12 +14,12 @@ import pytest
 from asyncrl.core.errors import RateExceeded, ReplayBufferError, StoreFull, WireError
 from asyncrl.core.types import Prompt
 from buffer import BufferConfig, BufferProcess
-from buffer.admission import PendingRequest, PendingRequests
 from buffer.client_socket import ClientSocket
 from buffer.encoding import prompt_frames
-from buffer.messages import MAX_LEASES
+from buffer.messages import MAX_LEASES, Message, Replies
 from buffer.sockets import Chunk, ChunkReceiver, ChunkSender
 from buffer.stores import size_of
+from buffer.waiting import PendingRequest, PendingRequests
 from tests.support.buffer_groups import AnyRole, prompt, rollout, running
 
 
@@ -130,14 +130,25 @@ async def test_a_consumer_that_reads_nothing_is_sent_no_more_than_the_bound():
 
 
 async def test_waiting_requests_of_one_client_are_bounded():
-    room = PendingRequests()
+    room = PendingRequests(Replies(lambda client, reply: None), 9.0)
     for number in range(256):
-        room.add(PendingRequest(client=b"a", request_id=number), 9.0, lambda request: None)
-    with pytest.raises(ReplayBufferError, match="256 requests of this kind wait, of them 256 of this client"):
-        room.add(PendingRequest(client=b"a", request_id=256), 9.0, lambda request: None)
-    room.add(PendingRequest(client=b"b", request_id=0), 9.0, lambda request: None)
+        room.add(PendingRequest(client=b"a", request_id=number))
+    with pytest.raises(ReplayBufferError, match="of them 256 of this client"):
+        room.add(PendingRequest(client=b"a", request_id=256))
+    room.add(PendingRequest(client=b"b", request_id=0))
     room.close()
     assert len(room) == 0
+
+
+async def test_a_pending_request_is_answered_once_by_its_timer_or_by_a_grant():
+    replies: asyncio.Queue[tuple[bytes, Message]] = asyncio.Queue()
+    room = PendingRequests(Replies(lambda client, reply: replies.put_nowait((client, reply))), 0.01)
+    for client in (b"granted", b"kept"):
+        room.add(PendingRequest(client=client, request_id=1))
+    room.answer(lambda request: request.client == b"granted")
+    client, reply = await replies.get()
+    assert (client, reply.fields) == (b"kept", {})
+    assert not len(room) and replies.empty()
 
 
 @pytest.mark.parametrize("num_store_servers", [0, 1])

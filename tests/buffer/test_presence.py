@@ -11,10 +11,10 @@ import pytest
 
 from asyncrl.core.errors import DeclaredDead, LeaseExpired, NotLeaseOwner, WireError
 from buffer import BufferConfig, BufferProcess, Durability
-from buffer.admission import FairQueue
 from buffer.commands import GrantedLease
 from buffer.heartbeats import LoopClock
 from buffer.server import BufferServer
+from buffer.waiting import FairQueue
 from tests.support.buffer_groups import AnyRole, prompt, rollout, running
 
 

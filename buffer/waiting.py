@@ -1,7 +1,7 @@
-"""Who waits for the ledger, and who wakes them: requests for leases, and prompts on their way into the queue.
+"""Every request that the buffer holds until it can be answered: leases, prompts for the queue, and batches.
 
-After every burst of messages both are looked at again. A worker whose engine advances cancels its request and asks
-again; a commit answers those whose version it puts out of reach. Every wait ends under a timer: "nothing yet".
+The service looks at all of them after each burst of messages. A worker whose engine advances cancels its request and
+asks again; a commit answers the requests whose version is then too old. A timer ends each wait with "nothing yet".
 """
 
 import asyncio
@@ -13,21 +13,23 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from typing import Any
 
-from asyncrl.core.errors import ReplayBufferError, WireError
+from asyncrl.core.errors import AsyncRLError, ReplayBufferError, StoreFull, WireError
 
-from .commands import Enqueue, Frames, GrantedLease, LeaseGroups, Put, Release, Renew, TakeBack
+from .commands import Enqueue, Frames, GrantedLease, LeaseGroups, PlanBatch, Put, Release, Renew, TakeBack
 from .groups import Group
 from .heartbeats import Deadline, Heartbeats, LoopClock
 from .ledger import Ledger
-from .messages import HAND_ON, MAX_LEASES, REVOKED, Message, Replies, incarnation_of, integer, integers
+from .messages import HAND_ON, MAX_LEASES, REVOKED, Message, Replies, incarnation_of, integer, integers, summary_fields
 from .pace import RunningGroup, WorkerPaces
-from .stores import PayloadStore, size_of
+from .store_links import StoreLinks
+from .stores import FetchWindow, PayloadStore, size_of
 
 logger = logging.getLogger(__name__)
 
 _MAX_PER_CLIENT = 256
 _MAX_IN_ALL = 16_384
 _MAX_REMEMBERED = 4096
+_FIRST_WARNING_STEPS = 4
 _SEARCH_S = 5e-5
 """After a search in vain the next one waits so many seconds per waiting request; a search takes a fiftieth of that."""
 
@@ -52,9 +54,19 @@ class PendingRequest:
 
 
 class PendingRequests:
-    """Pending requests of one operation, in the order they came."""
+    """Pending requests of one operation, in the order they came.
 
-    def __init__(self) -> None:
+    Args:
+        replies: Answers them.
+        hold_s: A request that cannot be granted is answered after this time.
+        nothing_yet: Gives that answer; by default a reply without fields, and the client asks again.
+    """
+
+    def __init__(
+        self, replies: Replies, hold_s: float, nothing_yet: Callable[[PendingRequest], None] | None = None
+    ) -> None:
+        self._replies, self._hold_s = replies, hold_s
+        self._nothing_yet = self._reply_nothing if nothing_yet is None else nothing_yet
         self._requests: dict[tuple[bytes, int], PendingRequest] = {}
         self._by_client: dict[bytes, dict[int, PendingRequest]] = {}
         self.num_bytes = 0
@@ -78,8 +90,11 @@ class PendingRequests:
         """Those of one client."""
         return list(self._by_client.get(client, {}).values())
 
-    def add(self, request: PendingRequest, hold_s: float, on_timeout: Callable[[PendingRequest], None]) -> None:
-        """Hold a request for ``hold_s`` at most; a copy takes its place. Raises `ReplayBufferError` if too many are."""
+    def _reply_nothing(self, request: PendingRequest) -> None:
+        self._replies.reply(request.client, request.request_id)
+
+    def add(self, request: PendingRequest) -> None:
+        """Hold a request; a copy of it takes its place. Raises `ReplayBufferError` if too many are held."""
         self.remove(request.client, request.request_id)
         num_of_client = len(self._by_client.get(request.client, ()))
         if num_of_client >= _MAX_PER_CLIENT or len(self) >= _MAX_IN_ALL:
@@ -90,9 +105,9 @@ class PendingRequests:
 
         def time_out() -> None:
             self.remove(request.client, request.request_id)
-            on_timeout(request)
+            self._nothing_yet(request)
 
-        request.timer = asyncio.get_running_loop().call_later(hold_s, time_out)
+        request.timer = asyncio.get_running_loop().call_later(self._hold_s, time_out)
         self._requests[request.client, request.request_id] = request
         self._by_client.setdefault(request.client, {})[request.request_id] = request
         self.num_bytes += request.num_bytes
@@ -111,6 +126,18 @@ class PendingRequests:
             request.timer.cancel()
         return request
 
+    def answer(self, try_to: Callable[[PendingRequest], bool]) -> None:
+        """Call ``try_to`` with each request, first come first, and remove those that it says it has answered."""
+        for request in self.all():
+            if try_to(request):
+                self.remove(request.client, request.request_id)
+
+    def fail_all(self, error: AsyncRLError) -> None:
+        """Answer every request with an error."""
+        for request in self.all():
+            self.remove(request.client, request.request_id)
+            self._replies.fail(request.client, request.request_id, error)
+
     def withdraw(self, client: bytes) -> None:
         """Take out all requests of a client that is gone."""
         for request in self.of_client(client):
@@ -123,10 +150,10 @@ class PendingRequests:
 
 
 class PendingLeases(PendingRequests):
-    """Pending requests for leases, also by the version that their engines serve, of which there are few."""
+    """Pending requests for leases, also indexed by the version that their engines serve. There are few versions."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, replies: Replies, hold_s: float, nothing_yet: Callable[[PendingRequest], None]) -> None:
+        super().__init__(replies, hold_s, nothing_yet)
         self._by_version: dict[int, dict[tuple[bytes, int], int]] = {}
         self._next_place = 0
 
@@ -139,15 +166,15 @@ class PendingLeases(PendingRequests):
         """Those at one version, each with its place in the order they came."""
         return [(place, self._requests[key]) for key, place in self._by_version.get(version, {}).items()]
 
-    def add(self, request: PendingRequest, hold_s: float, on_timeout: Callable[[PendingRequest], None]) -> None:
-        """See `PendingRequests.add`."""
-        super().add(request, hold_s, on_timeout)
+    def add(self, request: PendingRequest) -> None:
+        """Hold a request, and index it by its version."""
+        super().add(request)
         self._next_place += 1
         of_version = self._by_version.setdefault(request.fields["version"], {})
         of_version[request.client, request.request_id] = self._next_place
 
     def remove(self, client: bytes, request_id: int) -> PendingRequest | None:
-        """See `PendingRequests.remove`."""
+        """Take a request out of the line and of the index."""
         request = super().remove(client, request_id)
         if request is not None:
             version = request.fields["version"]
@@ -193,15 +220,18 @@ class Collaborators:
     replies: Replies
     hold_s: float
 
+    def pending(self, nothing_yet: Callable[[PendingRequest], None] | None = None) -> PendingRequests:
+        """The pending requests of one more operation."""
+        return PendingRequests(self.replies, self.hold_s, nothing_yet)
+
 
 class PromptIntake:
     """The operation ``enqueue``: at most ``queue_size`` prompts are queued at once."""
 
     def __init__(self, shared: Collaborators, *, queue_size: int) -> None:
         self._ledger, self._store, self._replies = shared.ledger, shared.store, shared.replies
-        self._hold_s = shared.hold_s
         self._queue_size = queue_size
-        self._pending = PendingRequests()
+        self._pending = shared.pending(nothing_yet=self._answer)
         self.operations = {"enqueue": self._enqueue}
 
     @property
@@ -229,7 +259,7 @@ class PromptIntake:
         prompts = [(group_id, [next(payload) for _ in range(n)]) for group_id, n in zip(group_ids, counts, strict=True)]
         fields = {"prompts": prompts, "queued": 0}
         request = PendingRequest(client=client, request_id=message.request_id, fields=fields, num_bytes=size)
-        self._pending.add(request, self._hold_s, self._answer)
+        self._pending.add(request)
 
     def _answer(self, request: PendingRequest) -> None:
         self._replies.reply(request.client, request.request_id, {"queued": request.fields["queued"]})
@@ -277,9 +307,8 @@ class Admission:
         settle: Callable[[], None],
     ) -> None:
         self._ledger, self._store, self._replies = shared.ledger, shared.store, shared.replies
-        self._hold_s = shared.hold_s
         self._clock = clock
-        self._pending = PendingLeases()
+        self._pending = PendingLeases(shared.replies, shared.hold_s, self._answer_nothing)
         self._granted: OrderedDict[tuple[bytes, int], list[GrantedLease]] = OrderedDict()
         self._turns = FairQueue()
         self._hands_over = hands_over
@@ -327,7 +356,7 @@ class Admission:
             self._ledger.check_engine_version(version)
         fields = {"version": version, "wanted": num_wanted, "granted": [], "incarnation": incarnation}
         request = PendingRequest(client=client, request_id=message.request_id, fields=fields)
-        self._pending.add(request, self._hold_s, self._answer_nothing)
+        self._pending.add(request)
 
     def _answer_nothing(self, request: PendingRequest) -> None:
         self._answer(request.client, request.request_id, [])
@@ -573,3 +602,119 @@ def _groups_and_attempts(message: Message) -> tuple[list[int], list[int]]:
     if len(group_ids) > MAX_LEASES:
         raise WireError(f"{message.name} names at most {MAX_LEASES} leases, got {len(group_ids)}; send several")
     return group_ids, attempts
+
+
+class BatchRequests:
+    """The operations ``plan`` and ``fetch``; plans fail after ``max_filtered`` filtered groups in a row, if not 0.
+
+    ``links`` lead to the store servers, where these hold the payloads.
+    """
+
+    def __init__(self, shared: Collaborators, *, links: StoreLinks | None, max_filtered: int) -> None:
+        self._ledger, self._store, self._replies = shared.ledger, shared.store, shared.replies
+        self._links = links
+        self._max_filtered = max_filtered
+        self._pending = shared.pending(nothing_yet=self._answer_late)
+        self._unread = FetchWindow(shared.ledger.room.max_bytes)
+        self.operations = {"plan": self._plan, "fetch": self._fetch}
+
+    def close(self) -> None:
+        """Stop whatever waits."""
+        self._pending.close()
+
+    def _plan(self, client: bytes, message: Message) -> None:
+        version = integer(message.fields, "version")
+        self._ledger.check_plan(version)
+        if self._is_filtered_away():
+            raise ReplayBufferError(self._filtered())
+        request = PendingRequest(client=client, request_id=message.request_id, fields={"version": version})
+        self._pending.add(request)
+
+    def make(self) -> None:
+        """Make and send every batch that somebody waits for and that can be made."""
+        for request in sorted(self._pending.all(), key=lambda request: request.fields["version"]):
+            try:
+                version = request.fields["version"]
+                is_made = self._ledger.apply(PlanBatch(version=version)).group_ids
+            except ReplayBufferError as error:
+                self._pending.remove(request.client, request.request_id)
+                self._replies.fail(request.client, request.request_id, error)
+                continue
+            if is_made:
+                self._pending.remove(request.client, request.request_id)
+                groups = [summary_fields(summary) for summary in self._ledger.batch(version).groups]
+                self._replies.reply(request.client, request.request_id, {"groups": groups})
+
+    def _answer_late(self, request: PendingRequest) -> None:
+        """A plan has waited for as long as it may: ask again, unless nothing is left that could make it."""
+        ledger = self._ledger
+        is_idle = not (ledger.groups.num_queued or ledger.groups.num_leased or ledger.groups.num_planned)
+        if is_idle and ledger.account.groups_dropped and ledger.groups.num_stored < ledger.rule.groups_per_step:
+            text = f"{self._stored()}, no prompts are queued and nothing runs; {self._dropped()}. Enqueue more prompts"
+            self._replies.fail(request.client, request.request_id, ReplayBufferError(text))
+            return
+        is_starving = ledger.account.filtered_in_a_row >= ledger.rule.groups_per_step
+        self._replies.reply(request.client, request.request_id, {"warning": self._filtered()} if is_starving else {})
+
+    def note_filtered(self) -> None:
+        """A group was dropped by a filter: say so where none is kept for long, and give up where that has no end."""
+        if self._is_filtered_away():
+            self._pending.fail_all(ReplayBufferError(self._filtered()))
+            return
+        num_steps, rest = divmod(self._ledger.account.filtered_in_a_row, self._ledger.rule.groups_per_step)
+        if rest == 0 and num_steps >= _FIRST_WARNING_STEPS and num_steps.bit_count() == 1:
+            logger.warning(self._filtered())
+            for request in self._pending.all():
+                self._pending.remove(request.client, request.request_id)
+                self._replies.reply(request.client, request.request_id, {"warning": self._filtered()})
+
+    def _is_filtered_away(self) -> bool:
+        ledger = self._ledger
+        is_short = ledger.groups.num_stored < ledger.rule.groups_per_step
+        return is_short and 0 < self._max_filtered <= ledger.account.filtered_in_a_row
+
+    def _filtered(self) -> str:
+        number = self._ledger.account.filtered_in_a_row
+        return (
+            f"{self._stored()}, and buffer.filters dropped the last {number} that were finished; {self._dropped()}. "
+            "Look at the rewards, take other prompts or filters, or raise buffer.max_filtered_steps"
+        )
+
+    def _stored(self) -> str:
+        ledger = self._ledger
+        stored = f"{ledger.groups.num_stored} of the {ledger.rule.groups_per_step} groups"
+        return f"{stored} of batch {ledger.next_plan} are stored"
+
+    def _dropped(self) -> str:
+        dropped = self._ledger.account.groups_dropped
+        return "dropped in all: " + ", ".join(f"{number} for {reason}" for reason, number in dropped.items())
+
+    def fail(self, size: int) -> None:
+        """Tell everybody who waits for a batch that it does not fit."""
+        ledger = self._ledger
+        self._pending.fail_all(
+            StoreFull(
+                f"buffer.max_stored_bytes={ledger.room.max_bytes} cannot hold a batch: {ledger.groups.num_stored} "
+                f"groups fill it, {ledger.rule.groups_per_step} are needed, the next has {size} bytes; raise it"
+            )
+        )
+
+    def _fetch(self, client: bytes, message: Message) -> None:
+        """Payloads, or where they are: the store servers, and the attempts to ask them for."""
+        group_ids = integers(message.fields, "groups")
+        if len(set(group_ids)) != len(group_ids):
+            raise WireError("a fetch names each group once")
+        if self._links is not None:
+            groups = [self._ledger.groups.in_store(group_id) for group_id in group_ids]
+            fields = {
+                "stores": self._links.addresses,
+                "attempts": [group.result.attempt for group in groups],
+                "places": [group.store for group in groups],
+                "digests": [group.digest for group in groups],
+            }
+            self._replies.reply(client, message.request_id, fields)
+            return
+        parts = [self._store.trajectories(group_id) for group_id in group_ids]
+        payload: list[Any] = [frame for frames in parts for frame in frames]
+        self._unread.add(client, message.request_id, size_of(payload), read=integer(message.fields, "read"))
+        self._replies.reply(client, message.request_id, {"counts": [len(frames) for frames in parts]}, payload)
