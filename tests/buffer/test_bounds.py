@@ -148,7 +148,8 @@ async def test_a_pending_request_is_answered_once_by_its_timer_or_by_a_grant():
     room.answer(lambda request: request.client == b"granted")
     client, reply = await replies.get()
     assert (client, reply.fields) == (b"kept", {})
-    assert not len(room) and replies.empty()
+    assert not len(room)
+    assert replies.empty()
 
 
 @pytest.mark.parametrize("num_store_servers", [0, 1])
