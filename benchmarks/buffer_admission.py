@@ -84,7 +84,7 @@ class SaturatedRun:
         self.ledger.apply(Put(summary=summary))
 
     def _kill(self, worker: bytes) -> None:
-        for group in self.ledger.groups.of_owner(worker):
+        for group in self.ledger.groups.leases.of_owner(worker):
             rollout = self._running.pop(group.group_id)
             progress = Progress(
                 num_tokens=rollout.num_tokens,

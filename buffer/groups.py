@@ -4,7 +4,7 @@ The table knows how to move a group from one state to the next. It decides nothi
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from functools import cache
@@ -95,6 +95,11 @@ class Group:
     def attempt(self) -> int:
         """The current attempt, or the last one."""
         return self.num_attempts - 1
+
+    @property
+    def past_attempt(self) -> int:
+        """The last attempt that is over; -1 if there is none."""
+        return self.attempt - (self.state is not GroupState.queued)
 
     @property
     def num_saved(self) -> int:
@@ -201,39 +206,217 @@ def _discard(index: dict[Any, dict[int, None]], key: Any, group_id: int) -> None
         del index[key]
 
 
-class GroupTable:
-    """Unfinished groups by id, and by queue, deadline, owner, expiry and batch.
+class LeaseIndex:
+    """The leased groups by deadline, by owner, and by the time at which their leases run out."""
+
+    def __init__(self) -> None:
+        self._groups: dict[int, Group] = {}
+        self._by_deadline: dict[int, dict[int, None]] = {}
+        self._by_owner: dict[bytes, dict[int, None]] = {}
+        self._expiries: list[tuple[float, int, int]] = []
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    @property
+    def num_expiries(self) -> int:
+        """Entries of the heap of expiries; leases that ended leave entries."""
+        return len(self._expiries)
+
+    def add(self, group: Group) -> None:
+        """Index a group whose lease begins."""
+        self._groups[group.group_id] = group
+        self._by_deadline.setdefault(group.deadline, {})[group.group_id] = None
+        self._by_owner.setdefault(group.owner, {})[group.group_id] = None
+        self._push_expiry(group)
+
+    def remove(self, group: Group) -> None:
+        """Take out a group whose lease ended."""
+        del self._groups[group.group_id]
+        _discard(self._by_deadline, group.deadline, group.group_id)
+        _discard(self._by_owner, group.owner, group.group_id)
+        group.expires_at = 0.0  # renewals are not journaled: a replayed table must not differ by what is over
+
+    def all(self) -> list[Group]:
+        """The leased groups, in the order in which their leases began."""
+        return sorted(self._groups.values(), key=attrgetter("place"))
+
+    def of_owner(self, owner: bytes) -> list[Group]:
+        """The groups that an owner holds leases on."""
+        return [self._groups[group_id] for group_id in self._by_owner.get(owner, ())]
+
+    def num_of_owner(self, owner: bytes) -> int:
+        """How many groups an owner holds leases on."""
+        return len(self._by_owner.get(owner, ()))
+
+    def reserved_in(self, store: int) -> list[tuple[int, int]]:
+        """The running groups that have bytes reserved in a store, and their attempts."""
+        return [(group.group_id, group.attempt) for group in self.all() if group.num_bytes and group.store == store]
+
+    def last(self, numbers: Sequence[int], *, version: int) -> list[Group]:
+        """For each k, ``numbers[k]`` more groups due at ``version + k`` or earlier; the last to begin come first."""
+        chosen: dict[int, None] = {}
+        for k, number in enumerate(numbers):
+            if number:
+                due = sorted((deadline for deadline in self._by_deadline if deadline <= version + k), reverse=True)
+                candidates = (g for deadline in due for g in reversed(self._by_deadline[deadline]) if g not in chosen)
+                chosen.update(dict.fromkeys(list(islice(candidates, number))))
+        return [self._groups[group_id] for group_id in chosen]
+
+    def next_expiry(self) -> float | None:
+        """When the first lease runs out; None while no lease runs."""
+        expiries = self._expiries
+        while expiries:
+            expires_at, group_id, attempt = expiries[0]
+            group = self._groups.get(group_id)
+            if group is None or group.attempt != attempt or group.expires_at < expires_at:
+                heappop(expiries)
+            elif group.expires_at > expires_at:
+                heapreplace(expiries, (group.expires_at, group_id, attempt))
+            else:
+                return expires_at
+        return None
+
+    def expired(self, now: float) -> list[Group]:
+        """The groups whose leases have run out, the earliest first."""
+        due = {(group_id, attempt) for expires_at, group_id, attempt in self._expiries if expires_at <= now}
+        running = ((self._groups.get(group_id), attempt) for group_id, attempt in due)
+        groups = [group for group, attempt in running if group is not None and group.attempt == attempt]
+        groups.sort(key=lambda group: (group.expires_at, group.place))
+        return [group for group in groups if group.expires_at <= now]
+
+    def extend(self, group: Group, expires_at: float) -> None:
+        """Move the expiry of a lease."""
+        is_earlier = expires_at < group.expires_at
+        group.expires_at = expires_at
+        if is_earlier:
+            self._push_expiry(group)
+
+    def _push_expiry(self, group: Group) -> None:
+        """Index an expiry. Entries of leases that ended are cleared before they are half of the heap."""
+        if len(self._expiries) > 2 * len(self._groups) + 64:
+            self._expiries = [(other.expires_at, other.group_id, other.attempt) for other in self._groups.values()]
+            heapify(self._expiries)
+        heappush(self._expiries, (group.expires_at, group.group_id, group.attempt))
+
+
+class ReadyIndex:
+    """The stored groups that no batch holds, by deadline."""
+
+    def __init__(self) -> None:
+        self._entries: dict[int, list[Entry]] = {}
+
+    def add(self, group: Group) -> None:
+        """Index a group that is stored."""
+        self._entries.setdefault(group.deadline, []).append((group.rank, group.place, group.group_id))
+
+    def remove(self, deadline: int, group_ids: Container[int]) -> None:
+        """Take out groups of one deadline."""
+        entries = [entry for entry in self._entries[deadline] if entry[2] not in group_ids]
+        if entries:
+            self._entries[deadline] = entries
+        else:
+            del self._entries[deadline]
+
+    def by_rank(self) -> Mapping[int, Sequence[Entry]]:
+        """Deadline to groups, sorted by rank."""
+        for entries in self._entries.values():
+            entries.sort()
+        return self._entries
+
+    def counts(self) -> dict[int, int]:
+        """Deadline to number of groups."""
+        return {deadline: len(entries) for deadline, entries in self._entries.items()}
+
+
+class StoreSpace:
+    """The stores, and the bytes that groups take in them and as saved prefixes.
 
     Attributes:
+        stores: Where each store is.
+        stored_bytes: Bytes of trajectories per store, including reserved bytes.
+        prefix_bytes: Bytes of saved prefixes.
+        expected_bytes: Expected size of a group's trajectories: the largest seen, decaying over some dozens of groups.
+    """
+
+    def __init__(self, num_stores: int) -> None:
+        self.stores = [StorePlace() for _ in range(num_stores)]
+        self.stored_bytes = [0] * num_stores
+        self.prefix_bytes = self.expected_bytes = 0
+
+    def add_store(self, address: str, host: str) -> None:
+        """Count one more store."""
+        self.stores.append(StorePlace(address=address, host=host))
+        self.stored_bytes.append(0)
+
+    def open_stores(self) -> list[int]:
+        """The numbers of the stores that are not gone."""
+        return [number for number, place in enumerate(self.stores) if not place.is_gone]
+
+    def set_bytes(self, group: Group, num_bytes: int, store: int | None = None) -> None:
+        """Record the size of a group's trajectories, and their store unless it stays the same."""
+        if group.num_bytes:
+            self.stored_bytes[group.store] -= group.num_bytes
+        group.num_bytes = num_bytes
+        if store is not None:
+            group.store = store
+        if num_bytes:
+            self.stored_bytes[group.store] += num_bytes
+
+    def expect(self, num_bytes: int) -> None:
+        """Learn the size of a group that was stored."""
+        self.expected_bytes = max(num_bytes, self.expected_bytes - self.expected_bytes // _FORGETTING)
+
+    def set_progress(self, group: Group, progress: Progress | None, num_bytes: int) -> None:
+        """Record the saved prefix of a group."""
+        self.prefix_bytes += num_bytes - group.prefix_bytes
+        group.progress, group.prefix_bytes, group.is_evicted = progress, num_bytes, False
+
+    def evict_prefix(self, group: Group) -> None:
+        """Free the bytes of a saved prefix. Its tokens stay counted."""
+        self.prefix_bytes -= group.prefix_bytes
+        group.prefix_bytes, group.is_evicted = 0, True
+
+    def restore(self, places: Iterable[StorePlace], expected_bytes: int, groups: Iterable[Group]) -> None:
+        """Load the stores of a snapshot, and derive the bytes from the groups."""
+        self.stores, self.expected_bytes = list(places), expected_bytes
+        self.stored_bytes = [0] * len(self.stores)
+        for group in groups:
+            self.prefix_bytes += group.prefix_bytes
+            if group.num_bytes:
+                self.stored_bytes[group.store] += group.num_bytes
+
+
+class GroupTable:
+    """Unfinished groups by id, in their queue and in their batches.
+
+    Attributes:
+        leases: The leased groups.
+        ready: The stored groups that no batch holds.
+        space: The stores and the bytes in them.
         open_by_deadline: Deadline to number of groups leased or stored, not yet planned.
         plans: Version to the group ids of its batch.
-        stored_bytes: Bytes of trajectories by store, reserved ones among them.
-        stores: Where each store is.
-        prefix_bytes: Bytes of saved prefixes.
-        expected_bytes: What a group's trajectories take: the largest seen, forgotten within some dozens of groups.
+        ended_attempts: Groups and attempts that ended and whose trajectories a store may still hold; the service
+            empties the list.
     """
 
     def __init__(self, *, num_stores: int = 1) -> None:
-        self.stored_bytes = [0] * num_stores
-        self.stores = [StorePlace() for _ in range(num_stores)]
-        self._ended_attempts: list[tuple[int, int]] = []
-        self.prefix_bytes = self.expected_bytes = 0
+        self.leases = LeaseIndex()
+        self.ready = ReadyIndex()
+        self.space = StoreSpace(num_stores)
         self.open_by_deadline: dict[int, int] = {}
         self.plans: dict[int, tuple[int, ...]] = {}
+        self.ended_attempts: list[tuple[int, int]] = []
+        self.num_stored = self.num_planned = 0
         self._groups: dict[int, Group] = {}
         self._queue: deque[int] = deque()
-        self._leased: dict[int, dict[int, None]] = {}
-        self._by_owner: dict[bytes, dict[int, None]] = {}
-        self._expiries: list[tuple[float, int, int]] = []
-        self._ready: dict[int, list[Entry]] = {}
         self._next_place = 0
         self._head_place = -1
-        self.num_leased = self.num_stored = self.num_planned = 0
         self._present_at_deaths: set[int] = set()
 
     def __len__(self) -> int:
         """Records held: groups and expiries."""
-        return len(self._groups) + len(self._expiries)
+        return len(self._groups) + self.leases.num_expiries
 
     def __contains__(self, group_id: int) -> bool:
         return group_id in self._groups
@@ -248,6 +431,11 @@ class GroupTable:
     def num_queued(self) -> int:
         """Groups that wait for admission."""
         return len(self._queue)
+
+    @property
+    def num_leased(self) -> int:
+        """Groups that run."""
+        return len(self.leases)
 
     # Looking up
 
@@ -274,16 +462,12 @@ class GroupTable:
     def in_store(self, group_id: int) -> Group:
         """The group, if a store that is still there holds its trajectories. Raises `UnknownGroup` otherwise."""
         group = self.stored(group_id)
-        if (place := self.stores[group.store]).is_gone:
+        if (place := self.space.stores[group.store]).is_gone:
             raise UnknownGroup(
                 f"the trajectories of group {group_id} were on the store of host {place.host} at {place.address}, "
                 "which is gone"
             )
         return group
-
-    def with_prefix(self) -> list[int]:
-        """The groups, queued or leased, that have a saved prefix."""
-        return [group.group_id for group in self if group.prefix_bytes]
 
     def is_planned(self, group_id: int) -> bool:
         """Whether a batch holds the group."""
@@ -295,38 +479,10 @@ class GroupTable:
         stored = (group for group in self if group.summary is not None)
         return [(group.group_id, group.result.attempt) for group in stored if store is None or group.store == store]
 
-    def reserved_in(self, store: int) -> list[tuple[int, int]]:
-        """The running groups that have bytes reserved in a store, and their attempts."""
-        leased = (group for group in self.leased() if group.num_bytes)
-        return [(group.group_id, group.attempt) for group in leased if group.store == store]
-
-    def past_attempts(self) -> list[tuple[int, int]]:
-        """The groups that had attempts before the one that runs or is stored, and the last of those."""
-        past = ((group.group_id, group.attempt - (group.state is not GroupState.queued)) for group in self)
-        return [(group_id, attempt) for group_id, attempt in past if attempt >= 0]
-
-    def drain_ended(self) -> list[tuple[int, int]]:
-        """Groups and attempts that ended since the last call, and whose trajectories a store may still hold."""
-        ended, self._ended_attempts = self._ended_attempts, []
-        return ended
-
     def of_state(self, state: GroupState) -> list[Group]:
         """The groups of a state, by place."""
         groups = [group for group in self._groups.values() if group.state is state]
         return sorted(groups, key=lambda group: group.place)
-
-    def leased(self) -> list[Group]:
-        """The leased groups, in the order they began."""
-        groups = (self._groups[group_id] for group_ids in self._leased.values() for group_id in group_ids)
-        return sorted(groups, key=attrgetter("place"))
-
-    def of_owner(self, owner: bytes) -> list[Group]:
-        """The groups that an owner holds leases on."""
-        return [self._groups[group_id] for group_id in self._by_owner.get(owner, ())]
-
-    def num_of_owner(self, owner: bytes) -> int:
-        """How many groups an owner holds leases on."""
-        return len(self._by_owner.get(owner, ()))
 
     def head(self, number: int, *, owner: bytes, suspect_deaths: int = 0) -> list[Group]:
         """The first groups of the queue that an owner may have.
@@ -336,51 +492,9 @@ class GroupTable:
         """
         queued = map(self._groups.__getitem__, self._queue)
         if suspect_deaths and self._present_at_deaths:
-            has_one = any(group.num_deaths >= suspect_deaths for group in self.of_owner(owner))
+            has_one = any(group.num_deaths >= suspect_deaths for group in self.leases.of_owner(owner))
             queued = _at_most_one_suspect(queued, min_deaths=suspect_deaths, has_one=has_one)
         return list(islice(queued, number))
-
-    def ready(self) -> Mapping[int, Sequence[Entry]]:
-        """Deadline to stored groups that no batch holds, sorted by rank."""
-        for entries in self._ready.values():
-            entries.sort()
-        return self._ready
-
-    def ready_by_deadline(self) -> dict[int, int]:
-        """Deadline to number of stored groups that no batch holds."""
-        return {deadline: len(entries) for deadline, entries in self._ready.items()}
-
-    def last_leased(self, numbers: Sequence[int], *, version: int) -> list[Group]:
-        """For each k, ``numbers[k]`` more leased groups due at ``version + k`` or earlier, those begun last first."""
-        chosen: dict[int, None] = {}
-        for k, number in enumerate(numbers):
-            if number:
-                due = sorted((deadline for deadline in self._leased if deadline <= version + k), reverse=True)
-                candidates = (g for deadline in due for g in reversed(self._leased[deadline]) if g not in chosen)
-                chosen.update(dict.fromkeys(list(islice(candidates, number))))
-        return [self._groups[group_id] for group_id in chosen]
-
-    def next_expiry(self) -> float | None:
-        """When the first lease runs out; None while no lease runs."""
-        expiries = self._expiries
-        while expiries:
-            expires_at, group_id, attempt = expiries[0]
-            group = self.running(group_id, attempt)
-            if group is None or group.expires_at < expires_at:
-                heappop(expiries)
-            elif group.expires_at > expires_at:
-                heapreplace(expiries, (group.expires_at, group_id, attempt))
-            else:
-                return expires_at
-        return None
-
-    def expired(self, now: float) -> list[Group]:
-        """The leased groups whose leases have run out, the earliest first."""
-        keys = dict.fromkeys(
-            (group_id, attempt) for expires_at, group_id, attempt in self._expiries if expires_at <= now
-        )
-        groups = (group for key in keys if (group := self.running(*key)) is not None and group.expires_at <= now)
-        return sorted(groups, key=lambda group: group.expires_at)
 
     # Moving on
 
@@ -388,12 +502,13 @@ class GroupTable:
         """Queue a group that is new at the tail, or one that was finished, with its attempts."""
         self._groups[group_id] = Group(group_id=group_id, place=self._place(), num_attempts=num_attempts)
         if num_attempts:
-            self._ended_attempts.append((group_id, num_attempts - 1))
+            self.ended_attempts.append((group_id, num_attempts - 1))
         self._queue.append(group_id)
 
     def requeue(self, group: Group, *, keeps_progress: bool) -> None:
         """End a lease; the group goes to the head of the queue."""
-        self._leave(group)
+        self.leases.remove(group)
+        self._count_open(group.deadline, -1)
         self._to_head(group, keeps_progress=keeps_progress)
 
     def _to_head(self, group: Group, *, keeps_progress: bool) -> None:
@@ -401,49 +516,19 @@ class GroupTable:
         group.state, group.place, group.owner = GroupState.queued, self._head_place, b""
         group.num_inherited, group.is_missing = 0, False
         if group.num_bytes:
-            self._ended_attempts.append((group.group_id, group.attempt))
-        self.set_bytes(group, 0)
+            self.ended_attempts.append((group.group_id, group.attempt))
+        self.space.set_bytes(group, 0)
         if not keeps_progress:
-            self.set_progress(group, None, 0)
+            self.space.set_progress(group, None, 0)
         self._head_place -= 1
 
     def evict(self, group: Group) -> None:
         """Take a stored group's trajectories; its prompt goes to the head of the queue."""
-        entries = [entry for entry in self._ready[group.deadline] if entry[2] != group.group_id]
-        self._set_or_delete(group.deadline, entries)
+        self.ready.remove(group.deadline, {group.group_id})
         self.num_stored -= 1
         self._count_open(group.deadline, -1)
         group.summary, group.rank = None, 0.0
         self._to_head(group, keeps_progress=False)
-
-    def set_bytes(self, group: Group, num_bytes: int, store: int | None = None) -> None:
-        """Note what a group's trajectories take, and where."""
-        if group.num_bytes:
-            self.stored_bytes[group.store] -= group.num_bytes
-        group.num_bytes = num_bytes
-        if store is not None:
-            group.store = store
-        if num_bytes:
-            self.stored_bytes[group.store] += num_bytes
-
-    def add_store(self, address: str, host: str) -> None:
-        """Count one more store."""
-        self.stores.append(StorePlace(address=address, host=host))
-        self.stored_bytes.append(0)
-
-    def open_stores(self) -> list[int]:
-        """The stores that are there."""
-        return [number for number, place in enumerate(self.stores) if not place.is_gone]
-
-    def set_progress(self, group: Group, progress: Progress | None, num_bytes: int) -> None:
-        """Note what is saved of a group."""
-        self.prefix_bytes += num_bytes - group.prefix_bytes
-        group.progress, group.prefix_bytes, group.is_evicted = progress, num_bytes, False
-
-    def evict_prefix(self, group: Group) -> None:
-        """Take the bytes of a saved prefix, which stays counted."""
-        self.prefix_bytes -= group.prefix_bytes
-        group.prefix_bytes, group.is_evicted = 0, True
 
     def lease(self, group: Group, granted: GrantedLease) -> None:
         """Begin a lease on a queued group, which is at the head of the queue or near it."""
@@ -454,67 +539,36 @@ class GroupTable:
         group.owner, group.request_id = granted.owner, granted.request_id
         group.num_inherited = granted.num_inherited
         if granted.progress is None:
-            self.set_progress(group, None, 0)
+            self.space.set_progress(group, None, 0)
         group.expires_at = granted.expires_at
-        self._index_lease(group)
-
-    def _index_lease(self, group: Group) -> None:
-        self.num_leased += 1
-        self.open_by_deadline[group.deadline] = self.open_by_deadline.get(group.deadline, 0) + 1
-        self._leased.setdefault(group.deadline, {})[group.group_id] = None
-        self._by_owner.setdefault(group.owner, {})[group.group_id] = None
-        self._push_expiry(group)
-
-    def extend(self, group: Group, expires_at: float) -> None:
-        """Move the expiry of a lease."""
-        is_earlier = expires_at < group.expires_at
-        group.expires_at = expires_at
-        if is_earlier:
-            self._push_expiry(group)
-
-    def _push_expiry(self, group: Group) -> None:
-        """Index an expiry. Leases that ended leave entries, which are cleared before they are half of the heap."""
-        if len(self._expiries) > 2 * self.num_leased + 64:
-            leased = (self._groups[group_id] for group_ids in self._leased.values() for group_id in group_ids)
-            self._expiries = [(other.expires_at, other.group_id, other.attempt) for other in leased]
-            heapify(self._expiries)
-        heappush(self._expiries, (group.expires_at, group.group_id, group.attempt))
+        self._count_open(group.deadline, 1)
+        self.leases.add(group)
 
     def store(self, group: Group, summary: GroupSummary, rank: float) -> None:
         """A leased group is finished and waits for a plan."""
-        self._leave_lease(group)
+        self.leases.remove(group)
         group.state, group.place = GroupState.stored, self._place()
         group.summary, group.rank, group.num_failures, group.num_deaths = summary, rank, 0, 0
         self._present_at_deaths.discard(group.group_id)
         group.num_inherited, group.owner = 0, b""
         if group.progress is not None:
-            self.set_progress(group, None, 0)
-        self.expected_bytes = max(group.num_bytes, self.expected_bytes - self.expected_bytes // _FORGETTING)
-        self._index_ready(group)
-
-    def _index_ready(self, group: Group) -> None:
+            self.space.set_progress(group, None, 0)
+        self.space.expect(group.num_bytes)
         self.num_stored += 1
-        self._ready.setdefault(group.deadline, []).append((group.rank, group.place, group.group_id))
+        self.ready.add(group)
 
     def plan(self, version: int, group_ids: tuple[int, ...]) -> None:
         """Put stored groups into a batch."""
         chosen = set(group_ids)
         for deadline, number in Counter(self._groups[group_id].deadline for group_id in group_ids).items():
             self._count_open(deadline, -number)
-            left = [entry for entry in self._ready[deadline] if entry[2] not in chosen]
-            self._set_or_delete(deadline, left)
+            self.ready.remove(deadline, chosen)
         for place, group_id in enumerate(group_ids):
             group = self._groups[group_id]
             group.state, group.planned_for, group.place = GroupState.planned, version, place
         self.num_stored -= len(group_ids)
         self.num_planned += len(group_ids)
         self.plans[version] = group_ids
-
-    def _set_or_delete(self, deadline: int, entries: list[Entry]) -> None:
-        if entries:
-            self._ready[deadline] = entries
-        else:
-            del self._ready[deadline]
 
     def dissolve(self, versions: Iterable[int]) -> None:
         """Put the groups of batches back among the stored ones."""
@@ -524,7 +578,8 @@ class GroupTable:
                 group.state, group.planned_for, group.place = GroupState.stored, -1, self._place()
                 self.num_planned -= 1
                 self._count_open(group.deadline, 1)
-                self._index_ready(group)
+                self.num_stored += 1
+                self.ready.add(group)
 
     def count_death(self, group: Group) -> None:
         """The worker that had a lease on it is dead."""
@@ -535,28 +590,17 @@ class GroupTable:
         """Remove the groups of a batch."""
         for group_id in self.plans.pop(version):
             group = self._groups.pop(group_id)
-            self.set_bytes(group, 0)
+            self.space.set_bytes(group, 0)
             self.num_planned -= 1
 
     def finish(self, group: Group) -> None:
         """Remove a leased group that was dropped."""
-        self._leave(group)
-        self.set_bytes(group, 0)
-        self.set_progress(group, None, 0)
+        self.leases.remove(group)
+        self._count_open(group.deadline, -1)
+        self.space.set_bytes(group, 0)
+        self.space.set_progress(group, None, 0)
         self._present_at_deaths.discard(group.group_id)
         del self._groups[group.group_id]
-
-    def _leave(self, group: Group) -> None:
-        """Take a leased group out of the open ones."""
-        self._leave_lease(group)
-        self._count_open(group.deadline, -1)
-
-    def _leave_lease(self, group: Group) -> None:
-        """Take a leased group out of the indexes of leases."""
-        self.num_leased -= 1
-        _discard(self._leased, group.deadline, group.group_id)
-        _discard(self._by_owner, group.owner, group.group_id)
-        group.expires_at = 0.0  # renewals are not journaled: a replayed table must not differ by what is over
 
     def _count_open(self, deadline: int, change: int) -> None:
         number = self.open_by_deadline.get(deadline, 0) + change
@@ -575,30 +619,28 @@ class GroupTable:
         """Every record, as plain values."""
         return {
             "places": [self._head_place, self._next_place],
-            "expected_bytes": self.expected_bytes,
-            "stores": [values_of(place) for place in self.stores],
+            "expected_bytes": self.space.expected_bytes,
+            "stores": [values_of(place) for place in self.space.stores],
             "rows": [group.to_row() for group in self._groups.values()],
         }
 
     def restore(self, values: Mapping[str, Any]) -> None:
         """Take up the records of a snapshot into this empty table, and derive the indexes."""
         self._head_place, self._next_place = values["places"]
-        self.expected_bytes = values["expected_bytes"]
-        self.stores = [record_from(StorePlace, row) for row in values["stores"]]
-        self.stored_bytes = [0] * len(self.stores)
         for group in map(Group.from_row, values["rows"]):
             self._groups[group.group_id] = group
             if group.num_deaths:
                 self._present_at_deaths.add(group.group_id)
-            if group.num_bytes:
-                self.stored_bytes[group.store] += group.num_bytes
-            self.prefix_bytes += group.prefix_bytes
+        places = (record_from(StorePlace, row) for row in values["stores"])
+        self.space.restore(places, values["expected_bytes"], self)
         self._queue.extend(group.group_id for group in self.of_state(GroupState.queued))
         for group in self.of_state(GroupState.leased):
-            self._index_lease(group)
+            self._count_open(group.deadline, 1)
+            self.leases.add(group)
         for group in self.of_state(GroupState.stored):
             self._count_open(group.deadline, 1)
-            self._index_ready(group)
+            self.num_stored += 1
+            self.ready.add(group)
         planned = self.of_state(GroupState.planned)
         self.num_planned = len(planned)
         for version in sorted({group.planned_for for group in planned}):

@@ -4,7 +4,7 @@ A group moves ``queued → leased → stored → planned → consumed``. It can 
 head of the queue as its next attempt. Each operation is a pair of functions: ``_decide_*`` computes the outcome of a
 command and changes nothing, ``_enact_*`` applies that outcome. A server that starts again only enacts.
 
-The caller applies `Expire` at ``ledger.groups.next_expiry()`` and sends the `Revocation`s to their owners.
+The caller applies `Expire` at ``ledger.groups.leases.next_expiry()`` and sends the `Revocation`s to their owners.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -191,12 +191,12 @@ class Ledger:
 
     def missing(self) -> list[int]:
         """How many running groups of each deadline the next batch would have to hold."""
-        return self.rule.missing(self.groups.open_by_deadline, self.groups.ready_by_deadline(), version=self.next_plan)
+        return self.rule.missing(self.groups.open_by_deadline, self.groups.ready.counts(), version=self.next_plan)
 
     def cannot_hold_batch(self, group_id: int) -> bool:
         """Whether the stores are too small for the groups that are due first. ``group_id`` was refused and is one."""
         group = self.groups.get(group_id)
-        others = [other for other in self.groups.leased() if other is not group]
+        others = [other for other in self.groups.leases.all() if other is not group]
         is_first = group is not None and all(
             group.deadline <= other.deadline and not other.num_bytes for other in others
         )
@@ -209,8 +209,8 @@ class Ledger:
 
     def renew_all(self, now: float) -> None:
         """Restart the clock of every lease, after a time in which nobody could renew."""
-        for group in self.groups.leased():
-            self.groups.extend(group, now + self.lease_s)
+        for group in self.groups.leases.all():
+            self.groups.leases.extend(group, now + self.lease_s)
 
     def drain_revocations(self) -> list[commands.Revocation]:
         """Leases taken away since the last call."""
@@ -376,9 +376,9 @@ def _evict(ledger: Ledger, group: Group, reason: str) -> None:
         ledger.groups.evict(group)
     elif group.state is GroupState.queued:
         ledger.account.drop_prefix(group.num_saved, reason)
-        ledger.groups.set_progress(group, None, 0)
+        ledger.groups.space.set_progress(group, None, 0)
     else:
-        ledger.groups.evict_prefix(group)
+        ledger.groups.space.evict_prefix(group)
 
 
 # Prompts and leases
@@ -445,7 +445,7 @@ def _decide_renew(ledger: Ledger, command: commands.Renew, now: float) -> comman
 def _enact_renew(ledger: Ledger, command: commands.Renew, outcome: commands.Renewed) -> None:
     group = ledger.groups.running(command.group_id, command.attempt)
     if group is not None and outcome.expires_at is not None:
-        ledger.groups.extend(group, outcome.expires_at)
+        ledger.groups.leases.extend(group, outcome.expires_at)
 
 
 def _decide_save(ledger: Ledger, command: commands.SavePrefix, now: float) -> commands.Saved:
@@ -466,7 +466,7 @@ def _decide_save(ledger: Ledger, command: commands.SavePrefix, now: float) -> co
 def _enact_save(ledger: Ledger, command: commands.SavePrefix, outcome: commands.Saved) -> None:
     group = ledger.groups[command.group_id]
     _settle_prefix(ledger, group, command.progress.num_tokens, command.continued)
-    ledger.groups.set_progress(group, command.progress, command.num_bytes)
+    ledger.groups.space.set_progress(group, command.progress, command.num_bytes)
 
 
 def _decide_release(ledger: Ledger, command: commands.Release, now: float) -> commands.Released:
@@ -503,13 +503,13 @@ def _enact_release(ledger: Ledger, command: commands.Release, outcome: commands.
 
 
 def _decide_expire(ledger: Ledger, command: commands.Expire, now: float) -> commands.TakenBack:
-    return commands.TakenBack(group_ids=tuple(group.group_id for group in ledger.groups.expired(now)))
+    return commands.TakenBack(group_ids=tuple(group.group_id for group in ledger.groups.leases.expired(now)))
 
 
 def _decide_take_back(ledger: Ledger, command: commands.TakeBack, now: float) -> commands.TakenBack:
     if command.owner in ledger.account.buried:
         return commands.TakenBack(group_ids=())
-    groups = ledger.groups.of_owner(command.owner)
+    groups = ledger.groups.leases.of_owner(command.owner)
     num_lost = None
     if command.num_generated is not None:
         num_saved = sum(group.num_saved - group.num_inherited for group in groups)
@@ -549,7 +549,7 @@ def _enact_reserve(ledger: Ledger, command: commands.Reserve, outcome: commands.
         _evict(ledger, ledger.groups[group_id], NO_ROOM)
     group = ledger.groups.running(command.group_id, command.attempt)
     if group is not None:
-        ledger.groups.set_bytes(group, command.num_bytes, outcome.store)
+        ledger.groups.space.set_bytes(group, command.num_bytes, outcome.store)
 
 
 def _decide_put(ledger: Ledger, command: commands.Put, now: float) -> commands.PutOutcome:
@@ -611,7 +611,7 @@ def _settle(ledger: Ledger, group: Group, command: commands.Put, outcome: comman
     account.leave_out(command.num_left_out)
     num_inherited = group.num_inherited
     if outcome.result is commands.PutResult.stored:
-        ledger.groups.set_bytes(group, command.num_bytes)
+        ledger.groups.space.set_bytes(group, command.num_bytes)
         group.digest = command.digest
         ledger.groups.store(group, summary, outcome.rank)
         account.store(summary, num_inherited=num_inherited)
@@ -648,13 +648,13 @@ def _enact_lose(ledger: Ledger, command: commands.LoseGroups, outcome: commands.
     for group_id in outcome.group_ids:
         _evict(ledger, ledger.groups[group_id], STORE_LOST)
     for group_id in outcome.unsent:
-        ledger.groups.set_bytes(ledger.groups[group_id], 0)
+        ledger.groups.space.set_bytes(ledger.groups[group_id], 0)
     for group_id in outcome.missing:
         ledger.groups[group_id].is_missing = True
 
 
 def _decide_add_store(ledger: Ledger, command: commands.AddStore, now: float) -> commands.AddedStore:
-    stores = ledger.groups.stores
+    stores = ledger.groups.space.stores
     known = [
         number
         for number, place in enumerate(stores)
@@ -665,12 +665,12 @@ def _decide_add_store(ledger: Ledger, command: commands.AddStore, now: float) ->
 
 def _enact_add_store(ledger: Ledger, command: commands.AddStore, outcome: commands.AddedStore) -> None:
     if outcome.is_new:
-        ledger.groups.add_store(command.address, command.host)
+        ledger.groups.space.add_store(command.address, command.host)
 
 
 def _decide_drop_store(ledger: Ledger, command: commands.DropStore, now: float) -> commands.DroppedStore:
     """Queue the stored groups of a store that is gone; groups on their way to it get room in another store."""
-    if ledger.groups.stores[command.store].is_gone:
+    if ledger.groups.space.stores[command.store].is_gone:
         return commands.DroppedStore(is_new=False)
     there = [group for group in ledger.groups if group.store == command.store and group.num_bytes]
     return commands.DroppedStore(
@@ -681,11 +681,11 @@ def _decide_drop_store(ledger: Ledger, command: commands.DropStore, now: float) 
 
 
 def _enact_drop_store(ledger: Ledger, command: commands.DropStore, outcome: commands.DroppedStore) -> None:
-    ledger.groups.stores[command.store].is_gone = True
+    ledger.groups.space.stores[command.store].is_gone = True
     for group in ledger.groups.of_state(GroupState.planned):
         group.is_missing = group.is_missing or group.store == command.store
     for group_id in outcome.reserved:
-        ledger.groups.set_bytes(ledger.groups[group_id], 0)
+        ledger.groups.space.set_bytes(ledger.groups[group_id], 0)
     for group_id in outcome.group_ids:
         _evict(ledger, ledger.groups[group_id], STORE_LOST)
 
@@ -701,12 +701,12 @@ def _decide_plan(ledger: Ledger, command: commands.PlanBatch, now: float) -> com
         return commands.Planned(version=version, group_ids=groups.plans[version])
     if not ledger.can_plan():
         return commands.Planned(version=version, group_ids=())
-    given_up = groups.last_leased(ledger.missing(), version=version)
+    given_up = groups.leases.last(ledger.missing(), version=version)
     due = dict(groups.open_by_deadline)
     for group in given_up:
         due[group.deadline] -= 1
     required = ledger.rule.required(due, version=version)
-    batch = choose_batch(groups.ready(), required, version=version, seats=ledger.rule.groups_per_step)
+    batch = choose_batch(groups.ready.by_rank(), required, version=version, seats=ledger.rule.groups_per_step)
     return commands.Planned(
         version=version,
         group_ids=tuple(batch),

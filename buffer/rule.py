@@ -110,12 +110,12 @@ class Room:
         self._groups = groups
         self._max_bytes = max_bytes
         self._groups_per_step = groups_per_step
-        self.is_shared = len(groups.stores) == 1
+        self.is_shared = len(groups.space.stores) == 1
 
     @property
     def max_bytes(self) -> int:
         """Bytes that all stores may hold."""
-        return self._max_bytes * len(self._groups.open_stores())
+        return self._max_bytes * len(self._groups.space.open_stores())
 
     def has_room(self, num_granted: int = 0, num_freed_bytes: int = 0) -> bool:
         """Whether one more group fits beside what is held and what the running leases are expected to bring.
@@ -129,22 +129,22 @@ class Room:
         is_idle = not (num_granted or groups.num_leased or groups.num_planned)
         if is_idle and groups.num_stored < self._groups_per_step:
             return True
-        num_bytes = sum(groups.stored_bytes) + groups.prefix_bytes - num_freed_bytes
-        num_bytes += (groups.num_leased + num_granted + 1) * groups.expected_bytes
+        num_bytes = sum(groups.space.stored_bytes) + groups.space.prefix_bytes - num_freed_bytes
+        num_bytes += (groups.num_leased + num_granted + 1) * groups.space.expected_bytes
         return num_bytes <= self.max_bytes
 
     def fits(self, num_bytes: int) -> bool:
         """Whether a group may come without a reservation: there is one store, and it has so many bytes to spare."""
-        groups = self._groups
-        return self.is_shared and groups.stored_bytes[0] + groups.prefix_bytes + num_bytes <= self._max_bytes
+        space = self._groups.space
+        return self.is_shared and space.stored_bytes[0] + space.prefix_bytes + num_bytes <= self._max_bytes
 
     def _num_free(self, store: int, group: Group) -> float:
         """Bytes that a store may take for a group, in the place of what it holds of it."""
         if not self._max_bytes:
             return math.inf
-        num_held = self._groups.stored_bytes[store] - (group.num_bytes if store == group.store else 0)
+        num_held = self._groups.space.stored_bytes[store] - (group.num_bytes if store == group.store else 0)
         if self.is_shared:
-            num_held += self._groups.prefix_bytes - group.prefix_bytes
+            num_held += self._groups.space.prefix_bytes - group.prefix_bytes
         return self._max_bytes - num_held
 
     def reserve(self, group: Group, num_bytes: int, *, host: str, may_evict: bool) -> Reserved:
@@ -160,8 +160,8 @@ class Room:
             raise ReplayBufferError(
                 f"a group of {num_bytes} bytes is larger than buffer.max_stored_bytes={self._max_bytes}; raise it"
             )
-        stores, free = self._groups.stores, lambda store: self._num_free(store, group)
-        emptiest_first = sorted(self._groups.open_stores(), key=free, reverse=True)
+        stores, free = self._groups.space.stores, lambda store: self._num_free(store, group)
+        emptiest_first = sorted(self._groups.space.open_stores(), key=free, reverse=True)
         if not emptiest_first:
             raise StoreFull(f"{num_bytes} bytes wait for a store; none has joined, or all are gone")
         fitting = [store for store in emptiest_first if num_bytes <= free(store)]
@@ -198,8 +198,8 @@ class Room:
         """Refuse progress of a running group that does not fit. Raises `StoreFull` if it does not fit now."""
         if not self._max_bytes:
             return
-        num_held = self._groups.prefix_bytes - group.prefix_bytes
-        num_held += self._groups.stored_bytes[0] if self.is_shared else 0
+        num_held = self._groups.space.prefix_bytes - group.prefix_bytes
+        num_held += self._groups.space.stored_bytes[0] if self.is_shared else 0
         if num_held + num_bytes > self._max_bytes:
             raise StoreFull(
                 f"{num_bytes} bytes of progress do not fit beside the {num_held} held, buffer.max_stored_bytes is "

@@ -105,12 +105,12 @@ class BufferServer:
         ledger, is_unsure = self._service.ledger, True
         try:
             while is_unsure:
-                stored, reserved = ledger.groups.stored_in(number), ledger.groups.reserved_in(number)
+                stored, reserved = ledger.groups.stored_in(number), ledger.groups.leases.reserved_in(number)
                 missing = await self._links.reconcile(
                     number,
                     stored + reserved,
                     finished=ledger.history.finished.ranges(),
-                    ended=ledger.groups.past_attempts(),
+                    ended=[(g.group_id, g.past_attempt) for g in ledger.groups if g.past_attempt >= 0],
                 )
                 is_unsure = self._service.lose_from_store(number, missing, stored=stored, reserved=reserved)
         except AsyncRLError as error:

@@ -217,7 +217,7 @@ class BufferService:
             self._admission.revoked(**fields)
             self._replies.push(revocation.owner, REVOKED, fields)
         self._stores.settle()
-        self._expiry.at(self.ledger.groups.next_expiry())
+        self._expiry.at(self.ledger.groups.leases.next_expiry())
         self._silence.at(self._admission.heartbeats.next_silence())
         self._compact()
         if self._notes is not None:
@@ -250,16 +250,20 @@ class BufferService:
         ledger.renew_all(self._clock.time())
         ledger.drain_revocations()
         ledger.drain_finished()
-        ledger.groups.drain_ended()
+        ledger.groups.ended_attempts.clear()
         ledger.log = journal
         self._stores.recover()
         self._offers.recover(journal)
         journal.on_written = self.settle
         self._store.recover(recovered.frames, ledger)
         self._lose(group_id for group_id, _ in ledger.groups.stored_in() if group_id not in self._store.payloads)
-        self._lose(group_id for group_id in ledger.groups.with_prefix() if group_id not in self._store.prefixes)
-        self._admission.recover(ledger.groups.leased())
-        self._expiry.at(ledger.groups.next_expiry())
+        self._lose(
+            group.group_id
+            for group in ledger.groups
+            if group.prefix_bytes and group.group_id not in self._store.prefixes
+        )
+        self._admission.recover(ledger.groups.leases.all())
+        self._expiry.at(ledger.groups.leases.next_expiry())
         self._silence.at(self._admission.heartbeats.next_silence())
 
     def _lose(
@@ -292,7 +296,7 @@ class BufferService:
         found = [group_id for group_id, _ in now_stored.intersection(stored) if group_id in missing]
         self._lose(
             (group_id for group_id in found if not ledger.groups.is_planned(group_id)),
-            unsent=was_reserved.intersection(ledger.groups.reserved_in(store)),
+            unsent=was_reserved.intersection(ledger.groups.leases.reserved_in(store)),
             missing=filter(ledger.groups.is_planned, found),
         )
         self.settle()
@@ -302,7 +306,9 @@ class BufferService:
         """Drop the frames of what is over, and tell those whose put or prompts did not fit."""
         finished = self.ledger.drain_finished()
         self._admission.finished(finished)
-        if self._store.forget(finished, self.ledger.groups.drain_ended()):
+        groups = self.ledger.groups
+        ended, groups.ended_attempts = groups.ended_attempts, []
+        if self._store.forget(finished, ended):
             self._tell_of_space(self._refused_for_space)
             self._tell_of_space(self._refused_prompts)
 
@@ -373,7 +379,7 @@ class BufferService:
         try:
             reserved = self.ledger.apply(command)
         except StoreFull:
-            if self.ledger.groups.stores and self.ledger.cannot_hold_batch(group_id):
+            if self.ledger.groups.space.stores and self.ledger.cannot_hold_batch(group_id):
                 self._batches.fail(command.num_bytes)
             raise
         if reserved.evicted:
@@ -546,7 +552,7 @@ class BufferService:
 
     def _inspect(self, client: bytes, request: Message) -> None:
         rule, table = self.ledger.rule, self.ledger.groups
-        groups = table.leased() + [group for group in table if group.summary is not None]
+        groups = table.leases.all() + [group for group in table if group.summary is not None]
         fields = {
             "max_lag": rule.max_lag,
             "groups_per_step": rule.groups_per_step,

@@ -46,7 +46,7 @@ class StoreRequests:
     def recover(self) -> None:
         """Reach the stores that an earlier server knew."""
         if self._links is not None and self._links.may_join:
-            for place in self._ledger.groups.stores:
+            for place in self._ledger.groups.space.stores:
                 self._links.connect("" if place.is_gone else place.address)
 
     def settle(self) -> None:
@@ -62,7 +62,7 @@ class StoreRequests:
         if self._links is None:
             return []
         groups = self._ledger.groups
-        stores = zip(groups.stores, self._links.addresses, groups.stored_bytes, strict=True)
+        stores = zip(groups.space.stores, self._links.addresses, groups.space.stored_bytes, strict=True)
         return [
             {"address": address, "host": place.host, "bytes": num_bytes, "is_gone": place.is_gone}
             for place, address, num_bytes in stores
@@ -94,8 +94,8 @@ class StoreRequests:
     def _drop(self, client: bytes, request: Message) -> None:
         """A store is gone for good, says the controller, who placed it; how many groups went with it."""
         links, number = self._check_may_join(), integer(request.fields, "store")
-        if number >= len(self._ledger.groups.stores):
-            raise WireError(f"store {number} has not joined; {len(self._ledger.groups.stores)} have")
+        if number >= len(self._ledger.groups.space.stores):
+            raise WireError(f"store {number} has not joined; {len(self._ledger.groups.space.stores)} have")
         dropped = self._ledger.apply(DropStore(store=number))
         if dropped.is_new:
             links.disconnect(number)

@@ -144,7 +144,7 @@ class PayloadStore:
         for group_id, parts in frames.get("payload", {}).items():
             if (group := ledger.groups.get(group_id)) is not None and group.summary is not None:
                 self.keep_payload(group_id, parts, self.receipt_of(parts).size)
-        with_prefix = set(ledger.groups.with_prefix())
+        with_prefix = {group.group_id for group in ledger.groups if group.prefix_bytes}
         for group_id, parts in frames.get("progress", {}).items():
             if group_id in with_prefix:
                 self.prefixes.put(group_id, parts)

@@ -341,7 +341,7 @@ class Admission:
 
     def describe(self) -> list[dict[str, Any]]:
         """What is known of every producer, for people."""
-        num_leases = Counter(lease.owner for lease in self._ledger.groups.leased())
+        num_leases = Counter(lease.owner for lease in self._ledger.groups.leases.all())
         return self.heartbeats.describe(self._clock.time(), num_leases)
 
     def _lease(self, client: bytes, message: Message) -> None:
@@ -416,7 +416,7 @@ class Admission:
         line = [
             (
                 self._hands_over and self._paces.is_slow(request.client, usual),
-                self._ledger.groups.num_of_owner(request.client),
+                self._ledger.groups.leases.num_of_owner(request.client),
                 self._turns.turn_of(request.client),
                 place,
                 request,
@@ -560,10 +560,10 @@ class Admission:
         """A goodbye, with the leases that the client knows of: all others, and what it waits for, are given back."""
         known = set(zip(*_groups_and_attempts(message), strict=True))
         self._pending.withdraw(client)
-        for lease in self._ledger.groups.of_owner(client):
+        for lease in self._ledger.groups.leases.of_owner(client):
             if (lease.group_id, lease.attempt) not in known:
                 self._give_back(lease.granted(), "undelivered")
-        if not self._ledger.groups.of_owner(client):
+        if not self._ledger.groups.leases.of_owner(client):
             self.heartbeats.leave(client)
             self._paces.forget(client)
         self._replies.reply(client, message.request_id)

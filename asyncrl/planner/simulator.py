@@ -555,7 +555,7 @@ class Simulation:
 
     def stored(self, group: SimulatedGroup) -> None:
         """A group was stored; where a queue is bounded, the one stored first gives way to it."""
-        self._most_bytes = max(self._most_bytes, sum(self.buffer.ledger.groups.stored_bytes))
+        self._most_bytes = max(self._most_bytes, sum(self.buffer.ledger.groups.space.stored_bytes))
         if self.scenario.queue_groups:
             self._queue[group.group_id] = group.attempt
             call_after(self.env, 0.0, self._bound_queue)  # when a batch that takes some of them is known

@@ -602,9 +602,9 @@ class LedgerMachine(RuleBasedStateMachine):
     @invariant()
     def every_running_lease_has_a_timer(self) -> None:
         if self.running:
-            assert self.ledger.groups.next_expiry() == min(expires_at for _, expires_at in self.running.values())
+            assert self.ledger.groups.leases.next_expiry() == min(expires_at for _, expires_at in self.running.values())
         else:
-            assert self.ledger.groups.next_expiry() is None
+            assert self.ledger.groups.leases.next_expiry() is None
 
     def _admits(self, version: int, deadlines: list[int]) -> bool:
         """Whether every deadline could still be met with one more group that begins at ``version``."""

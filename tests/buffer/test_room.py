@@ -140,7 +140,7 @@ def test_a_lost_prefix_is_dropped_and_its_group_begins_afresh():
     ledger.enqueue([0])
     [lease] = ledger.lease(0, 1)
     ledger.save(lease, Progress(num_tokens=4, oldest_version=0, newest_version=0), num_bytes=10)
-    assert ledger.groups.with_prefix() == [0]
+    assert [group.group_id for group in ledger.groups if group.prefix_bytes] == [0]
     ledger.release(0, 0, num_tokens=4)
     assert ledger.lose([0]) == ()
     assert (ledger.account.tokens_buffered, ledger.account.tokens_dropped) == (0, {"store_lost": 4})
@@ -171,7 +171,7 @@ def test_what_is_reserved_is_known_by_its_store():
     for lease, size in zip(leases, (400, 100, 0), strict=True):
         ledger.reserve(lease, size)
     assert [ledger.groups[group_id].num_bytes > 0 for group_id in range(3)] == [True, True, False]
-    assert [ledger.groups.reserved_in(store) for store in (0, 1)] == [[(0, 0)], [(1, 0)]]
+    assert [ledger.groups.leases.reserved_in(store) for store in (0, 1)] == [[(0, 0)], [(1, 0)]]
 
 
 def test_a_group_and_a_prefix_of_just_the_bound_fit():
@@ -191,7 +191,7 @@ def test_no_more_gives_way_than_a_group_needs():
     for lease in (first, second):
         ledger.save(lease, Progress(num_tokens=4, oldest_version=0, newest_version=0), num_bytes=500)
     assert ledger.reserve(third, 500) == Reserved(store=0, evicted=(1,))
-    assert ledger.groups.with_prefix() == [0]
+    assert [group.group_id for group in ledger.groups if group.prefix_bytes] == [0]
 
 
 def test_a_stored_group_that_is_due_as_soon_as_another_does_not_give_way_to_it():

@@ -35,8 +35,8 @@ def test_a_prompt_that_kills_its_workers_is_dropped_and_no_other(
     num_deaths, stored = 0, 0
     while stored + num_deaths // max_deaths < num_prompts:
         owner = bytes([data.draw(st.integers(0, num_workers - 1))])
-        of.lease(0, num_places - of.groups.num_of_owner(owner), owner=owner)
-        held = of.groups.of_owner(owner)
+        of.lease(0, num_places - of.groups.leases.num_of_owner(owner), owner=owner)
+        held = of.groups.leases.of_owner(owner)
         assert sum(group.num_deaths >= max_deaths - 1 for group in held) <= 1
         if poison in [group.group_id for group in held]:
             num_deaths += 1

@@ -69,7 +69,7 @@ class DrivenLedger(Ledger):
         return self.apply(Reserve(group_id=lease.group_id, attempt=lease.attempt, num_bytes=num_bytes, host=host))
 
     def add_store(self, host: str) -> int:
-        return self.apply(AddStore(address=f"tcp://{host}:{len(self.groups.stores)}", host=host)).store
+        return self.apply(AddStore(address=f"tcp://{host}:{len(self.groups.space.stores)}", host=host)).store
 
     def drop_store(self, store: int) -> DroppedStore:
         return self.apply(DropStore(store=store))

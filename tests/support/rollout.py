@@ -61,7 +61,7 @@ class InMemoryBuffer(OffersInMemory):
     @property
     def held(self) -> set[tuple[int, int]]:
         """Group id and attempt of every lease."""
-        return {(lease.group_id, lease.attempt) for lease in self.ledger.groups.leased()}
+        return {(lease.group_id, lease.attempt) for lease in self.ledger.groups.leases.all()}
 
     @property
     def num_accounted(self) -> int:
@@ -107,7 +107,7 @@ class InMemoryBuffer(OffersInMemory):
     async def expire(self, group_id: int) -> None:
         """One lease runs out, and its worker does not hear of it."""
         self._now += 2 * LEASE_S
-        for lease in self.ledger.groups.leased():
+        for lease in self.ledger.groups.leases.all():
             if lease.group_id != group_id:
                 self.ledger.apply(Renew(group_id=lease.group_id, attempt=lease.attempt), self._now)
         self.ledger.apply(Expire(), self._now)
