@@ -129,7 +129,7 @@ def _placement(asked: RunConfig, config: RunConfig) -> Iterator[str]:
     else:
         stores = "1 server, which also stores the groups"
     yield f"buffer: {stores}; durability {config.buffer.durability}"
-    cluster = f"the Ray cluster at {config.ray.address}" if config.ray.address else "a Ray cluster of its own"
+    cluster = f"the Ray cluster at {config.ray.address}" if config.ray.address else "a separate Ray cluster"
     more = f" ({requested_cpus(config, fleet.most_engines):g} with all engines)" if fleet.is_elastic else ""
     have = f"; this machine has {os.cpu_count()} and {visible_gpus()}" if not config.ray.address else ""
     gpus = counted(requested_gpus(config), "GPU")
@@ -195,7 +195,7 @@ def _waits(config: RunConfig) -> Iterator[str]:
         f"and its update: learner.step_timeout_s={learner.step_timeout_s:g}"
     )
     if config.checkpoint.every_steps:
-        yield f"a checkpoint every {counted(config.checkpoint.every_steps, 'step')}, written while training goes on"
+        yield f"a checkpoint every {counted(config.checkpoint.every_steps, 'step')}, written during training"
 
 
 def _section(title: str, lines: list[str]) -> list[str]:

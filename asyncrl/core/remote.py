@@ -1,6 +1,6 @@
-"""Waiting for other processes: for remote results under a deadline, and for the end of a process on this machine.
+"""Wait for remote results under a deadline, and for the end of processes on this machine.
 
-Errors name the worker and show the end of its log. Ray is imported only where there is a result to wait for.
+Errors name the worker and show the end of its log. Functions that wait for Ray's results import Ray.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerIdentity:
-    """What an error says about a worker.
+    """The identity of a worker for error messages.
 
     Attributes:
-        node: Address of the node that it was placed on.
-        last_words: Reads the path and the end of its log; None if there is no log.
+        node: Address of the worker's node.
+        last_words: Returns the path and the end of the worker's log; None without a log.
     """
 
     group: str
@@ -44,14 +44,14 @@ class WorkerIdentity:
 
 
 identities: dict[str, WorkerIdentity] = {}
-"""The workers that this process ever started or attached to, by actor id: calls may still be under way at their end."""
+"""All workers that this process has started or attached to, by actor id, including dead workers."""
 
 
 def fetch(refs: Sequence[Any], timeout_s: float | None = None, what: str = "results") -> list[Any]:
-    """Wait for all references to results; the first failure ends the wait.
+    """Wait for the results of all references; the first failure ends the wait.
 
-    Raises `DeadlineError`, naming the late workers, if they do not all arrive within ``timeout_s`` seconds, and
-    `WorkerDiedError` if a worker died that was to compute one, or something that one waits for.
+    Raises `DeadlineError` with the late workers if a result is missing after ``timeout_s`` seconds. Raises
+    `WorkerDiedError` if a worker died that should compute a result or one of its inputs.
     """
     import ray
     from ray.exceptions import GetTimeoutError, RayError
@@ -65,7 +65,7 @@ def fetch(refs: Sequence[Any], timeout_s: float | None = None, what: str = "resu
 
 
 async def fetch_async(refs: Sequence[Any]) -> list[Any]:
-    """As `fetch`, in a coroutine and without a deadline of its own; `within` sets one."""
+    """Like `fetch`, but in a coroutine and without a deadline; `within` sets one."""
     from ray.exceptions import RayError
 
     try:
@@ -75,11 +75,11 @@ async def fetch_async(refs: Sequence[Any]) -> list[Any]:
 
 
 async def within(pending: Awaitable[T], timeout_s: float, what: str, option: str) -> T:
-    """Await what a group's call returned, for at most ``timeout_s`` seconds, which ``option`` sets.
+    """Await the result of a group's call for at most ``timeout_s`` seconds, the value of ``option``.
 
-    Seconds in which this process itself stood still do not count: the answers wait then, and nobody is late.
-    Raises `DeadlineError` after that, which says ``what`` was awaited. Example: ``"the update of step 7"``. For lists
-    of references and futures it names the late workers, and ends with the log of the first.
+    Time in which this process is stopped does not count. Raises `DeadlineError` at the deadline; its message contains
+    ``what``. Example: ``"the update of step 7"``. For lists of references and for futures, the message also names the
+    late workers and ends with the log of the first late worker.
     """
     call, left_s = asyncio.ensure_future(pending), timeout_s
     try:
@@ -98,12 +98,12 @@ async def within(pending: Awaitable[T], timeout_s: float, what: str, option: str
 
 
 def refs_of(pending: Any) -> list[Any]:
-    """The references that a group's call returned, where it returned any."""
+    """The references in the result of a group's call; empty if there are none."""
     return pending if isinstance(pending, list) else getattr(pending, "futures", [])
 
 
 def death_among(refs: Sequence[Any], timeout_s: float) -> WorkerDiedError | None:
-    """The death of a worker that was to compute one of the references; waits for their results for ``timeout_s``."""
+    """Wait up to ``timeout_s`` for the results; return the death of a worker that should compute one, else None."""
     import ray
     from ray.exceptions import RayError
 
@@ -121,8 +121,8 @@ def death_among(refs: Sequence[Any], timeout_s: float) -> WorkerDiedError | None
 class StepDeadline:
     """A deadline for calls that repeat: ``limit_s`` at first, then a multiple of the longest call of its kind so far.
 
-    So a rank that hangs is noticed sooner than after a limit that must fit the largest model. No call gets more than
-    ``limit_s``; each gets ``floor_s`` unless the limit is lower. ``factor`` is the multiple.
+    ``limit_s`` must fit the largest model; the multiple detects a hanging rank earlier. ``factor`` is the multiple. A
+    deadline is at least ``floor_s`` and at most ``limit_s``.
     """
 
     def __init__(self, limit_s: float, *, floor_s: float = 120.0, factor: float = 10.0) -> None:
@@ -132,16 +132,16 @@ class StepDeadline:
         self._longest_s: dict[str, float] = {}
 
     def seconds(self, kind: str) -> float:
-        """What a call of this kind may take now. Example: after calls of 9 s and 20 s, 200 s."""
+        """The current deadline of this kind of call. Example: 200 s after calls of 9 s and 20 s."""
         if kind not in self._longest_s:
             return self._limit_s
         return min(self._limit_s, max(self._floor_s, self._factor * self._longest_s[kind]))
 
     async def within(self, pending: Awaitable[T], kind: str, what: str, option: str) -> T:
-        """As `within`, under the deadline of this kind of call.
+        """Like `within`, with the deadline of this kind of call.
 
-        The recorded duration begins when the call was queued, if ``pending`` knows that: who starts to wait late must
-        not shorten the deadline of the next call.
+        The recorded duration begins when the call was queued, if ``pending`` has that time. Otherwise a caller that
+        waits late would shorten the next deadline.
         """
         began_s = getattr(pending, "queued_s", time.monotonic())
         timeout_s = self.seconds(kind)
@@ -155,7 +155,7 @@ class StepDeadline:
 def translated(error: Exception) -> Exception:
     """`WorkerDiedError` if a known worker's death is the cause, directly or through a call that waited for it.
 
-    So it is where a result was lost with the node that held it.
+    The same applies to a result that was lost with its node.
     """
     from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
 
@@ -169,7 +169,7 @@ def translated(error: Exception) -> Exception:
 
 
 def raised_in_worker(error: BaseException) -> BaseException:
-    """What a worker's method raised, for a message: without Ray's account of where. Any other error as it is."""
+    """Unwrap the exception of a worker's method from Ray's error. Other errors are returned unchanged."""
     while isinstance(inside := getattr(error, "cause", None), BaseException):  # of a RayTaskError
         error = inside
     return error
@@ -181,7 +181,7 @@ def death_of(identity: WorkerIdentity, reason: str) -> WorkerDiedError:
 
 
 def late_workers(refs: Sequence[Any]) -> str:
-    """Names the workers whose results have not arrived, and shows the end of the first one's log."""
+    """Name the workers whose results have not arrived, and show the end of the first worker's log."""
     import ray
 
     late = set(ray.wait(list(refs), num_returns=len(refs), timeout=0, fetch_local=False)[1])
@@ -193,13 +193,13 @@ def late_workers(refs: Sequence[Any]) -> str:
 
 
 _TICK_S = 0.5
-"""A wait counts its seconds in ticks, so that a process that stands still loses one tick of its deadlines."""
+"""A wait counts seconds in ticks. A process that is stopped loses at most one tick of its deadlines."""
 NUM_TAIL_LINES = 20
 _TAIL_BYTES = 16_384
 
 
 async def process_end(pid: int) -> None:
-    """Wait until a process of this machine, child or not, has ended; a zombie counts as ended, and is not reaped."""
+    """Wait until any process of this machine has ended. A zombie counts as ended and is not reaped."""
     try:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -215,7 +215,7 @@ async def process_end(pid: int) -> None:
 
 
 def wait_for_first_end(pids: Sequence[int]) -> int:
-    """Block until one of these processes of this machine, children or not, has ended; return its id."""
+    """Block until one of these processes of this machine has ended, and return its id."""
     with ExitStack() as opened:
         waiting = select.poll()
         pid_of = {}
@@ -242,7 +242,7 @@ def last_lines(path: str, num_lines: int = NUM_TAIL_LINES) -> str:
 
 
 def on_own_thread(work: Callable[[], T]) -> Future[T]:
-    """Run on a thread that nobody has to wait for, not even the end of the process."""
+    """Run on a daemon thread, which does not delay the end of the process."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -250,7 +250,7 @@ def on_own_thread(work: Callable[[], T]) -> Future[T]:
             return
         try:
             future.set_result(work())
-        except Exception as error:  # noqa: BLE001 - raised by whoever awaits it
+        except Exception as error:  # noqa: BLE001 - raised in the task that awaits the future
             future.set_exception(error)
 
     threading.Thread(target=run, name="abandonable", daemon=True).start()

@@ -201,11 +201,11 @@ class Carrier(StrEnum):
 
 
 OfferKind = Literal["full", "delta", "adapter"]
-"""What a version's data hold: every byte, what changed since another version, or what adapts frozen weights."""
+"""Content of a version: all bytes, the changes since another version, or adapters for frozen weights."""
 
 
 FROZEN = -1
-"""Stands for the version of the frozen weights below adapters, which are no policy version."""
+"""Version number of the frozen weights below adapters, which do not count as a policy version."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -224,7 +224,7 @@ class WeightOffer:
         base_version: The version to which a delta applies; `FROZEN` for an adapter, None for a full version.
         incarnation: How often the learner had been started again from a checkpoint. The same version of two
             incarnations may be different weights.
-        access: Keys of the sender, never shown; empty where no sender is asked.
+        access: Keys of the sender, never shown; empty without a sender.
     """
 
     version: int

@@ -132,7 +132,7 @@ class TerminalView:
             words = f"{advice['change']} is predicted to take {advice['predicted_step_s']:.3g} s per step"
             self._console.print(f"  advice    {words}; {advice['why']}", markup=False)
         self._console.print(
-            f"  time      {_duration(summary['wall_s'])}, of which training {_duration(summary['train_wall_s'])}"
+            f"  time      {_duration(summary['wall_s'])}, training {_duration(summary['train_wall_s'])}"
         )
 
     def _line(self, record: StepRecord) -> str:
