@@ -24,7 +24,7 @@ from asyncrl.core.types import GroupSummary, Plan
 from benchmarks.random_models import save_random_qwen3
 from benchmarks.report import Target, print_report
 from learner.advantages import generalized_advantages
-from learner.attention import ATTENTION_NAME, packed_layout
+from learner.attention import ATTENTION_NAME, packed_attention, packed_layout
 from learner.batching import group_cost, rank_batches
 from learner.config import AlgorithmConfig, Device, LearnerConfig, OptimizerConfig
 from learner.heads import chunked_log_probs
@@ -237,6 +237,44 @@ def _summary(group_id: int, lengths: list[int]) -> GroupSummary:
     )
 
 
+def window_attention_ratio(rounds: int, num_tokens: int = 4096, window: int = 128) -> float:
+    """Seconds of forward and backward of attention in a window ÷ those of the same attention with a dense mask."""
+    q, k, v = (torch.randn(1, heads, num_tokens, 64, requires_grad=True) for heads in (8, 2, 2))
+    layout = packed_layout((num_tokens,), torch.device("cpu"))
+
+    def ours() -> None:
+        out, _ = packed_attention(torch.nn.Module(), q, k, v, None, packed=layout, sliding_window=window)
+        out.sum().backward()
+
+    def dense() -> None:
+        seen = torch.ones(num_tokens, num_tokens, dtype=torch.bool).tril().triu(1 - window)
+        F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True).sum().backward()
+
+    return speed_ratio(dense, ours, rounds)["ratio"]
+
+
+def frozen_head_ratio(rounds: int, num_tokens: int = 512, vocabulary: int = 80_000) -> float:
+    """Seconds of the backward pass of log-probs with a frozen output layer ÷ those with a trained one."""
+    hidden, weight = torch.randn(num_tokens, 256, requires_grad=True), torch.randn(vocabulary, 256)
+    targets = torch.zeros(num_tokens, dtype=torch.int64)
+
+    def backward(is_trained: bool) -> Callable[[], None]:
+        output = weight.clone().requires_grad_(is_trained)
+
+        def run() -> None:
+            log_probs, _ = chunked_log_probs(hidden, output, None, targets, temperature=1.0, chunk_tokens=256)
+            log_probs.sum().backward()
+
+        return run
+
+    forward = statistics.median(
+        _seconds(lambda: chunked_log_probs(hidden.detach(), weight, None, targets, temperature=1.0, chunk_tokens=256))
+        for _ in range(rounds)
+    )
+    frozen, trained = (statistics.median(_seconds(backward(flag)) for _ in range(rounds)) for flag in (False, True))
+    return (frozen - forward) / (trained - forward)
+
+
 def gae_seconds() -> float:
     """Generalised advantages of 64 trajectories of 16,384 tokens; the median of several runs."""
     lengths = torch.full((64,), 16_384)
@@ -276,6 +314,10 @@ def measure(rounds: int, num_tokens: int, vocabulary: int) -> tuple[dict[str, st
     figures["prompt_sharing_8k_8x300"] = round(tokens_vs_ideal(8000, 8, 300), 4)
     rows["prompt_sharing_4k_8x400"] = "packed tokens ÷ ideal, 8 prompts of 4,000 tokens with 8 samples of 400"
     rows["prompt_sharing_8k_8x300"] = "packed tokens ÷ ideal, 8 prompts of 8,000 tokens with 8 samples of 300"
+    figures["window_attention_vs_dense"] = round(window_attention_ratio(rounds), 4)
+    rows["window_attention_vs_dense"] = "forward and backward of 4,096 tokens in a window of 128, against a dense mask"
+    figures["frozen_head_backward_ratio"] = round(frozen_head_ratio(rounds), 4)
+    rows["frozen_head_backward_ratio"] = "backward of log-probs with a vocabulary of 80,000, frozen against trained"
     figures["gae_s"] = gae_seconds()
     rows["gae_s"] = "64 trajectories of 16,384 tokens"
     return rows, figures
@@ -297,6 +339,8 @@ TARGETS = {
     "shared_vs_own_prompts": Target(at_least=1.2),
     "prompt_sharing_4k_8x400": Target(at_most=1.1),
     "prompt_sharing_8k_8x300": Target(at_most=1.1),
+    "window_attention_vs_dense": Target(at_most=0.15),
+    "frozen_head_backward_ratio": Target(at_most=0.65),
     "packed_vs_padded": Target(at_least=1.8),
     "step_vs_trl": Target(at_least=1.5),
 }

@@ -7,7 +7,7 @@ token sees the padding, so the result is exact, and many short sequences cost on
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -44,6 +44,9 @@ FREE_PADDING_TOKENS = 128
 
 CAPPED_QUERIES = 512
 """Queries whose soft-capped scores are held at a time."""
+
+BLOCK_QUERIES, MAX_BLOCK_QUERIES = 128, 1024
+"""Queries of one call under a sliding window or with sinks: as many as the window holds, within these limits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,14 +269,14 @@ def _bucketed(
     outputs = []
     for (count, length), *qkv in zip(packed.buckets, q.split(sizes), k.split(sizes), v.split(sizes), strict=True):
         batched = [x.view(count, length, *x.shape[1:]).transpose(1, 2) for x in qkv]
-        mask = _band(length, window or length, q.device) if sinks is not None or (window or length) < length else None
-        if mask is not None and sinks is not None:
-            batched, mask = _with_sinks(*batched, mask=mask, sinks=sinks / scale)
+        span = window or length
         if cap is not None:
-            out = _capped(*batched, scale=scale, dropout=dropout, window=window or length, cap=cap)
+            out = _capped(*batched, scale=scale, dropout=dropout, window=span, cap=cap)
+        elif sinks is not None or span < length:
+            out = _windowed(*batched, scale=scale, dropout=dropout, window=span, sinks=sinks)
         else:
             out = F.scaled_dot_product_attention(
-                *batched, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=scale, enable_gqa=True
+                *batched, dropout_p=dropout, is_causal=True, scale=scale, enable_gqa=True
             )
         outputs.append(out.transpose(1, 2).reshape(count * length, num_heads * head_dim))
     merged = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
@@ -282,13 +285,31 @@ def _bucketed(
     return merged.view(num_tokens, num_heads, head_dim)
 
 
+def _windowed(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float, dropout: float, window: int, sinks: Tensor | None
+) -> Tensor:
+    """[count, H, L, Dv] causal attention within a window, with attention sinks where the model has them.
+
+    Shapes as in `_capped`; sinks are [H]. A block of queries reads the keys of its window alone: no [L, L] mask exists.
+    """
+    outputs = []
+    for queries, keys, values, seen in _blocks(q, k, v, window, min(max(window, BLOCK_QUERIES), MAX_BLOCK_QUERIES)):
+        block, mask = [queries, keys, values], seen
+        if sinks is not None:
+            block, mask = _with_sinks(*block, mask=seen, sinks=sinks / scale)
+        outputs.append(
+            F.scaled_dot_product_attention(*block, attn_mask=mask, dropout_p=dropout, scale=scale, enable_gqa=True)
+        )
+    return torch.cat(outputs, dim=2)
+
+
 def _capped(q: Tensor, k: Tensor, v: Tensor, *, scale: float, dropout: float, window: int, cap: float) -> Tensor:
     """[count, H, L, Dv] causal attention with soft-capped scores, c · tanh(s ÷ c), in blocks of queries.
 
     q is [count, H, L, D], k [count, kv heads, L, D], v [count, kv heads, L, Dv]. The backward pass computes each block
     again, so that the scores of one block are held at a time.
     """
-    groups, outputs = q.size(1) // k.size(1), []
+    groups = q.size(1) // k.size(1)
     k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
 
     def attend(queries: Tensor, keys: Tensor, values: Tensor, seen: Tensor) -> Tensor:
@@ -296,34 +317,42 @@ def _capped(q: Tensor, k: Tensor, v: Tensor, *, scale: float, dropout: float, wi
         weights = scores.masked_fill(~seen, -torch.inf).softmax(-1).to(values.dtype)
         return F.dropout(weights, dropout) @ values
 
-    for start in range(0, q.size(2), CAPPED_QUERIES):
-        end = min(start + CAPPED_QUERIES, q.size(2))
-        first = max(0, start - window + 1)
+    blocks = _blocks(q, k, v, window, CAPPED_QUERIES)
+    return torch.cat([checkpoint(attend, *block, use_reentrant=False) for block in blocks], dim=2)
+
+
+def _blocks(
+    q: Tensor, k: Tensor, v: Tensor, window: int, num_queries: int
+) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """Blocks of queries, with the keys and values that they see, and [queries, keys] bool: who sees whom.
+
+    A token sees itself and the ``window - 1`` tokens before it. Keys of two blocks at most are joined: the gradient of
+    a slice would be a tensor of all keys, for each block.
+    """
+    chunks = k.split(num_queries, dim=2), v.split(num_queries, dim=2)
+    for index, queries in enumerate(q.split(num_queries, dim=2)):
+        start, end = index * num_queries, index * num_queries + queries.size(2)
+        first = max(0, start - window + 1) // num_queries * num_queries
+        if start - first <= num_queries:
+            keys, values = (torch.cat(parts[first // num_queries : index + 1], dim=2) for parts in chunks)
+        else:
+            keys, values = k[:, :, first:end], v[:, :, first:end]
         distance = torch.arange(start, end, device=q.device)[:, None] - torch.arange(first, end, device=q.device)[None]
-        seen = (distance >= 0) & (distance < window)
-        block = (q[:, :, start:end], k[:, :, first:end], v[:, :, first:end], seen)
-        outputs.append(checkpoint(attend, *block, use_reentrant=False))
-    return torch.cat(outputs, dim=2)
+        yield queries, keys, values, (distance >= 0) & (distance < window)
 
 
 def _with_sinks(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor, sinks: Tensor) -> tuple[list[Tensor], Tensor]:
     """Add a key that every token sees: its score is the head's sink, its value zero.
 
     The sink stands in a further dimension of the queries, where only that key is not zero; eight dimensions are added,
-    since GPU kernels want a multiple. q is [count, H, L, D], k [count, kv heads, L, D], v [count, kv heads, L, Dv], the
-    mask [L, L] bool, and sinks [H], divided by the scale of the scores.
+    since GPU kernels want a multiple. q is [count, H, queries, D], k [count, kv heads, L, D], v [count, kv heads, L,
+    Dv], the mask [queries, L] bool, and sinks [H], divided by the scale of the scores.
     """
     count, _, length, _ = q.shape
     added = F.pad(sinks.to(q.dtype).view(1, -1, 1, 1).expand(count, -1, length, 1), (0, 7))
     sink_key = F.one_hot(torch.tensor(k.size(3), device=k.device), k.size(3) + 8).to(k.dtype)
     keys = torch.cat((F.pad(k, (0, 8)), sink_key.expand(count, k.size(1), 1, -1)), dim=2)
     return [torch.cat((q, added), dim=3), keys, F.pad(v, (0, 0, 0, 1))], F.pad(mask, (0, 1), value=True)
-
-
-def _band(length: int, window: int, device: torch.device) -> Tensor:
-    """[length, length] bool, True where a token sees another: itself and the ``window - 1`` before it."""
-    distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)[None]
-    return (distance >= 0) & (distance < window)
 
 
 def _laid_out(tokens: Tensor, packed: PackedLayout) -> Tensor:

@@ -255,9 +255,11 @@ class _ChunkedLogProbs(torch.autograd.Function):
         ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, normalizer, entropy = ctx.saved_tensors
-        grad_hidden = torch.zeros_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
-        grad_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
+        # A frozen output layer, as with adapters, gets no gradient: its product costs as much as the one for `hidden`.
+        to_hidden, to_weight, to_bias = ctx.needs_input_grad[:3]
+        grad_hidden = torch.zeros_like(hidden) if to_hidden else None
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if to_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if to_bias and bias is not None else None
         factor = _factor(weight)
         for start in range(0, len(hidden), ctx.chunk):
             part = slice(start, start + ctx.chunk)
@@ -278,10 +280,12 @@ class _ChunkedLogProbs(torch.autograd.Function):
             if grad_bias is not None:
                 grad_bias += grad_logits.sum(0)
             grad_logits = grad_logits.to(hidden.dtype)
-            grad_hidden[part] = grad_logits @ weight
-            grad_weight += _product(grad_logits.t(), hidden[part])
-        grad_bias = None if grad_bias is None else grad_bias.to(weight.dtype)
-        return grad_hidden, grad_weight.to(weight.dtype), grad_bias, None, None, None, None, None
+            if grad_hidden is not None:
+                torch.matmul(grad_logits, weight, out=grad_hidden[part])
+            if grad_weight is not None:
+                _add_product(grad_weight, grad_logits.t(), hidden[part])
+        grad_weight, grad_bias = (None if grad is None else grad.to(weight.dtype) for grad in (grad_weight, grad_bias))
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None
 
 
 def _factor(weight: Tensor) -> Tensor:
@@ -294,6 +298,14 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
     if left.is_cuda and left.dtype is not torch.float32:
         return torch.mm(left, right, out_dtype=torch.float32)
     return left.float() @ right.float()
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add a matrix product in float32; in place, where the factors are float32 or may be made so."""
+    if left.is_cuda and left.dtype is not torch.float32:
+        total += torch.mm(left, right, out_dtype=torch.float32)
+    else:
+        total.addmm_(left.float(), right.float())
 
 
 def _logits(hidden: Tensor, factor: Tensor, bias: Tensor | None, shape: LogitShape) -> Tensor:

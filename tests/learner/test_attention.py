@@ -158,6 +158,34 @@ def test_a_flash_attn_interface_computes_what_sdpa_computes(
     torch.testing.assert_close(*outputs, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize("window", [None, 7, 200])
+def test_attention_by_blocks_is_attention_with_a_dense_mask(window: int | None, has_sinks: bool) -> None:
+    """The longest sequence takes several blocks of queries."""
+    lengths = (300, 290, 20)
+    sinks = torch.randn(4, requires_grad=True) if has_sinks else None
+    q, k, v = (torch.randn(1, heads, sum(lengths), 8, requires_grad=True) for heads in (4, 2, 2))
+    layout = packed_layout(lengths, CPU, AttentionKernel.sdpa)
+    out, _ = packed_attention(nn.Module(), q, k, v, None, packed=layout, sliding_window=window, s_aux=sinks)
+    expected, start = [], 0
+    for length in lengths:
+        part = slice(start, start + length)
+        keys, values = (x[0, :, part].repeat_interleave(2, dim=0) for x in (k, v))
+        scores = q[0, :, part] @ keys.transpose(1, 2) * 8**-0.5
+        seen = torch.ones(length, length, dtype=torch.bool).tril().triu(-(window or length) + 1)
+        scores = scores.masked_fill(~seen, -torch.inf)
+        if sinks is not None:
+            scores = torch.cat((scores, sinks[:, None, None].expand(-1, length, 1)), dim=-1)
+        expected.append((scores.softmax(-1)[..., :length] @ values).transpose(0, 1))
+        start += length
+    torch.testing.assert_close(out[0], torch.cat(expected), atol=1e-5, rtol=1e-5)
+    leaves = [q, k, v] if sinks is None else [q, k, v, sinks]
+    factor = torch.randn_like(out)
+    ours, theirs = (torch.autograd.grad((x * factor[0]).sum(), leaves) for x in (out[0], torch.cat(expected)))
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+
+
 def both_outputs(
     kernel: AttentionKernel,
     device: torch.device,

@@ -107,6 +107,20 @@ def test_chunked_log_probs_have_the_values_and_gradients_of_log_softmax(
         torch.testing.assert_close(one.grad.double(), other.grad, atol=1e-4, rtol=1e-4)
 
 
+def test_a_frozen_output_layer_gets_no_gradient_and_the_states_get_the_same() -> None:
+    torch.manual_seed(0)
+    hidden, weight, targets = torch.randn(13, 6), torch.randn(9, 6), torch.randint(0, 9, (13,))
+    gradients = []
+    for trained in (True, False):
+        states, output = hidden.clone().requires_grad_(), weight.clone().requires_grad_(trained)
+        log_probs, _ = chunked_log_probs(states, output, None, targets, temperature=1.0, chunk_tokens=5)
+        log_probs.sum().backward()
+        gradients.append((states.grad, output.grad))
+    assert torch.equal(gradients[0][0], gradients[1][0])
+    assert gradients[0][1] is not None
+    assert gradients[1][1] is None
+
+
 def test_a_path_without_a_model_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"got '.*nothing' without a config.json"):
         Trainer(CONFIG, model_path=str(tmp_path / "nothing"), total_updates=1)
