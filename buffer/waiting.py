@@ -31,7 +31,7 @@ _MAX_IN_ALL = 16_384
 _MAX_REMEMBERED = 4096
 _FIRST_WARNING_STEPS = 4
 _SEARCH_S = 5e-5
-"""After a search in vain the next one waits so many seconds per waiting request; a search takes a fiftieth of that."""
+"""Seconds per pending request until the next search after one that found nobody; a search takes a fiftieth of that."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -39,11 +39,11 @@ class PendingRequest:
     """A request without an answer yet.
 
     Attributes:
-        client: Who asked.
-        request_id: Which of its requests.
-        fields: What was asked, as the operation needs it.
-        num_bytes: Payload that waits with it.
-        timer: Gives the answer "nothing yet".
+        client: The client that sent it.
+        request_id: Its id, chosen by the client.
+        fields: Its parsed fields.
+        num_bytes: Size of its payload.
+        timer: Answers "nothing yet" when the time is over.
     """
 
     client: bytes
@@ -78,16 +78,16 @@ class PendingRequests:
         return self._requests.get((request.client, request.request_id)) is request
 
     def all(self) -> list[PendingRequest]:
-        """Those pending now, first come first."""
+        """All pending requests, in the order they came."""
         return list(self._requests.values())
 
     @property
     def clients(self) -> Container[bytes]:
-        """Who has any pending."""
+        """The clients that have a pending request."""
         return self._by_client.keys()
 
     def of_client(self, client: bytes) -> list[PendingRequest]:
-        """Those of one client."""
+        """The pending requests of one client."""
         return list(self._by_client.get(client, {}).values())
 
     def _reply_nothing(self, request: PendingRequest) -> None:
@@ -113,7 +113,7 @@ class PendingRequests:
         self.num_bytes += request.num_bytes
 
     def remove(self, client: bytes, request_id: int) -> PendingRequest | None:
-        """Take a request out, because it is answered or no longer wanted."""
+        """Take a request out because it was answered or cancelled."""
         request = self._requests.pop((client, request_id), None)
         if request is None:
             return None
@@ -159,11 +159,11 @@ class PendingLeases(PendingRequests):
 
     @property
     def versions(self) -> list[int]:
-        """The versions that are asked for."""
+        """The versions that requests are pending for."""
         return list(self._by_version)
 
     def at_version(self, version: int) -> list[tuple[int, PendingRequest]]:
-        """Those at one version, each with its place in the order they came."""
+        """The requests at one version, each with its place in the order they came."""
         return [(place, self._requests[key]) for key, place in self._by_version.get(version, {}).items()]
 
     def add(self, request: PendingRequest) -> None:
@@ -245,7 +245,7 @@ class PromptIntake:
         return self._pending.num_bytes
 
     def close(self) -> None:
-        """Stop whatever waits."""
+        """Cancel every timer."""
         self._pending.close()
 
     def _enqueue(self, client: bytes, message: Message) -> None:
@@ -328,7 +328,7 @@ class Admission:
         return len(self._pending)
 
     def close(self) -> None:
-        """Stop whatever waits."""
+        """Cancel every timer."""
         self._pending.close()
         self._look.close()
 
@@ -340,7 +340,7 @@ class Admission:
             self.heartbeats.enter(lease.owner, self._clock.time())
 
     def describe(self) -> list[dict[str, Any]]:
-        """What is known of every producer, for people."""
+        """A description of every producer, for people."""
         num_leases = Counter(lease.owner for lease in self._ledger.groups.leases.all())
         return self.heartbeats.describe(self._clock.time(), num_leases)
 
@@ -362,15 +362,15 @@ class Admission:
         self._answer(request.client, request.request_id, [])
 
     def adopt(self, client: bytes, version: int) -> None:
-        """The engine of a client has loaded ``version`` from the learner that lives."""
+        """The engine of a client has loaded ``version`` from the current learner."""
         for request in self._pending.of_client(client):
             if request.fields["version"] == version:
                 request.fields["incarnation"] = self._ledger.incarnation
 
     def answer_outdated(self, *, except_for: Container[bytes]) -> None:
-        """After a commit: let workers ask again whose engine is now too far behind for any group to begin.
+        """After a commit, answer the workers whose engine is now too old for any group to begin; they ask again.
 
-        Not those ``except_for`` that are woken otherwise.
+        Workers in ``except_for`` are left out: newer weights wake them.
         """
         for request in self._pending.all():
             is_outdated = self._ledger.rule.deadline(request.fields["version"]) < self._ledger.learner_version
@@ -379,7 +379,7 @@ class Admission:
                 self._answer_nothing(request)
 
     def _admitted(self, versions: Iterable[int]) -> set[int]:
-        """Those of the versions at which a group that waits may begin; none where no group waits, or none fits."""
+        """The versions at which a queued group may begin; empty if no group is queued or none fits."""
         if not self._ledger.groups.num_queued or not self._ledger.room.has_room():
             return set()
         return {version for version in versions if self._ledger.admits(version)}
@@ -402,7 +402,7 @@ class Admission:
         self._look.at(self._paces.next_look(now))
 
     def grant_saved(self) -> None:
-        """Lease what was handed over at the head of the queue, and nothing else."""
+        """Lease only groups with a saved prefix, from the head of the queue."""
         if self._pending and self._is_saved_first() and (versions := self._admitted(self._pending.versions)):
             self._grant_to_waiting(versions, self._clock.time(), only_saved=True)
 
@@ -438,14 +438,14 @@ class Admission:
                 self._answer(request.client, request.request_id, request.fields["granted"])
 
     def _num_free(self, request: PendingRequest, now: float) -> int:
-        """Places that a request may fill now; none at weights of a learner that was replaced."""
+        """Places that a request may fill now; 0 if its engine serves weights of a learner that was replaced."""
         fields = request.fields
         if fields["incarnation"] != self._ledger.incarnation:
             return 0
         return fields["wanted"] - len(fields["granted"]) - self._paces.num_kept(request.client, now)
 
     def _take_over(self, admitted: set[int], now: float) -> None:
-        """Ask slow workers for groups that waiting workers take over, while there are such groups and such workers."""
+        """Ask slow workers to hand over running groups, as long as faster workers wait for them."""
         while (group := self._paces.first_on_offer()) is not None and self._ledger.room.has_room():
             is_due = group.deadline <= self._ledger.next_plan
             takers = [
@@ -465,7 +465,7 @@ class Admission:
             self._replies.push(group.worker, HAND_ON, {"groups": [group.group_id], "attempts": [group.attempt]})
 
     def _fastest_taker(self, group: RunningGroup, versions: Iterable[int], now: float) -> bytes | None:
-        """The fastest of the waiting workers at these versions that may go on with a group, if it is much faster."""
+        """The fastest waiting worker at these versions that may continue a group; None if it is not much faster."""
         paces = [
             (self._paces.usual_pace(request.client, now), request.client)
             for version in versions
@@ -497,7 +497,7 @@ class Admission:
         self._paces.finished(group_ids)
 
     def _grant_one(self, request: PendingRequest, served: list[PendingRequest], now: float) -> bool:
-        """Grant a group if its engine is admitted; whether the worker wants more and may get it."""
+        """Grant a group if the engine is admitted. Returns whether the worker wants and may get another group."""
         granted = request.fields["granted"]
         command = LeaseGroups(
             engine_version=request.fields["version"], max_groups=1, owner=request.client, request_id=request.request_id
@@ -537,7 +537,7 @@ class Admission:
         self._replies.reply(client, request_id, {"leases": leases}, payload)
 
     def _cancel(self, client: bytes, message: Message) -> None:
-        """A lease that is no longer wanted; if it was granted meanwhile, its groups go back to the queue."""
+        """Cancel a request for leases. Groups that were granted meanwhile go back to the queue."""
         cancelled = integer(message.fields, "request")
         if self._pending.remove(client, cancelled) is None:
             for lease in self._granted.pop((client, cancelled), []):
@@ -545,7 +545,7 @@ class Admission:
         self._replies.reply(client, message.request_id)
 
     def _give_back(self, lease: GrantedLease, reason: str) -> None:
-        """A lease whose worker will report nothing of it."""
+        """Release a lease that its worker never received."""
         if self._ledger.groups.running(lease.group_id, lease.attempt) is not None:
             self._ledger.apply(Release(group_id=lease.group_id, attempt=lease.attempt, num_tokens=0, reason=reason))
 
@@ -557,7 +557,7 @@ class Admission:
         self._replies.reply(client, message.request_id)
 
     def leave(self, client: bytes, message: Message) -> None:
-        """A goodbye, with the leases that the client knows of: all others, and what it waits for, are given back."""
+        """A client says goodbye and names the leases that it knows. All others are released, its requests withdrawn."""
         known = set(zip(*_groups_and_attempts(message), strict=True))
         self._pending.withdraw(client)
         for lease in self._ledger.groups.leases.of_owner(client):
@@ -569,7 +569,7 @@ class Admission:
         self._replies.reply(client, message.request_id)
 
     def take_from(self, client: bytes) -> None:
-        """Take the leases of a producer that is gone, before they run out."""
+        """Take back the leases of a silent producer before they run out."""
         self._pending.withdraw(client)
         self._paces.forget(client)
         if taken := self._ledger.apply(TakeBack(owner=client)).group_ids:
@@ -619,7 +619,7 @@ class BatchRequests:
         self.operations = {"plan": self._plan, "fetch": self._fetch}
 
     def close(self) -> None:
-        """Stop whatever waits."""
+        """Cancel every timer."""
         self._pending.close()
 
     def _plan(self, client: bytes, message: Message) -> None:
@@ -631,7 +631,7 @@ class BatchRequests:
         self._pending.add(request)
 
     def make(self) -> None:
-        """Make and send every batch that somebody waits for and that can be made."""
+        """Make and send every requested batch that can be made now."""
         for request in sorted(self._pending.all(), key=lambda request: request.fields["version"]):
             try:
                 version = request.fields["version"]
@@ -646,7 +646,7 @@ class BatchRequests:
                 self._replies.reply(request.client, request.request_id, {"groups": groups})
 
     def _answer_late(self, request: PendingRequest) -> None:
-        """A plan has waited for as long as it may: ask again, unless nothing is left that could make it."""
+        """The time of a plan is over: the client asks again. The plan fails if no prompt is left that could fill it."""
         ledger = self._ledger
         is_idle = not (ledger.groups.num_queued or ledger.groups.num_leased or ledger.groups.num_planned)
         if is_idle and ledger.account.groups_dropped and ledger.groups.num_stored < ledger.rule.groups_per_step:
@@ -657,7 +657,7 @@ class BatchRequests:
         self._replies.reply(request.client, request.request_id, {"warning": self._filtered()} if is_starving else {})
 
     def note_filtered(self) -> None:
-        """A group was dropped by a filter: say so where none is kept for long, and give up where that has no end."""
+        """A filter dropped a group: warn if filters keep nothing for long, fail all plans at the limit."""
         if self._is_filtered_away():
             self._pending.fail_all(ReplayBufferError(self._filtered()))
             return
@@ -690,7 +690,7 @@ class BatchRequests:
         return "dropped in all: " + ", ".join(f"{number} for {reason}" for reason, number in dropped.items())
 
     def fail(self, size: int) -> None:
-        """Tell everybody who waits for a batch that it does not fit."""
+        """Fail every pending plan: the stores cannot hold a batch."""
         ledger = self._ledger
         self._pending.fail_all(
             StoreFull(
@@ -700,7 +700,7 @@ class BatchRequests:
         )
 
     def _fetch(self, client: bytes, message: Message) -> None:
-        """Payloads, or where they are: the store servers, and the attempts to ask them for."""
+        """Reply with the payloads, or with the stores that hold them and the attempts to fetch there."""
         group_ids = integers(message.fields, "groups")
         if len(set(group_ids)) != len(group_ids):
             raise WireError("a fetch names each group once")
