@@ -26,11 +26,11 @@ from torch import Tensor
 from typing_extensions import TypeIs
 
 from asyncrl.core.registry import Registry
+from asyncrl.single_controller.serialization import gather_rows
 
 from .config import AlgorithmConfig
 from .fsdp import LearnerMesh
 from .losses import kl_penalty
-from .plain_values import gather_rows
 from .types import SampleKey, TokenSequence
 
 SumOverRanks = Callable[[Tensor], Tensor]

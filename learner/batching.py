@@ -264,7 +264,7 @@ def first_fit(items: Sequence[PackItem], budget: int) -> list[list[int]]:
 
 
 def balanced_fit(items: Sequence[PackItem], budget: int, count: int) -> list[list[int]]:
-    """Fill ``count`` micro-batches, at least as many as `first_fit` needs, as evenly as it can; some may stay empty.
+    """Fill at most ``count`` micro-batches, which must not be fewer than `first_fit` needs, evenly.
 
     Halving finds the smallest budget that needs no more of them.
     """
@@ -280,4 +280,4 @@ def balanced_fit(items: Sequence[PackItem], budget: int, count: int) -> list[lis
             best, high = bins, middle
         else:
             low = middle + 1
-    return best + [[] for _ in range(count - len(best))]
+    return best

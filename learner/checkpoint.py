@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from asyncrl.core.errors import CheckpointError
+from asyncrl.single_controller.serialization import gather_values
 from asyncrl.weights.layout import ModelLayout, Part
 from asyncrl.weights.snapshot import DATA_FILE, WritableFile
 
@@ -50,7 +51,6 @@ from .lora import add_adapters, has_adapters
 from .model_folder import copy_tokenizer, new_model_folder
 from .model_shards import PretrainedShards
 from .plain_reading import load_plain
-from .plain_values import gather_values
 from .trainer import Trainer
 
 logger = logging.getLogger(__name__)

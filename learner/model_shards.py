@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from asyncrl.single_controller.serialization import gather_values
 from asyncrl.weights.layout import Part
 from asyncrl.weights.manifest import AdaptedLayer
 
@@ -27,7 +28,6 @@ from .lora import (
     merged_weights,
     write_adapter_config,
 )
-from .plain_values import gather_values
 
 T = TypeVar("T")
 

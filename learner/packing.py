@@ -92,18 +92,16 @@ def pack(
         whole: Pack every token. Otherwise each sequence ends before its last token in the loss: under causal attention
             no other prediction needs that token, or what follows it. One without such a token keeps its first.
         together: Sequences share micro-batches. Otherwise each gets its own, for models that cannot tell them apart.
-        share_prompts: Sequences of a micro-batch share the tokens that they begin with, as far as these come before
-            their first token in the loss. Such tokens are packed, and count, once. The samples of one prompt go to the
-            same micro-batches as far as they fit.
+        share_prompts: Tokens before the first one in the loss are packed, and count, once for all sequences of a
+            micro-batch that begin with them. The samples of a prompt go to the same micro-batches as far as they fit.
         keep_branches: The loss reads whole trajectories: refuse those whose branches cannot share a micro-batch.
         agree: Called once with the number of micro-batches that this rank needs; returns how many are made, at least
-            that. Further micro-batches are empty: one token that is in no loss, so that every rank takes part in every
-            collective. A rank whose sequences do not fit asks for `REFUSED`; then every rank raises, and none waits
-            for the others.
+            that. The others hold one token that is in no loss, so that every rank takes part in every collective. A
+            rank whose sequences do not fit asks for `REFUSED`; then every rank raises.
 
     Returns:
-        At least one micro-batch; they hold every sequence once. Raises `ValueError` if a sequence alone is over the
-        budget, or branches do not fit together under ``keep_branches``, on this rank or another one.
+        At least one micro-batch; they hold every sequence once. Raises `ValueError` on all ranks if a sequence is over
+        the budget, or branches do not fit together under ``keep_branches``.
     """
     # The last True is found in bytes: an array function costs more than the row is long.
     lengths = [len(s.input_ids) if whole else max(1, s.loss_mask.tobytes().rfind(1)) for s in sequences]
@@ -120,15 +118,12 @@ def pack(
             f"learner.max_tokens_per_micro_batch={max_tokens} tokens must hold what every rank is given, got more on "
             "another rank, whose error has the lengths; raise it"
         )
-    if together:
-        parts = [[index for place in part for index in units[place]] for part in balanced_fit(items, max_tokens, count)]
-    else:
-        parts = units + [[] for _ in range(count - len(units))]
+    bins = balanced_fit(items, max_tokens, count) if together else [[place] for place in range(len(units))]
+    parts = [[index for place in part for index in units[place]] for part in bins]
+    parts += [[] for _ in range(count - len(parts))]
     in_loss = tokens_in_loss(sequences)
-    ordered = [sorted(part, key=lambda i: -lengths[i]) for part in parts]
-    return [
-        _micro_batch(sequences, source, [lengths[i] for i in source] or [1], in_loss, prompts) for source in ordered
-    ]
+    ordered = (sorted(part, key=lambda i: -lengths[i]) for part in parts)
+    return [_micro_batch(sequences, part, [lengths[i] for i in part] or [1], in_loss, prompts) for part in ordered]
 
 
 def _num_leading(sequence: TokenSequence) -> int:

@@ -25,13 +25,13 @@ from asyncrl.core.visible_gpus import visible_gpus
 from asyncrl.data.demonstrations import Demonstration, DemonstrationFormat, load_demonstrations
 from asyncrl.data.prompts import load_eval_prompts
 from asyncrl.sft.warm_start import finished_warm_start, warm_start_path, write_warm_start
+from asyncrl.single_controller.serialization import gather_values
 from asyncrl.weights.publish import WeightPublisher
 from learner.config import Device, LearnerConfig, LoraConfig, Schedule
 from learner.fsdp import LearnerMesh
 from learner.losses import Objective, negative_log_likelihood
 from learner.model_folder import save_policy
 from learner.model_shards import PretrainedShards
-from learner.plain_values import gather_values
 from learner.trainer import Trainer
 from learner.types import TokenSequence
 from rollout_fleet.config import EngineDevice, EngineKind

@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from asyncrl.single_controller.serialization import gather_rows, gather_values
 from learner.config import RENDEZVOUS_FILE, LearnerConfig
 from learner.fsdp import open_mesh
-from learner.plain_values import gather_rows, gather_values
 from tests.support.peers import peers
 
 pytestmark = pytest.mark.timeout(120)
