@@ -515,8 +515,8 @@ class GroupTable:
         self._queue.appendleft(group.group_id)
         group.state, group.place, group.owner = GroupState.queued, self._head_place, b""
         group.num_inherited, group.is_missing = 0, False
-        if group.num_bytes:
-            self.ended_attempts.append((group.group_id, group.attempt))
+        # Also without bytes reserved: a payload may reach a store after the store was asked whether it holds it.
+        self.ended_attempts.append((group.group_id, group.attempt))
         self.space.set_bytes(group, 0)
         if not keeps_progress:
             self.space.set_progress(group, None, 0)

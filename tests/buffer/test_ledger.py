@@ -399,14 +399,14 @@ def test_the_last_ended_attempt_of_each_unfinished_group_is_known():
     assert {g.group_id: g.past_attempt for g in of.groups if g.past_attempt >= 0} == {1: 1, 2: 0}
 
 
-def test_only_an_attempt_that_had_bytes_is_named_when_it_ends():
+def test_every_attempt_that_ends_is_named_for_the_stores():
     of = DrivenLedger(StalenessRule(max_lag=3, groups_per_step=4))
     of.enqueue(range(2))
     first, second = of.lease(0, 2)
     of.reserve(second, 7)
     for lease in (first, second):
         of.release(lease.group_id, 0, num_tokens=0)
-    assert of.groups.ended_attempts == [(1, 0)]
+    assert of.groups.ended_attempts == [(0, 0), (1, 0)]
 
 
 def test_a_planned_group_that_no_store_has_stays_in_its_batch_until_the_batch_is_dissolved():

@@ -329,6 +329,19 @@ async def test_a_store_drops_the_payload_of_an_attempt_that_ended(end: str):
         assert [group.attempt for group in await of.control.fetch([0])] == [1]
 
 
+async def test_a_store_drops_an_ended_payload_that_it_said_it_lacked():
+    """The store is asked what it holds while a payload is on its way; then the worker falls silent."""
+    async with hosts("a", groups_per_step=1, max_stored_bytes=1200) as of:
+        a, other = of.worker("a"), of.worker("a")
+        await of.control.enqueue([prompt(0)])
+        await send_and_fall_silent(of, a)
+        of.run.server._service.lose_from_store(0, [0], stored=[], reserved=[(0, 0)])
+        await of.control.bury(await a.enter())
+        [again] = await other.lease(0, 1)
+        await asyncio.wait_for(other.put(rollout(again, num_tokens=50)), 20)
+        assert {*of.held_by("a")[0]} == {1}
+
+
 async def test_a_store_keeps_no_payload_that_comes_after_its_attempt_ended():
     async with hosts("a", groups_per_step=1, max_stored_bytes=1200) as of:
         a, other = of.worker("a"), of.worker("a")
