@@ -5,7 +5,7 @@ from .config import BufferConfig, Durability, OnStale, StoresOn
 from .keys import BufferRole, ClientKeys, client_keys, make_keys
 from .ledger import Ledger
 from .process import BufferProcess, BufferSupervisor
-from .roles import BufferConnection, ControlClient, LearnerClient, SyncBufferClient, WorkerClient
+from .role_clients import BufferConnection, ControlClient, LearnerClient, SyncBufferClient, WorkerClient
 from .rule import StalenessRule
 
 __all__ = [

@@ -11,7 +11,7 @@ from typing import Any
 from asyncrl.core.errors import AsyncRLError
 
 from .keys import BufferRole
-from .roles import BufferConnection, ControlClient
+from .role_clients import BufferConnection, ControlClient
 
 
 async def read(connection: BufferConnection) -> dict[str, Any]:

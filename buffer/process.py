@@ -22,7 +22,7 @@ from asyncrl.core.remote import last_lines, process_end
 from .client_socket import ClientSocket
 from .config import BufferConfig, Durability
 from .keys import BufferRole, client_keys, ensure_keys
-from .roles import BufferConnection
+from .role_clients import BufferConnection
 from .sockets import folder_of, remove_socket_folder, with_socket_folder
 
 logger = logging.getLogger(__name__)

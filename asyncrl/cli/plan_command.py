@@ -24,7 +24,7 @@ from asyncrl.planner.advice import MAX_REPLAY_ERROR, advise, misses
 from asyncrl.planner.calibration import Calibration, calibrate
 from asyncrl.planner.choices import NUM_REPLICATES, Choices, Prediction, RunPlan, make_plan, splits_of
 from asyncrl.planner.scenario import Scenario, load_spec
-from asyncrl.profile.advice import Advice, advice_file
+from asyncrl.profile.run_advice import Advice, advice_file
 from asyncrl.profile.trace import FOLDER, Trace
 from buffer.config import OnStale
 

@@ -35,8 +35,8 @@ from asyncrl.metrics import (
     summary_document,
     write_json,
 )
-from asyncrl.profile.advice import read_advice
 from asyncrl.profile.command import explain
+from asyncrl.profile.run_advice import read_advice
 from asyncrl.run.cluster import finished_in_thread, gpu_of_this_node, ray_cluster, warning_of_open_cluster
 from asyncrl.run.controller import ColocatedController, Controller
 from asyncrl.run.evaluator import HeldOutEvaluator, PinnedEngines

@@ -12,7 +12,7 @@ from asyncrl.planner.calibration import calibrate, fair_shares, united
 from asyncrl.planner.choices import Choices, Prediction, make_plan, predict, recommend, splits_of
 from asyncrl.planner.scenario import EngineModel, LearnerModel, LengthModel, Scenario, configured
 from asyncrl.planner.simulator import Outcome, simulate
-from asyncrl.profile.advice import Advice, advice_file, read_advice
+from asyncrl.profile.run_advice import Advice, advice_file, read_advice
 from buffer.config import OnStale
 from tests.support.traces import record_run
 
