@@ -1,6 +1,6 @@
 """The ledger's account: where every token went, which attempts still owe a report, and which groups are finished.
 
-Each attempt is settled once, however often its messages are sent. What is remembered of the past is bounded.
+Each attempt is settled once, even if its messages are repeated. The memory for past attempts and groups is bounded.
 """
 
 from bisect import bisect_right
@@ -26,11 +26,11 @@ WORKER_DIED = "worker_died"
 REWARD = "reward"
 
 MAX_REMEMBERED = 4096
-"""Ended attempts, and finished groups with more than one, that are remembered; the oldest are forgotten first."""
+"""Bound on remembered ended attempts, and on finished groups with several attempts. The oldest are forgotten first."""
 
 
 class IdSet:
-    """Integers, nearly in order, as disjoint sorted ranges ``[start, end)``: memory grows with the gaps alone."""
+    """Integers as disjoint sorted ranges ``[start, end)``; memory grows with the number of gaps."""
 
     def __init__(self, ranges: Iterable[tuple[int, int]] = ()) -> None:
         self._starts: list[int] = []
@@ -65,7 +65,7 @@ class IdSet:
             self._ends.insert(i, value + 1)
 
     def minus(self, others: "IdSet") -> list[int]:
-        """Those that ``others`` lacks, ascending."""
+        """Integers that are not in ``others``, ascending."""
         missing: list[int] = []
         for start, end in self.ranges():
             i = bisect_right(others._ends, start)
@@ -85,11 +85,11 @@ class EndedAttempt:
     """An attempt that ended without a stored result.
 
     Attributes:
-        owner: Who held its lease.
-        owes_report: Whether its worker has still to say what it wrote.
-        num_counted: Tokens of it that are counted already: those that were saved.
-        reason: What its other tokens are dropped for, when they are reported.
-        refusal: The message that its put was refused with, which it gets again when it is sent again.
+        owner: The client that held the lease.
+        owes_report: Whether the worker has not yet reported the tokens that it wrote.
+        num_counted: Tokens that are counted already because they were saved.
+        reason: The account drops the other tokens under this reason when they are reported.
+        refusal: The message of the refused put; a repetition of the put is refused with the same message.
     """
 
     owner: bytes = b""
@@ -113,17 +113,17 @@ class AttemptHistory:
         return len(self._ended) + len(self._unusual) + len(self._reopened) + len(self.finished.ranges())
 
     def end(self, group_id: int, attempt: int, ended: EndedAttempt) -> None:
-        """An attempt ended without a stored result."""
+        """Remember an attempt that ended without a stored result."""
         self._ended[group_id, attempt] = ended
         if len(self._ended) > MAX_REMEMBERED:
             self._ended.popitem(last=False)
 
     def of(self, group_id: int, attempt: int) -> EndedAttempt | None:
-        """What is remembered of an attempt that ended without a stored result."""
+        """Return an attempt that ended without a stored result; None if it is unknown or forgotten."""
         return self._ended.get((group_id, attempt))
 
     def settle(self, group_id: int, attempt: int) -> EndedAttempt | None:
-        """What an attempt owed, whose report came now; None where it owed nothing."""
+        """Forget and return an attempt whose owed report came; None if it owed no report."""
         ended = self._ended.get((group_id, attempt))
         if ended is None or not ended.owes_report:
             return None
@@ -131,7 +131,7 @@ class AttemptHistory:
         return ended
 
     def finish(self, group_id: int, *, num_attempts: int, stored: bool) -> None:
-        """A group is consumed or dropped; ``stored`` says whether its last attempt was acknowledged as stored."""
+        """Remember a consumed or dropped group; ``stored`` is true if the put of its last attempt was accepted."""
         self.finished.add(group_id)
         self._reopened.pop(group_id, None)
         if num_attempts != 1 or not stored:
@@ -140,24 +140,24 @@ class AttemptHistory:
                 self._unusual.popitem(last=False)
 
     def reopen(self, finished: IdSet) -> None:
-        """Let every group but ``finished`` be queued again; its attempts go on counting."""
+        """Allow every group that is not in ``finished`` to be queued again; its attempt numbers continue."""
         self._reopened.update((group_id, self.num_attempts(group_id)) for group_id in self.finished.minus(finished))
         for group_id in self._reopened:
             self._unusual.pop(group_id, None)
         self.finished = finished
 
     def num_attempts(self, group_id: int) -> int:
-        """Attempts of a group that is finished, or was; 0 for any other, 1 for one that is forgotten."""
+        """Attempts of a group that is finished or reopened; 1 if its number is forgotten, 0 for any other group."""
         if group_id in self.finished:
             return self._unusual.get(group_id, (1, 0))[0]
         return self._reopened.get(group_id, 0)
 
     def was_stored(self, group_id: int, attempt: int) -> bool:
-        """Whether this attempt of a finished group is the one whose put was acknowledged."""
+        """Whether the put of this attempt was accepted, and the group is finished."""
         return group_id in self.finished and self._unusual.get(group_id, (1, 0))[1] == attempt
 
     def snapshot(self) -> dict[str, Any]:
-        """Everything, as plain values."""
+        """The history as plain values."""
         return {
             "finished": self.finished.ranges(),
             "unusual": [[group_id, *counts] for group_id, counts in self._unusual.items()],
@@ -166,7 +166,7 @@ class AttemptHistory:
         }
 
     def restore(self, values: Mapping[str, Any]) -> None:
-        """Take up a snapshot."""
+        """Load a snapshot."""
         self.finished = IdSet(values["finished"])
         self._unusual = OrderedDict((group_id, (number, stored)) for group_id, number, stored in values["unusual"])
         self._reopened = dict(values["reopened"])
@@ -176,12 +176,12 @@ class AttemptHistory:
 class Account:
     """Running totals. Every policy token that a worker reports or saves is buffered, trained or dropped, once.
 
-    A saved prefix counts as buffered from the end of the attempt that saved it until the attempt that continues it
-    reports it as its own, or it is dropped. What each owner of leases has settled is counted too, so that what a worker
-    had generated and can no longer report, because it died, can be counted as lost.
+    A saved prefix counts as buffered from the end of its attempt until the next attempt reports it, or until it is
+    dropped. The account also counts the settled tokens of each owner of leases. When a worker dies, the tokens that it
+    generated and never reported are then counted as lost.
 
     Attributes:
-        buried: Dead worker to all tokens that it generated. Nothing that it reports later counts.
+        buried: Dead worker to all tokens that it generated. Its later reports do not count.
     """
 
     def __init__(self) -> None:
@@ -202,40 +202,40 @@ class Account:
 
     @property
     def num_tokens(self) -> int:
-        """Every token that is accounted for."""
+        """All tokens in the account."""
         return self.tokens_trained + self.tokens_buffered + self.tokens_dropped.total()
 
     @contextmanager
     def settling(self, owner: bytes) -> Iterator[None]:
-        """What is accounted for inside the block is the work of ``owner``."""
+        """Attribute the tokens that are counted inside the block to ``owner``."""
         before = self.num_tokens
         yield
         if settled := self.num_tokens - before:
             self._settled[owner] += settled
 
     def settled_by(self, owner: bytes) -> int:
-        """Tokens that an owner has accounted for."""
+        """Tokens that are counted as the work of ``owner``."""
         return self._settled[owner]
 
     def bury(self, owner: bytes, num_lost: int) -> None:
-        """An owner died before it could report so many of its tokens; nothing of it counts any more."""
+        """Count ``num_lost`` unreported tokens of an owner that died. Its later reports do not count."""
         self._drop_tokens(num_lost, LOST)
         self.buried[owner] = self._settled.pop(owner, 0) + num_lost
         if len(self.buried) > MAX_REMEMBERED:
             del self.buried[next(iter(self.buried))]
 
     def store(self, summary: GroupSummary, *, num_inherited: int) -> None:
-        """A put was accepted; the prefix it continued is part of it."""
+        """Count an accepted put; it contains the prefix that its attempt continued."""
         self.tokens_buffered += summary.num_tokens - num_inherited
         self.filtered_in_a_row = 0
         self._samples_per_group = max(1, len(summary.response_lengths))
 
     def leave_out(self, num_tokens: int) -> None:
-        """Trajectories were left out of a finished group, because their reward failed."""
+        """Count tokens of trajectories that a finished group leaves out because their reward failed."""
         self._drop_tokens(num_tokens, REWARD)
 
     def consume(self, summary: GroupSummary, version: int) -> None:
-        """A stored group was trained on at ``version``."""
+        """Count a stored group that the learner consumed at ``version``."""
         self.tokens_buffered -= summary.num_tokens
         self.tokens_trained += summary.num_tokens
         self.groups_consumed += 1
@@ -244,7 +244,7 @@ class Account:
         self._kept_samples += len(summary.response_lengths)
 
     def filter(self, summary: GroupSummary, reason: str, *, num_inherited: int) -> None:
-        """A finished group was dropped on arrival, with the prefix it continued."""
+        """Count a finished group that a filter dropped, with the prefix that its attempt continued."""
         self.tokens_buffered -= num_inherited
         self.groups_dropped[reason] += 1
         self.filtered_in_a_row += 1
@@ -252,16 +252,17 @@ class Account:
         self._drop_lengths(summary, reason)
 
     def refuse(self, summary: GroupSummary, reason: str, *, num_counted: int) -> None:
-        """A finished group came too late or too old: its tokens are dropped, but for those counted already."""
+        """Drop the tokens of a finished group that came too late or is too old, except for tokens counted before."""
         self.puts_refused[reason] += 1
         self._drop_tokens(summary.num_tokens - num_counted, reason)
         if num_counted == 0:
             self._drop_lengths(summary, reason)
 
     def abandon(self, num_tokens: int, reason: str, *, num_counted: int) -> None:
-        """An attempt ended unfinished; its length so far counts as that of a group of the usual size.
+        """Drop the tokens of an attempt that ended unfinished, except for tokens counted before.
 
-        Where a part was saved only the rest is dropped, which says nothing about lengths.
+        The tokens enter the mean dropped length as one group of the usual size. If a part was saved, the lengths do not
+        count: only the rest is dropped, and the rest is not a whole response.
         """
         self._drop_tokens(num_tokens - num_counted, reason)
         if num_tokens > 0 and num_counted == 0:
@@ -269,39 +270,39 @@ class Account:
             self._dropped_samples[reason] += self._samples_per_group
 
     def give_up(self, reason: str, *, num_saved: int, num_inherited: int) -> None:
-        """A running group was revoked and its prefix is not handed on."""
+        """Drop the tokens of a running group that was revoked without keeping its prefix."""
         self.tokens_buffered -= num_inherited
         self.abandon(num_saved, reason, num_counted=0)
 
     def hand_on(self, *, num_saved: int, num_inherited: int) -> None:
-        """A running group ended with a prefix that its next attempt may continue."""
+        """Buffer the saved prefix of an ended attempt; the next attempt may continue it."""
         self.tokens_buffered += num_saved - num_inherited
 
     def evict(self, summary: GroupSummary, reason: str) -> None:
-        """A stored group gave way to one that is due earlier, or its trajectories were lost."""
+        """Drop the tokens of a stored group that was evicted for an earlier deadline, or lost."""
         self.tokens_buffered -= summary.num_tokens
         self._drop_tokens(summary.num_tokens, reason)
         self._drop_lengths(summary, reason)
 
     def drop_prefix(self, num_tokens: int, reason: str) -> None:
-        """A prefix was too old to be continued, or its worker began afresh."""
+        """Drop the tokens of a prefix that was too old, or that its worker did not continue."""
         self.tokens_buffered -= num_tokens
         self._drop_tokens(num_tokens, reason)
 
     def rewind(self, *, tokens_trained: int, lags: Mapping[int, int]) -> None:
-        """What was trained beyond these totals is lost. Mean lengths go on counting it: it was kept once."""
+        """Drop the tokens that were trained after these totals. The mean lengths still count them."""
         self._drop_tokens(self.tokens_trained - tokens_trained, REWOUND)
         self.tokens_trained = tokens_trained
         self.lags = Counter(lags)
         self.groups_consumed = self.lags.total()
 
     def snapshot(self) -> dict[str, Any]:
-        """Every total, as plain values, but for ``filtered_in_a_row``, which each server counts for itself."""
+        """Every total as plain values, except ``filtered_in_a_row``: each server counts that again from 0."""
         totals = {name: value for name, value in vars(self).items() if name != "filtered_in_a_row"}
         return {name: dict(value) if isinstance(value, dict) else value for name, value in totals.items()}
 
     def restore(self, values: Mapping[str, Any]) -> None:
-        """Take the totals of a snapshot."""
+        """Load the totals of a snapshot."""
         for name, value in values.items():
             setattr(self, name, Counter(value) if isinstance(value, dict) else value)
 
@@ -314,7 +315,7 @@ class Account:
         self._dropped_samples[reason] += len(summary.response_lengths)
 
     def stats(self, groups: Mapping[str, int], **held: int) -> BufferStats:
-        """The totals beside what the ledger and the server hold now, as `BufferStats` names it."""
+        """The totals, with what the ledger and the server hold now."""
         lengths, samples = self._dropped_lengths, self._dropped_samples
         return BufferStats(
             groups={**groups, "consumed": self.groups_consumed, "dropped": self.groups_dropped.total()},

@@ -1,7 +1,7 @@
-"""What may happen to the ledger: commands, and the outcome that the ledger decides for each.
+"""The ledger's commands, and the outcome that the ledger decides for each command.
 
-Both are frozen records of plain values. `buffer.journal` writes them side by side, so that a server that starts again
-applies the outcomes and decides nothing anew.
+Both are frozen records of plain values. `buffer.journal` writes each command with its outcome. A restarted server
+applies the recorded outcomes and does not decide again.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from asyncrl.core.types import GroupSummary
 
 
 class PutResult(StrEnum):
-    """What became of a put."""
+    """The result of a put."""
 
     stored = "stored"
     duplicate = "duplicate"
@@ -24,7 +24,7 @@ class PutResult(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
-    """What the ledger knows of a saved, unfinished group: tokens that the policy wrote, and their versions."""
+    """The saved prefix of an unfinished group: the number of policy tokens, and their versions."""
 
     num_tokens: int
     oldest_version: int
@@ -36,24 +36,24 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Queued:
-    """The prompts that were new."""
+    """The groups of the new prompts."""
 
     group_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GrantedLease:
-    """One group that begins.
+    """One granted lease on a group.
 
     Attributes:
         group_id: The group.
-        attempt: Its fence.
-        engine_version: u: what the engine serves, or the version of the oldest token that it continues.
+        attempt: The number that fences off messages of earlier attempts.
+        engine_version: u: the version that the engine serves, or the oldest token's version in the continued prefix.
         deadline: u + max_lag.
-        owner: Who holds the lease; opaque.
-        request_id: Which of the owner's requests it answers.
-        expires_at: When it runs out unless renewed, on the clock of ``now``.
-        progress: The prefix that it continues.
+        owner: The client that holds the lease; opaque.
+        request_id: The owner's request that the lease answers.
+        expires_at: When the lease expires unless it is renewed, on the clock of ``now``.
+        progress: The prefix that the attempt continues.
     """
 
     group_id: int
@@ -67,32 +67,32 @@ class GrantedLease:
 
     @property
     def num_inherited(self) -> int:
-        """Tokens of the prefix that it continues."""
+        """Tokens of the prefix that the attempt continues."""
         return 0 if self.progress is None else self.progress.num_tokens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Granted:
-    """The leases of one request; none where nothing is admitted now."""
+    """The leases of one request; empty if no group is admitted now."""
 
     leases: tuple[GrantedLease, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Renewed:
-    """When the lease runs out now; None where it is no longer held."""
+    """When the renewed lease expires; None if the owner no longer holds it."""
 
     expires_at: float | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Saved:
-    """The progress was noted."""
+    """The progress was recorded."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reserved:
-    """Which store takes a group; ``evicted`` give way: their trajectories if stored, else their saved prefixes."""
+    """The store that takes a group. Groups in ``evicted`` lose their stored trajectories, or their saved prefix."""
 
     store: int
     evicted: tuple[int, ...] = ()
@@ -100,13 +100,13 @@ class Reserved:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PutOutcome:
-    """What became of a put.
+    """The result of a put.
 
     Attributes:
         result: See `PutResult`.
-        rank: Place in the selection order, where it was stored; smallest first.
-        reason: The filter that dropped it.
-        refusal: Why it was refused, for its sender.
+        rank: Place of a stored group in the selection order; smallest first.
+        reason: The filter that dropped the group.
+        refusal: Why the put was refused; the sender gets this message.
     """
 
     result: PutResult
@@ -117,9 +117,9 @@ class PutOutcome:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Released:
-    """What a release did: it ended the running lease, or it was the report that a revoked attempt owed.
+    """Whether a release ended a running lease, or was the report that a revoked attempt owed.
 
-    ``is_dropped``: it had failed once too often.
+    ``is_dropped``: the group reached its maximum number of failures.
     """
 
     was_running: bool
@@ -129,10 +129,10 @@ class Released:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TakenBack:
-    """The groups whose leases were revoked; their prompts are queued again.
+    """The groups whose leases were revoked; their prompts are queued again, except for ``dropped`` groups.
 
-    Those that are ``dropped`` are not: they were present at too many deaths. ``num_lost`` tokens of an owner that died
-    are counted as lost, None if it may still report.
+    A dropped group was on too many workers that died. ``num_lost`` is the number of tokens that a dead owner lost; None
+    if the owner may still report.
     """
 
     group_ids: tuple[int, ...]
@@ -142,9 +142,10 @@ class TakenBack:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lost:
-    """The groups that were lost; ``dissolved`` are the versions whose batches are planned anew.
+    """The lost groups. The batches of the versions in ``dissolved`` are planned again.
 
-    ``unsent`` are the running groups whose reservations are void; ``missing`` are lost when their batch is dissolved.
+    The running groups in ``unsent`` lose their reservations. The groups in ``missing`` are lost when their batch is
+    dissolved.
     """
 
     group_ids: tuple[int, ...]
@@ -163,9 +164,10 @@ class AddedStore:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DroppedStore:
-    """What went with a store: ``group_ids`` of stored groups, generated again, ``reserved`` of those on their way.
+    """The groups that a dropped store held.
 
-    ``is_new`` is false for a store that was dropped before.
+    The stored groups in ``group_ids`` are generated again. The running groups in ``reserved`` lose their reservations.
+    ``is_new`` is false if the store was dropped before.
     """
 
     is_new: bool
@@ -177,7 +179,7 @@ class DroppedStore:
 class Planned:
     """A batch: the groups that version ``version`` consumes, in order.
 
-    ``given_up`` are running groups whose leases were revoked for it; they are dropped if ``is_dropped``, else queued.
+    ``given_up`` are running groups whose leases the plan revokes; they are dropped if ``is_dropped``, else queued.
     """
 
     version: int
@@ -196,7 +198,7 @@ class Committed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rewound:
-    """Whether the learner was taken back, or had been already; ``group_ids`` lost an attempt, or what was saved."""
+    """Whether this rewind is new. Groups in ``group_ids`` lost a running attempt, their trajectories or a prefix."""
 
     is_new: bool
     group_ids: tuple[int, ...] = ()
@@ -218,14 +220,14 @@ Outcome = (
     | Committed
     | Rewound
 )
-"""What was decided."""
+"""Every outcome."""
 Result = TypeVar("Result", covariant=True)
 
 
 class Command(Generic[Result]):
-    """Something asked of the ledger; ``Result`` is the type of its outcome.
+    """A request to the ledger; ``Result`` is the type of its outcome.
 
-    Where a command has an ``owner`` it is the client that sends it; None is trusted and not checked.
+    The ``owner`` of a command is the client that sent it. The ledger does not check an owner of None.
     """
 
     __slots__ = ()
@@ -233,7 +235,7 @@ class Command(Generic[Result]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Enqueue(Command[Queued]):
-    """Queue prompts; those that are known already are left out."""
+    """Queue prompts; known prompts are ignored."""
 
     group_ids: tuple[int, ...]
 
@@ -259,12 +261,12 @@ class Renew(Command[Renewed]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SavePrefix(Command[Saved]):
-    """Note what a running group has so far; its next attempt may continue it.
+    """Save the prefix of a running group; the group's next attempt may continue the prefix.
 
     Attributes:
-        progress: All of it, including the prefix that it began with.
-        continued: False if its worker did not take that prefix, and began afresh.
-        num_bytes: What its frames take.
+        progress: The whole prefix, including the prefix that the attempt inherited.
+        continued: False if the worker did not continue the inherited prefix but started again.
+        num_bytes: Size of the prefix's frames.
     """
 
     group_id: int
@@ -277,7 +279,7 @@ class SavePrefix(Command[Saved]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reserve(Command[Reserved]):
-    """Make room for the trajectories of a running group, before they are sent or put; on ``host`` where it has any."""
+    """Reserve bytes for the trajectories of a running group before they are sent, on ``host`` if possible."""
 
     group_id: int
     attempt: int
@@ -288,10 +290,10 @@ class Reserve(Command[Reserved]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Put(Command[PutOutcome]):
-    """Store a finished group, once however often it is sent; ``continued`` and ``num_bytes`` as in `SavePrefix`.
+    """Store a finished group; repeated puts store it once. ``continued`` and ``num_bytes`` are as in `SavePrefix`.
 
-    ``digest`` is that of its trajectories, where a store server holds them. ``num_left_out`` tokens were written for
-    trajectories that are not part of it, because their reward failed.
+    ``digest`` is the digest of the trajectories if a store server holds them. ``num_left_out`` is the number of tokens
+    in trajectories that the group leaves out because their reward failed.
     """
 
     summary: GroupSummary
@@ -304,14 +306,14 @@ class Put(Command[PutOutcome]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Release(Command[Released]):
-    """Give a lease back unfinished, or report what a revoked attempt had written; counted once.
+    """Return an unfinished lease, or report the tokens of a revoked attempt. Each attempt is counted once.
 
     Attributes:
-        num_tokens: What the attempt has written, including the prefix that it continued.
-        reason: What the tokens that are not saved are dropped for.
+        num_tokens: Tokens that the attempt wrote, including the prefix that it continued.
+        reason: The account drops the tokens that are not saved under this reason.
         continued: As in `SavePrefix`.
-        max_failures: Where the attempt has failed, so many failures of the group drop it with all of its tokens, on
-            whichever workers they were; 0 if it has not failed. Otherwise its prompt is queued again.
+        max_failures: 0 if the attempt did not fail. Otherwise the group is dropped, with all of its tokens, when it has
+            failed this many times on any workers; before that its prompt is queued again.
     """
 
     group_id: int
@@ -325,15 +327,15 @@ class Release(Command[Released]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Expire(Command[TakenBack]):
-    """Take back every lease that has run out."""
+    """Revoke every expired lease."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TakeBack(Command[TakenBack]):
-    """Take back every lease of an owner that is gone.
+    """Revoke every lease of an owner that is gone.
 
-    ``num_generated`` are the tokens of an owner that has ended for certain: what it has not reported of them is lost,
-    and nothing that it reports later counts. None for an owner that is only silent. Burying it again changes nothing.
+    ``num_generated`` is the number of tokens that a dead owner generated. The tokens that it did not report are lost,
+    and its later reports do not count. None means that the owner is only silent. Repeating the command has no effect.
     """
 
     owner: bytes
@@ -342,10 +344,11 @@ class TakeBack(Command[TakenBack]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoseGroups(Command[Lost]):
-    """The trajectories of stored or planned groups are gone, and their prompts are queued again; or saved prefixes.
+    """The trajectories of stored or planned groups, or saved prefixes, are lost; the prompts are queued again.
 
-    ``unsent`` are running groups and attempts whose reserved trajectories are not in their store: they are sent again.
-    ``missing`` are planned groups that are not in their store. Their batch stays, for its ranks may have them.
+    ``unsent`` names running groups and attempts whose store does not have their trajectories; the workers send these
+    again. ``missing`` names planned groups that their store does not have. Their batch stays, because the learner's
+    ranks may already have the groups.
     """
 
     group_ids: tuple[int, ...]
@@ -355,7 +358,7 @@ class LoseGroups(Command[Lost]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AddStore(Command[AddedStore]):
-    """A store server joins, at ``address``, for the workers of ``host`` first."""
+    """A store server joins at ``address``; it serves the workers of ``host`` first."""
 
     address: str
     host: str
@@ -363,7 +366,7 @@ class AddStore(Command[AddedStore]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DropStore(Command[DroppedStore]):
-    """A store is gone for good, with all that it held. A planned batch stays as it is: its ranks may have it."""
+    """A store is lost with its contents. A planned batch does not change: the learner's ranks may already have it."""
 
     store: int
 
@@ -384,17 +387,17 @@ class Commit(Command[Committed]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rewind(Command[Rewound]):
-    """Take the learner back to ``version``, where a checkpoint stands: its weights of later versions are lost.
+    """Take the learner back to the checkpoint of ``version``; its weights of later versions are lost.
 
-    No attempt that runs is accepted any more, and what is stored is dropped: it may hold tokens of such a version. All
-    unfinished prompts are queued; those that were finished since then may be queued again.
+    The ledger revokes every running attempt and drops every stored group, because these may hold tokens of a lost
+    version. All unfinished prompts are queued. Prompts that finished after ``version`` may be queued again.
 
     Attributes:
-        version: Learner version to go on from; no later than the learner's.
-        incarnation: Which life of the learner begins: 1 for the first that follows another.
+        version: Learner version to continue from; at most the current version.
+        incarnation: Number of the learner's new incarnation; the first rewind has 1.
         finished: Groups that were consumed or dropped before ``version``, as sorted ranges [start, end).
-        tokens_trained: Policy tokens that this ledger's groups consumed before ``version`` had.
-        lag_histogram: Lag in learner steps and number of these groups.
+        tokens_trained: Policy tokens of the groups that were consumed before ``version``.
+        lag_histogram: Pairs of a lag in learner steps and the number of these groups with that lag.
     """
 
     version: int
@@ -414,13 +417,13 @@ class Revocation:
 
 
 Frames = Sequence[Any]
-"""Bytes that the buffer passes on unopened: a prompt, a prefix, a trajectory group."""
+"""Bytes that the buffer does not decode: a prompt, a prefix, or a trajectory group."""
 LoggedFrames = Mapping[tuple[str, int], Frames | int]
-"""Kind and group id to the frames that belong to a command, or to their place in the journal; 0 takes them out."""
+"""Kind and group id to the frames of a command, or to their place in the journal; place 0 removes them."""
 
 
 class CommandLog(Protocol):
-    """Where commands are written, with their outcomes, before they take effect."""
+    """Records commands with their outcomes before they take effect."""
 
     def record(self, command: Command[Any], outcome: Outcome, frames: LoggedFrames) -> None:
-        """Write one command, its outcome, and the frames that belong to it."""
+        """Write one command, its outcome, and its frames."""

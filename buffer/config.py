@@ -15,14 +15,14 @@ class OnStale(StrEnum):
 
 
 class Durability(StrEnum):
-    """What outlives the server."""
+    """Whether the buffer's contents survive the end of its server."""
 
     memory = "memory"
     disk = "disk"
 
 
 class StoresOn(StrEnum):
-    """Where trajectories are kept until they are trained on."""
+    """Where trajectories are stored until the learner trains on them."""
 
     auto = "auto"
     ledger = "ledger"
@@ -34,10 +34,10 @@ _EVERY_ADDRESS = ("0.0.0.0", "*", "::", "[::]")
 
 _MAY_BE_ZERO = {
     "max_lag": "use 0 for synchronous training",
-    "max_filtered_steps": "0 goes on for ever",
+    "max_filtered_steps": "0 sets no limit",
     "first_version": "a new run begins at 0",
-    "num_store_servers": "0 needs no others",
-    "restarts": "0 ends the run where a server dies",
+    "num_store_servers": "0 stores trajectories in the ledger's server",
+    "restarts": "0 ends the run when a server dies",
     "max_worker_deaths": "0 drops no group",
 }
 
@@ -49,55 +49,55 @@ class BufferConfig:
     Attributes:
         max_lag: Staleness bound in learner steps; 0 is synchronous training.
         on_stale: ``wait`` for the straggler, ``requeue`` its prompt at the new version, or ``drop`` it.
-        order: Which stored groups a batch takes first, inside the window that keeps every deadline: ``fifo``,
-            ``earliest_deadline``, ``freshest_first``, ``shortest_first``, or ``module:function`` of your own, which
-            maps a `GroupSummary` and its deadline to a number, smallest first.
-        lease_s: A lease not renewed for this long is taken back, and its prompt leased again.
+        order: Which stored groups a batch takes first, among those that keep every deadline: ``fifo``,
+            ``earliest_deadline``, ``freshest_first``, ``shortest_first``, or your own ``module:function``. The function
+            maps a `GroupSummary` and its deadline to a number; the smallest number comes first.
+        lease_s: A lease that is not renewed for this long is revoked, and its prompt is leased again.
         queue_size: Prompts queued ahead of admission; enqueueing waits while the queue is full.
-        heartbeat_s: How often a producer says that it is there. One silent for four of these is gone, and what it holds
-            is leased to others, however long its leases would still run.
-        max_stored_bytes: Bound on trajectories and saved prefixes, in bytes, for each server. At it leases are refused
-            until a batch leaves; nothing stored is dropped.
-        max_prompt_bytes: Bound on prompts, in bytes, from before they are queued until their groups are stored; at it
-            enqueueing waits. A stored group contains its prompt and counts against ``max_stored_bytes``.
+        heartbeat_s: Interval between heartbeats of a producer. A producer that is silent for four intervals counts as
+            gone. Its groups are then leased to other workers, even if its leases have not expired.
+        max_stored_bytes: Bound on trajectories and saved prefixes, in bytes per server. A full server refuses leases
+            until a batch leaves; it does not drop stored groups.
+        max_prompt_bytes: Bound on prompts, in bytes, from before they are queued until their groups are stored.
+            Enqueueing waits at this bound. A stored group contains its prompt and counts against ``max_stored_bytes``.
         request_timeout_s: Deadline of a client's call, and how long the server may hold a call before it answers.
-        filters: Dynamic-sampling filters: ``equal_rewards``, ``no_tokens``, or ``module:function`` of your own, which
-            says of a `GroupSummary` whether to keep it. A group that one drops is counted under the filter's name and
-            replaced by the next prompt. Example: ``["equal_rewards"]``.
-        max_filtered_steps: Plans fail when filters have dropped this many steps' worth of groups one after another and
-            kept none; a warning comes long before. 0 goes on for ever.
-        durability: ``memory`` ends with the server; ``disk`` keeps every acknowledged put, lease and prompt in
-            ``directory``, and a server started there again goes on from it.
+        filters: Dynamic-sampling filters: ``equal_rewards``, ``no_tokens``, or your own ``module:function``, which
+            returns whether to keep a `GroupSummary`. The buffer counts a dropped group under the filter's name and
+            admits the next prompt instead. Example: ``["equal_rewards"]``.
+        max_filtered_steps: Plans fail when filters have dropped this many steps' worth of groups in a row and kept
+            none. The buffer warns long before. 0 sets no limit.
+        durability: ``memory`` loses the contents with the server. ``disk`` keeps every acknowledged put, lease and
+            prompt in ``directory``, and a server that starts there again continues from them.
         directory: Where ``disk`` keeps its file. Example: ``outputs/quickstart/buffer``.
-        restarts: How often a run starts a server of ``disk`` again that died, or that answers nothing for half of
-            ``request_timeout_s``. Each store server is started again as often, with ``memory`` too: then it is empty,
-            and its groups are generated again. 0 ends the run.
-        max_worker_deaths: A prompt group is dropped (``worker_died``) when so many rollout workers have died, or fallen
-            silent, with a lease on it. A worker holds at most one group that the next death would drop, so that a
-            prompt that kills its workers is told from those that were only there. 0 drops none.
-        hand_over: Let a worker that waits take over a running group of a worker that is at least twice as slow, with
-            what is written of it. A group changes hands at most twice. ``false`` leaves each group where it began.
-        max_message_bytes: Largest frame a client may send; longer ones close its connection.
-        max_requests_per_s: Requests of one client that are answered in a second; more are refused. A request that
-            names leases counts once for each of them.
+        restarts: How often a run restarts a ``disk`` server that died, or that did not answer for half of
+            ``request_timeout_s``. Each store server is restarted as often, also with ``memory``: then it is empty after
+            the restart, and its groups are generated again. 0 ends the run.
+        max_worker_deaths: A prompt group is dropped (``worker_died``) when this many rollout workers have died, or
+            become silent, while they held a lease on it. A worker holds at most one group that the next death would
+            drop. This distinguishes a prompt that kills its workers from prompts that were only present. 0 drops none.
+        hand_over: Let a waiting worker take over a running group, with its tokens so far, from a worker that is at
+            least twice as slow. A group changes workers at most twice. ``false`` leaves each group on its first worker.
+        max_message_bytes: Largest frame that a client may send; a longer frame closes its connection.
+        max_requests_per_s: Requests per client and second that the server answers; it refuses more. A request that
+            names leases counts once per lease.
         stores_on: ``ledger``: in the ledger's own server, or in ``num_store_servers`` processes beside it. ``hosts``:
-            on a store server on each host where rollout workers run, so that trajectories cross the network once, from
-            there to the learner's ranks; the run places them. ``auto``: ``hosts`` where ``placement.num_nodes`` > 1 and
+            on one store server per host of rollout workers, so that trajectories cross the network once, to the
+            learner's ranks; the run places these servers. ``auto``: ``hosts`` if ``placement.num_nodes`` > 1 and
             ``num_store_servers`` is 0.
-        num_store_servers: Further processes beside the ledger that hold the payloads; 0 keeps them in its own.
-        keys: Directory of the run's CURVE keys, made there at the start where there are none; a run makes them in its
-            own folder where this is empty. The server needs them for ``host``. Example: ``outputs/keys``. See
-            `buffer.keys`.
-        first_version: Learner version that the ledger begins at; the run sets it where it resumes a checkpoint.
-        epoch: Names the run. Every message carries it, and a message of another run is refused. Empty takes the epoch
-            of an earlier server in ``directory``, or a new one.
-        host: Address or interface that the server binds, which needs ``keys``. Empty: the server listens on Unix
-            sockets, in a folder that only its own user may open, and no port is bound. Example: ``10.0.0.1``, ``eth0``.
+        num_store_servers: Additional processes beside the ledger that hold the payloads; 0 keeps the payloads in the
+            ledger's own process.
+        keys: Directory of the run's CURVE keys; the run creates missing keys there at the start. Empty uses the run's
+            own folder. The server needs keys for ``host``. Example: ``outputs/keys``. See `buffer.keys`.
+        first_version: Learner version that the ledger begins at; the run sets it when it resumes a checkpoint.
+        epoch: Names the run. Every message carries it, and the server refuses a message of another run. Empty takes
+            the epoch of an earlier server in ``directory``, or a new one.
+        host: Address or interface that the server binds; it needs ``keys``. Empty: the server listens on Unix sockets
+            in a folder that only its own user may open, and binds no port. Example: ``10.0.0.1``, ``eth0``.
         socket_folder: Folder of the Unix sockets; the run sets it. Empty makes a folder with a random name in the
             temporary folder, and removes it at the end.
-        advertised_host: Address by which clients reach ``host``; empty where that is one itself.
-        port: Where requests go; 0 takes a free port.
-        bulk_port: Where large payloads go; 0 takes a free port.
+        advertised_host: Address at which clients reach the server; empty if clients can use ``host``.
+        port: Port of requests; 0 takes a free port.
+        bulk_port: Port of large payloads; 0 takes a free port.
     """
 
     max_lag: int = 2
@@ -142,13 +142,13 @@ class BufferConfig:
             raise ValueError("buffer.durability=disk needs buffer.directory, got ''; name a directory on a local disk")
         if self.stores_on is StoresOn.hosts and self.num_store_servers:
             raise ValueError(
-                f"buffer.num_store_servers are beside the ledger, got {self.num_store_servers} with "
-                "buffer.stores_on=hosts; leave one of them out"
+                "buffer.num_store_servers must be 0 with buffer.stores_on=hosts, got "
+                f"{self.num_store_servers}; leave one of the two options out"
             )
         if self.host in _EVERY_ADDRESS and not self.advertised_host:
             raise ValueError(
-                f"buffer.host={self.host} is no address that a client can reach; set buffer.advertised_host to one of "
-                "this host, or buffer.host itself"
+                f"clients cannot connect to buffer.host={self.host}; set buffer.advertised_host, or buffer.host, to an "
+                "address of this host"
             )
         find_order(self.order)
         find_filters(self.filters)
@@ -158,5 +158,5 @@ class BufferConfig:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether ``buffer.host`` is reached from its own host only."""
+    """Whether only clients on the same host can reach ``buffer.host``."""
     return host in ("", "lo") or host.startswith(_LOOPBACK)

@@ -1,8 +1,8 @@
-"""When a group is admitted: the staleness rule in learner steps, and the room that is left in bytes.
+"""When a group is admitted: the staleness rule in learner steps, and the free room in bytes.
 
-Nothing here waits. ``docs/staleness.md`` proves that admission and planning together keep every lag within ``max_lag``,
-and that a bound on bytes never makes everybody wait. Letters: B groups per learner step, u engine version, w version
-that is planned next, k learner steps from w on.
+Nothing here waits. ``docs/staleness.md`` proves that admission and planning keep every lag within ``max_lag``, and that
+the bound on bytes causes no deadlock. Letters: B groups per learner step, u engine version, w version that is planned
+next, k learner steps after w.
 """
 
 import math
@@ -18,10 +18,10 @@ from .groups import Group, GroupState, GroupTable
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StalenessRule:
-    """The bound and the unit it is counted in.
+    """The staleness bound in learner steps.
 
     Attributes:
-        max_lag: η, learner steps between a group's oldest token and its consumption, at most. 0 is synchronous.
+        max_lag: η, the most learner steps between a group's oldest token and its consumption. 0 is synchronous.
         groups_per_step: B.
     """
 
@@ -41,12 +41,15 @@ class StalenessRule:
     def admits(self, open_by_deadline: Mapping[int, int], *, version: int, engine_version: int) -> bool:
         """Whether one more group may begin on an engine that serves ``engine_version`` (u, at most the learner's).
 
-        With d = u + η the group is admitted if, for each k from d - w to η, the open groups due at w + k or earlier
-        and this one number at most (k + 1)·B, which is what the steps w … w + k consume. It costs O(η).
-        ``open_by_deadline`` counts the groups leased or stored, not yet planned; none is due before ``version``, w.
+        The new group has the deadline d = u + η. It is admitted if for each k from d - w to η: the number of open
+        groups due at w + k or earlier, plus 1, is at most (k + 1)·B. The steps w … w + k consume (k + 1)·B groups.
+        The check costs O(η).
+
+        ``open_by_deadline`` counts the groups that are leased or stored and not yet planned, by deadline. No open group
+        is due before ``version``, w.
 
         Example: with B = 4, max_lag = 1 and nothing planned, an engine at the learner's version is admitted while
-        fewer than 8 groups are open. An engine one version behind is also refused when 4 are due at w.
+        fewer than 8 groups are open. An engine one version behind is also refused when 4 groups are due at w.
         """
         first = self.deadline(engine_version) - version
         if first < 0:
@@ -59,7 +62,7 @@ class StalenessRule:
         return True
 
     def budget(self, open_by_deadline: Mapping[int, int], *, version: int, engine_version: int) -> int:
-        """How many more groups `admits` would let begin on that engine one after another; 0 where it refuses."""
+        """How many more groups `admits` would admit on that engine one after another."""
         first = self.deadline(engine_version) - version
         if first < 0:
             return 0
@@ -67,10 +70,10 @@ class StalenessRule:
         return max(0, min((k + 1) * self.groups_per_step - due[k] for k in range(first, self.max_lag + 1)))
 
     def required(self, open_by_deadline: Mapping[int, int], *, version: int) -> list[int]:
-        """How many groups due soon the plan of ``version`` must hold, as ``max_lag + 1`` numbers.
+        """How many open groups of each deadline the plan of ``version`` must take, as ``max_lag + 1`` numbers.
 
-        Entry k is how many of the open groups due at w + k or earlier it must hold, so that the steps w + 1 … w + k can
-        take the rest. Never more than B while admission is obeyed.
+        Entry k counts open groups due at w + k or earlier. The plan must take this many of them, because the steps
+        w + 1 … w + k can consume only k·B. Entries are at most B if every group was admitted by `admits`.
         """
         due = 0
         required = []
@@ -82,10 +85,10 @@ class StalenessRule:
     def missing(
         self, open_by_deadline: Mapping[int, int], ready_by_deadline: Mapping[int, int], *, version: int
     ) -> list[int]:
-        """How many running groups the plan of ``version`` would have to hold: ``max_lag + 1`` numbers.
+        """How many running groups the plan of ``version`` would have to take, as ``max_lag + 1`` numbers.
 
-        ``ready_by_deadline`` are the stored ones of ``open_by_deadline``. Entry k counts those due by w + k, less the
-        entries before it.
+        ``ready_by_deadline`` counts the stored groups in ``open_by_deadline``. Entry k counts running groups due at
+        w + k or earlier, without the groups that earlier entries count.
         """
         num_ready = num_missing = 0
         missing = []
@@ -97,13 +100,13 @@ class StalenessRule:
 
 
 class Room:
-    """The bytes that each store may still take of ``max_bytes``; 0 is no bound.
+    """The free bytes of each store under the bound ``max_bytes``; 0 means no bound.
 
-    A single store shares its bound with the saved prefixes; beside several stores, or stores that join, the prefixes
-    have one of that size.
+    A single store shares its bound with the saved prefixes. With several stores, or stores that join later, the saved
+    prefixes have a bound of their own, of the same size.
 
     Attributes:
-        is_shared: Whether there is one store, from the beginning.
+        is_shared: Whether there is a single store from the beginning.
     """
 
     def __init__(self, groups: GroupTable, *, max_bytes: int, groups_per_step: int) -> None:
@@ -114,14 +117,14 @@ class Room:
 
     @property
     def max_bytes(self) -> int:
-        """Bytes that all stores may hold."""
+        """Bytes that all stores together may hold."""
         return self._max_bytes * len(self._groups.space.open_stores())
 
     def has_room(self, num_granted: int = 0, num_freed_bytes: int = 0) -> bool:
-        """Whether one more group fits beside what is held and what the running leases are expected to bring.
+        """Whether one more group fits beside the held bytes and the expected bytes of the running groups.
 
-        Where nothing runs and no batch is stored or planned, one group may always begin: nothing else would make room.
-        ``num_granted`` leases are granted in the same breath, and drop saved prefixes of ``num_freed_bytes``.
+        One group may always begin if no group runs and no batch is stored or planned: nothing else would free bytes.
+        The caller is about to grant ``num_granted`` other leases, which drop ``num_freed_bytes`` of saved prefixes.
         """
         groups = self._groups
         if not self._max_bytes:
@@ -134,12 +137,12 @@ class Room:
         return num_bytes <= self.max_bytes
 
     def fits(self, num_bytes: int) -> bool:
-        """Whether a group may come without a reservation: there is one store, and it has so many bytes to spare."""
+        """Whether a group needs no reservation: there is a single store, and it has ``num_bytes`` free."""
         space = self._groups.space
         return self.is_shared and space.stored_bytes[0] + space.prefix_bytes + num_bytes <= self._max_bytes
 
     def _num_free(self, store: int, group: Group) -> float:
-        """Bytes that a store may take for a group, in the place of what it holds of it."""
+        """Bytes that a store can give to a group; bytes that the group already has there count as free."""
         if not self._max_bytes:
             return math.inf
         num_held = self._groups.space.stored_bytes[store] - (group.num_bytes if store == group.store else 0)
@@ -148,11 +151,14 @@ class Room:
         return self._max_bytes - num_held
 
     def reserve(self, group: Group, num_bytes: int, *, host: str, may_evict: bool) -> Reserved:
-        """The store that takes ``num_bytes`` of a running group, and the groups that give way for it.
+        """Choose the store for ``num_bytes`` of a running group, and the groups to evict for it.
 
-        The store of ``host`` takes them where they fit, else the emptiest one. ``may_evict`` says that no batch is
-        planned, and none can be made of what is stored. Raises `StoreFull` if it fits later, `ReplayBufferError` if it
-        never will.
+        The store of ``host`` is chosen if the bytes fit there, else the emptiest store. ``may_evict`` is true if no
+        batch is planned and no batch can be made of the stored groups.
+
+        Raises:
+            StoreFull: The bytes do not fit now.
+            ReplayBufferError: The group is larger than a store.
         """
         if 0 < num_bytes <= group.num_bytes:  # reserved before
             return Reserved(store=group.store)
@@ -163,7 +169,7 @@ class Room:
         stores, free = self._groups.space.stores, lambda store: self._num_free(store, group)
         emptiest_first = sorted(self._groups.space.open_stores(), key=free, reverse=True)
         if not emptiest_first:
-            raise StoreFull(f"{num_bytes} bytes wait for a store; none has joined, or all are gone")
+            raise StoreFull(f"{num_bytes} bytes wait for a store; no store has joined, or all stores are gone")
         fitting = [store for store in emptiest_first if num_bytes <= free(store)]
         if fitting:
             return Reserved(store=next((store for store in fitting if host and stores[store].host == host), fitting[0]))
@@ -177,9 +183,10 @@ class Room:
         )
 
     def _who_gives_way(self, group: Group, store: int, num_bytes: float) -> tuple[int, ...] | None:
-        """Groups that hold ``num_bytes`` of a store and are needed later than ``group``; None if they hold less.
+        """Groups to evict for ``group``: together they hold ``num_bytes`` in the store; None if they hold less.
 
-        Saved prefixes go first, those of waiting prompts before those of running ones; then the latest deadlines.
+        Saved prefixes are evicted first: the prefixes of queued groups, then of running groups. Stored groups that are
+        due later than ``group`` follow, the latest deadline first.
         """
         prefixes = [other for other in self._groups if other.prefix_bytes and other is not group]
         prefixes.sort(key=lambda other: (other.state is GroupState.leased, -other.place))
@@ -195,13 +202,13 @@ class Room:
         return None
 
     def check_prefix(self, group: Group, num_bytes: int) -> None:
-        """Refuse progress of a running group that does not fit. Raises `StoreFull` if it does not fit now."""
+        """Raise `StoreFull` if the saved prefix of a running group does not fit now."""
         if not self._max_bytes:
             return
         num_held = self._groups.space.prefix_bytes - group.prefix_bytes
         num_held += self._groups.space.stored_bytes[0] if self.is_shared else 0
         if num_held + num_bytes > self._max_bytes:
             raise StoreFull(
-                f"{num_bytes} bytes of progress do not fit beside the {num_held} held, buffer.max_stored_bytes is "
-                f"{self._max_bytes}; nothing was saved"
+                f"{num_bytes} bytes of progress do not fit beside {num_held} bytes held, buffer.max_stored_bytes is "
+                f"{self._max_bytes}; the progress was not saved"
             )

@@ -435,7 +435,7 @@ async def test_stores_join_only_where_the_buffer_is_made_for_them():
     async with running() as run:
         with pytest.raises(ReplayBufferError, match=r"set buffer\.stores_on=hosts"):
             await run.client().add_store("tcp://127.0.0.1:1", "a")
-    with pytest.raises(ValueError, match=r"buffer\.num_store_servers are beside the ledger"):
+    with pytest.raises(ValueError, match=r"buffer\.num_store_servers must be 0"):
         BufferConfig(**ON_HOSTS, num_store_servers=1)
 
 
