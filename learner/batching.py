@@ -1,6 +1,6 @@
-"""Who trains on what: samples over mini-batches and data-parallel ranks, sequences over micro-batches.
+"""Divides samples among mini-batches and data-parallel ranks, and sequences among micro-batches.
 
-Pure arithmetic on metadata; loads no torch.
+Pure arithmetic on metadata; this module does not import torch.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from .config import AlgorithmConfig
 from .types import GroupShare, RankBatch, TokenSequence
 
 BALANCED = 1.02
-"""Largest ÷ mean cost of the parts of a batch up to which no further group is split: a split group is fetched twice."""
+"""Groups are split until largest ÷ mean cost of the parts is at most this. Each split group is fetched twice."""
 
 QUADRATIC_TOKENS = 32_768
-"""Length at which attention costs as much as all else: near 8 hidden sizes, of a model with 4,096."""
+"""Length at which attention costs as much as the rest of the model: about 8 × a hidden size of 4,096."""
 
 MAX_ATTENDED = 8
-"""Attention lays a shared prompt out again for each sequence: at most this many times the budget of packed tokens."""
+"""Attention copies a shared prompt for each sequence. It reads at most this many times the budget of packed tokens."""
 
 _HALVINGS = 6
 
@@ -32,10 +32,10 @@ _HALVINGS = 6
 def karmarkar_karp(sizes: Sequence[float], num_parts: int) -> list[list[int]]:
     """Partition items so that the largest part is small (largest differencing method, Karmarkar and Karp 1982).
 
-    Returns ``num_parts`` (>= 1) lists of indices into ``sizes`` (each >= 0), each ascending, largest part first; some
-    may be empty. Example: sizes 8, 7, 6, 5, 4 in two parts give parts of 16 and 14.
+    Returns ``num_parts`` (>= 1) lists of indices into ``sizes`` (each >= 0). Each list is ascending and may be empty;
+    the largest part comes first. Example: sizes 8, 7, 6, 5, 4 in two parts give parts of 16 and 14.
     """
-    # A partition: its spread (negated for the heap), a tie-break, and its parts without the empty ones, largest first.
+    # A partition: its spread (negated for the heap), a tie-break, and its non-empty parts, largest first.
     heap = [(-size, index, [(size, [index])]) for index, size in enumerate(sizes)]
     if num_parts == 1 or not heap:
         return [list(range(len(sizes)))] + [[] for _ in range(num_parts - 1)]
@@ -54,7 +54,7 @@ _Parts = list[tuple[float, list[int]]]
 
 
 def _joined_parts(left: _Parts, right: _Parts, num_parts: int) -> _Parts:
-    """Join two partitions: the largest part of one with the smallest of the other; what is not there is empty."""
+    """Join two partitions: the largest part of one with the smallest part of the other. Missing parts are empty."""
     shared = max(0, len(left) + len(right) - num_parts)
     kept, rest = len(left) - shared, right[: len(right) - shared]
     pairs = zip(left[kept:], reversed(right[len(rest) :]), strict=True)
@@ -66,14 +66,15 @@ def _joined_parts(left: _Parts, right: _Parts, num_parts: int) -> _Parts:
 def rank_batches(
     plan: Plan, algorithm: AlgorithmConfig, *, num_shards: int, max_lag: int, whole_groups: bool = False
 ) -> list[RankBatch]:
-    """Share a planned batch out: its samples over mini-batches, then each mini-batch over data-parallel ranks.
+    """Divide a planned batch: its samples among mini-batches, then each mini-batch among data-parallel ranks.
 
-    Both are balanced by cost; a prompt group is split only where whole groups are not balanced, and never under
-    ``whole_groups`` (see `needs_whole_groups`). Advantages do not depend on who holds a sample,
-    since the ranks compute them together. Which samples an optimizer update trains on follows from the plan alone, so
-    the weights after the step do not depend on the number of ranks. A group without finite rewards is left out. Each of
-    the ``num_shards`` batches has the bound
-    ``max_lag`` in learner steps; some are empty when there are fewer samples than ranks.
+    Both divisions are balanced by cost. A prompt group is split only if whole groups are not balanced, and never under
+    ``whole_groups`` (see `needs_whole_groups`). Advantages do not depend on the rank that holds a sample, since the
+    ranks compute them together. The plan alone decides which samples each optimizer update trains on, so the weights
+    after the step do not depend on the number of ranks. A group without finite rewards is left out.
+
+    Returns one batch per shard (``num_shards``), with the staleness bound ``max_lag`` in learner steps. Some batches
+    are empty if there are fewer samples than ranks.
     """
     rewards = [plan_rewards(group, algorithm) for group in plan.groups]
     costs = [group_cost(group) for group in plan.groups]
@@ -86,7 +87,7 @@ def rank_batches(
         _balanced(everything, costs, algorithm.num_mini_batches, whole_groups=whole_groups)
     ):
         parts = _balanced(members, costs, num_shards, whole_groups=whole_groups)
-        # The largest part goes to the rank with the least so far.
+        # The rank with the smallest load so far gets the largest part.
         for shard, part in zip(sorted(range(num_shards), key=loads.__getitem__), parts, strict=True):
             loads[shard] += sum(costs[index].of(samples) for index, samples in part)
             shares[shard] += [
@@ -102,11 +103,12 @@ def rank_batches(
 
 
 class GroupCost(NamedTuple):
-    """What a prompt group costs the learner, in tokens of a short sequence.
+    """The cost of a prompt group for the learner, in tokens of a short sequence.
 
     Attributes:
-        prompt: The prompt, once for all samples of the group that a rank holds.
-        samples: Each sample: its T tokens without the prompt, and T² ÷ `QUADRATIC_TOKENS` with it for attention.
+        prompt: Cost of the prompt. It counts once per rank, for all samples of the group on that rank.
+        samples: Cost of each sample: its tokens without the prompt, plus T² ÷ `QUADRATIC_TOKENS` for attention, where T
+            includes the prompt.
     """
 
     prompt: float
@@ -118,7 +120,7 @@ class GroupCost(NamedTuple):
 
 
 def group_cost(group: GroupSummary) -> GroupCost:
-    """Cost of a group. The branches of a sample are taken as equally long; they share its prompt."""
+    """Estimate the cost of a group. The estimate assumes that the branches of a sample have equal lengths."""
     num_prompt = group.num_prompt_tokens
     tokens = group.branch_tokens or [num_prompt + length for length in group.response_lengths]
     branches = group.num_branches or [1] * len(tokens)
@@ -138,7 +140,7 @@ _Item = tuple[int, tuple[int, ...]]
 def _balanced(
     items: Sequence[_Item], costs: Sequence[GroupCost], num_parts: int, *, whole_groups: bool
 ) -> list[list[_Item]]:
-    """Partition groups, or parts of groups; the costliest are split into samples, no more of them than it takes."""
+    """Partition groups, or parts of groups. Split the most expensive groups into samples, as few groups as needed."""
     ordered = sorted(items, key=lambda item: costs[item[0]].of(item[1]), reverse=True)
     best: list[list[_Item]] = []
     lowest = float("inf")
@@ -156,9 +158,10 @@ def _balanced(
 
 
 def needs_whole_groups(advantage: str) -> bool:
-    """Whether each rank must hold whole prompt groups: a token estimator of one's own may compare their samples.
+    """Whether each rank must hold whole prompt groups: a user's token estimator may compare the samples of a group.
 
-    Ours do not; outcome estimators are given the whole batch on every rank. Loads torch for one's own alone.
+    The built-in token estimators do not. Outcome estimators get the whole batch on each rank. This function imports
+    torch only for a user's estimator.
     """
     if ":" not in advantage:
         return False
@@ -168,7 +171,7 @@ def needs_whole_groups(advantage: str) -> bool:
 
 
 def _joined(pieces: Sequence[_Item]) -> list[_Item]:
-    """Samples of the same group as one item, groups in the order of the plan."""
+    """Join the samples of each group into one item. The groups keep the order of the plan."""
     samples: dict[int, list[int]] = {}
     for index, some in sorted(pieces):
         samples.setdefault(index, []).extend(some)
@@ -176,7 +179,7 @@ def _joined(pieces: Sequence[_Item]) -> list[_Item]:
 
 
 def plan_rewards(group: GroupSummary, algorithm: AlgorithmConfig) -> np.ndarray:
-    """The rewards of a group as [G] float32, with DAPO's length penalty where it is on."""
+    """The rewards of a group as [G] float32, with DAPO's length penalty if it is enabled."""
     rewards = np.asarray(group.rewards, dtype=np.float32)
     if not algorithm.overlong_max_tokens:
         return rewards
@@ -187,9 +190,9 @@ def plan_rewards(group: GroupSummary, algorithm: AlgorithmConfig) -> np.ndarray:
 def overlong_penalty(lengths: np.ndarray, *, max_tokens: int, buffer_tokens: int) -> np.ndarray:
     """Soft penalty of long responses (DAPO, arXiv 2503.14476, equation 13).
 
-    The penalty of the [B] ``lengths``, in tokens, is 1 from ``max_tokens`` on. It grows from 0, linearly, over the
-    ``buffer_tokens`` before it; 0 makes it a step. Returns [B] float32 in [-1, 0], to be added to the rewards. Example:
-    with 10 and 4, lengths 6, 7, 10, 12 give 0, -0.25, -1, -1.
+    ``lengths`` is [B], in tokens. The penalty is -1 for lengths of ``max_tokens`` or more. Over the ``buffer_tokens``
+    before that length it goes linearly from 0 to -1; with ``buffer_tokens=0`` it is a step. Returns [B] float32 in
+    [-1, 0], to be added to the rewards. Example: with 10 and 4, lengths 6, 7, 10, 12 give 0, -0.25, -1, -1.
     """
     over = lengths.astype(np.float64) - (max_tokens - buffer_tokens)
     penalty = (over >= 0) if buffer_tokens == 0 else (over / buffer_tokens).clip(0.0, 1.0)
@@ -197,7 +200,7 @@ def overlong_penalty(lengths: np.ndarray, *, max_tokens: int, buffer_tokens: int
 
 
 def split_sequences(sequences: Sequence[TokenSequence], count: int) -> list[list[TokenSequence]]:
-    """Sort sequences by the update that trains on them, maybe none; `ValueError` for one outside 0..count - 1."""
+    """Split sequences by ``mini_batch``; parts may be empty. Raises `ValueError` for a number outside 0..count - 1."""
     parts: list[list[TokenSequence]] = [[] for _ in range(count)]
     for sequence in sequences:
         if not 0 <= sequence.mini_batch < count:
@@ -210,13 +213,14 @@ def split_sequences(sequences: Sequence[TokenSequence], count: int) -> list[list
 
 
 class PackItem(NamedTuple):
-    """Sequences that share a micro-batch. Tokens before the first one in the loss may be packed once for several items.
+    """Sequences that must share a micro-batch. Several items of a micro-batch can share the tokens of one prompt.
 
     Attributes:
-        prompt: Items with equal prompts share those tokens within a micro-batch; None shares with no other item.
-        num_prompt: Tokens of the prompt; 0 without one.
-        num_own: All other packed tokens.
-        num_attended: Tokens that attention reads: prompt and own tokens of every sequence.
+        prompt: Items with equal prompts share the prompt's tokens within a micro-batch. An item with None does not
+            share tokens with other items.
+        num_prompt: Number of tokens of the prompt; 0 without a prompt.
+        num_own: Number of all other packed tokens.
+        num_attended: Number of tokens that attention reads: the prompt's and the other tokens of each sequence.
     """
 
     prompt: Hashable | None
@@ -226,11 +230,12 @@ class PackItem(NamedTuple):
 
 
 def first_fit(items: Sequence[PackItem], budget: int) -> list[list[int]]:
-    """Fill micro-batches of at most ``budget`` packed tokens: first fit, the items of one prompt one after another.
+    """Fill micro-batches of at most ``budget`` packed tokens by first fit, prompt by prompt.
 
-    An item goes to a micro-batch that holds its prompt, else to the first one with room, else to a new one. Prompts go
-    by their tokens and those of their items, most first; so do the items of one prompt. Attention reads at most
-    `MAX_ATTENDED` times the budget. Returns lists of indices into ``items``; an item alone is taken to fit.
+    An item goes to a micro-batch that holds its prompt, else to the first one with enough room, else to a new one.
+    The prompt with the most tokens, including the tokens of its items, comes first. The largest item of a prompt comes
+    first. In each micro-batch, attention reads at most `MAX_ATTENDED` times the budget. Returns lists of indices into
+    ``items``. This function assumes that a single item fits.
     """
     groups: dict[Hashable, list[int]] = {}
     for index, item in enumerate(items):
@@ -264,9 +269,9 @@ def first_fit(items: Sequence[PackItem], budget: int) -> list[list[int]]:
 
 
 def balanced_fit(items: Sequence[PackItem], budget: int, count: int) -> list[list[int]]:
-    """Fill at most ``count`` micro-batches, which must not be fewer than `first_fit` needs, evenly.
+    """Fill at most ``count`` micro-batches evenly. ``count`` must be at least the number that `first_fit` needs.
 
-    Halving finds the smallest budget that needs no more of them.
+    A bisection finds the smallest budget that still needs at most ``count`` micro-batches.
     """
     best = first_fit(items, budget)
     tokens = sum(item.num_own for item in items) + sum({item.prompt: item.num_prompt for item in items}.values())

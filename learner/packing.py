@@ -1,7 +1,8 @@
-"""Unpadded sequences laid end to end in micro-batches of a token budget. No padding, and nothing is truncated.
+"""Packs unpadded sequences end to end into micro-batches within a token budget. Nothing is padded or truncated.
 
-Samples of one prompt can share its tokens: they are packed once, and each sample's attention reads them from there. The
-last token before a sequence's first token in the loss is its own, so that each packed token predicts one token at most.
+The samples of one prompt can share the prompt's tokens: the prompt is packed once, and the attention of each sample
+reads these tokens. A sequence never shares the token before its first token in the loss. So each packed token predicts
+at most one token.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from .batching import MAX_ATTENDED, PackItem, balanced_fit, first_fit
 from .types import SampleKey, TokenSequence
 
 REFUSED = 2**31 - 1
-"""The number of micro-batches that a rank asks for when its sequences do not fit; see `pack`."""
+"""The number of micro-batches that a rank requests if its sequences do not fit; see `pack`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,16 +28,17 @@ class MicroBatch:
     Attributes:
         input_ids: [N] int64.
         position_ids: [N] int64, counted from 0 in every sequence.
-        lengths: Tokens of every sequence; they sum to N, or to more where tokens are shared.
-        token_index: [sum of lengths] int64, packed position of every token of every sequence; None where nothing is
-            shared, and the sequences are packed as they are.
-        predict_index: [M] int64, packed position whose next token is in the loss.
-        targets: [M] int64, that next token.
+        lengths: Number of tokens of each sequence. The sum is N, or more than N if sequences share tokens.
+        token_index: [sum of lengths] int64, packed position of each token of each sequence. None if the sequences
+            share no tokens.
+        predict_index: [M] int64, packed position of the token before each token in the loss.
+        targets: [M] int64, the tokens in the loss.
         trajectory_index: [M] int64, trajectory (within this micro-batch) of each token in the loss.
-        trajectory_lengths: [number of trajectories] int64, tokens in the loss of each, on all its branches: also those
-            in other micro-batches.
-        columns: [M, …] float32 by name, the sequences' columns at the tokens in the loss; 0 where a sequence has none.
-        source: Index of every sequence in the list that was packed.
+        trajectory_lengths: [number of trajectories] int64, number of tokens in the loss of each trajectory. The number
+            includes all branches, also the branches in other micro-batches.
+        columns: [M, …] float32 by name, the sequences' columns at the tokens in the loss; 0 if a sequence does not
+            have the column.
+        source: Index of each sequence in the list passed to `pack`.
     """
 
     input_ids: Tensor
@@ -51,12 +53,12 @@ class MicroBatch:
     token_index: Tensor | None = None
 
     def last_index(self) -> Tensor:
-        """[number of sequences] int64, packed position of the last token of each."""
+        """Packed position of the last token of each sequence: [number of sequences] int64."""
         last = torch.tensor(self.lengths, device=self.input_ids.device).cumsum(0) - 1
         return last if self.token_index is None else self.token_index[last]
 
     def to(self, device: torch.device) -> MicroBatch:
-        """Copy of the micro-batch on a device; itself where it is there already."""
+        """Return the micro-batch on a device; returns ``self`` if it is already on this device."""
         if self.input_ids.device == device:
             return self
         tensors = {
@@ -67,7 +69,7 @@ class MicroBatch:
 
 
 def tokens_in_loss(sequences: Sequence[TokenSequence]) -> dict[SampleKey, int]:
-    """Tokens in the loss of each trajectory, on all its branches."""
+    """Count the tokens in the loss of each trajectory, over all its branches."""
     totals = dict.fromkeys((sequence.trajectory for sequence in sequences), 0)
     for sequence in sequences:
         totals[sequence.trajectory] += int(np.count_nonzero(sequence.loss_mask))
@@ -84,26 +86,34 @@ def pack(
     keep_branches: bool = False,
     agree: Callable[[int], int] = lambda needed: needed,
 ) -> list[MicroBatch]:
-    """Fill micro-batches, balanced by tokens. Branches of one trajectory share one where they fit.
+    """Pack sequences into micro-batches, balanced by tokens. Branches of a trajectory share a micro-batch if they fit.
 
     Args:
         sequences: In any order; may be empty.
-        max_tokens: Most packed tokens of a micro-batch.
-        whole: Pack every token. Otherwise each sequence ends before its last token in the loss: under causal attention
-            no other prediction needs that token, or what follows it. One without such a token keeps its first.
-        together: Sequences share micro-batches. Otherwise each gets its own, for models that cannot tell them apart.
-        share_prompts: Tokens before the first one in the loss are packed, and count, once for all sequences of a
-            micro-batch that begin with them. The samples of a prompt go to the same micro-batches as far as they fit.
-        keep_branches: The loss reads whole trajectories: refuse those whose branches cannot share a micro-batch.
-        agree: Called once with the number of micro-batches that this rank needs; returns how many are made, at least
-            that. The others hold one token that is in no loss, so that every rank takes part in every collective. A
-            rank whose sequences do not fit asks for `REFUSED`; then every rank raises.
+        max_tokens: Token budget: the largest number of packed tokens per micro-batch.
+        whole: Pack all tokens. If False, each sequence ends before its last token in the loss. Under causal attention,
+            no prediction in the loss needs the last token or the tokens after it. A sequence without a token in the
+            loss keeps its first token.
+        together: Several sequences share a micro-batch. If False, each sequence gets its own micro-batch, for models
+            that cannot separate packed sequences.
+        share_prompts: Pack the tokens before the first token in the loss once for all sequences of a micro-batch that
+            begin with these tokens. The budget counts them once. The samples of a prompt go to the same micro-batch
+            if they fit.
+        keep_branches: The loss reads whole trajectories. Refuse a trajectory if its branches do not fit into one
+            micro-batch.
+        agree: Called once with the number of micro-batches that this rank needs. It returns the number to make, which
+            is at least as large. The additional micro-batches hold one token, which is not in the loss, so that each
+            rank takes part in each collective. A rank whose sequences do not fit requests `REFUSED`; then all ranks
+            raise.
 
     Returns:
-        At least one micro-batch; they hold every sequence once. Raises `ValueError` on all ranks if a sequence is over
-        the budget, or branches do not fit together under ``keep_branches``.
+        At least one micro-batch. Each sequence is in exactly one micro-batch.
+
+    Raises:
+        ValueError: on all ranks, if a sequence exceeds the budget, or if the branches of a trajectory do not fit
+            together under ``keep_branches``.
     """
-    # The last True is found in bytes: an array function costs more than the row is long.
+    # Searching bytes for the last True is faster than a numpy function for rows of this length.
     lengths = [len(s.input_ids) if whole else max(1, s.loss_mask.tobytes().rfind(1)) for s in sequences]
     prompts = _prompts(sequences) if share_prompts else {}
     try:
@@ -115,8 +125,8 @@ def pack(
     count = agree(max(1, len(first_fit(items, max_tokens)) if together else len(units)))
     if count >= REFUSED:
         raise ValueError(
-            f"learner.max_tokens_per_micro_batch={max_tokens} tokens must hold what every rank is given, got more on "
-            "another rank, whose error has the lengths; raise it"
+            f"learner.max_tokens_per_micro_batch={max_tokens} tokens must hold the sequences of each rank, got more on "
+            "another rank; the error of that rank has the lengths; raise it"
         )
     bins = balanced_fit(items, max_tokens, count) if together else [[place] for place in range(len(units))]
     parts = [[index for place in part for index in units[place]] for part in bins]
@@ -127,12 +137,12 @@ def pack(
 
 
 def _num_leading(sequence: TokenSequence) -> int:
-    """Number of leading tokens that a sequence may share. The token before its first one in the loss is its own."""
+    """Number of leading tokens that a sequence may share: all before the one that predicts its first loss token."""
     return max(0, sequence.loss_mask.tobytes().find(1) - 1)
 
 
 def _prompts(sequences: Sequence[TokenSequence]) -> dict[SampleKey, bytes]:
-    """The prompt of each trajectory, as bytes: what comes before the loss in the branch that enters it first."""
+    """The prompt of each trajectory, as bytes: its shortest run of shareable leading tokens over all branches."""
     first: dict[SampleKey, tuple[int, TokenSequence]] = {}
     for sequence in sequences:
         num_leading = _num_leading(sequence)
@@ -142,7 +152,7 @@ def _prompts(sequences: Sequence[TokenSequence]) -> dict[SampleKey, bytes]:
 
 
 def _holds(sequence: TokenSequence, prompt: bytes) -> bool:
-    """Whether a sequence begins with the prompt, and may share it."""
+    """Whether a sequence begins with the prompt and may share all prompt tokens."""
     num_prompt = len(prompt) // sequence.input_ids.itemsize
     return _num_leading(sequence) >= num_prompt and sequence.input_ids[:num_prompt].tobytes() == prompt
 
@@ -168,7 +178,7 @@ def _units(
     together: bool,
     keep_branches: bool,
 ) -> list[list[int]]:
-    """What is packed as one: the branches of a trajectory, or each alone where they cannot share a micro-batch."""
+    """Group sequences into units: the branches of one trajectory, or single branches if they do not fit together."""
     if lengths and max(lengths) > max_tokens:
         raise ValueError(
             f"learner.max_tokens_per_micro_batch must hold the longest sequence, got {max_tokens} for a sequence of "
@@ -205,9 +215,9 @@ def _micro_batch(
     totals: Mapping[SampleKey, int],
     prompts: Mapping[SampleKey, bytes],
 ) -> MicroBatch:
-    """Lay sequences end to end, the first ``packed`` tokens of each.
+    """Lay the first ``packed`` tokens of each sequence end to end; pack tokens that sequences share once.
 
-    ``totals`` are the trajectories' tokens in the loss. What the sequences share by ``prompts`` is packed once.
+    ``totals`` is the number of tokens in the loss per trajectory.
     """
     chosen = [sequences[index] for index in source] or [_BLANK]
     input_ids = np.concatenate([sequence.input_ids for sequence in chosen])
@@ -250,7 +260,7 @@ def _micro_batch(
 
 
 def _column(name: str, chosen: Sequence[TokenSequence]) -> np.ndarray:
-    """[tokens, …] of a column of sequences laid end to end; 0 in those without it."""
+    """Concatenate a column of the sequences, [tokens, …]; 0 for sequences without this column."""
     shape = next((each.columns[name].shape[1:] for each in chosen if name in each.columns), ())
     return np.concatenate(
         [each.columns[name] if name in each.columns else np.zeros((len(each.input_ids), *shape)) for each in chosen]
@@ -260,10 +270,10 @@ def _column(name: str, chosen: Sequence[TokenSequence]) -> np.ndarray:
 def _leading_tokens(
     chosen: Sequence[TokenSequence], packed: Sequence[int], prompts: Mapping[SampleKey, bytes]
 ) -> np.ndarray | None:
-    """Which token each token of the sequences, laid end to end, is packed as: [sum of ``packed``] int64, or None.
+    """Map each token of the concatenated sequences to the token that is packed for it: [sum of ``packed``] int64.
 
-    That is itself, or the same token of an earlier sequence that begins alike: the first one with the same prompt, or a
-    branch of the same trajectory. None: no two sequences have a token in common.
+    A token maps to itself, or to the equal token of an earlier sequence with the same beginning. The earlier sequence
+    is the first one with the same prompt, or a branch of the same trajectory. Returns None if no tokens are shared.
     """
     leads, start, shares = np.arange(sum(packed)), 0, False
     leaders: dict[bytes, tuple[int, np.ndarray]] = {}
@@ -286,7 +296,7 @@ def _leading_tokens(
 
 
 def _num_common(tokens: np.ndarray, others: np.ndarray) -> int:
-    """Length of the longest common beginning."""
+    """Length of the longest common prefix."""
     length = min(len(tokens), len(others))
     different = np.flatnonzero(tokens[:length] != others[:length])
     return int(different[0]) if len(different) else length

@@ -1,10 +1,10 @@
-"""One rank of a learner role: fetches its share of a batch, scores it, trains on it, publishes and saves.
+"""One rank of a learner role: fetches its share of a batch, scores it, trains on it, publishes and saves weights.
 
 A run calls these methods with a list of `RankBatch`, one per data-parallel rank, and does not wait for them. Each rank
-fetches its prompt groups from the buffer. The scores of one role go to another from worker to worker, or stay in the
-process that both share. `learner.verl_api` adds verl's methods over the same trainer.
+fetches its prompt groups from the buffer. One role's worker sends its scores directly to another role's worker; roles
+that share a process keep the scores there. `learner.verl_api` adds verl's methods on the same trainer.
 
-The controller imports this module only to know the methods. Imports that load torch therefore stand in functions.
+The controller imports this module for the method names only. Imports that load torch are therefore inside functions.
 
 The controller's calls wake a worker. A fetch waits for the buffer under the client's deadline, and a collective waits
 for the other ranks under the deadline of the process group.
@@ -54,11 +54,11 @@ _MESH = "dp"
 _GROUP_FIELDS = tuple(field.name for field in fields(TrajectoryGroup))
 
 BY_ROWS = make_nd_compute_dataproto_dispatch_fn(_MESH)
-"""Dispatch of verl's methods: the sp ranks of a data-parallel rank get the same part of the rows."""
+"""Dispatch for verl's methods: all sp ranks of a data-parallel rank get the same rows."""
 
 
 def _share_of_each_rank(group: Any, *shares: Sequence[Any], **options: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Give the sp ranks of each data-parallel rank its entry of every list. The ranks are ordered dp-major."""
+    """Give each list's entry for a data-parallel rank to all sp ranks of that rank. The ranks are ordered dp-major."""
     sizes = {len(share) for share in shares}
     num_shares = sizes.pop() if len(sizes) == 1 else 0
     if num_shares == 0 or group.world_size % num_shares:
@@ -72,11 +72,11 @@ def _share_of_each_rank(group: Any, *shares: Sequence[Any], **options: Any) -> t
 
 
 PER_DP_RANK = {"dispatch_fn": _share_of_each_rank, "collect_fn": lambda _group, results: results}
-"""Dispatch of a run's methods: lists with one entry per data-parallel rank; keyword arguments go to every rank."""
+"""Dispatch for a run's methods: lists with one entry per data-parallel rank; all ranks get the keyword arguments."""
 
 
 def _recorded(method: Callable[..., T]) -> Callable[..., T]:
-    """Record the time that a method spends on a batch, its first argument, for the run's profile."""
+    """Record the duration of a method, whose first argument is a batch, for the run's profile."""
     kind = SpanKind.update if method.__name__ == "step" else SpanKind.score
 
     @wraps(method)
@@ -89,11 +89,11 @@ def _recorded(method: Callable[..., T]) -> Callable[..., T]:
 
 
 class BatchCache:
-    """What the roles of one process share in a learner step: the fetched groups and each role's scores.
+    """Data that the roles of one process share within a learner step: the fetched groups and each role's scores.
 
     Attributes:
-        open_roles: Roles that have not stopped; the last one leaves the process group.
-        lost: Groups that a fetch did not find in the buffer.
+        open_roles: Roles that have not stopped. The last role to stop destroys the process group.
+        lost: Ids of the groups that a fetch did not find in the buffer.
     """
 
     def __init__(self) -> None:
@@ -103,23 +103,23 @@ class BatchCache:
         self._scores: dict[str, tuple[int, Scores]] = {}
 
     def groups(self, version: int) -> dict[int, TrajectoryGroup]:
-        """The groups of a step by id, for reading and adding. Drops the groups of another step."""
+        """The groups of a step by id; the caller may add groups. Drops the groups of other steps."""
         if self._groups[0] != version:
             self._groups = (version, {})
         return self._groups[1]
 
     def clear(self) -> None:
-        """Drop everything, because the step gets another batch."""
+        """Drop all data of a lost batch; the step gets a new batch."""
         self.lost = set()
         self._groups = (-1, {})
         self._scores = {}
 
     def keep_scores(self, version: int, column: str, scores: Scores) -> None:
-        """Keep a column of a step in place of the one kept before."""
+        """Store a column of a step; it replaces the same column of an earlier step."""
         self._scores[column] = (version, scores)
 
     def scores(self, version: int, column: str) -> Scores | None:
-        """A column of a step, or None if no role of this process has scored it."""
+        """A column of a step, or None if no role of this process has computed it."""
         known, scores = self._scores.get(column, (-1, {}))
         return scores if known == version else None
 
@@ -128,23 +128,24 @@ class ModelWorker(Worker):
     """One rank of a role. Every method is called on all ranks.
 
     Args:
-        role: What it loads, computes and learns.
-        config: Options of the group that the role runs in; ``num_ranks`` is that of its pool.
-        algorithm: What is optimised.
+        role: Defines what this worker loads, computes and learns.
+        config: Options of the learner group that runs the role; ``num_ranks`` is the number of ranks of its pool.
+        algorithm: Options of the algorithm.
         model_path: Directory in Hugging Face layout.
         total_steps: Learner steps of the run, for the schedule.
-        temperature: Softmax temperature at sampling; log-probs are taken under it.
+        temperature: Softmax temperature at sampling; the worker computes log-probs at the same temperature.
         connect_buffer: Connects this rank to the replay buffer; None if only verl's methods are called.
         seed: Seeds the adapters and their dropout.
-        snapshot_dir: Folder of published weights, readable by the engines of this host; None publishes none.
-        publish: How weights are published.
-        trajectory_dir: Folder of consumed samples, one file per step and rank; None logs none.
-        token_log: Which samples are kept for people to read; None keeps none.
-        profile: What this process records of its time, as ``pool`` and its rank.
-        pool: Name of the pool that the role runs in.
+        snapshot_dir: Folder for published weights; the engines of this host must be able to read it. None: the worker
+            does not publish weights.
+        publish: Options for publishing weights.
+        trajectory_dir: Folder for a log of the consumed samples, one file per step and rank. None: no log.
+        token_log: Options for the log of a few samples for people to read. None: no log.
+        profile: Options for the profile of this process. Its name in the profile is ``pool`` and the rank.
+        pool: Name of the pool that runs the role.
 
     Attributes:
-        own_cache: The cache of this worker. The first role of a process shares its cache with the others.
+        own_cache: The cache of this worker. All roles of a process use the cache of the first role.
     """
 
     def __init__(
@@ -191,7 +192,7 @@ class ModelWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def init_model(self) -> None:
-        """Join the group, load the model, connect to the buffer. Raises `ValueError` for options that do not fit."""
+        """Join the group, load the model, connect to the buffer. Raises `ValueError` for incompatible options."""
         from asyncrl.weights.publish import WeightPublisher
 
         from .advantages import BatchAdvantages
@@ -203,7 +204,7 @@ class ModelWorker(Worker):
         if isinstance(self._model, Trainer):
             optimizer = self._model.optimizer
             self._advantages = BatchAdvantages(self._algorithm, self._model.mesh)
-        # One rank of a sequence-parallel group fetches, and sends the groups to the others.
+        # The first rank of each sequence-parallel group fetches the groups and sends them to the other ranks.
         if self._connect_buffer is not None and self._model.mesh.sp_rank == 0:
             self._buffer = self._connect_buffer()
         if self._snapshot_dir is not None:
@@ -216,16 +217,16 @@ class ModelWorker(Worker):
             )
         self._offload = OffloadPolicy(self._config, self._model.head, optimizer)
         self.cache.open_roles.add(self.role.name)
-        gc.freeze()  # a collection of everything that was loaded would delay a step
+        gc.freeze()  # the garbage collector would otherwise scan all loaded objects and delay a step
 
     @register(dispatch_mode=PER_DP_RANK, blocking=False)
     @_recorded
     def score(self, batch: RankBatch, send: bool = True) -> DataProto | None:
-        """Score the role's column for planned samples. A frozen role uses the weights that the run starts from.
+        """Compute the role's column for planned samples. A frozen role uses the weights at the start of the run.
 
         With ``send`` the first sp rank returns the scores, one row per trajectory: ``sample_key`` [B, 2] int64 and the
-        role's column, [tokens in the loss] float32 each. Otherwise they stay in this process for its other roles.
-        Raises `ValueError` if the role is an actor without adapters, and `BatchLost` as `step` does.
+        role's column, [tokens in the loss] float32 each. Without ``send`` the scores stay in this process for its other
+        roles. Raises `ValueError` if the role is an actor without adapters, and `BatchLost` as `step` does.
         """
         self._fetch_on_all(batch)
         scores = self._scored(batch)
@@ -249,22 +250,23 @@ class ModelWorker(Worker):
     @register(dispatch_mode=PER_DP_RANK, blocking=False)
     @_recorded
     def step(self, batch: RankBatch, *sent: DataProto | None) -> dict[str, float]:
-        """Make one learner step. In the measured steps of the role, only compute the metrics.
+        """Make one learner step. In the role's measured steps, only compute the metrics.
 
         Args:
-            batch: This rank's share; the sp ranks of a group have the same.
-            sent: What `score` returned for each column, in the order of `Role.reads`; None if it is in this process.
+            batch: This rank's share; all sp ranks of a group get the same share.
+            sent: The result of `score` for each column, in the order of `Role.reads`; None for a column in this
+                process.
 
         Returns:
-            The same on every rank: the step's metrics, ``fetch_s`` and ``train_s`` of the slowest rank,
-            ``started_at`` of the first and ``ended_at`` of the last (seconds since the epoch), and ``lag_max``
+            The same dict on each rank: the step's metrics; ``fetch_s`` and ``train_s`` of the slowest rank;
+            ``started_at`` of the first rank and ``ended_at`` of the last rank (seconds since the epoch); ``lag_max``
             (learner steps).
 
         Raises:
             StalenessError: a group is older than the staleness bound allows.
-            ValueError: a column was neither sent nor scored in this process.
-            BatchLost: on all ranks, if the buffer no longer has a group that one of them needs. No rank has changed
-                anything, and the calls queued behind the step raise it too.
+            ValueError: a column was neither sent nor computed in this process.
+            BatchLost: on all ranks, if a rank needs a group that the buffer no longer has. The weights have not
+                changed. The calls queued after the step raise `BatchLost` too.
         """
         import torch
 
@@ -295,13 +297,13 @@ class ModelWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def publish_weights(self, version: int) -> None:
-        """Copy the weights and publish them in the background; rank 0 offers them to the engines.
+        """Copy the weights and publish them in the background. Rank 0 offers them to the engines.
 
-        Raises `ValueError` if the role publishes nothing, `WeightsError` if the previous version failed, and
-        `BatchLost` if the step before it raised that.
+        Raises `ValueError` if the role does not publish weights, `WeightsError` if publishing the previous version
+        failed, and `BatchLost` if the step before this call raised `BatchLost`.
         """
         if self._publisher is None:
-            raise ValueError(f"role {self.role.name!r} publishes no weights: it was given no snapshot_dir")
+            raise ValueError(f"role {self.role.name!r} cannot publish weights: its snapshot_dir is None; pass one")
         self._check_turn(version)
         self._version = version if self._version is None else self._version
         with record.span(SpanKind.publish_copy, version=version), self._offload.reading():
@@ -309,20 +311,20 @@ class ModelWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def finish_publish(self) -> None:
-        """Wait until the version being published is offered. Raises `WeightsError` if publishing failed."""
+        """Wait until rank 0 has offered the version being published. Raises `WeightsError` if publishing failed."""
         if self._publisher is not None:
             self._publisher.wait()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def forget_batch(self) -> list[int]:
-        """Drop a lost batch; returns the groups of it that this process did not find."""
+        """Drop a lost batch. Returns the ids of its groups that this process did not find."""
         lost = sorted(self.cache.lost)
         self.cache.clear()
         return lost
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def rollout_mode(self, version: int) -> None:
-        """Publish the weights if the role publishes any, and offload as the options say."""
+        """Publish the weights if the role publishes weights, and offload according to the options."""
         if self._publisher is not None:
             self.publish_weights(version)
         self._offload.enter_rollout()
@@ -330,7 +332,7 @@ class ModelWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def trainer_mode(self) -> None:
-        """Load back what `rollout_mode` offloaded."""
+        """Load the tensors that `rollout_mode` offloaded."""
         self._offload.enter_training()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
@@ -357,14 +359,14 @@ class ModelWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def load_checkpoint(self, directory: str) -> int | None:
-        """Load a checkpoint, or the newest complete one of a folder. Returns its version, or None if there is none."""
+        """Load a checkpoint, or the newest complete checkpoint of a folder. Returns its version, or None."""
         checkpoints = self._checkpoints_in(directory)
         newest = checkpoints.latest()
         if newest is None:
             return None
         with self._offload.persisting():
             version = self._version = checkpoints.load(newest)
-        if self._algorithm.kl_target:  # a fixed coefficient follows the option, which may have changed
+        if self._algorithm.kl_target:  # a fixed coefficient comes from the option, which may have changed
             self._advantages.kl_coefficient.value = read_progress(newest).role["kl_reward_coef"]
         return version
 
@@ -387,12 +389,12 @@ class ModelWorker(Worker):
 
     @property
     def cache(self) -> BatchCache:
-        """The cache of this process, which belongs to its first role."""
+        """The cache of this process: that of the process's first role."""
         sharing = (worker for worker in self.fused_worker_dict.values() if isinstance(worker, ModelWorker))
         return next(sharing, self).own_cache
 
     def _load(self) -> PackedModel:
-        """The role's model, with an optimizer where it is trained."""
+        """Load the role's model, with an optimizer if the role is trained."""
         from .advantages import ADVANTAGES, is_token_level
         from .packed_model import PackedModel
         from .trainer import LearnerStep, Trainer
@@ -406,8 +408,8 @@ class ModelWorker(Worker):
             and not is_token_level(ADVANTAGES.get(algorithm.advantage))
         ):
             raise ValueError(
-                f"algorithm.critic=true needs an estimator of tokens, which reads values, got algorithm.advantage="
-                f"{algorithm.advantage}; mark your own with learner.token_level, or set algorithm.critic=false"
+                f"algorithm.critic=true needs a token-level estimator, which reads values, got algorithm.advantage="
+                f"{algorithm.advantage}; decorate your own with learner.token_level, or set algorithm.critic=false"
             )
         self._measured_steps = self.role.measured_steps(self._config, algorithm)
         total_updates = max(1, self._total_steps - self._measured_steps) * algorithm.num_mini_batches
@@ -417,8 +419,8 @@ class ModelWorker(Worker):
         return trainer
 
     def _scored(self, batch: RankBatch) -> dict[SampleKey, np.ndarray]:
-        """[tokens in the loss] float32 per trajectory of the batch, branch after branch."""
-        # A role with adapters scores under the weights that the run started from, other roles under their present ones.
+        """Scores of each trajectory of the batch, branch after branch: [tokens in the loss] float32."""
+        # A role with adapters scores with the weights at the start of the run, other roles with the current weights.
         weights = self._model.frozen() if self.role.adapters else nullcontext()
         sequences = self._sequences(batch)
         with self._offload.reading(), weights:
@@ -429,7 +431,10 @@ class ModelWorker(Worker):
         return {key: np.concatenate(parts) for key, parts in scores.items()}
 
     def _for_people(self, version: int, sequences: Sequence[TokenSequence]) -> list[TokenSequence]:
-        """In steps that are due, this rank's first sequences with its own log-probs. A collective in these steps."""
+        """This rank's first sequences with the learner's log-probs, every ``every_steps`` steps, else an empty list.
+
+        This is a collective in the steps that return sequences.
+        """
         options = self._token_log_options
         if options is None or version % options.every_steps:
             return []
@@ -450,7 +455,7 @@ class ModelWorker(Worker):
                 role = scored_by(name, self._config).name
                 raise ValueError(
                     f"role {self.role.name!r} needs {name} of role {role!r} for version {batch.version}, got none; "
-                    f"call {role}.score first, and pass its result on if the roles do not share a process"
+                    f"call {role}.score first, and pass its result to step if the roles do not share a process"
                 )
             sequences = _with_scores(sequences, name, scores)
         return sequences
@@ -462,21 +467,21 @@ class ModelWorker(Worker):
 
             if not isinstance(self._model, Trainer):
                 name = self.role.name
-                raise ValueError(f"role {name!r} is frozen: it has no checkpoints; its model stays where it was")
+                raise ValueError(f"role {name!r} is frozen and has no checkpoints; its model path does not change")
             keep = self._config.keep_checkpoints
             self._checkpoints[directory] = ShardedCheckpointer(self._model, directory, keep=keep)
         return self._checkpoints[directory]
 
     def _check_turn(self, version: int) -> None:
-        """Raise `BatchLost` for a call that follows a lost step."""
+        """Raise `BatchLost` for a call queued after a lost step."""
         if self._version is not None and version > self._version:
             raise BatchLost(
                 f"role {self.role.name!r} is at version {self._version} and skips a call for version {version}, "
-                "because the batch before it was lost"
+                "because the previous batch was lost"
             )
 
     def _fetch_on_all(self, batch: RankBatch) -> dict[int, TrajectoryGroup]:
-        """As `_fetch`. If one rank did not find a group, all ranks raise `BatchLost`. A collective."""
+        """Call `_fetch` on all ranks, a collective. If one rank did not find a group, all ranks raise `BatchLost`."""
         import torch
 
         groups = self._fetch(batch)
@@ -486,14 +491,15 @@ class ModelWorker(Worker):
         if most_lost:
             raise BatchLost(
                 f"the batch of step {batch.version} is lost: rank {self.rank} of {self.role.name!r} did not find "
-                f"{len(lost)} of its {len(batch.group_ids)} groups in the buffer, one rank {most_lost}"
+                f"{len(lost)} of its {len(batch.group_ids)} groups in the buffer; the largest number of missing groups "
+                f"on one rank is {most_lost}"
             )
         return groups
 
     def _fetch(self, batch: RankBatch) -> dict[int, TrajectoryGroup]:
-        """The groups of a batch by id, without those that the buffer does not have.
+        """The groups of a batch by id, without the groups that the buffer does not have.
 
-        One rank per sp group fetches what no role of this process has fetched yet.
+        One rank per sp group fetches only the groups that no role of this process has fetched yet.
         """
         known = self.cache.groups(batch.version)
         missing = [group_id for group_id in batch.group_ids if group_id not in known]
@@ -514,7 +520,7 @@ class ModelWorker(Worker):
 
     @contextmanager
     def _torch_trace(self, version: int) -> Iterator[None]:
-        """Write a trace of torch.profiler of the block if ``profile.torch_steps`` names the step."""
+        """Record the block with torch.profiler, and write the trace, if ``profile.torch_steps`` contains the step."""
         if version not in self._profile.torch_steps or record.current() is None:
             yield
             return
@@ -542,12 +548,12 @@ class ModelWorker(Worker):
 
 
 def _found(buffer: LearnerBuffer, group_ids: Sequence[int]) -> list[TrajectoryGroup]:
-    """The groups that the buffer has. After a `DeadlineError` it is asked again: the store may be gone by then."""
+    """Fetch the groups that the buffer has. A `DeadlineError` is retried once: the slow store may be gone."""
     with suppress(UnknownGroup):
         try:
             return buffer.fetch(group_ids)
         except DeadlineError as late:
-            logger.warning("fetched again: %s", late)
+            logger.warning("the fetch from the buffer timed out and is repeated: %s", late)
             return buffer.fetch(group_ids)
     found: list[TrajectoryGroup] = []
     for group_id in group_ids:
@@ -557,7 +563,7 @@ def _found(buffer: LearnerBuffer, group_ids: Sequence[int]) -> list[TrajectoryGr
 
 
 def _rows_of(scores: Scores, column: str) -> DataProto:
-    """Scores as a batch with one row per trajectory."""
+    """Convert scores to a batch with one row per trajectory."""
     values = np.empty(len(scores), dtype=object)
     for row, value in enumerate(scores.values()):
         values[row] = value
@@ -572,7 +578,7 @@ def _scores_in(rows: DataProto, column: str) -> Scores:
 
 
 def _with_scores(sequences: Sequence[TokenSequence], name: str, scores: Scores) -> list[TokenSequence]:
-    """The sequences with a column: scores at the tokens in the loss, 0 elsewhere."""
+    """Add a column to the sequences: scores at the tokens in the loss, 0 elsewhere."""
     used = dict.fromkeys(scores, 0)
     scored = []
     for sequence in sequences:
@@ -583,12 +589,12 @@ def _with_scores(sequences: Sequence[TokenSequence], name: str, scores: Scores) 
 
 
 def _largest_lag(batch: RankBatch, groups: Mapping[int, TrajectoryGroup]) -> int:
-    """The largest lag of the batch's groups, 0 without groups. Raises `StalenessError` for one outside the bound."""
+    """The largest lag of the batch's groups; 0 without groups. Raises `StalenessError` if a lag is out of bounds."""
     lags = {group_id: batch.version - group.summary.oldest_version for group_id, group in groups.items()}
     for group_id, lag in lags.items():
         if not 0 <= lag <= batch.max_lag:
             raise StalenessError(
                 f"group {group_id} has lag {lag} at learner version {batch.version}, outside 0..{batch.max_lag}; "
-                "the ledger must not have planned it"
+                "the ledger must not plan such a group"
             )
     return max(lags.values(), default=0)
