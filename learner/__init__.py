@@ -1,6 +1,6 @@
 """The learner group: FSDP workers that train a policy on packed trajectories and publish its weights.
 
-``import learner`` loads no torch; each name is resolved when it is first used.
+``import learner`` does not import torch; a name is imported on first use.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from .verl_api import ActorWorker, CriticWorker, ReferenceWorker, RewardModelWorker
     from .worker import ModelWorker
 
-# Each loads more.
+# In the order of import cost: later modules import more.
 _HOMES = ("config", "types", "batching", "losses", "advantages", "model_folder", "trainer", "verl_api")
 
 __all__ = [

@@ -1,8 +1,8 @@
-"""Causal attention over packed sequences, entered through transformers' attention registry.
+"""Causal attention over packed sequences, registered in transformers' attention registry.
 
-No token sees another sequence. On a GPU in half precision a variable-length kernel does it (`attention_kernels`).
-Elsewhere sequences of equal or like length go through one SDPA call, padded on the right: under a causal mask no real
-token sees the padding, so the result is exact, and many short sequences cost one call instead of one each.
+A token never attends to another sequence. On a GPU in half precision, a variable-length kernel computes attention
+(`attention_kernels`). Otherwise one SDPA call computes several sequences of similar length, padded on the right. Under
+a causal mask no real token attends to the padding, so the result is exact. Many short sequences need a single call.
 """
 
 from __future__ import annotations
@@ -33,36 +33,36 @@ ATTENTION_NAME = "asyncrl_packed"
 """Name of the packed attention in transformers' registry."""
 
 MAX_PADDING = 0.25
-"""A batch of padded sequences holds sequences at least this close to its longest: length >= longest * (1 - x)."""
+"""Each sequence of a padded batch has a length >= longest * (1 - x)."""
 
 TOKENS_PER_CALL = 200
-"""One more SDPA call costs as much as moving this many tokens to padded places and back (measured on a CPU)."""
+"""One more SDPA call costs as much as padding and unpadding this many tokens (measured on a CPU)."""
 
 FREE_PADDING_TOKENS = 128
-"""Padding in all that costs less than one more SDPA call (measured on a CPU); up to it, any lengths share a batch."""
+"""This much padding costs less than one more SDPA call (measured on a CPU); up to it, any lengths share a batch."""
 
 
 CAPPED_QUERIES = 512
-"""Queries whose soft-capped scores are held at a time."""
+"""Queries per block of soft-capped scores; one block is in memory at a time."""
 
 BLOCK_QUERIES, MAX_BLOCK_QUERIES = 128, 1024
-"""Queries of one call under a sliding window or with sinks: as many as the window holds, within these limits."""
+"""Queries per call with a sliding window or sinks: the window size, within these limits."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackedLayout:
-    """Where the sequences of a micro-batch lie; built once, used by every layer.
+    """The positions of the sequences in a micro-batch; built once and used by all layers.
 
     Attributes:
-        buckets: (number of sequences, padded length) of every SDPA call, in packed order.
-        pad_index: [padded tokens] int64, packed token of every padded place; None when nothing is padded or shared.
-        unpad_index: [N] int64, padded place of every packed token; None likewise.
-        token_index: [sum of lengths] int64, packed token of every token of the sequences; None where none is shared.
-        first_index: [N] int64, the first token of the sequences that each packed token is; None likewise.
+        buckets: (number of sequences, padded length) of each SDPA call, in packed order.
+        pad_index: [padded tokens] int64, packed position of each padded position; None without padding and sharing.
+        unpad_index: [N] int64, padded position of each packed token; None without padding and sharing.
+        token_index: [sum of lengths] int64, packed position of each token of the sequences; None without sharing.
+        first_index: [N] int64, first position of each packed token in the concatenated sequences; None without sharing.
         cu_seqlens: [number of sequences + 1] int32, starts and end of the sequences.
-        max_length: Tokens of the longest sequence.
-        lengths: Tokens of every sequence.
-        kernel: What computes attention; never ``auto``.
+        max_length: Number of tokens of the longest sequence.
+        lengths: Number of tokens of each sequence.
+        kernel: The attention kernel; never ``auto``.
     """
 
     buckets: tuple[tuple[int, int], ...]
@@ -76,12 +76,12 @@ class PackedLayout:
     first_index: Tensor | None = None
 
     def cut(self, chunk: int) -> PackedLayout:
-        """The layout for attention within chunks: every sequence is cut into pieces of ``chunk`` tokens and a rest."""
+        """The layout for attention within chunks of ``chunk`` tokens; the last chunk of a sequence may be shorter."""
         pieces = [min(chunk, length - start) for length in self.lengths for start in range(0, length, chunk)]
         return packed_layout(pieces, self.cu_seqlens.device, self.kernel, self.token_index)
 
     def positions(self) -> Tensor:
-        """[N] int64, place of every token in its sequence."""
+        """Position of each packed token in its sequence, [N] int64."""
         device = self.cu_seqlens.device
         starts, sizes = self.cu_seqlens[:-1].long(), torch.tensor(self.lengths, device=device)
         places = torch.arange(sum(self.lengths), device=device) - starts.repeat_interleave(sizes)
@@ -94,11 +94,11 @@ def packed_layout(
     kernel: AttentionKernel = AttentionKernel.sdpa,
     token_index: Tensor | None = None,
 ) -> PackedLayout:
-    """Plan the attention calls for sequences laid end to end; the indices are on ``device``.
+    """Plan the attention calls for packed sequences; the indices are on ``device``.
 
-    ``lengths`` are in packed order; longest first needs the fewest calls. ``kernel`` is not ``auto``. Padded batches
-    waste at most a quarter of their places, or `FREE_PADDING_TOKENS`. ``token_index`` [sum of lengths] int64 says where
-    the tokens are packed, if some sequences share some.
+    ``lengths`` are in packed order; the order longest first needs the fewest calls. ``kernel`` must not be ``auto``. At
+    most a quarter of each padded batch is padding, or `FREE_PADDING_TOKENS`. If sequences share tokens,
+    ``token_index`` [sum of lengths] int64 is the packed position of each token.
     """
     sizes = np.asarray(lengths)
     starts = np.cumsum(sizes) - sizes
@@ -135,13 +135,13 @@ def packed_layout(
 
 
 def _first_of_each(token_index: Tensor) -> Tensor:
-    """[N] int64, the first place of each packed token; packed tokens first occur in their order."""
+    """First position of each packed token, [N] int64. Packed tokens occur first in ascending order."""
     highest = torch.cummax(token_index, dim=0).values
     return torch.nonzero(highest.diff(prepend=highest.new_full((1,), -1))).squeeze(1)
 
 
 def _runs(lengths: Sequence[int]) -> list[tuple[int, int]]:
-    """Split lengths into [first, last) runs, each led by its longest, that share a batch where that is cheaper."""
+    """Split lengths into [first, last) runs that share a padded batch. The first sequence of a run is the longest."""
     tolerance, free = MAX_PADDING, FREE_PADDING_TOKENS
     if len(set(lengths)) * TOKENS_PER_CALL <= sum(lengths):
         tolerance, free = 0.0, 0
@@ -172,23 +172,27 @@ def packed_attention(
 
     Args:
         module: The attention layer.
-        query: [1, H, N, D]; under sequence parallelism N is this rank's part of the tokens, here and in the result.
+        query: [1, H, N, D]. Under sequence parallelism N is the number of this rank's tokens, also in the result.
         key: [1, kv heads, N, D].
         value: [1, kv heads, N, Dv]; Dv may differ from D, as in DeepSeek's latent attention.
-        attention_mask: None; the layout says who sees whom.
+        attention_mask: Not used; the layout defines which tokens attend to each other.
         packed: Layout of all tokens.
         scaling: Factor on the scores; None is D ** -0.5.
         dropout: Dropout of the attention weights.
-        sliding_window: A token sees this many tokens, itself included; None sees all before it.
-        extra: What the model passes besides. ``s_aux`` [H] are attention sinks (GPT-OSS). ``softcap`` c makes
-            c · tanh(s ÷ c) of each score s (Gemma 2, arXiv 2408.00118).
+        sliding_window: A token attends to this many tokens, including itself; None: to all tokens before it.
+        extra: Other arguments of the model. ``s_aux`` [H] are attention sinks (GPT-OSS). ``softcap`` c replaces each
+            score s by c · tanh(s ÷ c) (Gemma 2, arXiv 2408.00118).
 
     Returns:
-        [1, N, H, Dv], and None for the weights. Raises `ValueError` for sinks beside a soft cap, which no model has.
+        [1, N, H, Dv], and None for the weights.
+
+    Raises:
+        ValueError: for sinks together with a soft cap; no known model has both.
     """
     cap = extra.get("softcap")
     if cap is not None and extra.get("s_aux") is not None:
-        raise ValueError(f"packed attention does not compute sinks beside a soft cap, as {type(module).__name__} asks")
+        name = type(module).__name__
+        raise ValueError(f"packed attention does not support sinks with a soft cap, got both in {name}")
     window, chunk = _span(module, sliding_window)
     num_local, sinks = query.size(2), extra.get("s_aux")
     q, k, v = (x.transpose(1, 2)[0] for x in _all_tokens(query, key, value))
@@ -208,7 +212,7 @@ def packed_attention(
 
 
 def _span(module: nn.Module, window: int | None) -> tuple[int | None, int | None]:
-    """Sliding window and chunk of a layer. Some models say them to the mask alone, which packed attention has not."""
+    """Sliding window and chunk of a layer. Some models pass these only through the mask, which is not used here."""
     config = getattr(module, "config", None)
     types, index = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
     kind = types[index] if types and index is not None and index < len(types) else None
@@ -218,10 +222,10 @@ def _span(module: nn.Module, window: int | None) -> tuple[int | None, int | None
 
 
 def _own_temperature(module: nn.Module, q: Tensor, packed: PackedLayout, num_local: int) -> Tensor:
-    """[N, H, D] queries as in their own sequence.
+    """Correct the scale of Llama 4's queries, [N, H, D], for packed sequences.
 
-    Llama 4 scales the queries of layers without rotary embeddings by their place in the row that it is given
-    (arXiv 2501.19399). Packed, that is not their place in the sequence.
+    Llama 4 scales the queries of layers without rotary embeddings by their position in the input row
+    (arXiv 2501.19399). In a packed row this is not the position in the sequence.
     """
     if not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
         return q
@@ -236,7 +240,7 @@ def _own_temperature(module: nn.Module, q: Tensor, packed: PackedLayout, num_loc
 
 
 def _all_tokens(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """[1, heads, tokens, D] of this rank's tokens to all tokens with this rank's heads, under sequence parallelism."""
+    """Exchange [1, heads, tokens, D] under sequence parallelism: from this rank's tokens to this rank's heads."""
     sp_size, num_heads = get_ulysses_sequence_parallel_world_size(), query.size(1)
     if sp_size == 1:
         return query, key, value
@@ -258,7 +262,7 @@ def _bucketed(
     sinks: Tensor | None,
     cap: float | None,
 ) -> Tensor:
-    """[N, H, Dv] attention by one SDPA call per bucket; SDPA knows no soft cap, so that is written out."""
+    """Compute attention, [N, H, Dv], with one SDPA call per bucket. SDPA does not support a soft cap; see `_capped`."""
     num_tokens, num_heads, head_dim = q.size(0), q.size(1), v.size(2)
     scale = q.size(2) ** -0.5 if scaling is None else scaling
     if packed.pad_index is not None:
@@ -288,9 +292,10 @@ def _bucketed(
 def _windowed(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float, dropout: float, window: int, sinks: Tensor | None
 ) -> Tensor:
-    """[count, H, L, Dv] causal attention within a window, with attention sinks where the model has them.
+    """Causal attention within a window, [count, H, L, Dv], with attention sinks if the model has them.
 
-    Shapes as in `_capped`; sinks are [H]. A block of queries reads the keys of its window alone: no [L, L] mask exists.
+    Shapes as in `_capped`; sinks are [H]. A block of queries reads only the keys of its window, so no [L, L] mask is
+    needed.
     """
     outputs = []
     for queries, keys, values, seen in _blocks(q, k, v, window, min(max(window, BLOCK_QUERIES), MAX_BLOCK_QUERIES)):
@@ -304,10 +309,10 @@ def _windowed(
 
 
 def _capped(q: Tensor, k: Tensor, v: Tensor, *, scale: float, dropout: float, window: int, cap: float) -> Tensor:
-    """[count, H, L, Dv] causal attention with soft-capped scores, c · tanh(s ÷ c), in blocks of queries.
+    """Causal attention with soft-capped scores c · tanh(s ÷ c), in blocks of queries: [count, H, L, Dv].
 
-    q is [count, H, L, D], k [count, kv heads, L, D], v [count, kv heads, L, Dv]. The backward pass computes each block
-    again, so that the scores of one block are held at a time.
+    q is [count, H, L, D], k [count, kv heads, L, D], v [count, kv heads, L, Dv]. The backward pass recomputes each
+    block, so that only the scores of one block are in memory.
     """
     groups = q.size(1) // k.size(1)
     k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
@@ -324,10 +329,10 @@ def _capped(q: Tensor, k: Tensor, v: Tensor, *, scale: float, dropout: float, wi
 def _blocks(
     q: Tensor, k: Tensor, v: Tensor, window: int, num_queries: int
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Blocks of queries, with the keys and values that they see, and [queries, keys] bool: who sees whom.
+    """Yield blocks of queries, the keys and values in their windows, and the mask [queries, keys] bool.
 
-    A token sees itself and the ``window - 1`` tokens before it. Keys of two blocks at most are joined: the gradient of
-    a slice would be a tensor of all keys, for each block.
+    A token attends to itself and the ``window - 1`` tokens before it. If at most two blocks of keys are needed, they
+    are concatenated: the gradient of a slice would be as large as all keys, for each block.
     """
     chunks = k.split(num_queries, dim=2), v.split(num_queries, dim=2)
     for index, queries in enumerate(q.split(num_queries, dim=2)):
@@ -342,11 +347,11 @@ def _blocks(
 
 
 def _with_sinks(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor, sinks: Tensor) -> tuple[list[Tensor], Tensor]:
-    """Add a key that every token sees: its score is the head's sink, its value zero.
+    """Add a key that all tokens attend to: its score is the head's sink, its value zero.
 
-    The sink stands in a further dimension of the queries, where only that key is not zero; eight dimensions are added,
-    since GPU kernels want a multiple. q is [count, H, queries, D], k [count, kv heads, L, D], v [count, kv heads, L,
-    Dv], the mask [queries, L] bool, and sinks [H], divided by the scale of the scores.
+    An additional dimension of the queries holds the sink; only the added key is nonzero there. Eight dimensions are
+    added, since GPU kernels need a multiple of eight. q is [count, H, queries, D], k [count, kv heads, L, D], v [count,
+    kv heads, L, Dv], the mask [queries, L] bool, and sinks [H], divided by the scale of the scores.
     """
     count, _, length, _ = q.shape
     added = F.pad(sinks.to(q.dtype).view(1, -1, 1, 1).expand(count, -1, length, 1), (0, 7))
@@ -356,14 +361,14 @@ def _with_sinks(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor, sinks: Tensor)
 
 
 def _laid_out(tokens: Tensor, packed: PackedLayout) -> Tensor:
-    """[sum of lengths, H, D] of [N, H, D]: each sequence with all its tokens, also those that it shares."""
+    """Copy packed tokens [N, H, D] to full sequences, including their shared tokens: [sum of lengths, H, D]."""
     return tokens if packed.token_index is None else tokens.index_select(0, packed.token_index)
 
 
 def _own(laid_out: Tensor, packed: PackedLayout) -> Tensor:
-    """[N, H, D] of [sum of lengths, H, D]: what is shared is the same in each."""
+    """The inverse of `_laid_out`: [N, H, D]. The copies of a shared token are equal."""
     return laid_out if packed.first_index is None else laid_out.index_select(0, packed.first_index)
 
 
-# Its calls differ from batch to batch: traced, they would be compiled anew each time. Compiled layers call it as it is.
+# Not compiled: its calls differ from batch to batch, and torch.compile would recompile it each time.
 AttentionInterface.register(ATTENTION_NAME, torch.compiler.disable(packed_attention))

@@ -1,8 +1,8 @@
-"""The attention kernels for sequences laid end to end, and the choice of one that is installed and right.
+"""Attention kernels for packed sequences, and the selection of an installed and correct kernel.
 
-A package that is installed may lack the function, or its function may not run on this GPU: the wheel ``flash-attn-4``
-has the folder ``flash_attn`` and none of the functions of flash-attn 2. So a kernel is chosen by importing the function
-that will be called, and by running it once, forward and backward, against attention written out here in float32.
+An installed package may lack the function, or the function may not run on this GPU. For example, the wheel
+``flash-attn-4`` has the folder ``flash_attn`` without the functions of flash-attn 2. The selection therefore imports
+the function of a kernel, runs it once, forward and backward, and compares it with a float32 reference implementation.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ _FUNCTIONS = {
     AttentionKernel.flash_attn: ("flash_attn", "flash_attn_varlen_func"),
     AttentionKernel.torch_varlen: ("torch.nn.attention.varlen", "varlen_attn"),
 }
-"""Module and function of every kernel but ``sdpa``."""
+"""Module and function of each kernel except ``sdpa``."""
 
 _LENGTHS = (33, 7, 1)
 _WINDOW = 9
 _TOLERANCE = 0.03
-"""Largest relative difference of outputs and gradients in half precision from float32; rounding gives about 0.004."""
+"""Largest accepted relative difference of outputs and gradients from float32; rounding gives about 0.004."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionShape:
-    """What a model asks of attention.
+    """The attention features that a model needs.
 
     Attributes:
         head_dim: Size of queries and keys.
-        heads_per_kv_head: Query heads that share a key-value head.
-        has_window: Some layers see a sliding window.
-        soft_cap: Of the scores; None: none.
+        heads_per_kv_head: Query heads per key-value head.
+        has_window: Whether some layers use a sliding window.
+        soft_cap: Soft cap of the scores, or None.
     """
 
     head_dim: int = 64
@@ -55,7 +55,7 @@ class AttentionShape:
 
     @classmethod
     def of(cls, config: PreTrainedConfig) -> AttentionShape:
-        """The shape that a model's configuration asks for; usual values where it names none."""
+        """Read the shape from a model's configuration; missing fields get usual values."""
         text = config.get_text_config()
         heads = getattr(text, "num_attention_heads", None) or 2
         kv_heads = getattr(text, "num_key_value_heads", None) or heads
@@ -72,10 +72,10 @@ class AttentionShape:
 def attention_kernel(
     asked: AttentionKernel, device: torch.device, dtype: torch.dtype, shape: AttentionShape | None = None
 ) -> AttentionKernel:
-    """Resolve ``learner.attention`` for a device, a type and a model: ``auto`` is the fastest kernel that is right.
+    """Resolve ``learner.attention`` for a device, a dtype and a model; ``auto`` is the fastest correct kernel.
 
     Raises:
-        ValueError: the kernel asked for cannot be imported, cannot run there, or computes something else.
+        ValueError: the requested kernel cannot be imported, cannot run on the device, or gives wrong results.
     """
     shape = shape or AttentionShape()
     fits = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
@@ -95,7 +95,7 @@ def attention_kernel(
 def first_right(
     kernels: Sequence[AttentionKernel], device: torch.device, dtype: torch.dtype, shape: AttentionShape
 ) -> AttentionKernel:
-    """The first of the kernels that passes `check_kernel`, else ``sdpa``; the log says why others were passed over."""
+    """The first kernel that passes `check_kernel`, else ``sdpa``. The log has the errors of the rejected kernels."""
     reasons: list[str] = []
     for kernel in (kernel for kernel in kernels if shape.soft_cap is None or takes_soft_cap(kernel)):
         try:
@@ -111,12 +111,12 @@ def first_right(
 
 
 def takes_soft_cap(kernel: AttentionKernel) -> bool:
-    """Whether a kernel can cap the scores."""
+    """Whether a kernel supports a soft cap of the scores."""
     return kernel not in (AttentionKernel.torch_varlen, AttentionKernel.sdpa)
 
 
 def _fastest_first(device: torch.device) -> tuple[AttentionKernel, ...]:
-    """The kernels for a GPU, by its compute capability: 9 is Hopper, 10 and above Blackwell."""
+    """The kernels for a GPU, fastest first. Compute capability 9 is Hopper, 10 and above is Blackwell."""
     major, _ = torch.cuda.get_device_capability(device)
     newest = {9: (AttentionKernel.flash_attn_3, AttentionKernel.flash_attn_4)}.get(
         major, (AttentionKernel.flash_attn_4,) if major > 9 else ()
@@ -128,7 +128,7 @@ def check_kernel(kernel: AttentionKernel, device: torch.device, dtype: torch.dty
     """Import a kernel and compare it with attention in float32, forward and backward.
 
     Raises:
-        ValueError: it cannot be imported, raises, or computes something else.
+        ValueError: the kernel cannot be imported, raises an error, or gives wrong results.
     """
     module, function = _FUNCTIONS[kernel]
     remedy = "use learner.attention=auto"
@@ -157,7 +157,7 @@ def check_kernel(kernel: AttentionKernel, device: torch.device, dtype: torch.dty
 def _difference(
     kernel: AttentionKernel, device: torch.device, dtype: torch.dtype, shape: AttentionShape, window: int | None
 ) -> float:
-    """Largest relative difference of output and gradients; one that is not a number counts as infinite."""
+    """Largest relative difference of output and gradients; NaN counts as infinite."""
     generator = torch.Generator().manual_seed(0)
     sizes = [(sum(_LENGTHS), 2 * heads, shape.head_dim) for heads in (shape.heads_per_kv_head, 1, 1)]
     inputs = [torch.randn(size, generator=generator).to(device, dtype) for size in sizes]
@@ -182,7 +182,7 @@ def _difference(
 def _written_out(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, soft_cap: float | None
 ) -> Tensor:
-    """[N, H, D] causal attention within sequences of `_LENGTHS`, by its definition."""
+    """Reference implementation of causal attention within sequences of `_LENGTHS`: [N, H, D]."""
     k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
     outputs = []
     for one, keys, values in zip(q.split(_LENGTHS), k.split(_LENGTHS), v.split(_LENGTHS), strict=True):
@@ -214,18 +214,18 @@ def call_kernel(
     window: int | None,
     soft_cap: float | None,
 ) -> Tensor:
-    """Causal attention within sequences that lie end to end, by one kernel.
+    """Compute causal attention within packed sequences with one kernel.
 
     Args:
         kernel: Neither ``auto`` nor ``sdpa``.
         q: [N, H, D].
         k: [N, kv heads, D].
-        v: [N, kv heads, Dv], Dv <= D; it is padded, since the kernels have one head size.
+        v: [N, kv heads, Dv], Dv <= D. It is padded to D, since the kernels support a single head size.
         starts: [number of sequences + 1] int32, starts and end of the sequences.
-        longest: Tokens of the longest.
+        longest: Number of tokens of the longest sequence.
         scale: Factor on the scores; None is D ** -0.5.
-        window: A token sees this many tokens, itself included; None: all before it.
-        soft_cap: Of the scores; see `takes_soft_cap`.
+        window: A token attends to this many tokens, including itself; None: to all tokens before it.
+        soft_cap: Soft cap of the scores; see `takes_soft_cap`.
 
     Returns:
         [N, H, Dv].

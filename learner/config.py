@@ -1,4 +1,4 @@
-"""Options of the learner group and of the algorithm: the only home of their defaults."""
+"""Options of the learner group and of the algorithm. Only this module defines their defaults."""
 
 import math
 from dataclasses import dataclass, field
@@ -6,11 +6,11 @@ from enum import StrEnum
 from typing import Any
 
 RENDEZVOUS_FILE = "ASYNCRL_RENDEZVOUS_FILE"
-"""Environment variable of ranks that are all on one host: the file through which they find each other."""
+"""Environment variable for ranks on a single host: the file that the ranks use for rendezvous."""
 
 
 class Device(StrEnum):
-    """Where the learner computes; ``auto`` takes CUDA when torch sees it."""
+    """The learner's device; ``auto`` selects CUDA if torch finds it."""
 
     auto = "auto"
     cpu = "cpu"
@@ -18,7 +18,7 @@ class Device(StrEnum):
 
 
 class Dtype(StrEnum):
-    """Type of parameters; ``auto`` takes bfloat16 on CUDA and float32 on the CPU."""
+    """Dtype of parameters; ``auto`` is bfloat16 on CUDA and float32 on the CPU."""
 
     auto = "auto"
     float32 = "float32"
@@ -26,7 +26,7 @@ class Dtype(StrEnum):
 
 
 class AttentionKernel(StrEnum):
-    """What computes attention; see `learner.attention`."""
+    """The attention kernel; see `learner.attention`."""
 
     auto = "auto"
     flash_attn_4 = "flash_attn_4"
@@ -44,7 +44,7 @@ class GradientSync(StrEnum):
 
 
 class Resharding(StrEnum):
-    """When gathered parameters are given up."""
+    """When FSDP frees gathered parameters."""
 
     layer = "layer"
     update = "update"
@@ -59,7 +59,7 @@ class Schedule(StrEnum):
 
 
 class Aggregation(StrEnum):
-    """How the losses of the batch's tokens become one number; see `learner.losses.token_weights`."""
+    """How token losses are aggregated to the loss of the batch; see `learner.losses.token_weights`."""
 
     token_mean = "token_mean"
     sequence_mean = "sequence_mean"
@@ -67,14 +67,14 @@ class Aggregation(StrEnum):
 
 
 class Anchor(StrEnum):
-    """The policy in the denominator of the ratio that a loss clips; see `learner.losses.anchor_log_probs`."""
+    """The policy in the denominator of the clipped ratio; see `learner.losses.anchor_log_probs`."""
 
     behavior = "behavior"
     proximal = "proximal"
 
 
 class Weight(StrEnum):
-    """What the loss of a token is multiplied by; see `learner.losses.importance_weights`."""
+    """The factor of each token's loss; see `learner.losses.importance_weights`."""
 
     none = "none"
     token = "token"
@@ -100,25 +100,25 @@ class KLEstimator(StrEnum):
 
 
 GROUP_ADVANTAGES = frozenset({"grpo", "grpo_no_std", "dr_grpo", "rloo", "reinforce_plus_plus_baseline"})
-"""Estimators that compare the samples of one prompt, of which there must be two or more."""
+"""Estimators that compare the samples of one prompt. They need at least two samples per prompt."""
 
 TOKEN_ADVANTAGES = frozenset({"gae", "reinforce_plus_plus"})
 """Estimators that discount the rewards of tokens."""
 
 WIDEST_GSPO_CLIP = 0.05
-"""Widest bounds for GSPO's ratio of a sequence; the paper's are 3e-4 and 4e-4 (arXiv 2507.18071, section 5.1)."""
+"""Widest bounds for GSPO's sequence ratio; the paper uses 3e-4 and 4e-4 (arXiv 2507.18071, section 5.1)."""
 
 ANCHORED_LOSSES = frozenset({"ppo_clip", "gspo", "cispo"})
-"""Losses that read ``algorithm.anchor``: those with a ratio."""
+"""Losses with a ratio; they read ``algorithm.anchor``."""
 
 WIDEST_BAND = (0.1, 10.0)
-"""Widest bounds for a weight of a token or a trajectory. verl's documentation names 1.5 to 5 and 2 to 10 as usual."""
+"""Widest bounds for the weight of a token or a trajectory. verl's documentation calls 1.5 to 5 and 2 to 10 usual."""
 
 WIDEST_GEOMETRIC_BAND = (0.9, 1.1)
-"""Widest bounds for a geometric mean. verl's documentation names 1.0001 to 1.001 as usual."""
+"""Widest bounds for a geometric mean. verl's documentation calls 1.0001 to 1.001 usual."""
 
 WIDEST_K3 = 0.1
-"""Widest bound for a mean divergence, in nats per token. verl's documentation names 0.001 to 0.1 as usual."""
+"""Widest bound for a mean divergence, in nats per token. verl's documentation calls 0.001 to 0.1 usual."""
 
 _SPLIT = (
     "algorithm.correction was split into algorithm.anchor, algorithm.weight and algorithm.masks. Write correction="
@@ -133,56 +133,59 @@ RETIRED_OPTIONS = {
     "algorithm.correction_low": _BOUNDS,
     "algorithm.correction_high": _BOUNDS,
 }
-"""Options of earlier releases, with what replaces them."""
+"""Options of earlier releases and their replacements."""
 
 _DEFAULT_BANDS = {"token_band": (0.5, 5.0), "sequence_band": (0.5, 2.0), "geometric_band": (0.999, 1.001)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmConfig:
-    """What is optimised.
+    """Options of the algorithm: advantages, loss, KL penalty and off-policy correction.
 
     Attributes:
         groups_per_step: B, prompt groups consumed by one learner step.
-        samples_per_prompt: G, rollouts of one prompt.
-        num_mini_batches: Optimizer updates of one learner step, each on its share of the batch's prompt groups.
+        samples_per_prompt: G, rollouts per prompt.
+        num_mini_batches: Optimizer updates per learner step. Each update trains on its share of the prompt groups.
         advantage: Advantage estimator: ``grpo``, ``grpo_no_std``, ``dr_grpo``, ``rloo``, ``leave_one_out_batch``,
             ``reinforce_plus_plus``, ``reinforce_plus_plus_baseline``, ``remax``, ``gae``, or your own as
             ``file.py:function`` or ``module:function``.
-        loss: Policy loss: ``ppo_clip``, ``gspo``, ``cispo``, ``reinforce``, or your own in the same way.
-        critic: Give a token-level estimator of your own a critic's values; ``advantage=gae`` has one without it.
+        loss: Policy loss: ``ppo_clip``, ``gspo``, ``cispo``, ``reinforce``, or your own as ``file.py:function`` or
+            ``module:function``.
+        critic: Train a critic and pass its values to your own token-level estimator. ``advantage=gae`` has a critic
+            without this option.
         gamma: Discount of returns, in [0, 1].
         gae_lambda: Lambda of ``advantage=gae``, in [0, 1].
-        whiten_advantages: Standardise the advantages of ``advantage=gae`` over the batch's tokens.
-        clip_low: PPO keeps the ratio above 1 - clip_low.
-        clip_high: PPO keeps the ratio below 1 + clip_high.
-        dual_clip: Largest ratio that counts where the advantage is negative (> 1); 0 has no such bound.
-        aggregation: How token losses become the loss of the whole batch.
+        whiten_advantages: Standardize the advantages of ``advantage=gae`` over the batch's tokens.
+        clip_low: Lower clip: the loss clips the ratio at 1 - clip_low.
+        clip_high: Upper clip: the loss clips the ratio at 1 + clip_high.
+        dual_clip: Upper bound (> 1) of the ratio for negative advantages; 0 sets no bound.
+        aggregation: How token losses are aggregated to the loss of the whole batch.
         sequence_norm_tokens: L of ``sequence_sum_norm``; the longest response is usual.
-        anchor: Where the ratio of the loss starts: at ``behavior``, the policy that sampled the token, or at
-            ``proximal``, the policy before the step. With one update per step only ``behavior`` clips anything.
-        weight: Multiply the loss of a token by proximal ÷ behaviour of the token, or of its whole trajectory.
-        weight_cap: Largest such weight; 0 does not truncate.
-        masks: Rules that leave tokens or trajectories out of the loss, by proximal ÷ behaviour. A token must pass all.
+        anchor: The policy in the denominator of the ratio. ``behavior`` is the policy that sampled the token.
+            ``proximal`` is the policy before the step. With one update per step, only ``behavior`` clips tokens.
+        weight: Multiply the loss of a token by proximal ÷ behavior of the token, or of its whole trajectory.
+        weight_cap: Largest value of this weight; 0 does not truncate.
+        masks: Rules on proximal ÷ behavior that leave tokens or trajectories out of the loss. A token must pass all
+            rules.
         token_band: Bounds of ``masks=[token]``, for the weight of a token.
         sequence_band: Bounds of ``masks=[sequence]``, for the product of a trajectory's weights.
         geometric_band: Bounds of ``masks=[geometric]``, for the geometric mean of a trajectory's weights.
-        k3_max: Bound of ``masks=[k3]``, for a trajectory's mean KL(behaviour ‖ proximal) in nats per token.
-        options: Numbers and texts for a loss or an advantage of your own, which reads ``config.options``. Example:
+        k3_max: Bound of ``masks=[k3]``, for a trajectory's mean KL(behavior ‖ proximal) in nats per token.
+        options: Numbers and strings for your own loss or advantage; the function reads ``config.options``. Example:
             ``{limit: 2.0}``.
         entropy_coef: Weight of the entropy bonus.
-        report_entropy: Compute the policy's entropy for the metrics also where there is no bonus; it takes one more
+        report_entropy: Compute the policy's entropy for the metrics even without an entropy bonus. This takes one more
             pass over the logits.
-        kl_coef: Weight of the KL penalty in the loss, to the reference policy, the model that the run starts from; 0
-            has none.
-        kl_estimator: How the KL penalty in the loss is estimated.
-        kl_reward_coef: Weight of the KL penalty in the rewards of tokens, to the same reference; 0 has none.
-        kl_reward_estimator: How the KL penalty in the rewards is estimated.
-        kl_target: Divergence in nats per token that an adaptive ``kl_reward_coef`` aims at; 0 keeps it fixed.
-        kl_horizon: Trajectories over which an adaptive coefficient follows.
+        kl_coef: Weight of the KL penalty in the loss; 0 sets no penalty. The reference policy is the model at the start
+            of the run.
+        kl_estimator: Estimator of the KL penalty in the loss.
+        kl_reward_coef: Weight of the KL penalty in the token rewards, to the same reference; 0 sets no penalty.
+        kl_reward_estimator: Estimator of the KL penalty in the rewards.
+        kl_target: Target divergence, in nats per token, of an adaptive ``kl_reward_coef``; 0 keeps it fixed.
+        kl_horizon: Horizon of the adaptive coefficient, in trajectories.
         mask_truncated: Leave samples that hit the length limit out of the loss (DAPO's overlong filtering).
-        overlong_max_tokens: Response length at which DAPO's length penalty reaches 1; 0 has no penalty.
-        overlong_buffer_tokens: Tokens before it over which the penalty grows.
+        overlong_max_tokens: Response length at which DAPO's length penalty reaches 1; 0 sets no penalty.
+        overlong_buffer_tokens: The penalty grows linearly over this many tokens before ``overlong_max_tokens``.
     """
 
     groups_per_step: int = 32
@@ -222,22 +225,22 @@ class AlgorithmConfig:
 
     @property
     def needs_critic(self) -> bool:
-        """Whether the advantages take a critic's values."""
+        """Whether the advantages need a critic's values."""
         return self.critic or self.advantage == "gae"
 
     @property
     def needs_reference(self) -> bool:
-        """Whether anything takes log-probs of the reference policy."""
+        """Whether a KL penalty needs log-probs of the reference policy."""
         return self.kl_coef > 0 or self.kl_reward_coef > 0
 
     @property
     def has_own_loss(self) -> bool:
-        """Whether the loss is a function of the user's own, which gets every token column."""
+        """Whether the loss is a user's function, which gets all token columns."""
         return ":" in self.loss
 
     @property
     def corrects(self) -> bool:
-        """Whether tokens are weighed or masked by proximal ÷ behaviour."""
+        """Whether tokens are weighted or masked by proximal ÷ behavior."""
         return self.weight is not Weight.none or bool(self.masks)
 
     @property
@@ -247,7 +250,7 @@ class AlgorithmConfig:
 
     @property
     def greedy_baseline(self) -> bool:
-        """Whether the fleet decodes one more response of each prompt greedily, which is scored and not trained on."""
+        """Whether the fleet also decodes one greedy response per prompt. It is scored but not trained on."""
         return self.advantage == "remax"
 
     def __post_init__(self) -> None:
@@ -261,7 +264,8 @@ class AlgorithmConfig:
         _require(
             self.num_mini_batches <= self.groups_per_step,
             "algorithm.num_mini_batches must be <= algorithm.groups_per_step, since one update trains on whole prompt "
-            f"groups, got {self.num_mini_batches} and {self.groups_per_step}; lower the one or raise the other",
+            f"groups, got {self.num_mini_batches} and {self.groups_per_step}; lower num_mini_batches or raise "
+            "groups_per_step",
         )
         _require(
             not self.dual_clip or self.dual_clip > 1,
@@ -274,15 +278,15 @@ class AlgorithmConfig:
         )
         _require(
             not self.options or self.has_own_loss or ":" in self.advantage,
-            f"algorithm.options={self.options} is read by a loss or an advantage of your own, got algorithm.loss="
-            f"{self.loss} and algorithm.advantage={self.advantage}; name one as file.py:function, or leave it out",
+            f"algorithm.options={self.options} needs your own loss or advantage, got algorithm.loss={self.loss} and "
+            f"algorithm.advantage={self.advantage}; set one of them to file.py:function, or remove the option",
         )
         self._check_correction()
         self._check_combinations()
         _require(
             not self.kl_target or self.kl_reward_coef > 0,
-            f"algorithm.kl_target={self.kl_target} adapts algorithm.kl_reward_coef, which is 0 and would stay 0; set "
-            "the coefficient to begin with, 0.1 for one",
+            f"algorithm.kl_target={self.kl_target} needs algorithm.kl_reward_coef > 0, got 0, which would stay 0; set "
+            "an initial coefficient, for example 0.1",
         )
         _require(
             0 <= self.overlong_buffer_tokens <= self.overlong_max_tokens,
@@ -291,38 +295,39 @@ class AlgorithmConfig:
         )
 
     def _check_combinations(self) -> None:
-        """Refuse options that do nothing, or the opposite of what their user means, beside others."""
+        """Refuse options that have no effect, or a harmful effect, in combination with other options."""
         _require(
             self.loss != "gspo" or max(self.clip_low, self.clip_high) <= WIDEST_GSPO_CLIP,
             f"algorithm.clip_low and clip_high must be <= {WIDEST_GSPO_CLIP} with algorithm.loss=gspo, got "
-            f"{self.clip_low} and {self.clip_high}: its ratio is a mean over the sequence, which a token's bounds "
-            "never clip; 3e-4 and 4e-4 are the paper's",
+            f"{self.clip_low} and {self.clip_high}: the ratio is a mean over the sequence, and bounds for tokens never "
+            "clip it; the paper uses 3e-4 and 4e-4",
         )
         _require(
             self.loss != "gspo" or self.anchor is Anchor.proximal or min(self.clip_low, self.clip_high) >= 1e-3,
             f"algorithm.anchor must be proximal with algorithm.loss=gspo and bounds below 1e-3, got {self.anchor} with "
-            f"{self.clip_low} and {self.clip_high}: the engine's log-probs alone leave such bounds; set it",
+            f"{self.clip_low} and {self.clip_high}: the difference between engine and learner log-probs alone exceeds "
+            "such bounds; set algorithm.anchor=proximal",
         )
         _require(
             not self.kl_coef or self.kl_estimator is not KLEstimator.k1,
-            f"algorithm.kl_estimator must be k2, k3 or low_variance with algorithm.kl_coef={self.kl_coef}, got k1: its "
-            "gradient is zero in expectation; use k1 in the rewards (algorithm.kl_reward_coef)",
+            f"algorithm.kl_estimator must be k2, k3 or low_variance with algorithm.kl_coef={self.kl_coef}, got k1: the "
+            "gradient of k1 is zero in expectation; use k1 in the rewards (algorithm.kl_reward_coef)",
         )
         _require(
             self.loss != "reinforce" or self.anchor is Anchor.behavior or self.corrects,
-            f"algorithm.anchor must be behavior with algorithm.loss=reinforce, got {self.anchor}: this loss has no "
-            f"ratio; leave it out, or set algorithm.loss to one of {sorted(ANCHORED_LOSSES)}",
+            f"algorithm.anchor must be behavior with algorithm.loss=reinforce, got {self.anchor}: this loss does not "
+            f"have a ratio; remove the option, or set algorithm.loss to one of {sorted(ANCHORED_LOSSES)}",
         )
         own = ":" in self.advantage
         _require(
             self.gae_lambda == 1 or self.advantage == "gae" or own,
-            f"algorithm.gae_lambda={self.gae_lambda} is read by algorithm.advantage=gae, got {self.advantage}; set "
-            "gae, or leave it out",
+            f"algorithm.gae_lambda={self.gae_lambda} needs algorithm.advantage=gae, got {self.advantage}; set gae, or "
+            "remove the option",
         )
         _require(
             self.gamma == 1 or self.advantage in TOKEN_ADVANTAGES or own,
-            f"algorithm.gamma={self.gamma} is read by the advantages {sorted(TOKEN_ADVANTAGES)}, got {self.advantage}; "
-            "set one of them, or leave it out",
+            f"algorithm.gamma={self.gamma} needs one of the advantages {sorted(TOKEN_ADVANTAGES)}, got "
+            f"{self.advantage}; set one of them, or remove the option",
         )
 
     def _check_correction(self) -> None:
@@ -334,11 +339,11 @@ class AlgorithmConfig:
         _require(
             self.weight is Weight.none or self.anchor is Anchor.proximal or self.loss not in ANCHORED_LOSSES,
             f"algorithm.weight must be none with algorithm.anchor=behavior, got {self.weight} with algorithm.loss="
-            f"{self.loss}: the ratio policy ÷ behaviour holds proximal ÷ behaviour already; set "
+            f"{self.loss}: the ratio policy ÷ behavior already contains proximal ÷ behavior; set "
             "algorithm.anchor=proximal",
         )
         for name in ("token_band", "sequence_band"):
-            # A weight vanishes by itself where it is small, so one side of a band is enough beside it.
+            # Tokens with a small weight have little effect, so with a weight the lower bound may be 0.
             low = 0.0 if self.weight is not Weight.none else WIDEST_BAND[0]
             self._check_band(name, (low, WIDEST_BAND[1]))
         self._check_band("geometric_band", WIDEST_GEOMETRIC_BAND)
@@ -352,8 +357,8 @@ class AlgorithmConfig:
         low, high = getattr(self, name)
         _require(
             widest[0] <= low < 1 < high <= widest[1],
-            f"algorithm.{name} must hold 1 and lie in [{widest[0]:g}, {widest[1]:g}], got [{low:g}, {high:g}]: a wider "
-            f"one rejects nothing; {list(_DEFAULT_BANDS[name])} is usual",
+            f"algorithm.{name} must contain 1 and lie in [{widest[0]:g}, {widest[1]:g}], got [{low:g}, {high:g}]: a "
+            f"wider band rejects nothing; {list(_DEFAULT_BANDS[name])} is usual",
         )
 
 
@@ -365,8 +370,8 @@ class OptimizerConfig:
         lr: Peak learning rate.
         betas: Decay of the first and second moment.
         eps: Added to the root of the second moment.
-        weight_decay: Decoupled decay, on matrices only.
-        schedule: Shape after the warm-up.
+        weight_decay: Decoupled weight decay, on matrices only.
+        schedule: Shape of the learning rate after the warm-up.
         warmup_steps: Optimizer updates of linear warm-up.
         min_lr_ratio: Final learning rate ÷ peak.
         clip_grad_norm: Largest global gradient norm; 0 does not clip.
@@ -393,11 +398,11 @@ class LoraConfig:
     """Low-rank adapters on the policy. Supervised fine-tuning trains all weights.
 
     Attributes:
-        rank: Rank of the adapters; 0 trains all weights and has none.
-        alpha: Their scale is alpha ÷ rank.
-        target_modules: Names, or ends of names, of the linear layers that get one; ``all-linear``: all but the output
-            embedding.
-        dropout: Of the adapters' inputs, while training. The model's own dropout is always off.
+        rank: Rank of the adapters; 0 trains all weights without adapters.
+        alpha: The scale of the adapters is alpha ÷ rank.
+        target_modules: Names, or suffixes of names, of the linear layers that get an adapter. ``all-linear``: all
+            linear layers except the output embedding.
+        dropout: Dropout of the adapters' inputs during training. The model's own dropout is always off.
     """
 
     rank: int = 0
@@ -406,7 +411,7 @@ class LoraConfig:
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        _at_least(self, "learner.lora", "rank", 0, remedy="; 0 has no adapters")
+        _at_least(self, "learner.lora", "rank", 0, remedy="; 0 trains without adapters")
         _require(
             bool(self.target_modules),
             "learner.lora.target_modules must name at least one layer, got none; all-linear is usual",
@@ -419,11 +424,10 @@ class CriticConfig:
     """The critic of ``algorithm.advantage=gae``, or of ``algorithm.critic=true``.
 
     Attributes:
-        path: Model to start from, in Hugging Face layout: a token classifier with one label, or a causal language
-            model, which gets a value head of zeros. Empty: the policy that the run starts from.
-        warmup_steps: First learner steps in which the critic learns and the policy stays as it is.
-        value_clip: Values move at most this far from those before the step, as far as the loss counts it; 0 does not
-            clip.
+        path: Initial model, in Hugging Face layout: a token classifier with one label, or a causal language model. A
+            causal language model gets a value head of zeros. Empty: the initial policy of the run.
+        warmup_steps: Number of first learner steps that train only the critic.
+        value_clip: The loss clips the change of a value since the start of the step to this bound; 0 does not clip.
         optimizer: The critic's own AdamW and schedule.
     """
 
@@ -442,8 +446,9 @@ class RewardModelConfig:
     """The reward model.
 
     Attributes:
-        path: A sequence classifier with one label, over the policy's tokens, in Hugging Face layout. It scores what is
-            trained on, in the place of ``rollout_fleet.reward``, which then scores evaluations alone. Empty: none.
+        path: A sequence classifier with one label and the policy's tokenizer, in Hugging Face layout. It scores the
+            training samples instead of ``rollout_fleet.reward``, which then scores evaluations only. Empty: no reward
+            model.
     """
 
     path: str = ""
@@ -454,50 +459,53 @@ class LearnerConfig:
     """The learner group.
 
     Attributes:
-        num_ranks: Processes of the group, one device each.
+        num_ranks: Processes of the group, one device per process.
         sp_size: Ulysses sequence-parallel ranks; dp = num_ranks ÷ sp_size.
-        device: Where to compute. ``auto``: on CUDA if there are enough GPUs for learner and engines, else on the CPU.
-        dtype: Parameter type while computing. Trained parameters are always held in float32, and their gradients are
-            reduced in float32.
-        frozen_dtype: Type that frozen parameters are held in: the reference, the reward model, and the weights below
-            adapters. ``auto``: that of ``dtype``.
-        attention: What computes attention. ``auto``: on CUDA in half precision the fastest of these kernels that can be
-            imported and computes what attention in float32 does: flash-attn 3 or 4 on Hopper, 4 on Blackwell,
-            flash-attn 2 (``flash_attn``), torch's variable-length kernel. Elsewhere torch's scaled dot product
-            attention (``sdpa``). A kernel that is named here and fails this test is refused.
+        device: ``auto`` selects CUDA if there are enough GPUs for learner and engines, else the CPU.
+        dtype: Dtype of parameters in the computation. Trained parameters are always stored in float32, and their
+            gradients are reduced in float32.
+        frozen_dtype: Dtype in which frozen parameters are stored: the reference, the reward model, and the weights
+            below adapters. ``auto``: the same as ``dtype``.
+        attention: The attention kernel. ``auto``: on CUDA in half precision, the fastest of these kernels that can be
+            imported and agrees with float32 attention: flash-attn 3 or 4 on Hopper, 4 on Blackwell, flash-attn 2
+            (``flash_attn``), torch's variable-length kernel. Otherwise torch's scaled dot product attention
+            (``sdpa``). A kernel that you name and that fails this test is refused.
         max_tokens_per_micro_batch: Token budget of one forward-backward on one rank.
-        share_prompts: Compute the tokens of a prompt once for those of its samples that are in one micro-batch, in
-            models where the self-test finds that right; a model whose layers carry a state from token to token cannot.
-        logprob_chunk_tokens: Tokens whose logits are held in float32 at a time.
+        share_prompts: Compute the tokens of a prompt once for all samples of the prompt in a micro-batch, if the
+            self-test confirms it for the model. Models with layers that carry a state from token to token do not
+            share prompts.
+        logprob_chunk_tokens: Number of tokens per chunk of float32 logits; one chunk is in memory at a time.
         activation_checkpointing: Recompute layers in the backward pass.
         torch_compile: Compile the decoder layers with ``torch.compile``; the first steps take longer.
-        skip_selftest: Why the self-test of loaded models is skipped; empty runs it. Example: ``checked by hand``.
-        fsdp_size: Ranks that share one copy of the parameters; -1: all. Fewer is HSDP: num_ranks ÷ fsdp_size copies,
-            gathered inside a node, say, and reduced across.
-        gradient_sync: ``update`` sums gradients over the ranks once per optimizer update and holds whole gradients in
-            float32 until then. ``micro_batch`` scatters them after each micro-batch, which needs less memory; the
-            copies of HSDP are summed once per update either way.
-        resharding: ``layer`` gives a layer's gathered parameters up after its forward and its backward pass;
+        skip_selftest: Reason for skipping the self-test of loaded models; empty runs the self-test. Example:
+            ``checked by hand``.
+        fsdp_size: Ranks that share one copy of the parameters; -1: all ranks. Fewer ranks is HSDP with num_ranks ÷
+            fsdp_size copies, for example one copy per node.
+        gradient_sync: ``update`` sums gradients over the ranks once per optimizer update; each rank holds whole
+            gradients in float32 until then. ``micro_batch`` reduce-scatters them after each micro-batch, which needs
+            less memory. HSDP sums the gradients of its copies once per update in both cases.
+        resharding: ``layer`` frees a layer's gathered parameters after its forward pass and after its backward pass.
             ``update`` keeps them from the first micro-batch of an update to the last: faster, more memory.
         offload_policy: Keep parameters, gradients and optimizer state on the host all the time (FSDP's CPU offload
-            policy); layers visit the device one by one. The three options below then have nothing to move, and a
-            warning says so.
-        param_offload: Move the parameters to the host after every use.
-        optimizer_offload: Move the optimizer state to the host after every update.
-        offload_at_transition_only: Keep both on the device while training and move them to the host when colocated
-            engines take over; ignored, with a warning, beside either of the two above.
-        keep_snapshots: Published weight versions that stay, the newest included; -1 keeps all.
-        keep_checkpoints: Checkpoints kept on disk, the newest included; -1 keeps all.
-        start_timeout_s: Deadline for the group to build its model; a run adds a second per 100 MB of the models.
-        restarts: How often the ranks are started again in a run in which one of them died or hangs; they go on from the
-            run's newest checkpoint. Without one, or with 0, the run ends.
-        step_timeout_s: Deadline of one learner step, and of a collective between ranks. The controller gives the first
-            step twice as long, since the step before it may still have the ranks; later steps get ten times the
-            longest step so far, at least 120 s and at most that. Calls that save, load or publish always get twice.
+            policy); FSDP loads one layer at a time. The three options below then have no effect, and the learner logs
+            a warning.
+        param_offload: Move the parameters to the host after each use.
+        optimizer_offload: Move the optimizer state to the host after each update.
+        offload_at_transition_only: Keep both on the device during training, and move them to the host when colocated
+            engines take over. Ignored, with a warning, together with either of the two options above.
+        keep_snapshots: Published weight versions to keep, including the newest; -1 keeps all.
+        keep_checkpoints: Checkpoints to keep on disk, including the newest; -1 keeps all.
+        start_timeout_s: Deadline for the group to build its model; a run adds one second per 100 MB of the models.
+        restarts: How often a run restarts its ranks after a rank died or hung. The ranks resume from the run's newest
+            checkpoint. Without a checkpoint, or with 0, the run ends.
+        step_timeout_s: Deadline of a learner step, and of a collective between ranks. The controller doubles it for the
+            first step, since the previous step may still occupy the ranks. Later steps get ten times the duration of
+            the longest step so far, at least 120 s and at most the doubled deadline. Calls that save, load or publish
+            always get the doubled deadline.
         optimizer: AdamW and its schedule.
         lora: Adapters on the policy.
-        critic: The critic, where the algorithm has one.
-        reward_model: The reward model, where there is one.
+        critic: The critic, if the algorithm has a critic.
+        reward_model: The reward model, if the run has a reward model.
     """
 
     num_ranks: int = 1
@@ -531,7 +539,7 @@ class LearnerConfig:
 
     def __post_init__(self) -> None:
         _at_least(self, "learner", "num_ranks", 1)
-        _at_least(self, "learner", "restarts", 0, remedy="; 0 ends the run where a rank dies")
+        _at_least(self, "learner", "restarts", 0, remedy="; 0 ends the run when a rank dies")
         _require(
             self.sp_size >= 1 and self.num_ranks % self.sp_size == 0,
             f"learner.sp_size must divide learner.num_ranks, got sp_size={self.sp_size}, num_ranks={self.num_ranks}",

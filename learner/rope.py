@@ -1,4 +1,4 @@
-"""Rotary embeddings that depend on the longest sequence of a batch, and the length up to which they do not."""
+"""The length up to which a model's rotary embeddings do not depend on the longest sequence of the batch."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from collections.abc import Mapping
 from typing import Any
 
 _BY_LONGEST = frozenset({"longrope", "su", "dynamic"})
-"""Types whose frequencies change, for all tokens at once, when the largest position exceeds the original length.
+"""Types whose frequencies change for all tokens when the largest position exceeds the original length.
 
-transformers compares the largest position of the whole call with that length (``dynamic_rope_update``), SGLang that of
-the whole batch. A sequence beyond it has then no log-probs of its own: they depend on what it is computed with.
+transformers compares the original length with the largest position of the call (``dynamic_rope_update``), SGLang with
+the largest position of the batch. The log-probs of a longer sequence therefore depend on the rest of its batch.
 """
 
 
 def rope_limit(settings: Mapping[str, Any]) -> int | None:
-    """Return the longest sequence whose log-probs depend on nothing else, in tokens; None: every length.
+    """Return the largest length, in tokens, at which log-probs do not depend on the batch; None: no limit.
 
     Args:
-        settings: The ``config.json`` of a model, of text alone. Example: Phi-3-mini-128k has 4096.
+        settings: The ``config.json`` of a text model. Example: Phi-3-mini-128k gives 4096.
     """
     parameters = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
     by_layer_type = [value for value in parameters.values() if isinstance(value, Mapping)]

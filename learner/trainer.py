@@ -1,6 +1,6 @@
-"""Trains a role's model: AdamW, optimizer updates on batches of token sequences, and the learner steps made of them.
+"""Trains a role's model: AdamW, optimizer updates on batches of token sequences, and learner steps.
 
-RL workers and supervised fine-tuning train through the same `Trainer`. Everything here is a collective.
+RL workers and supervised fine-tuning use the same `Trainer`. All its methods are collectives.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import cast
 
 import torch
-import torch._dynamo  # the first step of any optimizer loads it, for a second: now, while engines start
+import torch._dynamo  # takes a second; the first optimizer step would load it, so load it while engines start
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -34,8 +34,8 @@ from .types import TokenSequence
 def learning_rate(config: OptimizerConfig, update: int, total_updates: int) -> float:
     """Learning rate of one optimizer update; ``update`` is the number of updates before it.
 
-    Linear warm-up that reaches the peak at update ``warmup_steps``, then the schedule's shape down to ``min_lr_ratio``
-    of the peak, which is reached at ``total_updates``, the updates of the whole run, and kept.
+    A linear warm-up reaches the peak at update ``warmup_steps``. Then the rate follows the schedule's shape down to
+    ``min_lr_ratio`` of the peak at ``total_updates``, the number of updates of the run, and stays there.
     """
     if update < config.warmup_steps:
         return config.lr * (update + 1) / (config.warmup_steps + 1)
@@ -51,9 +51,9 @@ def learning_rate(config: OptimizerConfig, update: int, total_updates: int) -> f
 
 
 class ModelOptimizer:
-    """AdamW on those parameters of a plain or sharded model that ask for a gradient; only matrices decay.
+    """AdamW on the parameters that require a gradient, of a plain or sharded model; only matrices decay.
 
-    ``total_updates`` are the optimizer updates of the whole run, for the schedule.
+    ``total_updates`` is the number of optimizer updates of the run, for the schedule.
     """
 
     def __init__(self, model: nn.Module, config: OptimizerConfig, *, total_updates: int) -> None:
@@ -74,13 +74,13 @@ class ModelOptimizer:
     def step(self) -> dict[str, float]:
         """Clip the gradients, update the parameters and clear the gradients.
 
-        Two cases leave the parameters as they are, and are counted. A gradient that is not finite would destroy the
-        weights. Where the gradient is exactly zero (no token in the loss, all tokens masked, all advantages zero)
-        the batch teaches nothing, but momentum and weight decay would move the weights.
+        In two cases the parameters do not change, and the metrics count the update. A non-finite gradient would destroy
+        the weights. If the gradient is exactly zero (no token in the loss, all tokens masked, all advantages zero),
+        the batch has no signal, but momentum and weight decay would still move the weights.
 
         Returns:
-            ``grad_norm`` before clipping, ``lr``, ``skipped_updates`` (a gradient that is not finite) and
-            ``empty_updates`` (a gradient of zero), each 1.0 or 0.0.
+            ``grad_norm`` before clipping, ``lr``, and two counts, each 1.0 or 0.0: ``skipped_updates`` (a non-finite
+            gradient) and ``empty_updates`` (a gradient of zero).
         """
         norm = global_grad_norm(self._parameters, self._shards)
         lr = learning_rate(self.config, self.num_updates, self.total_updates)
@@ -100,7 +100,7 @@ class ModelOptimizer:
 
 
 def global_grad_norm(parameters: Iterable[nn.Parameter], shards: DeviceMesh | None) -> float:
-    """Norm of all gradients, sharded alike or all plain, over the ranks of one copy; see `shard_mesh`."""
+    """Norm of all gradients over the ranks of one copy (`shard_mesh`). All must be plain, or sharded the same way."""
     gradients = _local_gradients(parameters)
     if not gradients:
         return 0.0
@@ -112,7 +112,7 @@ def global_grad_norm(parameters: Iterable[nn.Parameter], shards: DeviceMesh | No
 
 
 def shard_mesh(parameters: Iterable[nn.Parameter]) -> DeviceMesh | None:
-    """The ranks that share one copy of the parameters, or None where nothing is sharded."""
+    """The ranks that share one copy of the parameters, or None if the parameters are not sharded."""
     for parameter in parameters:
         if isinstance(parameter, DTensor):
             mesh = parameter.device_mesh
@@ -130,12 +130,12 @@ def _local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
 
 
 class Trainer(PackedModel):
-    """Trains a model, besides scoring with it.
+    """A `PackedModel` with an optimizer.
 
     Args:
         config, model_path, temperature: See `PackedModel`.
-        role: What is trained: the policy, unless another role is named.
-        total_updates: Optimizer updates of the whole run, for the schedule.
+        role: The role to train.
+        total_updates: Optimizer updates of the run, for the schedule.
         seed: Seeds the adapters and their dropout.
 
     Raises `ValueError` if the role is frozen.
@@ -161,9 +161,9 @@ class Trainer(PackedModel):
         """Make one optimizer update on the sequences of all ranks; the sp ranks of a group pass the same share.
 
         Returns:
-            The same on every rank: ``loss`` and the loss's own metrics (means over the batch's tokens, not summarized),
-            ``num_tokens`` (in the loss), ``num_trajectories``, ``num_micro_batches``, ``grad_norm``, ``lr``,
-            ``skipped_updates``, ``empty_updates``.
+            The same dict on each rank: ``loss`` and the loss's own metrics (means over the batch's tokens, before
+            ``Objective.summarize``), ``num_tokens`` (in the loss), ``num_trajectories``, ``num_micro_batches``,
+            ``grad_norm``, ``lr``, ``skipped_updates``, ``empty_updates``.
         """
         self._set_training(True)
         batch, rows = self._pack(sequences, keep_branches=objective.needs_trajectories), []
@@ -173,18 +173,18 @@ class Trainer(PackedModel):
                     prepare_backward(self.head, self.config, is_last=number == len(batch.micro_batches))
                     with record.span(SpanKind.forward):
                         share, row = self._share_of_loss(micro_batch, objective, batch)
-                    with record.span(SpanKind.backward):  # FSDP averages gradients over ranks; their sum is meant
+                    with record.span(SpanKind.backward):  # FSDP averages gradients over ranks; we need the sum
                         (share * self.mesh.num_ranks).backward()
                     rows.append(row)
         except BaseException:
-            drop_gradients(self.head)  # half a gradient must not reach the next update
+            drop_gradients(self.head)  # a partial gradient must not reach the next update
             raise
         with record.span(SpanKind.optimizer):
             return self._reduce(rows) | batch.counts() | self.optimizer.step()
 
     @torch.no_grad()
     def evaluate(self, sequences: Sequence[TokenSequence], objective: Objective) -> dict[str, float]:
-        """Loss and metrics of sequences without training on them; what `update` returns but for the optimizer's."""
+        """Loss and metrics of sequences, without training: the result of `update` without the optimizer's metrics."""
         self._set_training(False)
         batch = self._pack(sequences, keep_branches=objective.needs_trajectories)
         with self.sharding:
@@ -194,8 +194,8 @@ class Trainer(PackedModel):
     def _share_of_loss(
         self, micro_batch: MicroBatch, objective: Objective, batch: PackedBatch
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """What a micro-batch adds to the loss of the whole batch, with gradient, and to each metric."""
-        head = cast("TrainableHead", self.head)  # a role with an objective has one
+        """The contribution of a micro-batch to the loss of the whole batch, with gradient, and to each metric."""
+        head = cast("TrainableHead", self.head)  # a role with an objective has a trainable head
         inputs = head.inputs(micro_batch.to(self.mesh.device), entropy=objective.needs_entropy)
         terms = objective.loss(inputs)
         weights = token_weights(
@@ -211,7 +211,7 @@ class Trainer(PackedModel):
 
 
 class LearnerStep:
-    """One learner step: score the batch where the objective needs it, then one optimizer update per mini-batch."""
+    """One learner step: score the batch if the objective needs it, then make one optimizer update per mini-batch."""
 
     def __init__(self, trainer: Trainer, objective: Objective, *, num_mini_batches: int = 1) -> None:
         self._trainer = trainer
@@ -219,26 +219,26 @@ class LearnerStep:
         self._num_mini_batches = num_mini_batches
 
     def run(self, sequences: Sequence[TokenSequence]) -> dict[str, float]:
-        """Make one learner step on this rank's share of the batch, and return what `update` does.
+        """Make one learner step on this rank's share of the batch. Returns the result of `update`.
 
-        The sequences have the columns that the objective reads; ``proximal_logprobs`` are scored here where it needs
-        them.
+        The sequences must have the columns that the objective reads, except ``proximal_logprobs``: this method computes
+        them if needed.
         """
         return self.update(self._with_proximal(sequences))
 
     def update(self, sequences: Sequence[TokenSequence]) -> dict[str, float]:
-        """Make one optimizer update per mini-batch, on this rank's sequences with every column.
+        """Make one optimizer update per mini-batch, on this rank's sequences with all columns.
 
         Returns:
-            The trainer's metrics, summarized, the same on every rank; over mini-batches counts are summed and all else
-            is averaged.
+            The trainer's metrics, summarized, the same on each rank. Over mini-batches, counts are summed and the other
+            metrics are averaged.
         """
         trained = [sequence for sequence in sequences if sequence.loss_mask.any()]
         parts = split_sequences(trained, self._num_mini_batches)
         return self._objective.summarize(_merged([self._trainer.update(part, self._objective) for part in parts]))
 
     def measure(self, sequences: Sequence[TokenSequence]) -> dict[str, float]:
-        """What `run` would report of its first forward pass, without any update, nor the optimizer's metrics."""
+        """The metrics of the batch without any update, and without the optimizer's metrics."""
         return self._objective.summarize(self._trainer.evaluate(self._with_proximal(sequences), self._objective))
 
     def _with_proximal(self, sequences: Sequence[TokenSequence]) -> Sequence[TokenSequence]:
@@ -249,7 +249,7 @@ class LearnerStep:
 
 
 def _merged(updates: Sequence[dict[str, float]]) -> dict[str, float]:
-    """One step's metrics from those of its updates: counts are summed, all else is averaged over those with tokens."""
+    """Merge the metrics of a step's updates: sum the counts, average the rest over updates with tokens."""
     counted = {name for name in updates[0] if name.startswith("num_") or name.endswith("_updates")}
     trained = [update for update in updates if update["num_tokens"]] or updates
     return {

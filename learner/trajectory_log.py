@@ -1,7 +1,7 @@
-"""A log of what was trained on: one parquet file per learner step and rank, one row per branch.
+"""A log of the consumed trajectories: one parquet file per learner step and rank, one row per branch.
 
-A run writes all of it where ``record_trajectories`` says so, and a few sequences of some steps for people to read, with
-the learner's own log-probs beside the engine's (`TokenLogOptions`).
+With ``record_trajectories`` a run logs all trajectories. It can also log a few sequences of some steps for people to
+read, with the learner's log-probs next to the engine's (`TokenLogOptions`).
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ SCHEMA = pa.schema(
 
 
 LEARNER_LOGPROBS = "learner_logprobs"
-"""Column of a sequence: the learner's log-probs before its update, where they were taken."""
+"""Column of a sequence: the learner's log-probs before its update, if computed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenLogOptions:
-    """What of training is kept for people to read, on the first data-parallel rank.
+    """Options for a log for people to read, from the first data-parallel rank.
 
     Attributes:
-        directory: Gets the files.
+        directory: Folder of the files.
         every_steps: Learner steps between two files.
-        num_sequences: Of one file; each costs a forward pass.
+        num_sequences: Sequences per file. Each sequence costs a forward pass.
     """
 
     directory: str
@@ -55,7 +55,7 @@ class TokenLogOptions:
 
 
 class TrajectoryLog:
-    """Writes consumed trajectories: ``step_00000012_rank0.parquet`` holds what version 12 consumed on rank 0."""
+    """Writes consumed trajectories: ``step_00000012_rank0.parquet`` has those of version 12 on rank 0."""
 
     def __init__(self, directory: str) -> None:
         self._directory = Path(directory)
@@ -69,10 +69,10 @@ class TrajectoryLog:
         *,
         rank: int,
     ) -> Path:
-        """Write the samples of one step and data-parallel rank, whole or not at all; returns the file.
+        """Write the samples of one step and data-parallel rank atomically; returns the file.
 
-        The rewards of ``batch`` are those that were trained on, a reward model's for one. ``sequences`` are one per
-        branch, in the order of the batch's shares, with ``advantages``; all of them, or the first ones.
+        The rewards come from ``batch``, since a reward model may have replaced those of the groups. ``sequences`` has
+        one sequence per branch, in the order of the batch's shares, with ``advantages``: all sequences, or the first.
         """
         branches = [
             (groups[share.group_id], branch)

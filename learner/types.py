@@ -1,4 +1,4 @@
-"""What the learner is handed: a rank's share of a step, and the token sequences that it trains on."""
+"""The learner's input: the share of a step for each rank, and the token sequences to train on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from asyncrl.core.trajectory import Branch, TrajectoryGroup
 
 SampleKey = tuple[int, int]
-"""A trajectory's group id, and its place in the group."""
+"""A trajectory's group id and its index in the group."""
 
 _UNNAMED = itertools.count()
 
@@ -22,9 +22,9 @@ class GroupShare:
 
     Attributes:
         group_id: The group to fetch from the buffer.
-        samples: [S] their places in the group, ascending.
-        rewards: [S] float32; a length penalty is in them.
-        mini_batch: Which optimizer update of the step trains on them, counted from 0.
+        samples: [S] indices of the trajectories in the group, ascending.
+        rewards: [S] float32, including a length penalty.
+        mini_batch: Index of the optimizer update that trains on them, from 0.
     """
 
     group_id: int
@@ -38,8 +38,8 @@ class RankBatch:
     """The share of one learner step that one data-parallel rank trains on, as metadata: no tokens.
 
     Attributes:
-        version: Learner version that consumes the batch; the step takes it to ``version + 1``.
-        shares: What the rank trains on; may be empty. A group may come in several shares, one per mini-batch.
+        version: Learner version that consumes the batch; the version after the step is ``version + 1``.
+        shares: The rank's shares of prompt groups; may be empty. A group can have several shares, one per mini-batch.
         max_lag: Staleness bound in learner steps; the rank refuses a batch that breaks it.
     """
 
@@ -49,12 +49,12 @@ class RankBatch:
 
     @property
     def group_ids(self) -> tuple[int, ...]:
-        """The groups to fetch, each once."""
+        """The ids of the groups to fetch, without duplicates."""
         return tuple(dict.fromkeys(share.group_id for share in self.shares))
 
     @property
     def sample_keys(self) -> list[SampleKey]:
-        """Group id and place in the group of each sample, in the order of the shares."""
+        """Group id and index in the group of each sample, in the order of the shares."""
         return [(share.group_id, sample) for share in self.shares for sample in share.samples]
 
     @property
@@ -72,12 +72,13 @@ class TokenSequence:
         input_ids: [T] int32 token ids, T >= 1.
         loss_mask: [T] bool, True where the token is in the loss. The first token has no prediction: its entry is
             False.
-        columns: Further [T] float32 arrays by name, aligned with ``input_ids`` and read where ``loss_mask`` is
-            True. Example: ``behavior_logprobs``, ``advantages``. Token columns of a group may be [T, …] of any number.
-        mini_batch: Which optimizer update of a learner step trains on it, counted from 0.
-        trajectory: The trajectory that it is a branch of; by default one of its own.
-        token_rewards: [T] float32, rewards of turns at their last tokens; part of what the trajectory earned. None
-            where no turn has one.
+        columns: Further [T] float32 arrays by name, aligned with ``input_ids``. The loss reads them where ``loss_mask``
+            is True. Example: ``behavior_logprobs``, ``advantages``. Token columns of a group may be [T, …] of any
+            numeric dtype.
+        mini_batch: Index of the optimizer update that trains on it, from 0.
+        trajectory: The trajectory of which this sequence is a branch. The default is a new trajectory.
+        token_rewards: [T] float32, rewards of turns at their last tokens; the trajectory's reward includes them. None
+            if no turn has a reward.
     """
 
     input_ids: np.ndarray
@@ -116,17 +117,17 @@ def group_sequences(
     mask_truncated: bool = False,
     all_columns: bool = False,
 ) -> list[TokenSequence]:
-    """Lay trajectories of a prompt group out as sequences, one per branch: ``samples``, or all of them.
+    """Convert trajectories of a prompt group to sequences, one per branch: the ``samples``, or all of them.
 
     ``mask_truncated`` leaves trajectories whose last branch hit the length limit out of the loss. The branches of each
-    trajectory come in order, with the column ``behavior_logprobs``, and under ``all_columns`` with every token column
-    of the group under its own name. Each sampled turn is in the loss of exactly one branch; prompts and what an
-    environment wrote are in none.
+    trajectory keep their order and have the column ``behavior_logprobs``. With ``all_columns`` they also have all token
+    columns of the group. Each sampled turn is in the loss of exactly one branch. Prompts and tokens from an environment
+    are not in the loss.
     """
     branches = branches_of(group, range(group.num_trajectories) if samples is None else samples)
     if not branches:
         return []
-    is_cut = {branch.trajectory: mask_truncated and group.is_truncated(branch) for branch in branches}  # by the last
+    is_cut = {branch.trajectory: mask_truncated and group.is_truncated(branch) for branch in branches}  # the last
     own = {name: group.along_each(branches, name) for name in (group.token_columns if all_columns else ())}
     columns = [group.along_each(branches, "token_ids"), group.along_each(branches, "logprobs")]
     return [

@@ -98,7 +98,9 @@ def test_options_reach_an_own_loss_and_are_refused_without_one(model_path: str) 
         trainer = Trainer(CONFIG, model_path=model_path, total_updates=1)
         losses.append(policy_step(trainer, own("watching", options=options)).run(sequences)["loss"])
     assert losses[1] == pytest.approx(3 * losses[0], rel=1e-5)
-    with pytest.raises(ValueError, match=r"algorithm.options=\{'factor': 3.0\} is read by a loss .*algorithm.loss=ppo"):
+    with pytest.raises(
+        ValueError, match=r"algorithm.options=\{'factor': 3.0\} needs your own loss .*algorithm.loss=ppo"
+    ):
         AlgorithmConfig(options={"factor": 3.0})
 
 
