@@ -1,4 +1,4 @@
-"""Reads and explains what a run recorded of itself; see docs/profiling.md."""
+"""Reads the record of a run and explains its idle time (docs/profiling.md)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Why a pool was idle: every second of every place has one cause, and the causes sum to the idle time exactly.
+"""Attributes the idle time of each pool to causes; the causes sum exactly to the idle time.
 
-A *place* is what can be busy: a rank of the learner, or room for one sample on an engine. At any time each place is
-busy or has exactly one cause, the first that applies in the order of docs/profiling.md. All sums are integer
-nanoseconds times places.
+A *place* is the unit that can be busy: a learner rank, or room for one sample on an engine. At any time, a place is
+either busy or idle for exactly one cause. If several causes apply, the first one in the order of docs/profiling.md
+counts. All sums are integer nanoseconds times places.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from asyncrl.profile.trace import BUFFER_LANE, CONTROLLER_LANE, Span, StepWindow
 
 
 class FleetCause(StrEnum):
-    """Why room for a sample on an engine was idle, the first that applies first."""
+    """Why a place on an engine was idle. The first member that applies is the cause."""
 
     engine_down = "engine_down"
     start = "start"
@@ -40,7 +40,10 @@ class FleetCause(StrEnum):
 
 
 class LearnerCause(StrEnum):
-    """Why a rank was idle, the first that applies first; from ``slow_generation`` on, while it waits for a batch."""
+    """Why a learner rank was idle. The first member that applies is the cause.
+
+    From ``batch_tail`` on, the rank waits for a batch.
+    """
 
     rank_down = "rank_down"
     checkpoint = "checkpoint"
@@ -65,18 +68,19 @@ OWN_CAUSES: Mapping[str, frozenset[str]] = {
     Pool.learner: frozenset({LearnerCause.fetch, LearnerCause.rank_skew}),
     Pool.fleet: frozenset({FleetCause.reward, FleetCause.group_tail}),
 }
-"""Idle time that a pool would have alone, too: with the other pool infinitely fast it stays."""
+"""Idle causes that a pool has even if the other pool is infinitely fast."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stretch:
-    """From ``start`` to ``end``, ``places`` places of a lane were busy, or idle for one cause.
+    """A period in which some places of a lane were in the same state.
 
     Attributes:
-        lane: Of the rank or engine.
-        start: Nanoseconds; ``end``: likewise.
+        lane: The lane of the rank or engine.
+        start: Begin of the period, in nanoseconds.
+        end: End of the period, in nanoseconds.
         state: ``busy``, or a `FleetCause` or `LearnerCause`.
-        places: How many.
+        places: Number of places in this state.
     """
 
     lane: str
@@ -96,9 +100,9 @@ class PoolTime:
     """The time of a pool's places, in nanoseconds times places.
 
     Attributes:
-        capacity: All of it: busy, and idle for each cause.
-        busy: The busy part.
-        idle: The idle parts by cause, the largest first.
+        capacity: The total: the busy time plus the idle time of all causes.
+        busy: The busy time.
+        idle: The idle time by cause, largest first.
     """
 
     capacity: int = 0
@@ -107,16 +111,16 @@ class PoolTime:
 
     @property
     def idle_total(self) -> int:
-        """All idle parts."""
+        """The idle time of all causes."""
         return sum(self.idle.values())
 
     @property
     def utilisation(self) -> float:
-        """Busy share, 0 to 1; 0 where there was no place."""
+        """Busy share, 0 to 1; 0 if the pool had no places."""
         return self.busy / self.capacity if self.capacity else 0.0
 
     def alone(self, pool: str, duration: int) -> float:
-        """Of ``duration`` nanoseconds, those that the pool would have needed alone: busy, and idle by its own doing."""
+        """The part of ``duration`` (nanoseconds) that the pool needs alone: busy time plus `OWN_CAUSES`."""
         own = self.busy + sum(self.idle.get(cause, 0) for cause in OWN_CAUSES[pool])
         return duration * own / self.capacity if self.capacity else 0.0
 
@@ -127,7 +131,7 @@ class Attribution:
 
     Attributes:
         window: Start and end, in nanoseconds.
-        stretches: By pool (``learner``, ``fleet``); within one by lane, then by time. They fill the window.
+        stretches: By pool (``learner``, ``fleet``), sorted by lane and then by time. They fill the window.
     """
 
     window: tuple[int, int]
@@ -135,7 +139,7 @@ class Attribution:
 
     @classmethod
     def of(cls, trace: Trace, window: tuple[int, int] | None = None) -> Self:
-        """Attribute the time of a trace: of its finished steps, unless a window is given."""
+        """Attribute the time of a trace in ``window``; the default window is the finished steps."""
         window = trace.window if window is None else window
         fleet = _merged(_fleet_stretches(trace, window))
         learner = _merged(_learner_stretches(trace, window, fleet))
@@ -146,7 +150,7 @@ class Attribution:
         return _pool_time(self.stretches[pool])
 
     def per_step(self, pool: str, steps: Sequence[StepWindow]) -> list[PoolTime]:
-        """A pool's time in each of some steps, which follow one another."""
+        """A pool's time in each of ``steps``, which must be consecutive."""
         starts = [step.start for step in steps]
         parts: list[list[Stretch]] = [[] for _ in steps]
         for stretch in self.stretches[pool]:
@@ -160,20 +164,20 @@ class Attribution:
         return [_pool_time(part) for part in parts]
 
     def num_lanes(self, pool: str) -> int:
-        """Engines or ranks that had a place in the window."""
+        """Number of engines or ranks that had a place in the window."""
         return len({stretch.lane for stretch in self.stretches[pool]})
 
 
 class Series:
-    """A number that changes at some times; 0 before the first."""
+    """An integer that changes over time; it is 0 before the first change."""
 
     def __init__(self, changes: Iterable[tuple[int, int]] = ()) -> None:
-        """Take (time, new value) in any order; of several at one time the last one counts."""
+        """Take (time, new value) pairs in any order; if several have the same time, the last one counts."""
         self.changes = sorted(changes, key=lambda change: change[0])
 
     @classmethod
     def covering(cls, intervals: Iterable[tuple[int, int]]) -> Self:
-        """How many intervals cover a time."""
+        """The number of intervals that cover each time."""
         deltas: Counter[int] = Counter()
         for start, end in intervals:
             deltas[start] += 1
@@ -181,25 +185,33 @@ class Series:
         return cls(_summed(deltas))
 
     def flag(self) -> Series:
-        """1 where it is not 0."""
+        """A series that is 1 where this series is not 0."""
         flags = [(time, int(value != 0)) for time, value in self.changes]
         kept = [change for before, change in pairwise([(0, 0), *flags]) if before[1] != change[1]]
         return Series(kept)
 
     def at(self, time: int) -> int:
-        """Its value."""
+        """The value at a time."""
         index = bisect_right(self.changes, time, key=lambda change: change[0])
         return self.changes[index - 1][1] if index else 0
 
 
 def swept(window: tuple[int, int], series: Mapping[str, Series]) -> Iterator[tuple[int, int, dict[str, int]]]:
-    """The window in parts in which no number changes: start, end, and the numbers by name.
+    """Split the window where a series changes; yield start, end and the values by name of each part.
 
-    The mapping is the same at every part, and changes with the next.
+    All parts share one mapping: the generator updates it in place for the next part.
     """
     start, end = window
+
+    def changes_within(name: str, one: Series) -> Iterator[tuple[int, str, int]]:
+        first = bisect_right(one.changes, window[0], key=lambda change: change[0])
+        for time, value in one.changes[first:]:
+            if time >= window[1]:
+                return
+            yield time, name, value
+
     values = {name: one.at(start) for name, one in series.items()}
-    changes = merge(*(_within(name, one, window) for name, one in series.items()))
+    changes = merge(*(changes_within(name, one) for name, one in series.items()))
     for time, name, value in changes:
         if time > start:
             yield start, time, values
@@ -207,14 +219,6 @@ def swept(window: tuple[int, int], series: Mapping[str, Series]) -> Iterator[tup
         values[name] = value
     if start < end:
         yield start, end, values
-
-
-def _within(name: str, series: Series, window: tuple[int, int]) -> Iterator[tuple[int, str, int]]:
-    first = bisect_right(series.changes, window[0], key=lambda change: change[0])
-    for time, value in series.changes[first:]:
-        if time >= window[1]:
-            return
-        yield time, name, value
 
 
 # Fleet
@@ -258,7 +262,7 @@ def _fleet_stretches(trace: Trace, window: tuple[int, int]) -> Iterator[Stretch]
 
 
 def _engine_states(now: Mapping[str, int]) -> Iterator[tuple[str, int]]:
-    """What the places of an engine do: states, and how many places each has; they sum to its capacity."""
+    """The states of an engine's places, each with its number of places; the numbers sum to the engine's capacity."""
     left = now[LevelName.capacity]
     for kind, cause in _WHOLE_ENGINE:
         if now[f"span.{kind}"]:
@@ -282,7 +286,7 @@ def _engine_states(now: Mapping[str, int]) -> Iterator[tuple[str, int]]:
 
 
 def _why_free(now: Mapping[str, int]) -> FleetCause:
-    """Why nothing begins in a free place."""
+    """Why no sample starts in a free place."""
     if not now["buffer.queued"]:
         return FleetCause.no_prompts
     if now["buffer.full"]:
@@ -341,7 +345,7 @@ def _learner_stretches(trace: Trace, window: tuple[int, int], fleet: Sequence[St
 
 
 def _rank_state(now: Mapping[str, int]) -> str | None:
-    """What a rank does; None where it waits for a batch, so that the fleet's state says why."""
+    """The state of a rank; None if the rank waits for a batch. Then the state of the fleet tells the cause."""
     if now["down"]:
         return LearnerCause.rank_down
     for kind, cause in _BLOCKED:
@@ -361,17 +365,17 @@ def _rank_state(now: Mapping[str, int]) -> str | None:
 
 @dataclass(frozen=True)
 class _FleetStates:
-    """Why a learner that waits for a batch waits, over time: ``series["fleet"]`` holds an index into ``causes``."""
+    """Why a batch was missing, over time: ``series["fleet"]`` holds an index into ``causes``."""
 
     series: Mapping[str, Series]
     causes: Sequence[str] = tuple(LearnerCause)
 
 
 def _waits(trace: Trace, window: tuple[int, int], fleet: Sequence[Stretch]) -> _FleetStates:
-    """For each time, why a batch is not there.
+    """The cause of a missing batch at each time.
 
-    It is the tail of the batch where free places may begin nothing, and at most half as many samples run as ran at once
-    since the step began.
+    The cause is ``batch_tail`` if free places may not start a group, and at most half of the step's peak number of
+    samples still run.
     """
     deltas: dict[str, Counter[int]] = defaultdict(Counter)
     for stretch in fleet:
@@ -412,7 +416,7 @@ def _level(trace: Trace, name: str, lane: str) -> Series:
 
 
 def _gaps(trace: Trace, lane: str) -> list[tuple[int, int]]:
-    """When the process of a lane had died, and none had taken its place."""
+    """The periods after a process of a lane died and before its replacement started."""
     pairs = pairwise(trace.processes_of(lane))
     return [(left.end, right.start) for left, right in pairs if left.end < right.start]
 
@@ -426,7 +430,7 @@ def _summed(deltas: Mapping[int, int]) -> Iterator[tuple[int, int]]:
 
 
 def _merged(stretches: Iterable[Stretch]) -> tuple[Stretch, ...]:
-    """The stretches by lane and time; those of one lane, state and number of places that follow one another as one."""
+    """Sort the stretches by lane and time; join adjacent stretches of the same lane, state and number of places."""
     found: list[Stretch] = []
     last: dict[tuple[str, str, int], int] = {}
     for stretch in stretches:

@@ -1,7 +1,7 @@
-"""The numbers behind each chart of the report, from a trace: plain lists, ready for JSON. Pure; nothing is drawn here.
+"""Computes the data of each chart of the report from a trace, as plain lists for JSON. ``page/charts.js`` draws them.
 
-Each function returns one part of the document that ``page/charts.js`` draws. Times are seconds since training began,
-versions and lags are learner steps.
+Each public function returns one part of the document. Times are seconds since training began. Versions and lags are
+learner steps.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import math
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,21 +22,21 @@ from asyncrl.profile.trace import GroupLife, Span, StepWindow, Trace
 Chart = dict[str, Any]
 
 MAX_BINS = 4000
-"""Columns of the timeline."""
+"""Largest number of columns of the timeline."""
 _LEAST_WIDTH_NS = 1_000_000
 MAX_BARS = 600
-"""Bars of the steps; more steps than these share bars."""
+"""Largest number of bars in the steps chart; if there are more steps, one bar shows the mean of several."""
 MAX_CURVES = 24
 MAX_CURVE_POINTS = 64
 LAST_SHARE = 0.05
-"""What counts as the tail of a batch."""
+"""Share of a batch that counts as its tail."""
 NUM_LENGTH_BINS = 40
 _SECOND = 1_000_000_000
 _FIGURES = 4
 
 
 def timeline(trace: Trace, attribution: Attribution) -> Chart:
-    """Both pools' use over time, with publishes, buffer and lag, in at most `MAX_BINS` columns of equal width."""
+    """Use of both pools, publishes, buffer counts and lag over time, in at most `MAX_BINS` columns of equal width."""
     start, end = attribution.window
     count = max(1, min(MAX_BINS, (end - start) // _LEAST_WIDTH_NS))
     edges = np.linspace(start, end, count + 1)
@@ -60,9 +59,9 @@ def _pool_use(attribution: Attribution, pool: Pool, edges: np.ndarray) -> Chart:
 
 
 def steps(attribution: Attribution, windows: Sequence[StepWindow]) -> Chart:
-    """A bar per finished step, or per run of steps where there are many: seconds of a rank at work, and by cause.
+    """One bar per finished step, or per several consecutive steps: busy seconds of a rank, and idle seconds by cause.
 
-    The line is the fleet's work for the step: what its places did in all, as seconds of the whole fleet.
+    The line shows the busy time of the fleet in the step, as seconds of the whole fleet.
     """
     width = math.ceil(len(windows) / MAX_BARS) or 1
     bars = [slice(first, first + width) for first in range(0, len(windows), width)]
@@ -83,19 +82,16 @@ def steps(attribution: Attribution, windows: Sequence[StepWindow]) -> Chart:
     return {
         "labels": [name(bar) for bar in bars],
         "busy_s": means(learner, lambda time: time.busy),
-        "idle_s": {in_words(cause): means(learner, partial(_idle_of, cause)) for cause in causes},
+        "idle_s": {in_words(cause): means(learner, lambda time, of=cause: time.idle.get(of, 0)) for cause in causes},
         "fleet_s": means(fleet, lambda time: time.busy),
     }
 
 
-def _idle_of(cause: str, time: PoolTime) -> int:
-    return time.idle.get(cause, 0)
-
-
 def fill(trace: Trace) -> Chart:
-    """How batches fill: of evenly spread steps, the share that is stored against the time until the batch is whole.
+    """How batches fill: the stored share of a batch over time, for at most `MAX_CURVES` evenly spaced steps.
 
-    Each curve has ``points`` [seconds until whole (≤ 0), share], and ``tail``, the index where the last 5% begin.
+    Each curve has ``points`` [seconds relative to the complete batch (≤ 0), share] and ``tail``, the index where the
+    last 5% begin.
     """
     stored: dict[int, list[int]] = defaultdict(list)
     for life in trained_groups(trace):
@@ -117,7 +113,7 @@ def _fill_curve(step: int, moments: Sequence[int]) -> Chart:
 
 
 def lag(trace: Trace, *, bound: int) -> Chart:
-    """Trained groups by lag. Each bar is shared between what arose before a group was stored, and afterwards."""
+    """Trained groups by lag. Each bar is split into the lag before the group was stored and the lag in the queue."""
     before, in_queue, none = defaultdict(float), defaultdict(float), defaultdict(int)
     largest = bound
     for life in trained_groups(trace):
@@ -138,12 +134,12 @@ def lag(trace: Trace, *, bound: int) -> Chart:
 
 
 def trained_groups(trace: Trace) -> list[GroupLife]:
-    """The groups that were trained on, but for those that a process of an earlier run stored."""
+    """The trained groups, without those that a process of an earlier run stored."""
     return [life for life in trace.groups.values() if life.step >= 0 and life.last(GroupEvent.stored) is not None]
 
 
 def lengths(trace: Trace) -> Chart:
-    """Samples by response length: generated, trained and dropped."""
+    """Histogram of response lengths of the generated, trained and dropped samples."""
     found: dict[str, list[int]] = {"generated": [], "trained": [], "dropped": []}
     for life in trace.groups.values():
         for stamp in life.stamps:
@@ -163,14 +159,15 @@ def lengths(trace: Trace) -> Chart:
 
 
 def publishes(trace: Trace) -> Chart:
-    """The stages of weight updates: their median begin and end after the copy began; and each version's whole time.
+    """The stages of weight updates: median begin and end after the copy began, and the total time of each version.
 
-    A stage on several ranks or engines lasts from its first begin to its last end.
+    If a stage runs on several ranks or engines, it lasts from the first begin to the last end.
     """
     began = {span.version: span.start for span in reversed(trace.spans_of(SpanKind.publish_copy))}
     stages: dict[str, dict[int, list[Span]]] = defaultdict(lambda: defaultdict(list))
     for span in trace.spans:
-        name = _stage_of(span)
+        is_stage = span.kind == SpanKind.publish_stage
+        name = span.cause if is_stage else _STAGES.get(SpanKind(span.kind), "")
         version = _version_of(trace, span) if name else NONE
         if version in began and not span.is_open and span.start >= began[version]:
             stages[name][version].append(span)
@@ -196,15 +193,11 @@ _STAGES = {
 }
 
 
-def _stage_of(span: Span) -> str:
-    return span.cause if span.kind == SpanKind.publish_stage else _STAGES.get(SpanKind(span.kind), "")
-
-
 def _version_of(trace: Trace, span: Span) -> int:
-    """The version that a stage is about. Of a pause that names none, the one that its engine serves next."""
+    """The version that a stage belongs to; for a pause without a version, the version that the engine serves next."""
     if span.version != NONE:
         return span.version
-    if span.kind == SpanKind.re_prefill:  # it follows a pause, before or after the version is noted
+    if span.kind == SpanKind.re_prefill:  # follows a pause; the version may be recorded before or after it
         pauses = [pause for pause in trace.spans_of(SpanKind.pause, span.lane) if pause.start <= span.start]
         return _version_of(trace, pauses[-1]) if pauses else NONE
     later = (level.value for level in trace.levels_of(LevelName.version, span.lane) if level.time >= span.start)
@@ -230,19 +223,19 @@ _ACTIVITIES = {
     SpanKind.pause: "loading weights",
 }
 _UP = ("starting", "catching_up", "ready", "updating")
-"""States of a worker in which its engine's own state says more."""
+"""Worker states for which the table shows the state of the engine instead."""
 
 
 def _state(trace: Trace, lane: str) -> str:
-    """The state of an engine's member (`rollout_fleet.member`), or of its worker's where that is not up.
+    """The state of an engine's member (`rollout_fleet.member`), or of its worker if the worker is not up.
 
-    What the engine does beside stands after it.
+    The current activities of the engine follow after commas.
     """
     worker = _newest(trace.spans_of(SpanKind.member, f"{lane}/worker"))
     if worker is not None and worker.cause not in _UP:
         return f"worker {worker.cause}"
     own = _newest(trace.spans_of(SpanKind.member, f"{lane}/member"))
-    state = "not noted" if own is None else in_words(own.cause)
+    state = "not recorded" if own is None else in_words(own.cause)
     doing = (text for kind, text in _ACTIVITIES.items() for span in trace.spans_of(kind, lane) if span.is_open)
     return ", ".join([state, *doing])
 
@@ -251,14 +244,8 @@ def _newest(spans: Sequence[Span]) -> Span | None:
     return max(spans, key=lambda span: span.start, default=None)
 
 
-def _epochs(trace: Trace, lane: str) -> str:
-    """Faults of an engine; where its worker had some too, both."""
-    own, worker = (trace.level_at(LevelName.epoch, f"{lane}/{part}", trace.end) for part in ("member", "worker"))
-    return f"{own} (worker {worker})" if worker else str(own)
-
-
 def members(trace: Trace) -> Chart:
-    """The fleet's engines: a row of text each, as of the trace's end."""
+    """The engines of the fleet at the end of the trace, one row of text per engine."""
     finished = Counter(stamp.lane for stamp in trace.stamps if stamp.event == GroupEvent.last_token)
     hosts = {process.name: process.host for process in trace.processes}
     rows = []
@@ -266,11 +253,12 @@ def members(trace: Trace) -> Chart:
         process = next((note.process for note in trace.levels if note.lane == lane), "")
         at_end = {name: trace.level_at(name, lane, trace.end) for name in ("version", "running", "tail", "capacity")}
         pauses = [span.end - span.start for span in trace.spans_of(SpanKind.pause, lane) if not span.is_open]
+        own, worker = (trace.level_at(LevelName.epoch, f"{lane}/{part}", trace.end) for part in ("member", "worker"))
         rows.append(
             [
                 lane,
                 _state(trace, lane),
-                _epochs(trace, lane),
+                f"{own} (worker {worker})" if worker else str(own),
                 str(at_end["version"]),
                 f"{at_end['running']} / {at_end['capacity']}",
                 str(finished[lane]),
@@ -287,7 +275,7 @@ def members(trace: Trace) -> Chart:
 
 
 def frontier(predictions: Mapping[str, Any], here: tuple[float, float]) -> Chart:
-    """Predicted seconds per step against mean lag; ``here`` is the run's own (mean lag, seconds per step)."""
+    """Predicted seconds per step over mean lag; ``here`` is the measured (mean lag, seconds per step) of the run."""
     return {
         "curves": predictions["curves"],
         "here": {"lag": _rounded(here[0]), "step_s": _rounded(here[1])},
@@ -295,8 +283,9 @@ def frontier(predictions: Mapping[str, Any], here: tuple[float, float]) -> Chart
 
 
 def _served(trace: Trace) -> list[tuple[int, int]]:
-    """When every engine came to serve each version: version and nanoseconds, in order; skipped ones are left out."""
-    changes = sorted((level.time, level.lane, level.value) for level in _engine_versions(trace))
+    """(version, nanoseconds) when all engines first served it or a newer one, in order, without skipped versions."""
+    levels = [level for lane in trace.lanes(Pool.fleet) for level in trace.levels_of(LevelName.version, lane)]
+    changes = sorted((level.time, level.lane, level.value) for level in levels)
     serves: dict[str, int] = {}
     found: list[tuple[int, int]] = []
     lanes = {lane for _, lane, _ in changes}
@@ -309,17 +298,13 @@ def _served(trace: Trace) -> list[tuple[int, int]]:
     return [(version, when) for version, when in found if when >= start]
 
 
-def _engine_versions(trace: Trace) -> list[Any]:
-    return [level for lane in trace.lanes(Pool.fleet) for level in trace.levels_of(LevelName.version, lane)]
-
-
 def _window(trace: Trace) -> tuple[int, int]:
     start, end = trace.window
     return (start, end) if end > start else (trace.start, max(trace.end, trace.start + 1))
 
 
 def _shares(stretches: Iterable[Stretch], edges: np.ndarray) -> dict[str, np.ndarray]:
-    """Of each state, its share of all places' time in each bin: [bins] float64; those of a bin add up to 1."""
+    """The share of each state in the time of all places: [bins] float64; the shares of each bin add up to 1."""
     by_cause: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
     for stretch in stretches:
         by_cause[stretch.state].append((stretch.start, stretch.end, stretch.places))
@@ -351,7 +336,7 @@ def _overlaps(rows: np.ndarray, edges: np.ndarray) -> np.ndarray:
 
 
 def _level_means(trace: Trace, name: str, edges: np.ndarray) -> np.ndarray:
-    """[bins] mean of a count of the buffer in each bin."""
+    """[bins] mean of a buffer count in each bin."""
     changes = trace.levels_of(name, "buffer")
     if not changes:
         return np.zeros(len(edges) - 1)
@@ -361,7 +346,7 @@ def _level_means(trace: Trace, name: str, edges: np.ndarray) -> np.ndarray:
 
 
 def _lag_of_batches(trace: Trace, edges: np.ndarray) -> np.ndarray:
-    """[bins] mean lag of the batch that was last trained."""
+    """[bins] mean lag of the last trained batch at the end of each bin."""
     lags: dict[int, list[int]] = defaultdict(list)
     for life in trained_groups(trace):
         lags[life.step].append(life.lag)
@@ -375,7 +360,7 @@ def _lag_of_batches(trace: Trace, edges: np.ndarray) -> np.ndarray:
 
 
 def _spread(items: Sequence[Any], count: int) -> list[Any]:
-    """At most ``count`` items, evenly spread, the first and the last among them."""
+    """At most ``count`` evenly spaced items, including the first and the last."""
     if len(items) <= count:
         return list(items)
     return [items[round(index * (len(items) - 1) / (count - 1))] for index in range(count)]
@@ -386,5 +371,5 @@ def _short(values: np.ndarray) -> list[float]:
 
 
 def _rounded(value: float) -> float:
-    """To four significant figures at least, and to 0.0001: what a chart shows, and little to send."""
+    """Round to four decimal places, or to four significant figures below 1. This keeps the document small."""
     return float(f"{value:.{_FIGURES}g}") if abs(value) < 1 else round(value, _FIGURES)

@@ -1,6 +1,6 @@
-"""``asyncrl profile RUN``: why a run's pools were idle, as a table.
+"""``asyncrl profile RUN`` prints a table of why the pools of a run were idle.
 
-Writes ``overlap.json``, ``trace.json`` and ``report.html`` into the run's folder.
+The command also writes ``overlap.json``, ``trace.json`` and ``report.html`` into the run's folder.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ _SHOWN_STEPS = 8
 
 
 def explain(run_dir: Path) -> OverlapReport:
-    """Explain what a run has recorded; write ``overlap.json``, ``trace.json`` and the report, each whole or not at all.
+    """Explain the record of a run; write ``overlap.json``, ``trace.json`` and the report, each atomically.
 
-    Raises `OSError` where that is not possible, `ValueError` if another version wrote the record.
+    Raises:
+        OSError: a file cannot be read or written.
+        ValueError: another version of asyncrl wrote the record.
     """
     trace = Trace.load(run_dir)
     report = OverlapReport.of(trace)
@@ -39,12 +41,12 @@ def explain(run_dir: Path) -> OverlapReport:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Explain the run that the command line names; returns the exit status."""
+    """Explain the run that the command line names; return the exit status."""
     parser = argparse.ArgumentParser(
         prog="asyncrl profile",
-        description="Say why learner and fleet were idle. The run may still be going on.",
+        description="Show why the learner and the fleet were idle. The run may still be in progress.",
     )
-    parser.add_argument("run", type=Path, help="folder of the run, <output_dir>/<experiment>/<time>")
+    parser.add_argument("run", type=Path, help="the run's folder, <output_dir>/<experiment>/<time>")
     parser.add_argument("--json", action="store_true", help="print overlap.json instead of the table")
     args = parser.parse_args(arguments)
     try:
@@ -61,10 +63,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def show(report: OverlapReport, console: Console) -> None:
-    """Print the figures of the run, and of its last steps."""
+    """Print the figures of the run and of its last steps."""
     run = report.run
     if not run.num_steps:
-        console.print("no learner step is done yet")
+        console.print("no learner step is finished yet")
         return
     lag = run.lag
     console.print(
@@ -77,7 +79,9 @@ def show(report: OverlapReport, console: Console) -> None:
     console.print(_steps_table(report))
     recorded = report.recorded
     if recorded["dropped_records"] or recorded["torn_files"]:
-        console.print(f"{recorded['dropped_records']} records were dropped, {recorded['torn_files']} files end torn")
+        console.print(
+            f"{recorded['dropped_records']} records were dropped, {recorded['torn_files']} files are truncated"
+        )
 
 
 def _causes_table(run: Figures, pool: str) -> Table:

@@ -1,11 +1,11 @@
-"""``asyncrl dashboard RUN``: serves the report of a run over HTTP, live while the run goes on.
+"""``asyncrl dashboard RUN`` serves the report of a run over HTTP and updates it while the run is in progress.
 
-A process of its own that reads the run's folder and nothing else: it costs the training no time, and whatever happens
-to it, the run goes on. It waits for files of the folder to change (inotify, by ``watchfiles``), reads what is new, and
-tells every open page over server-sent events.
+The dashboard is a separate process that only reads the run's folder. It does not slow the training down, and its
+failure does not affect the run. It waits for changed files (inotify, through ``watchfiles``), reads the new records,
+and notifies every open page by server-sent events.
 
-On loopback it asks for no password unless it is given a token; anywhere else it refuses to start without one. There is
-no TLS: over a network that you do not trust, tunnel it (``ssh -L``).
+On a loopback address the token is optional; on any other address the dashboard refuses to start without a token. The
+dashboard has no TLS: use a tunnel (``ssh -L``) over a network that you do not trust.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _COOKIE = "asyncrl_token"
 _KEEP_ALIVE_S = 15.0
 _DEBOUNCE_MS = 1000
 _REST_FACTOR = 5.0
-"""After a report that took so long to make, rest this many times as long: at most a sixth of one core."""
+"""Rest after each report, as a multiple of the time to make it; the dashboard uses at most a sixth of one core."""
 _HEADERS = {
     "Cache-Control": "no-store",
     "Referrer-Policy": "no-referrer",
@@ -47,13 +47,13 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Dashboard:
-    """The pages of one run.
+    """Serves the pages of one run.
 
     Args:
-        run_dir: Folder of the run.
-        token: What a visitor must show, once as ``/?token=``, or as a bearer; empty asks for none.
-        only_loopback: Answer only requests that name this machine as loopback does, so that no web page elsewhere can
-            reach it through a name that it made resolve to 127.0.0.1.
+        run_dir: The run's folder.
+        token: Secret of the visitors, sent once as ``/?token=`` or as a bearer token; empty to disable the check.
+        only_loopback: Answer only requests whose Host header is a loopback name. This stops DNS rebinding: a foreign
+            web page could otherwise use a host name that resolves to 127.0.0.1.
     """
 
     def __init__(self, run_dir: Path, *, token: str = "", only_loopback: bool = True) -> None:
@@ -67,7 +67,7 @@ class Dashboard:
         self._failure = "nothing is recorded yet"
 
     def app(self) -> web.Application:
-        """The routes; while the application runs, the folder is followed."""
+        """The web application. While it runs, it watches the folder."""
         app = web.Application(middlewares=[self._guard])
         app.add_routes(
             [
@@ -80,7 +80,7 @@ class Dashboard:
         return app
 
     async def refresh(self) -> None:
-        """Make the report anew, and tell every page."""
+        """Update the report and notify every open page."""
         try:
             self._document = await asyncio.to_thread(self._report.to_json)
             self._failure = ""
@@ -93,7 +93,7 @@ class Dashboard:
             self._count += 1
             self._news.notify_all()
 
-    async def _following(self, _: web.Application):  # noqa: ANN202 - an async generator, as aiohttp wants it
+    async def _following(self, _: web.Application):  # noqa: ANN202 - aiohttp expects an async generator
         following = asyncio.create_task(self._follow())
         yield
         following.cancel()
@@ -103,14 +103,14 @@ class Dashboard:
         from watchfiles import awatch
 
         await self.refresh()
-        async for _ in awatch(self._run_dir, watch_filter=_is_read, debounce=_DEBOUNCE_MS, step=200):
+        async for _ in awatch(self._run_dir, watch_filter=_is_report_file, debounce=_DEBOUNCE_MS, step=200):
             began_s = time.monotonic()
             await self.refresh()
             await asyncio.sleep(_REST_FACTOR * (time.monotonic() - began_s))
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
-        """Refuse what comes by a foreign name or without the token."""
+        """Refuse requests with a foreign host name or without the token."""
         host = request.host.rpartition(":")[0] if request.host.rpartition(":")[2].isdigit() else request.host
         if self._only_loopback and not is_loopback(host.strip("[]")):
             raise web.HTTPForbidden(text=f"this dashboard answers on loopback only, got the host {request.host}\n")
@@ -143,19 +143,19 @@ class Dashboard:
     async def _send_events(self, request: web.Request) -> web.StreamResponse:
         answer = web.StreamResponse(headers={"Content-Type": "text/event-stream", **_HEADERS})
         await answer.prepare(request)
-        told = 0
+        sent = 0
         with suppress(ConnectionResetError):
             while True:
-                if self._count > told:
-                    told = self._count
-                    kind, data = ("failed", self._failure) if self._failure else ("report", str(told))
+                if self._count > sent:
+                    sent = self._count
+                    kind, data = ("failed", self._failure) if self._failure else ("report", str(sent))
                     await answer.write(f"event: {kind}\ndata: {' '.join(data.split())}\n\n".encode())
-                elif not await self._newer(told):
-                    await answer.write(b": still here\n\n")
+                elif not await self._wait_for_report_after(sent):
+                    await answer.write(b": keep-alive\n\n")
         return answer
 
-    async def _newer(self, count: int) -> bool:
-        """Wait for news after the ``count``-th; False where there was none for a while."""
+    async def _wait_for_report_after(self, count: int) -> bool:
+        """Wait until more than ``count`` reports were made; return False after `_KEEP_ALIVE_S` seconds."""
         try:
             async with asyncio.timeout(_KEEP_ALIVE_S), self._news:
                 await self._news.wait_for(lambda: self._count > count)
@@ -165,7 +165,7 @@ class Dashboard:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host is this machine, reached from itself only."""
+    """Whether a host is a loopback name or address."""
     if host == "localhost":
         return True
     try:
@@ -175,10 +175,11 @@ def is_loopback(host: str) -> bool:
 
 
 def check_dashboard(address: str, token: str) -> None:
-    """Check where a dashboard is to be served.
+    """Check the address and the token of a dashboard.
 
     Raises:
-        ValueError: not an address, one beyond loopback without a token, or a package is not installed.
+        ValueError: the address is malformed, the address is not loopback and the token is empty, or ``watchfiles`` is
+            not installed.
     """
     host, _ = split_address(address, "dashboard_address")
     if importlib.util.find_spec("watchfiles") is None:
@@ -188,13 +189,16 @@ def check_dashboard(address: str, token: str) -> None:
         )
     if not is_loopback(host) and not token:
         raise ValueError(
-            f"dashboard_address={address} is not loopback, and the page would be open to whoever reaches it; set the "
-            f"environment variable {TOKEN_VARIABLE} to a secret that visitors must show, or serve it on 127.0.0.1"
+            f"dashboard_address={address} is not loopback, so anyone on the network could open the page; set the "
+            f"environment variable {TOKEN_VARIABLE} to a secret that visitors must send, or serve it on 127.0.0.1"
         )
 
 
 async def serve(run_dir: Path, address: str, *, token: str, with_parent: bool) -> None:
-    """Serve until cancelled; ``with_parent``: until stdin ends, which its parent holds open. Writes the URL first."""
+    """Write the URL to stdout, then serve until cancelled.
+
+    With ``with_parent``, serve until stdin ends: the parent process holds stdin open.
+    """
     host, port = split_address(address, "dashboard_address")
     dashboard = Dashboard(run_dir, token=token, only_loopback=is_loopback(host))
     runner = web.AppRunner(dashboard.app(), access_log=None, shutdown_timeout=1.0)
@@ -214,11 +218,13 @@ async def serve(run_dir: Path, address: str, *, token: str, with_parent: bool) -
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="asyncrl dashboard", description="Serve the report of a run, live.")
-    parser.add_argument("run", type=Path, help="folder of a run")
-    parser.add_argument("--address", default="127.0.0.1:8300", help="HOST:PORT (default 127.0.0.1:8300; port 0: any)")
-    parser.add_argument("--with-parent", action="store_true", help="end when stdin ends")
+    """Run the command line; return the exit status."""
+    parser = argparse.ArgumentParser(prog="asyncrl dashboard", description="Serve the live report of a run.")
+    parser.add_argument("run", type=Path, help="the run's folder")
+    parser.add_argument(
+        "--address", default="127.0.0.1:8300", help="HOST:PORT (default 127.0.0.1:8300; port 0 picks a free port)"
+    )
+    parser.add_argument("--with-parent", action="store_true", help="exit when stdin ends")
     options = parser.parse_args(arguments)
     token = os.environ.get(TOKEN_VARIABLE, "")
     try:
@@ -234,8 +240,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _is_read(_: object, path: str) -> bool:
-    """Whether the report reads a file of the run's folder."""
+def _is_report_file(_: object, path: str) -> bool:
+    """Whether the report reads this file of the run's folder."""
     file = Path(path)
     names = ("metrics.jsonl", "summary.json", "plan.json", "advice.json")
     return file.parent.name in ("profile", "samples") or file.name in names

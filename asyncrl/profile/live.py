@@ -1,4 +1,4 @@
-"""How a run that goes on uses its pools, from its own record, read on as it grows."""
+"""Computes the use of the pools of a running run from its record, which `LiveUse` reads incrementally."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _SECOND = 1_000_000_000
 
 
 class LiveUse:
-    """Adds up the finished steps of a run's folder; a step that was added is not looked at again.
+    """Adds up the finished steps of a run; each step is read once.
 
     Args:
-        run_dir: Folder of the run.
+        run_dir: The run's folder.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -31,9 +31,9 @@ class LiveUse:
         self._capacity: dict[str, int] = {}
 
     def read(self) -> RunUse | None:
-        """The use up to the last finished step; None before the first. Raises as `TraceReader.read`."""
+        """The use up to the last finished step, or None before the first. Raises the errors of `TraceReader.read`."""
         trace: Trace = self._reader.read()
-        # By time: a learner that goes back to a checkpoint takes steps again.
+        # Compare times, not versions: a learner that returns to a checkpoint repeats steps.
         new = [step for step in trace.steps if not step.is_open and (self._upto is None or step.end > self._upto)]
         if new:
             new[0] = replace(new[0], start=new[0].start if self._upto is None else self._upto)

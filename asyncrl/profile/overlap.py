@@ -1,4 +1,4 @@
-"""How well generation and training overlapped, per step and for the run: what ``overlap.json`` holds."""
+"""Computes how well generation and training overlapped, per step and for the run (``overlap.json``)."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ _S = 1e-9
 
 @dataclass(frozen=True, kw_only=True)
 class LagSplit:
-    """Mean lag of a step's groups in learner steps, and its parts: before they were stored, and after."""
+    """Mean lag of a step's groups in learner steps, split into the lag before storage and the lag in the queue."""
 
     mean: float = 0.0
     before_queue: float = 0.0
     in_queue: float = 0.0
 
     def to_dict(self) -> dict[str, float]:
-        """As plain values."""
+        """The fields as plain values."""
         return {"mean": self.mean, "before_queue": self.before_queue, "in_queue": self.in_queue}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """What a step, or all of them, did with its time.
+    """How one step, or all steps of the run, used its time.
 
     Attributes:
-        duration: Nanoseconds from its begin to its end.
-        num_steps: Learner steps.
-        pools: The time of each pool's places; ``learner`` and ``fleet``.
-        num_lanes: Ranks and engines, by pool.
-        lag: Of the groups that were trained on.
+        duration: Nanoseconds from begin to end.
+        num_steps: Number of learner steps.
+        pools: The time of the places of each pool, ``learner`` and ``fleet``.
+        num_lanes: Number of ranks or engines of each pool.
+        lag: Lag of the trained groups.
     """
 
     duration: int
@@ -53,33 +53,33 @@ class Figures:
         return self.duration * _S / self.num_steps if self.num_steps else 0.0
 
     def alone_s(self, pool: str) -> float:
-        """Seconds per step that a pool would need alone; see `PoolTime.alone`."""
+        """Seconds per step that a pool needs alone (`PoolTime.alone`)."""
         return self.pools[pool].alone(pool, self.duration) * _S / self.num_steps if self.num_steps else 0.0
 
     @property
     def ideal_step_s(self) -> float:
-        """Seconds per step of the slower pool alone: what perfect overlap would reach."""
+        """Seconds per step of the slower pool alone. Perfect overlap reaches this value."""
         return max(self.alone_s(pool) for pool in POOLS)
 
     @property
     def efficiency(self) -> float:
-        """Ideal over measured seconds per step; 1 is perfect overlap."""
+        """Ideal seconds per step divided by measured seconds per step; 1 is perfect overlap."""
         return self.ideal_step_s / self.step_s if self.duration else 0.0
 
     @property
     def utilisation(self) -> float:
-        """Busy share of both pools, each weighted by its ranks or engines."""
+        """Busy share of both pools, weighted by their number of ranks or engines."""
         num_lanes = sum(self.num_lanes.values())
         weighted = sum(self.pools[pool].utilisation * self.num_lanes[pool] for pool in POOLS)
         return weighted / num_lanes if num_lanes else 0.0
 
     def idle_s(self, pool: str) -> dict[str, float]:
-        """Seconds for which the pool's mean place was idle, by cause, the largest first."""
+        """Idle seconds of the pool's average place by cause, largest first."""
         time = self.pools[pool]
         return {c: self.duration * _S * total / time.capacity for c, total in time.idle.items()}
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain values; the integers are nanoseconds times places, and add up."""
+        """The figures as plain values. The integers are nanoseconds times places and add up exactly."""
         return {
             "num_steps": self.num_steps,
             "duration_s": self.duration * _S,
@@ -115,13 +115,13 @@ class Figures:
 
 @dataclass(frozen=True, kw_only=True)
 class OverlapReport:
-    """The figures of a run, and of its finished steps, which add up to it.
+    """The figures of a run and of its finished steps. The figures of the steps add up to the figures of the run.
 
     Attributes:
-        run: From the begin of the first step to the end of the last.
-        steps: Version and figures of each, in order of time; a version comes again where its step was taken again.
-        attribution: What they are made of.
-        recorded: How much was recorded.
+        run: Figures from the begin of the first step to the end of the last finished step.
+        steps: Version and figures of each step, in order of time. The version of a repeated step appears twice.
+        attribution: The idle time behind the figures.
+        recorded: How complete the record is.
     """
 
     run: Figures
@@ -131,7 +131,7 @@ class OverlapReport:
 
     @classmethod
     def of(cls, trace: Trace) -> Self:
-        """Explain what was recorded up to now."""
+        """Compute the report of the record so far."""
         attribution = Attribution.of(trace)
         steps = [step for step in trace.steps if not step.is_open]
         lags = _lags(trace, steps)
@@ -159,12 +159,12 @@ class OverlapReport:
         return cls(run=run, steps=by_time, attribution=attribution, recorded=_recorded(trace))
 
     def to_dict(self) -> dict[str, Any]:
-        """``overlap.json``."""
+        """The content of ``overlap.json``."""
         steps = [{"step": version, **figures.to_dict()} for version, figures in self.steps]
         return {"run": self.run.to_dict(), "steps": steps, "recorded": dict(self.recorded)}
 
     def summary(self) -> dict[str, Any]:
-        """What ``summary.json`` has of it, in seconds per step of a mean place."""
+        """The part for ``summary.json``; idle seconds are those of an average place over the whole run."""
         run = self.run
         return {
             "step_s": run.step_s,
@@ -177,7 +177,10 @@ class OverlapReport:
 
 
 def _lags(trace: Trace, steps: Iterable[StepWindow]) -> dict[int, list[tuple[int, int, int]]]:
-    """Lag of each step's groups, before the queue, in it and in all; without those that an earlier process stored."""
+    """(lag before the queue, lag in the queue, whole lag) of each step's groups, by version.
+
+    Groups that a process of an earlier run stored are left out.
+    """
     found: dict[int, list[tuple[int, int, int]]] = {step.version: [] for step in steps}
     for group in trace.groups.values():
         if group.step in found and group.last(GroupEvent.stored) is not None:
@@ -194,7 +197,7 @@ def _mean_lag(lags: Iterable[tuple[int, int, int]]) -> LagSplit:
 
 
 def _recorded(trace: Trace) -> dict[str, Any]:
-    """How much of the run was recorded, and how far clocks may be off."""
+    """How much of the run was recorded, and the largest error of the clocks."""
     kinds = Counter(process.pool for process in trace.processes)
     return {
         "processes": dict(kinds),

@@ -1,7 +1,7 @@
-"""``trace.json``: a trace in the Chrome trace event format, which https://ui.perfetto.dev and chrome://tracing open.
+"""Converts a trace to the Chrome trace event format (``trace.json``) for https://ui.perfetto.dev and chrome://tracing.
 
-One process per pool and one lane per rank, engine and buffer, with what they did; an arrow from the lease of each group
-to the step that trained on it; counters. Times are microseconds since the first note, as the format asks.
+The document has one process per pool, and one lane per rank, engine and buffer. An arrow leads from the lease of each
+group to the step that trained on it. Counters follow. Times are microseconds since the first record.
 """
 
 from __future__ import annotations
@@ -19,7 +19,12 @@ _ENGINE_COUNTERS = (LevelName.running, LevelName.tail, LevelName.settling, Level
 
 
 def trace_events(trace: Trace, *, torch_traces: Iterable[str] = ()) -> dict[str, Any]:
-    """The trace as one JSON document; ``torch_traces`` name files of `profile.torch_steps`, which updates refer to."""
+    """Convert a trace to one JSON document.
+
+    Args:
+        trace: The record of the run.
+        torch_traces: File names of the traces that `profile.torch_steps` wrote. The updates refer to them.
+    """
     events = _Events(trace, frozenset(torch_traces))
     return {
         "displayTimeUnit": "ms",
@@ -37,7 +42,7 @@ class _Events:
         self._threads = {lane: number for number, lane in enumerate(sorted(lanes), 1)}
 
     def names(self) -> Iterator[dict[str, Any]]:
-        """Names of pools and lanes."""
+        """The names of pools and lanes."""
         for pool, number in _POOLS.items():
             yield {"ph": "M", "pid": number, "name": "process_name", "args": {"name": pool}}
             yield {"ph": "M", "pid": number, "name": "process_sort_index", "args": {"sort_index": number}}
@@ -45,7 +50,7 @@ class _Events:
             yield {"ph": "M", "pid": _POOLS[pool], "tid": number, "name": "thread_name", "args": {"name": lane}}
 
     def spans(self) -> Iterator[dict[str, Any]]:
-        """What each lane did; what may overlap on a lane, such as rewards, as events of their own."""
+        """The spans of each lane. Spans that may overlap on a lane, such as rewards, become asynchronous events."""
         for number, span in enumerate(self._trace.spans):
             about = {"version": span.version, "step": span.step, "group": span.group}
             args: dict[str, Any] = {name: value for name, value in about.items() if value != NONE}
@@ -71,7 +76,7 @@ class _Events:
                 yield from self._arrow(group, update)
 
     def counters(self) -> Iterator[dict[str, Any]]:
-        """Counts of the buffer, and what each engine's places are held by."""
+        """The counts of the buffer, and the occupied places of each engine by use."""
         for level in self._trace.levels:
             is_buffer = level.lane == BUFFER_LANE and level.name in _COUNTERS
             if is_buffer or level.name in _ENGINE_COUNTERS:
@@ -80,7 +85,7 @@ class _Events:
                 yield {**place, "ts": self._us(level.time), "args": {level.name: level.value}}
 
     def lags(self) -> Iterator[dict[str, Any]]:
-        """Mean lag of the groups of each step."""
+        """The mean lag of each step's groups."""
         lags: dict[int, list[int]] = defaultdict(list)
         for group in self._trace.groups.values():
             if group.last(GroupEvent.stored) is not None:

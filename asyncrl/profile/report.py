@@ -1,7 +1,7 @@
-"""The report of a run: one document of figures, charts, members and samples, and ``report.html`` made of it.
+"""Builds the report of a run: one document of figures, charts, members and samples, and ``report.html`` from it.
 
-The dashboard serves the same document while the run goes on. What a run did not record is absent by name, with what
-would bring it.
+The dashboard serves the same document while the run is in progress. The document lists each missing part by name, with
+the reason or the option that records it.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _T = TypeVar("_T")
 
 
 class RunReport:
-    """Makes the document of a run's folder; again and again while it goes on, reading only what is new.
+    """Builds the document of a run's folder; later calls read only the new records.
 
     Args:
-        run_dir: Folder of the run.
+        run_dir: The run's folder.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -50,20 +50,29 @@ class RunReport:
         self._samples = SampleFiles(run_dir, lambda: _decoder(run_dir, _options(run_dir)))
 
     def to_json(self) -> bytes:
-        """The document as JSON. Raises as `document`."""
+        """The document as JSON. Raises the errors of `document`."""
         return json.dumps(self.document(), allow_nan=False, separators=(",", ":")).encode()
 
     def document(self, trace: Trace | None = None, overlap: OverlapReport | None = None) -> dict[str, Any]:
-        """What the page draws (docs/watching.md), of ``trace`` and its figures, or of what is recorded by now.
+        """Build the document that the page draws (docs/watching.md).
+
+        If another file cannot be read, only its part is missing, and the document holds the reason in its place.
+
+        Args:
+            trace: The record to show; None to read the record of the run so far.
+            overlap: The figures of ``trace``; None to compute them.
 
         Raises:
             FileNotFoundError: the run recorded nothing.
-            ValueError: its configuration is damaged. Any other file that cannot be read costs its own part only,
-                which says why in its place.
+            ValueError: the record or the configuration is damaged.
         """
         known: Trace = self._reader.read() if trace is None else trace
-        has_ended = (self._run_dir / "summary.json").is_file()
-        state = "the run has ended" if has_ended else "live" if self._is_fresh() else "nothing was noted for a while"
+        if (self._run_dir / "summary.json").is_file():
+            state = "the run has ended"
+        else:
+            written = [path.stat().st_mtime for path in (self._run_dir / "profile").glob("*.msgpack")]
+            is_fresh = time.time() - max(written, default=0.0) < _QUIET_S
+            state = "live" if is_fresh else "nothing was recorded for a while"
         return report_document(
             known,
             overlap or OverlapReport.of(known),
@@ -76,14 +85,9 @@ class RunReport:
             state=state,
         )
 
-    def _is_fresh(self) -> bool:
-        """Whether a process of the run noted something of late."""
-        written = [path.stat().st_mtime for path in (self._run_dir / "profile").glob("*.msgpack")]
-        return time.time() - max(written, default=0.0) < _QUIET_S
-
 
 def write_report(run_dir: Path, trace: Trace | None = None, overlap: OverlapReport | None = None) -> Path:
-    """Write ``report.html``, whole or not at all, and return its path. Arguments and errors as `RunReport.document`."""
+    """Write ``report.html`` atomically and return its path. Arguments and errors are those of `RunReport.document`."""
     path = run_dir / REPORT
     partial = path.with_suffix(".html.partial")
     partial.write_text(
@@ -105,25 +109,25 @@ def report_document(
     name: str = "run",
     state: str = "",
 ) -> dict[str, Any]:
-    """The document of a trace and of what else a run's folder holds.
+    """Build the document from a trace and the other contents of a run's folder.
 
-    A text in the place of ``record``, ``predictions`` or ``samples`` says why they cannot be shown.
+    If ``record``, ``predictions`` or ``samples`` is a string, it is the reason why this part is missing.
 
     Args:
-        trace: What the run recorded.
-        overlap: Its figures.
-        options: Its resolved configuration.
-        record: The last line of ``metrics.jsonl``; None where there is none yet.
-        predictions: ``plan.json``; None where nothing was predicted.
-        advice: What to change, in a line; empty where there is none.
-        samples: Rows of sample files; see `SampleFiles`.
-        name: Of the run's folder.
-        state: Whether it still goes on, in words.
+        trace: The record of the run.
+        overlap: The figures of the trace.
+        options: The resolved configuration of the run.
+        record: The last line of ``metrics.jsonl``; None if the file has no line yet.
+        predictions: The content of ``plan.json``; None if the file does not exist.
+        advice: The advice as one line; empty if there is none.
+        samples: Rows of sample files (`SampleFiles`).
+        name: Name of the run's folder.
+        state: Text that tells whether the run is in progress.
     """
     bound = _bound(trace, options)
     causes = dict.fromkeys(cause for pool in overlap.run.pools.values() for cause in pool.idle)
     parts = _charts(trace, overlap, bound, predictions)
-    parts["samples"] = samples or "No samples were kept; rollout_fleet.samples.every_steps keeps some."
+    parts["samples"] = samples or "No samples were kept; set rollout_fleet.samples.every_steps to keep some."
     return {
         "run": _facts(trace, bound, options, name=name, state=state),
         "figures": _figures(overlap, bound, options, record),
@@ -138,29 +142,29 @@ def report_document(
 def _charts(
     trace: Trace, overlap: OverlapReport, bound: int, predictions: Mapping[str, Any] | str | None
 ) -> dict[str, Any]:
-    """Each chart by its name; of one that is absent, why."""
+    """Each chart by name, or the reason why the chart is missing."""
     finished = [step for step in trace.steps if not step.is_open]
     if not finished:
         early = "No learner step is finished yet."
         return dict.fromkeys(("timeline", "steps", "fill", "lag", "frontier", "lengths", "publishes"), early)
     fill, lengths, publishes = charts.fill(trace), charts.lengths(trace), charts.publishes(trace)
-    predictions = predictions or "Nothing is predicted: python -m asyncrl plan RUN replays the run under other options."
+    predictions = predictions or "No predictions yet: python -m asyncrl plan RUN replays the run with other options."
     here = overlap.run.lag.mean, overlap.run.step_s
     return {
         "timeline": charts.timeline(trace, overlap.attribution),
         "steps": charts.steps(overlap.attribution, finished),
-        "fill": fill if fill["curves"] else "No stored group of a trained batch is recorded.",
+        "fill": fill if fill["curves"] else "The record has no stored group of a trained batch.",
         "lag": charts.lag(trace, bound=bound),
         "frontier": predictions if isinstance(predictions, str) else charts.frontier(predictions, here),
-        "lengths": lengths if any(lengths["generated"]) else "No response lengths are recorded.",
-        "publishes": publishes if publishes["versions"] else "No version was both published and served yet.",
+        "lengths": lengths if any(lengths["generated"]) else "The record has no response lengths.",
+        "publishes": publishes if publishes["versions"] else "The engines have not served a published version yet.",
     }
 
 
 def _figures(
     overlap: OverlapReport, bound: int, options: Mapping[str, Any], record: Mapping[str, Any] | str | None
 ) -> list[dict[str, str]]:
-    """The numbers at the top of the page: name, value, and how to read it."""
+    """The figures at the top of the page: name, value and explanation."""
     run = overlap.run
     figures = [("learner steps", f"{run.num_steps} of {options.get('total_steps', run.num_steps)}", "finished")]
     if run.num_steps:
@@ -204,13 +208,13 @@ def _facts(trace: Trace, bound: int, options: Mapping[str, Any], *, name: str, s
 
 
 def _bound(trace: Trace, options: Mapping[str, Any]) -> int:
-    """``buffer.max_lag``; of a run without its configuration, the largest lag that it had."""
+    """``buffer.max_lag`` of the run; if the configuration is missing, the largest lag in the trace."""
     known = options.get("buffer", {}).get("max_lag")
     return known if known is not None else max((life.lag for life in charts.trained_groups(trace)), default=0)
 
 
 def _or_reason(read: Callable[[], _T]) -> _T | str:
-    """What ``read`` returns; where a file of the run cannot be read, why, for the place of its part."""
+    """Call ``read``; if a file cannot be read, return the reason as text for the place of its part."""
     try:
         return read()
     except (OSError, ValueError) as error:
@@ -218,7 +222,7 @@ def _or_reason(read: Callable[[], _T]) -> _T | str:
 
 
 def _last_record(path: Path) -> dict[str, Any] | None:
-    """The last whole line of ``metrics.jsonl``; None where there is none yet. Raises as `json_object`."""
+    """The last complete line of ``metrics.jsonl``; None if there is none yet. Raises the errors of `json_object`."""
     lines = path.read_text(errors="replace").split("\n")[:-1] if path.is_file() else []
     if not lines:
         return None
@@ -226,7 +230,7 @@ def _last_record(path: Path) -> dict[str, Any] | None:
 
 
 def _options(run_dir: Path) -> dict[str, Any]:
-    """The resolved configuration; empty where there is no file."""
+    """The resolved configuration of the run; empty if the file does not exist."""
     path = run_dir / "config.yaml"
     if not path.is_file():
         return {}
@@ -241,12 +245,13 @@ def _options(run_dir: Path) -> dict[str, Any]:
 
 
 class SampleFiles:
-    """The newest samples of a run, as the page shows them; files are written once, so each is read once.
+    """Reads the newest samples of a run for the page. Sample files never change, so each file is read once.
 
     Args:
-        run_dir: With ``samples/`` of `rollout_fleet.sample_log`, and ``tokens/`` of `learner.trajectory_log`.
-        load_decode: Returns what turns token ids into text; called once there are tokens. None where there is no
-            tokenizer any more: tokens are left out then.
+        run_dir: The run's folder, with ``samples/`` of `rollout_fleet.sample_log` and ``tokens/`` of
+            `learner.trajectory_log`.
+        load_decode: Returns the function that turns token ids into text. `SampleFiles` calls it at the first file of
+            tokens. If it returns None because the tokenizer is missing, `SampleFiles` leaves the tokens out.
     """
 
     def __init__(self, run_dir: Path, load_decode: Callable[[], Decode | None]) -> None:
@@ -255,7 +260,7 @@ class SampleFiles:
         self._read: dict[Path, list[dict[str, Any]]] = {}
 
     def newest(self, count: int) -> list[dict[str, Any]]:
-        """At most ``count`` samples, those of the newest files of each kind."""
+        """At most ``count`` samples from the newest files of each kind."""
         kinds: dict[str, list[Path]] = defaultdict(list)
         for path in sorted(self._run_dir.glob("samples/*-v*.parquet"), reverse=True):
             kinds[path.name.partition("-")[0]].append(path)
@@ -289,7 +294,7 @@ def _sample(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _trained_sample(row: Mapping[str, Any], path: Path, decode: Decode) -> dict[str, Any]:
-    """A row of the learner's, token by token: the policy version, and the engine's log-prob minus the learner's."""
+    """A sample with its tokens: each has a policy version and the engine's log-prob minus the learner's."""
     own = row["learner_logprobs"]
     names = ("response_ids", "versions", "response_mask", "behavior_logprobs")
     columns = zip(*(row[name] for name in names), own, strict=True)
@@ -318,7 +323,7 @@ def _trained_sample(row: Mapping[str, Any], path: Path, decode: Decode) -> dict[
 
 
 def _decoder(run_dir: Path, options: Mapping[str, Any]) -> Decode | None:
-    """The decoder of the policy that the run wrote, or else started from; None where neither is there."""
+    """The decoder of the policy that the run wrote, or of its initial model; None if neither has a tokenizer."""
     folders = (run_dir / "policy", Path(options.get("model", {}).get("path", "") or run_dir / "policy"))
     found = next((folder for folder in folders if any(folder.glob("tokenizer*"))), None)
     return None if found is None else load_decoder(str(found), special_tokens=True)

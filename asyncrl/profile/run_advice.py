@@ -1,4 +1,4 @@
-"""One line of advice about a run, as ``asyncrl plan`` writes it and the report shows it."""
+"""The advice on a run: ``asyncrl plan`` writes it and the report shows it as one line."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _FILE = "advice.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """A change that pays.
+    """A change of options that makes the run faster.
 
     Attributes:
         change: Hydra overrides. Example: ``buffer.max_lag=1``.
-        why: What is in the way now, in a sentence.
-        predicted_step_s: Step time after the change.
-        interval: Its 5th and 95th percentile over lengths drawn anew.
-        predicted_lag: Mean lag after it.
+        why: The present bottleneck, as a sentence.
+        predicted_step_s: Predicted seconds per step after the change.
+        interval: 5th and 95th percentile of ``predicted_step_s`` over resampled response lengths.
+        predicted_lag: Predicted mean lag after the change.
     """
 
     change: str
@@ -30,12 +30,12 @@ class Advice:
     predicted_lag: float
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain values."""
+        """The fields as plain values."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
-        """What `to_dict` gave, also where it went through JSON."""
+        """Create an advice from the values of `to_dict`, also after a round trip through JSON."""
         low, high = values["interval"]
         return cls(**{**values, "interval": (low, high)})
 
@@ -47,15 +47,15 @@ class Advice:
 
 
 def advice_file(run_dir: Path) -> Path:
-    """Where the newest advice on a run stands: under ``advice`` the fields of `Advice`, or null where there is none."""
+    """The file of the newest advice on a run. Its key ``advice`` holds the fields of `Advice`, or null."""
     return run_dir / _FILE
 
 
 def read_advice(run_dir: Path) -> Advice | None:
-    """The newest advice on a run; None where there is none, or nobody has looked for any yet.
+    """The newest advice on a run; None if the planner found none or has not searched yet.
 
     Raises:
-        ValueError: the file is damaged; named.
+        ValueError: the file is damaged. The message names it.
     """
     path = advice_file(run_dir)
     document = read_json(path, "advice")
@@ -65,6 +65,6 @@ def read_advice(run_dir: Path) -> Advice | None:
         return Advice.from_dict(document["advice"])
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(
-            f"{path} must hold the fields of Advice under advice, got {document['advice']!r}; asyncrl plan writes it "
-            "anew, or delete it to go without"
+            f"{path} must hold the fields of Advice under advice, got {document['advice']!r}; run asyncrl plan to "
+            "write the file again, or delete it"
         ) from error

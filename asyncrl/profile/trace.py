@@ -1,8 +1,10 @@
-"""Reads what the processes of a run recorded, as spans, levels and group stamps on one clock.
+"""Reads the records of a run's processes as spans, levels and group stamps on one clock.
 
-A file may still be written, or end in the middle of a record, as that of a killed process does: what is whole is read.
-All times are integer nanoseconds of the buffer server's monotonic clock. A process that shares it, as all on its host
-do, is shown as it noted; the clock of another host is moved by the offsets that the process measured against it.
+The reader accepts files that are still growing, and files of killed processes that end in the middle of a record. It
+reads all complete records.
+
+All times are integer nanoseconds of the buffer server's monotonic clock. All processes on the buffer's host share this
+clock. A process on another host measures the offset of its clock, and the reader shifts the times by this offset.
 """
 
 from __future__ import annotations
@@ -21,28 +23,31 @@ import msgpack
 from asyncrl.core.record import NONE, SCHEMA, GroupEvent, Pool, SpanKind, Tag
 
 FOLDER = "profile"
-"""Where a run's processes write, in its folder."""
+"""Subfolder of the run's folder that holds the records of the processes."""
 CONTROLLER_LANE, BUFFER_LANE = "controller", "buffer"
 UNMEASURED_ERROR_NS = 1_000_000_000
-"""Error of a clock that was never measured: it is placed by the hosts' wall clocks."""
+"""Assumed error of a clock without measurements. The reader then compares the wall clocks of the hosts."""
 _CHUNK_BYTES = 1 << 20
 _WORST_OF_BEST = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Process:
-    """One process of a run; one that was restarted is another, of the same name.
+    """One process of a run. A restarted process is a new `Process` with the same name.
 
     Attributes:
-        name: In the run. Example: ``learner-0``.
-        pool: See `Pool`.
-        host: Of its machine; ``pid``: there.
-        start: When it began to record; ``end``: its last note.
+        name: Name in the run. Example: ``learner-0``.
+        pool: The pool of the process (`Pool`).
+        host: Host name of its machine.
+        pid: Process id on that machine.
+        start: Time when it began to record.
+        end: Time of its last record.
         wall_ns: Nanoseconds since the epoch at ``start``.
-        offset_ns: What was last added to its clock; ``error_ns``: how far that may be off, either way.
-        num_dropped: Records that it had no room for.
-        is_whole: False where its file ends in the middle of a record.
-        lanes: On which it noted spans or levels.
+        offset_ns: Last offset that the reader added to its clock.
+        error_ns: Largest error of that offset in either direction.
+        num_dropped: Number of records that the process dropped because its queue was full.
+        is_whole: False if its file ends in the middle of a record.
+        lanes: Lanes of its spans and levels.
     """
 
     name: str
@@ -61,16 +66,19 @@ class Process:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Span:
-    """What a lane did from ``start`` to ``end``.
+    """An activity of a lane from ``start`` to ``end``.
 
     Attributes:
-        lane: Who did it. Example: ``engine-0``.
-        kind: See `SpanKind`.
-        start: Nanoseconds; ``end``: of one that is open, the end of the trace.
-        version: Policy version that it was about, or -1; ``step`` and ``group`` likewise.
-        cause: Says more, where the kind does not suffice.
-        process: Name of the process that noted it.
-        is_open: It had not ended when the trace was read, or never did.
+        lane: The rank, engine or other actor. Example: ``engine-0``.
+        kind: The activity (`SpanKind`).
+        start: Nanoseconds.
+        end: Nanoseconds; for an open span, the end of its process or of the trace.
+        version: Policy version of the activity, or -1.
+        step: Learner step of the activity, or -1.
+        group: Prompt group of the activity, or -1.
+        cause: More detail than ``kind``; may be empty.
+        process: Name of the process that recorded the span.
+        is_open: True if the record has no end of the span.
     """
 
     lane: str
@@ -87,7 +95,7 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Level:
-    """From ``time`` to the next one of its name and lane, a count was at ``value``."""
+    """The value of a count from ``time`` until the next level with the same name and lane."""
 
     name: str
     lane: str
@@ -98,7 +106,7 @@ class Level:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stamp:
-    """A moment of a prompt group; what ``version`` and ``details`` hold is said at `asyncrl.core.record.stamp`."""
+    """An event in the life of a prompt group. `asyncrl.core.record.stamp` explains ``version`` and ``details``."""
 
     event: str
     group: int
@@ -118,48 +126,49 @@ class GroupLife:
     stamps: tuple[Stamp, ...]
 
     def last(self, event: str) -> Stamp | None:
-        """The last stamp of an event; an earlier one belongs to an attempt that was given up."""
+        """The last stamp of an event. Earlier stamps of the same event belong to abandoned attempts."""
         return next((stamp for stamp in reversed(self.stamps) if stamp.event == event), None)
 
     def time(self, event: str) -> int | None:
-        """When an event came, for the last time."""
+        """The time of the last stamp of an event; None if there is none."""
         stamp = self.last(event)
         return None if stamp is None else stamp.time
 
     @property
     def num_attempts(self) -> int:
-        """Leases that it took."""
+        """Number of leases of the group."""
         return sum(stamp.event == GroupEvent.lease for stamp in self.stamps)
 
     @property
     def lag(self) -> int:
-        """Learner steps between its oldest token and the step that consumed it; -1 where none did."""
+        """Learner steps between the group's oldest token and the step that consumed it; -1 if no step did."""
         return NONE if self.step == NONE else self.lag_before_queue + self.lag_in_queue
 
     @property
     def lag_before_queue(self) -> int:
-        """The part of its lag that it had when it was stored: slow generation, or an engine with old weights."""
+        """The lag when the group was stored. Slow generation or an engine with old weights causes this part."""
         stored = self.last(GroupEvent.stored)
         return NONE if stored is None else stored.details["learner"] - stored.version
 
     @property
     def lag_in_queue(self) -> int:
-        """The part of its lag for which it was stored, or in a batch that waited; -1 where no step consumed it."""
+        """The lag from storage in the buffer and from a waiting batch; -1 if no step consumed the group."""
         stored = self.last(GroupEvent.stored)
         return NONE if stored is None or self.step == NONE else self.step - stored.details["learner"]
 
     @property
     def step(self) -> int:
-        """The learner step that consumed it; -1 where none did."""
+        """The learner step that consumed the group; -1 if no step did."""
         trained = self.last(GroupEvent.trained)
         return NONE if trained is None else trained.version
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepWindow:
-    """The time of a learner step: from the end of the one before to its own.
+    """The time of a learner step: from the end of the previous step to the end of this step.
 
-    So what lies between them, a restart of the learner for one, belongs to the later. The first begins with training.
+    Therefore the time between two steps, for example a restart of the learner, belongs to the later step. The first
+    step begins when training begins.
     """
 
     version: int
@@ -169,18 +178,21 @@ class StepWindow:
 
     @property
     def duration(self) -> int:
-        """Nanoseconds."""
+        """The length of the window in nanoseconds."""
         return self.end - self.start
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
-    """What a run recorded.
+    """The record of a run.
 
     Attributes:
-        processes: By their begin.
-        spans: By their begin; ``levels`` and ``stamps``: by their time.
-        start: The first note of any process, in nanoseconds; ``end``: the last one.
+        processes: Sorted by begin.
+        spans: Sorted by begin.
+        levels: Sorted by time.
+        stamps: Sorted by time.
+        start: Time of the first record of any process, in nanoseconds.
+        end: Time of the last record of any process, in nanoseconds.
     """
 
     processes: tuple[Process, ...] = ()
@@ -192,7 +204,7 @@ class Trace:
 
     @classmethod
     def load(cls, run_folder: Path | str) -> Self:
-        """Read the trace of a run, which may still go on; to read it again and again, keep a `TraceReader`.
+        """Read the trace of a run, which may still be in progress. To read it repeatedly, keep a `TraceReader`.
 
         Raises:
             FileNotFoundError: the run recorded nothing.
@@ -201,14 +213,14 @@ class Trace:
 
     @property
     def num_dropped(self) -> int:
-        """Records lost, over all processes."""
+        """Number of records that all processes dropped."""
         return sum(process.num_dropped for process in self.processes)
 
     @cached_property
     def steps(self) -> tuple[StepWindow, ...]:
-        """The learner steps, which follow one another without a gap; the last may be open.
+        """The learner steps, without gaps between them; the last one may be open.
 
-        One that was broken off, because the learner went back to a checkpoint, is among them; its version comes again.
+        If the learner returned to a checkpoint, the interrupted step is included and its version appears twice.
         """
         noted = self.spans_of(SpanKind.step, CONTROLLER_LANE)
         taken = [span for span in noted if not span.is_open or span is noted[-1]]
@@ -221,41 +233,41 @@ class Trace:
 
     @property
     def window(self) -> tuple[int, int]:
-        """From the begin of the first step to the end of the last, the open one left out; empty without steps.
+        """From the begin of the first step to the end of the last finished step; empty if no step is finished.
 
-        It is the time of all finished steps: start-up comes before it, the last evaluation and shutdown after it.
+        The window excludes start-up, the last evaluation and shutdown.
         """
         done = [step for step in self.steps if not step.is_open]
         return (done[0].start, done[-1].end) if done else (self.start, self.start)
 
     @cached_property
     def groups(self) -> Mapping[int, GroupLife]:
-        """Every prompt group that was leased, by id."""
+        """Every leased prompt group by id."""
         stamps: dict[int, list[Stamp]] = defaultdict(list)
         for stamp in self.stamps:
             stamps[stamp.group].append(stamp)
         return {group: GroupLife(group=group, stamps=tuple(own)) for group, own in stamps.items()}
 
     def lanes(self, pool: str) -> tuple[str, ...]:
-        """The lanes of engines or ranks: those that are no part of another, such as ``learner-0/publish``."""
+        """The lanes of engines or ranks in order, without sublanes such as ``learner-0/publish``."""
         names = {process.name for process in self.processes if process.pool == pool}
         found = (lane for lane, noted_by in self._names_by_lane.items() if "/" not in lane and noted_by & names)
         return tuple(sorted(found, key=_by_number))
 
     def processes_of(self, lane: str) -> tuple[Process, ...]:
-        """The processes that noted what a lane did, by their begin: more than one where one was replaced."""
+        """The processes that recorded a lane, sorted by begin. There are several if a process was replaced."""
         return tuple(process for process in self.processes if process.name in self._names_by_lane.get(lane, ()))
 
     def spans_of(self, kind: str, lane: str | None = None) -> tuple[Span, ...]:
-        """The spans of a kind, of one lane or of all, by their begin."""
+        """The spans of a kind, of one lane or of all lanes, sorted by begin."""
         return self._spans_by_kind.get((kind, lane), ())
 
     def levels_of(self, name: str, lane: str) -> tuple[Level, ...]:
-        """The changes of a count, by their time."""
+        """The changes of a count, sorted by time."""
         return self._levels_by_name.get((name, lane), ())
 
     def level_at(self, name: str, lane: str, time: int) -> int:
-        """Where a count stood at a time; 0 before its first note."""
+        """The value of a count at a time; 0 before its first record."""
         changes = self.levels_of(name, lane)
         index = bisect_right(changes, time, key=lambda change: change.time)
         return changes[index - 1].value if index else 0
@@ -288,20 +300,25 @@ class Trace:
 
 
 class TraceReader:
-    """Reads the files of a run; every `read` takes up what was added since the one before."""
+    """Reads the record files of a run; each `read` reads only the bytes added since the previous one."""
 
     def __init__(self, run_folder: Path | str) -> None:
         self._folder = Path(run_folder) / FOLDER
         self._files: dict[Path, _ProcessFile] = {}
 
     def read(self, kind: type[Trace] = Trace) -> Any:
-        """The trace up to now. Raises `FileNotFoundError` if the run has recorded nothing."""
+        """Return the trace so far.
+
+        Raises:
+            FileNotFoundError: the run recorded nothing.
+            ValueError: another version of asyncrl wrote the record.
+        """
         for path in sorted(self._folder.glob("*.msgpack")):
             self._files.setdefault(path, _ProcessFile(path)).read_on()
         files = [file for file in self._files.values() if file.header]
         if not files:
             raise FileNotFoundError(
-                f"{self._folder} holds no record; name the folder of a run that was started with profile.enabled=true"
+                f"{self._folder} holds no record; pass the folder of a run that was started with profile.enabled=true"
             )
         reference = min(files, key=lambda file: file.rank).header
         for file in files:
@@ -318,16 +335,17 @@ class TraceReader:
         )
 
     def forget(self, before: int) -> None:
-        """Drop what was over before a time of the last trace, so that reading a long run on stays cheap.
+        """Drop the records before a time of the last trace, so that repeated reads of a long run stay cheap.
 
-        The next trace has the spans that ended, and the stamps, from then on, and where each level stood.
+        The next trace has the spans that end at or after ``before``, the stamps from ``before`` on, and the value of
+        each level at ``before``.
         """
         for file in self._files.values():
             file.forget(before)
 
 
 def _levels_from(levels: Iterable[list[Any]], before: int) -> list[list[Any]]:
-    """Levels from a time on, and before them where each count stood."""
+    """The levels from a time on, and the last earlier level of each count."""
     stood: dict[tuple[str, str], list[Any]] = {}
     kept = []
     for level in levels:
@@ -339,7 +357,7 @@ def _levels_from(levels: Iterable[list[Any]], before: int) -> list[list[Any]]:
 
 
 def _ends_of_open_spans(files: Sequence[_ProcessFile], end: int) -> Mapping[_ProcessFile, int]:
-    """When a process ended at the latest: where one of its name came after it, and else with the trace."""
+    """The end for open spans of each process: the start of its replacement, or the end of the trace."""
     ends, next_start = {}, dict[str, int]()
     for file in sorted(files, key=lambda file: file.start, reverse=True):
         name = file.header["process"]
@@ -352,7 +370,7 @@ _REFERENCE_ORDER = (Pool.buffer, Pool.controller, Pool.fleet, Pool.learner)
 
 
 class _ProcessFile:
-    """What one process wrote, on its own clock until it is asked for."""
+    """The records of one process, kept on its own clock; the accessors convert the times."""
 
     def __init__(self, path: Path) -> None:
         self.header: dict[str, Any] = {}
@@ -371,7 +389,7 @@ class _ProcessFile:
         self._offsets = ClockOffsets()
 
     def read_on(self) -> None:
-        """Take up what was written since the last time."""
+        """Read the records that were added since the last call."""
         with self._path.open("rb") as file:
             file.seek(self._num_read)
             while not self._is_broken and (data := file.read(_CHUNK_BYTES)):
@@ -382,11 +400,11 @@ class _ProcessFile:
                         self._take(record)
                         self._num_whole = self._unpacker.tell()
                 except (ValueError, TypeError, IndexError, KeyError, AttributeError, msgpack.UnpackException):
-                    self._is_broken = True  # what was read before stands
+                    self._is_broken = True  # keep the records before this one
         if self.header and self.header["schema"] != SCHEMA:
             raise ValueError(
-                f"{self._path} has records of schema {self.header['schema']}, this version reads {SCHEMA}; read them "
-                "with the version of asyncrl that wrote them"
+                f"{self._path} has records of schema {self.header['schema']}, this version reads {SCHEMA}; use the "
+                "version of asyncrl that wrote them"
             )
 
     def _take(self, record: list[Any]) -> None:
@@ -418,12 +436,12 @@ class _ProcessFile:
 
     @property
     def rank(self) -> tuple[int, bool, int]:
-        """The smallest is the process whose clock all others are shown on: the buffer's, before its store servers'."""
+        """Sort key. All times are shown on the clock of the first process: the buffer server, if it recorded."""
         is_other = self.header["process"] != BUFFER_LANE
         return _REFERENCE_ORDER.index(self.header["pool"]), is_other, self.header["started_ns"]
 
     def set_reference(self, reference: Mapping[str, Any]) -> None:
-        """Show times on the clock of another process from now on."""
+        """Show all times on the clock of another process from now on."""
         own = self.header
         measured = [(time, offset, error) for clock, time, offset, error in self._clocks if clock == reference["clock"]]
         if own["clock"] == reference["clock"]:
@@ -435,23 +453,23 @@ class _ProcessFile:
 
     @property
     def start(self) -> int:
-        """Its first note."""
+        """Time of the first record."""
         return self._offsets.shown(self.header["started_ns"])
 
     @property
     def end(self) -> int:
-        """Its last note."""
+        """Time of the last record."""
         return self._offsets.shown(self._last)
 
     def forget(self, before: int) -> None:
-        """Drop what was over before a time."""
+        """Drop the records before a time."""
         before -= self._offsets.at(self._last)[0]
         self._closed = [(opened, end) for opened, end in self._closed if end >= before]
         self._stamps = [stamp for stamp in self._stamps if stamp[4] >= before]
         self._levels = _levels_from(self._levels, before)
 
     def process(self) -> Process:
-        """The process."""
+        """Describe the process."""
         offset, error = self._offsets.at(self._last)
         return Process(
             name=self.header["process"],
@@ -469,7 +487,7 @@ class _ProcessFile:
         )
 
     def spans(self, end_of_open: int) -> Iterator[Span]:
-        """Its spans; those that are open end at ``end_of_open``."""
+        """The spans of the process; open spans end at ``end_of_open``."""
         shown, process = self._offsets.shown, self.header["process"]
         for items, end in self._closed:
             yield _span(items, shown(items[3]), shown(end), process)
@@ -477,13 +495,13 @@ class _ProcessFile:
             yield replace(_span(items, shown(items[3]), end_of_open, process), is_open=True)
 
     def levels(self) -> Iterator[Level]:
-        """Its levels."""
+        """The levels of the process."""
         shown, process = self._offsets.shown, self.header["process"]
         for name, lane, time, value in self._levels:
             yield Level(name=name, lane=lane, time=shown(time), value=value, process=process)
 
     def stamps(self) -> Iterator[Stamp]:
-        """Its stamps."""
+        """The stamps of the process."""
         shown, process = self._offsets.shown, self.header["process"]
         for event, group, attempt, lane, time, version, details in self._stamps:
             yield Stamp(
@@ -499,11 +517,11 @@ class _ProcessFile:
 
 
 class ClockOffsets:
-    """How one clock stands against another: measurements (time, offset, error), and between them a straight line.
+    """The offset between two clocks: measurements (time, offset, error) with linear interpolation between them.
 
-    Two quartz clocks drift apart by some tens of microseconds a second, so that one offset does not last an hour.
-    A measurement that is much less exact than the best one, because a reply was late, is left out. Without any both are
-    the same clock.
+    Two quartz clocks drift apart by tens of microseconds per second, so one offset is not enough for an hour. Late
+    replies give inexact measurements: one whose error is more than `_WORST_OF_BEST` times the smallest is ignored.
+    Without measurements the offset is 0.
     """
 
     def __init__(self, measured: Iterable[tuple[int, int, int]] = ()) -> None:
@@ -512,7 +530,7 @@ class ClockOffsets:
         self._measured = [row for row in rows if row[2] <= _WORST_OF_BEST * best]
 
     def at(self, time: int) -> tuple[int, int]:
-        """Offset and error at a time of the measuring clock, both in nanoseconds."""
+        """Offset and error in nanoseconds at a time of the measuring clock."""
         measured = self._measured
         if not measured:
             return 0, 0
@@ -524,7 +542,7 @@ class ClockOffsets:
         return before + (after - before) * (time - left) // max(1, right - left), max(left_error, right_error)
 
     def shown(self, time: int) -> int:
-        """A time of the measuring clock on the other one."""
+        """Convert a time of the measuring clock to the other clock."""
         return time + self.at(time)[0] if self._measured else time
 
 
@@ -544,6 +562,6 @@ def _span(items: Sequence[Any], start: int, end: int, process: str) -> Span:
 
 
 def _by_number(lane: str) -> tuple[str, int, str]:
-    """Sorts ``engine-10`` after ``engine-9``."""
+    """Sort key of a lane; it sorts ``engine-10`` after ``engine-9``."""
     name, _, number = lane.rpartition("-")
     return (name, int(number), lane) if number.isdigit() else (lane, 0, lane)

@@ -101,7 +101,7 @@ def test_the_command_names_a_configuration_that_is_cut_off(tmp_path, capsys):
 def test_a_run_without_a_finished_step_is_explained_as_far_as_it_goes(tmp_path, capsys):
     record_run(tmp_path, num_steps=0)
     assert main([str(tmp_path)]) == 0
-    assert "no learner step is done yet" in capsys.readouterr().out
+    assert "no learner step is finished yet" in capsys.readouterr().out
 
 
 def test_the_trace_has_lanes_of_every_pool_an_arrow_per_group_and_counters(tmp_path):

@@ -140,7 +140,7 @@ def test_the_member_table_shows_states_activities_and_epochs():
         ["engine-0", "updating, loading weights", "0"],
         ["engine-1", "catching up", "2"],
         ["engine-2", "worker backoff", "0 (worker 1)"],
-        ["engine-3", "not noted", "0"],
+        ["engine-3", "not recorded", "0"],
     ]
 
 

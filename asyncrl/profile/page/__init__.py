@@ -1,7 +1,7 @@
-"""The page that shows a run: HTML, style and scripts beside this file, put together into one that needs no network.
+"""Renders the page of a run: it joins the HTML, style and scripts of this folder into one file without external links.
 
-A report carries its document; the dashboard's page fetches it and follows its events. The charts are drawn by Apache
-ECharts (``vendor/``, the "common" build of 6.1.0, Apache-2.0).
+A report contains its document. The page of the dashboard fetches the document and listens to the server's events.
+Apache ECharts draws the charts (``vendor/``, the "common" build of 6.1.0, Apache-2.0).
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ __all__ = ["render"]
 
 
 def render(document: Mapping[str, Any] | None, *, title: str) -> str:
-    """The whole page as HTML.
+    """Render the whole page as HTML.
 
     Args:
-        document: What `asyncrl.profile.report.report_document` returns; None makes a page that asks for
-            ``document.json`` beside it, and for a newer one at each of the server's ``events``.
-        title: Of the window.
+        document: The document of `asyncrl.profile.report.report_document`. None renders a page that fetches
+            ``document.json``, and fetches it again at each of the server's ``events``.
+        title: Title of the window.
     """
     folder = files(__name__)
-    # A "<" inside a string of JSON could end the script element that carries it.
+    # A "<" inside a JSON string could end the script element that contains it.
     embedded = json.dumps(document, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     parts = {
         "title": html.escape(title),

@@ -1,5 +1,5 @@
 "use strict";
-/* The charts: each function turns a part of the document (asyncrl/profile/report.py) into an ECharts option. No drawing, no DOM. */
+/* The charts: each function turns a part of the document (asyncrl/profile/report.py) into an ECharts option, without drawing. */
 
 const PALETTES = {
   light: {
@@ -26,7 +26,7 @@ function clock(milliseconds) {
   return hours ? `${hours}:${String(minutes).padStart(2, "0")}:${rest}` : `${minutes}:${rest}`;
 }
 
-/** What all charts share: fonts, grid lines, the tooltip. */
+/** Options of all charts: fonts, grid lines, the tooltip. */
 function base(palette, overrides) {
   return {
     animation: false, useUTC: true, aria: { enabled: true }, backgroundColor: "transparent",
@@ -49,10 +49,10 @@ function axis(palette, overrides) {
 const below = (palette, name, overrides = {}) => axis(palette, { name, nameLocation: "middle", nameGap: 26, splitLine: { show: false }, ...overrides });
 const beside = (palette, name, overrides = {}) => axis(palette, { name, nameLocation: "middle", nameGap: 46, ...overrides });
 const inside = (indices) => [{ type: "inside", xAxisIndex: indices, filterMode: "none", minSpan: 0.02 }];
-const exact = { outerBoundsMode: "none" };  // grids stay where they are put, so that bands line up
+const exact = { outerBoundsMode: "none" };  // keep the grids at their positions, so that bands line up
 const listed = (rows) => rows.map(([marker, name, value]) => `${marker}${safe(name)} <b style="float:right;margin-left:1.5em">${value}</b>`).join("<br>");
 
-/** Colour of each cause, the same in every chart. */
+/** Colour of each cause; a cause has the same colour in every chart. */
 function colours(document, palette) {
   return Object.fromEntries(document.causes.map((cause, index) => [cause, palette.causes[index % palette.causes.length]]));
 }

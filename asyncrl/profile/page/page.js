@@ -1,5 +1,5 @@
 "use strict";
-/* The page: draws the document into the sections, and draws it again when the theme changes or a live run reports. */
+/* The page: draws the document into the sections, and redraws it when the theme changes or a live run sends an event. */
 
 const element = (id) => document.getElementById(id);
 const drawn = {};
@@ -20,7 +20,7 @@ function setTheme(name) {
   if (report) draw(report);
 }
 
-/** Draws one chart, or says by name why it is absent. */
+/** Draws one chart, or shows why it is missing. */
 function drawChart(name, option) {
   const place = element(name), reason = report.absent[name];
   let note = place.parentElement.querySelector(".absent");
@@ -64,7 +64,7 @@ const ORDERS = {
 const VERSION_SCALE = ["#9ecae9", "#a6dbb0", "#f7d488", "#f4b8a0", "#d3b6e6", "#c9d5a0"];
 const FULL_COLOUR_NATS = 0.5;
 
-/** Background of a token: by its policy version, or by how far engine and learner are apart; null where unknown. */
+/** Background of a token by its policy version or by the difference of engine and learner; null if unknown. */
 function tokenColour(token, by) {
   if (by === "version") return token.version < 0 ? null : VERSION_SCALE[token.version % VERSION_SCALE.length];
   if (token.difference === null || token.difference === undefined) return null;
@@ -142,7 +142,7 @@ function onKey(event) {
   chart.dispatchAction({ type: "dataZoom", start: centre - width, end: centre + width });
 }
 
-/** Follows a running training: each event says that there is a newer document. */
+/** Follows a live run: each event announces a newer document. */
 function follow() {
   const live = element("live"), events = new EventSource("events");
   const say = (text, lost) => Object.assign(live, { hidden: false, textContent: text, className: lost ? "lost" : "" });
