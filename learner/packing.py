@@ -132,7 +132,7 @@ def pack(
     parts = [[index for place in part for index in units[place]] for part in bins]
     parts += [[] for _ in range(count - len(parts))]
     in_loss = tokens_in_loss(sequences)
-    ordered = (sorted(part, key=lambda i: -lengths[i]) for part in parts)
+    ordered = (sorted(part, key=lambda i: (-lengths[i], i)) for part in parts)
     return [_micro_batch(sequences, part, [lengths[i] for i in part] or [1], in_loss, prompts) for part in ordered]
 
 

@@ -33,7 +33,9 @@ def test_every_token_is_packed_once_within_the_budget(lengths: list[int], budget
     batches = pack(sequences, max_tokens=budget, agree=lambda own: own + extra)
     assert len(batches) == needed + extra
     assert all(len(batch.input_ids) == sum(batch.lengths) <= budget for batch in batches)
-    assert all(list(batch.lengths) == sorted(batch.lengths, reverse=True) for batch in batches)
+    for batch in batches:  # longest first, and equal ones as they were given
+        assert list(batch.source) == sorted(batch.source, key=lambda index: (-lengths[index], index))
+        assert list(batch.lengths) == [lengths[index] for index in batch.source] or not batch.source
     packed = sorted(index for batch in batches for index in batch.source)
     assert packed == list(range(len(lengths)))
     for batch in batches:
