@@ -1,12 +1,12 @@
-"""Advantages: from rewards to one number per trajectory or per token, and how the ranks compute them together.
+"""Advantage estimators per trajectory or per token, and their computation over all ranks.
 
-Outcome estimators see one reward per trajectory of the whole batch. Token estimators see each token's own reward and a
-critic's value of it. `BatchAdvantages` is the one place that calls them, on the ranks: what spans the batch is gathered
-or summed over the ranks, so the advantages do not depend on how the ranks share the batch.
+Outcome estimators get one reward per trajectory of the whole batch. Token estimators get a reward and a critic's value
+per token. `BatchAdvantages` calls them on the ranks. It gathers or sums batch-wide quantities over the ranks, so the
+advantages do not depend on how the batch is divided among the ranks.
 
-Sums run in float64: rewards of very different size in one batch keep their small differences. Rewards that are all
-equal give exact zeros. Letters: B trajectories, M policy tokens of all of them, laid end to end. Tokens that an
-environment wrote are not among the M: in a multi-turn trajectory the next policy token follows directly.
+Sums use float64, so that small differences between large rewards are kept. Equal rewards give exact zeros. Letters: B
+trajectories, M policy tokens of all trajectories, laid end to end. M does not include tokens from an environment: in a
+multi-turn trajectory the next policy token follows directly.
 """
 
 from __future__ import annotations
@@ -34,43 +34,43 @@ from .losses import kl_penalty
 from .types import SampleKey, TokenSequence
 
 SumOverRanks = Callable[[Tensor], Tensor]
-"""Adds a float64 tensor up over the data-parallel ranks; the identity where one rank holds the batch."""
+"""Sums a float64 tensor over the data-parallel ranks; the identity if one rank holds the batch."""
 
 MIN_DEVIATION = 1e-4
-"""Smallest standard deviation that rewards or tokens are divided by: below it differences are noise, not signal.
+"""Lower bound of the standard deviation in a division. Smaller deviations are noise.
 
-The GRPO paper (arXiv 2402.03300, section 4.1.2) has none, and noise of 1e-7 in equal rewards would become advantages
-of size 1. TRL adds 1e-4 to the deviation; verl adds 1e-6, and 1e-8 to the variance of whitened tokens. As a floor it
-leaves the values of every ordinary group exact.
+The GRPO paper (arXiv 2402.03300, section 4.1.2) does not have a bound; noise of 1e-7 in equal rewards would give
+advantages of size 1. TRL adds 1e-4 to the deviation; verl adds 1e-6, and 1e-8 to the variance of whitened tokens. A
+lower bound does not change the values of ordinary groups.
 """
 
 _RELATIVE_DEVIATION = 2.0**-23
-"""The same as a share of the largest value: float32 rewards differ by at least this share of their size."""
+"""Lower bound of the deviation relative to the largest value; it is the resolution of float32 rewards."""
 
 _BLOCK = 64
-"""Tokens of a block in a discounted sum."""
+"""Tokens per block in a discounted sum."""
 
 
 class Scale(StrEnum):
-    """What a centred reward is divided by."""
+    """The divisor of a centered reward."""
 
     std = "std"
     none = "none"
 
 
 OutcomeEstimator: TypeAlias = Callable[[Tensor, Tensor], Tensor]
-"""[B] rewards and [B] int64 group ids of a whole batch, each group's samples in order, to [B] float32 advantages."""
+"""Maps [B] rewards and [B] int64 group ids of a whole batch, with each group's samples in order, to [B] advantages."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenRewards:
-    """This rank's trajectories, as an estimator sees them. Unless it says so, each prompt group is whole.
+    """This rank's trajectories, the input of a token estimator. A user's estimator gets whole prompt groups.
 
     Attributes:
-        rewards: [M] float64, one reward per token; an outcome reward stands at its trajectory's last policy token.
-        lengths: [B] int64, policy tokens of each; they sum to M. May be 0. A trajectory with several branches counts
-            as several here: the return of a token runs along the branch that trains it, to the outcome at its end.
-        group_ids: [B] int64, prompt group of each.
+        rewards: [M] float64, one reward per token; an outcome reward is at its trajectory's last policy token.
+        lengths: [B] int64, number of policy tokens of each trajectory, may be 0; the sum is M. Here each branch counts
+            as a trajectory: the return of a token follows the branch that trains on it, to the outcome at its end.
+        group_ids: [B] int64, prompt group of each trajectory.
         values: [M] float64, the critic's value before each token; zeros without a critic (``algorithm.critic``).
     """
 
@@ -82,11 +82,11 @@ class TokenRewards:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenAdvantages:
-    """What an estimator gives back.
+    """The result of a token estimator.
 
     Attributes:
         advantages: [M] float64.
-        returns: [M] float64, what a critic learns to predict.
+        returns: [M] float64, the critic's targets.
     """
 
     advantages: Tensor
@@ -94,22 +94,22 @@ class TokenAdvantages:
 
 
 TokenEstimator: TypeAlias = Callable[[TokenRewards, AlgorithmConfig, SumOverRanks], TokenAdvantages]
-"""Token rewards to token advantages; a collective where it sums over ranks."""
+"""Maps token rewards to token advantages; a collective if it sums over ranks."""
 
 AdvantageEstimator: TypeAlias = OutcomeEstimator | TokenEstimator
-"""What ``algorithm.advantage`` names."""
+"""An estimator that ``algorithm.advantage`` can name."""
 
 ADVANTAGES: Registry[AdvantageEstimator] = Registry("algorithm.advantage")
 
 
 def token_level(estimator: TokenEstimator) -> TokenEstimator:
-    """Decorator that marks an estimator as one of tokens: the learner's ranks call it, with `TokenRewards`."""
+    """Mark an estimator as token-level (decorator): the learner's ranks call it with `TokenRewards`."""
     _TOKEN_LEVEL.add(estimator)
     return estimator
 
 
 def is_token_level(estimator: AdvantageEstimator) -> TypeIs[TokenEstimator]:
-    """Whether an estimator is marked by `token_level`; the others are given one reward per trajectory."""
+    """Whether an estimator is marked by `token_level`; other estimators get one reward per trajectory."""
     return estimator in _TOKEN_LEVEL
 
 
@@ -123,7 +123,7 @@ def group_advantages(rewards: Tensor, group_ids: Tensor, *, scale: Scale) -> Ten
         rewards: [B] float32, one scalar per trajectory.
         group_ids: [B] int64; equal ids form a group, in any order.
         scale: ``std`` divides by the group's sample standard deviation (n - 1), at least `MIN_DEVIATION`; ``none``
-            leaves the difference (Dr. GRPO, arXiv 2503.20783).
+            keeps the difference (Dr. GRPO, arXiv 2503.20783).
 
     Returns:
         [B] float32. A group of equal rewards gives exact zeros. Example: rewards 1, 0, 0, 1 in one group with
@@ -152,7 +152,7 @@ ADVANTAGES.register("dr_grpo")(partial(group_advantages, scale=Scale.none))
 
 @ADVANTAGES.register("rloo")
 def rloo(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    """Each reward less the mean of the others in its group (RLOO, arXiv 2402.14740): 3, 0, 0 give 3, -1.5, -1.5."""
+    """Reward minus the mean of the others in its group (RLOO, arXiv 2402.14740). Rewards 3, 0, 0 give 3, -1.5, -1.5."""
     group, counts = _members(group_ids)
     _need_two(counts, "RLOO")
     return (_centered(rewards, group, counts) * (counts / (counts - 1))[group]).to(torch.float32)
@@ -160,15 +160,15 @@ def rloo(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
 @ADVANTAGES.register("leave_one_out_batch")
 def leave_one_out_batch(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    """Each reward less the mean of all others in the batch, whatever their prompt: 3, 0, 0 give 3, -1.5, -1.5."""
+    """Reward minus the mean of all others in the batch, over all prompts. Example: 3, 0, 0 give 3, -1.5, -1.5."""
     return rloo(rewards, torch.zeros_like(group_ids))
 
 
 @ADVANTAGES.register("reinforce_plus_plus_baseline")
 def reinforce_plus_plus_baseline(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    """Group-centred rewards, divided by their deviation over the batch (REINFORCE++-baseline, arXiv 2501.03262).
+    """Group-centered rewards, divided by their deviation over the batch (REINFORCE++-baseline, arXiv 2501.03262).
 
-    The deviation is over trajectories; verl's is over tokens, where a long trajectory counts more.
+    The deviation is over trajectories. verl's deviation is over tokens, so that long trajectories count more.
 
     Example: rewards 3, 1 in one group and 0, 0 in another give 1.225, -1.225, 0, 0.
     """
@@ -180,10 +180,10 @@ def reinforce_plus_plus_baseline(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
 @ADVANTAGES.register("remax")
 def remax(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    """Each reward less that of the greedy response to the same prompt (ReMax, arXiv 2310.10505, equation 6).
+    """Reward minus the reward of the greedy response to the same prompt (ReMax, arXiv 2310.10505, equation 6).
 
-    The last trajectory of each group is the greedy one. Its advantage is 0, and it is not trained on. Example: rewards
-    1, 0 and greedy 1 give 0, -1, 0.
+    The last trajectory of each group is the greedy response. Its advantage is 0, and the learner does not train on it.
+    Example: rewards 1, 0 and greedy 1 give 0, -1, 0.
     """
     group, counts = _members(group_ids)
     last = _largest(torch.arange(len(group)), group, len(counts))
@@ -191,7 +191,7 @@ def remax(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
 
 def _members(group_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """[B] index of each trajectory's group, and the groups' sizes."""
+    """Index of each trajectory's group, [B], and the sizes of the groups."""
     _, group, counts = torch.unique(group_ids, return_inverse=True, return_counts=True)
     return group, counts
 
@@ -201,7 +201,7 @@ def _group_sums(values: Tensor, group: Tensor, num_groups: int) -> Tensor:
 
 
 def _centered(rewards: Tensor, group: Tensor, counts: Tensor) -> Tensor:
-    """[B] float64, less the group's mean; exactly 0 where the whole group is equal."""
+    """Rewards minus the mean of their group, [B] float64; exactly 0 if all rewards of the group are equal."""
     values = rewards.to(torch.float64)
     centered = values - (_group_sums(values, group, len(counts)) / counts)[group]
     highest, lowest = (_largest(sign * values, group, len(counts)) for sign in (1, -1))
@@ -209,12 +209,12 @@ def _centered(rewards: Tensor, group: Tensor, counts: Tensor) -> Tensor:
 
 
 def _largest(values: Tensor, group: Tensor, num_groups: int) -> Tensor:
-    """[number of groups] largest of the [B] values in each."""
+    """Largest of the [B] values in each group, [number of groups]."""
     return values.new_zeros(num_groups).scatter_reduce_(0, group, values, "amax", include_self=False)
 
 
 def _smallest_deviation(largest: Tensor) -> Tensor:
-    """What values of this size are divided by at least."""
+    """Lower bound of the divisor for values of this size."""
     return (largest * _RELATIVE_DEVIATION).clamp(min=MIN_DEVIATION)
 
 
@@ -226,11 +226,10 @@ def _need_two(counts: Tensor, name: str) -> None:
 @ADVANTAGES.register("gae")
 @token_level
 def gae(batch: TokenRewards, config: AlgorithmConfig, total: SumOverRanks) -> TokenAdvantages:
-    """Generalised advantages of a critic's values, standardised over the batch's tokens where the option says so.
+    """Generalized advantages from a critic's values, standardized over the batch's tokens with ``whiten_advantages``.
 
-    See `generalized_advantages`; ``gamma``, ``gae_lambda`` and ``whiten_advantages`` are options. A trajectory cut at
-    the length limit ends like any other: nothing is bootstrapped after its last token. ``mask_truncated`` leaves it
-    out.
+    See `generalized_advantages`; ``gamma`` and ``gae_lambda`` are options. A truncated trajectory ends like any other
+    trajectory: its last token does not bootstrap from a value. ``mask_truncated`` leaves such trajectories out.
     """
     advantages, returns = generalized_advantages(
         batch.rewards, batch.values, batch.lengths, gamma=config.gamma, gae_lambda=config.gae_lambda
@@ -243,12 +242,12 @@ def gae(batch: TokenRewards, config: AlgorithmConfig, total: SumOverRanks) -> To
 @ADVANTAGES.register("reinforce_plus_plus")
 @token_level
 def reinforce_plus_plus(batch: TokenRewards, config: AlgorithmConfig, total: SumOverRanks) -> TokenAdvantages:
-    """The return from each token on, standardised over the batch's tokens (REINFORCE++, arXiv 2501.03262, section 3).
+    """The return-to-go, standardized over the batch's tokens (REINFORCE++, arXiv 2501.03262, section 3).
 
-    With ``kl_reward_coef`` β this is the paper's r - β Σ KL over the tokens from here on. Deviation: the paper's KL
-    is that of the policy before the update, ours that of the behaviour policy, which sampled the tokens.
+    With ``kl_reward_coef`` β this is the paper's r - β Σ KL over the remaining tokens. Deviation: the paper uses the KL
+    of the policy before the update. We use the KL of the behavior policy, which sampled the tokens.
 
-    Example: one-token trajectories with rewards 3, 0, 0 give 1.155, -0.577, -0.577, whatever their prompts.
+    Example: one-token trajectories with rewards 3, 0, 0 give 1.155, -0.577, -0.577, for any prompts.
     """
     returns = returns_to_go(batch.rewards, batch.lengths, gamma=config.gamma)
     return TokenAdvantages(advantages=standardized(returns, total), returns=returns)
@@ -263,18 +262,18 @@ def generalized_advantages(
     gae_lambda: float,
     last_values: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation over packed trajectories (GAE, arXiv 1506.02438, equations 11 to 16).
+    """Generalized advantage estimation over packed trajectories (GAE, arXiv 1506.02438, equations 11 to 16).
 
     A_t = δ_t + γ λ A_(t+1) with δ_t = r_t + γ V_(t+1) - V_t, from each trajectory's last token backwards.
 
     Args:
         rewards: [M] float, one per policy token, trajectories laid end to end.
         values: [M] float, the critic's value before each of these tokens.
-        lengths: [B] int64, policy tokens of each trajectory; they sum to M.
+        lengths: [B] int64, number of policy tokens of each trajectory; the sum is M.
         gamma: In [0, 1].
         gae_lambda: In [0, 1].
-        last_values: [B] float, the value after each trajectory's last token: 0 (the default) where it has ended, the
-            critic's value to bootstrap from where it was cut off.
+        last_values: [B] float, the value after each trajectory's last token: 0 (the default) for a finished trajectory,
+            the critic's value for a truncated trajectory that should bootstrap.
 
     Returns:
         Advantages [M] float64 and returns (advantages + values) [M] float64. Example: rewards 0, 1 and values
@@ -299,10 +298,11 @@ def returns_to_go(rewards: Tensor, lengths: Tensor, *, gamma: float) -> Tensor:
 
 
 def _sum_backwards(values: Tensor, ends: Tensor, factor: float) -> Tensor:
-    """S_t = v_t + factor · S_(t+1) of [M] float64 values, with nothing after the ``ends`` of trajectories; in place.
+    """Compute S_t = v_t + factor · S_(t+1) in place, for [M] float64 values; S is 0 after the ``ends``.
 
-    The values are cut into blocks, whatever trajectory they are of. Each step adds one value to every block, from the
-    last place to the first. What the blocks hand on to one another is a sum of the same kind, `_BLOCK` times shorter.
+    The values are split into blocks of equal length, regardless of trajectories. Each step adds one value to all
+    blocks, from the last position to the first. The sums carried between blocks follow the same recursion with
+    `_BLOCK` times fewer values.
     """
     whole = len(values) // _BLOCK
     inside, rest = values[: whole * _BLOCK].view(whole, _BLOCK), values[whole * _BLOCK :]
@@ -326,14 +326,14 @@ def _sum_backwards(values: Tensor, ends: Tensor, factor: float) -> Tensor:
 
 
 def standardized(values: Tensor, total: SumOverRanks) -> Tensor:
-    """Less the mean, divided by the sample deviation (n - 1, at least `MIN_DEVIATION`), over the tokens of all ranks.
+    """Subtract the mean and divide by the sample deviation (n - 1, at least `MIN_DEVIATION`), over all ranks' tokens.
 
-    This rank's ``values`` are [M] float64, and so is the result: zeros where all values are equal.
+    ``values`` are this rank's, [M] float64. Returns [M] float64; zeros if all values are equal.
     """
     count, sums = total(torch.tensor([len(values), float(values.sum())], dtype=torch.float64)).tolist()
     centered = values - sums / max(1.0, count)
     squares = float(total(centered.square().sum()[None]))
-    # Centring leaves rounding where values are equal: it is not an advantage.
+    # For equal values, only rounding errors remain after centering: they are not an advantage.
     largest = float(total(values.square().sum()[None])) / max(1.0, count)
     if count < 2 or squares / count <= 1e-24 * largest:
         return torch.zeros_like(values)
@@ -343,10 +343,10 @@ def standardized(values: Tensor, total: SumOverRanks) -> Tensor:
 class AdaptiveKLCoefficient:
     """Coefficient that steers a divergence towards a target (arXiv 1909.08593, section 2.2).
 
-    It starts at ``initial``; ``target`` is in nats per token, ``horizon`` in samples over which the coefficient
-    follows. Deviations: the divergence is the mean over a batch's tokens; the paper's is of whole continuations, and
-    verl's is the mean over sequences of their means. A batch counts as at most one horizon, so that one step changes
-    the coefficient by a fifth at most: beyond five horizons the paper's factor is negative.
+    The first value is ``initial``; ``target`` is in nats per token, ``horizon`` in samples. Deviations: the divergence
+    here is the mean over a batch's tokens. The paper uses the divergence of whole continuations, and verl the mean over
+    sequences of their means. A batch counts as at most one horizon, so one step changes the coefficient by at most a
+    fifth. In the paper, the factor is negative beyond five horizons.
     """
 
     def __init__(self, *, initial: float, target: float, horizon: int) -> None:
@@ -355,7 +355,7 @@ class AdaptiveKLCoefficient:
         self._horizon = horizon
 
     def update(self, measured: float, num_samples: int) -> float:
-        """Follow a step's divergence; returns the new coefficient. A divergence that is not finite changes nothing.
+        """Update the coefficient with a step's divergence and return it. Ignores a non-finite divergence.
 
         Example: 0.1 with target 6 and horizon 10000, after 256 samples at 12 nats, becomes 0.100512; after 60000
         samples at 0 nats it becomes 0.08.
@@ -369,13 +369,12 @@ class AdaptiveKLCoefficient:
 class BatchAdvantages:
     """Turns rewards into the column ``advantages``. Its methods are collectives over the data-parallel ranks.
 
-    A KL penalty in the rewards is that of the behaviour policy (deviation from InstructGPT, arXiv 2203.02155, and verl,
-    which take the policy before the update; AReaL's decoupled loss does as we do): it is on the distribution that the
-    tokens were drawn from, needs no forward, and is the same on-policy.
+    The KL penalty in the rewards uses the behavior policy, as in AReaL's decoupled loss. Deviation: InstructGPT (arXiv
+    2203.02155) and verl use the policy before the update. Our penalty is on the distribution that the tokens were
+    sampled from and does not need a forward pass. On-policy both are equal.
 
     Attributes:
-        kl_coefficient: The coefficient of the KL penalty in the rewards; it follows the divergence where
-            ``algorithm.kl_target`` is set.
+        kl_coefficient: The coefficient of the KL penalty in the rewards; adaptive if ``algorithm.kl_target`` is set.
     """
 
     def __init__(self, algorithm: AlgorithmConfig, mesh: LearnerMesh) -> None:
@@ -392,13 +391,13 @@ class BatchAdvantages:
         """Compute the advantages of this rank's sequences.
 
         Args:
-            sequences: This rank's share; with ``behavior_logprobs`` and ``reference_logprobs`` under
-                ``kl_reward_coef``, and with ``values`` where there is a critic.
-            rewards: Reward of each of this rank's trajectories; each sequence is a branch of one of them.
+            sequences: This rank's share. They have ``behavior_logprobs`` and ``reference_logprobs`` if
+                ``kl_reward_coef`` is set, and ``values`` if there is a critic.
+            rewards: Rewards of this rank's trajectories; each sequence is a branch of one trajectory.
 
         Returns:
-            The sequences with ``advantages``, under a token estimator with ``returns`` too, at the tokens in the loss;
-            and metrics, the same on every rank: under ``kl_reward_coef``, ``reward_kl`` in nats per token and
+            The sequences with ``advantages`` at the tokens in the loss, and with ``returns`` for a token estimator.
+            Also the metrics, the same on each rank: with ``kl_reward_coef``, ``reward_kl`` in nats per token and
             ``kl_reward_coef``.
         """
         lengths = torch.tensor([int(np.count_nonzero(s.loss_mask)) for s in sequences], dtype=torch.int64)
@@ -412,7 +411,7 @@ class BatchAdvantages:
             each = self._over_the_batch(outcomes.index_add(0, of_token, penalties, alpha=-1), keys)
             return _with_column(sequences, "advantages", each[of_token]), metrics
         of_turns = _rewards_of_turns(sequences)
-        outcomes = outcomes.index_add(0, of_token, of_turns, alpha=-1)  # they are part of what a trajectory earned
+        outcomes = outcomes.index_add(0, of_token, of_turns, alpha=-1)  # the rewards include them
         token_rewards = of_turns - penalties
         ends = lengths.cumsum(0) - 1
         token_rewards[ends[lengths > 0]] += outcomes[trajectory[lengths > 0]]
@@ -426,7 +425,7 @@ class BatchAdvantages:
     def _penalties(
         self, sequences: Sequence[TokenSequence], lengths: Tensor, *, num_trajectories: int
     ) -> tuple[Tensor, dict[str, float]]:
-        """[M] float64 KL penalty of each policy token, and what it says about the batch."""
+        """The KL penalty of each policy token, [M] float64, and its metrics over the batch."""
         if not self._algorithm.kl_reward_coef:
             return torch.zeros(int(lengths.sum()), dtype=torch.float64), {}
         coefficient = self.kl_coefficient.value
@@ -443,9 +442,9 @@ class BatchAdvantages:
         return coefficient * divergence, {"reward_kl": mean, "kl_reward_coef": coefficient}
 
     def _over_the_batch(self, outcomes: Tensor, keys: Tensor) -> Tensor:
-        """[B] float32 advantages of this rank's trajectories, estimated on those of all ranks.
+        """Advantages of this rank's trajectories, [B] float32, estimated on the trajectories of all ranks.
 
-        ``outcomes`` are [B] float64, ``keys`` [B, 2] int64: prompt group and place in the group.
+        ``outcomes`` are [B] float64, ``keys`` [B, 2] int64: prompt group and index in the group.
         """
         estimator = cast("OutcomeEstimator", self._estimator)
         dp_size, own = dist.get_world_size(self._mesh.dp_group), self._mesh.dp_rank
@@ -453,7 +452,7 @@ class BatchAdvantages:
         if dp_size > 1:
             shares = gather_rows((outcomes, keys), self._mesh.dp_group, self._mesh.device)
         all_outcomes, all_keys = (torch.cat(parts) for parts in zip(*shares, strict=True))
-        # Each group together and its trajectories in order, whichever ranks hold them.
+        # Sorted by group and by index in the group, independent of the ranks.
         order = torch.from_numpy(np.lexsort((all_keys[:, 1].numpy(), all_keys[:, 0].numpy())))
         everything = torch.empty(len(order), dtype=torch.float32)
         everything[order] = estimator(all_outcomes[order], all_keys[order, 0])
@@ -464,13 +463,13 @@ class BatchAdvantages:
 
 
 def _rewards_of_turns(sequences: Sequence[TokenSequence]) -> Tensor:
-    """[M] float64, rewards of turns at the tokens in the loss."""
+    """Rewards of turns at the tokens in the loss, [M] float64."""
     rewards = (np.zeros(len(s.input_ids)) if s.token_rewards is None else s.token_rewards for s in sequences)
     return _end_to_end(values[s.loss_mask] for s, values in zip(sequences, rewards, strict=True))
 
 
 def _policy_tokens(sequences: Sequence[TokenSequence], name: str) -> Tensor:
-    """[M] float64, a column at the tokens in the loss."""
+    """A column at the tokens in the loss, [M] float64."""
     return _end_to_end(sequence.columns[name][sequence.loss_mask] for sequence in sequences)
 
 
@@ -479,7 +478,7 @@ def _end_to_end(parts: Iterable[np.ndarray]) -> Tensor:
 
 
 def _with_column(sequences: Sequence[TokenSequence], name: str, values: Tensor) -> list[TokenSequence]:
-    """The sequences with a column that holds [M] values at the tokens in the loss, and 0 elsewhere."""
+    """Add a column to the sequences: [M] values at the tokens in the loss, 0 elsewhere."""
     if not sequences:
         return []
     column = np.zeros(sum(len(sequence.input_ids) for sequence in sequences), dtype=np.float32)

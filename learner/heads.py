@@ -1,7 +1,7 @@
-"""What the learner computes from a model's last hidden states, at chosen tokens of packed sequences.
+"""Heads: log-probs, values and rewards computed from a model's last hidden states, at chosen tokens.
 
-Each head is the module that FSDP shards as a whole: the Hugging Face model, and in ``forward`` the few numbers taken
-from it. Under Ulysses each rank holds part of the tokens; every sp rank returns the numbers of all of them.
+A head is the root module that FSDP shards. It contains the Hugging Face model, and its ``forward`` returns a few
+numbers per token. Under Ulysses each rank holds part of the tokens; all sp ranks return the numbers of all tokens.
 """
 
 from __future__ import annotations
@@ -30,27 +30,28 @@ from .ulysses import (
 )
 
 LINEAR = LogitShape()
-"""Logits that are the products of hidden states and output embedding."""
+"""Plain logits: the products of hidden states and output embedding."""
 
 
 class TrainableHead(Protocol):
-    """A head that an objective can be minimised through."""
+    """A head that supports training with an objective."""
 
     def inputs(self, batch: MicroBatch, *, entropy: bool = False) -> TokenInputs:
-        """Run the model and hand an objective what it reads, with entropies where it asks for them."""
+        """Run the model and return the inputs of an objective, with entropies if ``entropy`` is set."""
         ...
 
 
 class PackedHead(nn.Module):
-    """A Hugging Face model that runs on micro-batches, split over the sp ranks where there are several.
+    """A Hugging Face model that runs on micro-batches, which are split over the sp ranks.
 
-    The ``forward`` of a head takes a micro-batch on the model's device and returns [M] float32 tensors, one or more.
+    The ``forward`` of a head takes a micro-batch on the model's device and returns one or more [M] float32 tensors.
 
     Attributes:
-        pretrained: The model; its parameters are this module's.
-        attention: What computes attention; never ``auto``.
-        recurrent: Those of the model's layers that carry a state from token to token.
-        per_sequence: The head gives one number per sequence, not one per token in the loss; every token is packed.
+        pretrained: The model; it holds all parameters of this module.
+        attention: The attention kernel; never ``auto``.
+        recurrent: The model's layers that carry a state from token to token.
+        per_sequence: True if the head gives one number per sequence instead of one per token in the loss. Then all
+            tokens are packed.
     """
 
     per_sequence = False
@@ -62,7 +63,7 @@ class PackedHead(nn.Module):
         self.recurrent = RecurrentLayers(pretrained)
 
     def hidden_states(self, batch: MicroBatch) -> Tensor:
-        """Last hidden states [N, h] of a micro-batch on the model's device; this rank's part of them under Ulysses."""
+        """Last hidden states of a micro-batch on the model's device, [N, h]; under Ulysses, this rank's part."""
         sp_size = get_ulysses_sequence_parallel_world_size()
         input_ids, position_ids, padding = ulysses_pad_and_slice_inputs(
             batch.input_ids[None], batch.position_ids[None], sp_size
@@ -79,7 +80,7 @@ class PackedHead(nn.Module):
 
 
 def _backbone(pretrained: PreTrainedModel) -> nn.Module:
-    """The model without its output layer. Llama 4's text model calls it another name than its prefix says."""
+    """The model without its output layer. Llama 4's text model has a wrong ``base_model_prefix``."""
     backbone = cast("nn.Module", pretrained.base_model)
     return backbone if backbone is not pretrained else cast("nn.Module", pretrained.model)
 
@@ -87,8 +88,8 @@ def _backbone(pretrained: PreTrainedModel) -> nn.Module:
 class LogProbHead(PackedHead):
     """Log-probs of the tokens in the loss, and the entropies of their distributions.
 
-    The softmax ``temperature`` is that at sampling, > 0; logits of ``chunk_tokens`` tokens are held in float32 at a
-    time.
+    ``temperature`` > 0 is the softmax temperature at sampling. Float32 logits are computed in chunks of
+    ``chunk_tokens`` tokens.
     """
 
     def __init__(self, causal_lm: PreTrainedModel, *, temperature: float, chunk_tokens: int) -> None:
@@ -98,7 +99,7 @@ class LogProbHead(PackedHead):
         self.chunk_tokens = chunk_tokens
 
     def forward(self, batch: MicroBatch, *, entropy: bool = False) -> tuple[Tensor, ...]:
-        """Log-probs [M] float32, and where asked for entropies [M] float32 in nats."""
+        """Log-probs [M] float32, and with ``entropy`` also entropies [M] float32 in nats."""
         head = cast("nn.Linear", self.pretrained.get_output_embeddings())
 
         def scores(hidden: Tensor, index: Tensor | slice) -> tuple[Tensor, ...]:
@@ -117,7 +118,7 @@ class LogProbHead(PackedHead):
         return at_places(self.hidden_states(batch), batch.predict_index, scores)
 
     def inputs(self, batch: MicroBatch, *, entropy: bool = False) -> LossInputs:
-        """What a policy loss reads."""
+        """The inputs of a policy loss."""
         log_probs, *entropies = self(batch, entropy=entropy)
         return LossInputs(log_probs=log_probs, entropy=next(iter(entropies), None), **_token_inputs(batch, log_probs))
 
@@ -125,8 +126,8 @@ class LogProbHead(PackedHead):
 class ValueHead(PackedHead):
     """The critic's value of the state before each token in the loss.
 
-    The classifier's head is applied to the last hidden states as they are: a dropout before it is left out, since
-    values and returns must come from one function.
+    The classifier's head is applied directly to the last hidden states. A dropout before it is skipped, since values
+    and returns must come from the same function.
     """
 
     def forward(self, batch: MicroBatch) -> tuple[Tensor, ...]:
@@ -134,7 +135,7 @@ class ValueHead(PackedHead):
         return _scores_at(self, batch, batch.predict_index)
 
     def inputs(self, batch: MicroBatch, *, entropy: bool = False) -> ValueInputs:
-        """What the critic's objective reads."""
+        """The inputs of the critic's objective."""
         (values,) = self(batch)
         return ValueInputs(values=values, **_token_inputs(batch, values))
 
@@ -150,9 +151,9 @@ class RewardHead(PackedHead):
 
 
 def _scores_at(head: PackedHead, batch: MicroBatch, places: Tensor) -> tuple[Tensor, ...]:
-    """A classifier's number at [M] packed places, the same on all sp ranks; in float32, whatever type the model has.
+    """A classifier's output at [M] packed positions, the same on all sp ranks, in float32 for any model dtype.
 
-    bfloat16 would round values and scores to three digits: 100.4 to 100.5, and small advantages to nothing.
+    bfloat16 would round values and scores to three digits: 100.4 to 100.5, and small advantages to zero.
     """
     linear = cast("nn.Linear", getattr(head.pretrained, SCORE_HEAD))
 
@@ -164,7 +165,7 @@ def _scores_at(head: PackedHead, batch: MicroBatch, places: Tensor) -> tuple[Ten
 
 
 def _token_inputs(batch: MicroBatch, values: Tensor) -> dict[str, Any]:
-    """The fields of `TokenInputs`. An empty micro-batch knows no names of columns: it has all, without entries."""
+    """The fields of `TokenInputs`. For an empty micro-batch, each column name gives an empty tensor."""
     columns = batch.columns if len(values) else defaultdict(values.detach)
     lengths = batch.trajectory_lengths
     return {"trajectory_index": batch.trajectory_index, "trajectory_lengths": lengths, "columns": columns}
@@ -173,11 +174,11 @@ def _token_inputs(batch: MicroBatch, values: Tensor) -> dict[str, Any]:
 def at_places(
     hidden: Tensor, places: Tensor, compute: Callable[[Tensor, Tensor | slice], tuple[Tensor, ...]]
 ) -> tuple[Tensor, ...]:
-    """Compute something from the hidden states at chosen packed places, each on the rank where it lies.
+    """Apply ``compute`` to the hidden states at chosen packed positions, each on the rank that holds it.
 
-    ``hidden`` is [N, h], under Ulysses this rank's part of it; the [M] int64 ``places`` are the same on all sp ranks.
-    ``compute`` gives some [m] tensors from [m, h] hidden states and their index into ``places``. Returns these tensors
-    at all places, [M], on every sp rank.
+    ``hidden`` is [N, h], under Ulysses this rank's part. The positions ``places`` [M] int64 are the same on all sp
+    ranks. ``compute`` maps [m, h] hidden states and their index into ``places`` to one or more [m] tensors. Returns
+    these tensors at all positions, [M], on each sp rank.
     """
     if get_ulysses_sequence_parallel_world_size() == 1:
         return compute(hidden.index_select(0, places), slice(None))
@@ -185,7 +186,7 @@ def at_places(
     mine = (local >= 0) & (local < len(hidden))
     values = torch.stack(compute(hidden.index_select(0, local[mine]), mine), dim=-1)
     spread = values.new_zeros(len(hidden), values.shape[-1]).index_copy(0, local[mine], values)
-    # Every sp rank computes the same loss from what it collects, so its own part of the gradient is all it needs.
+    # All sp ranks compute the same loss from the gathered values, so each rank needs only its own part of the gradient.
     everyone = gather_outputs_and_unpad(spread, gather_dim=0, grad_scaler=False)
     return tuple(value.clone() for value in everyone.index_select(0, places).unbind(-1))
 
@@ -204,12 +205,12 @@ def chunked_log_probs(
     """Log-prob of each target, and the entropy of the distribution it was drawn from.
 
     The distribution is softmax(logits / temperature), as at sampling, before any top-p or top-k. Logits are computed
-    chunk by chunk and again in the backward pass; differentiable in hidden, weight and bias. They are summed in float32
-    and never rounded to a half precision, which would move log-probs by up to 0.06 nats.
+    chunk by chunk, and recomputed in the backward pass. Gradients flow to hidden, weight and bias. Logits are float32
+    and never rounded to half precision: rounding would change log-probs by up to 0.06 nats.
 
-    The targets [M] int64 are predicted by the states ``hidden`` [M, h] of any float type, and ``weight`` [V, h] and
-    ``bias`` [V] or None are the output embedding. Logits of ``chunk_tokens`` tokens are held in float32 at a time;
-    ``entropy`` takes one more pass over them. ``shape`` makes logits of the products of states and embedding.
+    ``targets`` are [M] int64, ``hidden`` [M, h] of any float dtype are the states that predict them. ``weight`` [V, h]
+    and ``bias`` [V] or None are the output embedding. Only the float32 logits of ``chunk_tokens`` tokens are in memory
+    at a time. ``entropy`` takes one more pass over the logits. ``shape`` is the model's `LogitShape`.
 
     Returns:
         Log-probs [M] float32, each <= 0, and entropies [M] float32 in nats, or None.
@@ -255,7 +256,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, normalizer, entropy = ctx.saved_tensors
-        # A frozen output layer, as with adapters, gets no gradient: its product costs as much as the one for `hidden`.
+        # A frozen output layer, as with adapters, needs no gradient; computing it would double the cost.
         to_hidden, to_weight, to_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.zeros_like(hidden) if to_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if to_weight else None
@@ -289,19 +290,19 @@ class _ChunkedLogProbs(torch.autograd.Function):
 
 
 def _factor(weight: Tensor) -> Tensor:
-    """The weight as `_product` takes it: the CPU has no product of half precision that gives float32."""
+    """The weight in the dtype for `_product`. The CPU does not support half-precision products with float32 results."""
     return weight if weight.is_cuda else weight.float()
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
-    """Matrix product in float32, of factors that may be in half precision."""
+    """Matrix product in float32; the factors may be in half precision."""
     if left.is_cuda and left.dtype is not torch.float32:
         return torch.mm(left, right, out_dtype=torch.float32)
     return left.float() @ right.float()
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add a matrix product in float32; in place, where the factors are float32 or may be made so."""
+    """Add a float32 matrix product to ``total`` in place."""
     if left.is_cuda and left.dtype is not torch.float32:
         total += torch.mm(left, right, out_dtype=torch.float32)
     else:
@@ -309,7 +310,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def _logits(hidden: Tensor, factor: Tensor, bias: Tensor | None, shape: LogitShape) -> Tensor:
-    """[n, V] float32 logits, before the temperature."""
+    """Logits before the temperature, [n, V] float32."""
     logits = _product(hidden, factor.t())
     if bias is not None:
         logits += bias
@@ -319,7 +320,7 @@ def _logits(hidden: Tensor, factor: Tensor, bias: Tensor | None, shape: LogitSha
 def _logits_gradient(
     all_log_probs: Tensor, targets: Tensor, entropy: Tensor, grad_log_probs: Tensor | None, grad_entropy: Tensor | None
 ) -> Tensor:
-    """Gradient at the tempered logits: g (1[target] - p) from the log-prob, -g p (log p + H) from the entropy."""
+    """Gradient with respect to logits / temperature: g (1[target] - p) by log-prob, -g p (log p + H) by entropy."""
     probs = all_log_probs.exp()
     grad = torch.zeros_like(probs)
     if grad_log_probs is not None:

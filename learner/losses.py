@@ -1,9 +1,9 @@
-"""What a role learns: policy losses, off-policy corrections and KL estimators, and the objectives made of them.
+"""Policy losses, off-policy corrections, KL estimators, and the objectives of the roles.
 
-A loss is one number per token of a micro-batch. It does not depend on the ranks: `token_weights` give each token its
-share of the whole batch, so the sum is the same however the batch is split. With w = proximal ÷ behaviour, a token's
-importance weight is w, and its trajectory's weight is the product over the trajectory; no gradient flows through
-weights. The KL estimators follow http://joschu.net/blog/kl-approx.html. Letter: M tokens in the loss of a micro-batch.
+A loss function gives one number per token of a micro-batch. `token_weights` gives each token its share of the whole
+batch, so the sum does not depend on micro-batches or ranks. With w = proximal ÷ behavior, the importance weight of a
+token is w, and the weight of a trajectory is the product over its tokens. No gradient flows through weights. The KL
+estimators follow http://joschu.net/blog/kl-approx.html. Letter: M tokens in the loss of a micro-batch.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from asyncrl.core.registry import Registry
 from .config import Aggregation, AlgorithmConfig, Anchor, KLEstimator, Mask, Weight
 
 MAX_LOG_WEIGHT = 20.0
-"""Logarithms of ratios and weights are cut here, so that they and their gradients stay finite (e^20 is 5e8)."""
+"""Bound of the logarithms of ratios and weights, so that values and gradients stay finite (e^20 is 5e8)."""
 
 MAX_LOW_VARIANCE = 10.0
-"""Largest value, either way, of the ``low_variance`` estimator."""
+"""Largest absolute value of the ``low_variance`` estimator."""
 
 _SERIES_UP_TO = 0.05
 _SQUARE = "_squared"
@@ -33,15 +33,15 @@ _OF_SEQUENCES = (Mask.sequence, Mask.geometric, Mask.k3)
 
 @dataclass(frozen=True, kw_only=True)
 class TokenInputs:
-    """What every objective sees of a micro-batch.
+    """The inputs of all objectives for a micro-batch.
 
     Attributes:
-        trajectory_index: [M] int64, trajectory of each token, counted within the micro-batch.
-        trajectory_lengths: [number of trajectories] int64, tokens in the loss of each, on all its branches.
-        columns: [M] float32 by name: ``behavior_logprobs`` and ``advantages`` in RL, ``reference_logprobs`` where
-            there is a KL penalty, ``values`` and ``returns`` where there is a critic. A loss of your own also gets
-            every token column of the prompt groups under its own name, [M, …] float32, 0 where a group has none:
-            ``token_ids``, ``logprobs``, ``versions``, and what your engine or environment adds.
+        trajectory_index: [M] int64, index of each token's trajectory within the micro-batch.
+        trajectory_lengths: [number of trajectories] int64, tokens in the loss of each trajectory, on all its branches.
+        columns: [M] float32 by name: ``behavior_logprobs`` and ``advantages`` in RL, ``reference_logprobs`` with a KL
+            penalty, ``values`` and ``returns`` with a critic. Your own loss also gets all token columns of the prompt
+            groups, [M, …] float32, 0 if a group does not have the column: ``token_ids``, ``logprobs``, ``versions``,
+            and columns that your engine or environment adds.
     """
 
     trajectory_index: Tensor
@@ -51,12 +51,12 @@ class TokenInputs:
 
 @dataclass(frozen=True, kw_only=True)
 class LossInputs(TokenInputs):
-    """What a policy loss sees of a micro-batch.
+    """The inputs of a policy loss for a micro-batch.
 
     Attributes:
         log_probs: [M] float32, with gradient.
-        entropy: [M] float32, with gradient; None where neither ``entropy_coef`` nor ``report_entropy`` asks for it.
-        one_update: Whether the step makes one optimizer update. Then the proximal policy is the policy itself.
+        entropy: [M] float32, with gradient; None if ``entropy_coef`` is 0 and ``report_entropy`` is off.
+        one_update: Whether the step makes a single optimizer update. Then the proximal policy is the policy itself.
     """
 
     log_probs: Tensor
@@ -65,9 +65,9 @@ class LossInputs(TokenInputs):
 
     @property
     def proximal_logprobs(self) -> Tensor:
-        """[M] log-probs before the step, without gradient.
+        """Log-probs before the step, [M], without gradient.
 
-        Raises `ValueError` if the step makes several updates and no option asked for them.
+        Raises `ValueError` if the step makes several updates and no option requests these log-probs.
         """
         if "proximal_logprobs" not in self.columns and self.one_update:
             return self.log_probs.detach()
@@ -76,13 +76,14 @@ class LossInputs(TokenInputs):
         except KeyError:
             raise ValueError(
                 "algorithm.anchor must be proximal for a loss that reads proximal_logprobs in a step of several "
-                "updates, got behavior: nothing scored them before the first update; set it"
+                "updates, got behavior: the learner did not compute them before the first update; set "
+                "algorithm.anchor=proximal"
             ) from None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ValueInputs(TokenInputs):
-    """What the critic's objective sees of a micro-batch.
+    """The inputs of the critic's objective for a micro-batch.
 
     Attributes:
         values: [M] float32, with gradient.
@@ -93,11 +94,11 @@ class ValueInputs(TokenInputs):
 
 @dataclass(frozen=True, kw_only=True)
 class LossTerms:
-    """What a loss gives back.
+    """The result of a loss.
 
     Attributes:
         per_token: [M] float32, with gradient.
-        metrics: [M] float32 by name, without gradient; each is reported as its mean over the batch's tokens.
+        metrics: [M] float32 by name, without gradient; the learner reports the mean over the batch's tokens.
     """
 
     per_token: Tensor
@@ -105,7 +106,7 @@ class LossTerms:
 
 
 PolicyLoss: TypeAlias = Callable[[LossInputs, AlgorithmConfig], LossTerms]
-"""A loss by its options."""
+"""Maps inputs and options to the loss of each token."""
 
 LOSSES: Registry[PolicyLoss] = Registry("algorithm.loss")
 
@@ -113,16 +114,16 @@ _BY_TOKEN: set[PolicyLoss] = set()
 
 
 def by_token(loss: PolicyLoss) -> PolicyLoss:
-    """Decorator that marks a loss whose value at a token depends on that token alone.
+    """Mark a loss whose value at a token depends only on that token (decorator).
 
-    A loss without the mark gets whole trajectories: all branches of one must fit into one micro-batch.
+    Other losses get whole trajectories: all branches of a trajectory must fit into one micro-batch.
     """
     _BY_TOKEN.add(loss)
     return loss
 
 
 def anchor_log_probs(inputs: LossInputs, config: AlgorithmConfig) -> Tensor:
-    """[M] log-probs in the denominator of the ratio, of the policy that ``algorithm.anchor`` names."""
+    """Log-probs in the denominator of the ratio, [M], from the policy that ``algorithm.anchor`` names."""
     return inputs.columns["behavior_logprobs"] if config.anchor is Anchor.behavior else inputs.proximal_logprobs
 
 
@@ -132,8 +133,8 @@ def ppo_clip(inputs: LossInputs, config: AlgorithmConfig) -> LossTerms:
     """PPO's clipped surrogate (arXiv 1707.06347, equation 7).
 
     -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) with r = policy / anchor. Deviation: the paper's anchor is the
-    policy before the update. ``anchor=behavior``, the default, is the policy that sampled the token, whichever version
-    that was: then the clip bounds the lag too, also with one optimizer update per batch. ``anchor=proximal`` with
+    policy before the update. ``anchor=behavior``, the default, is the policy that sampled the token, of any version.
+    Then the clip also bounds the effect of lag, even with one optimizer update per batch. ``anchor=proximal`` with
     ``weight=token`` is decoupled PPO (arXiv 2110.00641, equation 5; AReaL, arXiv 2505.24298). ``clip_high > clip_low``
     is clip-higher (DAPO, arXiv 2503.14476, section 3.1). ``dual_clip`` c bounds the loss at -c A where A < 0 (arXiv
     1912.09729).
@@ -160,10 +161,10 @@ def _clipped(ratio: Tensor, advantages: Tensor, config: AlgorithmConfig) -> Loss
 def gspo(inputs: LossInputs, config: AlgorithmConfig) -> LossTerms:
     """Clipped surrogate of sequence ratios (GSPO-token, arXiv 2507.18071, equations 7 and 13 to 14).
 
-    The ratio of a trajectory is the geometric mean of its tokens' ratios; a token's ratio has this value, and the
-    gradient of its own log-prob. The paper means ``aggregation=sequence_mean``, bounds near 3e-4 and 4e-4, several
-    updates per step, and ``anchor=proximal``: the log-probs of an engine differ from the learner's by more than these
-    bounds under the same weights.
+    The ratio of a trajectory is the geometric mean of its tokens' ratios. A token's ratio has this value and the
+    gradient of the token's log-prob. The paper uses ``aggregation=sequence_mean``, bounds near 3e-4 and 4e-4, and
+    several updates per step. These bounds need ``anchor=proximal``: under the same weights, the log-probs of engine and
+    learner differ by more than these bounds.
 
     Example: two tokens with ratios 4 and 1 both have ratio 2.
     """
@@ -176,9 +177,9 @@ def gspo(inputs: LossInputs, config: AlgorithmConfig) -> LossTerms:
 @LOSSES.register("cispo")
 @by_token
 def cispo(inputs: LossInputs, config: AlgorithmConfig) -> LossTerms:
-    """REINFORCE weighted by the clipped ratio; every token keeps its gradient (CISPO, arXiv 2506.13585, equation 4).
+    """REINFORCE weighted by the clipped ratio; all tokens keep their gradient (CISPO, arXiv 2506.13585, equation 4).
 
-    -sg(clip(r, 1 - clip_low, 1 + clip_high)) A log policy. The paper leaves the ratio unbounded below:
+    -sg(clip(r, 1 - clip_low, 1 + clip_high)) A log policy. The paper does not bound the ratio from below:
     ``clip_low=1``.
 
     Example: ratio 1.5, advantage 2, clip 0.2 give a gradient of -2.4 at the log-prob.
@@ -194,7 +195,7 @@ def cispo(inputs: LossInputs, config: AlgorithmConfig) -> LossTerms:
 @LOSSES.register("reinforce")
 @by_token
 def reinforce(inputs: LossInputs, config: AlgorithmConfig) -> LossTerms:
-    """-A log policy (Williams, 1992): the teaching baseline. Without a correction every batch counts as on-policy."""
+    """-A log policy (Williams, 1992): a baseline. Without a correction it treats all batches as on-policy."""
     return LossTerms(per_token=-inputs.columns["advantages"] * inputs.log_probs)
 
 
@@ -215,16 +216,16 @@ def token_weights(
 
     Args:
         inputs: A micro-batch.
-        aggregation: ``token_mean``: every token of the batch counts the same. ``sequence_mean``: every trajectory
-            counts the same, whatever its branches, and every token within it. ``sequence_sum_norm``: every token
-            counts 1 / (trajectories * ``sequence_norm_tokens``), whatever the length of its trajectory (Dr. GRPO,
-            arXiv 2503.20783, section 3.2).
+        aggregation: ``token_mean``: all tokens of the batch have the same weight. ``sequence_mean``: all trajectories
+            have the same weight, regardless of branches, and all tokens within a trajectory. ``sequence_sum_norm``:
+            each token has weight 1 / (trajectories * ``sequence_norm_tokens``), regardless of the length of its
+            trajectory (Dr. GRPO, arXiv 2503.20783, section 3.2).
         num_tokens: Tokens in the loss of the whole batch, over all micro-batches and ranks.
-        num_trajectories: Its trajectories with at least one such token.
+        num_trajectories: Trajectories of the whole batch with at least one token in the loss.
         sequence_norm_tokens: The constant L of ``sequence_sum_norm``, in tokens.
 
     Returns:
-        [M] float32; for the two means they sum to 1 over the whole batch.
+        [M] float32; for the two means the sum over the whole batch is 1.
     """
     if aggregation is Aggregation.token_mean:
         return torch.full_like(inputs.trajectory_index, 1.0 / max(1, num_tokens), dtype=torch.float32)
@@ -235,16 +236,16 @@ def token_weights(
 
 
 def importance_weights(log_weights: Tensor, inputs: TokenInputs, config: AlgorithmConfig) -> Tensor:
-    """Factors of the token losses of a micro-batch: ``algorithm.weight``, before any mask.
+    """Factors of the token losses of a micro-batch by ``algorithm.weight``, before masking.
 
     Args:
-        log_weights: [M] float32, proximal minus behaviour log-prob.
-        inputs: Which trajectory each token belongs to; a sequence is a whole trajectory here.
-        config: ``weight`` chooses; ``weight_cap`` c > 0 truncates each factor to min(factor, c).
+        log_weights: [M] float32, proximal minus behavior log-prob.
+        inputs: The trajectory of each token; here a sequence is a whole trajectory.
+        config: ``weight`` selects the factor; ``weight_cap`` c > 0 truncates it to min(factor, c).
 
             - ``none``: 1.
-            - ``token``: w. Not truncated, this is the factor of decoupled PPO (arXiv 2110.00641, equation 5; AReaL,
-              arXiv 2505.24298); truncated, it is TIS (Yao et al. 2025, https://fengyao.notion.site/off-policy-rl;
+            - ``token``: w. Without truncation this is the factor of decoupled PPO (arXiv 2110.00641, equation 5; AReaL,
+              arXiv 2505.24298). With truncation it is TIS (Yao et al. 2025, https://fengyao.notion.site/off-policy-rl;
               arXiv 2510.26788), V-trace's rho (arXiv 1802.01561, equation 1).
             - ``sequence``: the product of w over the sequence, the same for all its tokens.
 
@@ -262,23 +263,23 @@ def importance_weights(log_weights: Tensor, inputs: TokenInputs, config: Algorit
 
 
 def kept_tokens(log_weights: Tensor, inputs: TokenInputs, config: AlgorithmConfig) -> Tensor:
-    """Which tokens of a micro-batch pass every rule of ``algorithm.masks``.
+    """Which tokens of a micro-batch pass all rules of ``algorithm.masks``.
 
-    A token that fails one has no loss; a KL penalty and an entropy bonus stay. The shares of the other tokens stay as
-    they are, as in IcePop's objective. Deviation from verl, which divides by what is kept.
+    A token that fails a rule has policy loss 0; its KL penalty and entropy bonus remain. The shares of the other tokens
+    do not change, as in IcePop's objective. Deviation: verl divides by the number of kept tokens.
 
     Args:
-        log_weights: [M] float32, proximal minus behaviour log-prob.
-        inputs: Which trajectory each token belongs to.
+        log_weights: [M] float32, proximal minus behavior log-prob.
+        inputs: The trajectory of each token.
         config: ``masks`` with their bounds.
 
             - ``token``: w of the token is inside ``token_band`` (IcePop, in Ring-1T, arXiv 2510.18855, with [0.5, 5]).
             - ``sequence``: the product of w over the trajectory is inside ``sequence_band`` (masked importance
               sampling, MIS: Liu et al. 2025, https://richardli.xyz/rl-collapse; arXiv 2510.26788, with at most 2).
             - ``geometric``: the geometric mean of w over the trajectory is inside ``geometric_band``. The band does
-              not depend on the length, and must be narrow: a mean of 1.01 over 100 tokens is a product of 2.7 (verl's
+              not depend on the length and must be narrow: a mean of 1.01 over 100 tokens is a product of 2.7 (verl's
               rollout correction, with [0.999, 1.001]).
-            - ``k3``: the mean over the trajectory of w - 1 - log w, which estimates KL(behaviour ‖ proximal), is at
+            - ``k3``: the mean over the trajectory of w - 1 - log w, which estimates KL(behavior ‖ proximal), is at
               most ``k3_max`` (trust region masking, arXiv 2512.23075; verl's ``seq_mean_k3``, with 0.01).
 
     Returns:
@@ -310,20 +311,20 @@ def _trajectory_sums(values: Tensor, inputs: TokenInputs) -> Tensor:
 
 
 def trajectory_means(values: Tensor, inputs: TokenInputs) -> Tensor:
-    """[number of trajectories] means of [M] values over each, 0 for one without tokens; differentiable."""
+    """Means of [M] values over each trajectory, [number of trajectories]; 0 without tokens. Differentiable."""
     return _trajectory_sums(values, inputs) / inputs.trajectory_lengths.clamp(min=1)
 
 
 def effective_sample_size(mean_weight: float, mean_square: float) -> float:
-    """Share of the batch that weighted samples are worth, (E w)² ÷ E w² (Kong, 1992), in (0, 1].
+    """Effective sample size as a share of the batch, (E w)² ÷ E w² (Kong, 1992), in (0, 1].
 
-    Example: weights 1, 1, 1, 1 are worth 1.0 of the batch, weights 2, 0, 0, 0 are worth 0.25.
+    Example: weights 1, 1, 1, 1 give 1.0; weights 2, 0, 0, 0 give 0.25.
     """
     return mean_weight**2 / mean_square if mean_square > 0 else 0.0
 
 
 def bounded_exp(log_weights: Tensor) -> Tensor:
-    """Exponential of logarithms within ± `MAX_LOG_WEIGHT`; constant, without gradient, outside."""
+    """Exponential with its argument clamped to ± `MAX_LOG_WEIGHT`; outside, constant and without gradient."""
     return log_weights.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT).exp()
 
 
@@ -334,9 +335,9 @@ def kl_penalty(log_probs: Tensor, reference_logprobs: Tensor, estimator: KLEstim
         log_probs: [M] policy log-probs.
         reference_logprobs: [M] reference log-probs of the same tokens.
         estimator: With d = reference - policy: ``k1`` is -d (unbiased, may be negative), ``k2`` d² / 2, ``k3``
-            exp(d) - 1 - d (unbiased, never negative) with d within ±20, so that one token that the policy has all but
-            given up cannot give an infinite loss, ``low_variance`` is ``k3`` with the value within ±10 too. As a loss
-            only ``k2`` has the gradient of the divergence in expectation, on tokens that the policy itself sampled.
+            exp(d) - 1 - d (unbiased, never negative), ``low_variance`` is ``k3`` with the value also clamped to ±10.
+            ``k3`` clamps d to ±20, so that a token with a very small policy probability does not give an infinite loss.
+            As a loss, only ``k2`` has the gradient of the divergence in expectation, on tokens sampled by the policy.
 
     Returns:
         [M] nats. Example: policy -1, reference -2 give 1, 0.5, 0.368, 0.368.
@@ -351,7 +352,7 @@ def kl_penalty(log_probs: Tensor, reference_logprobs: Tensor, estimator: KLEstim
 
 
 def k3(log_ratio: Tensor) -> Tensor:
-    """exp(d) - 1 - d, by its series where d is small and the difference would cancel; >= 0, d is cut at ±20."""
+    """exp(d) - 1 - d >= 0, with d clamped to ±20. Small d use the series, since the difference would cancel."""
     bounded = log_ratio.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT)
     series = bounded.square() / 2 * (1 + bounded / 3 * (1 + bounded / 4 * (1 + bounded / 5)))
     return torch.where(bounded.abs() < _SERIES_UP_TO, series, bounded.expm1() - bounded)
@@ -359,16 +360,16 @@ def k3(log_ratio: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Objective:
-    """What a trainer minimises.
+    """The objective that a trainer minimizes.
 
     Attributes:
-        loss: Gives each token of a micro-batch its loss, from what the role's head computes.
-        aggregation: How token losses become the loss of the batch.
+        loss: Maps the inputs from the role's head to the loss of each token of a micro-batch.
+        aggregation: How token losses are aggregated to the loss of the batch.
         sequence_norm_tokens: See `token_weights`.
         needs_entropy: Whether the loss or its metrics read the entropy.
-        needs_proximal: Whether a step scores ``proximal_logprobs`` before its first update.
-        needs_trajectories: Whether the loss of a token reads its trajectory's other tokens, on all branches.
-        summarize: Turns a step's mean metrics into those that are reported.
+        needs_proximal: Whether a step computes ``proximal_logprobs`` before its first update.
+        needs_trajectories: Whether the loss of a token reads other tokens of its trajectory, on all branches.
+        summarize: Converts a step's mean metrics to the reported metrics.
     """
 
     loss: Callable[[Any], LossTerms]
@@ -381,7 +382,7 @@ class Objective:
 
 
 def policy_objective(config: AlgorithmConfig) -> Objective:
-    """The loss that ``config`` names with the terms around it; raises `ValueError` if there is no such loss."""
+    """The loss that ``config`` names, with correction, KL penalty and entropy bonus. `ValueError` for unknown names."""
     policy_loss = LOSSES.get(config.loss)
 
     def loss(inputs: LossInputs) -> LossTerms:
@@ -420,20 +421,20 @@ def policy_objective(config: AlgorithmConfig) -> Objective:
 
 
 def behavior_metrics(inputs: LossInputs) -> dict[str, Tensor]:
-    """How far the policy is from the one that sampled, [M] each.
+    """Metrics of the distance between policy and behavior policy, [M] each.
 
-    ``ratio`` policy ÷ behaviour and its square, and ``behavior_kl``: KL(behaviour ‖ policy) in nats by the k3
-    estimator, r - 1 - log r with log r within ±20, each value >= 0.
+    ``ratio`` is policy ÷ behavior, reported with its square. ``behavior_kl`` is KL(behavior ‖ policy) in nats by the k3
+    estimator: r - 1 - log r with log r clamped to ±20, each value >= 0.
     """
     log_ratio = inputs.log_probs.detach() - inputs.columns["behavior_logprobs"]
     return _with_square("ratio", bounded_exp(log_ratio)) | {"behavior_kl": k3(log_ratio)}
 
 
 def summarized(metrics: dict[str, float]) -> dict[str, float]:
-    """Turn the means of squared weights, over the batch's tokens, into effective sample sizes.
+    """Convert the batch means of weights and squared weights to effective sample sizes.
 
-    These are ``effective_sample_size`` (of policy ÷ behaviour) and, under a correction, ``importance_sample_size`` (of
-    the weights applied), each a share of the batch in (0, 1].
+    ``effective_sample_size`` is for policy ÷ behavior. ``importance_sample_size`` is for the applied weights, with a
+    correction only. Both are shares of the batch in (0, 1].
     """
     sizes = {
         size: effective_sample_size(metrics[name], metrics[name + _SQUARE])
@@ -448,7 +449,7 @@ def _with_square(name: str, values: Tensor) -> dict[str, Tensor]:
 
 
 def value_objective(clip: float) -> Objective:
-    """The critic's objective: `value_loss` with this ``clip``, every token of the batch counting the same."""
+    """The critic's objective: `value_loss` with this ``clip``, averaged over the batch's tokens."""
 
     def loss(inputs: ValueInputs) -> LossTerms:
         values, returns = inputs.values, inputs.columns["returns"]
@@ -470,27 +471,27 @@ def value_objective(clip: float) -> Objective:
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float) -> tuple[Tensor, Tensor]:
     """Squared error of the values, with PPO's clipping (the loss of OpenAI's ``baselines`` ppo2; arXiv 2005.12729, 3).
 
-    half of max((v - R)², (clip(v, old - c, old + c) - R)²): a value that has left the interval towards the return gets
-    no gradient. All are [M] float32: ``values`` v with gradient, ``old_values`` before the step, ``returns`` R.
-    ``clip`` is c > 0; 0 does not clip. Returns [M] float32 losses, and [M] bool where the clipped error is the larger
-    one. Example: value 1, old value 0, return 2 and c 0.2 give 0.5 · 1.8² = 1.62, clipped.
+    The loss is half of max((v - R)², (clip(v, old - c, old + c) - R)²). A value that has left the interval towards the
+    return gets no gradient. All are [M] float32: ``values`` v with gradient, ``old_values`` before the step,
+    ``returns`` R. ``clip`` is c > 0; 0 does not clip. Returns [M] float32 losses, and [M] bool, True if the clipped
+    error is larger. Example: value 1, old value 0, return 2 and c 0.2 give 0.5 · 1.8² = 1.62, clipped.
     """
     loss = (values - returns).square()
     if not clip:
         return 0.5 * loss, torch.zeros_like(values, dtype=torch.bool)
     moved = values - old_values
     outside = moved.abs() > clip
-    # Not clamp alone: inside the interval old + (v - old) differs from v in the last bit, which would count as clipped.
+    # Inside the interval, old + (v - old) may differ from v in the last bit and count as clipped; so take v itself.
     near = torch.where(outside, old_values + moved.clamp(-clip, clip), values)
     clipped = (near - returns).square()
     return 0.5 * torch.maximum(loss, clipped), outside & (clipped > loss)
 
 
 def _value_summary(metrics: dict[str, float]) -> dict[str, float]:
-    """``value_loss``, and ``explained_variance``: 1 - variance of return less value ÷ variance of the return."""
+    """Report ``value_loss`` and ``explained_variance``: 1 - variance of (return - value) ÷ variance of the return."""
     variance = metrics["return_mean_squared"] - metrics["return_mean"] ** 2
     left = metrics["error_squared"] - metrics["error"] ** 2
-    # A variance below rounding counts as none.
+    # A variance below the rounding error counts as 0.
     explained = 1.0 - left / variance if variance > 1e-12 * metrics["return_mean_squared"] else 0.0
     hidden = ("loss", "error", "error_squared", "return_mean_squared")
     kept = {name: value for name, value in metrics.items() if name not in hidden}

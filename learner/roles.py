@@ -1,6 +1,6 @@
-"""The learner's roles as data: the model of each, what it scores, what it learns, and which scores it reads.
+"""The learner's roles as data: the model of each role, its column of scores, its objective, and the columns it reads.
 
-Another role, such as a distillation teacher, is one more entry. Importing this module loads no torch.
+A new role, such as a distillation teacher, is one more entry. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from .losses import Objective
 
 Scores = Mapping[SampleKey, np.ndarray]
-"""[tokens in the loss] float32 per trajectory, branch after branch."""
+"""Scores of each trajectory, branch after branch: [tokens in the loss] float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,12 +35,12 @@ class Role:
         name: Example: ``critic``.
         load: Loads the model, as `learner.pretrained.load_causal_lm` does.
         head: Wraps the model; takes the model, the options and the sampling temperature.
-        column: The column that the role scores for other roles. Example: ``values``.
-        objective: What the role learns; None for a frozen role.
+        column: The column that the role computes for other roles. Example: ``values``.
+        objective: The training objective; None for a frozen role.
         optimizer: AdamW and schedule; None for a frozen role.
-        reads: Columns that a step needs. This role or another one scores them before.
-        measured_steps: Number of first learner steps in which the role is measured and not trained.
-        adapters: Whether ``learner.lora`` gives it adapters.
+        reads: Columns that a step needs. This role or another role computes them before the step.
+        measured_steps: Number of first learner steps that only measure the role and do not train it.
+        adapters: Whether the role gets the adapters of ``learner.lora``.
     """
 
     name: str
@@ -108,7 +108,7 @@ ROLES = {role.name: role for role in (ACTOR, CRITIC, REFERENCE, REWARD_MODEL)}
 
 
 def scored_by(column: str, config: LearnerConfig) -> Role:
-    """The role that scores a column. With LoRA the actor scores the reference's, with its adapters off."""
+    """The role that computes a column. With LoRA the actor computes the reference's column, with its adapters off."""
     if column == REFERENCE.column:
         return ACTOR if config.lora.rank else REFERENCE
     return next(role for role in ROLES.values() if role.column == column)
@@ -119,8 +119,8 @@ class RemoteScores:
     """The pending scores of a role for a batch.
 
     Attributes:
-        role: The role that scores. Example: ``critic``.
-        batches: Its batches, one per data-parallel rank.
+        role: The role that computes the scores. Example: ``critic``.
+        batches: The role's batches, one per data-parallel rank.
         results: References to the scores, one per rank; the first sp rank of each data-parallel rank returns them.
     """
 
