@@ -1,6 +1,6 @@
 """The table of unfinished prompt groups: one record per group, and the indexes that are derived from the records.
 
-The table knows how to move a group from one state to the next. It decides nothing; `buffer.ledger` does.
+The table moves groups from one state to the next. `buffer.ledger` decides which groups move.
 """
 
 from collections import Counter, deque
@@ -31,7 +31,7 @@ class GroupState(StrEnum):
 
 @dataclass(kw_only=True, slots=True)
 class StorePlace:
-    """Where a store is that joined; empty for the ledger's own server and those beside it. One ``is_gone`` for good."""
+    """Address and host of a store that joined; both empty for another store. A store that ``is_gone`` never returns."""
 
     address: str = ""
     host: str = ""
@@ -44,28 +44,28 @@ class Group:
 
     Attributes:
         group_id: See `asyncrl.core.types.Prompt`.
-        state: Where it is.
-        place: Its place among the groups of its state: in the queue, in the order of leasing or of storing, in its
-            batch.
-        num_attempts: Attempts leased so far; the current or last one is ``num_attempts - 1``.
-        num_failures: How many of them failed.
-        num_deaths: Workers that died, or fell silent, while they held a lease on it.
+        state: See `GroupState`.
+        place: Its place among the groups of its state: in the queue, in the order of leasing, in the order of storing,
+            or in its batch.
+        num_attempts: Attempts leased so far; the current or last attempt is ``num_attempts - 1``.
+        num_failures: Number of failed attempts.
+        num_deaths: Workers that died, or became silent, while they held a lease on the group.
         engine_version: u of the current attempt.
         deadline: u + max_lag of the current attempt.
-        owner: Who holds the lease; opaque.
-        request_id: Which of the owner's requests the lease answered.
-        expires_at: When the lease runs out, on the clock of the ledger's ``now``.
-        progress: What is saved of it: the prefix that the attempt began with, or what its worker saved since.
+        owner: The client that holds the lease; opaque.
+        request_id: The owner's request that the lease answered.
+        expires_at: When the lease expires, on the clock of the ledger's ``now``.
+        progress: The saved prefix: the prefix that the attempt inherited, or a later one that its worker saved.
         num_inherited: Tokens of the prefix that the attempt continues.
-        summary: Its trajectories' metadata, once stored.
-        rank: Its place in the selection order, once stored.
-        planned_for: The version whose batch holds it; -1 while none does.
-        num_bytes: What its trajectories take, from their reservation on.
-        store: Which store they are in.
-        digest: XXH3 of them, 16 bytes, where that is a store server.
-        is_missing: No store has them any more, though a batch holds the group.
-        prefix_bytes: What its saved prefix takes.
-        is_evicted: Its saved prefix gave way to trajectories: it is counted, and cannot be continued.
+        summary: Metadata of the trajectories, once the group is stored.
+        rank: Its place in the selection order, once the group is stored.
+        planned_for: The version whose batch holds the group; -1 if no batch does.
+        num_bytes: Size of the trajectories, from their reservation on.
+        store: Number of the store that holds the trajectories.
+        digest: XXH3 of the trajectories, 16 bytes, if a store server holds them.
+        is_missing: A batch holds the group, but no store has its trajectories.
+        prefix_bytes: Size of the saved prefix's frames.
+        is_evicted: The saved prefix was evicted: its tokens stay counted, but no attempt can continue it.
     """
 
     group_id: int
@@ -98,17 +98,17 @@ class Group:
 
     @property
     def past_attempt(self) -> int:
-        """The last attempt that is over; -1 if there is none."""
+        """The last attempt that ended; -1 if none has."""
         return self.attempt - (self.state is not GroupState.queued)
 
     @property
     def num_saved(self) -> int:
-        """Tokens that are saved of it."""
+        """Tokens of the saved prefix."""
         return 0 if self.progress is None else self.progress.num_tokens
 
     @property
     def result(self) -> GroupSummary:
-        """Its metadata, where it is stored or planned."""
+        """Metadata of the trajectories of a stored or planned group."""
         assert self.summary is not None
         return self.summary
 
@@ -126,7 +126,7 @@ class Group:
         )
 
     def describe(self, learner_version: int, now: float) -> dict[str, Any]:
-        """What is known of a leased, stored or planned group, for people."""
+        """Describe a leased, stored or planned group for `asyncrl inspect`."""
         known = {
             "group_id": self.group_id,
             "state": str(self.state),
@@ -156,7 +156,7 @@ class Group:
 
     @classmethod
     def from_row(cls, row: Sequence[Any]) -> "Group":
-        """The record in plain values."""
+        """Make a record from `to_row`'s plain values."""
         values = dict(zip(_fields_of(Group), row, strict=True))
         for name, kind in (("progress", Progress), ("summary", GroupSummary)):
             if values[name] is not None:
@@ -168,7 +168,7 @@ _FORGETTING = 16
 
 
 def _at_most_one_suspect(groups: Iterable[Group], *, min_deaths: int, has_one: bool) -> Iterator[Group]:
-    """The groups, with at most one suspect of ``min_deaths`` or more; without any if the worker ``has_one``."""
+    """Keep at most one group of ``min_deaths`` or more deaths; none of them if the worker ``has_one`` already."""
     for group in groups:
         is_suspect = group.num_deaths >= min_deaths
         if not (is_suspect and has_one):
@@ -235,7 +235,7 @@ class LeaseIndex:
         del self._groups[group.group_id]
         _discard(self._by_deadline, group.deadline, group.group_id)
         _discard(self._by_owner, group.owner, group.group_id)
-        group.expires_at = 0.0  # renewals are not journaled: a replayed table must not differ by what is over
+        group.expires_at = 0.0  # renewals are not journaled, and a replayed table must be equal
 
     def all(self) -> list[Group]:
         """The leased groups, in the order in which their leases began."""
@@ -250,11 +250,11 @@ class LeaseIndex:
         return len(self._by_owner.get(owner, ()))
 
     def reserved_in(self, store: int) -> list[tuple[int, int]]:
-        """The running groups that have bytes reserved in a store, and their attempts."""
+        """Running groups, with their attempts, that have bytes reserved in a store."""
         return [(group.group_id, group.attempt) for group in self.all() if group.num_bytes and group.store == store]
 
     def last(self, numbers: Sequence[int], *, version: int) -> list[Group]:
-        """For each k, ``numbers[k]`` more groups due at ``version + k`` or earlier; the last to begin come first."""
+        """For each k, ``numbers[k]`` more groups due at ``version + k`` or earlier; the newest leases come first."""
         chosen: dict[int, None] = {}
         for k, number in enumerate(numbers):
             if number:
@@ -264,7 +264,7 @@ class LeaseIndex:
         return [self._groups[group_id] for group_id in chosen]
 
     def next_expiry(self) -> float | None:
-        """When the first lease runs out; None while no lease runs."""
+        """When the first lease expires; None if no lease runs."""
         expiries = self._expiries
         while expiries:
             expires_at, group_id, attempt = expiries[0]
@@ -278,7 +278,7 @@ class LeaseIndex:
         return None
 
     def expired(self, now: float) -> list[Group]:
-        """The groups whose leases have run out, the earliest first."""
+        """The groups whose leases have expired, the earliest first."""
         due = {(group_id, attempt) for expires_at, group_id, attempt in self._expiries if expires_at <= now}
         running = ((self._groups.get(group_id), attempt) for group_id, attempt in due)
         groups = [group for group, attempt in running if group is not None and group.attempt == attempt]
@@ -286,7 +286,7 @@ class LeaseIndex:
         return [group for group in groups if group.expires_at <= now]
 
     def extend(self, group: Group, expires_at: float) -> None:
-        """Move the expiry of a lease."""
+        """Change the expiry of a lease."""
         is_earlier = expires_at < group.expires_at
         group.expires_at = expires_at
         if is_earlier:
@@ -434,7 +434,7 @@ class GroupTable:
 
     @property
     def num_leased(self) -> int:
-        """Groups that run."""
+        """Leased groups."""
         return len(self.leases)
 
     # Looking up
@@ -444,7 +444,7 @@ class GroupTable:
         return self._groups.get(group_id)
 
     def running(self, group_id: int, attempt: int) -> Group | None:
-        """The group, if this attempt of it holds a lease."""
+        """The group, if this attempt holds a lease on it."""
         group = self._groups.get(group_id)
         if group is None or group.state is not GroupState.leased or group.num_attempts != attempt + 1:
             return None
@@ -455,17 +455,17 @@ class GroupTable:
         group = self._groups.get(group_id)
         if group is None or group.summary is None:
             raise UnknownGroup(
-                f"no trajectories of group {group_id} are stored; fetch what a plan names, before commit"
+                f"no trajectories of group {group_id} are stored; fetch only groups of a plan, before its commit"
             )
         return group
 
     def in_store(self, group_id: int) -> Group:
-        """The group, if a store that is still there holds its trajectories. Raises `UnknownGroup` otherwise."""
+        """The group, if an open store holds its trajectories. Raises `UnknownGroup` otherwise."""
         group = self.stored(group_id)
         if (place := self.space.stores[group.store]).is_gone:
             raise UnknownGroup(
-                f"the trajectories of group {group_id} were on the store of host {place.host} at {place.address}, "
-                "which is gone"
+                f"the trajectories of group {group_id} are lost: the store of host {place.host} at {place.address} "
+                "is gone"
             )
         return group
 
@@ -475,7 +475,7 @@ class GroupTable:
         return group is not None and group.state is GroupState.planned
 
     def stored_in(self, store: int | None = None) -> list[tuple[int, int]]:
-        """Groups and attempts whose trajectories one store holds, or any store; stored or planned."""
+        """Stored and planned groups, with their attempts, whose trajectories a store holds; of all stores if None."""
         stored = (group for group in self if group.summary is not None)
         return [(group.group_id, group.result.attempt) for group in stored if store is None or group.store == store]
 
@@ -487,8 +487,8 @@ class GroupTable:
     def head(self, number: int, *, owner: bytes, suspect_deaths: int = 0) -> list[Group]:
         """The first groups of the queue that an owner may have.
 
-        A group is a suspect from ``suspect_deaths`` deaths on; 0 suspects none. An owner holds at most one suspect: if
-        it held two and its worker died, nobody could say which one killed the worker.
+        A group with ``suspect_deaths`` deaths or more is a suspect; 0 means that no group is. An owner holds at most
+        one suspect: if it held two and died, the ledger could not tell which group killed the worker.
         """
         queued = map(self._groups.__getitem__, self._queue)
         if suspect_deaths and self._present_at_deaths:
@@ -499,7 +499,7 @@ class GroupTable:
     # Moving on
 
     def enqueue(self, group_id: int, *, num_attempts: int = 0) -> None:
-        """Queue a group that is new at the tail, or one that was finished, with its attempts."""
+        """Add a group at the tail of the queue: a new group, or a reopened group with its past attempts."""
         self._groups[group_id] = Group(group_id=group_id, place=self._place(), num_attempts=num_attempts)
         if num_attempts:
             self.ended_attempts.append((group_id, num_attempts - 1))
@@ -515,7 +515,7 @@ class GroupTable:
         self._queue.appendleft(group.group_id)
         group.state, group.place, group.owner = GroupState.queued, self._head_place, b""
         group.num_inherited, group.is_missing = 0, False
-        # Also without bytes reserved: a payload may reach a store after the store was asked whether it holds it.
+        # Also if no bytes are reserved: the payload may reach its store after the ledger asked the store for it.
         self.ended_attempts.append((group.group_id, group.attempt))
         self.space.set_bytes(group, 0)
         if not keeps_progress:
@@ -523,7 +523,7 @@ class GroupTable:
         self._head_place -= 1
 
     def evict(self, group: Group) -> None:
-        """Take a stored group's trajectories; its prompt goes to the head of the queue."""
+        """Drop the trajectories of a stored group; its prompt goes to the head of the queue."""
         self.ready.remove(group.deadline, {group.group_id})
         self.num_stored -= 1
         self._count_open(group.deadline, -1)
@@ -545,7 +545,7 @@ class GroupTable:
         self.leases.add(group)
 
     def store(self, group: Group, summary: GroupSummary, rank: float) -> None:
-        """A leased group is finished and waits for a plan."""
+        """Store a finished group, which then waits for a plan."""
         self.leases.remove(group)
         group.state, group.place = GroupState.stored, self._place()
         group.summary, group.rank, group.num_failures, group.num_deaths = summary, rank, 0, 0
@@ -582,12 +582,12 @@ class GroupTable:
                 self.ready.add(group)
 
     def count_death(self, group: Group) -> None:
-        """The worker that had a lease on it is dead."""
+        """Count the death of the worker that held the group."""
         group.num_deaths += 1
         self._present_at_deaths.add(group.group_id)
 
     def finish_batch(self, version: int) -> None:
-        """Remove the groups of a batch."""
+        """Remove the groups of a committed batch."""
         for group_id in self.plans.pop(version):
             group = self._groups.pop(group_id)
             self.space.set_bytes(group, 0)
@@ -616,7 +616,7 @@ class GroupTable:
     # Snapshot
 
     def snapshot(self) -> dict[str, Any]:
-        """Every record, as plain values."""
+        """Every record as plain values."""
         return {
             "places": [self._head_place, self._next_place],
             "expected_bytes": self.space.expected_bytes,
@@ -625,7 +625,7 @@ class GroupTable:
         }
 
     def restore(self, values: Mapping[str, Any]) -> None:
-        """Take up the records of a snapshot into this empty table, and derive the indexes."""
+        """Load the records of a snapshot into this empty table, and derive the indexes."""
         self._head_place, self._next_place = values["places"]
         for group in map(Group.from_row, values["rows"]):
             self._groups[group.group_id] = group

@@ -53,7 +53,7 @@ class Ledger:
         order: Which stored groups a batch prefers; a name from `buffer.selection`, or ``module:function``.
         lease_s: A lease that is not renewed for this long is taken back.
         filters: Names from `buffer.selection`, or ``module:function``; a group that a filter drops is never stored.
-        first_version: Learner version to begin at.
+        first_version: First learner version.
         max_bytes: Bytes that each store may hold; 0 means no bound. The ledger's own server holds the saved prefixes.
         num_stores: Number of stores at the beginning; 0 if every store joins later.
         max_deaths: A group is dropped when this many workers have died while they held it; 0 drops no group.
@@ -65,7 +65,7 @@ class Ledger:
         history: Attempts and groups that ended.
         account: Where every token went.
         room: The bound on bytes.
-        options: A journal can only be taken up under the same values.
+        options: A server can continue a journal only with the same values.
         log: Records every command that changes something, before it takes effect; None records nothing.
         on_applied: Called with every command and its outcome after the outcome took effect.
     """
@@ -104,7 +104,7 @@ class Ledger:
         self.on_stale = on_stale
         self.lease_s = lease_s
         self.max_deaths = max_deaths
-        self.suspect_deaths = max(1, max_deaths - 1) if max_deaths else 0  # the next death drops such a group
+        self.suspect_deaths = max(1, max_deaths - 1) if max_deaths else 0  # the next death drops a group with so many
         self.revocations: list[commands.Revocation] = []
         self.newly_finished: list[int] = []
 
@@ -170,17 +170,17 @@ class Ledger:
         """Raise `VersionTooNew` unless a committed step made this version."""
         if not 0 <= engine_version <= self.learner_version:
             raise VersionTooNew(
-                f"an engine asks for a lease at policy version {engine_version}, but the learner has committed "
-                f"{self.learner_version} steps; an engine serves a version in 0..{self.learner_version}"
+                f"an engine requested a lease at policy version {engine_version}, but the learner has committed "
+                f"{self.learner_version} steps; an engine must serve a version in 0..{self.learner_version}"
             )
 
     def check_plan(self, version: int) -> None:
-        """Raise `ReplayBufferError` unless ``version`` is planned already or the next to be planned."""
+        """Raise `ReplayBufferError` unless ``version`` is planned already or is planned next."""
         is_next = version == self.next_plan and version <= self.learner_version + 1
         if version not in self.groups.plans and not is_next:
             raise ReplayBufferError(
-                f"plan({version}) was asked while the learner is at version {self.learner_version} and the next to "
-                f"plan is {self.next_plan}; plan in order, at most one step ahead of the last commit"
+                f"plan({version}) was requested at learner version {self.learner_version}, but the next plan is "
+                f"{self.next_plan}; plan in order, at most one step ahead of the last commit"
             )
 
     def can_plan(self) -> bool:
@@ -190,11 +190,11 @@ class Ledger:
         return self.on_stale is not OnStale.wait or not any(self.missing())
 
     def missing(self) -> list[int]:
-        """How many running groups of each deadline the next batch would have to hold."""
+        """How many running groups of each deadline the next batch would have to take."""
         return self.rule.missing(self.groups.open_by_deadline, self.groups.ready.counts(), version=self.next_plan)
 
     def cannot_hold_batch(self, group_id: int) -> bool:
-        """Whether the stores are too small for the groups that are due first. ``group_id`` was refused and is one."""
+        """Whether the stores are too small for the groups that are due first, including the refused ``group_id``."""
         group = self.groups.get(group_id)
         others = [other for other in self.groups.leases.all() if other is not group]
         is_first = group is not None and all(
@@ -208,22 +208,22 @@ class Ledger:
         return Plan(version=version, groups=tuple(group.result for group in groups))
 
     def renew_all(self, now: float) -> None:
-        """Restart the clock of every lease, after a time in which nobody could renew."""
+        """Renew every lease in full, after a time in which no worker could renew."""
         for group in self.groups.leases.all():
             self.groups.leases.extend(group, now + self.lease_s)
 
     def drain_revocations(self) -> list[commands.Revocation]:
-        """Leases taken away since the last call."""
+        """Leases revoked since the last call."""
         revocations, self.revocations = self.revocations, []
         return revocations
 
     def drain_finished(self) -> list[int]:
-        """Groups consumed or dropped since the last call; nobody needs their prompts and trajectories."""
+        """Groups consumed or dropped since the last call; their prompts and trajectories are no longer needed."""
         finished, self.newly_finished = self.newly_finished, []
         return finished
 
     def stats(self, *, stored_bytes: int = 0, held_bytes: int = 0, leases_waiting: int = 0) -> BufferStats:
-        """The totals, with what the server adds."""
+        """The totals, with the numbers that the server adds."""
         groups = {
             "queued": self.groups.num_queued,
             "leased": self.groups.num_leased,
@@ -234,7 +234,7 @@ class Ledger:
         return self.account.stats(groups, learner_version=self.learner_version, **held)
 
     def snapshot(self) -> dict[str, Any]:
-        """Everything as plain values, for `restore`."""
+        """The ledger's state as plain values, for `restore`."""
         return {
             "format": SNAPSHOT_FORMAT,
             "learner_version": self.learner_version,
@@ -290,7 +290,7 @@ def _held(
     group_id: int,
     attempt: int,
 ) -> Group | None:
-    """The group, if this attempt of it runs. Raises `NotLeaseOwner` if the command comes from another client."""
+    """The group, if this attempt runs. Raises `NotLeaseOwner` if the command comes from another client."""
     group = ledger.groups.running(group_id, attempt)
     ended = ledger.history.of(group_id, attempt) if group is None else group
     owner = b"" if ended is None else ended.owner
@@ -334,7 +334,7 @@ def _settle_prefix(ledger: Ledger, group: Group, num_tokens: int, continued: boo
 
 
 def _settle_owed(ledger: Ledger, group_id: int, attempt: int) -> EndedAttempt | None:
-    """The attempt whose owed report came now. None if it owed nothing, or its owner died: those tokens are counted."""
+    """The attempt whose owed report came now. None if it owed no report, or if its dead owner's tokens are counted."""
     owed = ledger.history.settle(group_id, attempt)
     return None if owed is None or owed.owner in ledger.account.buried else owed
 
@@ -347,7 +347,7 @@ def _revoke(ledger: Ledger, group: Group, reason: str) -> None:
 
 
 def _give_up(ledger: Ledger, group: Group, *, is_dropped: bool, reason: str) -> None:
-    """Revoke a running group with all of its tokens. Its prompt is dropped or queued."""
+    """Revoke a running group and drop its tokens. Its prompt is dropped or queued."""
     _revoke(ledger, group, reason)
     with ledger.account.settling(group.owner):
         ledger.account.give_up(reason, num_saved=group.num_saved, num_inherited=group.num_inherited)
@@ -370,7 +370,7 @@ def _finish(ledger: Ledger, group: Group, *, stored: bool) -> None:
 
 
 def _evict(ledger: Ledger, group: Group, reason: str) -> None:
-    """Drop the trajectories of a stored group, or the saved prefix of another."""
+    """Drop the trajectories of a stored group, or the saved prefix of a queued or running group."""
     if group.summary is not None:
         ledger.account.evict(group.summary, reason)
         ledger.groups.evict(group)
@@ -457,7 +457,7 @@ def _decide_save(ledger: Ledger, command: commands.SavePrefix, now: float) -> co
     if progress.oldest_version < group.engine_version:
         raise VersionTooOld(
             f"progress of group {group_id} attempt {attempt} holds a token of policy version "
-            f"{progress.oldest_version}, but its lease began at {group.engine_version}; nothing was saved"
+            f"{progress.oldest_version}, but its lease began at {group.engine_version}; not saved"
         )
     ledger.room.check_prefix(group, command.num_bytes)
     return commands.Saved()
@@ -538,7 +538,7 @@ def _enact_take_back(ledger: Ledger, command: commands.Expire | commands.TakeBac
 
 def _decide_reserve(ledger: Ledger, command: commands.Reserve, now: float) -> commands.Reserved:
     group = _held(ledger, command, command.group_id, command.attempt)
-    if group is None:  # the put that follows gets the refusal
+    if group is None:  # the following put is refused
         return commands.Reserved(store=0)
     may_evict = not ledger.groups.num_planned and not ledger.can_plan()
     return ledger.room.reserve(group, command.num_bytes, host=command.host, may_evict=may_evict)
@@ -571,9 +571,9 @@ def _decide_put(ledger: Ledger, command: commands.Put, now: float) -> commands.P
 
 
 def _decide_put_without_lease(ledger: Ledger, command: commands.Put) -> commands.PutOutcome:
-    """Acknowledge a group that was stored before; refuse one that comes too late."""
+    """Acknowledge a group that was stored before; refuse a group that comes too late."""
     group_id, attempt = command.summary.group_id, command.summary.attempt
-    _check_was_leased(ledger, group_id, attempt, "put only what a lease asked for")
+    _check_was_leased(ledger, group_id, attempt, "put only leased groups")
     group = ledger.groups.get(group_id)
     if group is None:
         was_stored = ledger.history.was_stored(group_id, attempt)
@@ -627,7 +627,7 @@ def _settle(ledger: Ledger, group: Group, command: commands.Put, outcome: comman
 
 
 def _decide_lose(ledger: Ledger, command: commands.LoseGroups, now: float) -> commands.Lost:
-    """Dissolve the batch of a lost group and the batches after it, without the groups that no store has any more."""
+    """Dissolve the batch of a lost group and later batches; their missing groups are lost too."""
     table = ledger.groups
     groups = [group for group_id in command.group_ids if (group := table.get(group_id)) is not None]
     planned = [group.planned_for for group in groups if group.state is GroupState.planned]
@@ -669,7 +669,7 @@ def _enact_add_store(ledger: Ledger, command: commands.AddStore, outcome: comman
 
 
 def _decide_drop_store(ledger: Ledger, command: commands.DropStore, now: float) -> commands.DroppedStore:
-    """Queue the stored groups of a store that is gone; groups on their way to it get room in another store."""
+    """Queue the stored groups of a lost store; running groups with a reservation there need a new one."""
     if ledger.groups.space.stores[command.store].is_gone:
         return commands.DroppedStore(is_new=False)
     there = [group for group in ledger.groups if group.store == command.store and group.num_bytes]
@@ -694,7 +694,7 @@ def _enact_drop_store(ledger: Ledger, command: commands.DropStore, outcome: comm
 
 
 def _decide_plan(ledger: Ledger, command: commands.PlanBatch, now: float) -> commands.Planned:
-    """A batch that was made stays as it is. The outcome has no groups while the batch has to wait."""
+    """An existing batch does not change. The outcome has no groups if the batch cannot be made yet."""
     version, groups = command.version, ledger.groups
     ledger.check_plan(version)
     if version in groups.plans:
@@ -724,14 +724,14 @@ def _enact_plan(ledger: Ledger, command: commands.PlanBatch, outcome: commands.P
 
 
 def _decide_commit(ledger: Ledger, command: commands.Commit, now: float) -> commands.Committed:
-    """The outcome has no groups if the version was committed before. `StalenessError` must never fire."""
+    """The outcome has no groups if the version was committed before. `StalenessError` means a bug."""
     version = command.version
     if 0 <= version < ledger.learner_version:
         return commands.Committed(version=version, group_ids=())
     if version != ledger.learner_version or version not in ledger.groups.plans:
         raise ReplayBufferError(
-            f"commit({version}) was asked while the learner is at version {ledger.learner_version} and the "
-            f"plans made are {sorted(ledger.groups.plans)}; commit in order, what was planned"
+            f"commit({version}) was requested at learner version {ledger.learner_version} with the plans "
+            f"{sorted(ledger.groups.plans)}; commit planned versions in order"
         )
     group_ids = ledger.groups.plans[version]
     for group in map(ledger.groups.stored, group_ids):
@@ -755,18 +755,18 @@ def _enact_commit(ledger: Ledger, command: commands.Commit, outcome: commands.Co
 
 
 def _decide_rewind(ledger: Ledger, command: commands.Rewind, now: float) -> commands.Rewound:
-    """The same rewind again, or an earlier one, changes nothing."""
+    """A repeated or earlier rewind has no effect."""
     if command.incarnation <= ledger.incarnation:
         return commands.Rewound(is_new=False)
     if not 0 <= command.version <= ledger.learner_version:
         raise ReplayBufferError(
-            f"rewind({command.version}) was asked while the learner is at version {ledger.learner_version}; go back "
-            "to the version of a checkpoint whose steps are committed"
+            f"rewind({command.version}) was requested at learner version {ledger.learner_version}; rewind to the "
+            "version of a checkpoint whose steps are committed"
         )
     if not 0 <= command.tokens_trained <= ledger.account.tokens_trained:
         raise ReplayBufferError(
-            f"rewind({command.version}) says that {command.tokens_trained} tokens were trained by then, the ledger "
-            f"counts {ledger.account.tokens_trained} by now; the checkpoint is of another run"
+            f"rewind({command.version}) reports {command.tokens_trained} trained tokens at that version, the ledger "
+            f"counts only {ledger.account.tokens_trained} now; the checkpoint belongs to another run"
         )
     lost = (group for group in ledger.groups if group.state is not GroupState.queued or group.progress is not None)
     return commands.Rewound(is_new=True, group_ids=tuple(group.group_id for group in lost))
@@ -776,7 +776,7 @@ def _enact_rewind(ledger: Ledger, command: commands.Rewind, outcome: commands.Re
     if not outcome.is_new:
         return
     ledger.groups.dissolve(tuple(ledger.groups.plans))
-    for group_id in sorted(outcome.group_ids, reverse=True):  # each goes to the head of the queue: the first comes last
+    for group_id in sorted(outcome.group_ids, reverse=True):  # reversed: each goes to the head of the queue
         group = ledger.groups[group_id]
         if group.state is GroupState.leased:
             _give_up(ledger, group, is_dropped=False, reason=REWOUND)
@@ -804,4 +804,4 @@ _OPERATIONS: Mapping[type, tuple[Callable[[Ledger, Any, float], Any], Callable[[
     commands.Commit: (_decide_commit, _enact_commit),
     commands.Rewind: (_decide_rewind, _enact_rewind),
 }
-"""Command to the functions that decide and enact it."""
+"""Command type to the functions that decide and enact it."""

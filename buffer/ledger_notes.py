@@ -1,6 +1,6 @@
-"""What the buffer's process notes of the ledger for the run's profile: a stamp per group event, and its counts.
+"""Records the ledger for the run's profile: one stamp per group event, and the ledger's counts.
 
-`LedgerNotes.note` hears of every command from `Ledger.on_applied`; `levels` is called once per burst of messages.
+`Ledger.on_applied` calls `LedgerNotes.note` with every command; the service calls `levels` once per burst of messages.
 """
 
 import time
@@ -17,7 +17,7 @@ LANE = "buffer"
 
 
 class LedgerNotes:
-    """Notes what becomes of groups, on the recorder of a process."""
+    """Writes group events and counts to the recorder of this process."""
 
     def __init__(self, ledger: Ledger, recorder: Recorder) -> None:
         self._ledger = ledger
@@ -46,7 +46,7 @@ class LedgerNotes:
                 self._recorder.level(LevelName.cpu, time.process_time_ns() // 1000)
 
     def levels(self, *, held_bytes: int) -> None:
-        """Note the counts, where they have changed."""
+        """Record the counts that have changed."""
         ledger, level = self._ledger, self._recorder.level
         level(LevelName.queued, ledger.groups.num_queued, lane=LANE)
         level(LevelName.leased, ledger.groups.num_leased, lane=LANE)
@@ -77,7 +77,7 @@ class LedgerNotes:
                 event, details = GroupEvent.dropped, {"reason": outcome.reason}
             case commands.PutResult.too_old:
                 event, details = GroupEvent.requeued, {"reason": "version_too_old"}
-            case _:  # settled before, by another event
+            case _:  # an earlier event settled this attempt
                 return
         self._recorder.stamp(
             event,
@@ -124,7 +124,7 @@ class LedgerNotes:
         )
 
     def _stamp_planned(self, outcome: commands.Planned) -> None:
-        """A plan that is asked for again is the one that was made, unless a loss dissolved it."""
+        """Stamp a new batch. A repeated plan returns the same batch, unless a loss dissolved it."""
         if outcome.group_ids and self._planned.get(outcome.version) != outcome.group_ids:
             self._planned[outcome.version] = outcome.group_ids
             self._stamp_all(GroupEvent.planned, outcome.group_ids, version=outcome.version)

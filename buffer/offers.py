@@ -1,16 +1,18 @@
-"""The log of weight offers: the learner appends, the rollout workers ask for the newest, the controller follows.
+"""The log of weight offers: the learner appends offers, the workers request the newest, the controller follows.
 
-A version is shown to the workers when the step that made it is committed. A few engines may be pinned to a version,
-which the controller evaluates on them; they are shown nothing newer until it is done. A request waits until newer
-weights are shown, under the timer of all long polls. It is woken by an offer, a commit, a pin that moves, or a failed
-publish; a controller by the last worker that loads, or by a pinned one.
+The buffer shows a version to the workers when the step that made it is committed. The controller can pin a few engines
+to a version to evaluate it; the buffer shows these engines nothing newer until the evaluation ends.
 
-Every offer names the incarnation of its learner. When the learner goes back to a checkpoint, what the one before had
-offered is withdrawn, and every engine is shown the next offer, whatever version it serves: the same number may now mean
-other weights.
+A worker's request waits until newer weights are shown, at most as long as every long poll. An offer, a commit, a change
+of the pin, or a failed publish wakes it. A controller's request is woken when the last worker, or a pinned engine, has
+loaded.
 
-With a journal the log survives its server. Which version each engine serves is not written down: the workers say so
-again with their next heartbeat, which a client sends as soon as it reaches a server again.
+Every offer names the incarnation of its learner. When the learner goes back to a checkpoint, the buffer withdraws the
+offers of the old incarnation. It then shows the next offer to every engine, because a version number that an engine
+serves may now stand for other weights.
+
+With a journal the log survives its server. The journal does not record which version each engine serves: a worker's
+heartbeat reports this, and a client sends a heartbeat as soon as it reaches a restarted server.
 """
 
 import asyncio
@@ -36,7 +38,7 @@ class OfferLog:
     """The newest offers, and which version each engine serves. No socket, no clock.
 
     Attributes:
-        failure: Why a version could not be published; empty where none failed.
+        failure: Why a version could not be published; empty if no publish failed.
     """
 
     def __init__(self) -> None:
@@ -51,13 +53,13 @@ class OfferLog:
         self._slowest_s: dict[int, float] = {}
 
     def append(self, version: int, offer: Mapping[str, Any]) -> None:
-        """Offer a version; one that is offered again replaces the earlier offer."""
+        """Add an offer; it replaces an earlier offer of the same version."""
         self._offers[version] = offer
         if len(self._offers) > _MAX_OFFERS:
-            del self._offers[sorted(set(self._offers) - {self._pin})[1]]  # the first may be the one that is shown
+            del self._offers[sorted(set(self._offers) - {self._pin})[1]]  # the first may be the shown one
 
     def pin(self, version: int, num_engines: int) -> bool:
-        """Have the first ``num_engines`` engines that ask for ``version`` keep it; returns whether that is new."""
+        """Pin the first ``num_engines`` engines that request ``version`` to it. Returns whether the pin changed."""
         is_new = (version, num_engines) != (self._pin, self._num_wanted)
         if is_new:
             self.unpin()
@@ -65,25 +67,25 @@ class OfferLog:
         return is_new
 
     def unpin(self) -> None:
-        """Whoever was pinned is free."""
+        """Release every pinned engine."""
         self._pin, self._num_wanted = None, 0
         self._pinned.clear()
 
     def pinned(self) -> list[str]:
-        """Names of the engines that are pinned and serve the version, sorted."""
+        """Names of the pinned engines that serve the pinned version, sorted."""
         return sorted(self._names.get(engine, "") for engine in self._pinned if self._serving.get(engine) == self._pin)
 
     def is_pin_lost(self, learner_version: int) -> bool:
-        """Whether no engine can come to serve the pinned version any more, and none does."""
+        """Whether no engine serves the pinned version, and no engine can load it any more."""
         newest = self.newest(learner_version)
         is_past = self._pin is not None and newest is not None and self._pin < newest
         return is_past and self._pin not in self._offers and not self.pinned()
 
     def newest(self, learner_version: int) -> int | None:
-        """The newest version that is shown; older ones are forgotten, but for one that pinned engines still wait for.
+        """The newest shown version. Forgets older offers, except a pinned version that engines still have to load.
 
         Raises:
-            WeightsError: a version could not be published.
+            WeightsError: A version could not be published.
         """
         self.check()
         shown = [version for version in self._offers if version <= learner_version]
@@ -97,10 +99,10 @@ class OfferLog:
         return newest
 
     def next_for(self, engine: bytes, at_least: int, learner_version: int) -> Mapping[str, Any] | None:
-        """The offer that an engine is to load next; None while there is none of version ``at_least`` or newer.
+        """The offer that an engine should load next; None if there is no offer of version ``at_least`` or newer.
 
         Raises:
-            WeightsError: a version could not be published.
+            WeightsError: A version could not be published.
         """
         newest = self.newest(learner_version)
         if newest is None:
@@ -113,11 +115,11 @@ class OfferLog:
                     self._pinned.add(engine)
                     return self._offers[self._pin]
             else:
-                self._pinned.discard(engine)  # it was started again when the version had gone: the newest will do
+                self._pinned.discard(engine)  # restarted after the offer was deleted: load the newest
         return self._offers[newest] if newest >= at_least else None
 
     def oldest(self) -> int:
-        """The oldest version that can still be shown; 0 where there is none."""
+        """The oldest version that can still be shown; 0 without offers."""
         return min(self._offers, default=0)
 
     def check(self) -> None:
@@ -126,7 +128,7 @@ class OfferLog:
             raise WeightsError(self.failure)
 
     def loaded(self, engine: bytes, version: int, took_s: float = 0.0, name: str = "") -> None:
-        """An engine serves a version, which it took ``took_s`` seconds to load; a repetition changes nothing."""
+        """Record that an engine serves a version after a load of ``took_s`` seconds; a repetition has no effect."""
         if self._serving.get(engine) != version:
             self._stop_counting(engine)
             self._serving[engine] = version
@@ -135,7 +137,7 @@ class OfferLog:
             self._slowest_s[version] = max(took_s, self._slowest_s.get(version, 0.0))
 
     def forget(self, engine: bytes) -> None:
-        """An engine is gone."""
+        """Forget an engine that is gone."""
         self._stop_counting(engine)
         self._names.pop(engine, None)
         self._pinned.discard(engine)
@@ -149,7 +151,7 @@ class OfferLog:
             del self._num_serving[version], self._slowest_s[version]
 
     def served(self, num_engines: int) -> tuple[int, float] | None:
-        """The oldest version served, and the seconds of its slowest load; None while fewer engines have loaded any."""
+        """The oldest served version and the seconds of its slowest load; None until ``num_engines`` have loaded."""
         if not self._serving or len(self._serving) < num_engines:
             return None
         oldest = min(self._num_serving)
@@ -157,11 +159,11 @@ class OfferLog:
 
     @property
     def num_pinned(self) -> int:
-        """Engines that are pinned, whether they serve the version yet or not."""
+        """Pinned engines, also those that have not loaded the pinned version yet."""
         return len(self._pinned)
 
     def snapshot(self) -> dict[str, Any]:
-        """What a server that is started again must know, as plain values."""
+        """The state that a restarted server needs, as plain values."""
         return {
             "offers": list(self._offers.values()),
             "pin": [self._pin, self._num_wanted, sorted(self._pinned)],
@@ -169,14 +171,14 @@ class OfferLog:
         }
 
     def restore(self, values: Mapping[str, Any]) -> None:
-        """Take up a snapshot into this new log."""
+        """Load a snapshot into this new log."""
         self._offers = {offer["version"]: offer for offer in values["offers"]}
         self._pin, self._num_wanted, pinned = values["pin"]
         self._pinned, self.failure = set(pinned), values["failure"]
 
 
 class OfferRequests:
-    """The operations on the log of offers, which a journal keeps, where there is one."""
+    """The operations on the log of offers, and the journal that keeps it, if there is one."""
 
     def __init__(self, shared: Collaborators, journal: Journal | None = None) -> None:
         self._ledger, self._replies = shared.ledger, shared.replies
@@ -198,13 +200,13 @@ class OfferRequests:
         }
 
     def recover(self, journal: Journal) -> None:
-        """Take up what an earlier server wrote, if the learner that offered it lives, by the recovered ledger."""
+        """Load the log of an earlier server, if its offers are of the current incarnation in the recovered ledger."""
         incarnation, values = journal.read(_JOURNALED_AS) or (0, None)
         if values is not None and incarnation == self._ledger.incarnation:
             self._log.restore(values)
 
     def close(self) -> None:
-        """Stop whatever waits."""
+        """Cancel every pending request and timer."""
         self._untold.clear()
         if self._next_turn is not None:
             self._next_turn.cancel()
@@ -212,7 +214,7 @@ class OfferRequests:
             pending.close()
 
     def show(self) -> None:
-        """Answer who waits for weights, if newer ones are shown now; called whenever they may be."""
+        """Answer the requests for weights if newer weights are shown now."""
         newest = None if self._log.failure else self._log.newest(self._ledger.learner_version)
         if newest != self._shown:
             self._shown = newest
@@ -221,7 +223,7 @@ class OfferRequests:
             self._evaluators.answer(self._answer_evaluator)
 
     def _tell_receivers(self) -> None:
-        """Tell some workers, the others in later turns of the loop: the first ones lease before the last are told."""
+        """Answer some workers now and the others in later turns of the loop, so that the first can lease early."""
         try:
             for _ in range(min(_TOLD_AT_ONCE, len(self._untold))):
                 request = self._untold.popleft()
@@ -236,39 +238,39 @@ class OfferRequests:
         try:
             self._tell_receivers()
         except AsyncRLError as error:
-            logger.error("a worker is told of newer weights when it asks again: %s", error)
+            logger.error("some workers learn of newer weights only when they ask again: %s", error)
 
     @property
     def receivers(self) -> Container[bytes]:
-        """The clients that wait for weights."""
+        """Clients that wait for weights."""
         return self._receivers.clients
 
     def note_beat(self, client: bytes, fields: Mapping[str, Any]) -> None:
-        """A sign of life, with the version that the client's engine serves: makes one known again that was silent."""
+        """Record the version in a heartbeat; an engine whose worker was silent is known again."""
         if "serves" in fields and self.is_current(fields):
             took_s, name = seconds(fields, "seconds"), text(fields, "engine")
             self._log.loaded(client, integer(fields, "serves"), took_s, name)
             self._tell_controllers()
 
     def forget(self, client: bytes) -> None:
-        """A client left or is silent, or its engine has failed: nobody waits for it."""
+        """Forget a client that left, is silent, or whose engine failed; no request waits for it."""
         self._log.forget(client)
         self._tell_controllers()
 
     def withdraw(self) -> None:
-        """The learner was replaced: nothing that it offered is shown any more, also after a restart."""
+        """Withdraw every offer of a learner that was replaced."""
         self._log = OfferLog()
         self._shown = None
 
     def is_current(self, fields: Mapping[str, Any]) -> bool:
-        """Whether a message is of the learner that lives, or of an engine that serves weights of it."""
+        """Whether a message comes from the current incarnation, or from an engine that serves its weights."""
         return incarnation_of(fields) == self._ledger.incarnation
 
     def _offer(self, client: bytes, message: Message) -> None:
         if not self.is_current(message.fields):
             raise WrongEpoch(
-                f"an offer came from the learner's life {incarnation_of(message.fields)}, this buffer serves its life "
-                f"{self._ledger.incarnation}: that learner was replaced by one from a checkpoint, and must end"
+                f"an offer came from incarnation {incarnation_of(message.fields)} of the learner, this buffer serves "
+                f"{self._ledger.incarnation}; a learner from a checkpoint replaced the sender, which must end"
             )
         offer, reason = message.fields.get("offer"), message.fields.get("failure")
         if isinstance(offer, dict):
@@ -288,7 +290,7 @@ class OfferRequests:
         self._replies.reply(client, message.request_id, {"oldest": self._log.oldest()})
 
     def _write(self) -> None:
-        """Write the log down, before anybody is told. Raises `ReplayBufferError` if the disk is full."""
+        """Write the log to the journal before requests are answered. Raises `ReplayBufferError` if the disk is full."""
         if self._journal is not None:
             self._journal.write(_JOURNALED_AS, [self._ledger.incarnation, self._log.snapshot()])
 
@@ -299,7 +301,7 @@ class OfferRequests:
             self._receivers.add(request)
 
     def _answer_receiver(self, request: PendingRequest) -> bool:
-        is_new = request.fields["incarnation"] != self._ledger.incarnation  # to this engine, whatever its number
+        is_new = request.fields["incarnation"] != self._ledger.incarnation  # its weights are outdated
         at_least, num_pinned = 0 if is_new else request.fields["at_least"], self._log.num_pinned
         offer = self._log.next_for(request.client, at_least, self._ledger.learner_version)
         if self._log.num_pinned != num_pinned:
@@ -309,7 +311,7 @@ class OfferRequests:
         return offer is not None
 
     def loaded(self, client: bytes, message: Message) -> None:
-        """The operation ``loaded``: an engine serves a version."""
+        """Handle ``loaded``: an engine serves a version."""
         version, took_s = integer(message.fields, "version"), seconds(message.fields, "seconds")
         name = text(message.fields, "engine")
         if self.is_current(message.fields):
@@ -345,7 +347,7 @@ class OfferRequests:
         fields = {name: integer(message.fields, name) for name in ("version", "num_engines")}
         known = message.fields.get("known")
         if not isinstance(known, list) or not all(isinstance(name, str) for name in known):
-            raise WireError("field 'known' must be a list of names of engines")
+            raise WireError("field 'known' must be a list of engine names")
         self._log.check()
         if self._log.pin(**fields):
             self._write()
@@ -364,7 +366,7 @@ class OfferRequests:
     def _answer_evaluator(self, request: PendingRequest) -> bool:
         engines, version = self._log.pinned(), request.fields["version"]
         if self._log.is_pin_lost(self._ledger.learner_version):
-            error = WeightsGone(f"policy version {version} is not offered any more, and no engine serves it")
+            error = WeightsGone(f"policy version {version} is no longer offered, and no engine serves it")
             self._replies.fail(request.client, request.request_id, error)
         elif set(engines) == request.fields["known"]:
             return False

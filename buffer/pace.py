@@ -1,14 +1,14 @@
-"""How fast each worker writes, and which running group a faster worker takes over.
+"""How fast each worker generates, and which running group a faster worker takes over.
 
-A worker with a free place takes over a running group whose worker is at least twice as slow: of the groups with the
-earliest deadline, that of the slowest worker. It does so when no new prompt may begin on it, and also when the next
-plan waits for that group and a new prompt would be due later. A group changes hands at most twice, so a wrong
-measurement costs two interruptions per group at most. No worker is refused a group for being slow.
+A worker with a free place takes over a running group from a worker that is at least twice as slow. Among the groups
+with the earliest deadline, it takes the group of the slowest worker. It does so in two cases: no new prompt may begin
+on it, or the next plan waits for that group and a new prompt would be due later. A group changes workers at most twice,
+so wrong measurements cost at most two interruptions per group. A slow worker is still granted new groups.
 
 Tools, queues and long answers make single groups slow, but a slow engine makes all of its groups slow. So a worker is
 slow only if the fastest of its last groups took twice as long per token as the median group of another worker.
 
-Pure: callers bring the time and send the requests to hand over. A call costs O(log n) of groups and workers.
+This module has no clock and sends nothing: its caller does both. A call costs O(log n) in groups and workers.
 """
 
 from bisect import bisect_left, insort
@@ -21,29 +21,29 @@ from .commands import GrantedLease
 from .groups import Group
 
 MOST_CHANGES = 2
-"""A group changes hands at most so often: once from a slow worker, and once more if the next one turns slow."""
+"""Most changes of worker per group: once from a slow worker, and once more if the next worker turns out slow."""
 _SLOWER = 2.0
-"""A worker is slow from this many times another's seconds per token on; a takeover then repays the repeated prefill."""
+"""A worker is slow if it takes this many times another's seconds per token; a takeover then repays the new prefill."""
 _KEPT = 8
-"""So many last groups of a worker are compared: a few, since engines change, and several, since groups differ."""
+"""Last groups of a worker that are compared: few, because engines change, but several, because groups differ."""
 _FORGET_AFTER = 30.0
-"""A slow worker without a group is tried again after so many times its longest group: a trial costs the fleet 3%."""
+"""A slow worker without a group is tried again after this many times its longest group; a trial costs the fleet 3%."""
 _PLACE_KEPT_S = 1.0
-"""A free place waits so long for the group it takes over: cutting a group off takes a few decoding steps."""
+"""Seconds that a free place waits for the group that it takes over: the old worker needs a few decoding steps."""
 
 
 @dataclass(kw_only=True, slots=True)
 class _Worker:
-    """What is known of a worker.
+    """One worker.
 
     Attributes:
         since: When it last ended a group, or began to hold groups again.
         paces: Seconds per token of its last groups.
         took: Seconds that each of these groups took, or would have taken as a whole.
-        groups: The groups that it was granted and has not ended.
+        groups: Groups that it was granted and has not ended.
         is_slow: Its groups are on offer to faster workers.
-        is_watched: `WorkerPaces.look` looks at it again.
-        slowdown: So many times as long as its longest group it has ended nothing, from twice on; 1 before.
+        is_watched: `WorkerPaces.look` will check the worker again.
+        slowdown: Time since it last ended a group, as a multiple of its longest group, if 2 or more; else 1.
     """
 
     since: float
@@ -56,7 +56,7 @@ class _Worker:
 
     @property
     def usual(self) -> float:
-        """Seconds per token of its median group."""
+        """Seconds per token of the worker's median group."""
         return sorted(self.paces)[len(self.paces) // 2]
 
 
@@ -65,14 +65,14 @@ class RunningGroup:
     """A group on a worker.
 
     Attributes:
-        worker: Who has the lease.
-        group_id: Its prompt; ``attempt``: its fence.
-        began: When the worker got it.
+        worker: The worker that holds the lease.
+        group_id: The group; ``attempt``: the current attempt.
+        began: When the worker got the group.
         engine_version: Version of its oldest token, at which it was admitted.
         deadline: The last version that may consume it.
-        num_before: Tokens of its longest sample when the worker got it; None if that is not known.
-        num_saved: The same when it was last saved.
-        is_asked: Its worker was asked to hand it over.
+        num_before: Tokens of its longest sample when the worker got the group; None if unknown.
+        num_saved: Tokens of its longest sample when it was last saved.
+        is_asked: Its worker was asked to hand the group over.
     """
 
     worker: bytes
@@ -102,14 +102,14 @@ class WorkerPaces:
         self._longest_s = self._longest_before_s = 0.0
         self._num_ended = self._longest_tokens = 0
 
-    # What is heard
+    # Events
 
     def granted(self, lease: GrantedLease, now: float) -> None:
-        """A worker begins or continues a group."""
+        """Record that a worker begins or continues a group."""
         self._begin(lease, self._num_saved.get(lease.group_id) if lease.num_inherited else 0, now)
 
     def recover(self, lease: Group, now: float) -> None:
-        """A worker has held a group since before this server began; what it had written by now is not known."""
+        """Record a lease from before this server started; the number of tokens so far is unknown."""
         self._begin(lease, None, now)
 
     def _begin(self, lease: GrantedLease | Group, num_before: int | None, now: float) -> None:
@@ -134,13 +134,13 @@ class WorkerPaces:
         self._look_later(lease.owner, worker)
 
     def saved(self, group_id: int, attempt: int, num_tokens: int) -> None:
-        """A worker saved a group, whose longest sample has so many tokens."""
+        """Record that a worker saved a group whose longest sample has ``num_tokens`` tokens."""
         running = self._running.get(group_id)
         if running is not None and running.attempt == attempt:
             running.num_saved = self._num_saved[group_id] = num_tokens
 
     def ended(self, group_id: int, attempt: int, now: float, *, num_tokens: int | None = None) -> None:
-        """A worker stored a group, whose longest sample has so many tokens; None if it gave the group back."""
+        """Record that a worker stored a group (``num_tokens`` in its longest sample), or released it (None)."""
         running = self._running.get(group_id)
         if running is None or running.attempt != attempt:
             return
@@ -171,7 +171,7 @@ class WorkerPaces:
         if not worker.is_slow:
             self._longest_s = max(self._longest_s, worker.took[-1])
         self._num_ended += 1
-        if self._num_ended >= len(self._running):  # the first groups to end are the shortest: wait for as many as run
+        if self._num_ended >= len(self._running):  # the shortest groups end first: wait for as many as are running
             self._longest_before_s, self._longest_s, self._num_ended = self._longest_s, 0.0, 0
             unknown, self._unknown = self._unknown, {}
             for other in unknown:
@@ -179,13 +179,13 @@ class WorkerPaces:
                     self._look_later(other, known)
 
     def revoked(self, group_id: int, attempt: int) -> None:
-        """A worker lost its lease on a group, which says nothing about its pace."""
+        """Record that a worker lost its lease on a group; its measured pace does not change."""
         running = self._running.get(group_id)
         if running is not None and running.attempt == attempt:
             self._leave(group_id)
 
     def forget(self, name: bytes) -> None:
-        """A worker is gone."""
+        """Forget a worker that is gone."""
         if (worker := self._workers.pop(name, None)) is not None:
             self._remove_pace(name, worker)
             for group_id in worker.groups:
@@ -193,14 +193,14 @@ class WorkerPaces:
         self._kept.pop(name, None)
 
     def finished(self, group_ids: Iterable[int]) -> None:
-        """Groups are consumed or dropped."""
+        """Forget groups that were consumed or dropped."""
         for group_id in group_ids:
             self._leave(group_id)
             self._num_saved.pop(group_id, None)
             self._num_changes.pop(group_id, None)
 
     def look(self, now: float) -> None:
-        """Find the workers that have ended nothing for more than twice as long as their longest group took."""
+        """Find workers that have ended no group for more than twice the time of their longest group."""
         while self._looks and self._looks[0][0] <= now:
             _, name = heappop(self._looks)
             worker = self._workers.get(name)
@@ -213,19 +213,20 @@ class WorkerPaces:
                 self._judge(worker)
             self._look_later(name, worker)
 
-    # What follows
+    # Decisions
 
     def next_look(self, now: float) -> float | None:
-        """When `look` may find something, or a place that was kept is free again; None if nothing is awaited."""
+        """When `look` may find a slow worker, or a kept place becomes free; None if neither will happen."""
         moments = [until for kept in self._kept.values() for _, until in kept if until > now]
         if self._looks:
             moments.append(self._looks[0][0])
         return min(moments, default=None)
 
     def usual_pace(self, name: bytes, now: float) -> float:
-        """Seconds per token of a worker's median group; of an unknown worker those of the fastest, 0 if none is known.
+        """Seconds per token of a worker's median group.
 
-        A slow worker that has held nothing for long is unknown again: otherwise it would never be measured again.
+        An unknown worker gets the pace of the fastest worker, or 0 if no pace is known. A slow worker that has held no
+        group for long is unknown again; otherwise it would never be measured again.
         """
         worker = self._workers.get(name)
         if worker is None or not worker.paces:
@@ -239,12 +240,12 @@ class WorkerPaces:
         return worker.usual
 
     def is_slow(self, name: bytes, usual: float) -> bool:
-        """Whether all groups of a worker take at least twice as long as the median group of another one."""
+        """Whether all groups of a worker take at least twice the ``usual`` seconds per token of another worker."""
         worker = self._workers.get(name)
         return worker is not None and 0 < _SLOWER * usual <= self._best(worker)
 
     def first_on_offer(self) -> RunningGroup | None:
-        """The group that is to change hands next, if a faster worker has a free place."""
+        """The next group that a faster worker with a free place should take over."""
         while self._on_offer:
             _, _, group_id, attempt = self._on_offer[0]
             if self._is_on_offer(group_id, attempt):
@@ -253,14 +254,14 @@ class WorkerPaces:
         return None
 
     def take_over(self, running: RunningGroup, taker: bytes, now: float) -> None:
-        """The first group on offer is asked for, and a place of the taker is kept for it."""
+        """Take the first group from the heap of offers, and keep a place of the worker ``taker`` for it."""
         heappop(self._on_offer)
         running.is_asked = True
         self._num_changes[running.group_id] += 1
         self._kept.setdefault(taker, []).append((running, now + _PLACE_KEPT_S))
 
     def num_kept(self, name: bytes, now: float) -> int:
-        """Free places of a worker that are kept for groups which it takes over."""
+        """Free places of a worker that are kept for groups that it takes over."""
         kept = self._kept.get(name)
         if kept is None:
             return 0
@@ -279,7 +280,7 @@ class WorkerPaces:
         return self._workers[running.worker].is_slow and self._num_changes[group_id] < MOST_CHANGES
 
     def _leave(self, group_id: int) -> None:
-        """A worker has a group no more."""
+        """Record that a worker no longer holds a group."""
         if (running := self._running.pop(group_id, None)) is not None:
             del self._workers[running.worker].groups[group_id]
 
@@ -287,11 +288,11 @@ class WorkerPaces:
         return self._by_usual[0][0] if self._by_usual else None
 
     def _best(self, worker: _Worker) -> float:
-        """Seconds per token of a worker's fastest group, or more if it has ended nothing for long."""
+        """Seconds per token of a worker's fastest group; more if it has ended no group for long."""
         return worker.slowdown * (min(worker.paces) if worker.paces else self._fastest() or 0.0)
 
     def _longest_of(self, worker: _Worker) -> float:
-        """Seconds of a worker's longest group; of an unknown worker those of the fleet's, 0 if none is known."""
+        """Seconds of a worker's longest group; of the fleet's longest for an unknown worker; 0 if none has ended."""
         return max(worker.took) if worker.took else max(self._longest_s, self._longest_before_s)
 
     def _remove_pace(self, name: bytes, worker: _Worker) -> None:
@@ -299,7 +300,7 @@ class WorkerPaces:
             del self._by_usual[bisect_left(self._by_usual, (worker.usual, name))]
 
     def _judge(self, worker: _Worker) -> None:
-        """Offer the groups of a worker that has turned out to be slow."""
+        """Put the groups of a worker on offer if it has become slow."""
         was_slow, fastest = worker.is_slow, self._fastest()
         worker.is_slow = fastest is not None and self._best(worker) >= _SLOWER * fastest
         if worker.is_slow and not was_slow:
@@ -307,7 +308,7 @@ class WorkerPaces:
                 self._offer(self._running[group_id])
 
     def _offer(self, running: RunningGroup) -> None:
-        """Put a group on offer. Entries of groups that ended are cleared before they are half of the heap."""
+        """Put a group on offer. Entries of ended groups are removed before they fill half of the heap."""
         if len(self._on_offer) > 2 * len(self._running) + 64:
             self._on_offer = [entry for entry in set(self._on_offer) if self._is_on_offer(*entry[2:])]
             heapify(self._on_offer)
@@ -315,7 +316,7 @@ class WorkerPaces:
         heappush(self._on_offer, (running.deadline, -best, running.group_id, running.attempt))
 
     def _look_later(self, name: bytes, worker: _Worker) -> None:
-        """Look when the worker has ended nothing for twice its longest group, then each time after twice as long."""
+        """Check the worker after twice the time of its longest group, then after twice as long each time."""
         if worker.is_watched or not worker.groups:
             return
         if not worker.took and not self._longest_before_s:

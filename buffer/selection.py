@@ -1,7 +1,7 @@
-"""Which finished groups are kept, and which of them a batch takes: filters, selection orders, and the window.
+"""Which finished groups the buffer keeps, and which of them a batch takes: filters, selection orders, and the window.
 
-A filter and an order are functions of a group's `GroupSummary`, built in or at ``module:function``. The window lets a
-batch be filled in any order of preference without missing a deadline.
+A filter or an order is a function of a group's `GroupSummary`, built in or at ``module:function``. The window allows a
+batch to be filled in any order of preference without missing a deadline.
 """
 
 import functools
@@ -15,9 +15,9 @@ from asyncrl.core.types import GroupSummary
 
 Found = TypeVar("Found", bound=Callable[..., Any])
 Filter = Callable[[GroupSummary], bool]
-"""From a group to whether it is kept."""
+"""Returns whether to keep a group."""
 Preference = Callable[[GroupSummary, int], float]
-"""From a group and its deadline to a number; the smallest is taken first, ties in the order of storing."""
+"""Maps a group and its deadline to a number; the smallest comes first, equal ones in the order of storing."""
 Entry = tuple[float, int, int]
 """Rank, place in the order of storing, group id."""
 
@@ -28,12 +28,12 @@ def _rewards_differ(summary: GroupSummary) -> bool:
 
 
 def _has_tokens(summary: GroupSummary) -> bool:
-    """A group in which the policy wrote nothing has no loss."""
+    """A group without policy tokens has no loss."""
     return summary.num_tokens > 0
 
 
 FILTERS: Mapping[str, Filter] = {"equal_rewards": _rewards_differ, "no_tokens": _has_tokens}
-"""Name to the test that a kept group passes. The name is the reason that a dropped group is counted under."""
+"""Name to filter. A dropped group is counted under the name."""
 
 
 def find_filters(names: Sequence[str]) -> dict[str, Filter]:
@@ -77,18 +77,18 @@ def find_order(name: str) -> Preference:
 
 
 def rank_of(prefer: Preference, summary: GroupSummary, deadline: int) -> float:
-    """What the selection order says of a group. Raises `ReplayBufferError` if it is not a number."""
+    """The rank of a group in the selection order. Raises `ReplayBufferError` if the order does not return a number."""
     rank = prefer(summary, deadline)
     if not isinstance(rank, int | float) or rank != rank:
-        raise ReplayBufferError(f"buffer.order must give a number, got {rank!r:.40} for group {summary.group_id}")
+        raise ReplayBufferError(f"buffer.order must return a number, got {rank!r:.40} for group {summary.group_id}")
     return rank
 
 
 class Window:
-    """What a batch may still take, while it is being filled in any order of preference.
+    """Which deadlines a batch may still take while it is filled in any order of preference.
 
-    A group due at w + k may be taken while, for every j < k, the seats left after it suffice for those due at w + j or
-    earlier that must be in. A closed deadline stays closed, so filling a batch costs O(B·max_lag).
+    The batch may take a group due at w + k if, for every j < k, enough seats remain for the required groups due at
+    w + j or earlier. A closed deadline stays closed, so filling a batch costs O(B·max_lag).
     """
 
     def __init__(self, required: Sequence[int], seats: int) -> None:
@@ -111,9 +111,10 @@ class Window:
 def choose_batch(
     ready: Mapping[int, Sequence[Entry]], required: Sequence[int], *, version: int, seats: int
 ) -> list[int]:
-    """The ``seats`` preferred groups among those that the window lets in.
+    """Choose ``seats`` groups: at each seat the most preferred group that the window allows.
 
-    ``ready`` is deadline to stored groups, sorted; they satisfy ``required``, from `StalenessRule.required`.
+    ``ready`` maps each deadline to its stored groups, sorted by rank. They satisfy ``required``, which comes from
+    `StalenessRule.required`.
     """
     window = Window(required, seats)
     tops = [(entries[0], deadline, 0) for deadline, entries in ready.items() if entries]
@@ -135,15 +136,16 @@ def choose_batch(
 
 
 def find(name: str, built_ins: Mapping[str, Found], *, option: str) -> Found:
-    """A name of ``built_ins``, or ``module:function`` imported, whose errors become `ReplayBufferError`.
+    """Return a function of ``built_ins``, or import ``module:function``; its errors become `ReplayBufferError`.
 
-    Raises `ValueError` if ``name`` is neither; ``option`` is where it was read. Example: ``"my_orders:longest_first"``.
+    Raises `ValueError` if ``name`` is neither. ``option`` names the option that holds ``name``. Example:
+    ``"my_orders:longest_first"``.
     """
     if name in built_ins:
         return built_ins[name]
     module_name, colon, function_name = name.partition(":")
     if not (module_name and colon and function_name):
-        raise ValueError(f"{option} names {name!r}; known are {sorted(built_ins)}, or module:function of your own")
+        raise ValueError(f"{option} names {name!r}; use one of {sorted(built_ins)}, or your own module:function")
     try:
         function = getattr(importlib.import_module(module_name), function_name)
     except (ImportError, AttributeError) as error:
@@ -154,7 +156,7 @@ def find(name: str, built_ins: Mapping[str, Found], *, option: str) -> Found:
 
 
 def _with_origin(function: Callable[..., Any], what: str) -> Any:
-    """A user's function whose errors say where they come from, so that they answer a request and end no server."""
+    """Wrap a user's function: its errors name their origin and fail one request, not the server."""
 
     @functools.wraps(function)
     def call(*arguments: Any) -> Any:

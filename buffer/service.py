@@ -1,7 +1,8 @@
-"""What the buffer server does with each request: the ledger decides, the store keeps, and what must wait waits.
+"""Handles each request to the buffer: the ledger decides, the store keeps frames, and some requests have to wait.
 
-After each burst of messages `settle` answers whoever can be answered now; a timer answers "nothing yet" otherwise. Two
-more timers stand at the next lease's expiry and the next producer's silence. Nothing polls.
+After each burst of messages `settle` answers the waiting requests that can be answered now. A timer answers the others
+with "nothing yet". Two more timers fire at the next expiry of a lease and when the next producer counts as silent.
+Nothing polls.
 """
 
 import logging
@@ -67,11 +68,11 @@ class BufferService:
         config: Options.
         groups_per_step: B.
         send: Sends one message to one client.
-        on_rewound: Called after the learner was taken back: groups that were finished may come again.
-        counters: What the server counts, for `buffer.inspect`.
-        links: To the store servers that hold the payloads; None keeps them here.
-        journal: What an earlier server left, and where this one writes; None keeps nothing.
-        clock: What deadlines are measured by; the running loop's unless a test brings another.
+        on_rewound: Called after a rewind of the learner: finished groups may come again.
+        counters: Returns the server's own counters, for `buffer.inspect`.
+        links: Connections to the store servers that hold the payloads; None keeps the payloads here.
+        journal: Journal of an earlier server, which this one continues; None if nothing is kept on disk.
+        clock: Measures deadlines; the clock of the running loop unless a test passes another.
     """
 
     def __init__(
@@ -122,7 +123,7 @@ class BufferService:
             self._recover(journal)
 
     def _recorded(self) -> LedgerNotes | None:
-        """Have the ledger recorded where this process is; not what a journal replays, which was recorded before."""
+        """Record the ledger's commands if this process records; a journal's replay is not recorded again."""
         recorder = record.current()
         if recorder is None:
             return None
@@ -131,7 +132,7 @@ class BufferService:
         return notes
 
     def _all_operations(self) -> dict[str, Callable[[bytes, Message], None]]:
-        """What clients may ask, by name."""
+        """Operations by name."""
         return {
             **self._intake.operations,
             **self._admission.operations,
@@ -155,14 +156,14 @@ class BufferService:
         }
 
     def handle(self, client: bytes, request: Message) -> None:
-        """Do what is asked; an error of this system becomes the reply. `settle` answers what is pending."""
+        """Run the operation of a request; an `AsyncRLError` becomes the reply. `settle` answers pending requests."""
         self._admission.heartbeats.hear(client, self._clock.time())
         operation = self._operations.get(request.name)
         try:
             if client in self.ledger.account.buried:
-                raise DeclaredDead(f"{request.name} came from a worker that was declared dead and replaced; end it")
+                raise DeclaredDead(f"{request.name} came from a worker that was declared dead and replaced; stop it")
             if operation is None:
-                raise WireError(f"unknown operation {request.name!r:.40}; known are {sorted(self._operations)}")
+                raise WireError(f"unknown operation {request.name!r:.40}; use one of {sorted(self._operations)}")
             operation(client, request)
         except AsyncRLError as error:
             self._refuse(client, request, error)
@@ -174,7 +175,7 @@ class BufferService:
         self._replies.fail(client, request.request_id, error)
 
     def _when_kept(self, client: bytes, request: Message, store: Callable[[Frames | int], None]) -> None:
-        """Call ``store`` with small frames, or with the place of large ones once the journal has written them."""
+        """Call ``store`` with small frames, or with the place of large frames after the journal has written them."""
         if self._journal is None or size_of(request.payload) < JOIN_BELOW_BYTES:
             store(request.payload)
             return
@@ -193,7 +194,7 @@ class BufferService:
         self._journal.keep(request.payload, then)
 
     def settle(self) -> None:
-        """Answer every pending request that can be answered, until none can."""
+        """Answer pending requests until no more can be answered."""
         ledger, before = self.ledger, None
         try:
             while before != (
@@ -204,14 +205,14 @@ class BufferService:
                     self._intake.num_waiting,
                 )
             ):
-                self._admission.grant_saved()  # else a batch is made without a group that it waited for
+                self._admission.grant_saved()  # first: otherwise a batch is made without a group that it waited for
                 self._batches.make()
                 self._forget_finished()
                 self._intake.fill()
                 self._admission.grant()
                 self._grant_reservations()
         except ReplayBufferError as error:
-            logger.error("nothing is granted while the journal cannot be written: %s", error)
+            logger.error("the buffer grants nothing while the journal cannot be written: %s", error)
         for revocation in self.ledger.drain_revocations():
             fields = {"group_id": revocation.group_id, "attempt": revocation.attempt}
             self._admission.revoked(**fields)
@@ -239,7 +240,7 @@ class BufferService:
             part.close()
 
     def _recover(self, journal: Journal) -> None:
-        """Take up the prompts, trajectories and leases of the server before this one; running leases start afresh."""
+        """Load the prompts, trajectories and leases of an earlier server; running leases are renewed in full."""
         ledger = self.ledger
         journal.claim({"epoch": self._config.epoch, **ledger.options})
         recovered = journal.recover()
@@ -269,7 +270,7 @@ class BufferService:
     def _lose(
         self, group_ids: Iterable[int], *, unsent: Iterable[tuple[int, int]] = (), missing: Iterable[int] = ()
     ) -> None:
-        """Groups whose frames did not survive with their record are generated again, ``unsent`` ones sent again."""
+        """Generate groups again whose frames are lost; the workers send ``unsent`` groups again."""
         command = LoseGroups(group_ids=tuple(group_ids), unsent=tuple(unsent), missing=tuple(missing))
         if lost := self.ledger.apply(command).group_ids:
             logger.warning("the trajectories or saved prefixes of %d groups are lost", len(lost))
@@ -283,12 +284,15 @@ class BufferService:
         stored: Iterable[tuple[int, int]],
         reserved: Iterable[tuple[int, int]] = (),
     ) -> bool:
-        """A store server does not hold these groups: generate again what was ``stored`` as it was asked for them.
+        """Handle the answer of a store server that it does not hold ``group_ids``.
 
-        Groups and attempts. A batch stays as it was planned: its ranks may have its groups. A rank that lacks them is
-        refused them and says so; then whatever is missing of that batch and later ones is generated again, at once.
-        What was ``reserved`` is sent again. Returns whether such a group was stored meanwhile: its
-        payload may have come to the store behind the question, which has to be asked again.
+        ``stored`` and ``reserved`` are the groups and attempts that this store had when it was asked. Groups that were
+        stored are generated again. Groups that were reserved are sent again. A planned batch stays, because its ranks
+        may already have the groups. If a rank does not have them, it reports this, and the missing groups of that batch
+        and of later ones are generated again.
+
+        Returns whether a reserved group was stored in the meantime. Its payload may have reached the store after the
+        question, so the caller has to ask again.
         """
         ledger, missing = self.ledger, set(group_ids)
         was_reserved = {key for key in reserved if key[0] in missing}
@@ -303,7 +307,7 @@ class BufferService:
         return not was_reserved.isdisjoint(now_stored)
 
     def _forget_finished(self) -> None:
-        """Drop the frames of what is over, and tell those whose put or prompts did not fit."""
+        """Drop the frames of finished groups, and notify the clients whose put or prompts did not fit."""
         finished = self.ledger.drain_finished()
         self._admission.finished(finished)
         groups = self.ledger.groups
@@ -318,12 +322,12 @@ class BufferService:
         clients.clear()
 
     def _compact(self, *, is_urgent: bool = True) -> None:
-        """Put a snapshot in the place of the journal's commands, when these have grown long."""
+        """Replace the journal's commands by a snapshot if the journal has grown long."""
         if self._journal is not None and self._journal.is_grown(is_urgent=is_urgent):
             try:
                 self._journal.compact(self.ledger.snapshot(), self._store.frames())
             except ReplayBufferError as error:
-                logger.warning("the journal keeps its commands: %s", error)
+                logger.warning("the journal was not compacted: %s", error)
 
     # Events
 
@@ -331,9 +335,9 @@ class BufferService:
         lease_s = self._config.lease_s
         try:
             if num_expired := len(self.ledger.apply(Expire(), self._clock.time()).group_ids):
-                logger.warning("%d leases were not renewed within %.1f s and were taken back", num_expired, lease_s)
+                logger.warning("%d leases were not renewed within %.1f s and were revoked", num_expired, lease_s)
         except ReplayBufferError as error:
-            logger.error("expired leases stay until the journal can be written: %s", error)
+            logger.error("expired leases are not revoked while the journal cannot be written: %s", error)
             self._expiry.at(self._clock.time() + lease_s)
             return
         self.settle()
@@ -344,13 +348,13 @@ class BufferService:
                 self._offers.forget(client)
                 self._admission.take_from(client)
         except ReplayBufferError as error:
-            logger.error("leases of silent producers stay until they run out: %s", error)
+            logger.error("leases of silent producers are not revoked before they expire: %s", error)
         self.settle()
 
     # Results
 
     def _reserve(self, client: bytes, request: Message) -> None:
-        """Set bytes aside for a group before it is sent; the request waits until they fit, first come first."""
+        """Reserve bytes for a group before it is sent; requests wait, in order of arrival, until the bytes fit."""
         names = ("group_id", "attempt", "num_bytes")
         fields: dict[str, Any] = {name: integer(request.fields, name) for name in names}
         fields["host"] = text(request.fields, "host") if "host" in request.fields else ""
@@ -374,7 +378,7 @@ class BufferService:
             self._reserving.remove(pending.client, pending.request_id)
 
     def _make_room(self, command: Reserve) -> int:
-        """Reserve room for a group; its store. Raises `StoreFull`, also to plans that can then never be made."""
+        """Reserve bytes for a group; returns its store. Raises `StoreFull`, and fails plans that can never be made."""
         group_id = command.group_id
         try:
             reserved = self.ledger.apply(command)
@@ -383,7 +387,7 @@ class BufferService:
                 self._batches.fail(command.num_bytes)
             raise
         if reserved.evicted:
-            logger.warning("%d groups gave way to group %d, which is due earlier", len(reserved.evicted), group_id)
+            logger.warning("%d groups were evicted for group %d, which is due earlier", len(reserved.evicted), group_id)
             self._store.evict(reserved.evicted)
         return reserved.store
 
@@ -403,7 +407,7 @@ class BufferService:
         key = summary.group_id, summary.attempt
         group = self.ledger.groups.running(*key)
         if group is not None and self._store.is_elsewhere and not group.num_bytes:
-            raise StoreLost(f"the store that took group {key[0]} attempt {key[1]} does not hold it; send it again")
+            raise StoreLost(f"the store of group {key[0]} attempt {key[1]} does not hold it; send the group again")
         is_easy = (self._journal is None or size < JOIN_BELOW_BYTES) and self.ledger.room.fits(size)
         if is_easy or group is None or self._store.is_elsewhere:
             self._store_group(client, request, command, request.payload)
@@ -469,13 +473,13 @@ class BufferService:
         committed = self.ledger.apply(Commit(version=integer(request.fields, "version")))
         self._forget_finished()
         if committed.group_ids:
-            self._admission.answer_outdated(except_for=self._offers.receivers)  # who wait for newer weights
-            self._compact(is_urgent=False)  # little is held now
+            self._admission.answer_outdated(except_for=self._offers.receivers)  # these wait for newer weights
+            self._compact(is_urgent=False)  # the buffer holds few groups now
         self._stats(client, request)
-        self._offers.show()  # the controller's answer first, however many engines wait
+        self._offers.show()  # after the reply to the controller: many engines may wait
 
     def _lose_planned(self, client: bytes, request: Message) -> None:
-        """The learner's ranks did not find groups of a batch, and no rank has made its step: it is planned anew."""
+        """Plan a batch again: the learner's ranks did not find some of its groups, and no rank made the step."""
         self._lose(
             group_id for group_id in integers(request.fields, "groups") if self.ledger.groups.is_planned(group_id)
         )
@@ -490,19 +494,19 @@ class BufferService:
             tokens_trained=count(fields, "tokens_trained"),
             lag_histogram=tuple(pairs(fields, "lag_histogram")),
         )
-        self._forget_finished()  # before any of them is queued again
+        self._forget_finished()  # before finished groups are queued again
         rewound = self.ledger.apply(command)
         if rewound.is_new:
             self._store.evict(rewound.group_ids)
             self._offers.withdraw()
             self._on_rewound()
-            logger.warning("the learner goes on from version %d, life %d", command.version, command.incarnation)
+            logger.warning("the learner goes on from version %d, incarnation %d", command.version, command.incarnation)
         self._replies.reply(client, request.request_id)
 
-    # What clients say of themselves, and ask about the buffer
+    # The state of clients, and of the buffer
 
     def _beat(self, client: bytes, request: Message) -> None:
-        """A sign of life, which also makes a producer known that an earlier server knew."""
+        """Note a heartbeat; it also registers a producer that only an earlier server knew."""
         self._admission.heartbeats.enter(client, self._clock.time())
         if "generated" in request.fields:
             self._admission.heartbeats.count_generated(client, count(request.fields, "generated"))
@@ -511,7 +515,7 @@ class BufferService:
         self._replies.reply(client, request.request_id, _clock_fields())
 
     def _loaded(self, client: bytes, request: Message) -> None:
-        """An engine serves a version; a request for leases that it waits with is of these weights now."""
+        """Note that an engine serves a version; its waiting request for leases is now for this version."""
         self._offers.loaded(client, request)
         if self._offers.is_current(request.fields):
             self._admission.adopt(client, integer(request.fields, "version"))
@@ -521,17 +525,17 @@ class BufferService:
         self._admission.leave(client, request)
 
     def _bury(self, client: bytes, request: Message) -> None:
-        """A worker has ended, says the controller, who started it."""
+        """Declare a worker dead, on the word of the controller that started it."""
         try:
             dead = bytes.fromhex(text(request.fields, "worker"))
         except ValueError as error:
-            raise WireError(f"a worker is named by the hexadecimal digits of its identity: {error}") from error
+            raise WireError(f"field 'worker' must hold the hexadecimal digits of an identity: {error}") from error
         num_generated = self._admission.bury(dead, count(request.fields, "generated"))
         self._offers.forget(dead)
         self._replies.reply(client, request.request_id, {"generated": num_generated})
 
     def _hello(self, client: bytes, request: Message) -> None:
-        """What a client must know; a producer says so, and is heard of from then on."""
+        """Reply with the buffer's options. A producer is registered, and must send heartbeats from then on."""
         if flag(request.fields, "produces", default=False):
             self._stores.note_host(request.fields)
             self._admission.heartbeats.enter(client, self._clock.time())
@@ -583,5 +587,5 @@ def _ledger(config: BufferConfig, *, groups_per_step: int, num_stores: int) -> L
 
 
 def _clock_fields() -> dict[str, Any]:
-    """The time here, for clients on other hosts."""
+    """This host's clock, for clients on other hosts."""
     return {"clock": record.clock_id(), "now_ns": time.monotonic_ns()}

@@ -1,7 +1,7 @@
-"""What a buffer server does with store servers that join from the hosts of its rollout workers, and leave.
+"""Store servers that join the buffer from the hosts of the rollout workers, and leave it.
 
-A host is known by the workers on it, which name it. `StoreRequests.settle` answers the controller, who waits for a host
-that has none of the stores; a timer answers "nothing yet" otherwise.
+The buffer learns of a host from its workers. The controller waits for a host without a store; `StoreRequests.settle`
+answers it, or a timer answers "nothing yet".
 """
 
 import logging
@@ -21,7 +21,7 @@ _MAX_HOSTS = 65_536
 
 
 class StoreRequests:
-    """The operations ``add_store``, ``drop_store`` and ``store_wanted``; ``links`` lead to the stores."""
+    """The operations ``add_store``, ``drop_store`` and ``store_wanted``; ``links`` connect to the stores."""
 
     def __init__(self, shared: Collaborators, *, links: StoreLinks | None) -> None:
         self._ledger, self._store, self._replies = shared.ledger, shared.store, shared.replies
@@ -35,22 +35,22 @@ class StoreRequests:
         }
 
     def close(self) -> None:
-        """Stop whatever waits."""
+        """Cancel every pending request."""
         self._pending.close()
 
     def note_host(self, fields: Mapping[str, Any]) -> None:
-        """A worker says where it is, if it does."""
+        """Remember the host of a worker, if its message names one."""
         if "host" in fields and len(self._hosts) < _MAX_HOSTS:
             self._hosts[text(fields, "host")] = None
 
     def recover(self) -> None:
-        """Reach the stores that an earlier server knew."""
+        """Connect to the stores that an earlier server knew."""
         if self._links is not None and self._links.may_join:
             for place in self._ledger.groups.space.stores:
                 self._links.connect("" if place.is_gone else place.address)
 
     def settle(self) -> None:
-        """Name a host without a store to whoever waits for one."""
+        """Answer each pending request with a host that has no store."""
         for pending in self._pending.all():
             known = pending.fields["known"]
             if (host := next((host for host in self._hosts if host not in known), None)) is not None:
@@ -58,7 +58,7 @@ class StoreRequests:
                 self._replies.reply(pending.client, pending.request_id, {"host": host})
 
     def describe(self) -> list[dict[str, Any]]:
-        """What is known of the store servers, for people; nothing where there are none."""
+        """Describe the store servers for `asyncrl inspect`; empty without store servers."""
         if self._links is None:
             return []
         groups = self._ledger.groups
@@ -78,11 +78,11 @@ class StoreRequests:
 
     def _check_may_join(self) -> StoreLinks:
         if self._links is None or not self._links.may_join:
-            raise ReplayBufferError("no store may join this buffer; set buffer.stores_on=hosts")
+            raise ReplayBufferError("stores cannot join this buffer; set buffer.stores_on=hosts")
         return self._links
 
     def _add(self, client: bytes, request: Message) -> None:
-        """A store joins; its number. The same one again changes nothing."""
+        """Add a store and reply with its number. Adding it again has no effect."""
         links = self._check_may_join()
         address, host = text(request.fields, "address"), text(request.fields, "host")
         added = self._ledger.apply(AddStore(address=address, host=host))
@@ -92,13 +92,13 @@ class StoreRequests:
         self._replies.reply(client, request.request_id, {"store": added.store})
 
     def _drop(self, client: bytes, request: Message) -> None:
-        """A store is gone for good, says the controller, who placed it; how many groups went with it."""
+        """Drop a store that the controller declares lost, and reply with the number of lost groups."""
         links, number = self._check_may_join(), integer(request.fields, "store")
         if number >= len(self._ledger.groups.space.stores):
-            raise WireError(f"store {number} has not joined; {len(self._ledger.groups.space.stores)} have")
+            raise WireError(f"store {number} never joined; {len(self._ledger.groups.space.stores)} stores have")
         dropped = self._ledger.apply(DropStore(store=number))
         if dropped.is_new:
             links.disconnect(number)
             self._store.evict(dropped.group_ids)
-            logger.warning("store %d is gone, and %d groups with it", number, len(dropped.group_ids))
+            logger.warning("store %d is lost with %d stored groups", number, len(dropped.group_ids))
         self._replies.reply(client, request.request_id, {"groups": len(dropped.group_ids)})

@@ -1,7 +1,7 @@
-"""Where frames are kept: prompts, saved prefixes and trajectories, under the buffer's byte bounds.
+"""Keeps frames within the buffer's byte bounds: prompts, saved prefixes and trajectories.
 
-Trajectories stand beside the ledger, as they came off the socket, or on store servers by group id; then the ledger's
-server keeps their sizes.
+Trajectories are kept in the ledger's server, as they came from the socket, or on store servers by group id. In the
+second case the ledger's server keeps only their sizes.
 """
 
 import struct
@@ -21,14 +21,14 @@ _MAX_CLIENTS = 4096
 
 
 class Receipt(NamedTuple):
-    """What the ledger knows of a payload: its size, and its digest where a store server holds it."""
+    """The size of a payload, and its digest if a store server holds it."""
 
     size: int
     digest: bytes = b""
 
     @classmethod
     def of(cls, payload: Iterable[Any]) -> "Receipt":
-        """The receipt of the frames of a payload, however it is cut."""
+        """The receipt of a payload; it does not depend on how the payload is cut into frames."""
         size, digest = 0, xxhash.xxh3_128()
         for frame in payload:
             size += len(frame)
@@ -36,12 +36,12 @@ class Receipt(NamedTuple):
         return cls(size, digest.digest())
 
     def to_frame(self) -> bytes:
-        """What a put carries to the ledger in the place of its payload."""
+        """The frame that a put sends to the ledger instead of its payload."""
         return _RECEIPT.pack(*self)
 
 
 class FrameTable:
-    """Frames by group id, and their size."""
+    """Frames by group id, and their total size."""
 
     def __init__(self) -> None:
         self._frames: dict[int, tuple[Frames, int]] = {}
@@ -54,22 +54,22 @@ class FrameTable:
         return ((group_id, frames) for group_id, (frames, _) in self._frames.items())
 
     def put(self, group_id: int, frames: Frames, size: int | None = None) -> None:
-        """Keep frames in the place of those that were there; ``size`` is counted in the place of their own."""
+        """Keep frames and replace earlier ones; ``size`` overrides the counted size."""
         self.remove(group_id)
         size = size_of(frames) if size is None else size
         self._frames[group_id] = (frames, size)
         self.num_bytes += size
 
     def get(self, group_id: int) -> Frames:
-        """The frames of a group; none if there are none."""
+        """The frames of a group; empty if the table has none."""
         return self._frames.get(group_id, ((), 0))[0]
 
     def remove(self, group_id: int) -> None:
-        """Forget the frames of a group, if there are any."""
+        """Remove the frames of a group, if there are any."""
         self.num_bytes -= self._frames.pop(group_id, ((), 0))[1]
 
     def move_to(self, other: "FrameTable", group_id: int) -> None:
-        """Let another table keep the frames of a group, if there are any."""
+        """Move the frames of a group to another table, if there are any."""
         if group_id in self:
             other.put(group_id, *self._frames[group_id])
             self.remove(group_id)
@@ -79,8 +79,8 @@ class PayloadStore:
     """All frames: trajectories and prefixes under the bound ``max_bytes``, prompts under another.
 
     Prompts count against ``max_prompt_bytes`` from before they are queued until their groups are stored. A stored group
-    contains its prompt, so ``max_bytes`` bounds the prompts of stored groups, and these keep no other prompt waiting.
-    ``remove_elsewhere``, where store servers hold the trajectories, tells them what `forget` is told.
+    contains its prompt, so ``max_bytes`` bounds the prompts of stored groups, and they do not delay other prompts.
+    If store servers hold the trajectories, `forget` passes its arguments to ``remove_elsewhere``.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class PayloadStore:
 
     @property
     def prompt_bytes(self) -> int:
-        """Bytes of all prompts, those of stored groups among them."""
+        """Bytes of all prompts, including prompts of stored groups."""
         return self.prompts.num_bytes + self._stored_prompts.num_bytes
 
     @property
@@ -109,35 +109,35 @@ class PayloadStore:
         return self._remove_elsewhere is not None
 
     def receipt_of(self, payload: Frames) -> Receipt:
-        """What the trajectories of a put take, and their digest where they are elsewhere."""
+        """Size of the trajectories of a put, and their digest if store servers hold them."""
         if not self.is_elsewhere:
             return Receipt(size_of(payload))
         if len(payload) != 1 or len(payload[0]) != _RECEIPT.size:
             raise WireError(
-                f"payloads are kept by store servers here; a put carries its size and digest in {_RECEIPT.size} bytes"
+                f"store servers keep the payloads here; a put must carry a size and digest of {_RECEIPT.size} bytes"
             )
         receipt = Receipt(*_RECEIPT.unpack(payload[0]))
         if receipt.size <= 0:
-            raise WireError(f"a payload has at least one byte, got {receipt.size}")
+            raise WireError(f"a payload must have at least 1 byte, got {receipt.size}")
         return receipt
 
     def trajectories(self, group_id: int) -> Frames:
         """The trajectories of a group. Raises `UnknownGroup` if they are not here."""
         if group_id not in self.payloads:
             raise UnknownGroup(
-                f"no trajectories of group {group_id} are stored; fetch what a plan names, before commit"
+                f"no trajectories of group {group_id} are stored; fetch only groups of a plan, before its commit"
             )
         return self.payloads.get(group_id)
 
     def frames(self) -> Iterator[tuple[str, int, Frames]]:
-        """Kind, group id and frames of all that is held, for a journal."""
+        """Kind, group id and frames of everything held, for a journal."""
         prompts = (("prompt", self.prompts), ("prompt", self._stored_prompts))
         for kind, table in (*prompts, ("progress", self.prefixes), ("payload", self.payloads)):
             for group_id, frames in table:
                 yield kind, group_id, frames
 
     def recover(self, frames: Mapping[str, Mapping[int, Frames]], ledger: Ledger) -> None:
-        """Take up what a journal kept of unfinished groups."""
+        """Load the frames of unfinished groups from a journal."""
         for group_id, parts in frames.get("prompt", {}).items():
             if group_id in ledger.groups:
                 self.prompts.put(group_id, parts)
@@ -150,22 +150,22 @@ class PayloadStore:
                 self.prefixes.put(group_id, parts)
 
     def keep_payload(self, group_id: int, payload: Frames, size: int) -> None:
-        """Keep a stored group of ``size`` bytes; its prefix, if one was saved, is part of it."""
+        """Keep the trajectories of a group, ``size`` bytes; they contain its saved prefix, which is removed."""
         self.payloads.put(group_id, payload, size)
         self.prefixes.remove(group_id)
         self.prompts.move_to(self._stored_prompts, group_id)
 
     def evict(self, group_ids: Iterable[int]) -> None:
-        """Drop the trajectories and prefixes that are held here of groups that gave way."""
+        """Drop the trajectories and prefixes of evicted groups."""
         for group_id in group_ids:
             self.prefixes.remove(group_id)
             self.payloads.remove(group_id)
             self._stored_prompts.move_to(self.prompts, group_id)
 
     def forget(self, finished: Sequence[int], ended: Sequence[tuple[int, int]]) -> bool:
-        """Drop all frames of finished groups, and what store servers hold of attempts that ended.
+        """Drop all frames of finished groups, and tell the store servers to drop those of ended attempts.
 
-        ``ended`` are groups and attempts. Returns whether there is more room now.
+        ``ended`` holds pairs of group id and attempt. Returns whether bytes may have become free.
         """
         self.evict(finished)
         for group_id in finished:
@@ -177,14 +177,16 @@ class PayloadStore:
         return True
 
     def check_prompts(self, size: int, *, num_waiting_bytes: int) -> None:
-        """Refuse prompts of ``size`` bytes that do not fit beside those held and ``num_waiting_bytes`` of waiting ones.
+        """Refuse prompts of ``size`` bytes that do not fit beside held and waiting (``num_waiting_bytes``) prompts.
 
-        Raises `StoreFull` if they fit when groups are stored or have left, `ReplayBufferError` if they never will.
+        Raises:
+            StoreFull: The prompts fit later, when groups have been stored or have left.
+            ReplayBufferError: The prompts are larger than ``max_prompt_bytes``.
         """
         limit = self.max_prompt_bytes
         if size > limit:
             raise ReplayBufferError(
-                f"{size} bytes of prompts came at once, buffer.max_prompt_bytes is {limit}; raise it, or enqueue fewer"
+                f"{size} bytes of prompts exceed buffer.max_prompt_bytes={limit}; raise it, or enqueue fewer at once"
             )
         held = self.prompts.num_bytes + num_waiting_bytes
         if held + size > limit:
@@ -195,12 +197,12 @@ class PayloadStore:
 
 
 def size_of(frames: Iterable[Any]) -> int:
-    """Bytes of frames."""
+    """Total bytes of frames."""
     return sum(map(len, frames))
 
 
 class FetchWindow:
-    """Sizes of the replies on their way to each client, at most ``limit``; a fetch says what its client has read."""
+    """Limits the bytes of unread replies per client to ``limit``; each fetch names the last reply that was read."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -209,7 +211,7 @@ class FetchWindow:
     def add(self, client: bytes, request_id: int, num_bytes: int, *, read: int) -> None:
         """Note a reply of ``num_bytes`` before it is sent; ``read`` is the largest request id that the client has read.
 
-        Raises `StoreFull` if it is more than may be on its way beside what the client has not read.
+        Raises `StoreFull` if the client would have more than ``limit`` unread bytes.
         """
         replies = self._replies.setdefault(client, deque())
         self._replies.move_to_end(client)
@@ -218,7 +220,7 @@ class FetchWindow:
         waiting = sum(size for _, size in replies)
         if replies and waiting + num_bytes > self._limit:
             raise StoreFull(
-                f"{waiting} fetched bytes are on their way to this client unread, {num_bytes} more are over "
+                f"this client has not read {waiting} fetched bytes, and {num_bytes} more exceed "
                 f"buffer.max_stored_bytes={self._limit}; read them first"
             )
         replies.append((request_id, num_bytes))

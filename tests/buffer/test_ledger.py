@@ -161,7 +161,7 @@ def test_plans_and_commits_out_of_order_are_refused_by_name():
     of = ledger(1, 1)
     of.put(summary_of(of.lease(0, 1, now=0.0)[0]))
     for version in (1, 2):
-        with pytest.raises(ReplayBufferError, match=rf"plan\({version}\) was asked while the learner is at version 0"):
+        with pytest.raises(ReplayBufferError, match=rf"plan\({version}\) was requested at learner version 0"):
             of.plan(version)
     with pytest.raises(ReplayBufferError, match=r"commit\(0\)"):
         of.commit(0)
@@ -214,7 +214,7 @@ def test_a_malformed_parcel_is_a_wire_error(tail: bytes):
     [
         ({"max_lag": -1}, "buffer.max_lag must be >= 0, got -1"),
         ({"durability": Durability.disk}, "buffer.directory"),
-        ({"filters": ["nonsense"]}, "buffer.filters names 'nonsense'; known are .*module:function"),
+        ({"filters": ["nonsense"]}, "buffer.filters names 'nonsense'; use one of .*module:function"),
         ({"lease_s": 0}, "buffer.lease_s must be > 0"),
         ({"port": 70000}, "buffer.port"),
         ({"num_store_servers": -1}, "num_store_servers"),

@@ -167,7 +167,7 @@ async def test_a_pin_that_no_engine_can_serve_any_more_is_told_as_gone():
         assert (await other.next_offer(0)).version == 2
         waiting = asyncio.ensure_future(control.pin(1, 1, {"0"}))
         await worker.close()
-        with pytest.raises(WeightsGone, match="policy version 1 is not offered any more, and no engine serves it"):
+        with pytest.raises(WeightsGone, match="policy version 1 is no longer offered"):
             await asyncio.wait_for(waiting, 5)
 
 
@@ -237,7 +237,7 @@ async def test_what_is_no_offer_no_version_and_no_time_is_refused():
         with pytest.raises(WireError, match="seconds >= 0"):
             await client.loaded(0, float("nan"))
         for known in ("3", [3]):
-            with pytest.raises(WireError, match="'known' must be a list of names"):
+            with pytest.raises(WireError, match="'known' must be a list of engine names"):
                 await client.connection.link.request("pin", {"version": 0, "num_engines": 1, "known": known})
         with pytest.raises(WireError, match=r"a failure of 1 to \d+ characters, got .*'failure': ''"):
             await client.publish_failed("")

@@ -186,7 +186,7 @@ async def test_a_stall_of_the_servers_loop_takes_no_lease_back(tmp_path: Path):
         await asyncio.sleep(0.5)
         stats = await worker.stats()
         assert (stats.groups["leased"], stats.groups["queued"]) == (150, 0)
-        assert "the loop stood still for" in process.log_tail()
+        assert "the event loop stalled for" in process.log_tail()
         await worker.close()
 
 
@@ -321,5 +321,5 @@ async def test_a_name_that_is_no_workers_is_refused_and_an_unknown_worker_has_ge
     async with running() as run:
         control = run.client()
         assert await control.bury("00ff") == 0
-        with pytest.raises(WireError, match="hexadecimal digits of its identity"):
+        with pytest.raises(WireError, match="hexadecimal digits of an identity"):
             await control.bury("worker 1")

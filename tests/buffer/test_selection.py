@@ -150,7 +150,7 @@ def test_a_filter_of_ones_own_drops_under_its_path():
             {"filters": ["tests.support.orders_of_mine:fails"]},
             "buffer.filters 'tests.support.orders_of_mine:fails' raised KeyError",
         ),
-        ({"order": "tests.support.orders_of_mine:no_number"}, "buffer.order must give a number, got nan"),
+        ({"order": "tests.support.orders_of_mine:no_number"}, "buffer.order must return a number, got nan"),
     ],
 )
 def test_code_of_ones_own_that_fails_answers_the_put_and_changes_nothing(options, message):
