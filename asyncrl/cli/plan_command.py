@@ -1,8 +1,8 @@
-"""``asyncrl plan RUN | SPEC.yaml``: predict throughput, idle time and lag for other options, and recommend some.
+"""``asyncrl plan RUN | SPEC.yaml``: predict throughput, idle time and lag of other options, and recommend a choice.
 
-RUN is the folder of a run, which may still go on; SPEC.yaml a scenario (docs/planning.md). Writes ``plan.json``, which
-the run's report shows, a chart ``plan.png`` beside it, and of a run ``advice.json``. A run
-uses the command itself after its last step, for the advice alone (`asyncrl.run.watching`).
+RUN is the folder of a run, which may still be in progress. SPEC.yaml is a scenario (docs/planning.md). The command
+writes ``plan.json``, which the run's report shows, the chart ``plan.png`` and, for a run, ``advice.json``. A run starts
+this command after its last step with ``--only-advice`` (`asyncrl.run.watching`).
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from buffer.config import OnStale
 EXIT_USAGE = 2
 _NUM_SHOWN = 12
 _MAX_RECORD_BYTES = 64 << 20
-"""A record that is larger is read on request only, not beside the run: it takes ten times as much memory."""
+"""Largest record that ``--only-advice`` reads: the reader needs about ten times as much memory."""
 _STEPS_BESIDE = 30
-"""Learner steps of each simulation beside a run."""
+"""Learner steps of each simulation with ``--only-advice``."""
 _FRONTIER_REPLICATES = 2
 _SAY_EVERY_S = 3.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
+    """Run the command line; return the exit status."""
     options = _parser().parse_args(arguments)
     target = Path(options.target)
     if options.only_advice:
@@ -47,9 +47,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder = Path(options.out or (target if target.is_dir() else target.parent))
     try:
         calibration = _read_run(target, options.steps) if target.is_dir() else None
-        base = _read_spec(target, options.steps) if calibration is None else calibration.scenario
+        base = load_spec(target) if calibration is None else calibration.scenario
+        base = base if options.steps is None else replace(base, num_steps=options.steps)
         notes = () if calibration is None else calibration.notes
-        folder.mkdir(parents=True, exist_ok=True)  # before minutes of work
+        folder.mkdir(parents=True, exist_ok=True)  # fail before minutes of work
         plan = make_plan(
             base,
             _choices(options, base),
@@ -75,21 +76,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="asyncrl plan", description=__doc__.partition("\n")[0] if __doc__ else "")
-    parser.add_argument("target", metavar="RUN|SPEC", help="folder of a run, or a scenario in YAML")
-    parser.add_argument("--max-lag", type=int, nargs="+", default=[0, 1, 2, 4], help="bounds to predict")
+    parser.add_argument("target", metavar="RUN|SPEC", help="folder of a run, or YAML file of a scenario")
+    parser.add_argument("--max-lag", type=int, nargs="+", default=[0, 1, 2, 4], help="staleness bounds to predict")
     parser.add_argument("--publish-every", type=int, nargs="+", default=[1, 2], help="steps between published versions")
-    parser.add_argument("--batch", type=int, nargs="+", default=[], help="groups per step; default: the run's own")
+    parser.add_argument("--batch", type=int, nargs="+", default=[], help="groups per step; default: that of the run")
     parser.add_argument("--on-stale", nargs="+", choices=list(OnStale), default=["wait", "requeue"], type=OnStale)
-    parser.add_argument("--keep-split", action="store_true", help="do not share the devices out otherwise")
+    parser.add_argument("--keep-split", action="store_true", help="keep the numbers of engines and ranks")
     parser.add_argument("--replicates", type=_positive, default=NUM_REPLICATES, help="simulations per interval")
     parser.add_argument("--steps", type=int, help="learner steps to simulate")
-    parser.add_argument("--seed", type=_natural, default=0, help="of the lengths")
-    parser.add_argument("--out", help="folder of plan.json and plan.png; default: the run's, or beside the scenario")
-    parser.add_argument("--only-advice", type=int, metavar="S", help="only advice, with S seconds of CPU at most")
+    parser.add_argument("--seed", type=_natural, default=0, help="seed of the response lengths")
     parser.add_argument(
-        "--frontier", action="store_true", help="with --only-advice: also write plan.json, for each bound of --max-lag"
+        "--out", help="folder for plan.json and plan.png; default: the run's folder, or the folder of the scenario"
     )
-    parser.add_argument("--json", action="store_true", help="print plan.json in the place of the table")
+    parser.add_argument(
+        "--only-advice", type=int, metavar="S", help="write only the advice, with at most S seconds of CPU time"
+    )
+    parser.add_argument(
+        "--frontier", action="store_true", help="with --only-advice: also write plan.json for the bounds of --max-lag"
+    )
+    parser.add_argument("--json", action="store_true", help="print plan.json instead of the table")
     return parser
 
 
@@ -106,7 +111,7 @@ def _positive(text: str) -> int:
 
 
 class _Progress:
-    """Says what is simulated on stderr, a line every few seconds; nothing where the plan is there before."""
+    """Writes the progress to stderr, at most one line every `_SAY_EVERY_S` seconds."""
 
     def __init__(self) -> None:
         self._said_at = time.monotonic()
@@ -118,17 +123,12 @@ class _Progress:
             sys.stderr.write(f"plan: simulating {what}\n")
 
 
-def _read_spec(path: Path, num_steps: int | None) -> Scenario:
-    scenario = load_spec(path)
-    return scenario if num_steps is None else replace(scenario, num_steps=num_steps)
-
-
 def _read_run(folder: Path, num_steps: int | None) -> Calibration:
     config = read_config(folder)
     if config.placement.colocated:
         raise ValueError(
-            f"{folder} is a run with placement.colocated=true, expected separate pools: turns of one device are not "
-            "simulated yet; plan from a scenario"
+            f"{folder} is a run with placement.colocated=true, expected separate pools: the simulator does not support "
+            "colocated pools; plan from a scenario"
         )
     try:
         calibration = calibrate(Trace.load(folder), config)
@@ -150,7 +150,7 @@ def _choices(options: argparse.Namespace, base: Scenario) -> Choices:
 
 
 def _advised(run_dir: Path, calibration: Calibration, options: argparse.Namespace) -> Advice | None:
-    """Look for advice on a run, and write down what was found."""
+    """Search for advice on a run and write the result to ``advice.json``."""
     advice = advise(
         calibration.scenario,
         measured_step_s=calibration.step_s,
@@ -163,11 +163,13 @@ def _advised(run_dir: Path, calibration: Calibration, options: argparse.Namespac
 
 
 def _advise_beside(run_dir: Path, options: argparse.Namespace) -> int:
-    """Write advice alone, for a run that ends; the kernel limits this process to ``--only-advice`` CPU seconds."""
+    """Write only the advice, after the last step of a run. The kernel enforces the limit on CPU seconds."""
     resource.setrlimit(resource.RLIMIT_CPU, (options.only_advice, options.only_advice))
     num_bytes = sum(path.stat().st_size for path in (run_dir / FOLDER).glob("*.msgpack"))
     if num_bytes > _MAX_RECORD_BYTES:
-        sys.stderr.write(f"error: the record has {num_bytes >> 20} MiB, more than is read beside a run\n")
+        sys.stderr.write(
+            f"error: the record has {num_bytes >> 20} MiB, --only-advice reads at most {_MAX_RECORD_BYTES >> 20} MiB\n"
+        )
         return EXIT_USAGE
     try:
         calibration = _read_run(run_dir, options.steps or _STEPS_BESIDE)
@@ -182,13 +184,13 @@ def _advise_beside(run_dir: Path, options: argparse.Namespace) -> int:
 
 
 def _write_frontier(run_dir: Path, calibration: Calibration, options: argparse.Namespace) -> None:
-    """Write ``plan.json`` with one prediction per bound and all other options as they are, for the report."""
+    """Write ``plan.json`` for the report, with one prediction per bound and all other options unchanged."""
     plan = make_plan(
         calibration.scenario,
         Choices(max_lag=options.max_lag, publish_every=(), on_stale=()),
         replicates=_FRONTIER_REPLICATES,
         seed=options.seed,
-        notes=(*calibration.notes, "only buffer.max_lag is varied; asyncrl plan varies more options"),
+        notes=(*calibration.notes, "only buffer.max_lag varies here; asyncrl plan varies more options"),
     )
     if misses(plan.current, calibration.step_s):
         sys.stderr.write(f"the replay misses the measured step time by more than {MAX_REPLAY_ERROR:.0%}: no frontier\n")
@@ -196,11 +198,11 @@ def _write_frontier(run_dir: Path, calibration: Calibration, options: argparse.N
     write_json(run_dir / "plan.json", {**plan.to_dict(), "advice": None})
 
 
-# What is shown
+# Output
 
 
 def _page(plan: RunPlan, calibration: Calibration | None, advice: Advice | None) -> list[str]:
-    """The plan in words: what was measured, the choices by step time, and what to take."""
+    """The lines to print: the measured figures, the fastest choices, the recommended choice and the advice."""
     lines = []
     if calibration is not None:
         current = plan.current.outcome
@@ -210,8 +212,8 @@ def _page(plan: RunPlan, calibration: Calibration | None, advice: Advice | None)
         )
         if misses(plan.current, calibration.step_s):
             lines.append(
-                f"note: the replay misses what was measured by more than {MAX_REPLAY_ERROR:.0%}, so no advice follows "
-                "from it, and what is recommended is for a system like the replayed one"
+                f"note: the replay misses the measured step time by more than {MAX_REPLAY_ERROR:.0%}, so there is no "
+                "advice, and the recommended choice may not suit this run"
             )
     lines += [f"note: {note}" for note in plan.notes]
     lines += ["", *_table(plan), ""]
@@ -221,7 +223,7 @@ def _page(plan: RunPlan, calibration: Calibration | None, advice: Advice | None)
         f"recommended: {' '.join(changes)} ({best.outcome.step_s:.3g} s per step, {best.step_s[0]:.3g} to "
         f"{best.step_s[1]:.3g}, mean lag {best.outcome.lag_mean:.2f})"
         if changes
-        else "recommended: the options as they are"
+        else "recommended: the present options"
     )
     if calibration is not None:
         lines.append(f"advice: {advice}" if advice else "advice: none")
@@ -229,7 +231,7 @@ def _page(plan: RunPlan, calibration: Calibration | None, advice: Advice | None)
 
 
 def _table(plan: RunPlan) -> list[str]:
-    """The fastest choices, and the present one."""
+    """A table of the fastest choices and the present one."""
     fastest = sorted(plan.predictions, key=lambda one: -one.groups_per_s)
     shown = fastest[:_NUM_SHOWN]
     shown += [plan.current] if plan.current not in shown else []
@@ -258,7 +260,7 @@ def _largest(one: Prediction, pool: str) -> str:
 
 
 def draw(plan: RunPlan, path: Path) -> bool:
-    """Draw predicted step time against mean lag, a curve per split; whether matplotlib is there to do it."""
+    """Draw the predicted step time over mean lag, one curve per split; return False if matplotlib is missing."""
     try:
         import matplotlib as mpl
     except ImportError:

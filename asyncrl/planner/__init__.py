@@ -1,1 +1,1 @@
-"""What other options would do: scenarios, the simulation of a run, and advice."""
+"""Predicts the effect of other options: scenarios, the simulation of a run, and advice (docs/planning.md)."""

@@ -1,7 +1,7 @@
-"""One line of advice: the change of one option that the replay of a run predicts to pay most, or none.
+"""Finds one line of advice: the change of one option with the largest predicted gain, or none.
 
-Removing one cause of waiting exposes the next, so nothing is added up here: each change is simulated whole. Advice is
-silent while something is broken, and where the replay does not reproduce what was measured.
+Removing one cause of waiting exposes the next one. Therefore the planner does not add up idle times; it simulates the
+whole run for each change. There is no advice if the run has faults, or if the replay does not match the measured run.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from asyncrl.planner.scenario import Scenario, overrides
 from asyncrl.profile.run_advice import Advice
 
 MIN_GAIN = 0.03
-"""A predicted gain below this share of the step time is not worth a change."""
+"""Smallest predicted gain that is worth a change, as a share of the step time."""
 MAX_REPLAY_ERROR = 0.2
-"""A replay that misses the measured step time by more than this share says nothing about changes either."""
+"""Largest error of the replay, as a share of the measured step time. There is no advice above it."""
 _REPLICATES = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class Health:
-    """What must be 0 for advice to be given: a broken run has nothing to be tuned.
+    """The faults of a run. There is advice only if all counts are 0: repair a run before you tune it.
 
     Attributes:
-        num_errors: Failed attempts and failed publishes.
-        num_fenced: Engines that are down.
-        num_dropped: Records lost, so that the replay would not know the run.
+        num_errors: Number of failed attempts and failed publishes.
+        num_fenced: Number of engines that are down.
+        num_dropped: Number of lost records. The replay of an incomplete record is not reliable.
     """
 
     num_errors: int = 0
@@ -37,21 +37,21 @@ class Health:
 
     @property
     def is_sound(self) -> bool:
-        """Whether nothing is broken."""
+        """Whether the run has no faults."""
         return not (self.num_errors or self.num_fenced or self.num_dropped)
 
 
 def advise(
     scenario: Scenario, *, measured_step_s: float, health: Health, seed: int = 0, keep_split: bool = False
 ) -> Advice | None:
-    """The best single change, or None.
+    """Find the best change of one option; return None if no change is good enough.
 
     Args:
-        scenario: The run, as `asyncrl.planner.calibration` read it.
-        measured_step_s: What it took per step.
-        health: Whether it is sound.
-        seed: Of the lengths.
-        keep_split: Share the devices out between engines and ranks as they are.
+        scenario: The run, from `asyncrl.planner.calibration`.
+        measured_step_s: Measured seconds per step.
+        health: The faults of the run.
+        seed: Seed of the response lengths.
+        keep_split: Keep the numbers of engines and ranks.
     """
     if not health.is_sound:
         return None
@@ -63,11 +63,13 @@ def advise(
     )
     paying = [found for changed in changes if (found := _paying(changed, now, seed)) is not None]
     best = min(paying, key=lambda found: found.outcome.step_s, default=None)
-    if best is None or best.outcome.step_s > measured_step_s * (1 - MIN_GAIN):  # it gains less than the replay misses
+    if best is None or best.outcome.step_s > measured_step_s * (1 - MIN_GAIN):  # the replay error exceeds the gain
         return None
+    idle = max((now.outcome.learner_idle, now.outcome.fleet_idle), key=lambda causes: sum(causes.values()))
+    cause = max(idle, key=lambda name: idle[name])
     return Advice(
         change=" ".join(overrides(best.scenario, scenario)),
-        why=_reason(now),
+        why=f"{_REASONS[cause]} ({idle[cause]:.0%} of the time)",
         predicted_step_s=best.outcome.step_s,
         interval=best.step_s,
         predicted_lag=best.outcome.lag_mean,
@@ -75,12 +77,12 @@ def advise(
 
 
 def misses(replayed: Prediction, measured_step_s: float) -> bool:
-    """Whether a replay is too far from the run to say anything about changes."""
+    """Whether the replay differs too much from the run to predict changes."""
     return abs(replayed.outcome.step_s / measured_step_s - 1) > MAX_REPLAY_ERROR
 
 
 def _changes(scenario: Scenario) -> Iterator[Scenario]:
-    """One option at a time, to a neighbouring value, on the same devices."""
+    """Change one option at a time to a neighboring value, on the same devices."""
     for max_lag in {scenario.max_lag + 1, max(2, 2 * scenario.max_lag)}:
         yield replace(scenario, max_lag=max_lag)
     for groups in {scenario.groups_in_flight // 2, scenario.groups_in_flight * 2} - {0}:
@@ -96,31 +98,27 @@ def _changes(scenario: Scenario) -> Iterator[Scenario]:
 
 
 def _paying(changed: Scenario, now: Prediction, seed: int) -> Prediction | None:
-    """The prediction, where it is faster by more than chance and `MIN_GAIN`; its interval only where it may be."""
+    """The prediction if it gains more than `MIN_GAIN` and more than chance; None otherwise.
+
+    The first simulation decides whether the simulations for the interval are worthwhile.
+    """
     try:
         if predict(changed, replicates=1, seed=seed).outcome.step_s >= now.outcome.step_s * (1 - MIN_GAIN):
             return None
         found = predict(changed, replicates=_REPLICATES, seed=seed)
-    except ReplayBufferError:  # it could not run
+    except ReplayBufferError:  # the changed run is not possible
         return None
     return found if found.step_s[1] < now.step_s[0] else None
 
 
 _REASONS = {
-    "batch_tail": "the ranks wait for the last groups of a batch while nothing else may run",
-    "publish": "the ranks wait for weights on their way to the engines",
+    "batch_tail": "the ranks wait for the last groups of a batch, and the engines may not start others",
+    "publish": "the ranks wait until the engines have the new weights",
     "slow_generation": "the ranks wait for generation",
     "staleness_gate": "the engines wait for admission",
     "buffer_full": "the engines wait for room in the buffer",
-    "publish_pause": "the engines stand still for weights",
-    "re_prefill": "the engines compute KV caches again after each update",
-    "reward": "finished groups hold their places while they are scored",
-    "lease": "the engines wait to be given work",
+    "publish_pause": "the engines pause to load weights",
+    "re_prefill": "the engines recompute KV caches after each update",
+    "reward": "finished groups occupy their places while they are scored",
+    "lease": "the engines wait for leases",
 }
-
-
-def _reason(now: Prediction) -> str:
-    """The largest cause of idle time, of whichever pool stands still more."""
-    idle = max((now.outcome.learner_idle, now.outcome.fleet_idle), key=lambda causes: sum(causes.values()))
-    cause = max(idle, key=lambda name: idle[name])
-    return f"{_REASONS[cause]} ({idle[cause]:.0%} of the time)"

@@ -1,13 +1,14 @@
-"""Which options a system should run with: every choice is simulated, and what they give is laid side by side.
+"""Simulates every choice of options and recommends one.
 
-The fastest choice is not the best one: staleness costs learning. `recommend` takes the least stale choice among those
-that are as fast as the fastest, at the batch that the scenario trains on.
+The fastest choice is not always the best one, because staleness slows learning. `recommend` takes the choice with the
+smallest lag among the choices that are as fast as the fastest one and train on the same batch size.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
@@ -20,22 +21,22 @@ from asyncrl.planner.simulator import Outcome, simulate
 from buffer.config import OnStale
 
 NUM_REPLICATES = 8
-"""Simulations of one choice, each with lengths drawn anew, for its interval."""
+"""Number of simulations for the interval of one choice, each with resampled response lengths."""
 AS_FAST = 0.02
-"""Choices whose step time is within this share of the fastest are as fast."""
+"""A choice counts as fast as the fastest one if its step time is at most this share longer."""
 _LOW, _HIGH = 0.05, 0.95
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choices:
-    """What a plan varies; an empty list keeps the scenario's own value.
+    """The values that a plan tries; an empty list keeps the value of the scenario.
 
     Attributes:
-        splits: Pairs of engines and ranks. Example: ``[(6, 2), (4, 4)]``.
-        max_lag: Bounds.
-        groups_per_step: Batches.
-        publish_every: Steps between two published versions.
-        on_stale: What becomes of a straggler at its deadline.
+        splits: Pairs (number of engines, number of ranks). Example: ``[(6, 2), (4, 4)]``.
+        max_lag: Staleness bounds.
+        groups_per_step: Batch sizes in prompt groups.
+        publish_every: Learner steps between two published versions.
+        on_stale: What the buffer does with a straggler at its deadline.
     """
 
     splits: Sequence[tuple[int, int]] = ()
@@ -45,7 +46,7 @@ class Choices:
     on_stale: Sequence[OnStale] = (OnStale.wait, OnStale.requeue)
 
     def of(self, base: Scenario) -> Iterator[Scenario]:
-        """Every choice that makes sense, the scenario's own among them."""
+        """Every valid choice, including the scenario itself."""
         seen = set()
         for (engines, ranks), max_lag, batch, publish_every, on_stale in product(
             self.splits or [(base.num_engines, base.num_ranks)],
@@ -71,13 +72,13 @@ class Choices:
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """What a choice is predicted to give.
+    """The predicted result of a choice.
 
     Attributes:
         scenario: The choice.
-        outcome: Of the scenario's own lengths.
-        step_s: 5th and 95th percentile of the step time over lengths drawn anew, or the outcome's own beyond them.
-        lag_mean: The same of the mean lag.
+        outcome: The result with the scenario's own response lengths.
+        step_s: 5th and 95th percentile of the step time over resampled lengths, widened to include ``outcome.step_s``.
+        lag_mean: The same interval for the mean lag.
     """
 
     scenario: Scenario
@@ -87,11 +88,11 @@ class Prediction:
 
     @property
     def groups_per_s(self) -> float:
-        """Prompt groups trained on per second: what to compare where batches differ."""
+        """Trained prompt groups per second. Use it to compare choices with different batch sizes."""
         return self.scenario.groups_per_step / self.outcome.step_s
 
     def to_dict(self, base: Scenario) -> dict[str, Any]:
-        """As plain values, for JSON."""
+        """The prediction as plain values for JSON."""
         scenario, outcome = self.scenario, self.outcome
         return {
             "overrides": overrides(scenario, base),
@@ -116,13 +117,13 @@ class Prediction:
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlan:
-    """Every prediction, and the one to take.
+    """All predictions and the recommended one.
 
     Attributes:
-        base: What was planned from.
-        predictions: One per choice; the first is the base's own.
-        recommended: The one to take.
-        notes: What the predictions rest on, in words.
+        base: The scenario with the present options.
+        predictions: One prediction per choice; the first one is for ``base``.
+        recommended: The recommended prediction.
+        notes: Assumptions of the predictions, as sentences.
     """
 
     base: Scenario
@@ -132,11 +133,11 @@ class RunPlan:
 
     @property
     def current(self) -> Prediction:
-        """The prediction for the scenario as it is."""
+        """The prediction for the present options."""
         return self.predictions[0]
 
     def curves(self) -> list[dict[str, Any]]:
-        """Step time against mean lag, for a chart: a curve per split, a point per bound, all else as it is."""
+        """Step time over mean lag for a chart: one curve per split, one point per bound, other options unchanged."""
         points: dict[str, list[dict[str, Any]]] = {}
         for one in sorted(self.predictions, key=lambda one: (one.scenario.num_engines, one.scenario.max_lag)):
             scenario, base = one.scenario, self.base
@@ -148,7 +149,7 @@ class RunPlan:
         return [{"name": name, "points": found} for name, found in points.items()]
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain values, for ``plan.json`` and the report."""
+        """The plan as plain values for ``plan.json`` and the report."""
         return {
             "curves": self.curves(),
             "scenario": self.base.to_dict(),
@@ -160,10 +161,10 @@ class RunPlan:
 
 
 def predict(scenario: Scenario, *, replicates: int = NUM_REPLICATES, seed: int = 0) -> Prediction:
-    """Simulate one choice, and again with lengths drawn anew for its intervals.
+    """Simulate one choice, and repeat it with resampled lengths for the intervals.
 
     Raises:
-        ReplayBufferError: the buffer refuses, as it would in a run.
+        ReplayBufferError: the buffer refuses a request, as it would in a real run.
     """
     outcome = simulate(scenario, seed=seed)
     outcomes = [outcome]
@@ -187,20 +188,21 @@ def make_plan(
     notes: Sequence[str] = (),
     on_progress: Callable[[str], None] = lambda _: None,
 ) -> RunPlan:
-    """Predict every choice; intervals only for the base and those that may be recommended.
+    """Predict every choice; compute intervals only for the base and the fastest choices.
 
-    ``on_progress`` is told in words what is about to be simulated.
+    The plan leaves out a choice that cannot run. Before each simulation, ``on_progress`` gets a description of it.
 
     Raises:
-        ReplayBufferError: the base cannot run. A choice that cannot is left out.
+        ReplayBufferError: the base cannot run.
     """
-    on_progress(f"the options as they are, {replicates} times")
+    on_progress(f"the present options, {replicates} times")
     current = predict(base, replicates=replicates, seed=seed)
     found = [current]
     others = [scenario for scenario in choices.of(base) if scenario != base]
     for number, scenario in enumerate(others, start=1):
         on_progress(f"choice {number} of {len(others)}")
-        found.extend(_if_possible(scenario, seed))
+        with suppress(ReplayBufferError):  # the choice cannot run, for example because a batch does not fit
+            found.append(predict(scenario, replicates=1, seed=seed))
     fast = [one for one in _as_fast(found) if one is not current]
     for number, one in enumerate(fast, start=1):
         on_progress(f"fast choice {number} of {len(fast)}, {replicates} times")
@@ -209,10 +211,11 @@ def make_plan(
 
 
 def recommend(predictions: Sequence[Prediction]) -> Prediction:
-    """The least stale of those that are as fast as the fastest; the first is the present one, and wins a draw.
+    """The prediction with the smallest lag among those that are as fast as the fastest one.
 
-    Compared are choices that train on the same batch as the present one, on no more devices, and drop nothing: other
-    batches and dropped prompts change what is learned, which no simulation of time can weigh.
+    The first prediction is for the present options; it wins a tie. Other choices compete only if they train on the same
+    batch size, use at most as many devices and do not drop prompts. Another batch size and dropped prompts change what
+    the model learns, and the simulation cannot predict that.
     """
     fast = _as_fast(predictions)
     return min(fast, key=lambda one: (round(one.outcome.lag_mean, 2), one.scenario.max_lag, one is not predictions[0]))
@@ -220,46 +223,37 @@ def recommend(predictions: Sequence[Prediction]) -> Prediction:
 
 def _as_fast(predictions: Sequence[Prediction]) -> list[Prediction]:
     present = predictions[0].scenario
-    comparable = [one for one in predictions if _is_comparable(one.scenario, present)]
+    comparable = [
+        one
+        for one in predictions
+        if one.scenario.groups_per_step == present.groups_per_step
+        and one.scenario.num_devices <= present.num_devices
+        and (one.scenario.on_stale is not OnStale.drop or present.on_stale is OnStale.drop)
+    ]
     fastest = min(one.outcome.step_s for one in comparable)
     return [one for one in comparable if one.outcome.step_s <= fastest * (1 + AS_FAST)]
 
 
-def _is_comparable(scenario: Scenario, present: Scenario) -> bool:
-    return (
-        scenario.groups_per_step == present.groups_per_step
-        and scenario.num_devices <= present.num_devices
-        and (scenario.on_stale is not OnStale.drop or present.on_stale is OnStale.drop)
-    )
-
-
-def _if_possible(scenario: Scenario, seed: int) -> Iterable[Prediction]:
-    try:
-        yield predict(scenario, replicates=1, seed=seed)
-    except ReplayBufferError:  # it could not run: no room for a batch, for one
-        return
-
-
 def splits_of(base: Scenario) -> list[tuple[int, int]]:
-    """Ways to share the scenario's devices out between engines and ranks, the present one among them."""
+    """Ways to divide the devices between engines and ranks, including the present way."""
     total, size = base.num_devices, base.devices_per_engine
     candidates = ((engines, total - engines * size) for engines in range(1, (total - 1) // size + 1))
     possible = [split for split in candidates if can_have_ranks(base, split[1])]
-    if len(possible) > 9:  # as many as tell the shape of the curve
+    if len(possible) > 9:  # nine points show the shape of the curve
         possible = [possible[round(place * (len(possible) - 1) / 8)] for place in range(9)]
     return sorted({*possible, (base.num_engines, base.num_ranks)})
 
 
 def can_have_ranks(base: Scenario, num_ranks: int) -> bool:
-    """Whether a run like this can be started with so many ranks."""
+    """Whether a run with the options of ``base`` can start with this number of ranks."""
     return 1 <= num_ranks <= base.groups_per_step and num_ranks % base.ranks_at_once == 0
 
 
 def engines_at_once(base: Scenario) -> int:
-    """By how many engines a neighbouring split differs, so that the devices make up whole ranks again."""
+    """Smallest number of engines to add or remove so that the number of ranks stays a multiple of ``ranks_at_once``."""
     return base.ranks_at_once // math.gcd(base.ranks_at_once, base.devices_per_engine)
 
 
 def _interval(values: Sequence[float]) -> tuple[float, float]:
-    """Of few values a percentile may lie on the other side of the first, which is the prediction."""
+    """5th and 95th percentile, widened to include the first value: with few values it may be outside."""
     return min(values[0], float(np.quantile(values, _LOW))), max(values[0], float(np.quantile(values, _HIGH)))

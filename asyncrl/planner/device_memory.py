@@ -1,7 +1,8 @@
-"""What a run takes of each device's memory, by part, before anything is started: from the options and ``config.json``.
+"""Estimates the memory of each device by part from the options and ``config.json``, before the run starts.
 
-Parameters, gradients and optimizer state follow from how they are kept (docs/learner.md). Activations and logits are
-an estimate from the shapes that a layer keeps for its backward pass; a KV cache is what the longest samples would fill.
+The memory of parameters, gradients and optimizer state follows from the way the learner stores them (docs/learner.md).
+Activations and logits are estimates from the tensors that a layer keeps for its backward pass. The KV cache is the
+cache of the longest possible samples.
 """
 
 from __future__ import annotations
@@ -17,23 +18,23 @@ from rollout_fleet.config import FLOAT32_NAMES
 _FLOAT32_BYTES = 4
 _ADAM_STATES = 2
 _LOGITS_COPIES = 3
-"""Float32 logits of a chunk that live at once: themselves, their log-softmax, and the gradient."""
+"""Float32 tensors in the shape of a chunk's logits at the same time: logits, log-softmax and gradient."""
 GIB = 1 << 30
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSize:
-    """The sizes of a decoder that memory follows from.
+    """The sizes of a decoder that determine its memory.
 
     Attributes:
-        num_parameters: All of them.
-        num_layers: Decoder layers.
+        num_parameters: Number of all parameters.
+        num_layers: Number of decoder layers.
         hidden: Width of the residual stream.
-        intermediate: Width of a token's MLP; of a mixture, of the experts that it visits.
+        intermediate: Width of the MLP; for a mixture of experts, the total width of the experts per token.
         query: Query heads × head size.
         key: Key heads × head size.
-        vocabulary: Tokens.
-        linear_rows: Input and output widths of all linear layers, added up: what adapters of rank 1 have.
+        vocabulary: Number of tokens in the vocabulary.
+        linear_rows: Sum of the input and output widths of all linear layers: the parameters of LoRA adapters of rank 1.
     """
 
     num_parameters: int
@@ -47,13 +48,13 @@ class ModelSize:
 
     @classmethod
     def of(cls, path: str) -> ModelSize:
-        """Read ``config.json``; the parameters are counted in the weights' headers where these are there.
+        """Read the sizes from ``config.json``, and the number of parameters from the headers of the weights if present.
 
         Raises:
-            ValueError: the model is not a decoder whose sizes are known by their usual names.
+            ValueError: ``config.json`` is missing, or it lacks the usual names of a decoder's sizes.
         """
         if not Path(path, "config.json").is_file():
-            raise ValueError(f"model.path={path} holds no config.json: what it takes of each device is not known")
+            raise ValueError(f"model.path={path} holds no config.json: the memory of its model cannot be estimated")
         try:
             settings = model_settings(path)
             hidden, num_layers = settings["hidden_size"], settings["num_hidden_layers"]
@@ -65,7 +66,9 @@ class ModelSize:
             visited = settings.get("num_experts_per_tok", 1) if num_experts else 1
             vocabulary = settings["vocab_size"]
         except KeyError as error:
-            raise ValueError(f"model.path={path}: its memory cannot be estimated, {error} is missing") from error
+            raise ValueError(
+                f"model.path={path}: the memory of its model cannot be estimated, config.json lacks {error}"
+            ) from error
         attention = hidden * (2 * query + 2 * key)
         mlp = 3 * hidden * width * max(1, num_experts) + hidden * num_experts
         embeddings = vocabulary * hidden * (1 if settings.get("tie_word_embeddings") else 2)
@@ -84,7 +87,7 @@ class ModelSize:
 
 
 def _stored_parameters(path: Path) -> int:
-    """Parameters in the safetensors files of a folder, by their headers; 0 where there are none."""
+    """Number of parameters in the headers of a folder's safetensors files; 0 if the folder has none."""
     total = 0
     for file in path.glob("*.safetensors"):
         with file.open("rb") as stream:
@@ -99,13 +102,14 @@ def _stored_parameters(path: Path) -> int:
 
 
 def rank_memory(config: RunConfig, model: ModelSize) -> dict[str, dict[str, int]]:
-    """Pool of the learner to part to bytes, for one rank of it at its fullest moment."""
+    """Peak memory of one rank, as learner pool → part → bytes."""
     parts: dict[str, dict[str, int]] = {}
     for role, pool in learner_roles(config).items():
         is_trained = role in ("actor", "critic")
         of_role = _trained(config, model, role, pool) if is_trained else _frozen(config, model, pool)
         found = parts.setdefault(pool, {})
-        for part, size in of_role.items():  # roles of one pool take turns: activations once, what stays added up
+        # The roles of a pool take turns, so they share the memory of activations and logits. The other parts add up.
+        for part, size in of_role.items():
             takes_turns = part in ("activations", "logits")
             found[part] = max(found.get(part, 0), size) if takes_turns else found.get(part, 0) + size
     return parts
@@ -117,7 +121,9 @@ def _trained(config: RunConfig, model: ModelSize, role: str, pool: str) -> dict[
     num_trained = rank * model.linear_rows if rank else model.num_parameters
     shards = _shards(config, pool)
     is_kept_on_host = learner.offload_policy
-    gathered = model.num_parameters if learner.resharding is Resharding.update else _two_layers(model)
+    # A rank gathers the layer that computes and prefetches the next one.
+    two_layers = 2 * (model.num_parameters - model.vocabulary * model.hidden) // max(1, model.num_layers)
+    gathered = model.num_parameters if learner.resharding is Resharding.update else two_layers
     whole = learner.gradient_sync is GradientSync.update
     parts = {
         "parameters": 0 if is_kept_on_host else _FLOAT32_BYTES * num_trained // shards,
@@ -137,7 +143,7 @@ def _frozen(config: RunConfig, model: ModelSize, pool: str) -> dict[str, int]:
 
 
 def _working(config: RunConfig, model: ModelSize) -> dict[str, int]:
-    """What a forward and backward pass of a full micro-batch keeps; the token budget is one rank's."""
+    """Memory of the forward and backward pass of a full micro-batch. The token budget is per rank."""
     learner = config.learner
     longest = config.data.max_prompt_tokens + config.rollout_fleet.sampling.max_new_tokens
     in_step = config.algorithm.groups_per_step * config.algorithm.samples_per_prompt * longest
@@ -149,12 +155,13 @@ def _working(config: RunConfig, model: ModelSize) -> dict[str, int]:
 
 
 def engine_memory(config: RunConfig, model: ModelSize) -> dict[str, int]:
-    """Part to bytes, for one device of an engine.
+    """Memory of one device of an engine, as part → bytes.
 
-    ``kv cache`` is what all samples that one worker may hold would fill at their full length, or
-    ``rollout_fleet.sglang.max_total_tokens`` where that is less.
+    ``kv cache`` is the cache for the full length of all samples that one worker may run, limited to
+    ``rollout_fleet.sglang.max_total_tokens``.
     """
-    fleet, size = config.rollout_fleet, _engine_bytes(config)
+    fleet = config.rollout_fleet
+    size = _FLOAT32_BYTES if fleet.sglang.dtype_on(fleet.device) in FLOAT32_NAMES else 2
     num_devices = fleet.sglang.tp_size
     return {
         "weights": size * model.num_parameters // num_devices,
@@ -163,17 +170,12 @@ def engine_memory(config: RunConfig, model: ModelSize) -> dict[str, int]:
 
 
 def kv_tokens(config: RunConfig) -> int:
-    """Tokens of the KV cache that one engine can use at most."""
+    """Largest number of KV cache tokens that one engine can use."""
     fleet = config.rollout_fleet
     num_samples = fleet.most_groups_in_flight * config.algorithm.samples_per_prompt
     longest = config.data.max_prompt_tokens + fleet.sampling.max_new_tokens
     wanted = min(num_samples, fleet.sglang.max_running_requests) * longest
     return min(wanted, fleet.sglang.max_total_tokens) if fleet.sglang.max_total_tokens else wanted
-
-
-def _two_layers(model: ModelSize) -> int:
-    """Parameters of two decoder layers: the one that computes, and the next, which is fetched meanwhile."""
-    return 2 * (model.num_parameters - model.vocabulary * model.hidden) // max(1, model.num_layers)
 
 
 def _shards(config: RunConfig, pool: str) -> int:
@@ -193,9 +195,3 @@ def _frozen_bytes(config: RunConfig) -> int:
 def _bytes_of(dtype: Dtype, device: Device) -> int:
     is_half = dtype is Dtype.bfloat16 or (dtype is Dtype.auto and device is Device.cuda)
     return 2 if is_half else _FLOAT32_BYTES
-
-
-def _engine_bytes(config: RunConfig) -> int:
-    """Bytes of a weight on an engine."""
-    fleet = config.rollout_fleet
-    return _FLOAT32_BYTES if fleet.sglang.dtype_on(fleet.device) in FLOAT32_NAMES else 2

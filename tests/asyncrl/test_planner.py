@@ -229,7 +229,7 @@ def test_the_command_makes_its_folder_says_how_far_it_is_and_where_the_replay_is
     assert plan_command.main([str(run), *few, "--steps", "14", "--out", str(out)]) == 0
     said = capsys.readouterr()
     assert "plan: simulating choice 1 of 1" in said.err
-    assert "the replay misses what was measured by more than 20%" in said.out
+    assert "the replay misses the measured step time by more than 20%" in said.out
     assert (out / "plan.json").is_file()
     (tmp_path / "file").touch()
     assert plan_command.main([str(run), "--out", str(tmp_path / "file")]) == 2
@@ -258,7 +258,7 @@ def test_beside_a_run_only_advice_is_looked_for_under_a_limit_of_the_kernels(tmp
     assert [point["max_lag"] for point in plan["curves"][0]["points"]] == [0, 1, 2, 4]
     monkeypatch.setattr(plan_command, "_MAX_RECORD_BYTES", 9)
     assert plan_command.main([str(tmp_path), "--only-advice", "7"]) == 2
-    assert "more than is read beside a run" in capsys.readouterr().err
+    assert "--only-advice reads at most" in capsys.readouterr().err
 
 
 def test_the_command_says_what_it_needs(tmp_path, capsys):
