@@ -1,7 +1,7 @@
-"""From a recorded run to a scenario: what its engines, its learner and its weight updates can do, and its lengths.
+"""Derives a scenario from a recorded run: the speeds of its engines, learner and weight updates, and its lengths.
 
-A record says when things happened; a scenario says how long they take when nothing is in their way. So waits are left
-out here: the simulation finds its own.
+A record holds the times of events. A scenario holds durations without waiting. Therefore the calibration leaves out
+all waits, and the simulation computes its own.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rollout_fleet.config import EngineDevice, EngineKind
 from rollout_fleet.loop import GATHER_S
 
 MIN_STEPS = 4
-"""Recorded steps that a calibration needs at least."""
+"""Smallest number of recorded steps for a calibration, after the warm-up."""
 _NS, _MICROSECONDS = 1e9, 1e6
 _WARM_UP_SHARE = 0.1
 _SAME_MOMENT_NS = 5_000_000
@@ -39,11 +39,11 @@ class Calibration:
     """A recorded run as a scenario.
 
     Attributes:
-        scenario: What it can do, under its own options.
-        step_s: What it took per step.
-        lag_mean: Mean lag of what it consumed.
-        health: Whether it was sound.
-        notes: What the record could not tell, in words.
+        scenario: The speeds and lengths of the run, with the options of the run.
+        step_s: Measured seconds per step.
+        lag_mean: Measured mean lag of the trained groups.
+        health: The faults of the run.
+        notes: Values that the record does not show, as sentences.
     """
 
     scenario: Scenario
@@ -54,17 +54,17 @@ class Calibration:
 
 
 def calibrate(trace: Trace, config: RunConfig) -> Calibration:
-    """Read a run off its record; steps that were still warming up are left out.
+    """Derive a scenario from a record; leave out the warm-up steps.
 
     Raises:
-        ValueError: the record has too few steps, or no group that was trained.
+        ValueError: the record has too few steps, or no trained group.
     """
     steps = [step for step in trace.steps if not step.is_open]
     first = max(1, round(_WARM_UP_SHARE * len(steps)))
     if len(steps) - first < MIN_STEPS:
         raise ValueError(
-            f"a plan needs the record of at least {MIN_STEPS + 1} learner steps, got {len(steps)}; let the run go on, "
-            "or plan from a YAML file"
+            f"a plan needs the record of at least {MIN_STEPS + 1} learner steps, got {len(steps)}; wait for more steps "
+            "of the run, or plan from a YAML file"
         )
     reading = _Reading(trace, config, first_step=steps[first].version)
     base = configured(Scenario(num_steps=max(60, min(200, len(steps)))), config)
@@ -95,11 +95,12 @@ class _Batch:
     """A batch of an in-process engine.
 
     Attributes:
-        start: When it began, in nanoseconds; ``end``: when its groups were there.
-        num_samples: Its rows.
+        start: Begin of the batch, in nanoseconds.
+        end: Time when its groups were finished, in nanoseconds.
+        num_samples: Number of samples in the batch.
         longest: Tokens of its longest sample.
-        token_s: Of a decoding step.
-        fixed_s: What it took beside its decoding steps.
+        token_s: Duration of a decoding step.
+        fixed_s: Duration of the batch without its decoding steps.
     """
 
     start: int
@@ -111,12 +112,12 @@ class _Batch:
 
     @property
     def duration_s(self) -> float:
-        """From its begin to its end."""
+        """Seconds from begin to end."""
         return (self.end - self.start) / _NS
 
     @classmethod
     def of(cls, lives: Sequence[GroupLife], start: int, end: int) -> _Batch:
-        """The batch of some groups; without their first tokens all of it counts as decoding."""
+        """Create the batch of some groups. Without stamps of their first tokens, the whole batch counts as decoding."""
         stored = [stamp for life in lives if (stamp := life.last(GroupEvent.stored)) is not None]
         longest = max(max(stamp.details["lengths"]) for stamp in stored)
         firsts = [time for life in lives if (time := life.time(GroupEvent.first_token)) is not None]
@@ -134,7 +135,7 @@ class _Batch:
 
 
 class _Reading:
-    """What the record of a run says from ``first_step`` on."""
+    """Reads the parts of a scenario from a record, from ``first_step`` on."""
 
     def __init__(self, trace: Trace, config: RunConfig, *, first_step: int) -> None:
         self._trace = trace
@@ -145,16 +146,16 @@ class _Reading:
         self._seconds_per_step = (steps[-1].end - self._start) / _NS / len(steps)
         self.notes: list[str] = []
         if not self.trained:
-            raise ValueError("the record names no group that was trained; was it cut short by profile.max_file_bytes?")
+            raise ValueError("the record has no trained group; a larger profile.max_file_bytes may be needed")
 
     @cached_property
     def trained(self) -> list[GroupLife]:
-        """The groups that the steps consumed."""
+        """The groups that the steps trained on."""
         return [life for life in self._trace.groups.values() if life.step >= self._first_step]
 
     @cached_property
     def _written(self) -> list[Stamp]:
-        """The stamps of finished groups, those that filters dropped among them."""
+        """The stamps of finished groups, including groups that a filter dropped."""
         stamps = (stamp for stamp in self._trace.stamps if stamp.time >= self._start)
         return [stamp for stamp in stamps if stamp.details.get("lengths")]
 
@@ -162,17 +163,17 @@ class _Reading:
         return [s for s in self._trace.spans_of(kind, lane) if s.start >= self._start and not s.is_open]
 
     def _mean_s(self, kind: str) -> float:
-        """Mean duration of a kind of span; 0 where there is none."""
+        """Mean duration of the spans of a kind; 0 if there are none."""
         return fmean(_seconds(span) for span in spans) if (spans := self._during(kind)) else 0.0
 
     def lengths(self, base: LengthModel) -> LengthModel:
-        """The lengths of every finished group, at least a token each."""
+        """The response lengths of all finished groups, at least one token each."""
         groups = [[max(1, length) for length in stamp.details["lengths"]] for stamp in self._written]
         prompt_tokens = fmean(stamp.details["prompt_tokens"] for stamp in self._written)
         return replace(base, recorded=groups, prompt_tokens=prompt_tokens)
 
     def bytes_per_token(self) -> float:
-        """Bytes of a stored token."""
+        """Mean bytes per stored token."""
         stored = [stamp for stamp in self._written if stamp.event == GroupEvent.stored]
         num_tokens = sum(stamp.details["tokens"] for stamp in stored)
         return sum(stamp.details["bytes"] for stamp in stored) / max(1, num_tokens)
@@ -183,11 +184,13 @@ class _Reading:
         return min(0.99, dropped / len(self._written))
 
     def settle_s(self) -> float:
-        """From a group's last token to its storing."""
-        return _mean_gap_s(self.trained, GroupEvent.last_token, GroupEvent.stored)
+        """Mean seconds from a group's last token until the buffer stored the group."""
+        times = ((life.time(GroupEvent.last_token), life.time(GroupEvent.stored)) for life in self.trained)
+        gaps = [max(0, end - start) / _NS for start, end in times if start is not None and end is not None]
+        return fmean(gaps) if gaps else 0.0
 
     def health(self) -> Health:
-        """What was broken: failed attempts, engines that are down now, records lost."""
+        """Count the faults: failed attempts, engines that are down now, lost records."""
         failed = sum(stamp.details.get("reason") in _FAILURES for stamp in self._trace.stamps)
         down = sum(span.is_open for span in self._trace.spans_of(SpanKind.down))
         return Health(num_errors=failed, num_fenced=down, num_dropped=self._trace.num_dropped)
@@ -195,21 +198,22 @@ class _Reading:
     # The host
 
     def on_host(self, scenario: Scenario) -> Scenario:
-        """The scenario on the cores of one host, by what its processes noted of their time and of the processors'.
+        """Add the shared cores of one host to the scenario, from the recorded CPU times of the processes.
 
-        What ran on the engines' core at the same time is taken to have shared it equally, as it does in the simulation.
+        The calibration assumes that activities which overlapped on the engines' core shared the core equally. The
+        simulation does the same.
         """
         num_steps, num_groups = len(self._updates), len(self.trained)
         rank_s = self._cpu_s(Pool.learner) / max(1, len(self._trace.lanes(Pool.learner)))
         if not rank_s:
-            self.notes.append("no processor time was recorded: engines and ranks share no cores in the simulation")
+            self.notes.append("the record has no CPU times: engines and ranks do not share cores in the simulation")
             return scenario
         loads = [(s.start, s.end) for s in self._during(SpanKind.pause)]
         batches = [(batch.start, batch.end) for batch in self._batches]
         load_s, settle_s, batch_s = fair_shares(loads, self._settles(), batches)
         waited_s = sum(batch.duration_s for batch in self._batches) - batch_s
         engine, learner = scenario.engine, scenario.learner
-        used = min(1.0, rank_s / self._step_s)  # of its core; the other processes had the rest
+        used = min(1.0, rank_s / self._step_s)  # the rank's share of its core; other processes used the rest
         return replace(
             scenario,
             settle_s=0.0,
@@ -230,7 +234,7 @@ class _Reading:
         )
 
     def _settles(self) -> list[tuple[int, int]]:
-        """When the event loop of each engine's worker had groups to settle: one after another, so one thing to do."""
+        """The periods when each worker's event loop settled groups. It settles them one by one: a single activity."""
         spans: dict[str, list[tuple[int, int]]] = defaultdict(list)
         for life in self.trained:
             first, stored = life.last(GroupEvent.last_token), life.time(GroupEvent.stored)
@@ -239,7 +243,7 @@ class _Reading:
         return [span for lane in spans.values() for span in united(lane)]
 
     def _cpu_s(self, pool: str) -> float:
-        """Processor seconds per step of the processes of a pool; 0 where none were noted."""
+        """CPU seconds per step of the processes of a pool; 0 if the record has none."""
         total_s = 0.0
         for lane in {level.lane for level in self._trace.levels if level.name == LevelName.cpu}:
             levels = [level for level in self._trace.levels_of(LevelName.cpu, lane) if level.time >= self._start]
@@ -253,46 +257,45 @@ class _Reading:
 
     @cached_property
     def _step_s(self) -> float:
-        """Seconds for which a step's update takes the ranks."""
+        """Mean wall time of a step's update."""
         return fmean(_wall_s(spans) for spans in self._updates.values())
 
     @cached_property
     def _updates(self) -> dict[int, list[Span]]:
-        """The ranks' updates, by step."""
+        """The update spans of the ranks by step."""
         updates: dict[int, list[Span]] = defaultdict(list)
         for span in self._during(SpanKind.update):
             updates[span.step].append(span)
         return updates
 
     def learner(self, base: LearnerModel) -> LearnerModel:
-        """A step's fixed part, and what its tokens take: the forward and backward passes."""
+        """The fixed time of a step, and the time per token of the forward and backward passes."""
         if not self._updates:
-            raise ValueError("the record holds no learner update; was profile.enabled set on every rank?")
+            raise ValueError("the record has no learner update; set profile.enabled=true on every rank")
         step_s = self._step_s
         num_ranks = len(self._trace.lanes(Pool.learner)) or 1
         computed = [span for kind in _COMPUTED for span in self._during(kind)]
         computed_s = sum(map(_seconds, computed)) / num_ranks / len(self._updates)
         tokens_per_step = sum(self._tokens.values()) / len(self._updates)
         if not computed:
-            self.notes.append("no forward or backward pass was recorded: a step takes the same time on any ranks")
+            self.notes.append(
+                "the record has no forward or backward pass: the number of ranks does not change the time of a step"
+            )
+        fixed_s, s_per_token = max(1e-6, step_s - computed_s), computed_s / max(1.0, tokens_per_step)
+        took_s = {step: _wall_s(spans) for step, spans in sorted(self._updates.items())}
         return replace(
             base,
-            step_s=max(1e-6, step_s - computed_s),
+            step_s=fixed_s,
             rank_s_per_token=computed_s * num_ranks / max(1.0, tokens_per_step),
             copy_s=self._mean_s(SpanKind.publish_copy),
             publish_s=self._mean_s(SpanKind.publish) + self._mean_s(SpanKind.stage),
             load_s=self._mean_s(SpanKind.pause),
-            variation=self._step_variation(max(1e-6, step_s - computed_s), computed_s / max(1.0, tokens_per_step)),
+            variation=_ratios([(took, fixed_s + s_per_token * self._tokens[step]) for step, took in took_s.items()]),
         )
-
-    def _step_variation(self, step_s: float, s_per_token: float) -> list[float]:
-        """The updates' times over what their tokens say."""
-        took_s = {step: _wall_s(spans) for step, spans in sorted(self._updates.items())}
-        return _ratios([(took, step_s + s_per_token * self._tokens[step]) for step, took in took_s.items()])
 
     @cached_property
     def _tokens(self) -> Counter[int]:
-        """Tokens of each step, prompts included."""
+        """Tokens of each step, including prompts."""
         tokens: Counter[int] = Counter()
         for life in self.trained:
             if (stamp := life.last(GroupEvent.stored)) is not None:
@@ -301,7 +304,7 @@ class _Reading:
         return tokens
 
     def plan_s(self) -> float:
-        """From a batch that is there, with the ranks free, to the begin of its update."""
+        """Median seconds from the time when a batch was planned and the ranks were free to the begin of its update."""
         planned = {life.step: life.time(GroupEvent.planned) for life in self.trained}
         free_at = {span.version: span.end for span in self._during(SpanKind.publish_copy)}
         gaps = []
@@ -315,7 +318,7 @@ class _Reading:
     # The engines
 
     def engine(self, base: EngineModel) -> EngineModel:
-        """Speed against concurrency, from how long groups took; and the price of a weight update."""
+        """The speed of an engine by the number of running samples, and the cost of a weight update."""
         batch_s, variation = 0.0, list[float]()
         if base.takes_batches:
             batches = self._batches
@@ -324,7 +327,10 @@ class _Reading:
         else:
             times, loads = self._decodings()
         if not times:
-            raise ValueError("the record holds no group from its first token to its last: no engine's speed is known")
+            raise ValueError(
+                "the record has no group with its first and last token, so the speed of the engines is unknown; wait "
+                "for more steps of the run, or plan from a YAML file"
+            )
         step_s, per_sample = _line(loads, times)
         if base.takes_batches:
             variation = _ratios(
@@ -332,8 +338,8 @@ class _Reading:
             )
         if per_sample == 0:
             self.notes.append(
-                f"every engine ran about {fmean(loads):.0f} samples at once: its speed at other loads is not known, "
-                "and is taken to be the same"
+                f"every engine ran about {fmean(loads):.0f} samples at once: the plan assumes the same speed for other "
+                "numbers of samples"
             )
         return replace(
             base,
@@ -345,7 +351,7 @@ class _Reading:
         )
 
     def _decodings(self) -> tuple[list[float], list[float]]:
-        """Seconds per decoding step while each group ran, and the samples that its engine ran meanwhile."""
+        """Seconds per decoding step during each group, and the mean number of samples on its engine."""
         times, loads = [], []
         for life in self.trained:
             first, last = life.last(GroupEvent.first_token), life.last(GroupEvent.last_token)
@@ -353,7 +359,7 @@ class _Reading:
             if first is None or last is None or stored is None or last.time <= first.time:
                 continue
             stood = sum(
-                _overlap(span, first.time, last.time)
+                max(0, min(last.time, span.end) - max(first.time, span.start))
                 for kind in (SpanKind.pause, SpanKind.re_prefill)
                 for span in self._trace.spans_of(kind, last.lane)
             )
@@ -365,9 +371,9 @@ class _Reading:
 
     @cached_property
     def _batches(self) -> list[_Batch]:
-        """The batches of an in-process engine.
+        """The batches of the in-process engines.
 
-        A batch begins with the last lease that it takes, or when the engine is free; its groups end in one moment.
+        A batch begins at its last lease, or when the engine becomes free. Its groups end at the same time.
         """
         ends: dict[str, list[tuple[int, GroupLife]]] = defaultdict(list)
         for life in self.trained:
@@ -399,7 +405,10 @@ class _Reading:
         return (total + value * (end - since)) / (end - start)
 
     def _prefill_s_per_token(self) -> float:
-        """From what it took to compute KV caches again after an update, of half of what running samples will write."""
+        """Seconds to recompute the KV cache of one token after an update.
+
+        At an update, a running sample has written half of its response on average.
+        """
         spans = self._during(SpanKind.re_prefill)
         if not spans:
             return 0.0
@@ -410,17 +419,17 @@ class _Reading:
 
 
 def _ratios(times: Sequence[tuple[float, float]]) -> list[float]:
-    """What things took over what was expected of them, by pairs of both; their mean is 1."""
+    """The ratios of (measured, expected) times, normalized to a mean of 1."""
     ratios = [took_s / max(expected_s, 1e-9) for took_s, expected_s in times]
     mean = fmean(ratios) if ratios else 1.0
     return [ratio / mean for ratio in ratios]
 
 
 def fair_shares(*kinds: Sequence[tuple[int, int]]) -> list[float]:
-    """Seconds of one core that each kind of activity had, where all that is under way shares the core equally.
+    """Core seconds of each kind of activity, if all running activities share one core equally.
 
-    Each kind is a list of (start, end) in nanoseconds. Example: one from 0 to 2 s and one of another kind from 1 to 2 s
-    had 1.5 s and 0.5 s.
+    Each kind is a list of (start, end) in nanoseconds. Example: an activity from 0 to 2 s and an activity of another
+    kind from 1 to 2 s get 1.5 s and 0.5 s.
     """
     changes = sorted(
         change
@@ -439,7 +448,7 @@ def fair_shares(*kinds: Sequence[tuple[int, int]]) -> list[float]:
 
 
 def united(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The spans without their overlaps. Example: 0 to 2 and 1 to 3 are 0 to 3."""
+    """The union of the spans. Example: 0 to 2 and 1 to 3 become 0 to 3."""
     united: list[tuple[int, int]] = []
     for start, end in sorted(spans):
         if united and start <= united[-1][1]:
@@ -450,7 +459,7 @@ def united(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _shares_host(config: RunConfig) -> bool:
-    """Whether engines and ranks compute on the processors of one host."""
+    """Whether engines and ranks compute on the CPU cores of one host."""
     fleet = config.rollout_fleet
     is_in_process = fleet.engine is EngineKind.transformers and fleet.device is not EngineDevice.cuda
     return is_in_process and config.learner.device is Device.cpu and config.placement.num_nodes == 1
@@ -464,18 +473,8 @@ def _wall_s(spans: Sequence[Span]) -> float:
     return (max(span.end for span in spans) - min(span.start for span in spans)) / _NS
 
 
-def _overlap(span: Span, start: int, end: int) -> int:
-    return max(0, min(end, span.end) - max(start, span.start))
-
-
-def _mean_gap_s(lives: Iterable[GroupLife], first: str, second: str) -> float:
-    times = ((life.time(first), life.time(second)) for life in lives)
-    gaps = [max(0, end - start) / _NS for start, end in times if start is not None and end is not None]
-    return fmean(gaps) if gaps else 0.0
-
-
 def _by_moment(groups: Sequence[tuple[int, GroupLife]]) -> list[list[tuple[int, GroupLife]]]:
-    """Groups that ended in one moment, by the time of their ends."""
+    """Split groups, sorted by their ends, into batches that ended at the same time."""
     batches: list[list[tuple[int, GroupLife]]] = []
     for group in groups:
         if batches and group[0] - batches[-1][-1][0] < _SAME_MOMENT_NS:
@@ -486,7 +485,7 @@ def _by_moment(groups: Sequence[tuple[int, GroupLife]]) -> list[list[tuple[int, 
 
 
 def _line(loads: Sequence[float], times: Sequence[float]) -> tuple[float, float]:
-    """Intercept and slope of times over loads, neither negative; a slope of 0 where the loads hardly differ."""
+    """Fit times over loads; return a nonnegative intercept and slope. The slope is 0 if the loads hardly vary."""
     x, y = np.asarray(loads), np.asarray(times)
     if len(x) < 3 or x.std() < _MIN_VARIATION * x.mean():
         return float(y.mean()), 0.0

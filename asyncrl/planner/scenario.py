@@ -1,7 +1,7 @@
-"""What is simulated: engines, learner, weight updates and response lengths, as numbers. From a YAML file or a run.
+"""Scenarios: the numbers that describe engines, learner, weight updates and response lengths for the simulator.
 
-Times are in seconds, lengths in tokens. A scenario says what a system *can* do; what it *did*, with which waits, is
-what `asyncrl.planner.simulator` finds out.
+A scenario comes from a YAML file or from a run. Times are in seconds, lengths in tokens. A scenario holds durations
+without waiting; `asyncrl.planner.simulator` computes the waits.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from buffer.config import OnStale
 from rollout_fleet.config import EngineKind, OnUpdate, SaveProgress
 
 _MOST_TOKENS, _MOST_SPREAD, _MOST_LAG, _MOST_BYTES = 1e9, 10.0, 10_000, 2**62
-"""Beyond these, and a million of anything else, a simulation would not end or not fit into its numbers."""
+"""Upper limits; the limit of all other values is a million. Larger values make a simulation too long or overflow."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LengthModel:
-    """Response lengths, in tokens: those of recorded groups, or a log-normal distribution cut at the limit.
+    """Response lengths in tokens: lengths of recorded groups, or a log-normal distribution cut at ``max_tokens``.
 
     Attributes:
-        recorded: Response lengths of recorded groups, one list per group; drawn whole, so that a hard prompt stays
-            long in all of its samples. Empty: the distribution below.
+        recorded: Response lengths of recorded groups, one list per group. The simulator draws whole groups, so that all
+            samples of a hard prompt stay long. If empty, the distribution below is used.
         mean_tokens: Mean length before the cut.
-        spread: Standard deviation of a length's logarithm, over the samples of one prompt. Example: 0.6.
-        prompt_spread: The same of what all samples of a prompt share.
-        max_tokens: No response is longer.
-        prompt_tokens: Tokens of a prompt.
+        spread: Standard deviation of the logarithm of the lengths within one prompt. Example: 0.6.
+        prompt_spread: Standard deviation of the logarithm of the mean lengths of the prompts.
+        max_tokens: Largest response length.
+        prompt_tokens: Mean tokens of a prompt.
     """
 
     recorded: list[list[int]] = field(default_factory=list)
@@ -66,7 +66,7 @@ class LengthModel:
         return np.clip(np.rint(np.exp(logarithms)), 1, self.max_tokens).astype(np.int64)
 
     def resampled(self, rng: np.random.Generator) -> LengthModel:
-        """The same number of recorded groups, drawn with replacement; a distribution stays as it is."""
+        """Draw the same number of recorded groups with replacement; a distribution does not change."""
         if not self.recorded:
             return self
         chosen = rng.integers(len(self.recorded), size=len(self.recorded))
@@ -75,18 +75,18 @@ class LengthModel:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineModel:
-    """One engine: how fast it writes, by how many samples it writes at once.
+    """The speed of one engine, by the number of running samples.
 
     Attributes:
-        step_s: Time of one decoding step (a token of every running sample) beyond what its samples add.
-        step_s_per_sample: What each running sample adds to it.
-        prefill_s_per_token: Time to compute the KV cache of one token, during which nothing is written.
-        max_running: Samples decoded at once; the others wait in the engine, first come first.
-        takes_batches: The engine writes one batch to its end before the next (the in-process engine); else a sample
-            begins as soon as there is room.
-        batch_s: Time of a batch beside its decoding steps.
-        variation: Recorded batches' times over what their lengths say, in their order; batches vary as they did. Empty:
-            they do not.
+        step_s: Time of one decoding step (one token of every running sample) without the time per sample.
+        step_s_per_sample: Time that each running sample adds to a decoding step.
+        prefill_s_per_token: Time to compute the KV cache of one token. The engine does not decode during this time.
+        max_running: Largest number of running samples; other samples wait in the engine in order of arrival.
+        takes_batches: The engine finishes a batch before it starts the next one (the in-process engine). Otherwise a
+            sample starts as soon as there is room.
+        batch_s: Time of a batch without its decoding steps.
+        variation: Ratios of the recorded to the expected times of batches, in recorded order. The simulated batches
+            vary in the same way. If empty, they do not vary.
     """
 
     step_s: float = 0.02
@@ -103,24 +103,25 @@ class EngineModel:
         for times in self.variation:
             _check("engine.variation", times, 0.0)
         if self.step_s + self.step_s_per_sample <= 0:
-            raise ValueError("engine.step_s + engine.step_s_per_sample must be > 0, got 0; a token takes some time")
+            raise ValueError("engine.step_s + engine.step_s_per_sample must be > 0, got 0; set the time of a token")
         _check("engine.max_running", self.max_running, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LearnerModel:
-    """The learner: the time of a step, and that of a publish.
+    """The times of the learner: a step and a publish.
 
     Attributes:
-        step_s: Time of a step beyond what its tokens take.
-        rank_s_per_token: Rank-seconds for one token, prompts included; more ranks share the tokens.
-        copy_s: The ranks stand still for a copy of the weights.
-        publish_s: From that copy until an engine can load the version, while everything goes on.
-        load_s: An engine stands still to load it.
-        on_update: What an engine does with the KV cache of running samples then.
-        shares_learner: The ranks stand still for all of ``publish_s`` and ``load_s`` too, as where one collective moves
+        step_s: Time of a step without the time per token.
+        rank_s_per_token: Rank-seconds for one token, including prompt tokens; the ranks share the tokens.
+        copy_s: Time for which the ranks pause to copy the weights.
+        publish_s: Time from the copy until an engine can load the version. Training and generation continue.
+        load_s: Time for which an engine pauses to load the version.
+        on_update: What an engine does with the KV cache of running samples after an update.
+        shares_learner: The ranks also pause for ``publish_s`` and ``load_s``, for example because one collective moves
             the weights.
-        variation: Recorded steps' times over what their tokens say, in their order; steps vary as they did.
+        variation: Ratios of the recorded to the expected times of steps, in recorded order. The simulated steps vary in
+            the same way.
     """
 
     step_s: float = 1.0
@@ -138,22 +139,23 @@ class LearnerModel:
         for times in self.variation:
             _check("learner.variation", times, 0.0)
         if self.step_s + self.rank_s_per_token <= 0:
-            raise ValueError("learner.step_s + learner.rank_s_per_token must be > 0, got 0; a step takes some time")
+            raise ValueError("learner.step_s + learner.rank_s_per_token must be > 0, got 0; set the time of a step")
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostModel:
-    """What the processors of a host do, where engines and ranks compute on them and on no device of their own.
+    """The CPU cores of a host, if engines and ranks compute on the CPU.
 
-    All engines share one core, and all ranks another; each core is shared equally by what runs on it. The other
-    processes take whichever core has less to do.
+    All engines share one core, and all ranks share another core. The activities on a core share it equally. The other
+    processes use the core that has fewer activities.
 
     Attributes:
-        is_shared: Whether that is so; else nothing below counts. Only with engines that take batches.
-        settle_s: Processor time of an engine's process for each finished group, in the place of ``Scenario.settle_s``.
-        publish_s: Processor time of a rank's process for each version, after its copy.
-        group_s: Processor time of the other processes for each group: buffer and rewards.
-        step_s: Processor time of the other processes for each step: the controller.
+        is_shared: Whether engines and ranks compute on these cores. If False, the other fields are ignored. True needs
+            engines that take batches.
+        settle_s: CPU time of an engine's process per finished group; it replaces ``Scenario.settle_s``.
+        publish_s: CPU time of a rank's process per version, after the copy.
+        group_s: CPU time of the other processes per group: buffer and rewards.
+        step_s: CPU time of the other processes per step: the controller.
     """
 
     is_shared: bool = False
@@ -169,38 +171,42 @@ class HostModel:
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """Everything that is simulated.
+    """A complete system for the simulator.
 
     Attributes:
-        num_engines: Engines.
-        devices_per_engine: Devices of one engine; ``rollout_fleet.sglang.tp_size``.
-        num_ranks: Learner ranks, one device each.
-        ranks_at_once: Other numbers of ranks must be multiples of it, as ``learner.sp_size`` and ``fsdp_size`` ask.
-        groups_in_flight: Prompt groups that one engine generates at a time; as many again may be scored and stored.
-        groups_per_step: B.
-        samples_per_prompt: G.
-        max_lag: η.
-        on_stale: See `buffer.config.BufferConfig`.
-        order: See there.
+        num_engines: Number of engines.
+        devices_per_engine: Devices per engine; ``rollout_fleet.sglang.tp_size``.
+        num_ranks: Number of learner ranks, with one device each.
+        ranks_at_once: The number of ranks must stay a multiple of this value, because of ``learner.sp_size`` and
+            ``learner.fsdp_size``.
+        groups_in_flight: Prompt groups that one engine generates at a time. The worker may score and store the same
+            number of finished groups.
+        groups_per_step: Prompt groups per batch.
+        samples_per_prompt: Samples per prompt group (G).
+        max_lag: Staleness bound (η).
+        on_stale: ``buffer.on_stale``, see `buffer.config.BufferConfig`.
+        order: ``buffer.order``, see `buffer.config.BufferConfig`.
         publish_every: Learner steps between two published versions.
-        max_stored_bytes: Bytes that the buffer may hold.
-        bytes_per_token: Bytes of a stored token: id, log-prob, version, masks.
-        settle_s: From a group's last token to its storing: reward, encoding, network.
-        ask_s: From a free place to the request for a lease, while other places are taken.
-        plan_s: From a batch that is complete to the start of the step: plan, fetch, scores of a reference.
-        pipeline_steps: Batches planned and not yet consumed, at most; asyncrl has 2.
-        equal_rewards: Share of groups that ``buffer.filters=[equal_rewards]`` drops, where that is set; 0 elsewhere.
-        queue_groups: Finished groups that may wait for a batch, at least as many as a batch has; the one stored first
-            gives way to one more. 0 has no such bound: asyncrl drops none, other systems do.
+        max_stored_bytes: Largest number of bytes in the buffer.
+        bytes_per_token: Bytes per stored token: id, log-prob, version, masks.
+        settle_s: Time from a group's last token until the buffer stored it: reward, encoding, network.
+        ask_s: Time from a free place to the request for a lease, if other places are occupied.
+        plan_s: Time from a complete batch to the start of the step: plan, fetch, reference scores.
+        pipeline_steps: Largest number of planned batches that the learner has not consumed; 2 in asyncrl.
+        equal_rewards: Share of groups that ``buffer.filters=[equal_rewards]`` drops; 0 without this filter.
+        queue_groups: Largest number of finished groups that wait for a batch, at least ``groups_per_step``. If there
+            are more, the buffer drops the group that it stored first and requeues its prompt. 0 means no limit, as in
+            asyncrl; other systems have one.
         num_steps: Learner steps to simulate.
-        warm_up_steps: First steps that no figure counts.
-        hands_on: Running groups are handed on where the buffer asks for it: ``rollout_fleet.save_progress`` is not
+        warm_up_steps: First steps that the figures leave out.
+        hands_on: Workers hand over running groups when the buffer asks; ``rollout_fleet.save_progress`` is not
             ``never``.
-        whole_groups: Simulate a group by its longest sample, which takes the room of its mean: for very large fleets.
+        whole_groups: Simulate a group as its longest sample, with the mean load of its samples. Use it for very large
+            fleets.
         lengths: Response lengths.
-        engine: One engine.
-        learner: The learner.
-        host: The processors that they share, if they do.
+        engine: Speed of an engine.
+        learner: Times of the learner.
+        host: CPU cores that engines and ranks share.
     """
 
     num_engines: int = 1
@@ -233,7 +239,7 @@ class Scenario:
 
     @property
     def num_devices(self) -> int:
-        """Devices of engines and ranks together."""
+        """Number of devices of all engines and ranks."""
         return self.num_engines * self.devices_per_engine + self.num_ranks
 
     def __post_init__(self) -> None:
@@ -250,13 +256,13 @@ class Scenario:
         if 0 < self.queue_groups < self.groups_per_step:
             raise ValueError(
                 f"queue_groups must be 0 or at least groups_per_step={self.groups_per_step}, got {self.queue_groups}: "
-                "no batch would ever be whole"
+                "a batch could never be complete"
             )
         if not 0 <= self.equal_rewards < 1:
             raise ValueError(f"equal_rewards must be in [0, 1), got {self.equal_rewards}; 1 keeps no group")
         if self.host.is_shared and not self.engine.takes_batches:
             raise ValueError(
-                "host.is_shared needs engine.takes_batches=true: other engines on a core are not simulated"
+                "host.is_shared needs engine.takes_batches=true: the simulator has no model of other engines on a core"
             )
         if self.warm_up_steps >= self.num_steps:
             raise ValueError(
@@ -269,7 +275,7 @@ class Scenario:
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """All numbers as plain values; what was recorded of lengths and variation by its number alone."""
+        """The scenario as plain values; recorded lists are replaced by their lengths."""
         values = asdict(self)
         for part, name in (("lengths", "recorded"), ("engine", "variation"), ("learner", "variation")):
             values[part][name] = len(values[part][name])
@@ -277,30 +283,30 @@ class Scenario:
 
 
 def load_spec(path: Path) -> Scenario:
-    """Read a scenario from a YAML file; what it leaves out has its default.
+    """Read a scenario from a YAML file; missing options keep their defaults.
 
     Raises:
-        ValueError: there is no such file or no YAML in it, or an option is unknown, of the wrong type or out of range.
+        ValueError: the file is missing or not YAML, or an option is unknown, has the wrong type or is out of range.
     """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
 
     if not path.is_file():
-        raise ValueError(f"there is no run and no scenario at {path}; name a run's folder, or a YAML file")
+        raise ValueError(f"{path} is not a run's folder or a scenario file; pass a run's folder or a YAML file")
     try:
         schema = OmegaConf.structured(Scenario)
         for node in (schema, schema.lengths, schema.engine, schema.learner, schema.host):
-            OmegaConf.set_readonly(node, False)  # it maps a frozen dataclass to a read-only node
+            OmegaConf.set_readonly(node, False)  # OmegaConf makes nodes of frozen dataclasses read-only
         scenario = OmegaConf.to_object(OmegaConf.merge(schema, OmegaConf.load(path)))
     except (OmegaConfBaseException, YAMLError, UnicodeDecodeError, OSError) as error:
-        raise ValueError(f"{path} is no scenario: {' '.join(str(error).split())}") from error
+        raise ValueError(f"{path} is not a scenario: {' '.join(str(error).split())}") from error
     assert isinstance(scenario, Scenario)
     return scenario
 
 
 def configured(scenario: Scenario, config: RunConfig) -> Scenario:
-    """The scenario under a run's options: what the configuration says itself, and no measurement."""
+    """Apply the options of a run to a scenario. The measured values of the scenario do not change."""
     fleet, buffer = config.rollout_fleet, config.buffer
     engine = replace(
         scenario.engine,
@@ -339,11 +345,11 @@ OVERRIDES: Mapping[str, str] = {
     "on_stale": "buffer.on_stale",
     "publish_every": "weights.publish_every",
 }
-"""What a plan may change of a scenario, and the option that does it in a run."""
+"""Fields of a scenario that a plan may change, and the run's option for each."""
 
 
 def overrides(changed: Scenario, base: Scenario) -> list[str]:
-    """Hydra overrides that take a run like ``base`` to one like ``changed``. Example: ``["buffer.max_lag=1"]``."""
+    """Hydra overrides that turn a run like ``base`` into a run like ``changed``. Example: ``["buffer.max_lag=1"]``."""
     names: Sequence[str] = [name for name in OVERRIDES if getattr(changed, name) != getattr(base, name)]
     return [f"{OVERRIDES[name]}={getattr(changed, name)}" for name in names]
 

@@ -1,6 +1,6 @@
-"""The real replay buffer in simulated time: `buffer.service` itself, without sockets, on simpy's clock.
+"""Runs the real replay buffer (`buffer.service`) in simulated time, without sockets, on simpy's clock.
 
-So admission, selection, room and the log of offers are those of a run, by the same code.
+Admission, selection, byte limits and the log of weight offers are the same code as in a run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ OnHandOn = Callable[[Sequence[tuple[int, int]]], None]
 
 
 class _Size:
-    """A payload of which only the size is there."""
+    """A payload without content; it has only a size."""
 
     __slots__ = ("_num_bytes",)
 
@@ -38,17 +38,17 @@ class _Size:
 
 
 class SimulatedBuffer:
-    """The buffer of a simulated run, and its clients' calls. Replies come in the same simulated moment.
+    """The buffer of a simulated run and the calls of its clients. Replies arrive at the same simulated time.
 
     Args:
-        env: The clock.
-        config: Its options; leases never run out, and no producer is ever silent.
-        groups_per_step: B.
+        env: The simulation clock.
+        config: Options of the buffer. Use `buffer_options`, so that leases and producers never time out.
+        groups_per_step: Prompt groups per batch.
 
     Attributes:
-        ledger: Where everything is, to be looked at.
-        num_requests: Requests handled so far.
-        service_s: CPU seconds that the service's own code took for them.
+        ledger: The ledger of the service, for reading.
+        num_requests: Number of handled requests.
+        service_s: CPU seconds of the service for these requests.
     """
 
     def __init__(self, env: simpy.Environment, config: BufferConfig, *, groups_per_step: int) -> None:
@@ -67,7 +67,7 @@ class SimulatedBuffer:
         self._is_awake = False
 
     def join(self, client: bytes, on_revoked: OnRevoked, on_hand_on: OnHandOn | None = None) -> None:
-        """Tell a client of leases that it loses, or is to hand on, by group and attempt."""
+        """Register a client for revoked leases and for requests to hand over groups, by group and attempt."""
         self._on_revoked[client] = on_revoked
         if on_hand_on is not None:
             self._on_hand_on[client] = on_hand_on
@@ -82,9 +82,10 @@ class SimulatedBuffer:
         on_reply: OnReply | None = None,
         on_refusal: OnRefusal | None = None,
     ) -> int:
-        """Ask the service for an operation; its reply's fields go to ``on_reply``, if that is given.
+        """Send an operation to the service and return the id of the request.
 
-        A refusal goes to ``on_refusal``, else it is raised. Returns the request's id.
+        ``on_reply`` gets the fields of the reply. ``on_refusal`` gets an error; without ``on_refusal``, the simulation
+        raises the error.
         """
         self._last_id += 1
         if on_reply is not None or on_refusal is not None:
@@ -96,23 +97,23 @@ class SimulatedBuffer:
         return identifier
 
     def cancel_lease(self, client: bytes, request_id: int) -> None:
-        """Take a request for leases back."""
+        """Cancel a request for leases."""
         self._on_reply.pop(request_id, None)
         self.request(client, "cancel", {"request": request_id})
 
     def lose(self, group_id: int, attempt: int) -> None:
-        """Take a stored group's trajectories; its prompt is queued again."""
+        """Remove the trajectories of a stored group; the buffer requeues its prompt."""
         self._service.lose_from_store(0, [group_id], stored=[(group_id, attempt)])
         self._wake()
 
     def _wake(self) -> None:
-        """Handle what came once everybody has acted who does so at this moment: a burst, as the server reads it."""
+        """Handle the inbox after all other events of this time, as one burst: the server reads bursts too."""
         if not self._is_awake:
             self._is_awake = True
             call_after(self._env, 0.0, self._work)
 
     def _work(self) -> None:
-        """Handle a burst, settle, and hand out the replies; what these lead to is the next burst."""
+        """Handle a burst of requests, settle, and deliver the replies. New requests form the next burst."""
         began_s = time.thread_time()
         while self._inbox:
             client, message = self._inbox.popleft()
@@ -125,7 +126,7 @@ class SimulatedBuffer:
             self._deliver(*self._outbox.popleft())
 
     def _send(self, client: bytes, message: Message) -> None:
-        """Hand a message out at the end of this burst; what a timer of the service sends is a burst of its own."""
+        """Deliver a message at the end of this burst. A message from a timer of the service starts a new burst."""
         self._outbox.append((client, message))
         self._wake()
 
@@ -150,7 +151,7 @@ class SimulatedBuffer:
 
 
 def buffer_options(**options: Any) -> BufferConfig:
-    """A buffer's configuration whose deadlines are all out of reach."""
+    """A buffer configuration whose deadlines never expire."""
     never = dict.fromkeys(("lease_s", "heartbeat_s", "request_timeout_s"), NEVER_S)
     sizes = dict.fromkeys(("max_prompt_bytes", "max_message_bytes"), 1 << 62)
     return BufferConfig(**never, **sizes, **options)

@@ -1,7 +1,8 @@
-"""One simulated engine: prompt groups come in, and are handed out when their longest sample is written.
+"""A simulated engine: it takes prompt groups and returns each group when its longest sample is finished.
 
-Between two events of an engine all of its running samples write at the same speed. So one number, the tokens that a
-sample which runs since the start would have, stands for the progress of all: an event costs O(log running samples).
+Between two events, all running samples of an engine decode at the same speed. Therefore one number represents the
+progress of all samples: the tokens that a sample would have since the begin of the simulation. An event costs O(log n)
+for n running samples.
 """
 
 from __future__ import annotations
@@ -24,19 +25,19 @@ class SimulatedGroup:
     """A prompt group on an engine.
 
     Attributes:
-        group_id: Its prompt.
-        attempt: Its fence.
-        lengths: Tokens that its samples will have.
-        to_write: Tokens that the samples which are not whole yet need; fewer than ``lengths`` where an earlier attempt
-            was saved.
-        num_left: Samples that are not written yet.
-        oldest_version: Of its first token; -1 before that.
-        newest_version: Of its last.
-        has_begun: One of its samples has.
-        is_revoked: Nobody wants it any more.
-        written: Tokens of the samples that this attempt has written.
-        on_cut: Set where it is to be handed on; gets what is still to be written.
-        cut_at: When that was asked for, in simulated seconds.
+        group_id: Id of the group.
+        attempt: Attempt of the lease.
+        lengths: Final number of tokens of each sample.
+        to_write: Number of tokens that each unfinished sample still needs at the begin of this attempt. It is smaller
+            than ``lengths`` if an earlier attempt was saved.
+        num_left: Number of unfinished samples.
+        oldest_version: Policy version of the first token; -1 before the first token.
+        newest_version: Policy version of the last token.
+        has_begun: Whether the engine has started one of the samples.
+        is_revoked: Whether the lease was revoked.
+        written: Tokens of the samples that this attempt finished.
+        on_cut: Callback if the group is to be handed over; it gets the missing tokens of each unfinished sample.
+        cut_at: Time of the request to hand over, in simulated seconds.
     """
 
     group_id: int
@@ -54,13 +55,13 @@ class SimulatedGroup:
 
     @property
     def num_saved(self) -> int:
-        """Tokens of earlier attempts."""
+        """Number of tokens from earlier attempts."""
         return sum(self.lengths) - sum(self.to_write)
 
 
 @dataclass(order=True, slots=True)
 class _Running:
-    """A sample that is being written: when the engine's progress reaches ``ends_at`` it is whole."""
+    """A running sample; it is finished when the progress of the engine reaches ``ends_at``."""
 
     ends_at: float
     place: int
@@ -73,21 +74,21 @@ class SimulatedEngine:
     """An engine with the speed of an `EngineModel`.
 
     Args:
-        env: The clock.
-        model: Its speed.
+        env: The simulation clock.
+        model: Speed of the engine.
         on_update: What a weight update does to running samples.
-        prompt_tokens: Tokens of a prompt, computed once for all samples of its group.
-        whole_groups: See `asyncrl.planner.scenario.Scenario`.
-        on_finished: Gets each group whose samples are written.
-        after: Calls back after so many seconds of work: of the clock, or of a core that the engine shares.
-        vary: From the time that a batch should take to what it takes.
+        prompt_tokens: Tokens of a prompt. The engine computes their cache once per group.
+        whole_groups: ``Scenario.whole_groups``.
+        on_finished: Gets each finished group.
+        after: Calls a function after some seconds of work, on the simulation clock or on a shared core.
+        vary: Maps the expected time of a batch to its simulated time.
 
     Attributes:
-        version: Policy version that it serves.
-        busy_s: Seconds in which it wrote.
-        loading_s: Seconds in which it stood still for weights.
-        prefill_s: Seconds in which it computed KV caches again after an update.
-        num_tokens: Tokens written.
+        version: Policy version that the engine serves.
+        busy_s: Seconds of decoding.
+        loading_s: Seconds of pauses to load weights.
+        prefill_s: Seconds of recomputing KV caches after updates.
+        num_tokens: Number of decoded tokens.
     """
 
     def __init__(
@@ -110,20 +111,20 @@ class SimulatedEngine:
         self._prompt_tokens, self._whole_groups = prompt_tokens, whole_groups
         self._running: list[_Running] = []
         self._waiting: deque[tuple[SimulatedGroup, int, float]] = deque()
-        self._load = 0.0  # samples that run, by weight
-        self._begun = 0.0  # the sum of their progress at their beginnings, by weight
+        self._load = 0.0  # sum of the weights of the running samples
+        self._begun = 0.0  # weighted sum of the progress at the starts of the running samples
         self._progress = self._seen_at = self._stalled_until = 0.0
         self._place = self._timer = 0
         self._is_loading = False
         self._pending_load: tuple[int, float, Callable[[], None]] | None = None
 
     def stood_s(self) -> float:
-        """Seconds, up to now, in which it stood still for weights."""
+        """Seconds of pauses to load weights until now."""
         self._advance()
         return self.loading_s
 
     def add(self, groups: list[SimulatedGroup]) -> None:
-        """Take groups; their samples begin where there is room."""
+        """Take groups; their samples start as soon as there is room."""
         for group in groups:
             if self._whole_groups:
                 longest = max(group.to_write)
@@ -137,7 +138,7 @@ class SimulatedEngine:
         self._set_timer()
 
     def revoke(self, group: SimulatedGroup) -> int:
-        """Take a group's samples out; returns the tokens that it had."""
+        """Remove the samples of a group; return the number of tokens that this attempt decoded."""
         self._advance()
         group.is_revoked = True
         num_tokens = group.written
@@ -160,10 +161,10 @@ class SimulatedEngine:
         return num_tokens
 
     def cut(self, group: SimulatedGroup, on_cut: Callable[[list[int]], None]) -> None:
-        """Take a group out, for another engine to go on with what ``on_cut`` is told that its samples still need.
+        """Stop a group so that another engine can continue it; ``on_cut`` gets the missing tokens of each sample.
 
-        That is known with the next decoding step; of an engine that takes batches with the end of the batch, where what
-        had not begun gets a token.
+        The engine calls ``on_cut`` after the next decoding step. An engine that takes batches calls it at the end of the
+        batch; a sample that had not started gets one token.
         """
         self._advance()
         group.on_cut, group.cut_at = on_cut, self._env.now
@@ -180,7 +181,7 @@ class SimulatedEngine:
         call_after(self._env, step_s, lambda: on_cut(left))
 
     def load(self, version: int, load_s: float, on_loaded: Callable[[], None]) -> None:
-        """Stand still for ``load_s``, then serve ``version``; between two batches, where it takes batches."""
+        """Pause for ``load_s``, then serve ``version``; an engine that takes batches loads between two batches."""
         self._advance()
         if self._model.takes_batches and self._running:
             self._pending_load = version, load_s, on_loaded
@@ -205,10 +206,10 @@ class SimulatedEngine:
     def _stall(self, seconds: float) -> None:
         self._stalled_until = max(self._env.now, self._stalled_until) + seconds
 
-    # Writing
+    # Decoding
 
     def _advance(self) -> None:
-        """Bring the progress up to now."""
+        """Update the progress to the current time."""
         now = self._env.now
         if self._is_loading:
             self.loading_s += now - self._seen_at
@@ -244,7 +245,7 @@ class SimulatedEngine:
         self._begun += weight * self._progress
 
     def _begin_batch(self) -> None:
-        """Write as many samples as a batch holds; all are handed out when the longest is written."""
+        """Start a batch with all samples that fit; the engine returns all of them when the longest is finished."""
         longest = 0
         while self._waiting and self._load < self._model.max_running:
             group, length, weight = self._waiting.popleft()
@@ -256,7 +257,7 @@ class SimulatedEngine:
         batch_s = self._vary(num_steps * self._token_s())
 
         def steps_until(moment: float) -> int:
-            """Tokens that each sample had at a moment of the batch that has ended."""
+            """Tokens that each sample had at a time within the batch, after the end of the batch."""
             passed = (moment - began_at) / max(self._env.now - began_at, 1e-9) * num_steps
             return max(0, int(passed - (num_steps - longest)))
 
@@ -291,7 +292,7 @@ class SimulatedEngine:
     def _set_timer(self) -> None:
         if self._model.takes_batches:
             return
-        self._timer += 1  # those set before come to nothing
+        self._timer += 1  # invalidates the previous timer
         timer = self._timer
         if self._is_loading or not self._running:
             return
@@ -319,11 +320,11 @@ class SimulatedEngine:
     def _leave(self, sample: _Running) -> None:
         self._load -= sample.weight
         self._begun -= sample.weight * (sample.ends_at - sample.length)
-        if not self._running:  # no rounding errors stay
+        if not self._running:  # clear rounding errors
             self._load = self._begun = 0.0
 
     def _write(self, sample: _Running) -> bool:
-        """Count a written sample; whether its group is whole now."""
+        """Count a finished sample; return whether its group is finished now."""
         group = sample.group
         num_tokens = round(sample.length * sample.weight)
         self.num_tokens += num_tokens

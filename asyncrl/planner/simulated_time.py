@@ -1,7 +1,7 @@
-"""Simulated time: simpy's clock, the event loop that code with asyncio timers finds on it, and shared processors.
+"""Simulated time: an event loop for asyncio timers on simpy's clock, and shared CPU cores.
 
-The buffer waits with asyncio timers. `SimulatedLoop` is the event loop that it finds: its clock is simpy's, and a timer
-becomes a simpy event.
+The buffer uses asyncio timers. `SimulatedLoop` is the running event loop of the buffer: it has simpy's clock, and it
+turns each timer into a simpy event.
 """
 
 from __future__ import annotations
@@ -20,25 +20,23 @@ import simpy
 from buffer.heartbeats import LoopClock
 
 NEVER_S = 1e12
-"""Deadlines of a simulated buffer: no simulated client dies, and none is answered "nothing yet"."""
-
-
+"""Deadline of a simulated buffer: simulated clients never die, and their requests never time out."""
 _COLLECT_EVERY = 200_000
 
 
 class SimulatedLoop(asyncio.AbstractEventLoop):
-    """As much of an event loop as timers need, on a simpy clock."""
+    """The part of an event loop that timers need, on a simpy clock."""
 
     def __init__(self, env: simpy.Environment) -> None:
         self._env = env
-        self._never = asyncio.TimerHandle(NEVER_S, lambda: None, (), self)  # of most calls: one handle for all
+        self._never = asyncio.TimerHandle(NEVER_S, lambda: None, (), self)  # shared by all timers that never fire
 
     def time(self) -> float:
-        """Now, in simulated seconds."""
+        """The current time in simulated seconds."""
         return self._env.now
 
     def call_later(self, delay: float, callback: Any, *arguments: Any, context: Any = None) -> asyncio.TimerHandle:
-        """Call back after ``delay`` seconds; never, where that is `NEVER_S` or more."""
+        """Call ``callback`` after ``delay`` seconds; never if the delay is about `NEVER_S` or more."""
         if delay >= NEVER_S / 2:
             return self._never
         handle = asyncio.TimerHandle(self._env.now + delay, callback, arguments, self, context)
@@ -46,22 +44,22 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
         return handle
 
     def call_at(self, when: float, callback: Any, *arguments: Any, context: Any = None) -> asyncio.TimerHandle:
-        """Call back at ``when``."""
+        """Call ``callback`` at the time ``when``."""
         return self.call_later(when - self._env.now, callback, *arguments, context=context)
 
     def get_debug(self) -> bool:
-        """Timers ask; there is no debug mode."""
+        """Return False: there is no debug mode. Timers call this method."""
         return False
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        """Do nothing: a cancelled timer stays on simpy's queue, and does nothing when it is due."""
+        """Do nothing: a cancelled timer stays in simpy's queue and has no effect when it is due."""
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Be the running loop of this thread, in the place of whichever runs; nothing else of it runs meanwhile.
+        """Replace the running event loop of this thread until the context ends. The replaced loop does not run.
 
-        The buffer's warnings are of a run that does not take place, and are not logged. Garbage is looked for rarely:
-        most of the many objects of a large simulation stay, and each look would visit them all.
+        The context hides the warnings of the simulated buffer. It also makes garbage collection rare: most objects of a
+        large simulation stay alive, and each collection visits all of them.
         """
         before, log = events._get_running_loop(), logging.getLogger("buffer")
         events._set_running_loop(self)
@@ -77,31 +75,31 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
 
 
 class SimulatedClock(LoopClock):
-    """The loop's clock, which never stalls."""
+    """The clock of a simulated loop; it never stalls."""
 
     def __init__(self, loop: SimulatedLoop) -> None:
         self._loop = loop
 
     def time(self) -> float:
-        """See `LoopClock.time`."""
+        """The current time in simulated seconds."""
         return self._loop.time()
 
     def close(self) -> None:
-        """See `LoopClock.close`."""
+        """Do nothing: the clock holds no resources."""
 
 
 def call_after(env: simpy.Environment, delay: float, callback: Callable[[], None]) -> None:
-    """Call back after ``delay`` simulated seconds."""
+    """Call ``callback`` after ``delay`` simulated seconds."""
     event = simpy.Timeout(env, delay)
     assert event.callbacks is not None
     event.callbacks.append(lambda _: callback())
 
 
 class SharedCore:
-    """A processor core that everything which runs on it shares equally (processor sharing).
+    """A CPU core that all its jobs share equally (processor sharing).
 
-    Work is in seconds that it would take alone. With n jobs each goes on at 1/n of that speed, so that one number, the
-    work that a job which runs since the beginning would have done, stands for the progress of all.
+    The work of a job is the seconds that it takes alone. With n jobs, each job runs at 1/n of the full speed. Therefore
+    one number represents the progress of all jobs: the work that a job would have done since the begin of the simulation.
     """
 
     def __init__(self, env: simpy.Environment) -> None:
@@ -113,11 +111,11 @@ class SharedCore:
 
     @property
     def num_running(self) -> int:
-        """Jobs that share it now."""
+        """Number of jobs on the core now."""
         return len(self._jobs)
 
     def run(self, work_s: float, then: Callable[[], None]) -> None:
-        """Do so much work, and call ``then``."""
+        """Run a job of ``work_s`` seconds, then call ``then``."""
         self._advance()
         self._number += 1
         heappush(self._jobs, (self._done_s + work_s, self._number, then))
@@ -130,7 +128,7 @@ class SharedCore:
             self._done_s += passed_s / len(self._jobs)
 
     def _set_timer(self) -> None:
-        self._timer += 1  # those set before come to nothing
+        self._timer += 1  # invalidates the previous timer
         if self._jobs:
             timer, left_s = self._timer, max(0.0, self._jobs[0][0] - self._done_s) * len(self._jobs)
             call_after(self._env, left_s, lambda: self._end_first(timer))

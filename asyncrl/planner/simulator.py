@@ -1,13 +1,13 @@
-"""A run in simulated time: the real buffer between simulated engines, a simulated learner and simulated publishes.
+"""Simulates a run: the real buffer, with simulated engines, a simulated learner and simulated publishes.
 
     feed ──prompts──▶ buffer.service ──leases──▶ workers ──▶ engines
                            ▲   │                    │
                    commits │   │ plans     puts ◀───┘          offers: learner ─▶ buffer ─▶ workers
                         learner ◀
 
-Who waits for whom is as in `asyncrl.run.controller` and `rollout_fleet.loop`; the ledger, admission, selection
-and the log of offers are the buffer's own code (`asyncrl.planner.simulated_buffer`). simpy keeps the time. A scenario
-and a seed give the same outcome each time.
+The waits are the same as in `asyncrl.run.controller` and `rollout_fleet.loop`. The ledger, admission, selection and the
+log of offers are the code of the buffer (`asyncrl.planner.simulated_buffer`). simpy provides the clock. The same
+scenario and seed always give the same outcome.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ from asyncrl.planner.simulated_time import SharedCore, SimulatedLoop, call_after
 _CONTROLLER = b"controller"
 _LEARNER = b"learner"
 _QUEUED_STEPS = 2
-"""Batches' worth of prompts kept queued, so that admission never waits for them."""
+"""Number of batches for which prompts stay queued, so that admission never waits for prompts."""
 _DRAWN_AT_ONCE = 1024
 _SLICES = 8
-"""Slices of the controller's work for a step, each of which finds the core that has less to do then."""
+"""Number of slices of the controller's work per step. Each slice runs on the core with fewer jobs at its start."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What a simulated run came to, without its first steps.
+    """The result of a simulated run, without its warm-up steps.
 
     Attributes:
-        step_s: Mean seconds from one step's end to the next.
-        tokens_per_s: Response tokens trained on per second.
-        lag_mean: Mean lag of the consumed groups.
-        lag_histogram: Lag to share of the consumed groups.
-        learner_idle: Cause to share of the time in which the ranks stood still for it; the names are those of
+        step_s: Mean seconds per step.
+        tokens_per_s: Trained response tokens per second.
+        lag_mean: Mean lag of the trained groups.
+        lag_histogram: Share of the trained groups by lag.
+        learner_idle: Share of the ranks' time that was idle, by cause. The causes have the names of
             `asyncrl.profile.attribution`.
-        fleet_idle: Cause to share of the engines' places, over time, that were idle for it.
-        stored_bytes: Most bytes that the buffer held.
+        fleet_idle: Share of the time of the engines' places that was idle, by cause.
+        stored_bytes: Largest number of bytes in the buffer.
         dropped: Share of the written tokens that were dropped.
         wait_s: Mean seconds per step that the ranks waited for a batch.
-        update_s: Mean seconds per step that they computed.
-        step_ends: Seconds at which each step ended, from the beginning.
+        update_s: Mean seconds per step that the ranks computed.
+        step_ends: Simulated seconds from the begin of the run to the end of each step.
     """
 
     step_s: float
@@ -73,13 +73,14 @@ def simulate(scenario: Scenario, *, seed: int = 0) -> Outcome:
     """Run a scenario to its last step.
 
     Raises:
-        ReplayBufferError: the buffer refuses, as it would in a run: a batch that no room can hold, for one.
+        ReplayBufferError: the buffer refuses a request, as it would in a real run; for example, a batch does not fit
+            into the buffer.
     """
     return Simulation(scenario, seed=seed).run()
 
 
 class PromptLengths:
-    """Response lengths by prompt: a prompt that is leased again draws anew from the same stream."""
+    """Draws the response lengths of each lease; a second lease of a prompt gets new lengths from the same stream."""
 
     def __init__(self, scenario: Scenario, seed: int) -> None:
         self._scenario = scenario
@@ -87,7 +88,7 @@ class PromptLengths:
         self._drawn: list[list[int]] = []
 
     def next(self) -> list[int]:
-        """Lengths of a group's samples."""
+        """Draw the lengths of one group's samples."""
         if not self._drawn:
             lengths = self._scenario.lengths
             drawn = lengths.draw(self._rng, _DRAWN_AT_ONCE, self._scenario.samples_per_prompt)
@@ -95,14 +96,14 @@ class PromptLengths:
         return self._drawn.pop()
 
     def is_equal(self) -> bool:
-        """Whether a group's rewards are all the same."""
+        """Draw whether all rewards of a group are equal."""
         return self._scenario.equal_rewards > 0 and self._rng.random() < self._scenario.equal_rewards
 
 
 class Variation:
-    """Times as they come out: recorded ratios to what was to be expected, in their order, from a random one on.
+    """Varies expected times by recorded ratios, in recorded order, from a random position on.
 
-    So long ones are as frequent as in the record, and follow on each other as there.
+    Therefore long times are as frequent as in the record, and follow each other in the same order.
     """
 
     def __init__(self, recorded: Sequence[float], rng: np.random.Generator) -> None:
@@ -110,7 +111,7 @@ class Variation:
         self._next = int(rng.integers(len(recorded))) if recorded else 0
 
     def __call__(self, seconds: float) -> float:
-        """How long it takes now, where ``seconds`` are to be expected."""
+        """The simulated time for an expected time of ``seconds``."""
         if not self._recorded:
             return seconds
         self._next = (self._next + 1) % len(self._recorded)
@@ -118,7 +119,7 @@ class Variation:
 
 
 class SimulatedWorker:
-    """A rollout worker: asks for leases, hands groups to its engine, stores them, and loads what is offered."""
+    """A rollout worker: it requests leases, gives groups to its engine, stores them and loads offered weights."""
 
     def __init__(self, simulation: Simulation, index: int) -> None:
         scenario = simulation.scenario
@@ -145,14 +146,14 @@ class SimulatedWorker:
         self.idle: defaultdict[str, float] = defaultdict(float)
 
     def start(self) -> None:
-        """Ask for work and for weights."""
+        """Request leases and weights."""
         self._buffer.join(self._client, self._on_revoked, self._on_hand_on if self._scenario.hands_on else None)
         self._report_loaded(0, 0.0)
         self._follow_weights()
         self._ask()
 
     def account(self) -> None:
-        """Count the places that were idle since the last call, by cause."""
+        """Add the idle time of the places since the last call, by cause."""
         now = self._env.now
         passed, self._seen_at = now - self._seen_at, now
         if not passed:
@@ -172,16 +173,18 @@ class SimulatedWorker:
     # Leases
 
     def _ask(self) -> None:
-        """Ask for leases a moment after places became free, once at a time."""
+        """Request leases shortly after places became free, with one request at a time."""
         if self._asked is None and not self._is_gathering and self._num_free > 0:
             self._is_gathering = True
-            if self._scenario.engine.takes_batches:  # all groups of a batch end in one moment: see to that first
+            if (
+                self._scenario.engine.takes_batches
+            ):  # all groups of a batch end at the same time: handle these events first
                 call_after(self._env, 0.0, self._gather)
             else:
                 self._gather()
 
     def _gather(self) -> None:
-        """Wait for other places to become free; not where all are."""
+        """Wait until other places become free, unless all places are free."""
         is_idle = len(self._groups) == self._num_settling
         call_after(self._env, 0.0 if is_idle else self._scenario.ask_s, self._request_leases)
 
@@ -194,7 +197,7 @@ class SimulatedWorker:
 
     @property
     def _num_free(self) -> int:
-        """Places on the engine; as many groups again may be scored and stored beside it."""
+        """Number of free places. The worker may score and store the same number of groups in addition."""
         num_places = self._scenario.groups_in_flight
         return num_places - len(self._groups) + min(self._num_settling, num_places)
 
@@ -229,15 +232,15 @@ class SimulatedWorker:
         self._ask()
 
     def _on_hand_on(self, keys: Sequence[tuple[int, int]]) -> None:
-        """Cut groups off, save them and give them back; one that the engine is done with is stored as it is."""
+        """Stop groups, save them and release them. A group that the engine has finished is stored as usual."""
         for key in keys:
             group = self._groups.get(key)
             if group is not None and group.num_left and group.on_cut is None:
                 self.engine.cut(group, partial(self._give_back, group))
 
     def _give_back(self, group: SimulatedGroup, left: list[int]) -> None:
-        """Save a group that was cut off, as far as it is written, then release it; its place is free then."""
-        if self._groups.get((group.group_id, group.attempt)) is not group:  # it was revoked meanwhile
+        """Save the written part of a stopped group, then release the group. After that, its place is free."""
+        if self._groups.get((group.group_id, group.attempt)) is not group:  # the buffer revoked it in the meantime
             return
         self.account()
         named = {"group_id": group.group_id, "attempt": group.attempt, "num_tokens": sum(group.lengths) - sum(left)}
@@ -276,7 +279,7 @@ class SimulatedWorker:
         self._ask()
 
     def _settle_next(self) -> None:
-        """On a shared core: the worker's event loop settles one group after another, beside the generating thread."""
+        """On a shared core, the event loop of the worker settles one group at a time, next to the generating thread."""
         host = self._simulation.host
         if self._is_settling or not self._to_settle or host is None:
             return
@@ -319,10 +322,10 @@ class SimulatedWorker:
             )
 
         def on_refusal(error: AsyncRLError) -> None:
-            if isinstance(error, StoreFull):  # wait until it fits
+            if isinstance(error, StoreFull):  # wait until there is room
                 asked = {"group_id": group.group_id, "attempt": group.attempt, "num_bytes": num_bytes}
                 self._buffer.request(self._client, "reserve", asked, on_reply=lambda _: put())
-            elif isinstance(error, LeaseExpired):  # it was revoked while it was scored
+            elif isinstance(error, LeaseExpired):  # the buffer revoked it while the worker scored it
                 self._stored(group)
             else:
                 raise error
@@ -330,7 +333,7 @@ class SimulatedWorker:
         put()
 
     def _stored(self, group: SimulatedGroup) -> None:
-        """The buffer has a group, or wants it no more."""
+        """Forget a group that the buffer stored or revoked."""
         self.account()
         self._num_settling -= 1
         del self._groups[group.group_id, group.attempt]
@@ -354,7 +357,7 @@ class SimulatedWorker:
         def on_loaded() -> None:
             self.account()
             self._report_loaded(version, load_s)
-            if self._asked is not None:  # at the version before
+            if self._asked is not None:  # the pending request names the previous version
                 self._buffer.cancel_lease(self._client, self._asked)
                 self._asked = None
             self._follow_weights()
@@ -364,7 +367,7 @@ class SimulatedWorker:
 
 
 class SimulatedLearner:
-    """The learner's ranks and the controller's loops: plan, update, commit, publish."""
+    """The learner ranks and the loops of the controller: plan, update, commit, publish."""
 
     def __init__(self, simulation: Simulation) -> None:
         self._simulation, self._scenario, self._env = simulation, simulation.scenario, simulation.env
@@ -385,7 +388,7 @@ class SimulatedLearner:
         return self._env.process(self._train())
 
     def feed(self) -> None:
-        """Keep prompts queued: called whenever a batch was planned, and where filters leave too few for the fleet."""
+        """Fill the queue of prompts. Called after each plan, and when filters leave too few prompts for the fleet."""
         wanted = _QUEUED_STEPS * self._scenario.groups_per_step + self._simulation.capacity
         missing = wanted - self._buffer.ledger.groups.num_queued
         if missing > 0:
@@ -395,7 +398,7 @@ class SimulatedLearner:
             self._buffer.request(_CONTROLLER, "enqueue", fields)
 
     def account(self) -> None:
-        """Count the time that the ranks waited since the last call, by what was in the way until now."""
+        """Add the time that the ranks waited since the last call, by cause."""
         now = self._env.now
         if self._is_waiting:
             self.idle[self._cause] += now - self._seen_at
@@ -423,7 +426,7 @@ class SimulatedLearner:
 
     def _ask_plan(self, version: int, made: simpy.Event) -> None:
         def on_plan(fields: Mapping[str, Any]) -> None:
-            if "groups" not in fields:  # a warning that filters drop much: ask again, as the buffer's client does
+            if "groups" not in fields:  # the filters dropped many groups: repeat, like the buffer's client
                 self._ask_plan(version, made)
                 return
             self._simulation.planned({group["group_id"] for group in fields["groups"]})
@@ -453,17 +456,21 @@ class SimulatedLearner:
                 yield from self._publish(version + 1)
 
     def _computed(self, work_s: float) -> simpy.Event:
-        """So much work of the ranks."""
+        """Run an update of ``work_s`` seconds on the ranks."""
         host = self._simulation.host
         if host is None:
             return self._env.timeout(work_s)
         done = self._env.event()
-        host.ranks.run(work_s, lambda: _trigger(done))
+
+        def finish() -> None:
+            done.succeed()
+
+        host.ranks.run(work_s, finish)
         host.other(self._scenario.host.step_s, num_slices=_SLICES)
         return done
 
     def _publish(self, version: int) -> ProcessGenerator:
-        """Copy the weights when the publish before is done; the rest is off the ranks, unless they are in it."""
+        """Copy the weights after the previous publish. The ranks do not wait for the rest, unless they take part."""
         learner = self._scenario.learner
         began_s = self._env.now
         ready_s = max(0.0, self._published_at - began_s)
@@ -482,19 +489,15 @@ class SimulatedLearner:
         self._buffer.request(_LEARNER, "offer", {"offer": {"version": version}})
 
 
-def _trigger(event: simpy.Event) -> None:
-    event.succeed()
-
-
 class SimulatedHost:
-    """The cores of a host: one that all engines share, and one that all ranks share; see `HostModel`."""
+    """The cores of a host: all engines share one, and all ranks share the other (`HostModel`)."""
 
     def __init__(self, env: simpy.Environment) -> None:
         self.engines, self.ranks = SharedCore(env), SharedCore(env)
         self._last = self.ranks
 
     def other(self, work_s: float, *, num_slices: int = 1) -> None:
-        """Work of another process, each slice of it on the core with less to do, or else on the other one in turn."""
+        """Run work of another process in slices, each on the core with fewer jobs; the cores alternate on a tie."""
         if not work_s or not num_slices:
             return
         turns = (self.ranks, self.engines) if self._last is self.engines else (self.engines, self.ranks)
@@ -504,16 +507,16 @@ class SimulatedHost:
 
 
 class Simulation:
-    """A scenario being run; use `simulate`, unless you look inside.
+    """The state of a simulation. Use `simulate`, unless you need this state.
 
     Attributes:
-        buffer: The real service, in simulated time.
-        workers: One per engine.
+        buffer: The real service in simulated time.
+        workers: One worker per engine.
         learner: Ranks and controller.
-        capacity: Groups that all workers hold at most.
-        host: The cores that they share; None where each has a device.
-        rng: Draws where recorded variations begin.
-        saved: Of groups that were handed on, the tokens of their samples, and those that are still to be written.
+        capacity: Largest number of groups in flight on all workers.
+        host: The cores that engines and ranks share; None if each has its own device.
+        rng: Draws the position where a recorded variation begins.
+        saved: By id of a handed-over group: the final tokens of its samples, and the tokens that they still need.
     """
 
     def __init__(self, scenario: Scenario, *, seed: int = 0) -> None:
@@ -543,7 +546,7 @@ class Simulation:
         self.workers = [SimulatedWorker(self, index) for index in range(scenario.num_engines)]
 
     def run(self) -> Outcome:
-        """Run to the last step."""
+        """Run the simulation until the last step."""
         with self._loop.running():
             trained = self.learner.start()
             for worker in self.workers:
@@ -554,11 +557,11 @@ class Simulation:
             return self._outcome()
 
     def stored(self, group: SimulatedGroup) -> None:
-        """A group was stored; where a queue is bounded, the one stored first gives way to it."""
+        """Record a stored group. If the queue has a limit, the group that was stored first may be dropped."""
         self._most_bytes = max(self._most_bytes, sum(self.buffer.ledger.groups.space.stored_bytes))
         if self.scenario.queue_groups:
             self._queue[group.group_id] = group.attempt
-            call_after(self.env, 0.0, self._bound_queue)  # when a batch that takes some of them is known
+            call_after(self.env, 0.0, self._bound_queue)  # a batch that takes some groups is planned first
         if self.scenario.equal_rewards and self.buffer.ledger.groups.num_queued < self.capacity:
             self.learner.feed()
         self.learner.account()
@@ -569,7 +572,7 @@ class Simulation:
             self.buffer.lose(group_id, self._queue.pop(group_id))
 
     def planned(self, group_ids: set[int]) -> None:
-        """A batch was made."""
+        """Remove the groups of a planned batch from the queue."""
         for group_id in group_ids & self._queue.keys():
             del self._queue[group_id]
 

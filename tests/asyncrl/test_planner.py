@@ -263,6 +263,6 @@ def test_beside_a_run_only_advice_is_looked_for_under_a_limit_of_the_kernels(tmp
 
 def test_the_command_says_what_it_needs(tmp_path, capsys):
     assert plan_command.main([str(tmp_path / "nothing")]) == 2
-    assert "name a run's folder, or a YAML file" in capsys.readouterr().err
+    assert "pass a run's folder or a YAML file" in capsys.readouterr().err
     assert plan_command.main([str(tmp_path)]) == 2
     assert "config.yaml" in capsys.readouterr().err

@@ -246,10 +246,10 @@ def test_a_scenario_is_read_from_yaml_and_refused_by_the_name_of_its_mistake(tmp
         ("max_lag: 1000000000", "max_lag"),
         ("num_engines: 1000000000000000000000", "num_engines"),
         ("num_engines: 2\nnum_engines: 3", "duplicate key"),
-        ("engine: {step_s: ", "spec.yaml is no scenario"),
-        ("\tnum_engines: 2", "spec.yaml is no scenario"),
-        ("3\n", "spec.yaml is no scenario"),
-        ("- 1\n", "spec.yaml is no scenario"),
+        ("engine: {step_s: ", "spec.yaml is not a scenario"),
+        ("\tnum_engines: 2", "spec.yaml is not a scenario"),
+        ("3\n", "spec.yaml is not a scenario"),
+        ("- 1\n", "spec.yaml is not a scenario"),
     ],
 )
 def test_a_scenario_that_could_not_be_simulated_is_refused_by_name(tmp_path, text, named):
