@@ -163,8 +163,8 @@ class SimulatedEngine:
     def cut(self, group: SimulatedGroup, on_cut: Callable[[list[int]], None]) -> None:
         """Stop a group so that another engine can continue it; ``on_cut`` gets the missing tokens of each sample.
 
-        The engine calls ``on_cut`` after the next decoding step. An engine that takes batches calls it at the end of the
-        batch; a sample that had not started gets one token.
+        The engine calls ``on_cut`` after the next decoding step. An engine that takes batches calls it at the end of
+        the batch; a sample that had not started gets one token.
         """
         self._advance()
         group.on_cut, group.cut_at = on_cut, self._env.now
