@@ -1,4 +1,4 @@
-"""Every idle second has one cause: hand-made traces with known answers, and sums that hold for any trace."""
+"""Each idle second has one cause: small traces with known causes, and sums that hold for any trace."""
 
 import pytest
 from hypothesis import given, settings
@@ -13,7 +13,7 @@ OPEN = [("queued", 0, 5), ("budget", 0, 1)]
 
 
 def states(attribution, pool, lane=None):
-    """(start, end, state, places) by time."""
+    """The stretches as (start, end, state, places), sorted by time."""
     found = [(s.start, s.end, s.state, s.places) for s in attribution.stretches[pool] if lane in (None, s.lane)]
     return sorted(found)
 
@@ -22,7 +22,7 @@ def fleet_of(notes, buffer=OPEN, end=100):
     return Attribution.of(trace_of(fleet=[("engine-0", *note) for note in notes], buffer=buffer), (0, end))
 
 
-def test_running_samples_are_busy_and_the_rest_of_a_held_place_is_the_tail_of_its_group_or_its_reward():
+def test_running_samples_are_busy_and_other_occupied_places_are_group_tail_or_reward():
     notes = [("capacity", 0, 4), ("running", 0, 4), ("running", 40, 1), ("tail", 40, 3)]
     notes += [("running", 70, 0), ("tail", 70, 0), ("settling", 70, 4)]
     assert states(fleet_of(notes), "fleet") == [
@@ -43,11 +43,11 @@ def test_running_samples_are_busy_and_the_rest_of_a_held_place_is_the_tail_of_it
         (OPEN, "lease"),
     ],
 )
-def test_a_free_place_is_idle_for_what_keeps_the_next_group_from_beginning(buffer, cause):
+def test_a_free_place_is_idle_for_the_cause_that_blocks_the_next_group(buffer, cause):
     assert states(fleet_of([("capacity", 0, 2)], buffer), "fleet") == [(0, 100, cause, 2)]
 
 
-def test_a_whole_engine_stands_still_whatever_its_places_hold_and_down_comes_before_pause():
+def test_engine_causes_apply_to_all_its_places_and_down_comes_before_pause():
     notes = [("capacity", 0, 3), ("running", 0, 2), ("pause", 10, 40), ("down", 30, 60)]
     assert states(fleet_of(notes), "fleet") == [
         (0, 10, "busy", 2),
@@ -59,7 +59,7 @@ def test_a_whole_engine_stands_still_whatever_its_places_hold_and_down_comes_bef
     ]
 
 
-def test_samples_whose_cache_is_computed_again_are_not_busy_and_evaluation_takes_what_they_leave():
+def test_re_prefill_makes_running_samples_idle_and_evaluation_takes_the_other_places():
     notes = [("capacity", 0, 3), ("running", 0, 1), ("re_prefill", 0, 20), ("evaluation", 50, 100), ("tail", 0, 1)]
     assert states(fleet_of(notes), "fleet") == [
         (0, 20, "re_prefill", 1),
@@ -75,7 +75,7 @@ def learner_of(spans, *, controller=(), fleet=(), buffer=OPEN, steps=(0, 100)):
     return Attribution.of(trace)
 
 
-def test_what_blocks_a_rank_inside_its_update_is_idle_and_the_rest_of_the_update_busy():
+def test_a_rank_is_idle_in_blocking_spans_and_busy_in_the_other_parts_of_its_update():
     spans = [("update", 0, 90), ("fetch", 0, 20), ("wait_ranks", 80, 90), ("publish_copy", 90, 100)]
     attribution = learner_of([("learner-0", *span) for span in spans])
     assert states(attribution, "learner") == [
@@ -86,12 +86,12 @@ def test_what_blocks_a_rank_inside_its_update_is_idle_and_the_rest_of_the_update
     ]
 
 
-def test_a_rank_that_is_done_before_the_others_waits_for_them():
+def test_a_rank_that_finishes_first_has_rank_skew():
     attribution = learner_of([("learner-0", "update", 0, 60), ("learner-1", "update", 0, 100)])
     assert states(attribution, "learner", "learner-0") == [(0, 60, "busy", 1), (60, 100, "rank_skew", 1)]
 
 
-def test_a_straggler_is_the_tail_only_while_nothing_else_may_begin_and_half_of_what_ran_is_done():
+def test_batch_tail_needs_a_closed_gate_and_at_most_half_of_the_peak_samples():
     wait = [("controller/plan", "plan_wait", 0, 100)]
     rank = [("learner-0", "fetch", 200, 201)]
     running = [("engine-0", "capacity", 0, 8), ("engine-0", "running", 0, 8), ("engine-0", "running", 30, 4)]
@@ -101,7 +101,7 @@ def test_a_straggler_is_the_tail_only_while_nothing_else_may_begin_and_half_of_w
     assert states(may_begin, "learner") == [(0, 100, "slow_generation", 1)]
 
 
-def test_a_learner_that_waits_for_a_batch_names_what_the_fleet_waits_for_where_nothing_runs():
+def test_a_learner_without_a_batch_gets_the_fleets_cause_if_no_sample_runs():
     wait = [("controller/plan", "plan_wait", 0, 100)]
     fleet = [("engine-0", "capacity", 0, 2), ("engine-0", "settling", 0, 2), ("engine-0", "settling", 20, 0)]
     fleet += [("engine-0", "pause", 40, 60)]
@@ -114,13 +114,13 @@ def test_a_learner_that_waits_for_a_batch_names_what_the_fleet_waits_for_where_n
     ]
 
 
-def test_a_planned_step_that_no_rank_has_begun_is_the_dispatch():
+def test_a_rank_that_has_not_begun_a_planned_step_is_idle_for_dispatch():
     controller = [("controller/plan", "plan_wait", 0, 100), ("controller/complete", "dispatched", 0, 100)]
     attribution = learner_of([("learner-0", "update", 10, 100)], controller=controller)
     assert states(attribution, "learner") == [(0, 10, "dispatch", 1), (10, 100, "busy", 1)]
 
 
-def test_steps_share_the_time_out_and_add_up_to_the_run(tmp_path):
+def test_the_pool_times_of_the_steps_add_up_to_the_run(tmp_path):
     trace = record_run(tmp_path, num_steps=6, max_lag=2)
     attribution = Attribution.of(trace)
     for pool, places in (("learner", 2), ("fleet", 16)):
@@ -130,7 +130,7 @@ def test_steps_share_the_time_out_and_add_up_to_the_run(tmp_path):
         assert sum(step.idle_total for step in steps) == total.idle_total == total.capacity - total.busy
 
 
-def test_a_serial_run_idles_at_the_gate_and_a_lag_of_one_turns_that_into_work(tmp_path):
+def test_a_lag_of_one_removes_the_idle_time_at_the_staleness_gate(tmp_path):
     serial, ahead = (Attribution.of(record_run(tmp_path / str(lag), max_lag=lag)) for lag in (0, 1))
     assert next(iter(serial.total("fleet").idle)) == "staleness_gate"
     assert ahead.total("learner").utilisation > 1.5 * serial.total("learner").utilisation

@@ -1,4 +1,4 @@
-"""The dashboard over HTTP, on the folder of a run that is being written."""
+"""The dashboard over HTTP, on the folder of a run in progress."""
 
 import asyncio
 import subprocess
@@ -19,7 +19,7 @@ async def client_of(run_dir, **options):
 
 
 async def event(stream):
-    """The next event of a stream: its name and its data."""
+    """The name and the data of the next event in a stream."""
     lines = {}
     while not lines.get("data"):
         name, _, value = (await stream.content.readline()).decode().strip().partition(": ")
@@ -27,7 +27,7 @@ async def event(stream):
     return lines["event"], lines["data"]
 
 
-async def test_the_page_follows_the_folder_of_a_run(tmp_path):
+async def test_the_dashboard_page_updates_when_the_run_folder_changes(tmp_path):
     (tmp_path / "profile").mkdir()
     async with await client_of(tmp_path) as client, asyncio.timeout(30):
         page = await client.get("/")
@@ -45,7 +45,7 @@ async def test_the_page_follows_the_folder_of_a_run(tmp_path):
         assert [row[0] for row in document["members"]["rows"]] == ["engine-0", "engine-1"]
 
 
-async def test_without_the_token_nothing_is_shown(tmp_path):
+async def test_the_dashboard_refuses_requests_without_the_token(tmp_path):
     async with await client_of(tmp_path, token="secret") as client:
         for path in ("/", "/document.json", "/events", "/?token=guess"):
             assert (await client.get(path)).status == 401
@@ -55,7 +55,7 @@ async def test_without_the_token_nothing_is_shown(tmp_path):
         assert (await client.get("/")).status == 200
 
 
-async def test_a_foreign_name_for_this_machine_is_refused(tmp_path):
+async def test_the_dashboard_refuses_a_foreign_host_name(tmp_path):
     async with await client_of(tmp_path) as client:
         assert (await client.get("/", headers={"Host": "evil.example"})).status == 403
         assert (await client.get("/", headers={"Host": "localhost:1"})).status == 200
@@ -64,7 +64,7 @@ async def test_a_foreign_name_for_this_machine_is_refused(tmp_path):
         assert (await client.get("/", headers=headers)).status == 200
 
 
-def test_beyond_loopback_a_token_is_wanted(tmp_path, monkeypatch, capsys):
+def test_the_dashboard_needs_a_token_beyond_loopback(tmp_path, monkeypatch, capsys):
     check_dashboard("127.0.0.1:0", "")
     check_dashboard("[::1]:0", "")
     check_dashboard("0.0.0.0:8265", "secret")
@@ -74,7 +74,7 @@ def test_beyond_loopback_a_token_is_wanted(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
-def test_the_process_says_where_it_is_and_ends_with_its_parent(tmp_path, host):
+def test_the_dashboard_process_prints_its_url_and_exits_with_its_parent(tmp_path, host):
     record_run(tmp_path)
     command = [sys.executable, "-m", "asyncrl.profile.dashboard", str(tmp_path), "--address", f"{host}:0"]
     process = subprocess.Popen([*command, "--with-parent"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -82,5 +82,5 @@ def test_the_process_says_where_it_is_and_ends_with_its_parent(tmp_path, host):
     assert url.startswith(f"http://{host}:")
     with urllib.request.urlopen(url, timeout=10) as answer:
         assert b"echarts" in answer.read()
-    process.communicate(timeout=10)  # closes its stdin, as the end of its parent does
+    process.communicate(timeout=10)  # closes stdin, like the exit of the parent process
     assert process.returncode == 0

@@ -1,4 +1,4 @@
-"""What ``asyncrl profile`` says of a run, and the files that it writes."""
+"""The output and the files of ``asyncrl profile``."""
 
 import json
 from dataclasses import replace
@@ -12,19 +12,19 @@ from tests.support.traces import record_run, trace_of
 
 
 def half_and_half():
-    """Two steps of 100 ns: a rank works 60 and waits 40, an engine of 2 places runs one sample all the time."""
+    """Two steps of 100 ns: a rank works 60 ns and waits 40 ns; an engine with 2 places always runs one sample."""
     fleet = [("engine-0", "capacity", 0, 2), ("engine-0", "running", 0, 1), ("engine-0", "tail", 0, 1)]
     learner = [("learner-0", "update", start, start + 60) for start in (40, 140)]
     waits = [("controller/plan", "plan_wait", start, start + 40) for start in (0, 100)]
     return OverlapReport.of(trace_of(fleet=fleet, learner=learner, controller=waits, steps=[0, 100, 200]))
 
 
-def test_the_slower_pool_alone_is_the_ideal_and_its_share_of_the_measured_step_the_efficiency():
+def test_efficiency_is_the_slower_pool_alone_over_the_measured_step():
     report = half_and_half()
     run = report.run
     assert run.step_s == pytest.approx(100e-9)
     assert run.alone_s("learner") == pytest.approx(60e-9)
-    # A place that waits for the last sample of its group would do so alone, too.
+    # A place also waits for the last sample of its group if the fleet runs alone.
     assert run.alone_s("fleet") == pytest.approx(100e-9)
     assert run.efficiency == pytest.approx(1.0)
     assert run.pools["learner"].utilisation == 0.6
@@ -33,7 +33,7 @@ def test_the_slower_pool_alone_is_the_ideal_and_its_share_of_the_measured_step_t
     assert run.idle_s("learner") == pytest.approx({"slow_generation": 80e-9})
 
 
-def test_each_step_has_its_own_figures_and_they_add_up_to_the_run(tmp_path):
+def test_each_step_has_figures_that_add_up_to_the_run(tmp_path):
     document = OverlapReport.of(record_run(tmp_path, num_steps=5, max_lag=1)).to_dict()
     assert [step["step"] for step in document["steps"]] == list(range(5))
     for pool in ("learner", "fleet"):
@@ -54,7 +54,7 @@ def test_each_step_has_its_own_figures_and_they_add_up_to_the_run(tmp_path):
     }
 
 
-def test_steps_add_up_to_the_run_also_with_time_between_them_and_with_one_that_is_taken_again():
+def test_steps_add_up_to_the_run_with_gaps_and_a_repeated_step():
     fleet = [("engine-0", "capacity", 0, 2), ("engine-0", "running", 0, 1)]
     learner = [("learner-0", "update", start, start + 60) for start in (40, 140, 500)]
     trace = trace_of(fleet=fleet, learner=learner)
@@ -84,12 +84,12 @@ def test_the_command_prints_a_table_and_writes_both_files(tmp_path, capsys):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["overlap.json", "profile", "report.html", "trace.json"]
 
 
-def test_the_command_says_what_is_wrong_with_a_folder(tmp_path, capsys):
+def test_the_command_reports_a_folder_without_a_record(tmp_path, capsys):
     assert main([str(tmp_path)]) == 1
     assert "holds no record" in capsys.readouterr().err
 
 
-def test_the_command_names_a_configuration_that_is_cut_off(tmp_path, capsys):
+def test_the_command_names_a_truncated_configuration(tmp_path, capsys):
     record_run(tmp_path)
     (tmp_path / "config.yaml").write_text('{"a": ')
     assert main([str(tmp_path)]) == 1
@@ -98,13 +98,13 @@ def test_the_command_names_a_configuration_that_is_cut_off(tmp_path, capsys):
     assert error.count("\n") == 1
 
 
-def test_a_run_without_a_finished_step_is_explained_as_far_as_it_goes(tmp_path, capsys):
+def test_the_command_reports_a_run_without_a_finished_step(tmp_path, capsys):
     record_run(tmp_path, num_steps=0)
     assert main([str(tmp_path)]) == 0
     assert "no learner step is finished yet" in capsys.readouterr().out
 
 
-def test_the_trace_has_lanes_of_every_pool_an_arrow_per_group_and_counters(tmp_path):
+def test_trace_json_has_lanes_of_every_pool_an_arrow_per_group_and_counters(tmp_path):
     trace = record_run(tmp_path, num_steps=3, max_lag=1)
     assert main([str(tmp_path)]) == 0
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]

@@ -1,4 +1,4 @@
-"""Plans, advice and calibration: what is compared, when nothing is said, and a recorded run that is replayed."""
+"""Plans, advice and calibration: compared choices, conditions for advice, and the replay of a recorded run."""
 
 import json
 from dataclasses import replace
@@ -47,18 +47,18 @@ def predicted(step_s, lag, **options):
     return Prediction(scenario=scenario, outcome=outcome, step_s=(step_s, step_s), lag_mean=(lag, lag))
 
 
-def test_the_least_stale_of_the_fastest_is_recommended():
+def test_the_plan_recommends_the_smallest_lag_among_the_fastest_choices():
     now, fast, fresh = predicted(10, 0.0), predicted(5.0, 3.0), predicted(5.05, 1.0)
     assert recommend([now, fast, fresh, predicted(6, 0.5)]) is fresh
 
 
-def test_the_present_options_win_a_draw():
+def test_the_present_options_win_a_tie():
     now, other = predicted(5, 1.0), predicted(5, 1.0)
     assert recommend([now, other]) is now
 
 
 @pytest.mark.parametrize("options", [{"groups_per_step": 8}, {"num_ranks": 5}, {"on_stale": OnStale.drop}])
-def test_nothing_is_recommended_that_learns_otherwise_or_takes_more_devices(options):
+def test_no_choice_is_recommended_that_changes_learning_or_needs_more_devices(options):
     now = predicted(10, 1.0)
     assert recommend([now, predicted(1, 0.0, **options)]) is now
 
@@ -73,14 +73,14 @@ def test_a_plan_of_a_serial_run_recommends_a_lag():
     assert [point["max_lag"] for point in curve["points"]] == [0, 1, 2]
 
 
-def test_splits_share_out_the_devices_there_are():
+def test_splits_divide_the_present_devices():
     assert splits_of(replace(BASE, num_engines=2, num_ranks=2)) == [(1, 3), (2, 2), (3, 1)]
     large = replace(BASE, num_engines=48, num_ranks=16, groups_per_step=1024)
     assert len(splits_of(large)) <= 10
     assert (48, 16) in splits_of(large)
 
 
-def test_splits_are_those_that_the_sequence_parallel_ranks_allow():
+def test_splits_respect_the_sequence_parallel_ranks():
     base = replace(BASE, num_engines=4, num_ranks=4, groups_per_step=8)
     assert splits_of(replace(base, ranks_at_once=2)) == [(2, 6), (4, 4), (6, 2)]
     assert splits_of(replace(base, ranks_at_once=4)) == [(4, 4)]
@@ -88,7 +88,7 @@ def test_splits_are_those_that_the_sequence_parallel_ranks_allow():
     assert configured(BASE, config).ranks_at_once == 4
 
 
-def test_advice_moves_as_many_engines_as_make_up_whole_ranks():
+def test_advice_moves_enough_engines_for_a_valid_number_of_ranks():
     one_engine = replace(BASE, num_engines=5, num_ranks=2, groups_per_step=8, groups_in_flight=8, max_lag=1)
     slow_ranks = replace(one_engine, learner=LearnerModel(step_s=0.1, rank_s_per_token=0.05), ranks_at_once=2)
     measured_s = simulate(slow_ranks).step_s
@@ -99,7 +99,7 @@ def test_advice_moves_as_many_engines_as_make_up_whole_ranks():
     assert kept is None or "num_ranks" not in kept.change
 
 
-def test_a_prediction_lies_in_its_own_interval():
+def test_a_prediction_is_within_its_interval():
     uneven = replace(BASE, lengths=LengthModel(mean_tokens=100, spread=1.0))
     for seed in range(6):
         found = predict(uneven, replicates=3, seed=seed)
@@ -107,7 +107,7 @@ def test_a_prediction_lies_in_its_own_interval():
         assert found.lag_mean[0] <= found.outcome.lag_mean <= found.lag_mean[1]
 
 
-def test_advice_names_the_change_that_pays_and_why():
+def test_advice_names_the_best_change_and_the_reason():
     advice = advise(BASE, measured_step_s=5.0, health=Health())
     assert advice is not None
     assert advice.change.startswith("buffer.max_lag=")
@@ -118,22 +118,22 @@ def test_advice_names_the_change_that_pays_and_why():
 
 
 @pytest.mark.parametrize("health", [Health(num_errors=1), Health(num_fenced=1), Health(num_dropped=3)])
-def test_advice_is_silent_while_something_is_broken(health):
+def test_there_is_no_advice_for_a_run_with_faults(health):
     assert advise(BASE, measured_step_s=5.0, health=health) is None
 
 
-def test_advice_is_silent_where_the_replay_is_not_the_run():
+def test_there_is_no_advice_if_the_replay_does_not_match_the_run():
     assert advise(BASE, measured_step_s=9.0, health=Health()) is None
 
 
-def test_advice_is_silent_where_a_change_gains_less_than_the_replay_misses():
+def test_there_is_no_advice_if_the_replay_error_exceeds_the_gain():
     nearly = replace(BASE, learner=LearnerModel(step_s=0.5))
     in_turns_s, overlapped_s = (simulate(replace(nearly, max_lag=max_lag)).step_s for max_lag in (0, 1))
     assert advise(nearly, measured_step_s=in_turns_s, health=Health()) is not None
     assert advise(nearly, measured_step_s=1.01 * overlapped_s, health=Health()) is None
 
 
-def test_advice_is_silent_where_nothing_pays():
+def test_there_is_no_advice_if_no_change_is_faster():
     learner_bound = replace(BASE, max_lag=2, engine=EngineModel(step_s=0.001))
     assert advise(learner_bound, measured_step_s=2.0, health=Health()) is None
 
@@ -155,7 +155,7 @@ def recorded_config(max_lag):
 
 
 @pytest.mark.parametrize("max_lag", [0, 1, 3])
-def test_a_recorded_run_is_replayed_as_it_was(tmp_path, max_lag):
+def test_the_replay_of_a_recorded_run_matches_the_run(tmp_path, max_lag):
     trace = record_run(tmp_path, max_lag=max_lag, **RECORDED)
     calibration = calibrate(trace, recorded_config(max_lag))
     replayed = simulate(replace(calibration.scenario, ask_s=0.0))
@@ -164,7 +164,7 @@ def test_a_recorded_run_is_replayed_as_it_was(tmp_path, max_lag):
     assert calibration.health.is_sound
 
 
-def test_a_serial_record_predicts_runs_with_lag(tmp_path):
+def test_the_record_of_a_serial_run_predicts_runs_with_lag(tmp_path):
     serial = calibrate(record_run(tmp_path / "0", max_lag=0, **RECORDED), recorded_config(0)).scenario
     for max_lag in (1, 2):
         trace = record_run(tmp_path / str(max_lag), max_lag=max_lag, **RECORDED)
@@ -174,22 +174,22 @@ def test_a_serial_record_predicts_runs_with_lag(tmp_path):
         assert prediction.lag_mean == pytest.approx(real.lag_mean, abs=0.3)
 
 
-def test_what_runs_at_once_on_a_core_had_equal_shares_of_it():
+def test_fair_shares_divide_a_core_equally_between_running_activities():
     second = 10**9
     assert fair_shares([(0, 2 * second)], [(second, 2 * second)]) == [1.5, 0.5]
     assert fair_shares([(0, 4), (0, 4)], [(8, 9)]) == pytest.approx([4e-9, 1e-9])
 
 
-def test_what_one_thread_does_is_one_activity_however_many_groups_wait_for_it():
+def test_united_joins_overlapping_spans():
     assert united([(4, 6), (0, 2), (1, 3), (3, 3)]) == [(0, 3), (4, 6)]
 
 
-def test_a_record_of_too_few_steps_is_refused(tmp_path):
+def test_calibration_refuses_a_record_with_too_few_steps(tmp_path):
     with pytest.raises(ValueError, match="at least 5 learner steps, got 3"):
         calibrate(record_run(tmp_path, num_steps=3), recorded_config(1))
 
 
-def test_the_command_plans_from_a_run_and_leaves_what_the_report_shows(tmp_path, capsys):
+def test_the_command_plans_from_a_run_and_writes_the_files_of_the_report(tmp_path, capsys):
     record_run(tmp_path, max_lag=0, **RECORDED)
     (tmp_path / "config.yaml").write_text(dump_yaml(recorded_config(0)))
     assert read_config(tmp_path) == recorded_config(0)
@@ -216,9 +216,7 @@ def test_the_command_plans_from_a_run_and_leaves_what_the_report_shows(tmp_path,
     assert (tmp_path / "plan.png").stat().st_size > 0
 
 
-def test_the_command_makes_its_folder_says_how_far_it_is_and_where_the_replay_is_not_the_run(
-    tmp_path, capsys, monkeypatch
-):
+def test_the_command_makes_its_folder_and_reports_progress_and_a_bad_replay(tmp_path, capsys, monkeypatch):
     run, out = tmp_path / "run", tmp_path / "plans" / "first"
     run.mkdir()
     record_run(run, max_lag=0, **RECORDED)
@@ -237,13 +235,13 @@ def test_the_command_makes_its_folder_says_how_far_it_is_and_where_the_replay_is
 
 
 @pytest.mark.parametrize("option", [("--replicates", "0"), ("--seed", "-1")])
-def test_the_command_refuses_numbers_that_mean_nothing(option, tmp_path, capsys):
+def test_the_command_refuses_numbers_out_of_range(option, tmp_path, capsys):
     with pytest.raises(SystemExit):
         plan_command.main([str(tmp_path), *option])
     assert f"{option[0]}: must be >=" in capsys.readouterr().err
 
 
-def test_beside_a_run_only_advice_is_looked_for_under_a_limit_of_the_kernels(tmp_path, capsys, monkeypatch):
+def test_only_advice_limits_the_cpu_time_and_the_size_of_the_record(tmp_path, capsys, monkeypatch):
     record_run(tmp_path, max_lag=0, **RECORDED)
     (tmp_path / "config.yaml").write_text(dump_yaml(recorded_config(0)))
     limits = []
@@ -261,7 +259,7 @@ def test_beside_a_run_only_advice_is_looked_for_under_a_limit_of_the_kernels(tmp
     assert "--only-advice reads at most" in capsys.readouterr().err
 
 
-def test_the_command_says_what_it_needs(tmp_path, capsys):
+def test_the_command_reports_a_missing_run_and_a_missing_configuration(tmp_path, capsys):
     assert plan_command.main([str(tmp_path / "nothing")]) == 2
     assert "pass a run's folder or a YAML file" in capsys.readouterr().err
     assert plan_command.main([str(tmp_path)]) == 2

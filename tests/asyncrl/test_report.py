@@ -1,4 +1,4 @@
-"""The report's figures: of simulated runs with known stages, and of what a run's folder holds beside its record."""
+"""The figures of the report for recorded runs with known stages, and the other files of a run's folder."""
 
 import itertools
 import json
@@ -51,7 +51,7 @@ def columns_of(pool):
     return np.array([pool["busy"], *pool["idle"].values()])
 
 
-def test_every_column_of_the_timeline_is_whole(document):
+def test_the_shares_of_each_timeline_column_sum_to_one(document):
     for pool, capacity in (("learner", 2), ("fleet", 16)):
         columns = columns_of(document["timeline"][pool])
         assert document["timeline"][pool]["capacity"] == capacity
@@ -60,7 +60,7 @@ def test_every_column_of_the_timeline_is_whole(document):
     assert max(document["timeline"]["stored"]) > 0
 
 
-def test_a_bar_is_as_long_as_its_step(document, run_dir):
+def test_a_bar_has_the_duration_of_its_step(document, run_dir):
     part = document["steps"]
     bars = np.array([part["busy_s"], *part["idle_s"].values()]).sum(axis=0)
     windows = charts.Trace.load(run_dir).steps
@@ -68,7 +68,7 @@ def test_a_bar_is_as_long_as_its_step(document, run_dir):
     assert bars == pytest.approx([window.duration / 1e9 for window in windows], abs=2e-3)
 
 
-def test_many_steps_share_bars(run_dir, monkeypatch):
+def test_a_bar_shows_the_mean_of_several_steps_if_there_are_many(run_dir, monkeypatch):
     monkeypatch.setattr(charts, "MAX_BARS", 3)
     trace = charts.Trace.load(run_dir)
     part = charts.steps(Attribution.of(trace), trace.steps)
@@ -77,14 +77,14 @@ def test_many_steps_share_bars(run_dir, monkeypatch):
     assert part["busy_s"][0] + sum(values[0] for values in part["idle_s"].values()) == pytest.approx(whole[0], abs=2e-3)
 
 
-def test_every_trained_group_is_in_the_lag_histogram_below_its_bound(document):
+def test_the_lag_histogram_has_every_trained_group_within_the_bound(document):
     part = document["lag"]
     assert part["lags"] == list(range(part["bound"] + 1))
     total = sum(sum(part[name]) for name in ("none", "before", "in_queue"))
     assert total == pytest.approx(NUM_STEPS * GROUPS_PER_STEP, abs=1e-2)
 
 
-def test_a_batch_fills_until_it_is_whole_and_its_tail_is_marked(document):
+def test_a_fill_curve_ends_at_the_complete_batch_and_marks_its_tail(document):
     for curve in document["fill"]["curves"]:
         times, shares = zip(*curve["points"], strict=True)
         assert times[-1] == 0.0
@@ -93,7 +93,7 @@ def test_a_batch_fills_until_it_is_whole_and_its_tail_is_marked(document):
         assert shares[curve["tail"]] <= 0.95 < shares[curve["tail"] + 1]
 
 
-def test_the_waterfall_has_the_stages_where_they_were(document):
+def test_the_publish_chart_has_the_recorded_times_of_the_stages(document):
     rows = {row["name"]: (row["start_s"], row["end_s"]) for row in document["publishes"]["stages"]}
     assert rows["copy"] == (0.0, 0.006)
     assert rows["pause and load"] == (0.026, 0.041)
@@ -101,19 +101,19 @@ def test_the_waterfall_has_the_stages_where_they_were(document):
     assert set(document["publishes"]["total_s"]) == {0.041}
 
 
-def test_lengths_count_every_sample(document):
+def test_the_length_histogram_counts_every_sample(document):
     part = document["lengths"]
     assert len(part["edges"]) == len(part["trained"]) + 1
     assert sum(part["trained"]) == 2 * NUM_STEPS * GROUPS_PER_STEP
     assert sum(part["generated"]) >= sum(part["trained"]) + sum(part["dropped"])
 
 
-def test_what_is_not_there_is_absent_by_name(document):
+def test_the_report_lists_missing_parts_by_name(document):
     assert set(document["absent"]) == {"frontier", "samples"}
     assert "asyncrl plan" in document["absent"]["frontier"]
 
 
-def test_a_run_before_its_first_step_has_a_page_that_says_so(tmp_path):
+def test_the_report_of_a_run_before_its_first_step_explains_missing_charts(tmp_path):
     record_run(tmp_path, num_steps=0)
     document = RunReport(tmp_path).document()
     assert document["absent"]["timeline"] == "No learner step is finished yet."
@@ -144,19 +144,19 @@ def test_the_member_table_shows_states_activities_and_epochs():
     ]
 
 
-def test_a_folder_without_a_record_is_refused(tmp_path):
+def test_the_report_refuses_a_folder_without_a_record(tmp_path):
     with pytest.raises(FileNotFoundError, match="holds no record"):
         write_report(tmp_path)
 
 
-def test_the_report_is_one_file_that_names_no_other(run_dir):
+def test_the_report_is_one_file_without_external_links(run_dir):
     page = write_report(run_dir).read_text()
     assert "default-src 'none'" in page
     assert not any(word in page for word in ('src="http', "@import", '<link rel="stylesheet'))
     assert json.loads(page.partition('id="document">')[2].partition("</script>")[0])["run"]["title"].startswith("run")
 
 
-def test_a_sample_that_closes_the_script_stays_text(tmp_path):
+def test_a_sample_with_a_script_end_tag_stays_text(tmp_path):
     record_run(tmp_path)
     keep(tmp_path, "train", 1, 0.5)
     file = next(tmp_path.glob("samples/*.parquet"))
@@ -167,7 +167,7 @@ def test_a_sample_that_closes_the_script_stays_text(tmp_path):
     assert RunReport(tmp_path).document()["samples"][0]["response"].startswith("</script>")
 
 
-def test_trained_samples_show_versions_and_how_far_engine_and_learner_are_apart(tmp_path):
+def test_trained_samples_show_versions_and_log_prob_differences(tmp_path):
     record_run(tmp_path)
     (tmp_path / "policy").mkdir()
     vocabulary = {letter: place for place, letter in enumerate("abcdefghij")}
@@ -186,7 +186,7 @@ def test_trained_samples_show_versions_and_how_far_engine_and_learner_are_apart(
     assert ([token["text"] for token in sample["tokens"]], sample["response"]) == (["h", "i", "j"], "hij")
 
 
-def test_the_live_use_is_what_the_attribution_of_the_whole_run_says(run_dir):
+def test_the_live_use_equals_the_attribution_of_the_whole_run(run_dir):
     use = LiveUse(run_dir).read()
     attribution = Attribution.of(charts.Trace.load(run_dir))
     for pool, mine in ((Pool.learner, use.learner), (Pool.fleet, use.fleet)):
@@ -198,7 +198,7 @@ def test_the_live_use_is_what_the_attribution_of_the_whole_run_says(run_dir):
     assert (use.learner.capacity, use.fleet.capacity) == (2, 16)
 
 
-def test_a_run_that_goes_on_is_read_on(tmp_path):
+def test_the_report_includes_records_that_were_added_later(tmp_path):
     live = LiveUse(tmp_path)
     with pytest.raises(FileNotFoundError):
         live.read()
@@ -212,7 +212,7 @@ spans = st.tuples(st.integers(0, 100), st.integers(1, 30), st.integers(1, 4)).ma
 
 
 @given(st.lists(spans, min_size=1, max_size=12), st.integers(1, 9))
-def test_the_time_of_spans_in_columns_is_their_time_in_the_window(rows, count):
+def test_the_span_times_of_all_columns_sum_to_the_time_in_the_window(rows, count):
     edges = np.linspace(20, 80, count + 1)
     expected = [
         sum(places * max(0.0, min(end, right) - max(start, left)) for start, end, places in rows)
@@ -221,7 +221,7 @@ def test_the_time_of_spans_in_columns_is_their_time_in_the_window(rows, count):
     assert charts._overlaps(np.array(rows, dtype=float), edges) == pytest.approx(expected, abs=1e-6)
 
 
-def test_a_pause_that_names_no_version_belongs_to_the_one_that_is_served_next(run_dir):
+def test_a_pause_without_a_version_belongs_to_the_next_served_version(run_dir):
     trace = charts.Trace.load(run_dir)
     nameless = [replace(span, version=-1) if span.kind in ("pause", "re_prefill") else span for span in trace.spans]
     named, found = charts.publishes(trace), charts.publishes(replace(trace, spans=tuple(nameless)))
@@ -229,7 +229,7 @@ def test_a_pause_that_names_no_version_belongs_to_the_one_that_is_served_next(ru
     assert found["pause_s"] == named["pause_s"] == [0.015] * NUM_STEPS
 
 
-def test_a_re_prefill_belongs_to_the_pause_before_it_though_the_version_is_noted_a_moment_later(run_dir):
+def test_a_re_prefill_before_its_version_record_belongs_to_the_previous_pause(run_dir):
     trace = charts.Trace.load(run_dir)
     nameless = tuple(replace(span, version=-1) if span.kind == "re_prefill" else span for span in trace.spans)
     late = tuple(replace(level, time=level.time + 1_000) for level in trace.levels)
@@ -237,13 +237,13 @@ def test_a_re_prefill_belongs_to_the_pause_before_it_though_the_version_is_noted
     assert found["stages"] == charts.publishes(trace)["stages"]
 
 
-def test_one_rank_and_one_engine_are_not_called_several(run_dir, document):
+def test_the_report_uses_singular_and_plural_of_rank_and_engine(run_dir, document):
     ranks, engines = (len(charts.Trace.load(run_dir).lanes(pool)) for pool in (Pool.learner, Pool.fleet))
     expected = f"{ranks} learner rank{'s' * (ranks > 1)} and {engines} engine{'s' * (engines > 1)}"
     assert expected in document["run"]["facts"].split(" · ")
 
 
-def test_a_torn_sample_file_stands_by_name_in_the_samples_place_and_costs_no_other_part(tmp_path):
+def test_a_truncated_sample_file_is_named_in_place_of_the_samples_only(tmp_path):
     record_run(tmp_path)
     (tmp_path / "tokens").mkdir()
     torn = tmp_path / "tokens" / "step_00000004_rank0.parquet"
@@ -254,7 +254,7 @@ def test_a_torn_sample_file_stands_by_name_in_the_samples_place_and_costs_no_oth
     assert "delete it" in document["absent"]["samples"]
 
 
-def test_a_torn_tokenizer_is_named_in_the_samples_place(tmp_path):
+def test_a_truncated_tokenizer_is_named_in_place_of_the_samples(tmp_path):
     record_run(tmp_path)
     (tmp_path / "policy").mkdir()
     (tmp_path / "policy" / "tokenizer.json").write_text("{")
@@ -267,7 +267,7 @@ DAMAGED = ["", '{"a": ', "null", "{}", "[]"]
 
 
 @pytest.mark.parametrize("text", DAMAGED)
-def test_a_damaged_plan_stands_by_name_in_the_frontiers_place(tmp_path, text):
+def test_a_damaged_plan_is_named_in_place_of_the_frontier(tmp_path, text):
     record_run(tmp_path)
     (tmp_path / "plan.json").write_text(text)
     absent = RunReport(tmp_path).document()["absent"]
@@ -276,7 +276,7 @@ def test_a_damaged_plan_stands_by_name_in_the_frontiers_place(tmp_path, text):
 
 
 @pytest.mark.parametrize("text", [*DAMAGED, '{"advice": {}}', '{"advice": 3}'])
-def test_damaged_advice_is_named_where_advice_stands(tmp_path, text):
+def test_damaged_advice_is_named_in_place_of_the_advice(tmp_path, text):
     record_run(tmp_path)
     advice_file(tmp_path).write_text(text)
     document = RunReport(tmp_path).document()
@@ -294,7 +294,7 @@ def test_a_damaged_last_line_of_metrics_is_named_among_the_figures(tmp_path, lin
     assert reward["note"].startswith(f"line 1 of {tmp_path}/metrics.jsonl must hold a JSON object with step, reward")
 
 
-def test_a_line_of_metrics_that_is_still_being_written_is_left_out(tmp_path):
+def test_the_report_ignores_an_incomplete_last_line_of_metrics(tmp_path):
     record_run(tmp_path)
     whole = {"step": 3, "reward": 0.5, "generated_tokens": 1200}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(whole) + '\n{"step": 4, "rew')
@@ -302,14 +302,14 @@ def test_a_line_of_metrics_that_is_still_being_written_is_left_out(tmp_path):
     assert (figures["reward"], figures["tokens generated"]) == ("0.500", "1,200")
 
 
-def test_a_torn_summary_says_all_the_same_that_the_run_has_ended(tmp_path):
+def test_a_truncated_summary_still_means_that_the_run_has_ended(tmp_path):
     record_run(tmp_path)
     (tmp_path / "summary.json").write_text("")
     assert RunReport(tmp_path).document()["run"]["state"] == "the run has ended"
 
 
 @pytest.mark.parametrize("text", ["", '{"a": ', "buffer:\n", "model: 3\n", "- 1\n"])
-def test_a_damaged_configuration_is_refused_by_name(tmp_path, text):
+def test_the_report_refuses_a_damaged_configuration_and_names_it(tmp_path, text):
     record_run(tmp_path)
     (tmp_path / "config.yaml").write_text(text)
     with pytest.raises(
@@ -319,7 +319,7 @@ def test_a_damaged_configuration_is_refused_by_name(tmp_path, text):
     assert "\n" not in str(got.value)
 
 
-def test_the_live_use_has_the_time_between_steps_too(tmp_path):
+def test_the_live_use_includes_the_time_between_steps(tmp_path):
     now = second = 1_000_000_000
     controller = Recorder(tmp_path / FOLDER, process="controller", pool=Pool.controller, clock=lambda: now)
     learner = Recorder(tmp_path / FOLDER, process="learner-0", pool=Pool.learner, clock=lambda: now)

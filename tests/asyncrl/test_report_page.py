@@ -1,6 +1,6 @@
-"""The report in a real Chromium: it draws, complains of nothing, asks nobody, and zooms from the keyboard.
+"""The report in a real Chromium: it draws all charts without errors or requests, and the keyboard zooms.
 
-Screenshots go to ``ASYNCRL_SCREENSHOTS`` where that is set, for people to look at.
+If ``ASYNCRL_SCREENSHOTS`` is set, the tests write screenshots into that folder.
 """
 
 import json
@@ -63,7 +63,7 @@ def keep_screenshot(page, name):
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
-def test_the_report_draws_every_chart_without_a_complaint_or_a_request(report, theme):
+def test_the_report_draws_every_chart_without_errors_or_requests(report, theme):
     with visiting(report.as_uri(), theme=theme, offline=True) as visit:
         page = visit.page
         assert page.evaluate("Object.keys(drawn).sort()") == sorted(CHARTS)
@@ -82,7 +82,7 @@ def test_the_report_draws_every_chart_without_a_complaint_or_a_request(report, t
         assert visit.requests == [report.as_uri()]
 
 
-def test_the_keyboard_zooms_moves_and_shows_all_again(report):
+def test_the_keyboard_zooms_moves_and_resets_a_chart(report):
     with visiting(report.as_uri()) as visit:
         page = visit.page
         page.focus("#timeline")
@@ -99,7 +99,7 @@ def test_the_keyboard_zooms_moves_and_shows_all_again(report):
         assert visit.complaints == []
 
 
-def test_samples_are_coloured_by_version_or_by_difference_and_the_theme_can_be_switched(report):
+def test_samples_are_colored_by_version_or_difference_and_the_theme_can_be_switched(report):
     with visiting(report.as_uri(), width=800) as visit:
         page = visit.page
         page.select_option("[name=kind]", "trained")
@@ -107,7 +107,7 @@ def test_samples_are_coloured_by_version_or_by_difference_and_the_theme_can_be_s
         colours = "[...document.querySelectorAll('.sample i')].map((token) => token.style.background)"
         by_version = page.evaluate(colours)
         assert len(by_version) == 24
-        assert len(set(by_version)) == 4  # three versions, and what was not sampled
+        assert len(set(by_version)) == 4  # three versions, and the tokens that were not sampled
         page.select_option("[name=colour]", "difference")
         assert page.evaluate(colours) != by_version
         page.click("#theme")

@@ -1,4 +1,4 @@
-"""The simulator, against steps that can be worked out by hand; every lag is the real ledger's."""
+"""The simulator against steps that are computed by hand. Every lag comes from the real ledger."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -25,7 +25,7 @@ EQUAL = LengthModel(mean_tokens=100, spread=0.0, prompt_spread=0.0)
 
 
 def scenario(**options):
-    """Responses of 100 tokens, 0.03 s each: a batch takes 3 s to write, 2 s to train, and nothing else takes time."""
+    """Responses of 100 tokens at 0.03 s per token: 3 s to generate a batch, 2 s to train on it, no other times."""
     numbers = {
         "groups_in_flight": 4,
         "groups_per_step": 4,
@@ -41,7 +41,7 @@ def scenario(**options):
     return Scenario(**{**numbers, **options})
 
 
-def test_without_lag_generation_and_training_take_turns():
+def test_generation_and_training_take_turns_without_lag():
     outcome = simulate(scenario(max_lag=0))
     assert outcome.step_s == pytest.approx(3 + 2)
     assert outcome.lag_histogram == {0: 1.0}
@@ -56,30 +56,30 @@ def test_with_a_lag_of_one_the_slower_pool_sets_the_pace():
     assert faster_engine.step_s == pytest.approx(2)
 
 
-def test_two_engines_write_a_batch_in_half_the_time_when_their_places_limit_them():
+def test_two_engines_halve_the_time_of_a_batch_if_places_are_the_limit():
     slow = scenario(max_lag=2, groups_in_flight=2, learner=LearnerModel(step_s=0.1))
     assert simulate(slow).step_s == pytest.approx(6)
     assert simulate(replace(slow, num_engines=2)).step_s == pytest.approx(3)
 
 
-def test_an_engine_slows_down_with_the_samples_it_runs():
+def test_an_engine_slows_down_with_the_number_of_running_samples():
     model = EngineModel(step_s=0.01, step_s_per_sample=0.005)  # 8 samples: 0.05 s per token
     outcome = simulate(scenario(max_lag=0, engine=model))
     assert outcome.step_s == pytest.approx(5 + 2)
 
 
-def test_a_publish_costs_its_copy_its_travel_and_its_load_where_nothing_overlaps():
+def test_a_publish_costs_copy_travel_and_load_time_without_overlap():
     learner = LearnerModel(step_s=2.0, copy_s=0.25, publish_s=0.5, load_s=0.125)
     assert simulate(scenario(max_lag=0, learner=learner)).step_s == pytest.approx(3 + 2 + 0.875)
 
 
-def test_more_ranks_share_the_tokens():
+def test_more_ranks_share_the_tokens_of_a_step():
     learner = LearnerModel(step_s=1.0, rank_s_per_token=0.01)  # 800 tokens: 8 rank-seconds
     assert simulate(scenario(max_lag=0, learner=learner)).step_s == pytest.approx(3 + 1 + 8)
     assert simulate(scenario(max_lag=0, learner=learner, num_ranks=4)).step_s == pytest.approx(3 + 1 + 2)
 
 
-def test_an_update_makes_running_samples_pay_for_their_cache_unless_it_is_kept():
+def test_a_weight_update_recomputes_the_cache_of_running_samples_unless_it_is_kept():
     slow = LearnerModel(step_s=1.0, load_s=0.5)
     writing = scenario(max_lag=2, engine=EngineModel(step_s=0.03, prefill_s_per_token=0.001), learner=slow)
     recomputed = simulate(writing)
@@ -89,20 +89,20 @@ def test_an_update_makes_running_samples_pay_for_their_cache_unless_it_is_kept()
     assert recomputed.step_s > kept.step_s
 
 
-def test_a_batch_engine_writes_until_its_longest_sample_ends():
+def test_a_batch_engine_runs_until_its_longest_sample_ends():
     engine = EngineModel(step_s=0.01, step_s_per_sample=0.001, takes_batches=True, batch_s=0.5)
     lengths = LengthModel(recorded=[[10, 100]])
     outcome = simulate(scenario(max_lag=0, engine=engine, lengths=lengths))
     assert outcome.step_s == pytest.approx(0.5 + 100 * (0.01 + 8 * 0.001) + 2)
 
 
-def test_a_core_is_shared_equally_by_what_runs_on_it():
+def test_the_jobs_on_a_core_share_it_equally():
     env, ends = simpy.Environment(), {}
     core = SharedCore(env)
     core.run(3.0, lambda: ends.setdefault("long", env.now))
     core.run(1.0, lambda: ends.setdefault("short", env.now))
     env.run(until=3.0)
-    core.run(0.5, lambda: ends.setdefault("late", env.now))  # 1.5 s are left of the long one
+    core.run(0.5, lambda: ends.setdefault("late", env.now))  # the long job needs another 1.5 s
     env.run()
     assert ends == pytest.approx({"short": 2.0, "late": 4.0, "long": 4.5})
     assert core.busy_s == pytest.approx(4.5)
@@ -111,7 +111,7 @@ def test_a_core_is_shared_equally_by_what_runs_on_it():
 BATCHES = EngineModel(step_s=0.03, takes_batches=True)
 
 
-def test_two_engines_on_one_core_are_no_faster_than_one():
+def test_two_engines_on_one_core_are_as_fast_as_one():
     engine = EngineModel(step_s=1e-9, step_s_per_sample=0.03 / 8, takes_batches=True)
     shared = {"max_lag": 2, "ask_s": 0.01, "engine": engine, "learner": LearnerModel(step_s=0.1)}
     one = scenario(host=HostModel(is_shared=True), **shared)
@@ -121,20 +121,20 @@ def test_two_engines_on_one_core_are_no_faster_than_one():
 
 
 @pytest.mark.parametrize(("max_lag", "expected_s"), [(0, 3 + 0.25 + 0.3 + 3), (2, 3.8)])
-def test_other_work_on_the_host_costs_both_pools_where_both_are_busy(max_lag, expected_s):
-    """The engine: 3 s, four groups of 0.0625 s, 0.3 s until it asks; with a lag some of the others' 1 s."""
+def test_other_work_on_the_host_slows_down_busy_pools(max_lag, expected_s):
+    """The engine takes 3 s, four groups of 0.0625 s, and 0.3 s to ask; with lag, it shares the others' 1 s."""
     host = HostModel(is_shared=True, settle_s=0.0625, step_s=1.0)
     work = {"engine": BATCHES, "learner": LearnerModel(step_s=3.0), "host": host}
     outcome = simulate(scenario(max_lag=max_lag, ask_s=0.3, **work))
     assert outcome.step_s == pytest.approx(expected_s, rel=0.05)
 
 
-def test_engines_that_do_not_take_batches_share_no_core():
+def test_only_engines_that_take_batches_can_share_a_core():
     with pytest.raises(ValueError, match=r"host.is_shared needs engine.takes_batches=true"):
         scenario(host=HostModel(is_shared=True))
 
 
-def test_no_sample_begins_above_the_engines_limit():
+def test_an_engine_runs_at_most_max_running_samples():
     """Eight samples, four at a time: two rounds of 3 s."""
     outcome = simulate(scenario(max_lag=0, engine=EngineModel(step_s=0.03, max_running=4)))
     assert outcome.step_s == pytest.approx(6 + 2)
@@ -162,7 +162,7 @@ def test_no_group_is_consumed_beyond_the_bound(max_lag, on_stale):
         assert outcome.dropped == 0
 
 
-def test_stragglers_that_are_given_up_cost_tokens_and_save_time():
+def test_requeued_stragglers_cost_tokens_and_save_time():
     uneven = scenario(
         max_lag=1,
         groups_in_flight=8,
@@ -174,7 +174,7 @@ def test_stragglers_that_are_given_up_cost_tokens_and_save_time():
     assert requeues.step_s < waits.step_s
 
 
-def test_a_full_buffer_holds_the_engines_back():
+def test_a_full_buffer_makes_the_engines_wait():
     bytes_per_batch = 4 * 2 * 100 * 14
     slow = LearnerModel(step_s=20.0)
     free, full = (
@@ -186,19 +186,19 @@ def test_a_full_buffer_holds_the_engines_back():
     assert full.stored_bytes <= 1.5 * bytes_per_batch
 
 
-def test_groups_of_equal_rewards_are_written_and_not_trained_on():
+def test_groups_with_equal_rewards_are_generated_but_not_trained_on():
     outcome = simulate(scenario(max_lag=0, equal_rewards=0.5))
     assert outcome.dropped == pytest.approx(0.5, abs=0.1)
     assert outcome.step_s > 5
 
 
 @pytest.mark.parametrize("share", [0.9, 0.99])
-def test_prompts_go_on_where_nearly_all_groups_have_equal_rewards(share):
+def test_the_prompt_queue_stays_filled_if_nearly_all_groups_have_equal_rewards(share):
     outcome = simulate(scenario(max_lag=0, equal_rewards=share))
     assert outcome.dropped == pytest.approx(share, abs=0.05)
 
 
-def test_a_group_is_simulated_whole_by_its_longest_sample():
+def test_whole_groups_are_simulated_by_their_longest_sample():
     uneven = scenario(max_lag=0, lengths=LengthModel(recorded=[[50, 100]]))
     whole = simulate(replace(uneven, whole_groups=True))
     assert whole.step_s == pytest.approx(simulate(uneven).step_s)
@@ -220,7 +220,7 @@ def test_the_simulated_buffer_ends_with_a_balanced_account():
     assert written - num_in_flight <= known <= written
 
 
-def test_a_scenario_is_read_from_yaml_and_refused_by_the_name_of_its_mistake(tmp_path):
+def test_a_scenario_is_read_from_yaml_and_errors_name_the_option(tmp_path):
     path = tmp_path / "spec.yaml"
     path.write_text("num_engines: 3\nengine: {step_s: 0.5}\non_stale: requeue\n")
     read = load_spec(path)
@@ -252,14 +252,14 @@ def test_a_scenario_is_read_from_yaml_and_refused_by_the_name_of_its_mistake(tmp
         ("- 1\n", "spec.yaml is not a scenario"),
     ],
 )
-def test_a_scenario_that_could_not_be_simulated_is_refused_by_name(tmp_path, text, named):
+def test_a_scenario_with_invalid_values_is_refused_by_name(tmp_path, text, named):
     path = tmp_path / "spec.yaml"
     path.write_text(text)
     with pytest.raises(ValueError, match=named):
         load_spec(path)
 
 
-def test_overrides_name_what_changed_in_a_runs_own_words():
+def test_overrides_name_the_changed_options_of_a_run():
     base = scenario()
     assert overrides(replace(base, max_lag=4, num_engines=2), base) == [
         "rollout_fleet.num_engines=2",
@@ -278,7 +278,7 @@ def engine_of(simulation, model, finished=None):
     )
 
 
-def test_a_revoked_group_leaves_the_engine_and_says_what_it_had_written():
+def test_a_revoked_group_leaves_the_engine_with_its_number_of_tokens():
     simulation = Simulation(scenario())
     engine = engine_of(simulation, EngineModel(step_s=0.01))
     group = SimulatedGroup(group_id=0, attempt=0, lengths=[100, 40], to_write=[100, 40])
@@ -289,7 +289,7 @@ def test_a_revoked_group_leaves_the_engine_and_says_what_it_had_written():
     assert engine.num_tokens == 50 + 40
 
 
-def test_a_group_that_is_cut_off_needs_what_its_samples_had_not_written():
+def test_a_stopped_group_needs_its_missing_tokens():
     simulation, left = Simulation(scenario()), []
     engine = engine_of(simulation, EngineModel(step_s=0.01))
     group = SimulatedGroup(group_id=0, attempt=0, lengths=[100, 40, 70], to_write=[100, 40, 70])
@@ -305,8 +305,8 @@ def test_a_group_that_is_cut_off_needs_what_its_samples_had_not_written():
     assert engine.num_tokens == 210
 
 
-def test_a_batch_answers_what_is_cut_off_when_it_ends():
-    """0.5 s, then 0.01 s per token: at 0.8 s each sample has 30, and the one of 20 is whole."""
+def test_a_group_stopped_in_a_batch_is_returned_at_the_end_of_the_batch():
+    """0.5 s, then 0.01 s per token: at 0.8 s, the long sample has 30 tokens and the sample of 20 tokens is finished."""
     simulation, left, finished = Simulation(scenario()), [], []
     engine = engine_of(simulation, EngineModel(step_s=0.01, batch_s=0.5, takes_batches=True), finished)
     long, short = (
@@ -323,8 +323,8 @@ def test_a_batch_answers_what_is_cut_off_when_it_ends():
     assert finished == [short]
 
 
-def test_what_waits_for_a_batch_is_cut_off_with_that_batch_after_a_token():
-    """One row per batch: the second group is cut off before its batch of one token, from 1.5 s to 2.01 s, begins."""
+def test_a_waiting_group_that_is_stopped_is_returned_after_a_batch_of_one_token():
+    """One row per batch: the second group is stopped before its batch of one token (1.5 s to 2.01 s) begins."""
     simulation, left = Simulation(scenario()), []
     model = EngineModel(step_s=0.01, batch_s=0.5, takes_batches=True, max_running=1)
     engine = engine_of(simulation, model)
@@ -338,8 +338,8 @@ def test_what_waits_for_a_batch_is_cut_off_with_that_batch_after_a_token():
     assert left == [99]
 
 
-def test_groups_that_change_hands_in_a_simulation_are_continued_and_no_token_is_lost():
-    """Of two equal engines one turns out to be busy with a group for longer than twice what any group took before."""
+def test_handed_over_groups_continue_without_lost_tokens():
+    """One of two equal engines is busy with a group for more than twice the longest previous duration."""
     model = EngineModel(step_s=0.001, step_s_per_sample=0.01)
     lengths = LengthModel(recorded=[[10, 10], [300, 300]])
     keeps = scenario(max_lag=0, num_engines=2, groups_in_flight=8, engine=model, lengths=lengths, groups_per_step=8)
@@ -349,8 +349,8 @@ def test_groups_that_change_hands_in_a_simulation_are_continued_and_no_token_is_
     assert handed_over.step_s == pytest.approx(simulate(keeps).step_s, rel=0.02)
 
 
-def test_steps_and_batches_vary_as_the_recorded_ones_did():
-    """Every fourth step takes 2.2 times as long as the others; with no lag the step takes the sum."""
+def test_simulated_steps_vary_like_the_recorded_ones():
+    """Every fourth step takes longer than the others; without lag, a step takes the sum of both pools' times."""
     variation = [0.75, 0.75, 0.75, 1.75]
     varied = scenario(max_lag=0, num_steps=30, warm_up_steps=10, learner=LearnerModel(step_s=2.0, variation=variation))
     outcome = simulate(varied)
@@ -359,8 +359,8 @@ def test_steps_and_batches_vary_as_the_recorded_ones_did():
     assert sorted({round(end - before, 6) for before, end in pairwise(ends[10:])}) == [3 + 1.5, 3 + 3.5]
 
 
-def test_groups_of_a_batch_are_settled_one_after_another_beside_the_next_batch():
-    """Four groups of 0.5 s beside the next batch of 3 s, which begins at once: the last is stored after 4 s."""
+def test_the_groups_of_a_batch_are_settled_one_by_one_during_the_next_batch():
+    """Four groups of 0.5 s share the core with the next batch of 3 s: after its end at 3 s, one is stored per second."""
     host = HostModel(is_shared=True, settle_s=0.5)
     simulation = Simulation(
         scenario(max_lag=2, groups_per_step=8, engine=BATCHES, learner=LearnerModel(step_s=0.01), host=host)

@@ -1,4 +1,4 @@
-"""Reading what a run recorded."""
+"""Reading the record of a run."""
 
 import pytest
 
@@ -12,7 +12,7 @@ def recorder(folder, process="learner-0", pool=Pool.learner, **options):
     return Recorder(folder / FOLDER, process=process, pool=pool, **options)
 
 
-def test_a_run_comes_back_as_steps_that_follow_one_another(tmp_path):
+def test_a_trace_has_consecutive_steps(tmp_path):
     trace = record_run(tmp_path, num_steps=5)
     assert [step.version for step in trace.steps] == [0, 1, 2, 3, 4]
     assert all(left.end == right.start for left, right in zip(trace.steps, trace.steps[1:], strict=False))
@@ -23,7 +23,7 @@ def test_a_run_comes_back_as_steps_that_follow_one_another(tmp_path):
 
 
 def steps_noted(*spans):
-    """The steps of (version, start, end) spans; one of end 0 is open, until the next or to the end of the trace."""
+    """The steps from spans (version, start, end); an end of 0 makes an open span."""
     noted = [
         Span(lane="controller", kind="step", step=step, start=start, end=end or 99, is_open=not end)
         for step, start, end in spans
@@ -38,18 +38,18 @@ def test_the_time_between_two_steps_belongs_to_the_second():
     assert window == (10, 30)
 
 
-def test_a_step_that_is_taken_again_begins_where_the_one_that_was_broken_off_ended():
+def test_a_repeated_step_begins_where_the_interrupted_one_ended():
     steps, window = steps_noted((4, 10, 20), (5, 20, 26), (4, 60, 70))
     assert steps == [(4, 10, 20, False), (5, 20, 26, False), (4, 26, 70, False)]
     assert window == (10, 70)
 
 
-def test_a_step_of_a_controller_that_died_is_none_and_its_time_belongs_to_the_next():
+def test_an_open_step_of_a_dead_controller_is_left_out_and_the_next_step_has_its_time():
     steps, _ = steps_noted((0, 10, 20), (1, 21, 0), (1, 40, 50))
     assert steps == [(0, 10, 20, False), (1, 20, 50, False)]
 
 
-def test_steps_that_overlap_by_an_error_of_the_clocks_have_no_negative_time():
+def test_steps_that_overlap_because_of_clock_errors_have_no_negative_time():
     steps, _ = steps_noted((0, 10, 30), (1, 25, 28), (2, 29, 40))
     assert steps == [(0, 10, 30, False), (1, 30, 30, False), (2, 30, 40, False)]
 
@@ -73,7 +73,7 @@ def test_a_serial_run_has_no_lag(tmp_path):
     assert {group.lag for group in trace.groups.values() if group.step >= 0} == {0}
 
 
-def test_a_level_stands_until_it_changes():
+def test_a_level_keeps_its_value_until_it_changes():
     trace = trace_of(fleet=[("engine-0", "running", 10, 4), ("engine-0", "running", 20, 1)])
     assert [trace.level_at("running", "engine-0", time) for time in (9, 10, 19, 20, 99)] == [0, 4, 4, 1, 1]
 
@@ -90,7 +90,7 @@ def test_an_open_span_ends_with_the_trace(tmp_path):
     assert (backward.start, backward.end, backward.is_open) == (10, 50, True)
 
 
-def test_an_open_span_of_a_process_that_was_replaced_ends_where_the_next_begins(tmp_path):
+def test_an_open_span_of_a_replaced_process_ends_when_the_new_process_begins(tmp_path):
     now = 100
     first = recorder(tmp_path, clock=lambda: now)
     first.span("backward")
@@ -105,7 +105,7 @@ def test_an_open_span_of_a_process_that_was_replaced_ends_where_the_next_begins(
     assert [process.name for process in trace.processes] == ["learner-0"] * 2
 
 
-def test_a_file_cut_at_any_byte_gives_what_is_whole_before_it(tmp_path):
+def test_a_file_truncated_at_any_byte_gives_all_complete_records(tmp_path):
     recording = recorder(tmp_path, clock=iter(range(1000)).__next__)
     for group in range(5):
         recording.stamp("lease", group, version=group)
@@ -124,7 +124,7 @@ def test_a_file_cut_at_any_byte_gives_what_is_whole_before_it(tmp_path):
     assert not Trace.load(tmp_path).processes[0].is_whole
 
 
-def test_bytes_that_are_no_record_end_a_file_and_no_more(tmp_path):
+def test_the_reader_stops_at_invalid_bytes_and_keeps_the_records_before_them(tmp_path):
     recording = recorder(tmp_path)
     recording.stamp("lease", 1)
     recording.close()
@@ -135,7 +135,7 @@ def test_bytes_that_are_no_record_end_a_file_and_no_more(tmp_path):
     assert not trace.processes[0].is_whole
 
 
-def test_a_reader_takes_up_what_was_added_since(tmp_path):
+def test_a_reader_reads_added_records(tmp_path):
     recording, reader = recorder(tmp_path), TraceReader(tmp_path)
     recording.stamp("lease", 1)
     recording._file.close()
@@ -146,7 +146,7 @@ def test_a_reader_takes_up_what_was_added_since(tmp_path):
     assert [stamp.group for stamp in reader.read().stamps] == [1, 2]
 
 
-def test_a_run_without_a_record_is_said(tmp_path):
+def test_a_run_without_a_record_raises_file_not_found(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"was started with profile\.enabled=true"):
         Trace.load(tmp_path)
 
@@ -158,7 +158,7 @@ def test_records_of_another_schema_are_refused(tmp_path, monkeypatch):
         Trace.load(tmp_path)
 
 
-def test_the_clock_of_another_host_is_moved_by_what_it_measured(tmp_path, monkeypatch):
+def test_the_clock_of_another_host_is_shifted_by_its_measured_offset(tmp_path, monkeypatch):
     recorder(tmp_path, process="buffer", pool=Pool.buffer, clock=lambda: 1000).close()
     monkeypatch.setattr("asyncrl.core.record.clock_id", lambda: "elsewhere")
     now = 50
@@ -178,7 +178,7 @@ def test_the_clock_of_another_host_is_moved_by_what_it_measured(tmp_path, monkey
     assert [process.error_ns for process in trace.processes] == [0, 3]
 
 
-def test_a_clock_that_was_never_measured_goes_by_the_wall_clocks_and_says_so(tmp_path, monkeypatch):
+def test_a_clock_without_measurements_uses_wall_clocks_and_reports_the_error(tmp_path, monkeypatch):
     recorder(tmp_path, process="buffer", pool=Pool.buffer, clock=lambda: 1000).close()
     monkeypatch.setattr("asyncrl.core.record.clock_id", lambda: "elsewhere")
     recorder(tmp_path, clock=lambda: 5_000_000).close()
@@ -187,18 +187,18 @@ def test_a_clock_that_was_never_measured_goes_by_the_wall_clocks_and_says_so(tmp
     assert far.start - near.start == far.wall_ns - near.wall_ns
 
 
-def test_offsets_between_measurements_lie_on_a_line_and_beyond_them_stay():
+def test_clock_offsets_are_interpolated_between_measurements_and_constant_outside():
     offsets = ClockOffsets([(100, 10, 1), (200, 20, 5)])
     assert [offsets.at(time) for time in (0, 100, 150, 200, 999)] == [(10, 1), (10, 5), (15, 5), (20, 5), (20, 5)]
     assert ClockOffsets().at(5) == (0, 0)
 
 
-def test_a_measurement_whose_reply_was_late_is_left_out():
+def test_clock_measurements_with_late_replies_are_ignored():
     offsets = ClockOffsets([(100, 10, 1), (150, 900, 700), (200, 20, 5)])
     assert offsets.at(150) == (15, 5)
 
 
-def test_a_reader_that_forgets_goes_on_with_what_was_not_over(tmp_path):
+def test_a_reader_that_forgets_keeps_unfinished_records(tmp_path):
     now = 0
     recording, reader = recorder(tmp_path, clock=lambda: now), TraceReader(tmp_path)
     old, still = recording.span("fetch"), recording.span("update")
