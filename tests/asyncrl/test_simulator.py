@@ -360,7 +360,7 @@ def test_simulated_steps_vary_like_the_recorded_ones():
 
 
 def test_the_groups_of_a_batch_are_settled_one_by_one_during_the_next_batch():
-    """Four groups of 0.5 s share the core with the next batch of 3 s: after its end at 3 s, one is stored per second."""
+    """Four groups of 0.5 s share the core with the next batch: from 3 s on, one group is stored per second."""
     host = HostModel(is_shared=True, settle_s=0.5)
     simulation = Simulation(
         scenario(max_lag=2, groups_per_step=8, engine=BATCHES, learner=LearnerModel(step_s=0.01), host=host)
