@@ -1,9 +1,9 @@
 """Checkpoints of a learner group: model, optimizer, schedule position, policy version and random state.
 
-Each rank writes its shards (torch.distributed.checkpoint), so a checkpoint loads onto another dp × sp. It is written
-beside its final place and renamed when it is whole: a crash while saving leaves the one before. Saving may run in the
-background: the thread that writes puts the checkpoint in its place too. The next save, a load and `finish` wait for it.
-`export` turns a checkpoint into a Hugging Face model in one process, without a GPU or a process group.
+Each rank writes its shards (torch.distributed.checkpoint), so a checkpoint can be loaded with another dp × sp. It is
+written to a temporary folder and renamed when it is complete: a crash during a save leaves the previous checkpoint
+intact. A save can run in the background; the writing thread also renames the folder. The next save, a load and `finish`
+wait for it. `export` converts a checkpoint to a Hugging Face model in one process, without a GPU or a process group.
 """
 
 from __future__ import annotations
@@ -56,27 +56,27 @@ from .trainer import Trainer
 logger = logging.getLogger(__name__)
 
 _PREFIX = "pretrained."
-"""What the head puts before the names of the model's parameters."""
+"""Prefix of the model's parameter names in the head."""
 
 
 class ShardedCheckpointer:
-    """Saves and loads one trainer. Every method is a collective: all ranks call it together.
+    """Saves and loads one trainer. All methods are collectives: all ranks call them together.
 
     Args:
-        trainer: What is saved.
-        directory: Holds ``v00000012/`` for policy version 12; on a file system that all ranks share.
-        keep: Checkpoints kept, the newest included; -1 keeps all.
+        trainer: The trainer to save and load.
+        directory: Contains ``v00000012/`` for policy version 12. All ranks must share its file system.
+        keep: Number of checkpoints to keep, including the newest; -1 keeps all.
     """
 
     def __init__(self, trainer: Trainer, directory: str, *, keep: int = 2) -> None:
         self._trainer = trainer
         self._directory = Path(directory)
         self._keep = keep
-        # Collectives of a save in the background must not meet those of training: they have their own group.
+        # A background save needs its own group, so that its collectives do not mix with those of training.
         self._group = cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=trainer.mesh.timeout))
         self._pending: Future[None] | None = None
         what = f"a checkpoint under {self._directory} could not be written"
-        self._unwritten = (what, "free space or mend the folder; the checkpoint before it is whole")
+        self._unwritten = (what, "free space or repair the folder; the previous checkpoint is complete")
 
     def save(
         self,
@@ -86,11 +86,11 @@ class ShardedCheckpointer:
         role: Mapping[str, Any] | None = None,
         run: Mapping[str, Any] | None = None,
     ) -> Path:
-        """Save the trainer as it is now; returns where the checkpoint is, or will be.
+        """Save the trainer's current state; returns the checkpoint's final path.
 
-        With ``wait`` that is when it is whole, otherwise when its content is copied to the host. The other arguments
-        are fields of `SavedProgress`. Raises `CheckpointError` if this save, or the one before in the background, could
-        not be written.
+        With ``wait``, returns when the checkpoint is complete; otherwise when its content is copied to the host. The
+        other arguments are fields of `SavedProgress`. Raises `CheckpointError` if this save, or the previous background
+        save, failed.
         """
         self.finish()
         final = checkpoint_path(self._directory, version)
@@ -107,23 +107,23 @@ class ShardedCheckpointer:
         return final
 
     def finish(self) -> None:
-        """Wait until the save in the background is in its place; `CheckpointError` if it could not be written."""
+        """Wait until the background save is complete. Raises `CheckpointError` if it failed."""
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
         self._together(pending.result, *self._unwritten)
 
     def latest(self) -> Path | None:
-        """The newest whole checkpoint, or None."""
+        """The newest complete checkpoint, or None."""
         self.finish()
         return newest_checkpoint(self._directory)
 
     def load(self, path: Path) -> int:
-        """Restore the trainer, whatever dp × sp the checkpoint was saved from; returns the policy version in it.
+        """Restore the trainer from a checkpoint of any dp × sp; returns the policy version of the checkpoint.
 
-        On the layout it was saved from, a run continues bit for bit; on another one the random state starts anew.
-        Raises `ValueError` if there is no checkpoint, `CheckpointError` if a part of it is missing, broken, or of
-        another model: then the trainer may hold some of the other parts.
+        With the same dp × sp, a run continues bit for bit; with another one, the random state starts anew. Raises
+        `ValueError` if there is no checkpoint. Raises `CheckpointError` if a part is missing, broken, or from another
+        model; then the trainer may already hold other parts of the checkpoint.
         """
         self.finish()
         progress, state, random_state = read_progress(path), self._state(), {}
@@ -136,9 +136,11 @@ class ShardedCheckpointer:
                 if saved.exists() or not saved.with_suffix(".pickle").exists():
                     random_state.update(torch.load(saved, weights_only=True))
                 else:
-                    logger.warning("%s holds the random state as a pickle, which is not read: it starts anew", path)
+                    logger.warning(
+                        "%s has a pickled random state, which is not read; the random state starts anew", path
+                    )
 
-        remedy = "name an older checkpoint, or check that it is of this model and these learner.lora options"
+        remedy = "name an older checkpoint, or check that it has the same model and learner.lora options"
         self._together(read, f"the checkpoint {path} could not be read", remedy)
         set_state_dict(
             self._trainer.head,
@@ -152,7 +154,7 @@ class ShardedCheckpointer:
         return progress.version
 
     def _begin(self, final: Path, version: int, role: Mapping[str, Any], run: Mapping[str, Any]) -> None:
-        """Make the folder to write into, on rank 0."""
+        """Create the temporary folder on rank 0."""
         if dist.get_rank() != 0:
             return
         trainer, partial = self._trainer, partial_path(final)
@@ -174,7 +176,7 @@ class ShardedCheckpointer:
         write_progress(partial, progress)
 
     def _conclude(self, written: Future[Any], final: Path, pending: Future[None]) -> None:
-        """Run by the writing thread; rank 0 ends when the shards of all ranks are on disk."""
+        """Finish a save in the writing thread. On rank 0 it runs when the shards of all ranks are on disk."""
         try:
             written.result()
             if dist.get_rank() == 0:
@@ -186,23 +188,23 @@ class ShardedCheckpointer:
             pending.set_result(None)
 
     def _together(self, action: Callable[[], Any], what: str, remedy: str) -> None:
-        """Do something on every rank, and fail on all of them where it fails on one."""
+        """Run an action on all ranks; if it fails on one rank, raise on all ranks."""
         error = ""
         try:
             action()
-        except CheckpointException as fault:  # no Exception, and the same on every rank
+        except CheckpointException as fault:  # a BaseException, and the same on all ranks
             error = first_failure(fault)
-        except Exception as fault:  # noqa: BLE001 - raised below, on every rank
+        except Exception as fault:  # noqa: BLE001 - raised below, on all ranks
             error = _in_one_line(dist.get_rank(), fault)
         errors = gather_values(error, str, self._group)
         if any(errors):
             raise CheckpointError(f"{what}: {'; '.join(dict.fromkeys(filter(None, errors)))}; {remedy}")
 
     def _state(self) -> dict[str, Any]:
-        """Model and optimizer state, sharded as they are.
+        """Sharded model and optimizer state.
 
-        Before the first update there are no moments, and torch makes them by an update of its own that changes no
-        weight but counts: its count is taken back, and the moments are left to the first update.
+        Before the first update AdamW has no moments, and torch creates them with an update that leaves the weights
+        unchanged but increases the step count. The count is reset to 0 and the moments are removed again.
         """
         adamw = self._trainer.optimizer.adamw
         has_moments = bool(adamw.state)
@@ -215,9 +217,9 @@ class ShardedCheckpointer:
 
 
 def _copied(state: Any) -> Any:
-    """The state with its own host memory where it lives on the host: training goes on while it is written."""
+    """Copy the state's host tensors, so that training can continue while the state is written."""
     if isinstance(state, Tensor):
-        # From a GPU the saver copies to the host itself, before it returns.
+        # The saver copies GPU tensors to the host before it returns.
         return state.detach().clone() if state.device.type == "cpu" else state.detach()
     if isinstance(state, Mapping):
         return {key: _copied(value) for key, value in state.items()}
@@ -225,7 +227,7 @@ def _copied(state: Any) -> Any:
 
 
 def first_failure(fault: CheckpointException) -> str:
-    """What went wrong, in one line. Example: ``rank 0: FileNotFoundError: …``."""
+    """The error of the first failed rank in one line. Example: ``rank 0: FileNotFoundError: …``."""
     rank, (cause, _) = min(fault.failures.items())
     return _in_one_line(rank, cause)
 
@@ -236,7 +238,7 @@ def _in_one_line(rank: int, fault: BaseException) -> str:
 
 def _random_state() -> dict[str, Any]:
     cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
-    state: Any = np.random.get_state()  # a tuple, whatever its annotation allows
+    state: Any = np.random.get_state()  # a tuple, though the annotation also allows a dict
     kind, keys, *rest = state
     plain = (kind, torch.from_numpy(keys.astype(np.int64)), *rest)
     return {"python": random.getstate(), "numpy": plain, "torch": torch.get_rng_state(), "cuda": cuda}
@@ -254,9 +256,9 @@ def _set_random_state(state: dict[str, Any]) -> None:
 def export(checkpoint: Path, out: Path, *, dtype: str = "") -> Path:
     """Write the policy of a checkpoint in Hugging Face layout, adapters merged, with its tokenizer, to ``out``.
 
-    Of a folder of checkpoints the newest is taken; returns which. ``dtype`` is the type of the weights written, such as
-    ``bfloat16``; empty: the one that the learner computed in. Raises `ValueError` if there is no checkpoint, or a part
-    of it is missing or broken.
+    ``checkpoint`` can be a folder of checkpoints; then the newest is exported. Returns the exported checkpoint.
+    ``dtype`` is the dtype of the written weights, such as ``bfloat16``; empty: the dtype of the learner's computation.
+    Raises `ValueError` if there is no checkpoint, or a part of the checkpoint is missing or broken.
     """
     source = newest_checkpoint(checkpoint) or checkpoint
     progress = read_progress(source)
@@ -281,7 +283,7 @@ def export(checkpoint: Path, out: Path, *, dtype: str = "") -> Path:
 
 
 def _read(checkpoint: Path, model: PreTrainedModel, names: Sequence[str]) -> dict[str, Tensor]:
-    """Some of the weights, tied ones once and adapters beside them, parameters in the float32 they are trained in."""
+    """Read some weights, including adapters. Tied weights are read once; parameters are in float32 as in training."""
     buffers = stored_buffers(model)
     empty = {
         _PREFIX + name: torch.empty_like(buffers[name], device="cpu")

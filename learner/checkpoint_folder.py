@@ -1,7 +1,7 @@
-"""A folder of checkpoints on disk: which are whole, which is newest, what each says of itself. Loads no torch.
+"""A folder of checkpoints on disk: complete checkpoints, the newest one, and their progress records. No torch import.
 
 ``v00000012/`` is the checkpoint of policy version 12. It is written as ``.v00000012.partial`` and renamed when it is
-whole, so that a folder of that name is always a whole checkpoint, whenever a process died.
+complete. So a folder with the final name is always complete, even if a process died during a save.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ _PROGRESS = "progress.json"
 
 @dataclass(frozen=True, kw_only=True)
 class SavedProgress:
-    """What a checkpoint says of itself.
+    """The progress record of a checkpoint.
 
     Attributes:
-        version: Learner steps contained in the weights.
-        num_updates: Optimizer updates made; the position in the schedule.
-        num_ranks: Ranks that saved it.
-        sp_size: Their sequence-parallel ranks.
-        dtype: Type of the parameters while computing, and of exported weights.
-        role: What the saved role needs to go on beside its model, as plain values. Example: its KL coefficient.
-        lora: The options of the policy's adapters; empty where it has none.
-        run: Whatever the controller needs to go on, as plain values; empty where nobody gave any.
+        version: Policy version of the weights.
+        num_updates: Number of optimizer updates, which is the position in the schedule.
+        num_ranks: Number of ranks that saved it.
+        sp_size: Sequence-parallel size of these ranks.
+        dtype: Dtype of the parameters in the computation, and of exported weights.
+        role: Plain values that the role needs to resume, besides its model. Example: its KL coefficient.
+        lora: Options of the policy's adapters; empty without adapters.
+        run: Plain values that the controller needs to resume; empty if the caller passed none.
     """
 
     version: int
@@ -47,27 +47,27 @@ class SavedProgress:
 
 
 def checkpoint_path(directory: Path, version: int) -> Path:
-    """Where the checkpoint of a version is once it is whole."""
+    """Path of the complete checkpoint of a version."""
     return directory / f"v{version:08d}"
 
 
 def partial_path(final: Path) -> Path:
-    """Where a checkpoint is written."""
+    """Path of a checkpoint during its save."""
     return final.with_name(f".{final.name}.partial")
 
 
 def unfinished_checkpoints(directory: Path) -> list[Path]:
-    """What processes that died while saving left; nobody else may be saving there."""
+    """Incomplete checkpoints of processes that died during a save. No other process may be saving to the folder."""
     return sorted(directory.glob(".v*.partial"))
 
 
 def write_progress(checkpoint: Path, progress: SavedProgress) -> None:
-    """Write what the checkpoint says of itself."""
+    """Write the progress record of a checkpoint."""
     (checkpoint / _PROGRESS).write_text(json.dumps(asdict(progress)))
 
 
 def read_progress(checkpoint: Path) -> SavedProgress:
-    """What a checkpoint says of itself; `ValueError` if there is none, or a broken one or of another version."""
+    """Read the progress record. `ValueError` if it is missing, broken, or from another version of asyncrl."""
     if not (checkpoint / _PROGRESS).is_file():
         raise ValueError(
             f"no checkpoint at {str(checkpoint)!r}: it lacks {_PROGRESS}; name a folder such as .../v00000012, or the "
@@ -77,13 +77,13 @@ def read_progress(checkpoint: Path) -> SavedProgress:
         return SavedProgress(**json.loads((checkpoint / _PROGRESS).read_text()))
     except (ValueError, TypeError) as error:
         raise ValueError(
-            f"{checkpoint / _PROGRESS} is not the record of a checkpoint of this version ({error}); name an "
-            "older checkpoint"
+            f"{checkpoint / _PROGRESS} is not the record of a checkpoint of this version ({error}); name another "
+            "checkpoint"
         ) from error
 
 
 def newest_checkpoint(path: Path) -> Path | None:
-    """The newest whole checkpoint of a folder, the path itself where it is one, or None."""
+    """The newest complete checkpoint of a folder, or the path itself if it is a checkpoint, or None."""
     if (path / _PROGRESS).is_file():
         return path
     whole = whole_checkpoints(path)
@@ -91,7 +91,7 @@ def newest_checkpoint(path: Path) -> Path | None:
 
 
 def whole_checkpoints(directory: Path) -> list[Path]:
-    """Whole checkpoints of a folder, oldest first."""
+    """Complete checkpoints of a folder, oldest first."""
     for replaced in directory.glob(".v*.replaced"):  # the process died between the two renames of `put_in_place`
         final = directory / replaced.name.removeprefix(".").removesuffix(".replaced")
         if not final.exists():
@@ -101,7 +101,7 @@ def whole_checkpoints(directory: Path) -> list[Path]:
 
 
 def put_in_place(final: Path) -> None:
-    """Give a written checkpoint its name; one of the same version is there until the new one is."""
+    """Rename a written checkpoint to its final name. An older checkpoint of the same version stays until then."""
     replaced = final.with_name(f".{final.name}.replaced")
     shutil.rmtree(replaced, ignore_errors=True)
     if final.exists():
@@ -111,7 +111,7 @@ def put_in_place(final: Path) -> None:
 
 
 def keep_newest(directory: Path, keep: int) -> None:
-    """Remove all but the newest checkpoints; -1 keeps all. A removal that is interrupted leaves no half checkpoint."""
+    """Remove all but the newest ``keep`` checkpoints; -1 keeps all. An interrupted removal is completed next time."""
     for path in whole_checkpoints(directory)[:-keep] if keep > 0 else []:
         removed = path.with_name(f".{path.name}.removed")
         shutil.rmtree(removed, ignore_errors=True)

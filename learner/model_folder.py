@@ -1,7 +1,7 @@
-"""A model as a folder in Hugging Face layout, written by all ranks together: none of them ever holds the whole model.
+"""Writes a model as a folder in Hugging Face layout, with all ranks together. No rank holds the whole model.
 
-Each rank copies its own shards and sends them to rank 0, which writes them into the file as they arrive. Only rank 0's
-host needs the folder. A rank waits for the others under the deadline of the learner's collectives.
+Each rank copies its own shards and sends them to rank 0, which writes them to the file. Only rank 0's host needs the
+folder. The ranks wait for each other under the deadline of the learner's collectives.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from .model_shards import PretrainedShards
 from .packed_model import PackedModel
 
 Span = tuple[int, int]
-"""First byte in the file, and bytes."""
+"""First byte in the file, and number of bytes."""
 
 
 def save_policy(model: PackedModel, directory: str) -> None:
-    """Write model and tokenizer so that ``from_pretrained`` loads both. A collective: every rank calls it.
+    """Write model and tokenizer so that ``from_pretrained`` loads both. A collective: all ranks call it.
 
-    The directory is created or replaced, and appears whole or not at all; adapters are merged. The tokenizer comes from
-    the directory that the model was loaded from.
+    The directory is created or replaced atomically; adapters are merged. The tokenizer comes from the directory that
+    the model was loaded from.
 
     Raises:
-        WeightsError: there is no room on a host, on every rank.
+        WeightsError: on all ranks, if a host does not have enough space.
     """
     shards = PretrainedShards.of(model)
     layout = ModelLayout(shards)
@@ -52,7 +52,7 @@ def save_policy(model: PackedModel, directory: str) -> None:
 
 @contextmanager
 def new_model_folder(directory: Path) -> Iterator[Path]:
-    """Yield a folder to write into, which takes the place of ``directory`` if the block ends well."""
+    """Yield a folder to write into. It replaces ``directory`` if the block does not raise."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
     try:
@@ -65,7 +65,7 @@ def new_model_folder(directory: Path) -> Iterator[Path]:
 
 
 def _write_shards(layout: ModelLayout, path: Path | None, shards: PretrainedShards) -> None:
-    """Write every rank's part into the file at ``path``, which rank 0 alone has."""
+    """Write all ranks' parts into the file at ``path``, which only rank 0 has."""
     files: list[WritableFile] = []
     try:
         error = _error_of(lambda: files.extend(_filled(layout, path)))
@@ -89,7 +89,7 @@ def _write_shards(layout: ModelLayout, path: Path | None, shards: PretrainedShar
 
 
 def _filled(layout: ModelLayout, path: Path | None) -> Iterator[WritableFile]:
-    """The data file, and the raw copy where tensors are to be computed, with this rank's shards."""
+    """Yield the data file, and a raw copy if some tensors must be computed, filled with this rank's shards."""
     parts = [(path, layout.num_bytes, layout.regions)]
     if layout.num_raw_bytes:
         parts.append((None, layout.num_raw_bytes, layout.raw_regions))
@@ -100,7 +100,7 @@ def _filled(layout: ModelLayout, path: Path | None) -> Iterator[WritableFile]:
 
 
 def _send_to_first(data: Tensor, spans: list[Span], shards: PretrainedShards) -> None:
-    """Bring what the other ranks hold of the file to rank 0, a bucket at a time."""
+    """Send the other ranks' parts of the file to rank 0, one bucket at a time."""
     for sender, theirs in enumerate(shards.gather(spans, list[Span])):
         for start, num_bytes in theirs:
             for at in range(start, start + num_bytes, BUCKET_BYTES):
@@ -112,7 +112,7 @@ def _send_to_first(data: Tensor, spans: list[Span], shards: PretrainedShards) ->
 
 
 def _error_of(action: Callable[[], Any]) -> str:
-    """What went wrong, for the other ranks to hear of; empty if nothing did."""
+    """Run an action and return its error as text for the other ranks; empty without an error."""
     try:
         action()
     except Exception as error:  # noqa: BLE001 - raised on every rank
@@ -121,7 +121,7 @@ def _error_of(action: Callable[[], Any]) -> str:
 
 
 def copy_tokenizer(source: str, directory: Path) -> None:
-    """Copy the tokenizer's files, whatever its kind, from one model directory to another."""
+    """Copy the files of any kind of tokenizer from one model directory to another."""
     for file in sorted(Path(source).iterdir()):
         known = file.name.startswith(
             ("tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "chat_template")

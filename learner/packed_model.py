@@ -1,7 +1,7 @@
-"""A sharded model on packed sequences: what policy, frozen reference, critic and reward model have in common.
+"""A sharded model that runs on packed sequences: the base of policy, frozen reference, critic and reward model.
 
-Every method is a collective: all ranks of the group call it together, each with its own share of the sequences, and an
-empty share is fine.
+All methods are collectives: all ranks of the group call them together, each with its own share of the sequences. A
+share may be empty.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class PackedBatch:
-    """A batch of all ranks, as one of them sees it.
+    """One rank's part of a batch, with counts over all ranks.
 
     Attributes:
-        micro_batches: This rank's, as many as on every other rank.
+        micro_batches: This rank's micro-batches; all ranks have the same number.
         num_tokens: Tokens in the loss, over all ranks.
-        num_trajectories: Trajectories with at least one such token, over all ranks.
+        num_trajectories: Trajectories with at least one token in the loss, over all ranks.
     """
 
     micro_batches: list[MicroBatch]
@@ -60,17 +60,17 @@ class PackedModel:
 
     Args:
         config: The learner group's options.
-        role: What is loaded, and what it computes.
+        role: Defines which model to load and what to compute.
         model_path: Directory in Hugging Face layout.
-        temperature: Softmax temperature of log-probs; that of sampling in RL, 1.0 for supervised training. > 0.
+        temperature: Softmax temperature of log-probs, > 0: the sampling temperature in RL, 1.0 in supervised training.
 
     Attributes:
-        head: The module that is sharded: the Hugging Face model and what is computed from it.
-        mesh: This rank's place in the group.
-        types: Types of the parameters: while computing, and as they are held.
-        selftest: What the self-test found when the model was loaded; None where it was skipped.
+        head: The sharded module, which contains the Hugging Face model.
+        mesh: This rank's position in the group.
+        types: Dtypes of the parameters, for computation and for storage.
+        selftest: The result of the self-test of the loaded model; None if skipped.
 
-    Raises `ValueError` if training would compute this model wrongly.
+    Raises `ValueError` if the learner would compute this model incorrectly.
     """
 
     def __init__(self, config: LearnerConfig, role: Role, *, model_path: str, temperature: float = 1.0) -> None:
@@ -80,7 +80,7 @@ class PackedModel:
         self.model_path = model_path
         self.mesh: LearnerMesh = open_mesh(config)
         self.sharding = UlyssesShardingManager(self.mesh.device_mesh)
-        # Ranks other than the first receive their weights from it.
+        # Rank 0 sends the weights to the other ranks.
         self.types = parameter_types(config, self.mesh.device)
         is_adapted = role.adapters and config.lora.rank > 0
         held = self.types.trained if role.objective is not None and not is_adapted else self.types.frozen
@@ -104,24 +104,24 @@ class PackedModel:
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """Type of the parameters while computing, and of published weights."""
+        """Dtype of the parameters in the computation, and of published weights."""
         return self.types.compute
 
     def scores(self, sequences: Sequence[TokenSequence]) -> list[np.ndarray]:
-        """What the role's head says of this rank's sequences: log-probs, values or rewards.
+        """The output of the role's head for this rank's sequences: log-probs, values or rewards.
 
-        [T] float32 each, 0 where the token is not in the loss. A head that scores whole sequences has its number at the
+        Each is [T] float32, 0 for tokens outside the loss. A head that scores whole sequences gives one number, at the
         last token.
         """
         return self._run(sequences)[0]
 
     def log_probs_and_entropies(self, sequences: Sequence[TokenSequence]) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """Log-probs as `scores` gives them, and the entropies in nats of the distributions, in the same layout."""
+        """Log-probs as in `scores`, and the entropies of the distributions in nats, in the same layout."""
         log_probs, entropies = self._run(sequences, entropy=True)
         return log_probs, entropies
 
     def _tested(self) -> SelfTestResult | None:
-        """Compare the packed forward with Hugging Face's own, once."""
+        """Run the self-test, unless the options skip it."""
         if self.config.skip_selftest:
             log.warning("%s: the self-test is skipped: %s", self.model_path, self.config.skip_selftest)
             return None
@@ -129,7 +129,7 @@ class PackedModel:
 
     @contextmanager
     def at_temperature(self, temperature: float) -> Iterator[None]:
-        """Inside, log-probs are taken under another softmax temperature, > 0."""
+        """Use another softmax temperature > 0 for log-probs inside the context."""
         _check_temperature(temperature)
         head = cast("LogProbHead", self.head)
         before, head.temperature = head.temperature, temperature
@@ -140,7 +140,7 @@ class PackedModel:
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
-        """Inside, the model is what it was before any training; `ValueError` if it is trained and has no adapters."""
+        """Use the untrained model inside the context. `ValueError` for a trained model without adapters."""
         if self.role.objective is None:
             yield
             return
@@ -149,7 +149,7 @@ class PackedModel:
 
     @torch.no_grad()
     def _run(self, sequences: Sequence[TokenSequence], **asked: bool) -> list[list[np.ndarray]]:
-        """Each output of the head on this rank's sequences, as lists of [T] float32 arrays."""
+        """The outputs of the head for this rank's sequences: for each output, a list of [T] float32 arrays."""
         self._set_training(False)
         whole, results = self.head.per_sequence, []
         with self.sharding:
@@ -167,14 +167,14 @@ class PackedModel:
         return results
 
     def _set_training(self, training: bool) -> None:
-        """Switch training mode on or off, where that changes anything: visiting every module takes a millisecond."""
+        """Switch training mode on or off. Skips this if nothing changes, since visiting all modules takes 1 ms."""
         if self.head.training != training:
             self.head.train(training)
 
     def _pack(
         self, sequences: Sequence[TokenSequence], *, whole: bool = False, keep_branches: bool = False
     ) -> PackedBatch:
-        """Micro-batches, as many on every rank; see `learner.packing.pack`."""
+        """Pack sequences into the same number of micro-batches on each rank; see `learner.packing.pack`."""
         self._check_lengths(sequences)
         in_loss = tokens_in_loss(sequences).values()
         counts = torch.tensor([sum(in_loss), sum(map(bool, in_loss))], device=self.mesh.device)
@@ -192,18 +192,18 @@ class PackedModel:
 
     @property
     def _shares_prompts(self) -> bool:
-        """Whether the samples of a prompt can share its tokens. A layer that carries a state would have to copy it."""
+        """Whether the samples of a prompt share its tokens. Not with layers that carry a state from token to token."""
         can = not self.head.recurrent.layers if self.selftest is None else self.selftest.shares
         return self.config.share_prompts and can
 
     def _reduce(self, sums: Sequence[dict[str, Tensor]]) -> dict[str, float]:
-        """Add this rank's micro-batches up, then the ranks, in one collective."""
+        """Sum metrics over this rank's micro-batches, then over the ranks in one collective."""
         names = list(sums[0])
         table = torch.stack([torch.stack([row[name].double() for name in names]) for row in sums]).sum(0)
         return dict(zip(names, self.mesh.sum_over_dp(table).tolist(), strict=True))
 
     def _check_lengths(self, sequences: Sequence[TokenSequence]) -> None:
-        """Refuse, on all ranks at once, sequences whose rotary embeddings depend on others; see `rope_limit`."""
+        """Refuse, on all ranks, sequences whose rotary embeddings depend on other sequences; see `rope_limit`."""
         if self._rope_limit is None:
             return
         longest = max((len(sequence.input_ids) for sequence in sequences), default=0)
@@ -211,11 +211,11 @@ class PackedModel:
         if longest > self._rope_limit:
             raise ValueError(
                 f"{self.model_path!r} has rotary embeddings that depend on the longest sequence of a batch beyond "
-                f"{self._rope_limit} tokens, so sequences must not be longer, got {longest}; lower "
+                f"{self._rope_limit} tokens, so sequences must not be longer, got {longest} tokens; lower "
                 "data.max_prompt_tokens or rollout_fleet.sampling.max_new_tokens"
             )
 
 
 def _check_temperature(temperature: float) -> None:
     if temperature <= 0:
-        raise ValueError(f"the learner's temperature must be > 0, got {temperature}; greedy samples teach nothing")
+        raise ValueError(f"the learner's temperature must be > 0, got {temperature}; greedy samples have no signal")

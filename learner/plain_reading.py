@@ -1,8 +1,8 @@
-"""Reads checkpoints of torch.distributed.checkpoint (DCP) without running code that they may hold.
+"""Reads checkpoints of torch.distributed.checkpoint (DCP) without running code from the checkpoint.
 
-DCP unpickles the metadata of a checkpoint, and every value that is not a tensor. Here the metadata may name only the
-classes that DCP writes, and the values only those that ``torch.load(weights_only=True)`` allows. So a checkpoint of
-somebody else can be loaded, or is refused; it cannot run code.
+DCP unpickles the metadata of a checkpoint and all values other than tensors. Here the metadata may contain only classes
+that DCP writes, and values only types that ``torch.load(weights_only=True)`` allows. A checkpoint from an untrusted
+source is loaded or refused; it cannot run code.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _DTYPES = {str(value).removeprefix("torch.") for value in vars(torch).values() i
 def load_plain(state: dict[str, Any], path: Path, *, process_group: Any = None, no_dist: bool = False) -> None:
     """Fill ``state`` from the checkpoint at ``path``, as ``state_dict_loader.load`` does.
 
-    Raises `CheckpointException` if a part is missing, broken, or holds code.
+    Raises `CheckpointException` if a part is missing, broken, or contains code.
     """
     state_dict_loader.load(
         state,
@@ -67,7 +67,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def _memory_format(kind: Any, name: Any) -> _MEM_FORMAT_ENCODING:
-    """Stand in for ``getattr``, by which Python 3.11.0 to 3.11.3 pickles a member of an enum."""
+    """Replacement for ``getattr``, which Python 3.11.0 to 3.11.3 uses to pickle enum members."""
     if kind is not _MEM_FORMAT_ENCODING:
         raise pickle.UnpicklingError(f"the metadata reads {name!r:.80} of {kind!r:.80}, which DCP does not write")
     return kind[name]
@@ -86,6 +86,6 @@ class _PlainReader(FileSystemReader):
 class _PlainPlanner(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         plain = io.BytesIO()
-        torch.save(torch.load(value, weights_only=True), plain)  # raises where the value is not plain
+        torch.save(torch.load(value, weights_only=True), plain)  # raises for other values
         plain.seek(0)
         super().load_bytes(read_item, plain)

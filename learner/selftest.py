@@ -1,7 +1,7 @@
-"""Self-test of a loaded model: random sequences packed as in training, against each in Hugging Face's own forward.
+"""Self-test of a loaded model: compares packed random sequences with Hugging Face's forward of single sequences.
 
-It runs on the run's own mesh, dtype and attention path, once per model, before anything is trained. All ranks compute
-the same sequences and decide by the largest difference among them, so that every collective is entered by all.
+It runs once per model before training, on the run's mesh, dtype and attention path. All ranks compute the same
+sequences and decide by the largest difference over the ranks, so that all ranks enter the same collectives.
 """
 
 from __future__ import annotations
@@ -33,34 +33,34 @@ from .ulysses import UlyssesShardingManager, gather_sequence
 log = logging.getLogger(__name__)
 
 LENGTHS = (23, 11, 11, 7, 3, 2)
-"""Tokens of the sequences: equal and unequal ones, so that some share a padded batch. A model may allow fewer only."""
+"""Lengths of the sequences. Some are equal, so that they share a padded batch. A model's limit may reduce them."""
 
 THRESHOLDS = ("sliding_window", "attention_chunk_size")
-"""Options that change what a token sees beyond so many tokens. The test lowers them below its longest sequences."""
+"""Options that limit attention beyond a number of tokens. The test lowers them below its longest sequences."""
 
 LOWERED = 5
-"""What the test lowers a threshold to."""
+"""Value of a lowered threshold."""
 
 SHARED_TOKENS = 6
-"""First tokens that two sequences have in common, which may be computed once for both."""
+"""Length of the common prefix of two sequences, which may be computed once for both."""
 
 FIRST_TOKENS = 4
-"""A convolution leaks into the first tokens of a sequence only: they are averaged on their own."""
+"""Convolutions leak only into the first tokens of a sequence, so these tokens have their own mean."""
 
 TOLERANCE = {torch.float32: 2e-3, torch.float16: 0.03, torch.bfloat16: 0.12}
-"""Largest relative difference of hidden states that other kernels may cause, by the dtype of the run."""
+"""Largest accepted relative difference of hidden states between different kernels, by the dtype of the run."""
 
 LEAK_TOLERANCE = {torch.float32: 2e-4, torch.float16: 3e-3, torch.bfloat16: 0.012}
-"""Largest relative change of a sequence when only its neighbours change: the kernels are the same."""
+"""Largest accepted relative change of a sequence when only its neighbors change, with the same kernels."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SelfTestResult:
-    """What the self-test found.
+    """The result of the self-test.
 
     Attributes:
-        packs: Sequences may share a micro-batch; otherwise each needs its own.
-        shares: Sequences of a micro-batch may share the tokens of a prompt that they have in common.
+        packs: Whether sequences may share a micro-batch.
+        shares: Whether sequences of a micro-batch may share the tokens of their common prompt.
         difference: Largest relative difference of hidden states to Hugging Face's forward.
         seconds: Wall time.
     """
@@ -72,10 +72,10 @@ class SelfTestResult:
 
 
 class SelfTest:
-    """Compares the packed forward of a sharded model with Hugging Face's own.
+    """Compares the packed forward of a sharded model with Hugging Face's forward.
 
-    ``sharding`` splits sequences over the sp ranks, ``dtype`` is the type in which the model computes, and ``name`` is
-    its path, for messages.
+    ``sharding`` splits sequences over the sp ranks, ``dtype`` is the dtype of the computation, and ``name`` is the
+    model's path, for messages.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class SelfTest:
         self._tokens[2][:SHARED_TOKENS] = self._tokens[0][:SHARED_TOKENS]
 
     def run(self) -> SelfTestResult:
-        """How the model can be run; nothing of it changes. Raises `ValueError` with layer and remedy otherwise."""
+        """Find out how to run the model, without changing it. Raises `ValueError` with layer and remedy if it fails."""
         start, training = time.perf_counter(), self._head.training
         devices = [self._mesh.device] if self._mesh.device.type == "cuda" else []
         self._head.train(False)
@@ -106,11 +106,11 @@ class SelfTest:
             self._head.train(training)
             for unit in self._head.modules():
                 if isinstance(unit, FSDPModule):
-                    unit.reshard()  # the root stays whole after a forward: an optimizer would take its whole parameters
+                    unit.reshard()  # a forward leaves the root unsharded, but the optimizer needs shards
         return SelfTestResult(packs=packs, shares=shares, difference=difference, seconds=time.perf_counter() - start)
 
     def _decide(self) -> tuple[bool, float]:
-        """Whether sequences may share a micro-batch, and the difference; the fastest way that is right is taken."""
+        """Select the fastest correct method. Returns whether sequences may share a micro-batch, and the difference."""
         expected = self._attempted("Hugging Face's own forward", self._plain)
         self._check_logits()
         recurrent, difference = self._head.recurrent, float("inf")
@@ -139,22 +139,22 @@ class SelfTest:
         raise ValueError(self._refusal(culprit, difference, expected))
 
     def _shares(self) -> bool:
-        """Whether what two sequences have in common can be computed once for both."""
+        """Whether the common prefix of two sequences can be computed once for both."""
         if self._head.recurrent.layers:
             return False
         expected, found = self._together(), self._attempted("the packed forward", self._sharing)
         difference = self._difference(found, expected)
         if difference > self._leak_tolerance:
             log.warning(
-                "%s: hidden states differ by %.3g (relative) where samples share the tokens of their prompt; each "
-                "computes its own",
+                "%s: hidden states differ by %.3g (relative) if samples share the tokens of their prompt; each sample "
+                "computes its own prompt",
                 self._name,
                 difference,
             )
         return difference <= self._leak_tolerance
 
     def _check_logits(self) -> None:
-        """Check that the logits are what the learner computes of the last hidden states; see `LogitShape`."""
+        """Check that the model's logits equal those that the learner computes; see `LogitShape`."""
         difference = self._largest([torch.tensor(self._logit_difference)])
         if difference > self._tolerance:
             raise ValueError(
@@ -165,14 +165,14 @@ class SelfTest:
             )
 
     def _computed_logits(self) -> str:
-        """The logits that the learner computes, in words."""
+        """Description of the logits that the learner computes."""
         shape = cast("LogProbHead", self._head).logit_shape
         scale = f", times {shape.scale:g}" if shape.scale != 1.0 else ""
         cap = f", with a soft cap of {shape.soft_cap:g}" if shape.soft_cap is not None else ""
         return f"a linear map of the last hidden states{scale}{cap}"
 
     def _check_training(self, forward: Callable[[], Tensor]) -> None:
-        """Check that training computes what scoring does: nothing is left out at random, and no noise is added."""
+        """Check that training and scoring compute the same values, without dropout or noise."""
         scoring = self._attempted("the packed forward", forward)
         relative = _relative(self._attempted("the packed forward while training", self._training(forward)), scoring)
         difference = self._largest([relative.mean()])
@@ -201,11 +201,11 @@ class SelfTest:
     # The forwards. Each returns hidden states [N, h] float32, sequence after sequence.
 
     def _plain(self) -> Tensor:
-        """Every sequence alone through transformers' eager attention, without sequence parallelism."""
+        """Run each sequence alone with transformers' eager attention, without sequence parallelism."""
         return torch.cat([self._through_root(lambda ids=ids: self._plain_forward(ids)) for ids in self._tokens])
 
     def _plain_forward(self, tokens: np.ndarray) -> Tensor:
-        """What reaches the output layer in transformers' own forward of one sequence."""
+        """The input of the output layer in transformers' forward of one sequence."""
         pretrained, reached = self._head.pretrained, []
         output = _output_layer(self._head)
         handle = output.register_forward_pre_hook(lambda _module, args: reached.append(args[0]))
@@ -224,7 +224,7 @@ class SelfTest:
         return reached[0][0].float()
 
     def _together(self, *, changed: bool = False) -> Tensor:
-        """All sequences in one micro-batch, on the run's own path; every second one with other tokens."""
+        """Run all sequences in one micro-batch; with ``changed``, every second one has other tokens."""
         middle = self._vocabulary // 2
         tokens = [
             middle + (ids - middle + 1) % (self._vocabulary - middle) if changed and index % 2 == 0 else ids
@@ -233,11 +233,11 @@ class SelfTest:
         return self._through_root(lambda: self._packed_forward(tokens))
 
     def _one_by_one(self) -> Tensor:
-        """Each sequence in its own micro-batch, on the run's own path."""
+        """Run each sequence in its own micro-batch."""
         return torch.cat([self._through_root(lambda ids=ids: self._packed_forward([ids])) for ids in self._tokens])
 
     def _sharing(self) -> Tensor:
-        """All sequences in one micro-batch, two of which share their first tokens."""
+        """Run all sequences in one micro-batch. Two of them share their first tokens."""
         return self._through_root(lambda: self._packed_forward(self._tokens, num_prompt=SHARED_TOKENS + 1))
 
     def _packed_forward(self, tokens: Sequence[np.ndarray], *, num_prompt: int = 1) -> Tensor:
@@ -259,7 +259,7 @@ class SelfTest:
             del self._head.forward
 
     def _attempted(self, what: str, forward: Callable[[], Tensor]) -> Tensor:
-        """Run a forward; one that fails refuses the model by name."""
+        """Run a forward pass. If it fails, raise `ValueError` with the name of the model."""
         try:
             return forward()
         except Exception as error:
@@ -281,18 +281,18 @@ class SelfTest:
         return self._largest([relative[self._places() < FIRST_TOKENS].mean(), relative.mean()])
 
     def _places(self) -> Tensor:
-        """[N] int64, place of every token in its sequence."""
+        """Position of each token in its sequence, [N] int64."""
         return torch.cat([torch.arange(length) for length in self._lengths])
 
     def _leak(self, together: Tensor) -> float:
-        """The same for the unchanged sequences, between micro-batches whose other sequences differ."""
+        """The difference for unchanged sequences when the other sequences of the micro-batch change."""
         relative = _relative(self._together(changed=True), together)
         sequence = torch.arange(len(self._lengths)).repeat_interleave(torch.tensor(self._lengths))
         same, first = sequence % 2 == 1, self._places() < FIRST_TOKENS
         return self._largest([relative[same & first].mean(), relative[same].mean()])
 
     def _largest(self, differences: list[Tensor]) -> float:
-        """The largest over this rank's and all ranks' differences; one that is not a number counts as infinite."""
+        """The largest difference over all ranks; NaN counts as infinite."""
         worst = torch.stack(differences).max().nan_to_num(nan=torch.inf)
         return float(self._mesh.largest(worst))
 
@@ -309,7 +309,7 @@ class SelfTest:
         return type(self._head.pretrained).__name__
 
     def _outputs(self, run: Callable[[], Tensor], *, gathered: bool) -> dict[str, tuple[str, Tensor]]:
-        """Type and [N, ...] output of every part of every decoder layer, by name, in the order of the computation."""
+        """Type and [N, ...] output of each part of each decoder layer, by name, in the order of computation."""
         outputs: dict[str, tuple[str, list[Tensor]]] = {}
         names = {module: name for name, module in self._head.pretrained.named_modules()}
 
@@ -333,10 +333,10 @@ class SelfTest:
         num_tokens = sum(self._lengths)
         return {name: (kind, torch.cat(tensors)[:num_tokens]) for name, (kind, tensors) in outputs.items()}
 
-    # What is said.
+    # Messages.
 
     def _refusal(self, culprit: str, difference: float, expected: Tensor) -> str:
-        """Why the model is refused, and what would help: sequence parallelism is left out to see."""
+        """The message for a refused model. Also tests whether the model works without sequence parallelism."""
         remedy = "no way of running it that the learner has is right"
         if self._mesh.sp_size > 1:
             self._sharding = nullcontext()
@@ -355,24 +355,24 @@ class SelfTest:
 
 
 def _output_layer(head: PackedHead) -> nn.Linear:
-    """The layer that the last hidden states go to."""
+    """The layer that reads the last hidden states."""
     if isinstance(head, LogProbHead):
         return cast("nn.Linear", head.pretrained.get_output_embeddings())
     return cast("nn.Linear", getattr(head.pretrained, SCORE_HEAD))
 
 
 def _relative(found: Tensor, expected: Tensor) -> Tensor:
-    """[N] norms of the differences of rows, divided by the norms of what is expected."""
+    """Norms of the differences of rows, divided by the norms of the expected rows, [N]."""
     norms = expected.norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
     return ((found - expected).norm(dim=-1) / norms).cpu()
 
 
 @contextmanager
 def _lowered_thresholds(pretrained: PreTrainedModel) -> Iterator[None]:
-    """Inside, windows and chunks that are longer than the test's sequences are shorter than most of them.
+    """Lower windows and chunks that are longer than the test's sequences, inside the context.
 
-    A window of 4,096 tokens would need sequences as long, and their scores in transformers' eager attention. Layers and
-    configurations hold such a length under the same names; all of them are changed together.
+    A window of 4,096 tokens would need sequences of that length, and their scores in transformers' eager attention.
+    Layers and configurations store the length under the same names; all are changed together.
     """
     modules = list(pretrained.modules())
     configs = {id(config): config for module in modules if (config := getattr(module, "config", None)) is not None}
@@ -392,8 +392,8 @@ def _lowered_thresholds(pretrained: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def _eager(pretrained: PreTrainedModel) -> Iterator[None]:
-    """Inside, the model runs transformers' own attention, uncompiled."""
-    # Not set_attn_implementation: it leaves models as they are whose attention does not go through the registry.
+    """Use transformers' eager attention, uncompiled, inside the context."""
+    # Not set_attn_implementation: it does not change models whose attention does not use the registry.
     configs = [module.config for module in pretrained.modules() if isinstance(module, PreTrainedModel)]
     for config in configs:
         config._attn_implementation_internal = "eager"
@@ -406,7 +406,7 @@ def _eager(pretrained: PreTrainedModel) -> Iterator[None]:
 
 
 def _raised_in(error: BaseException) -> str:
-    """The innermost module class of a model that an error came out of, or the function."""
+    """The class of the innermost module that raised an error, or the function's name."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     modules = [frame.f_locals.get("self", frame.f_locals.get("module")) for frame in frames]
     named = [type(module).__name__ for module in modules if isinstance(module, nn.Module)]

@@ -384,7 +384,7 @@ def test_a_random_state_that_is_a_pickle_starts_anew_and_is_not_read(model_path:
     (old / "random_0.pt").unlink()
     (old / "random_0.pickle").write_bytes(pickle.dumps(RunsCode(mark)))
     assert checkpointer.load(old) == 1
-    assert "holds the random state as a pickle, which is not read" in caplog.text
+    assert "has a pickled random state, which is not read" in caplog.text
     assert not mark.exists()
 
 

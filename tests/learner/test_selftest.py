@@ -282,7 +282,7 @@ def test_a_shared_prompt_that_is_computed_otherwise_is_computed_for_each(
     path = saved(tmp_path, "qwen3")
     model = load(path)
     assert not model_shares(model)
-    assert "each computes its own" in caplog.text
+    assert "each sample computes its own" in caplog.text
     assert_right(model, path)
 
 
