@@ -1,8 +1,8 @@
 """The ranks of a learner group as a dp × sp mesh, and the sharding of a model over it with FSDP2.
 
-Ranks are laid out dp-major: the sp ranks of one sequence group are neighbours. Every collective is bounded by the
-process group's time-out. Only rank 0 reads weights; it hands every other rank its shards, so a host never holds one
-whole model per rank.
+Ranks are ordered dp-major: the sp ranks of one sequence group are neighbors. The process group's time-out bounds each
+collective. Only rank 0 reads weights. It sends the other ranks their shards, so a host never holds a whole model per
+rank.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from transformers import PreTrainedModel
 from .config import RENDEZVOUS_FILE, Device, Dtype, GradientSync, LearnerConfig, Resharding
 
 MIN_UNIT_NUMEL = 1_000_000
-"""A layer with fewer parameters than this joins the root unit: its own collectives would cost more than they hide."""
+"""A layer with fewer parameters joins the root unit: separate collectives would cost more than they overlap."""
 
 
 def choose_device(device: Device) -> torch.device:
-    """The device this rank computes on. Raises `ValueError` if CUDA is asked for where torch sees none."""
+    """This rank's device. Raises `ValueError` if CUDA is requested and torch does not find a GPU."""
     if device is Device.cuda and not torch.cuda.is_available():
         raise ValueError("learner.device=cuda needs a GPU that torch can see, got none; use learner.device=cpu")
     if device is Device.cpu or not torch.cuda.is_available():
@@ -42,12 +42,12 @@ def choose_device(device: Device) -> torch.device:
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterTypes:
-    """Types of a model's parameters.
+    """Dtypes of a model's parameters.
 
     Attributes:
-        compute: While computing, and of published weights.
-        trained: In which trained parameters are held, and AdamW's moments.
-        frozen: In which frozen parameters are held.
+        compute: Dtype of the computation, and of published weights.
+        trained: Dtype in which trained parameters and AdamW's moments are stored.
+        frozen: Dtype in which frozen parameters are stored.
     """
 
     compute: torch.dtype
@@ -70,13 +70,13 @@ def parameter_types(config: LearnerConfig, device: torch.device) -> ParameterTyp
 
 @dataclass(frozen=True, kw_only=True)
 class LearnerMesh:
-    """This rank's place in the group. Slicing a device mesh costs a millisecond: what it says is kept.
+    """This rank's position in the group. The properties are cached, since slicing a device mesh takes a millisecond.
 
     Attributes:
-        device_mesh: Two axes, ``dp`` and ``sp``.
-        device: Where this rank computes.
-        fsdp_size: Ranks that share one copy of the parameters, dp x sp unless HSDP keeps several copies.
-        timeout: Bounds every collective.
+        device_mesh: Mesh with the axes ``dp`` and ``sp``.
+        device: This rank's device.
+        fsdp_size: Ranks that share one copy of the parameters: dp × sp, or fewer with HSDP.
+        timeout: Deadline of each collective.
     """
 
     device_mesh: DeviceMesh
@@ -96,7 +96,7 @@ class LearnerMesh:
 
     @cached_property
     def fsdp_mesh(self) -> DeviceMesh:
-        """The same ranks as FSDP sees them: one axis to shard over, under HSDP ``replicate`` before it."""
+        """The mesh for FSDP: one axis to shard over; with HSDP, the axes ``replicate`` and ``shard``."""
         if self.fsdp_size == self.num_ranks:
             return _bounded(self.device_mesh._flatten("fsdp"), self.timeout)
         shape = (self.num_ranks // self.fsdp_size, self.fsdp_size)
@@ -105,37 +105,37 @@ class LearnerMesh:
 
     @cached_property
     def sp_size(self) -> int:
-        """Ranks of one sequence-parallel group."""
+        """Number of ranks of a sequence-parallel group."""
         return self.device_mesh["sp"].size()
 
     @cached_property
     def dp_rank(self) -> int:
-        """Which share of the batch this rank trains on."""
+        """Index of this rank's share of the batch."""
         return self.device_mesh["dp"].get_local_rank()
 
     @cached_property
     def sp_rank(self) -> int:
-        """Place within the sequence-parallel group."""
+        """Index of this rank in its sequence-parallel group."""
         return self.device_mesh["sp"].get_local_rank()
 
     @cached_property
     def dp_group(self) -> ProcessGroup:
-        """The ranks that train on other sequences and share this one's place in its sequence-parallel group."""
+        """The ranks with the same ``sp_rank``, which train on other sequences."""
         return self.device_mesh["dp"].get_group()
 
     @cached_property
     def sp_group(self) -> ProcessGroup:
-        """The ranks that share this one's sequences."""
+        """The ranks that share this rank's sequences."""
         return self.device_mesh["sp"].get_group()
 
     def sum_over_dp(self, values: Tensor) -> Tensor:
-        """Sum over data-parallel ranks of values that the sp ranks of a group share."""
+        """Sum values over the data-parallel ranks; all sp ranks of a group have the same values."""
         if self.num_ranks > 1:
             dist.all_reduce(values, group=self.dp_group)
         return values
 
     def largest(self, values: Tensor) -> Tensor:
-        """Largest over all ranks, entry by entry; the values may be on the CPU and come back there."""
+        """Elementwise maximum over all ranks, on the device of ``values``, which may be the CPU."""
         if self.num_ranks == 1:
             return values
         shared = values.to(self.device)
@@ -146,9 +146,9 @@ class LearnerMesh:
 def open_mesh(config: LearnerConfig) -> LearnerMesh:
     """Join the group and build its mesh.
 
-    The group is the process's default one if there is one already; else it comes from the environment (``RANK``,
-    ``WORLD_SIZE``, and `RENDEZVOUS_FILE` or ``MASTER_ADDR`` and ``MASTER_PORT``), and a single rank needs no
-    environment at all. Raises `ValueError` if the group has another size than ``learner.num_ranks``.
+    Uses the process's default group if it exists. Otherwise joins the group of the environment (``RANK``,
+    ``WORLD_SIZE``, and `RENDEZVOUS_FILE` or ``MASTER_ADDR`` and ``MASTER_PORT``). A single rank does not need these
+    variables. Raises `ValueError` if the size of the group is not ``learner.num_ranks``.
     """
     device = choose_device(config.device)
     if device.type == "cuda":
@@ -162,7 +162,10 @@ def open_mesh(config: LearnerConfig) -> LearnerMesh:
         else:
             _join_group(backend, timeout)
     if dist.get_world_size() != config.num_ranks:
-        raise ValueError(f"learner.num_ranks is {config.num_ranks}, but the process group has {dist.get_world_size()}")
+        raise ValueError(
+            f"learner.num_ranks must be the size of the process group, got {config.num_ranks} for a group of "
+            f"{dist.get_world_size()} ranks"
+        )
     shape = (config.num_ranks // config.sp_size, config.sp_size)
     return LearnerMesh(
         device_mesh=_bounded(init_device_mesh(device.type, shape, mesh_dim_names=("dp", "sp")), timeout),
@@ -173,8 +176,8 @@ def open_mesh(config: LearnerConfig) -> LearnerMesh:
 
 
 def _join_group(backend: str, timeout: timedelta) -> None:
-    """Join the group of the environment: by a file of this host, or by a store that listens on one address alone."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # the agent, or a test, has made the store
+    """Join the group of the environment, through a file on this host or a store that listens on a single address."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun's agent, or a test, created the store
         dist.init_process_group(backend, timeout=timeout)
         return
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -189,7 +192,7 @@ def _join_group(backend: str, timeout: timedelta) -> None:
 
 
 def _bounded(mesh: DeviceMesh, timeout: timedelta) -> DeviceMesh:
-    """Bound the collectives of every axis; groups of part of the ranks do not inherit the time-out of the whole."""
+    """Set the time-out of each axis's group; subgroups do not inherit the time-out of the default group."""
     for axis in range(mesh.ndim):
         _set_pg_timeout(timeout, mesh.get_group(axis))
     return mesh
@@ -198,12 +201,12 @@ def _bounded(mesh: DeviceMesh, timeout: timedelta) -> DeviceMesh:
 def shard_model(model: nn.Module, mesh: LearnerMesh, config: LearnerConfig) -> None:
     """Shard the parameters over the ranks of the mesh, in place, and move the model to its device.
 
-    The parameters are in the types they are held in: on rank 0 on the CPU with their weights, on the others best on the
-    meta device, since they receive their shards, and the buffers, from rank 0. The options are ``dtype`` while
-    computing (gradients are reduced in float32), ``resharding``, ``offload_policy`` and ``torch_compile``.
+    The parameters must have the dtypes in which they are stored. On rank 0 they are on the CPU with their weights. On
+    other ranks they can be on the meta device, since rank 0 sends shards and buffers. The function uses the options
+    ``dtype`` (gradients are reduced in float32), ``resharding``, ``offload_policy`` and ``torch_compile``.
 
-    A single rank that computes in the type of its parameters has nothing to shard and nothing to cast: the model stays
-    plain, which is what `fully_shard` would compute, without its hooks.
+    A single rank that computes in the dtype of its parameters does not need sharding or casting. Then the model stays
+    plain; `fully_shard` would give the same results with the overhead of its hooks.
     """
     layers = decoder_layers(model)
     if config.torch_compile:
@@ -230,7 +233,7 @@ def shard_model(model: nn.Module, mesh: LearnerMesh, config: LearnerConfig) -> N
 
 
 def prepare_backward(model: nn.Module, config: LearnerConfig, *, is_last: bool) -> None:
-    """Apply ``gradient_sync`` and ``resharding`` to the next backward pass; ``is_last``: the last of an update."""
+    """Apply ``gradient_sync`` and ``resharding`` to the next backward pass. ``is_last``: the update's last one."""
     if not isinstance(model, FSDPModule):
         return
     model.set_requires_gradient_sync(is_last or config.gradient_sync is GradientSync.micro_batch)
@@ -239,13 +242,15 @@ def prepare_backward(model: nn.Module, config: LearnerConfig, *, is_last: bool) 
 
 
 def drop_gradients(model: nn.Module) -> None:
-    """Forget gradients that no update has used, also those that wait in FSDP to be summed over the ranks."""
+    """Delete unused gradients, including those that FSDP has not yet summed over the ranks."""
     for parameter in model.parameters():
         parameter.grad = None
     for module in model.modules():
         if isinstance(module, FSDPModule):
             state: Any = module._get_fsdp_state()
-            groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # by torch's version
+            groups = getattr(state, "_fsdp_param_groups", None) or [
+                state._fsdp_param_group
+            ]  # depends on torch's version
             for group in groups:
                 for parameter in group.fsdp_params if group is not None else ():
                     parameter.sharded_param.grad = parameter.unsharded_accumulated_grad = None
@@ -254,18 +259,18 @@ def drop_gradients(model: nn.Module) -> None:
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The repeated layers of the Hugging Face models inside a module: the units of sharding and compiling."""
+    """The decoder layers of the Hugging Face models inside a module: the units of sharding and compiling."""
     inner = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     names = {name for module in inner for name in module._no_split_modules or ()}
     return [module for module in model.modules() if type(module).__name__ in names]
 
 
 def _fill_from_first_rank(model: nn.Module, whole: dict[str, Any], mesh: LearnerMesh, config: LearnerConfig) -> None:
-    """Give every rank its shards of ``whole``, rank 0's weights, tensor by tensor, and rank 0's buffers."""
+    """Send each rank its shards of ``whole``, rank 0's weights, tensor by tensor, and rank 0's buffers."""
     if any(parameter.is_meta for parameter in model.parameters()):
         home = torch.device("cpu") if config.offload_policy else mesh.device
         before = torch.__future__.get_swap_module_params_on_conversion()
-        torch.__future__.set_swap_module_params_on_conversion(True)  # keeps tied parameters one and FSDP's references
+        torch.__future__.set_swap_module_params_on_conversion(True)  # keeps tied parameters tied, and FSDP's references
         try:
             model.to_empty(device=home)
         finally:
@@ -273,16 +278,18 @@ def _fill_from_first_rank(model: nn.Module, whole: dict[str, Any], mesh: Learner
     set_model_state_dict(model, whole, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
     for buffer in model.buffers():
         buffer.data = buffer.data.to(mesh.device)
-        dist.broadcast(buffer.data, src=0)  # those that are not saved, as rotary frequencies, are not in the state
+        dist.broadcast(
+            buffer.data, src=0
+        )  # the state does not contain non-persistent buffers such as rotary frequencies
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """This rank's part of a sharded tensor; a plain tensor is its own part."""
+    """This rank's part of a sharded tensor; a plain tensor is returned as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def stored_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Name to buffer, of those that a checkpoint holds; every rank has them whole, and nothing trains them."""
+    """The persistent buffers by name. Each rank has them whole, and they are not trained."""
     return {
         f"{prefix}.{name}" if prefix else name: buffer
         for prefix, module in model.named_modules()

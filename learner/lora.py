@@ -1,7 +1,7 @@
-"""Low-rank adapters on the policy (LoRA, arXiv 2106.09685), by peft: trained alone, and published alone or merged.
+"""Low-rank adapters on the policy (LoRA, arXiv 2106.09685) with peft. Only adapters are trained.
 
-The adapters are injected into the Hugging Face model, which keeps its class; its own weights are frozen. Nothing is
-ever merged in place: merged weights are computed beside those that are trained.
+The adapters are injected into the Hugging Face model, which keeps its class. The model's own weights are frozen.
+Weights are never merged in place: merged weights are separate tensors. Adapters are published separately or merged.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ _PEFT_PREFIX = "base_model.model."
 
 
 def add_adapters(model: PreTrainedModel, config: LoraConfig, *, dtype: torch.dtype = torch.float32) -> None:
-    """Inject adapters that change nothing yet (B is 0), and freeze all else.
+    """Inject adapters without effect (B is 0), and freeze all other weights.
 
-    The model is on the CPU or the meta device. The adapters are held in ``dtype``; the model's own weights keep their
-    types. The rank is > 0. Expert tensors stay frozen, and the log names them. Raises `ValueError` if a target names no
-    linear layer, or something else.
+    The model must be on the CPU or the meta device, and the rank > 0. The adapters are stored in ``dtype``; the model's
+    own weights keep their dtypes. Expert tensors stay frozen, and the log names them. Raises `ValueError` if a target
+    is not the name of a linear layer.
     """
-    from peft import LoraConfig as PeftConfig  # takes most of a second, which only adapters need
+    from peft import LoraConfig as PeftConfig  # takes most of a second, so import it only for adapters
     from peft import inject_adapter_in_model
 
     chosen = _target_layers(model, list(config.target_modules))
@@ -60,11 +60,11 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, *, dtype: torch.dty
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Inside, the model computes what it did without adapters. Raises `ValueError` if it has none."""
+    """Switch the adapters off inside the context. Raises `ValueError` if the model does not have adapters."""
     layers = [layer for _, layer in _layers(model)]
     if not layers:
         raise ValueError("the policy has no adapters to switch off; set learner.lora.rank, or use a reference role")
-    # By their scale, not by peft's switch, which makes parameters need no gradient for a while: FSDP notes that once.
+    # Set the scales to 0. peft's own switch changes `requires_grad`, and FSDP reads that only once.
     scales = [layer.scaling[_ADAPTER] for layer in layers]
     for layer in layers:
         layer.scaling[_ADAPTER] = 0.0
@@ -91,12 +91,12 @@ def plain_name(name: str) -> str:
 
 
 def frozen_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Plain weights without what the adapters add, under the names of a model without adapters."""
+    """The weights without adapters, under the names of a model without adapters."""
     return {plain_name(name): tensor for name, tensor in weights.items() if not is_adapter(name)}
 
 
 def adapter_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The adapters alone, under the names of peft's own files; see `merged_weights`."""
+    """Only the adapters, under the names of peft's files; see `merged_weights`."""
     return {
         f"{_PEFT_PREFIX}{name}.lora_{part}.weight": weights[f"{name}.lora_{part}.{_ADAPTER}.weight"]
         for name, _ in _layers(model)
@@ -105,14 +105,14 @@ def adapter_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str
 
 
 def adapted_layers(model: nn.Module, tensor_of: Mapping[str, str]) -> tuple[AdaptedLayer, ...]:
-    """Every layer that has an adapter.
+    """All layers with an adapter.
 
     Args:
-        model: With adapters.
-        tensor_of: Name of a parameter to the name of the checkpoint's tensor that equals it.
+        model: A model with adapters.
+        tensor_of: Maps a parameter's name to the name of the equal tensor in the checkpoint.
 
     Raises:
-        WeightsError: an adapted parameter is not a tensor of the checkpoint as it is, but a part, joined or transposed.
+        WeightsError: an adapted parameter is not stored as such in the checkpoint, but split, joined or transposed.
     """
     layers = _layers(model)
     if missing := [name for name, _ in layers if f"{name}.base_layer.weight" not in tensor_of]:
@@ -129,18 +129,18 @@ def adapted_layers(model: nn.Module, tensor_of: Mapping[str, str]) -> tuple[Adap
 
 
 def write_adapter_config(folder: Path, model: nn.Module) -> None:
-    """Write peft's description of the adapters beside them, so that ``PeftModel.from_pretrained`` loads the folder."""
+    """Write peft's configuration of the adapters, so that ``PeftModel.from_pretrained`` can load the folder."""
     cast("Any", model).peft_config[_ADAPTER].save_pretrained(folder)
 
 
 def merged_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Plain weights W + scale · B A under the names of a model without adapters.
+    """Merged weights W + scale · B A under the names of a model without adapters.
 
-    ``weights`` holds whole tensors by the parameter names of the model, all or those of some layers; the model tells
-    which layers have adapters, and their scales. None is changed.
+    ``weights`` has whole tensors by the parameter names of the model, for all or some layers. ``model`` defines which
+    layers have adapters, and their scales. The inputs are not changed.
 
     Returns:
-        Name to tensor, each in its own type; the product is computed in float32.
+        Tensors by name, each in its own dtype; the product is computed in float32.
     """
     plain = dict(weights)
     for name, layer in _layers(model):
@@ -156,12 +156,12 @@ def merged_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str,
 
 
 def _scale(layer: LoraLayer) -> float:
-    """Alpha ÷ rank; also while another thread has the adapters off, which peft's own ``scaling`` then says."""
+    """Alpha ÷ rank. Not peft's ``scaling``, which is 0 while another thread has the adapters off."""
     return layer.lora_alpha[_ADAPTER] / layer.r[_ADAPTER]
 
 
 def _layers(model: nn.Module) -> list[tuple[str, LoraLayer]]:
-    if "peft.tuners.lora" not in sys.modules:  # then nothing has injected any
+    if "peft.tuners.lora" not in sys.modules:  # no adapters were injected
         return []
     from peft.tuners.lora import LoraLayer
 
@@ -169,9 +169,9 @@ def _layers(model: nn.Module) -> list[tuple[str, LoraLayer]]:
 
 
 def _target_layers(model: PreTrainedModel, targets: list[str]) -> list[str]:
-    """Names of the linear layers that ``targets`` choose; a target is a name or the end of one, as in peft.
+    """Names of the linear layers that match ``targets``; a target is a name or a suffix of a name, as in peft.
 
-    The output embedding is never one of them: the head reads its weight, not its output, and the weight may be tied.
+    The output embedding never gets an adapter: the head reads its weight, not its output, and the weight may be tied.
     """
     head = model.get_output_embeddings()
     if targets == [_ALL_LINEAR]:

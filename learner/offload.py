@@ -1,7 +1,8 @@
-"""Which of the learner's tensors are on the device, and when they leave it for the host and come back.
+"""Offloads the learner's tensors to the host and loads them back.
 
-A pool that trains and generates on the same devices takes turns: while engines generate, the learner's memory is
-theirs. Tensors move in place, storage by storage, so that parameters, optimizer and FSDP keep pointing at them.
+In a colocated pool, learner and engines take turns on the same devices: while the engines generate, they use the
+learner's memory. Tensors move in place, storage by storage, so that references from parameters, optimizer and FSDP stay
+valid.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from .trainer import ModelOptimizer
 log = logging.getLogger(__name__)
 
 _ALIGNMENT = 512
-"""Bytes at a multiple of which each copy begins in the slab."""
+"""Alignment of each copy in the slab, in bytes."""
 
 
 class MovableTensors:
-    """Tensors whose device memory can be given up and taken back in place; ``tensors`` lists them anew for every move.
+    """Tensors that can be offloaded and loaded in place; ``tensors`` is called for each move and lists them.
 
-    A move that fails leaves everything where it was. The host copies lie in one slab, which is kept for the next move;
-    on CUDA it is page-locked, and the copies of one move run at the same time, beside what the current stream computes.
+    A failed move changes nothing. The host copies are in one slab, which is reused for the next move. On CUDA the slab
+    is page-locked, and the copies of a move run concurrently on a separate stream.
     """
 
     def __init__(self, tensors: Callable[[], Iterable[Tensor]]) -> None:
@@ -42,11 +43,11 @@ class MovableTensors:
         self.offloaded = False
 
     def device_bytes(self) -> int:
-        """Bytes that the tensors hold on the device."""
+        """Bytes of the tensors on the device."""
         return sum(storage.nbytes() for storage in self._storages())
 
     def offload(self) -> None:
-        """Copy the tensors to the host and free their device memory; nothing when they are there already."""
+        """Copy the tensors to the host and free their device memory. No effect if they are offloaded."""
         if self.offloaded:
             return
         with record.span(SpanKind.offload, cause="to_host"):
@@ -64,10 +65,10 @@ class MovableTensors:
             storage.resize_(0)
         self._on_host, self.offloaded = copies, True
         if any(storage.device.type == "cuda" for storage in storages):
-            torch.cuda.empty_cache()  # what the allocator keeps is lost to the engines on the same device
+            torch.cuda.empty_cache()  # the engines on the same device need the cached memory
 
     def load(self) -> None:
-        """Take the device memory back and fill it; nothing when the tensors are on the device."""
+        """Allocate the device memory and copy the tensors back. No effect if they are on the device."""
         if not self.offloaded:
             return
         with record.span(SpanKind.offload, cause="to_device"):
@@ -87,7 +88,7 @@ class MovableTensors:
         self._on_host, self.offloaded = [], False
 
     def _places(self, storages: Sequence[torch.UntypedStorage]) -> list[Tensor]:
-        """Where in the slab each storage is copied to; a slab that is too small is replaced."""
+        """The part of the slab for each storage. A slab that is too small is replaced."""
         starts, total = [], 0
         for storage in storages:
             starts.append(total)
@@ -96,7 +97,7 @@ class MovableTensors:
             runtime: Any = torch.cuda.cudart() if any(s.device.type == "cuda" for s in storages) else None
             if runtime is not None and len(self._slab):
                 runtime.cudaHostUnregister(self._slab.data_ptr())
-            self._slab = torch.empty(0, dtype=torch.uint8)  # the old one goes first
+            self._slab = torch.empty(0, dtype=torch.uint8)  # free the old slab first
             self._slab = torch.empty(total, dtype=torch.uint8)
             if runtime is not None:
                 # Not pin_memory=True: torch's pinned allocator rounds up to a power of two.
@@ -104,20 +105,21 @@ class MovableTensors:
         return [self._slab[start : start + s.nbytes()] for start, s in zip(starts, storages, strict=True)]
 
     def _storages(self) -> list[torch.UntypedStorage]:
-        """Each storage once, however many tensors view it."""
+        """The storages of the tensors, without duplicates."""
         storages = [tensor.untyped_storage() for tensor in self._tensors()]
         return list({storage._cdata: storage for storage in storages}.values())
 
 
 class OffloadPolicy:
-    """Decides when the model and the optimizer state are on the device, also when what used them failed.
+    """Decides when the model and the optimizer state are on the device. The state stays correct if a use fails.
 
-    ``param_offload`` and ``optimizer_offload`` move them to the host after every use. ``offload_at_transition_only``
-    leaves them on the device while training and moves both when the pool turns to rollout; with either of the others it
-    is ignored, and a warning says so. What is on the host is loaded when it is needed. A frozen model has no optimizer.
+    ``param_offload`` and ``optimizer_offload`` move them to the host after each use. ``offload_at_transition_only``
+    keeps both on the device during training and moves them when the pool switches to rollout. Together with one of the
+    other options it is ignored, with a warning. Offloaded tensors are loaded when they are needed. A frozen model does
+    not have an optimizer.
 
     Attributes:
-        metrics: Bytes on the device before and after the last turn to each mode, as ``rollout_device_bytes_before``,
+        metrics: Bytes on the device before and after the last switch to each mode: ``rollout_device_bytes_before``,
             ``..._after``, ``trainer_device_bytes_before`` and ``..._after``.
     """
 
@@ -126,7 +128,7 @@ class OffloadPolicy:
         if at_transition and any(by_use):
             log.warning(
                 "learner.offload_at_transition_only is ignored: param_offload=%s and optimizer_offload=%s offload "
-                "after every use; switch them off to offload at the transition only",
+                "after each use; switch them off to offload only at the transition",
                 *by_use,
             )
             at_transition = False
@@ -156,32 +158,32 @@ class OffloadPolicy:
         return self._optimizer.offloaded
 
     def device_bytes(self) -> int:
-        """Bytes on the device: on CUDA what torch has allocated there, elsewhere what model and optimizer hold."""
+        """Bytes on the device: on CUDA the bytes that torch has allocated, else those of model and optimizer."""
         if self._device.type == "cuda":
             return torch.cuda.memory_allocated(self._device)
         return self._model.device_bytes() + self._optimizer.device_bytes()
 
     def updating(self) -> AbstractContextManager[None]:
-        """Both are on the device inside; each leaves afterwards if its own option says so."""
+        """Load model and optimizer for the context. Afterwards offload each of them according to its option."""
         return self._on_device(optimizer=True, then_leave=(self._param_offload, self._optimizer_offload))
 
     def reading(self) -> AbstractContextManager[None]:
-        """The model is on the device inside, to score or to gather weights; it leaves under ``param_offload``."""
+        """Load the model for the context, to score or to gather weights. ``param_offload`` offloads it afterwards."""
         return self._on_device(optimizer=False, then_leave=(self._param_offload, False))
 
     def persisting(self) -> AbstractContextManager[None]:
-        """Both are on the device inside, and afterwards each is where it was before."""
+        """Load model and optimizer for the context. Afterwards move each of them back to its previous place."""
         return self._on_device(optimizer=True, then_leave=(self.model_offloaded, self.optimizer_offloaded))
 
     def enter_rollout(self) -> None:
-        """The weights are published and the pool turns to rollout."""
+        """Switch to rollout, after the weights are published."""
         before = self.device_bytes()
         if self._at_transition:
             self._leave(model=True, optimizer=True)
         self._note("rollout", before)
 
     def enter_training(self) -> None:
-        """The pool turns back to training: what the transition moved away returns."""
+        """Switch to training: load the tensors that `enter_rollout` offloaded."""
         before = self.device_bytes()
         if self._at_transition:
             self._model.load()
@@ -194,7 +196,7 @@ class OffloadPolicy:
 
     @contextmanager
     def _on_device(self, *, optimizer: bool, then_leave: tuple[bool, bool]) -> Iterator[None]:
-        """Inside, the model is on the device, and where asked the optimizer state; then each leaves where asked."""
+        """Load the model, and the optimizer state if requested, for the context; then offload as requested."""
         try:
             self._model.load()
             if optimizer:
@@ -207,7 +209,7 @@ class OffloadPolicy:
         if model:
             for module in self._module.modules():
                 if isinstance(module, FSDPModule):
-                    module.reshard()  # a forward pass without a backward leaves the root unsharded
+                    module.reshard()  # a forward pass without a backward pass leaves the root unsharded
             self._model.offload()
         if optimizer:
             self._optimizer.offload()
@@ -232,7 +234,7 @@ def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
 
 @contextmanager
 def _copy_stream(storages: Sequence[torch.UntypedStorage]) -> Iterator[None]:
-    """Copy on a stream of its own on CUDA, after what is under way there; on leaving, the copies are done."""
+    """On CUDA, copy on a separate stream after the current stream's work; wait for the copies on exit."""
     device = next((storage.device for storage in storages if storage.device.type == "cuda"), None)
     if device is None:
         yield

@@ -1,7 +1,7 @@
 """Loads Hugging Face models with the packed attention: a causal language model, or a classifier with one label.
 
-The critic is a token classifier, the reward model a sequence classifier: transformers' generic head on the family's
-backbone, the same for every family, and in the layout of the family's own classifier where transformers has one.
+The critic is a token classifier, and the reward model is a sequence classifier. Both use transformers' generic head on
+the family's backbone. Their files are compatible with the family's own classifier in transformers, if there is one.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ from .attention import ATTENTION_NAME
 log = logging.getLogger(__name__)
 
 SCORE_HEAD = "score"
-"""Attribute of a classifier that holds its linear head."""
+"""Name of a classifier's linear head."""
 
 _MULTIPLIES_BY_LOGITS_SCALING = frozenset({"hyperclovax"})
-"""Types of models whose logits are multiplied by ``logits_scaling``; those of all others are divided by it."""
+"""Model types that multiply logits by ``logits_scaling``; all others divide by it."""
 
 _ADDS_TOKENS = frozenset({"cpmant"})
-"""Types of models whose forward pass puts tokens of its own before a sequence, which a backbone alone does not."""
+"""Model types whose forward pass adds tokens before a sequence. The backbone alone does not add them."""
 
 _RANDOM_WHILE_TRAINING = re.compile(r"drop|pdrop|jitter", re.IGNORECASE)
-"""Names of numbers in modules of transformers that say how much is left out, or added as noise, while training."""
+"""Names of module attributes in transformers that set dropout rates or noise levels for training."""
 
 
 def load_causal_lm(model_path: str, dtype: torch.dtype, *, on_meta: bool = False) -> PreTrainedModel:
     """Load a causal language model in Hugging Face layout, in training mode, with parameters of type ``dtype``.
 
-    With ``on_meta`` it is built without its weights, on the meta device, not the CPU; `learner.fsdp.shard_model` fills
-    it. Raises `ValueError` if there is no model at the path, or packed training would compute it wrongly.
+    With ``on_meta`` the model is on the meta device without weights; `learner.fsdp.shard_model` fills it. Raises
+    `ValueError` if there is no model at the path, or if packed training does not support the model.
     """
     _check_path(model_path)
     config = AutoConfig.from_pretrained(model_path)
     if config.model_type in _ADDS_TOKENS:
         raise ValueError(
-            f"{model_path!r} is of type {config.model_type}, whose forward pass adds tokens of its own to every "
-            "sequence, which the learner does not compute; use another model"
+            f"{model_path!r} is of type {config.model_type}, whose forward pass adds tokens of its own to each "
+            "sequence; the learner does not support this; use another model"
         )
     if on_meta:
         with torch.device("meta"), _refused_by_name(model_path):
@@ -70,7 +70,7 @@ def load_causal_lm(model_path: str, dtype: torch.dtype, *, on_meta: bool = False
 
 @dataclass(frozen=True, kw_only=True)
 class LogitShape:
-    """What a family computes from the product z of hidden state and output embedding: c · tanh(scale · z ÷ c).
+    """A family's logits as a function of z, the product of hidden state and embedding: c · tanh(scale · z ÷ c).
 
     Attributes:
         scale: Factor on z; Granite divides by ``logits_scaling``, Cohere multiplies by ``logit_scale``.
@@ -81,17 +81,17 @@ class LogitShape:
     soft_cap: float | None = None
 
     def __call__(self, products: Tensor) -> Tensor:
-        """The logits of [..., V] float32 products, which are overwritten."""
+        """Compute the logits from [..., V] float32 products, in place."""
         logits = products if self.scale == 1.0 else products.mul_(self.scale)
         return logits if self.soft_cap is None else logits.div_(self.soft_cap).tanh_().mul_(self.soft_cap)
 
     def slope(self, logits: Tensor) -> Tensor | float:
-        """Derivative of the logits by the products, at [..., V] logits."""
+        """Derivative of the logits with respect to the products, at [..., V] logits."""
         return self.scale if self.soft_cap is None else self.scale * (1 - (logits / self.soft_cap).square())
 
 
 def logit_shape(config: PreTrainedConfig) -> LogitShape:
-    """What a model's configuration says of its logits; the self-test compares it with the model's own."""
+    """Read the shape of the logits from a model's configuration; the self-test checks it."""
     text = config.get_text_config()
     scale = getattr(text, "logit_scale", None) or 1.0
     if divisor := getattr(text, "logits_scaling", None):
@@ -100,21 +100,21 @@ def logit_shape(config: PreTrainedConfig) -> LogitShape:
 
 
 def load_critic(model_path: str, dtype: torch.dtype, *, on_meta: bool = False) -> PreTrainedModel:
-    """Load a token classifier with one label, or give a causal language model to start from a head of zeros.
+    """Load a token classifier with one label, or a causal language model, which gets a head of zeros.
 
-    A new critic then predicts 0 for every state, so its first advantages are the returns themselves. Arguments are
-    those of `load_causal_lm`. Raises `ValueError` if there is no model, or one with another number of labels.
+    A new critic predicts 0 for each state, so its first advantages equal the returns. The arguments are the same as for
+    `load_causal_lm`. Raises `ValueError` if there is no model, or if the model has another number of labels.
     """
     model, missing = _load_classifier(GenericForTokenClassification, model_path, dtype, on_meta)
     if missing:
-        log.info("%s lacks %s: the critic starts with zeros there", model_path, sorted(missing))
+        log.info("%s does not have %s: the critic starts with zeros for them", model_path, sorted(missing))
     for name in missing:
         nn.init.zeros_(model.get_parameter(name))
     return model
 
 
 def load_reward_model(model_path: str, dtype: torch.dtype, *, on_meta: bool = False) -> PreTrainedModel:
-    """As `load_causal_lm`, a sequence classifier with one label; `ValueError` if its head is missing."""
+    """Load a sequence classifier with one label, as in `load_causal_lm`. `ValueError` if its head is missing."""
     model, missing = _load_classifier(GenericForSequenceClassification, model_path, dtype, on_meta)
     if missing:
         raise ValueError(
@@ -127,7 +127,7 @@ def load_reward_model(model_path: str, dtype: torch.dtype, *, on_meta: bool = Fa
 def _load_classifier(
     head: type, model_path: str, dtype: torch.dtype, on_meta: bool
 ) -> tuple[PreTrainedModel, set[str]]:
-    """The classifier, and the names of the head's parameters that the path does not have."""
+    """Load a classifier. Also returns the names of the head's parameters that are missing at the path."""
     _check_path(model_path)
     config = AutoConfig.from_pretrained(model_path, num_labels=1)
     classifier, options = _classifier_class(head, config, model_path), {"attn_implementation": ATTENTION_NAME}
@@ -150,7 +150,7 @@ def _load_classifier(
 
 
 def _classifier_class(head: type, config: PreTrainedConfig, model_path: str) -> Any:
-    """A generic head of transformers on the family's backbone, whose weights keep their names."""
+    """Create a class with transformers' generic head on the family's backbone. The weights keep their names."""
     mapping: Any = AutoModel._model_mapping
     if type(config) not in mapping:
         raise ValueError(_no_such_model(config, model_path))
@@ -163,7 +163,7 @@ def _classifier_class(head: type, config: PreTrainedConfig, model_path: str) -> 
 
 @contextmanager
 def _refused_by_name(model_path: str) -> Iterator[None]:
-    """Inside, what transformers raises about families that it cannot load as asked becomes a message with a remedy."""
+    """Convert transformers' errors about unsupported families to messages with a remedy, inside the context."""
     try:
         yield
     except KeyError as error:
@@ -199,10 +199,10 @@ def _own_storage(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _deterministic(model: PreTrainedModel) -> PreTrainedModel:
-    """The model in training mode, with its dropout and noise off; what was on is logged.
+    """Put the model in training mode and switch off its dropout and noise; the log names what was on.
 
-    The ratio of policy-gradient losses is of the policy that sampled, and critic and reward model are asked in the same
-    way: what is left out at random would make each micro-batch another model. Configuration and files stay as they are.
+    The ratio of policy-gradient losses needs the same policy as at sampling. Dropout would make a different model per
+    micro-batch. The same applies to critic and reward model. Configuration and files do not change.
     """
     found: dict[str, float] = {}
     for module in model.train().modules():
@@ -215,6 +215,6 @@ def _deterministic(model: PreTrainedModel) -> PreTrainedModel:
             if value > 0:
                 found[named] = value
                 setattr(module, name, 0.0)
-    if found and model.device.type != "meta":  # the first rank says it
-        log.info("off while training, so that the policy stays the one that sampled: %s", found)
+    if found and model.device.type != "meta":  # rank 0 logs it
+        log.info("off while training, so that the policy equals the sampling policy: %s", found)
     return model

@@ -1,9 +1,9 @@
 """Layers that carry a state from token to token (linear attention, state spaces, convolutions) on packed sequences.
 
-Such a layer would carry the state of one sequence into the next, and under sequence parallelism it would see a part of
-the tokens only. Here each gets whole sequences: kernels that take boundaries (flash-linear-attention, causal-conv1d)
-get them with the packed tokens, any other implementation gets a batch of sequences padded on the right, which no real
-token sees.
+On packed tokens such a layer would carry the state of one sequence into the next. Under sequence parallelism it would
+get only part of the tokens. Here each layer gets whole sequences. Kernels with sequence boundaries
+(flash-linear-attention, causal-conv1d) get the packed tokens and the boundaries. Other implementations get a batch of
+right-padded sequences; the padding does not affect real tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .attention import PackedLayout, packed_layout
 from .ulysses import gather_sequence, get_ulysses_sequence_parallel_rank, get_ulysses_sequence_parallel_world_size
 
 _WITHOUT_CONVOLUTION = ("MiniMaxLightningAttention",)
-"""Layers with a state that hold no convolution, by which the others are known."""
+"""Layers with a state but without a convolution. All other such layers are recognized by their convolution."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,10 +30,10 @@ class _Region:
     """The packed tokens that a rank's own tokens depend on.
 
     Attributes:
-        first: Packed place of its first token, the start of a sequence.
-        last: Packed place after its last token.
-        own: Place of the rank's first own token within it.
-        layout: Its sequences; the last one ends with the rank's tokens.
+        first: Packed position of the region's first token, the start of a sequence.
+        last: Packed position after the region's last token.
+        own: Position of the rank's first own token within the region.
+        layout: The region's sequences; the last sequence ends with the rank's tokens.
     """
 
     first: int
@@ -43,11 +43,11 @@ class _Region:
 
 
 class RecurrentLayers:
-    """Makes the layers of a Hugging Face model that carry a state run on packed sequences, in place, before sharding.
+    """Patches the layers of a Hugging Face model that carry a state for packed sequences, in place, before sharding.
 
     Attributes:
         layers: The layers, in order; empty for most models.
-        takes_boundaries: Their kernels are handed ``cu_seq_lens_q`` and ``seq_idx``; otherwise the layers run on padded
+        takes_boundaries: Whether their kernels get ``cu_seq_lens_q`` and ``seq_idx``. If not, the layers run on padded
             sequences.
     """
 
@@ -68,15 +68,15 @@ class RecurrentLayers:
         return sorted({type(layer).__name__ for layer in self.layers})
 
     def use(self, layout: PackedLayout | None) -> None:
-        """Say where the sequences of the next forward lie; None runs the layers as they are."""
+        """Set the layout of the next forward pass; None runs the original layers."""
         self._layout = layout
 
     def _follow(self, _parent: nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Take the layout that a decoder layer was called with: activation checkpointing calls it again, later."""
+        """Use the layout of a decoder layer's call, since activation checkpointing calls the layer again later."""
         self._layout = kwargs.get("packed", self._layout)
 
     def _forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Stands for a layer's ``forward``; its first argument is [1, n, h], this rank's part of the tokens."""
+        """Replacement of a layer's ``forward``; its first argument is this rank's part of the tokens, [1, n, h]."""
         if self._layout is None:
             return forward(*args, **kwargs)
         hidden, others = (args[0], args[1:]) if args else (kwargs.pop("hidden_states"), ())
@@ -94,7 +94,7 @@ class RecurrentLayers:
         return out if rest is None else (out, *rest)
 
     def _region(self, layout: PackedLayout, num_local: int) -> _Region:
-        """Which tokens this rank computes; the same for every layer of a forward."""
+        """The tokens that this rank computes; the same for all layers of a forward pass."""
         if self._planned is None or self._planned[0] is not layout:
             self._planned = (layout, _region_of_rank(layout, num_local))
         return self._planned[1]
@@ -107,7 +107,7 @@ def _carries_state(module: nn.Module) -> bool:
 
 
 def _has_boundary_kernels(layer: nn.Module) -> bool:
-    """Whether the layer runs on kernels that keep packed sequences apart; transformers looks for them when imported."""
+    """Whether the layer uses kernels with sequence boundaries; transformers looks for these kernels at import."""
     module = sys.modules[type(layer).__module__]
     accepts = "seq_idx" in inspect.signature(type(layer).forward).parameters or hasattr(layer, "chunk_gated_delta_rule")
     return accepts and bool(getattr(module, "is_fast_path_available", False))
@@ -130,7 +130,7 @@ def _region_of_rank(layout: PackedLayout, num_local: int) -> _Region:
 def _with_boundaries(
     run: Callable[..., Any], tokens: Tensor, layout: PackedLayout, forward: Callable[..., Any]
 ) -> tuple[Tensor, tuple[Any, ...] | None]:
-    """[n, h] outputs by kernels that are told where each sequence starts, and what the layer returns besides."""
+    """Run kernels with sequence boundaries. Returns outputs [n, h] and the layer's other results."""
     sizes = torch.tensor(layout.lengths, device=tokens.device)
     index = torch.arange(len(layout.lengths), dtype=torch.int32, device=tokens.device).repeat_interleave(sizes)
     said: dict[str, Tensor] = {"seq_idx": index.unsqueeze(0), "cu_seq_lens_q": layout.cu_seqlens}
@@ -142,7 +142,7 @@ def _with_boundaries(
 
 
 def _padded(run: Callable[..., Any], tokens: Tensor, layout: PackedLayout) -> tuple[Tensor, tuple[Any, ...] | None]:
-    """[n, h] outputs by one call per bucket of sequences, and what the layer returns besides."""
+    """Run one call per bucket of padded sequences. Returns outputs [n, h] and the layer's other results."""
     if layout.pad_index is not None:
         tokens = tokens.index_select(0, layout.pad_index)
     outputs, rest = [], None
@@ -155,5 +155,5 @@ def _padded(run: Callable[..., Any], tokens: Tensor, layout: PackedLayout) -> tu
 
 
 def _split(output: Any) -> tuple[Tensor, tuple[Any, ...] | None]:
-    """A layer's output tensor, and the further entries where it returns a tuple."""
+    """A layer's output tensor, and the other entries if the layer returns a tuple."""
     return (output[0], tuple(output[1:])) if isinstance(output, tuple) else (output, None)

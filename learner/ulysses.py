@@ -1,9 +1,8 @@
 """Ulysses sequence parallelism (arXiv 2309.14509): tokens are split over the sp ranks, heads during attention.
 
-Outside attention each rank holds N/sp of the packed tokens and all heads; inside, all N tokens and H/sp heads. Two
-all-to-alls change between the layouts, both differentiable. The group is the one that the innermost
-`UlyssesShardingManager` has set, or the one given as ``group``; without a group, or alone in it, every function is the
-identity.
+Outside attention each rank holds N/sp of the packed tokens and all heads; inside, all N tokens and H/sp heads.
+Two differentiable all-to-alls convert between these layouts. The group is ``group``, or the group of the innermost
+`UlyssesShardingManager`. Without a group, or with a group of one rank, all functions are the identity.
 """
 
 from __future__ import annotations
@@ -37,13 +36,13 @@ def get_ulysses_sequence_parallel_group() -> ProcessGroup | None:
 
 
 def get_ulysses_sequence_parallel_world_size(group: ProcessGroup | None = None) -> int:
-    """Ranks that share a sequence; 1 without a group."""
+    """Number of ranks that share a sequence; 1 without a group."""
     group = group or _group
     return dist.get_world_size(group) if group is not None else 1
 
 
 def get_ulysses_sequence_parallel_rank(group: ProcessGroup | None = None) -> int:
-    """This rank's part of a sequence; 0 without a group."""
+    """Index of this rank's part of a sequence; 0 without a group."""
     group = group or _group
     return dist.get_rank(group) if group is not None else 0
 
@@ -60,10 +59,10 @@ def validate_ulysses_config(num_heads: int, ulysses_sequence_size: int) -> None:
 def gather_seq_scatter_heads(
     x: Tensor, seq_dim: int, head_dim: int, unpadded_dim_size: int = 0, group: ProcessGroup | None = None
 ) -> Tensor:
-    """From a part of the tokens with all heads to all tokens with a part of the heads.
+    """Exchange part of the tokens with all heads for all tokens with part of the heads.
 
-    Example: [1, N/sp, H, D] with ``seq_dim`` 1 and ``head_dim`` 2 gives [1, N, H/sp, D]; H is a multiple of sp. Tokens
-    from ``unpadded_dim_size`` on are padding and are cut off; 0 keeps all.
+    Example: [1, N/sp, H, D] with ``seq_dim`` 1 and ``head_dim`` 2 gives [1, N, H/sp, D]; H must be a multiple of sp.
+    Tokens from ``unpadded_dim_size`` on are padding and are removed; 0 keeps all.
     """
     group = _shared(group)
     if group is None:
@@ -75,10 +74,10 @@ def gather_seq_scatter_heads(
 
 
 def gather_heads_scatter_seq(x: Tensor, head_dim: int, seq_dim: int, group: ProcessGroup | None = None) -> Tensor:
-    """From all tokens with a part of the heads back to a part of the tokens with all heads.
+    """Exchange all tokens with part of the heads for part of the tokens with all heads.
 
-    Example: [1, N, H/sp, D] with ``seq_dim`` 1 and ``head_dim`` 2 gives [1, N/sp, H, D]; tokens are padded at the end
-    to a multiple of sp.
+    Example: [1, N, H/sp, D] with ``seq_dim`` 1 and ``head_dim`` 2 gives [1, N/sp, H, D]. The tokens are padded at the
+    end to a multiple of sp.
     """
     group = _shared(group)
     if group is None:
@@ -94,11 +93,11 @@ def gather_outputs_and_unpad(
     grad_scaler: bool = True,
     group: ProcessGroup | None = None,
 ) -> Tensor:
-    """Collect the tokens of all sp ranks, in their order, on each of them.
+    """Gather the tokens of all sp ranks, in rank order, on each sp rank.
 
-    ``x`` holds this rank's tokens along ``gather_dim``, equally many on every rank. ``padding_size`` entries are cut
-    off from the end of ``unpad_dim``, if that is given. ``grad_scaler`` multiplies the gradient by sp, for a loss that
-    is averaged over the sp ranks afterwards; without it every rank receives its part of the gradient as it is.
+    ``x`` holds this rank's tokens along ``gather_dim``; all ranks must have the same number. If ``unpad_dim`` is given,
+    ``padding_size`` entries are removed from its end. ``grad_scaler`` multiplies the gradient by sp, for a loss that is
+    later averaged over the sp ranks. Without it, each rank gets its part of the gradient unchanged.
     """
     group = _shared(group)
     if group is None:
@@ -110,10 +109,10 @@ def gather_outputs_and_unpad(
 
 
 def gather_sequence(x: Tensor, dim: int, group: ProcessGroup | None = None) -> Tensor:
-    """Collect the tokens of all sp ranks, in their order, for a layer in which own tokens depend on those of others.
+    """Gather the tokens of all sp ranks, in rank order, for a layer in which tokens depend on other ranks' tokens.
 
-    ``x`` holds this rank's tokens along ``dim``, equally many on every rank. The gradient of a token is the sum of what
-    the ranks send back.
+    ``x`` holds this rank's tokens along ``dim``; all ranks must have the same number. The gradient of a token is the
+    sum of the gradients from all ranks.
     """
     group = _shared(group)
     return x if group is None else _Gather.apply(group, x, dim, "sum")  # type: ignore[return-value]
@@ -124,11 +123,11 @@ def ulysses_pad(
 ) -> tuple[Tensor, Tensor | None, int]:
     """Pad packed tokens [1, N] at the end with ``pad_value``, to a multiple of sp.
 
-    Position ids are [1, N], or [axes, 1, N] for rotary embeddings of several axes; others raise `ValueError`.
+    Position ids are [1, N], or [axes, 1, N] for rotary embeddings with several axes; other shapes raise `ValueError`.
 
     Returns:
-        [1, ceil(N / sp) * sp] input ids and position ids, those of the padding counted from 0, and the number of
-        tokens added.
+        Input ids and position ids, [1, ceil(N / sp) * sp], and the number of added tokens. The positions of the padding
+        count from 0.
     """
     if position_ids_rmpad is not None and position_ids_rmpad.shape[-2:] != (1, input_ids_rmpad.size(-1)):
         raise ValueError(
@@ -151,9 +150,9 @@ def ulysses_pad_and_slice_inputs(
     sp_size: int = 1,
     skip_position_ids_rmpad: bool = False,
 ) -> tuple[Tensor, Tensor | None, int]:
-    """Pad packed tokens to a multiple of sp, as `ulysses_pad` does, and take this rank's part, [1, ceil(N / sp)].
+    """Pad packed tokens to a multiple of sp with `ulysses_pad`, and return this rank's part, [1, ceil(N / sp)].
 
-    ``skip_position_ids_rmpad`` leaves the position ids whole, though padded.
+    With ``skip_position_ids_rmpad`` the position ids are padded but not sliced.
     """
     input_ids, position_ids, padding = ulysses_pad(input_ids_rmpad, position_ids_rmpad, sp_size)
     if sp_size > 1:
@@ -164,7 +163,7 @@ def ulysses_pad_and_slice_inputs(
 
 
 def slice_input_tensor(x: Tensor, dim: int, padding: bool = True, group: ProcessGroup | None = None) -> Tensor:
-    """This rank's contiguous part of ``x``; ``padding`` adds zeros up to a multiple of sp, else `ValueError`."""
+    """This rank's contiguous part of ``x``. Needs a multiple of sp, else `ValueError`; ``padding`` adds zeros."""
     num_ranks = get_ulysses_sequence_parallel_world_size(group)
     if padding:
         x = _pad_end(x, dim, num_ranks)
@@ -174,10 +173,10 @@ def slice_input_tensor(x: Tensor, dim: int, padding: bool = True, group: Process
 
 
 def replicate_kv_heads(x: Tensor, head_dim: int, num_heads: int, sp_size: int) -> Tensor:
-    """Repeat key or value heads until they can be split over sp ranks, each with the query heads that read it.
+    """Repeat key or value heads so that they can be split over the sp ranks together with their query heads.
 
-    ``num_heads`` counts the query heads, a multiple of both the key-value heads and ``sp_size``. The result has the
-    fewest heads that a multiple of sp and a divisor of ``num_heads`` allow.
+    ``num_heads`` is the number of query heads, a multiple of the key-value heads and of ``sp_size``. The result has the
+    smallest number of heads that is a multiple of sp and divides ``num_heads``.
     """
     num_kv_heads = x.size(head_dim)
     wanted = math.lcm(num_kv_heads, sp_size)
@@ -189,12 +188,12 @@ def replicate_kv_heads(x: Tensor, head_dim: int, num_heads: int, sp_size: int) -
 class UlyssesShardingManager:
     """Context in which a model runs over its sp ranks.
 
-    Entering sets the group that attention uses; leaving restores the one before, also when nested and on errors. Data
-    is not touched by entering: the dispatch gives all sp ranks the same batch, and attention splits it.
-    `preprocess_data` and `postprocess_data` are for computations that do without the model's own splitting.
+    On entry it sets the group for attention; on exit, also after errors, it restores the previous group. Contexts can
+    be nested. The context does not change data: the dispatch gives sp ranks the same batch, and attention splits it.
+    `preprocess_data` and `postprocess_data` are for computations that do not split sequences themselves.
 
     Args:
-        device_mesh: Has an axis ``sp``; None makes the context, and both methods, do nothing.
+        device_mesh: Mesh with an axis ``sp``. With None, the context and both methods have no effect.
     """
 
     def __init__(self, device_mesh: DeviceMesh | None) -> None:
@@ -216,21 +215,21 @@ class UlyssesShardingManager:
             set_ulysses_sequence_parallel_group(self._before.pop())
 
     def preprocess_data(self, data: DataProto) -> DataProto:
-        """Put the rows of all sp ranks together in place, in the order of the ranks, on each of them."""
+        """Gather the rows of all sp ranks in place, in rank order, on each sp rank."""
         if self._mesh is None or self._mesh.size() == 1:
             return data
         all_gather_data_proto(data, self._group)
         return data
 
     def postprocess_data(self, data: DataProto) -> DataProto:
-        """Keep this rank's part of the rows, which all sp ranks hold and sp divides; undoes `preprocess_data`."""
+        """Return this rank's part of the rows, the inverse of `preprocess_data`. sp must divide the number of rows."""
         if self._mesh is None or self._mesh.size() == 1:
             return data
         return data.chunk(chunks=self._mesh.size())[self._mesh.get_local_rank()]
 
 
 def _shared(group: ProcessGroup | None) -> ProcessGroup | None:
-    """The group to communicate in, or None where there is no other rank in it."""
+    """The group for communication, or None if it has only one rank."""
     group = group or _group
     return group if group is not None and dist.get_world_size(group) > 1 else None
 
@@ -241,7 +240,7 @@ def _pad_end(x: Tensor, dim: int, multiple: int) -> Tensor:
 
 
 def _all_to_all(x: Tensor, scatter_dim: int, gather_dim: int, group: ProcessGroup) -> Tensor:
-    """Split ``scatter_dim`` over the ranks and put ``gather_dim`` together."""
+    """Split ``scatter_dim`` over the ranks and concatenate ``gather_dim``."""
     num_ranks = dist.get_world_size(group)
     if x.size(scatter_dim) % num_ranks:
         raise ValueError(f"dimension {scatter_dim} of {tuple(x.shape)} cannot be split over {num_ranks} ranks")
@@ -249,9 +248,9 @@ def _all_to_all(x: Tensor, scatter_dim: int, gather_dim: int, group: ProcessGrou
 
 
 def _exchanged(parts: Sequence[Tensor], group: ProcessGroup) -> Tensor:
-    """Send each rank its part; returns what each sent, stacked.
+    """Send each rank its part; returns the received parts, stacked.
 
-    Both buffers are made contiguous here: gloo fills a non-contiguous output wrongly, without an error.
+    Both buffers must be contiguous: gloo fills a non-contiguous output incorrectly, without an error.
     """
     sent = torch.stack(tuple(parts)).contiguous()
     received = torch.empty_like(sent, memory_format=torch.contiguous_format)
@@ -271,7 +270,7 @@ class _SeqAllToAll(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """The parts of all ranks; the gradient is this rank's ``part``, times sp (``scaled``), or the ``sum`` of all."""
+    """Gathers all ranks' parts. The gradient is this rank's ``part``, that times sp (``scaled``), or the ``sum``."""
 
     @staticmethod
     def forward(ctx: Any, group: ProcessGroup, x: Tensor, dim: int, gradient: str) -> Tensor:

@@ -1,8 +1,8 @@
 """verl's worker methods over the learner's trainer: a `DataProto` in, a `DataProto` out, and the caller waits.
 
 A row is a prompt padded on the left and a response padded on the right. ``input_ids``, ``attention_mask`` and
-``position_ids`` are [B, L]. ``responses`` and all token columns are [B, R] for the last R <= L places, 0 at padding.
-Every method takes these four. ``meta_info["temperature"]`` replaces the run's temperature. The worker packs
+``position_ids`` are [B, L]. ``responses`` and all token columns are [B, R] for the last R <= L positions, 0 at padding.
+All methods take these four tensors. ``meta_info["temperature"]`` replaces the run's temperature. The worker packs
 micro-batches by its own token budget and ignores ``meta_info`` about them. The classes take the options of
 `ModelWorker`.
 """
@@ -34,14 +34,14 @@ _VERL_METRICS = {"value_loss": "vf_loss", "value_clip_fraction": "vf_clipfrac", 
 
 
 class ActorWorker(ModelWorker):
-    """One rank of the actor. With LoRA it is the reference too, with its adapters off."""
+    """One rank of the actor. With LoRA the actor is also the reference, with its adapters off."""
 
     def __init__(self, config: LearnerConfig, algorithm: AlgorithmConfig, **options: Any) -> None:
         super().__init__(ACTOR, config, algorithm, **options)
 
     @register(dispatch_mode=BY_ROWS)
     def compute_log_prob(self, data: DataProto) -> DataProto:
-        """``old_log_probs`` and ``entropys`` [B, R] float32 of the responses under the present policy."""
+        """``old_log_probs`` and ``entropys`` [B, R] float32 of the responses under the current policy."""
         temperature = float(data.meta_info.get("temperature", self._temperature))
         with self._offload.reading(), self._model.at_temperature(temperature):
             log_probs, entropies = self._model.log_probs_and_entropies(scored_sequences(data))
@@ -52,13 +52,13 @@ class ActorWorker(ModelWorker):
 
     @register(dispatch_mode=BY_ROWS)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
-        """``ref_log_prob`` under the policy with its adapters off. Raises `ValueError` if it has no adapters."""
+        """``ref_log_prob`` under the policy with its adapters off. Raises `ValueError` without adapters."""
         with self._offload.reading():
             return _reference_rows(self._model, data, self._temperature)
 
     @register(dispatch_mode=BY_ROWS)
     def update_actor(self, data: DataProto) -> DataProto:
-        """Make the optimizer updates of one step. The metrics ``actor/<name>`` are the same on every rank.
+        """Make the optimizer updates of one step. The metrics ``actor/<name>`` are the same on all ranks.
 
         ``data`` has ``old_log_probs`` and ``advantages``, and as needed:
 
@@ -115,7 +115,7 @@ class CriticWorker(ModelWorker):
 
 
 class ReferenceWorker(ModelWorker):
-    """One rank of the reference: a frozen copy of the policy that the run starts from."""
+    """One rank of the reference: a frozen copy of the initial policy."""
 
     def __init__(self, config: LearnerConfig, algorithm: AlgorithmConfig, **options: Any) -> None:
         super().__init__(REFERENCE, config, algorithm, **options)
@@ -128,7 +128,7 @@ class ReferenceWorker(ModelWorker):
 
 
 class RewardModelWorker(ModelWorker):
-    """One rank of the reward model, which uses the policy's tokens."""
+    """One rank of the reward model. It uses the policy's tokenizer."""
 
     def __init__(self, config: LearnerConfig, algorithm: AlgorithmConfig, **options: Any) -> None:
         super().__init__(REWARD_MODEL, config, algorithm, **options)
@@ -142,7 +142,7 @@ class RewardModelWorker(ModelWorker):
 
 
 def _reference_rows(model: PackedModel, data: DataProto, temperature: float) -> DataProto:
-    """``ref_log_prob`` of the rows under the weights that the run starts from."""
+    """``ref_log_prob`` of the rows under the initial weights."""
     with model.frozen(), model.at_temperature(float(data.meta_info.get("temperature", temperature))):
         log_probs = model.scores(scored_sequences(data))
     return single_controller.DataProto.from_dict({"ref_log_prob": response_rows(data, log_probs)})
@@ -167,15 +167,15 @@ _NEEDED = ("input_ids", "attention_mask", "responses")
 
 
 def scored_sequences(data: DataProto) -> list[TokenSequence]:
-    """Sequences to score: all attended tokens of the responses, also those of an environment.
+    """Sequences to score, with all attended tokens of the responses, including tokens from an environment.
 
-    Raises `ValueError` if a column is missing, or positions do not count the attended tokens from 0.
+    Raises `ValueError` if a column is missing, or if ``position_ids`` do not count the attended tokens from 0.
     """
     return _sequences(data, _attended_responses(data), {})
 
 
 def trained_sequences(data: DataProto, columns: Mapping[str, str], *, num_mini_batches: int) -> list[TokenSequence]:
-    """Sequences to train on: the tokens of ``response_mask``, or all attended ones without that mask.
+    """Sequences to train on, with the tokens of ``response_mask``, or all attended tokens without this mask.
 
     ``columns`` maps a sequence's column to its [B, R] tensor. Each of the ``num_mini_batches`` optimizer updates trains
     on the same number of neighboring rows. Raises as `scored_sequences` does.
@@ -217,7 +217,7 @@ def generated_rows(
 
 
 def response_rows(data: DataProto, values: Sequence[np.ndarray]) -> Tensor:
-    """[B, R] float32: the [T] values of each sequence at the attended tokens of its response, 0 elsewhere."""
+    """The [T] values of each sequence at the attended tokens of its response, 0 elsewhere: [B, R] float32."""
     import torch
 
     attended = _attended_responses(data)
@@ -250,7 +250,7 @@ def _sequences(data: DataProto, mask: np.ndarray, tensors: Mapping[str, np.ndarr
 
 
 def _attended_responses(data: DataProto) -> np.ndarray:
-    """[B, R] bool: the attended tokens of the responses."""
+    """Mask of the attended tokens of the responses, [B, R] bool."""
     missing = [name for name in _NEEDED if name not in _names(data)]
     if missing:
         raise ValueError(f"data must hold {list(_NEEDED)}, got {sorted(_names(data))}; add {missing}")
@@ -260,15 +260,15 @@ def _attended_responses(data: DataProto) -> np.ndarray:
 
 
 def _check_positions(data: DataProto, attention: np.ndarray) -> None:
-    """Raise `ValueError` for positions that differ from those that packing counts, which would be ignored."""
+    """Raise `ValueError` if ``position_ids`` differ from those of packing, since packing ignores ``position_ids``."""
     if "position_ids" not in _names(data):
         return
     positions = _array(data, "position_ids")
     counted = attention.cumsum(axis=1) - 1
     if positions.shape != attention.shape or (positions != counted)[attention].any():
         raise ValueError(
-            "position_ids must count the attended tokens of each row from 0, as cumsum(attention_mask) - 1 does; "
-            f"got others, of shape {positions.shape}"
+            "position_ids must count the attended tokens of each row from 0, as cumsum(attention_mask) - 1 does, got "
+            f"other values, of shape {positions.shape}"
         )
 
 

@@ -18,7 +18,7 @@ def test_grpo_without_deviation_only_centers() -> None:
     assert got.tolist() == pytest.approx([2.0, -1.0, -1.0, 0.0])
 
 
-def test_groups_are_told_apart_in_any_order() -> None:
+def test_groups_are_distinguished_in_any_order() -> None:
     rewards, groups = torch.tensor([1.0, 10.0, 3.0, 30.0]), torch.tensor([7, 2, 7, 2])
     got = group_advantages(rewards, groups, scale=Scale.std)
     assert got.tolist() == pytest.approx([-(0.5**0.5), -(0.5**0.5), 0.5**0.5, 0.5**0.5])
@@ -32,7 +32,7 @@ def test_equal_rewards_give_exact_zeros(scale: Scale, reward: float) -> None:
     )
 
 
-def test_a_small_difference_beside_a_large_reward_is_kept() -> None:
+def test_a_small_difference_between_large_rewards_is_kept() -> None:
     got = group_advantages(torch.tensor([1e6, 1e6 + 1]), torch.zeros(2, dtype=torch.int64), scale=Scale.std)
     assert got.tolist() == pytest.approx([-(0.5**0.5), 0.5**0.5])
 
@@ -69,7 +69,7 @@ def test_each_estimator_gives_its_golden_numbers(name: str, want: list[float]) -
         ("rloo", [3.0, -1.5, -1.5, 2.0, -2.0]),
     ],
 )
-def test_groups_of_different_sizes_are_compared_each_within_itself(name: str, want: list[float]) -> None:
+def test_rewards_are_compared_within_groups_of_different_sizes(name: str, want: list[float]) -> None:
     rewards, groups = torch.tensor([3.0, 0.0, 0.0, 2.0, 0.0]), torch.tensor([4, 4, 4, 9, 9])
     assert ADVANTAGES.get(name)(rewards, groups).tolist() == pytest.approx(want, abs=1e-6)
 
@@ -84,7 +84,7 @@ def test_every_estimator_has_golden_numbers() -> None:
 
 
 @pytest.mark.parametrize("name", OUTCOME_NAMES)
-def test_equal_rewards_teach_nothing_whatever_the_estimator(name: str) -> None:
+def test_equal_rewards_give_zero_advantages_for_every_estimator(name: str) -> None:
     assert ADVANTAGES.get(name)(torch.full((4,), 0.1), TWO_GROUPS).tolist() == [0.0] * 4
 
 

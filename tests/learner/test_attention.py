@@ -1,4 +1,4 @@
-"""Which kernel computes attention, and that all of them compute the same."""
+"""The selection of the attention kernel, and the equality of all kernels."""
 
 import importlib
 import os
@@ -21,7 +21,7 @@ FA2, FA3, FA4 = AttentionKernel.flash_attn, AttentionKernel.flash_attn_3, Attent
 KERNELS = (FA4, FA3, FA2, AttentionKernel.torch_varlen)
 MODULES = {FA4: "flash_attn/cute/__init__.py", FA3: "flash_attn_interface.py", FA2: "flash_attn/__init__.py"}
 WHEEL = os.environ.get("FLASH_ATTN_4_WHEEL", "")
-"""The wheel of flash-attn-4, where a developer has it: pip download --no-deps --pre flash-attn-4."""
+"""The wheel of flash-attn-4, if a developer has downloaded it: pip download --no-deps --pre flash-attn-4."""
 
 # A kernel with the interface of flash-attn, on the CPU; what it gets wrong is filled in.
 FLASH_ATTN = """
@@ -49,7 +49,7 @@ RIGHT = "pass"
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """Puts files of packages onto the path of this process, until the test ends."""
+    """Adds package files to the import path until the test ends."""
     monkeypatch.syspath_prepend(str(tmp_path))
 
     def make(**files: str) -> None:
@@ -73,8 +73,10 @@ def chosen(shape: AttentionShape | None = None) -> AttentionKernel:
     return first_right(KERNELS, CPU, torch.bfloat16, shape or AttentionShape())
 
 
-def test_the_layout_of_the_wheel_flash_attn_4_is_no_flash_attn_2(install: Callable[..., None], caplog) -> None:
-    """The wheel holds flash_attn/cute alone, so that ``import flash_attn`` finds a namespace without functions."""
+def test_the_layout_of_the_wheel_flash_attn_4_is_not_taken_for_flash_attn_2(
+    install: Callable[..., None], caplog
+) -> None:
+    """The wheel has only flash_attn/cute, so ``import flash_attn`` finds a namespace without functions."""
     install(flash_attn_4="from .interface import flash_attn_func, flash_attn_varlen_func\n")
     assert importlib.util.find_spec("flash_attn") is not None
     assert chosen() is AttentionKernel.sdpa
@@ -87,7 +89,9 @@ def test_the_layout_of_the_wheel_flash_attn_4_is_no_flash_attn_2(install: Callab
 
 
 @pytest.mark.skipif(not WHEEL, reason="FLASH_ATTN_4_WHEEL does not name the wheel of flash-attn-4")
-def test_the_real_wheel_flash_attn_4_is_no_flash_attn_2(install: Callable[..., None], tmp_path: Path, caplog) -> None:
+def test_the_real_wheel_flash_attn_4_is_not_taken_for_flash_attn_2(
+    install: Callable[..., None], tmp_path: Path, caplog
+) -> None:
     with zipfile.ZipFile(WHEEL) as wheel:
         wheel.extractall(tmp_path)
     install()
@@ -97,7 +101,7 @@ def test_the_real_wheel_flash_attn_4_is_no_flash_attn_2(install: Callable[..., N
 
 
 @pytest.mark.parametrize("shape", [AttentionShape(), AttentionShape(has_window=True, soft_cap=0.7, head_dim=24)])
-def test_the_fastest_kernel_that_is_right_is_taken(install: Callable[..., None], shape: AttentionShape) -> None:
+def test_the_fastest_correct_kernel_is_selected(install: Callable[..., None], shape: AttentionShape) -> None:
     right = FLASH_ATTN.format(fault=RIGHT)
     install(flash_attn=right)
     assert chosen(shape) is FA2
@@ -123,7 +127,7 @@ def test_the_fastest_kernel_that_is_right_is_taken(install: Callable[..., None],
         ("softcap = 0.0", "differs from attention in float32 by"),
     ],
 )
-def test_a_kernel_that_computes_something_else_is_passed_over_and_refused_by_name(
+def test_a_kernel_with_wrong_results_is_skipped_and_refused_by_name(
     install: Callable[..., None], fault: str, said: str
 ) -> None:
     shape = AttentionShape(has_window=True, soft_cap=0.7)

@@ -1,4 +1,4 @@
-"""Who trains on what: balance over ranks and mini-batches, whatever the ranks, and the rewards that travel along."""
+"""The division of a plan among ranks and mini-batches: balance, rewards, and independence of the number of ranks."""
 
 import math
 import time
@@ -49,7 +49,7 @@ def largest_sample(plan: Plan) -> float:
 
 
 def long_tailed_plan(num_groups: int, samples: int, seed: int) -> Plan:
-    """Lengths as reasoning traces have them: the groups differ, and most samples are short."""
+    """Lengths like those of reasoning traces: the groups differ, and most samples are short."""
     rng = np.random.default_rng(seed)
     scale = rng.lognormal(6.5, 0.6, (num_groups, 1))
     lengths = np.clip(scale * rng.lognormal(0.0, 0.5, (num_groups, samples)), 8, 6000).astype(int)
@@ -72,7 +72,7 @@ def test_parts_hold_every_item_once_and_are_balanced(sizes: list[int], num_parts
 
 @pytest.mark.parametrize("num_shards", [2, 16, 32])
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_no_rank_has_five_percent_more_than_the_mean_where_each_has_eight_sequences(num_shards: int, seed: int) -> None:
+def test_with_eight_sequences_per_rank_no_rank_is_five_percent_above_the_mean(num_shards: int, seed: int) -> None:
     plan = long_tailed_plan(32, 8, seed)
     table = loads(plan, split(plan, num_shards))
     assert table.max() <= max(1.05 * table.mean(), largest_sample(plan))
@@ -99,7 +99,7 @@ def test_balance_holds_for_any_lengths_with_eight_sequences_per_rank(data: st.Da
     assert table.max() <= 1.05 * table.mean()
 
 
-def test_groups_are_split_only_where_whole_ones_are_not_balanced() -> None:
+def test_groups_are_split_only_if_whole_groups_are_not_balanced() -> None:
     even = Plan(version=0, groups=[summary(i, (100,) * 4) for i in range(8)])
     assert all(len(share.samples) == 4 for batch in split(even, 4) for share in batch.shares)
     uneven = Plan(version=0, groups=[summary(0, (4000, 100, 100, 100)), *even.groups[1:]])
@@ -136,7 +136,7 @@ def test_fewer_samples_than_ranks_leave_empty_shards() -> None:
 
 
 @given(st.lists(st.integers(1, 50), min_size=4, max_size=24), st.integers(1, 4))
-def test_mini_batches_follow_from_the_plan_whatever_the_ranks(lengths: list[int], num_mini_batches: int) -> None:
+def test_mini_batches_do_not_depend_on_the_number_of_ranks(lengths: list[int], num_mini_batches: int) -> None:
     plan = Plan(version=0, groups=[summary(i, (length, 7)) for i, length in enumerate(lengths)])
     of_ranks = []
     for num_shards in (1, 2, 3):
@@ -160,7 +160,7 @@ def test_the_length_penalty_grows_over_the_buffer() -> None:
     assert overlong_penalty(lengths, max_tokens=10, buffer_tokens=0).tolist() == [0.0, 0.0, 0.0, -1.0, -1.0]
 
 
-def test_a_plan_can_punish_long_responses() -> None:
+def test_plan_rewards_include_the_length_penalty() -> None:
     plan = Plan(version=0, groups=[summary(1, (2, 9), (1.0, 1.0))])
     algorithm = AlgorithmConfig(overlong_max_tokens=10, overlong_buffer_tokens=4)
     (batch,) = rank_batches(plan, algorithm, num_shards=1, max_lag=0)

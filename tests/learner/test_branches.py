@@ -60,7 +60,7 @@ def with_advantages(sequences: list[TokenSequence]) -> list[TokenSequence]:
 
 
 def by_trajectory(model_path: str) -> tuple[torch.nn.Module, list[tuple[torch.Tensor, torch.Tensor, float]]]:
-    """Transformers' model, and of each trajectory its tokens' log-probs, those at sampling, and its advantage."""
+    """Transformers' model, and per trajectory: log-probs, log-probs at sampling, and advantage."""
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32, attn_implementation="eager")
     parts: dict = {key: ([], []) for key in ADVANTAGE}
     for sequence in group_sequences(GROUP):
@@ -77,7 +77,7 @@ def norm_of(model: torch.nn.Module, loss: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("budget", [60, 10])
 @pytest.mark.parametrize("aggregation", [Aggregation.sequence_mean, Aggregation.sequence_sum_norm])
-def test_an_aggregation_by_sequence_counts_trajectories_however_they_branch(
+def test_sequence_aggregation_counts_trajectories_not_branches(
     aggregation: Aggregation, budget: int, model_path: str
 ) -> None:
     model, trajectories = by_trajectory(model_path)
@@ -94,7 +94,7 @@ def test_an_aggregation_by_sequence_counts_trajectories_however_they_branch(
     assert (got["num_tokens"], got["num_trajectories"]) == (16, 2)
 
 
-def test_the_ratio_of_gspo_is_that_of_the_whole_trajectory(model_path: str) -> None:
+def test_gspo_uses_the_ratio_of_the_whole_trajectory(model_path: str) -> None:
     model, trajectories = by_trajectory(model_path)
     losses = []
     for own, behavior, advantage in trajectories:
@@ -110,7 +110,7 @@ def test_the_ratio_of_gspo_is_that_of_the_whole_trajectory(model_path: str) -> N
     assert got["grad_norm"] == pytest.approx(norm_of(model, expected), rel=1e-4)
 
 
-def test_the_weight_of_a_sequence_is_that_of_the_whole_trajectory(model_path: str) -> None:
+def test_the_sequence_weight_covers_the_whole_trajectory(model_path: str) -> None:
     _, trajectories = by_trajectory(model_path)
     weights = [float((own.detach() - was).sum().exp().clamp(max=2.0)) for own, was, _ in trajectories]
     expected = sum(w * len(own) for w, (own, _, _) in zip(weights, trajectories, strict=True)) / 16
@@ -151,7 +151,7 @@ def test_a_model_that_runs_one_sequence_at_a_time_refuses_losses_of_whole_trajec
     assert policy_step(trainer, AlgorithmConfig()).run(with_advantages(group_sequences(GROUP)))["num_tokens"] == 16
 
 
-def test_a_trajectory_that_was_cut_off_is_left_out_whole_and_an_earlier_branch_cuts_nothing() -> None:
+def test_mask_truncated_reads_only_the_last_branch_of_a_trajectory() -> None:
     def masks(*reasons: FinishReason) -> list[int]:
         turns = (PROMPT, sampled(2, 0), sampled(3, 1, reasons[0]), sampled(4, 1, reasons[1]))
         group = TrajectoryGroup.from_trajectories([Trajectory(turns=turns, reward=0.0)], group_id=0, attempt=0)
@@ -161,7 +161,7 @@ def test_a_trajectory_that_was_cut_off_is_left_out_whole_and_an_earlier_branch_c
     assert masks(FinishReason.stop, FinishReason.length) == [0, 0]
 
 
-def test_the_balance_counts_every_branch_as_long_as_it_is_packed() -> None:
+def test_the_balance_counts_the_packed_length_of_every_branch() -> None:
     lengths = [len(s.input_ids) for s in group_sequences(GROUP)]
     assert lengths == [10, 9, 6, 7]
     cost = group_cost(GROUP.summary)
@@ -178,7 +178,7 @@ def test_the_balance_counts_every_branch_as_long_as_it_is_packed() -> None:
     assert {first.group_ids, second.group_ids} == {(7,), (8, 9)}  # 78 and 76 tokens
 
 
-def test_a_summary_tells_the_branches_over_the_wire_and_says_nothing_of_chains() -> None:
+def test_a_serialized_summary_has_branches_only_for_branching_trajectories() -> None:
     summary = GROUP.summary
     assert (summary.branch_tokens, summary.num_branches) == ((25, 7), (3, 1))
     assert summary_of(json.loads(json.dumps(summary_fields(summary)))) == summary
@@ -209,13 +209,13 @@ def earning(turn_rewards: dict[int, float], reward: float = 1.0) -> TrajectoryGr
     return TrajectoryGroup.from_trajectories(trajectories, group_id=7, attempt=0)
 
 
-def test_rewards_of_turns_count_in_what_a_trajectory_earned() -> None:
+def test_rewards_of_turns_are_part_of_the_trajectory_reward() -> None:
     summary = earning({1: 0.25, 2: 0.5, 6: -1.0}).summary
     assert summary.rewards == (0.75, 0.0)
     assert earning({}).summary.rewards == (1.0, 0.0)
 
 
-def test_token_estimators_pay_each_turn_at_its_last_token_and_the_rest_at_the_end() -> None:
+def test_token_estimators_place_turn_rewards_at_the_last_token_of_the_turn() -> None:
     group = earning({1: 0.25, 2: 0.5, 6: -1.0})
     algorithm = AlgorithmConfig(advantage="gae", gamma=0.5, whiten_advantages=False)
     advantages = BatchAdvantages(algorithm, open_mesh(LearnerConfig(device=Device.cpu)))
@@ -235,7 +235,7 @@ class Source:
         self.fetch = lambda group_ids: [group for _ in group_ids]
 
 
-def test_a_reward_model_scores_the_outcome_beside_the_rewards_of_turns(model_path: str, tmp_path: Path) -> None:
+def test_a_reward_model_score_is_added_to_the_rewards_of_turns(model_path: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     AutoModelForSequenceClassification.from_pretrained(model_path, num_labels=1).save_pretrained(tmp_path)
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1"}

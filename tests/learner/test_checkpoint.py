@@ -50,7 +50,7 @@ def assert_equal(left: dict[str, np.ndarray], right: dict[str, np.ndarray]) -> N
 
 
 def resumed_run(model_path: str, directory: str, num_ranks: int, **options: Any) -> tuple[dict, dict, int]:
-    """Weights of a run of four steps, and of one that stops after two and is resumed by another trainer."""
+    """Weights of a run of four steps, and of a run that stops after two steps and is resumed by another trainer."""
     trainer = trainer_of(model_path, num_ranks, **options)
     for seed in (0, 1):
         step(trainer, seed)
@@ -101,7 +101,7 @@ def test_ranks_resume_bit_for_bit_and_load_what_another_layout_saved(model_path:
         np.testing.assert_allclose(value, straight[name], atol=2e-5, err_msg=name)
 
 
-def test_training_goes_on_while_a_checkpoint_is_written(model_path: str, tmp_path: Path) -> None:
+def test_training_continues_while_a_checkpoint_is_written(model_path: str, tmp_path: Path) -> None:
     trainer = trainer_of(model_path)
     step(trainer, 0)
     saved = weights_of(trainer)
@@ -114,7 +114,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(model_path: str, tmp_pat
     assert_equal(weights_of(other), saved)
 
 
-def test_a_crash_while_saving_leaves_the_checkpoint_before(
+def test_a_crash_while_saving_keeps_the_previous_checkpoint(
     model_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = trainer_of(model_path)
@@ -148,7 +148,7 @@ def test_only_the_last_checkpoints_are_kept(model_path: str, tmp_path: Path) -> 
     assert sorted(path.name for path in (tmp_path / "c").iterdir()) == ["v00000010", "v00000011"]
 
 
-def test_dropout_goes_on_with_the_random_numbers_of_the_saved_run(model_path: str, tmp_path: Path) -> None:
+def test_dropout_continues_with_the_random_state_of_the_checkpoint(model_path: str, tmp_path: Path) -> None:
     adapters = LoraConfig(rank=4, dropout=0.5)
     straight, resumed, _ = resumed_run(model_path, str(tmp_path / "c"), 1, lora=adapters)
     assert_equal(straight, resumed)
@@ -160,7 +160,7 @@ def test_dropout_goes_on_with_the_random_numbers_of_the_saved_run(model_path: st
     assert any((value != straight[name]).any() for name, value in weights_of(other).items())
 
 
-def test_a_save_in_the_background_is_in_its_place_without_another_call(model_path: str, tmp_path: Path) -> None:
+def test_a_background_save_completes_without_another_call(model_path: str, tmp_path: Path) -> None:
     trainer = trainer_of(model_path)
     checkpointer = ShardedCheckpointer(trainer, str(tmp_path / "c"))
     checkpointer.save(3, wait=False, run={"prompts": {"position": 9}})
@@ -190,9 +190,7 @@ def test_a_full_disk_in_the_background_is_an_error_of_the_next_call(
     assert checkpointer.latest() == tmp_path / "c" / "v00000001"
 
 
-def test_a_death_between_two_renames_or_while_removing_leaves_whole_checkpoints(
-    model_path: str, tmp_path: Path
-) -> None:
+def test_a_crash_between_renames_or_while_removing_leaves_complete_checkpoints(model_path: str, tmp_path: Path) -> None:
     checkpointer = ShardedCheckpointer(trainer_of(model_path), str(tmp_path / "c"))
     final = checkpointer.save(4)
     final.rename(final.with_name(f".{final.name}.replaced"))
@@ -217,7 +215,7 @@ def kill_while_saving(model_path: str, directory: str) -> None:
     ShardedCheckpointer(trainer, directory).save(2)
 
 
-def test_a_process_killed_while_saving_leaves_the_checkpoint_before(model_path: str, tmp_path: Path) -> None:
+def test_a_process_killed_while_saving_keeps_the_previous_checkpoint(model_path: str, tmp_path: Path) -> None:
     with pytest.raises(EOFError):
         run_on_ranks(1, kill_while_saving, model_path, str(tmp_path / "c"))
     newest = newest_checkpoint(tmp_path / "c")
@@ -277,7 +275,7 @@ def test_a_path_without_a_checkpoint_is_named(model_path: str, tmp_path: Path) -
 
 
 def test_saving_before_the_first_update_changes_nothing(model_path: str, tmp_path: Path) -> None:
-    """As in the critic's warm-up, when the policy has made no update yet."""
+    """This happens in the critic's warm-up, before the first update of the policy."""
     straight, saved = trainer_of(model_path), trainer_of(model_path)
     ShardedCheckpointer(saved, str(tmp_path)).save(0)
     resumed = trainer_of(model_path)
@@ -349,7 +347,7 @@ class PickledByAttribute:
 
 
 def with_memory_format(path: Path, memory_format: Any) -> None:
-    """Write the metadata of a checkpoint anew, with this memory format for each tensor."""
+    """Rewrite the metadata of a checkpoint with this memory format for each tensor."""
     metadata = pickle.loads((path / ".metadata").read_bytes())
     for value in metadata.state_dict_metadata.values():
         if isinstance(value, TensorStorageMetadata):

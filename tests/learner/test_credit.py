@@ -1,4 +1,4 @@
-"""Advantages that the ranks compute, against arithmetic written out, and on two ranks against one process."""
+"""Advantages that the ranks compute, compared with explicit arithmetic, and two ranks with one process."""
 
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ MULTI_TURN = [False, True, True, False, False, True]
 
 
 def sequence(mask: list[bool], **columns: list[float]) -> TokenSequence:
-    """The columns are given at the policy's tokens; elsewhere they hold what must not be read."""
+    """Columns have the given values at policy tokens; elsewhere they have values that must not be read."""
     filled = {}
     for name, values in columns.items():
         column = np.full(len(mask), 1e6, dtype=np.float32)
@@ -48,7 +48,7 @@ def of_tokens(s: TokenSequence, name: str = "advantages") -> list[float]:
     return s.columns[name][s.loss_mask].tolist()
 
 
-def test_gae_skips_what_the_environment_said_and_pays_at_the_last_policy_token() -> None:
+def test_gae_skips_environment_tokens_and_places_the_outcome_at_the_last_policy_token() -> None:
     sequences = [
         sequence(MULTI_TURN, behavior_logprobs=[0] * 3, values=[0.5, 0.75, 0.25]),
         sequence([False, True], behavior_logprobs=[0], values=[3.0]),
@@ -78,7 +78,7 @@ def test_a_kl_penalty_in_the_rewards_reaches_outcome_estimators_as_a_sum() -> No
     assert metrics == pytest.approx({"reward_kl": 1.0 / 4, "kl_reward_coef": 0.2})
 
 
-def test_a_kl_penalty_in_the_rewards_is_paid_token_by_token() -> None:
+def test_a_kl_penalty_in_the_rewards_is_subtracted_per_token() -> None:
     one = sequence(MULTI_TURN, behavior_logprobs=[-1, -1, -2], reference_logprobs=[-2, -1, -2.5])
     got, _ = assign(
         computed_by(advantage="gae", whiten_advantages=False, kl_reward_coef=0.2, gamma=0.5), [one], [1.0], [0]
@@ -90,14 +90,14 @@ def test_a_kl_penalty_in_the_rewards_is_paid_token_by_token() -> None:
     assert of_tokens(squared[0], "returns") == pytest.approx([-0.2 * (0.5 + 0.125), -0.2 * 0.125, -0.2 * 0.125])
 
 
-def test_an_adaptive_coefficient_follows_after_the_step_that_it_was_used_in() -> None:
+def test_an_adaptive_coefficient_changes_after_the_step_that_used_it() -> None:
     one = sequence([False, True], behavior_logprobs=[-1], reference_logprobs=[-3])
     assigner = computed_by(advantage="grpo_no_std", kl_reward_coef=0.1, kl_target=1.0, kl_horizon=10)
     seen = [assign(assigner, [one, one], [0.0, 0.0], [0, 0])[1]["kl_reward_coef"] for _ in range(2)]
     assert seen == pytest.approx([0.1, 0.1 * (1 + 0.2 * 2 / 10)])  # the error 2 / 1 - 1 is cut at 0.2
 
 
-def test_a_batch_of_trajectories_without_policy_tokens_is_no_error() -> None:
+def test_a_batch_of_trajectories_without_policy_tokens_is_accepted() -> None:
     silent = sequence([False, False], behavior_logprobs=[], reference_logprobs=[])
     for name in ("gae", "reinforce_plus_plus", "grpo"):
         got, _ = assign(computed_by(advantage=name, kl_reward_coef=0.1), [silent] * 2, [1.0, 1.0], [0, 0])

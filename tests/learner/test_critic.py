@@ -47,7 +47,7 @@ def save_classifier(directory: Path, family: str, auto_class: type) -> str:
 
 
 def with_returns(sequences: list[TokenSequence]) -> list[TokenSequence]:
-    """Old values and returns of many magnitudes."""
+    """Old values and returns with many magnitudes."""
     rng = np.random.default_rng(5)
     return [
         replace(
@@ -62,7 +62,7 @@ def with_returns(sequences: list[TokenSequence]) -> list[TokenSequence]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_values_are_those_of_a_plain_forward_at_the_token_before(tmp_path: Path, family: str) -> None:
+def test_values_equal_a_plain_forward_at_the_previous_token(tmp_path: Path, family: str) -> None:
     path = save_classifier(tmp_path, family, AutoModelForTokenClassification)
     sequences = random_sequences(9)
     values = PackedModel(CONFIG, CRITIC, model_path=path).scores(sequences)
@@ -76,7 +76,7 @@ def test_values_are_those_of_a_plain_forward_at_the_token_before(tmp_path: Path,
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_scores_are_those_of_a_plain_forward_at_the_last_token(tmp_path: Path, family: str) -> None:
+def test_scores_equal_a_plain_forward_at_the_last_token(tmp_path: Path, family: str) -> None:
     path = save_classifier(tmp_path, family, AutoModelForSequenceClassification)
     sequences = [replace(s, columns={}) for s in random_sequences(9)]
     sequences.append(TokenSequence(input_ids=np.array([3]), loss_mask=np.array([False])))
@@ -117,7 +117,7 @@ def test_a_critic_keeps_the_part_of_its_head_that_the_path_has(tmp_path: Path) -
     assert again.score.bias.tolist() == [0.0]
 
 
-def test_a_causal_model_becomes_a_critic_that_says_nothing_and_learns(tmp_path: Path) -> None:
+def test_a_causal_model_becomes_a_critic_that_predicts_zero_and_learns(tmp_path: Path) -> None:
     config = replace(CONFIG, critic=replace(CONFIG.critic, value_clip=0.0))
     trainer, step = critic_of(save_tiny_model(tmp_path), config, total_updates=40)
     sequences = random_sequences(6)
@@ -137,7 +137,7 @@ def test_a_causal_model_becomes_a_critic_that_says_nothing_and_learns(tmp_path: 
 
 
 def test_the_critic_explains_rewards_of_fresh_batches_that_the_prompt_decides(tmp_path: Path) -> None:
-    """Values, outcomes, returns and updates together, as a run has them; values are measured before the update."""
+    """Combines values, outcomes, returns and updates as in a run; values are measured before the update."""
     config = replace(CONFIG, critic=CriticConfig(optimizer=OptimizerConfig(lr=1e-2)))
     trainer, step = critic_of(save_tiny_model(tmp_path), config, total_updates=60)
     advantages = BatchAdvantages(AlgorithmConfig(advantage="gae"), trainer.mesh)
@@ -203,7 +203,7 @@ def test_the_value_loss_is_clipped_as_worked_by_hand() -> None:
 
 
 def test_a_value_inside_the_interval_is_never_counted_as_clipped() -> None:
-    """Old + (new - old) is new but for the last bit, on any machine; that bit clips nothing."""
+    """Old + (new - old) can differ from new in the last bit; this must not count as clipped."""
     generator = torch.Generator().manual_seed(3)
     old = -0.18 * torch.rand(100_000, generator=generator)
     values = 0.02 * torch.rand(100_000, generator=generator)

@@ -1,4 +1,4 @@
-"""Model families on every mesh against transformers' own forward and a loop written out here."""
+"""Model families on each mesh, compared with transformers' forward and an explicit loop."""
 
 import functools
 import os
@@ -47,7 +47,7 @@ def plain_loop(model_path: str) -> tuple[list[np.ndarray], float, dict[str, np.n
 def packed(
     model_path: str, num_ranks: int, sp_size: int, **options: Any
 ) -> tuple[list[np.ndarray], float, dict[str, np.ndarray]]:
-    """The same by the learner; log-probs of this rank's sequences, None of the others'."""
+    """The learner's results for the same update; log-probs are None for other ranks' sequences."""
     optimizer = OptimizerConfig(lr=LR, eps=EPS, weight_decay=DECAY, clip_grad_norm=MAX_NORM)
     config = LearnerConfig(
         num_ranks=num_ranks,
@@ -79,7 +79,7 @@ def every_family(paths: list[str], sp_sizes: list[int]) -> list[list]:
 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Random models by family. A leak, a missing sink or a window that is not kept changes log-probs by nats."""
+    """Random models by family. A leak, a missing sink or an ignored window changes log-probs by nats."""
     root = tmp_path_factory.mktemp("families")
     return {family: save_tiny_model(root / family, family, initializer_range=0.3) for family in TRAINED_FAMILIES}
 
@@ -115,7 +115,7 @@ def test_layers_that_carry_a_state_are_recomputed_on_the_same_sequences(family: 
 
 @pytest.fixture(scope="module")
 def sequence_parallel(paths: dict[str, str]) -> dict[str, list]:
-    """Of each family, what two ranks compute that share the sequences."""
+    """Results of two sequence-parallel ranks for each family."""
     results = run_on_ranks(2, every_family, list(paths.values()), [2], timeout_s=400.0)
     return {family: [result[0][index] for result in results] for index, family in enumerate(paths)}
 

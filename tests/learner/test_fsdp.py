@@ -1,4 +1,4 @@
-"""What sharding options change: who reads the weights, where they live, what is compiled. Never the numbers."""
+"""Sharding options change who reads the weights, where they are, and what is compiled, but not the results."""
 
 import contextlib
 import itertools
@@ -37,7 +37,7 @@ def trained(trainer: Trainer) -> tuple[float, dict[str, np.ndarray]]:
 
 
 def shards_without_weights(model_path: str) -> dict[str, Any]:
-    """Every rank but the first sees a folder that holds the configuration alone."""
+    """All ranks except rank 0 get a folder with only the configuration."""
     fsdp.MIN_UNIT_NUMEL = 1
     if os.environ["RANK"] != "0":
         bare = Path(f"{model_path}_{os.environ['RANK']}")
@@ -78,7 +78,7 @@ def test_only_the_first_rank_reads_weights_and_each_keeps_its_shard_of_a_copy(mo
 
 
 @pytest.mark.parametrize("option", [{"offload_policy": True}, {"activation_checkpointing": True}])
-def test_an_option_of_memory_changes_no_number(option: dict[str, bool], model_path: str) -> None:
+def test_memory_options_do_not_change_results(option: dict[str, bool], model_path: str) -> None:
     loss, weights = trained(Trainer(PLAIN, model_path=model_path, total_updates=1))
     got_loss, got = trained(Trainer(replace(PLAIN, **option), model_path=model_path, total_updates=1))
     assert got_loss == pytest.approx(loss, rel=1e-6)
@@ -169,7 +169,7 @@ def test_frozen_weights_are_held_in_the_computing_type_and_adapters_in_float32(m
 
 
 def reductions(model_path: str) -> dict[str, tuple[int, dict[str, float]]]:
-    """Reductions of two updates of several micro-batches, and its metrics, for each way to synchronise."""
+    """Reductions of two updates with several micro-batches, and the metrics, for each ``gradient_sync``."""
     seen, reduce = {}, _fsdp_param_group.foreach_reduce
     for sync, resharding in itertools.product(GradientSync, Resharding):
         config = replace(PLAIN, num_ranks=2, max_tokens_per_micro_batch=40, gradient_sync=sync, resharding=resharding)
@@ -184,7 +184,7 @@ def reductions(model_path: str) -> dict[str, tuple[int, dict[str, float]]]:
 
 
 def fail_once(trainer: Trainer, sequences: list) -> None:
-    """An update that fails in its second micro-batch, on every rank."""
+    """An update that fails in its second micro-batch on all ranks."""
     losses = iter([False, True])
 
     def loss(inputs: LossInputs) -> LossTerms:

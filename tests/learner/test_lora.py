@@ -1,4 +1,4 @@
-"""Adapters: what is trained, what is published, and that the one does not touch the other."""
+"""Adapters: training, publishing, and that publishing does not change the trained weights."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -88,8 +88,8 @@ def test_with_adapters_off_the_model_is_the_one_it_came_from(tmp_path: Path) -> 
     np.testing.assert_array_equal(trainer.scores(sequences)[0], adapted[0])
 
 
-def test_weights_that_are_merged_while_adapters_are_off_have_their_adapters(tmp_path: Path) -> None:
-    """A publish merges in its own thread, while the ranks score the reference, which is the actor without adapters."""
+def test_weights_merged_while_adapters_are_off_include_the_adapters(tmp_path: Path) -> None:
+    """A publish merges in a separate thread while the ranks score the reference, the actor without adapters."""
     trainer = trainer_of(save_tiny_model(tmp_path))
     trained(trainer)
     weights = dict(trainer.pretrained.named_parameters())

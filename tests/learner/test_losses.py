@@ -25,7 +25,7 @@ def gradient(terms: LossTerms, of: LossInputs) -> Tensor:
     return torch.autograd.grad(terms.per_token.sum(), of.log_probs)[0]
 
 
-def test_ppo_clips_what_would_go_too_far_and_nothing_else() -> None:
+def test_ppo_clips_only_ratios_outside_the_bounds() -> None:
     #        inside  up, wanted  up, unwanted  down, wanted  down, unwanted
     given = inputs([1.1, 1.5, 1.5, 0.5, 0.5], [2.0, 1.0, -1.0, -1.0, 1.0])
     terms = LOSSES.get("ppo_clip")(given, AlgorithmConfig(clip_low=0.2, clip_high=0.3))
@@ -34,7 +34,7 @@ def test_ppo_clips_what_would_go_too_far_and_nothing_else() -> None:
     assert gradient(terms, given).tolist() == pytest.approx([-2.2, 0, 1.5, 0, -0.5], abs=1e-6)
 
 
-def test_dual_clip_bounds_what_a_bad_token_costs() -> None:
+def test_dual_clip_bounds_the_loss_for_negative_advantages() -> None:
     given = inputs([5.0, 2.0, 5.0], [-1.0, -1.0, 1.0])
     terms = LOSSES.get("ppo_clip")(given, AlgorithmConfig(dual_clip=3.0))
     assert terms.per_token.tolist() == pytest.approx([3.0, 2.0, -1.2], abs=1e-5)
@@ -76,7 +76,7 @@ def test_policies_far_apart_give_finite_losses_and_gradients(name: str, advantag
 
 
 def test_gspo_gives_each_token_the_gradient_of_its_sequences_ratio() -> None:
-    """Equation 13: the value is the sequence's, and the derivative at a token's own log-prob is that value."""
+    """Equation 13: the value is the sequence's ratio, and the derivative by a token's log-prob equals this value."""
     given = inputs([1.2, 0.9, 1.1], [1.0, 1.0, -2.0], lengths=[2, 1])
     terms = LOSSES.get("gspo")(given, AlgorithmConfig(clip_low=0.5, clip_high=0.5))
     first, second = math.sqrt(1.2 * 0.9), 1.1
@@ -92,7 +92,7 @@ def test_reinforce_is_minus_advantage_times_log_prob() -> None:
 
 
 @pytest.mark.parametrize("name", ["ppo_clip", "gspo", "cispo"])
-def test_the_ratio_of_a_loss_starts_at_the_anchor(name: str) -> None:
+def test_the_ratio_of_a_loss_uses_the_anchor(name: str) -> None:
     given = inputs([3.0, 3.0], [1.0, 1.0])
     proximal = given.columns["behavior_logprobs"] + math.log(2.0)  # policy ÷ proximal is 1.5
     given = replace(given, columns={**given.columns, "proximal_logprobs": proximal})
@@ -120,7 +120,7 @@ def test_supervised_loss_is_minus_the_log_prob() -> None:
     assert negative_log_likelihood(inputs([1.0], [0.0])).per_token.tolist() == [2.0]
 
 
-def test_each_aggregation_counts_what_it_says() -> None:
+def test_each_aggregation_gives_its_golden_weights() -> None:
     given = inputs([1.0] * 4, [0.0] * 4, lengths=[1, 3])
     tokens = token_weights(given, Aggregation.token_mean, num_tokens=8, num_trajectories=4)
     sequences = token_weights(given, Aggregation.sequence_mean, num_tokens=8, num_trajectories=4)

@@ -1,4 +1,4 @@
-"""The groups of a dp × sp mesh: all of them are bounded by the configured time-out."""
+"""All process groups of a dp × sp mesh have the configured time-out."""
 
 import pytest
 import torch
@@ -20,6 +20,6 @@ def timeouts_of(fsdp_size: int) -> list[float]:
 
 
 @pytest.mark.parametrize(("fsdp_size", "num_groups"), [(4, 3), (2, 4)])
-def test_no_group_of_ranks_waits_longer_than_a_step_may_take(fsdp_size: int, num_groups: int) -> None:
+def test_every_process_group_has_the_step_timeout(fsdp_size: int, num_groups: int) -> None:
     for seconds in run_on_ranks(4, timeouts_of, fsdp_size):
         assert seconds == [77.0] * num_groups

@@ -1,4 +1,4 @@
-"""The packed model against transformers' own forward, one sequence at a time."""
+"""The packed model, compared with transformers' forward of single sequences."""
 
 import json
 from dataclasses import replace
@@ -131,7 +131,7 @@ def test_greedy_sampling_has_no_log_probs_to_train_on(tmp_path: Path) -> None:
         Trainer(CONFIG, model_path=save_tiny_model(tmp_path / "model"), total_updates=1, temperature=0.0)
 
 
-def test_a_router_loss_that_is_asked_for_is_said_to_be_left_out(tmp_path: Path, caplog) -> None:
+def test_a_requested_router_loss_is_logged_as_left_out(tmp_path: Path, caplog) -> None:
     path = save_tiny_model(tmp_path / "model", "qwen3_moe")
     load_causal_lm(path, torch.float32)
     assert "router" not in caplog.text

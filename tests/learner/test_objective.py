@@ -90,7 +90,7 @@ def test_k3_rejects_a_divergence_that_cancels_in_the_geometric_mean() -> None:
     st.sampled_from([0.0, 1.0, 2.0]),
     st.sets(st.sampled_from(list(Mask))),
 )
-def test_weights_stay_finite_however_far_the_policies_are(
+def test_weights_stay_finite_for_very_different_policies(
     log_weights: list[float], weight: Weight, cap: float, masks: set[Mask]
 ) -> None:
     config = proximal(weight=weight, weight_cap=cap, masks=sorted(masks))
@@ -102,7 +102,7 @@ def test_weights_stay_finite_however_far_the_policies_are(
 
 
 def test_masks_alone_leave_the_clip_at_the_behavior_policy() -> None:
-    """One update per step: the clip of policy ÷ behaviour acts beside a mask, and not under a proximal anchor."""
+    """With one update per step, the clip of policy ÷ behavior works with a mask, but not with a proximal anchor."""
     columns = {"behavior_logprobs": [math.log(0.2)] * 2, "advantages": [1.0, 1.0]}
     given_inputs = inputs([math.log(0.3), math.log(0.21)], **columns)
     masked = AlgorithmConfig(masks=[Mask.token], token_band=(0.5, 2.0))
@@ -144,7 +144,7 @@ def test_in_a_step_of_one_update_the_ratio_is_one_and_the_weight_is_all() -> Non
     assert torch.autograd.grad(terms.per_token.sum(), given_inputs.log_probs)[0].tolist() == pytest.approx([-2.0])
 
 
-def test_masked_tokens_are_counted_and_teach_nothing() -> None:
+def test_masked_tokens_are_counted_and_have_no_gradient() -> None:
     given_inputs = inputs([-1.0, -1.0], behavior_logprobs=[-1.0, -4.0], advantages=[1.0, 1.0])
     terms = policy_objective(proximal(weight=Weight.token, masks=[Mask.token])).loss(given_inputs)
     assert terms.metrics["masked_fraction"].tolist() == [0.0, 1.0]
@@ -220,7 +220,7 @@ def test_the_low_variance_estimator_is_bounded() -> None:
 
 
 @pytest.mark.parametrize("estimator", [KLEstimator.k3, KLEstimator.low_variance])
-def test_k3_keeps_a_small_divergence_and_stays_finite_beside_a_large_one(estimator: KLEstimator) -> None:
+def test_k3_keeps_small_divergences_and_bounds_large_ones(estimator: KLEstimator) -> None:
     distances = [1e-7, -1e-5, 1e-4, 0.05, 90.0, -90.0]
     policy = torch.zeros(6, requires_grad=True)
     values = kl_penalty(policy, torch.tensor(distances), estimator)
@@ -240,7 +240,7 @@ def test_the_adaptive_coefficient_stays_positive_in_batches_beyond_its_horizon(n
     assert coefficient.update(600.0, num_samples) == pytest.approx(0.096)
 
 
-def test_a_divergence_that_is_not_finite_leaves_the_adaptive_coefficient() -> None:
+def test_the_adaptive_coefficient_ignores_a_non_finite_divergence() -> None:
     coefficient = AdaptiveKLCoefficient(initial=0.1, target=6.0, horizon=10_000)
     assert [coefficient.update(value, 256) for value in (math.nan, math.inf)] == [0.1, 0.1]
 

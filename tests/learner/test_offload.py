@@ -1,4 +1,4 @@
-"""Offload semantics, by the bytes that storages hold: on a CPU they are freed and filled as on a GPU."""
+"""Offload semantics, measured by the bytes of storages, which are freed and filled on a CPU as on a GPU."""
 
 import logging
 from dataclasses import replace
@@ -22,7 +22,7 @@ TRANSITION = replace(PLAIN, offload_at_transition_only=True)
 
 
 class Learner:
-    """A trainer with its residence, and the moves that a worker makes."""
+    """A trainer with its offload policy, and the calls of a worker."""
 
     def __init__(self, config: LearnerConfig, model_path: str) -> None:
         self.trainer = Trainer(config, model_path=model_path, total_updates=9)
@@ -86,7 +86,7 @@ def test_the_transition_frees_all_and_training_mode_restores_it(model_path: str)
     assert learner.residence.metrics["trainer_device_bytes_after"] == full
 
 
-def test_an_update_loads_lazily_what_the_transition_moved_away(model_path: str) -> None:
+def test_an_update_loads_tensors_that_the_transition_offloaded(model_path: str) -> None:
     learner = Learner(TRANSITION, model_path)
     learner.residence.enter_rollout()
     learner.update()
@@ -97,7 +97,7 @@ def test_an_update_loads_lazily_what_the_transition_moved_away(model_path: str) 
 
 
 @pytest.mark.parametrize("config", [PARAM, OPTIMIZER, TRANSITION])
-def test_offloading_changes_no_number(config: LearnerConfig, model_path: str) -> None:
+def test_offloading_does_not_change_results(config: LearnerConfig, model_path: str) -> None:
     moved, still = Learner(config, model_path), Learner(PLAIN, model_path)
     for _ in range(3):
         assert moved.update() == still.update()
@@ -107,9 +107,7 @@ def test_offloading_changes_no_number(config: LearnerConfig, model_path: str) ->
 
 
 @pytest.mark.parametrize("config", [PLAIN, PARAM, OPTIMIZER, TRANSITION])
-def test_a_checkpoint_sees_everything_and_leaves_everything_where_it_was(
-    config: LearnerConfig, model_path: str
-) -> None:
+def test_a_checkpoint_loads_offloaded_tensors_and_restores_their_places(config: LearnerConfig, model_path: str) -> None:
     learner = Learner(config, model_path)
     learner.update()
     learner.residence.enter_rollout()
@@ -121,7 +119,7 @@ def test_a_checkpoint_sees_everything_and_leaves_everything_where_it_was(
 
 
 @pytest.mark.parametrize("other", [{"param_offload": True}, {"optimizer_offload": True}])
-def test_the_transition_option_is_ignored_beside_the_others_with_a_warning(
+def test_the_transition_option_is_ignored_with_the_others_and_warns(
     other: dict, model_path: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, logger="learner.offload"):
@@ -134,7 +132,7 @@ def test_the_transition_option_is_ignored_beside_the_others_with_a_warning(
 
 
 @pytest.mark.parametrize("config", [PLAIN, PARAM, OPTIMIZER, TRANSITION])
-def test_an_error_leaves_flags_that_are_true_and_a_learner_that_goes_on(config: LearnerConfig, model_path: str) -> None:
+def test_after_an_error_the_flags_are_correct_and_the_learner_continues(config: LearnerConfig, model_path: str) -> None:
     learner, still = Learner(config, model_path), Learner(PLAIN, model_path)
     learner.update()
     still.update()
@@ -169,7 +167,7 @@ def test_a_failed_update_adds_nothing_to_the_next_one(model_path: str) -> None:
     assert learner.update() == still.update()
 
 
-def test_a_move_that_fails_halfway_moves_nothing() -> None:
+def test_a_failed_move_changes_nothing() -> None:
     tensors = [torch.arange(6.0), torch.arange(4.0)]
     movable, copy = MovableTensors(lambda: tensors), torch.Tensor.copy_
     want = [tensor.tolist() for tensor in tensors]

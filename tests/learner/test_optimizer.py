@@ -46,7 +46,7 @@ def test_the_norm_is_over_all_gradients_and_clips_them_together() -> None:
     assert moment == pytest.approx(0.1 * 0.8)  # (1 - beta1) of the clipped gradient
 
 
-def test_a_gradient_that_is_not_finite_changes_nothing_and_is_counted() -> None:
+def test_a_non_finite_gradient_is_skipped_and_counted() -> None:
     model = nn.Linear(1, 1)
     before = model.weight.item()
     optimizer = ModelOptimizer(model, OptimizerConfig(lr=1.0), total_updates=2)

@@ -1,4 +1,4 @@
-"""A loss of the user's own: its token columns, its options, the proximal policy, and the mark of losses by token."""
+"""A user's own loss: its token columns, its options, the proximal policy, and the decorator `by_token`."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -63,7 +63,7 @@ def with_advantages(sequences: list[TokenSequence]) -> list[TokenSequence]:
 
 @pytest.fixture
 def seen() -> list[dict[str, np.ndarray]]:
-    """What the loss saw. The registry imports this file under another name, with a list of its own."""
+    """The inputs that the loss got. The registry imports this file under another name, with a separate list."""
     imported = LOSSES.get(f"{__file__}:watching").__globals__["SEEN"]
     imported.clear()
     return imported
@@ -86,7 +86,7 @@ def test_an_own_loss_gets_every_token_column_under_its_name(model_path: str, see
     assert columns["experts"].tolist() == [[0.0, 0.0]] * 4 + experts.tolist(), "0 where a group has no such column"
 
 
-def test_a_loss_of_ours_is_not_sent_columns_that_it_does_not_read() -> None:
+def test_a_built_in_loss_does_not_get_unused_columns() -> None:
     (sequence,) = group_sequences(group_of(1, sampled(3, 0, experts=np.zeros((3, 2), dtype=np.int16))))
     assert set(sequence.columns) == {"behavior_logprobs"}
 
@@ -113,7 +113,7 @@ def test_options_of_an_own_loss_are_set_on_the_command_line() -> None:
 
 
 def test_an_own_loss_by_token_trains_branches_that_do_not_fit_together(model_path: str) -> None:
-    """Three branches of 9 tokens and less, one micro-batch holds 12: a loss without the mark is refused there."""
+    """Three branches of up to 9 tokens, with a budget of 12: a loss without the decorator is refused here."""
     turns = (sampled(3, 0), sampled(4, 1), sampled(4, 1), sampled(4, 0))
     sequences = with_advantages(group_sequences(group_of(1, *turns)))
     assert len(sequences) == 3

@@ -14,7 +14,7 @@ LENGTHS = st.lists(st.integers(1, 40), max_size=30)
 
 
 def sequences_of(lengths: list[int]) -> list[TokenSequence]:
-    """Every token id is unique in the batch, so that a token is recognised wherever it went."""
+    """Each token id is unique in the batch, so that its packed position can be found."""
     ids = iter(range(1_000_000))
     return [
         TokenSequence(
@@ -52,7 +52,7 @@ def test_every_token_is_packed_once_within_the_budget(lengths: list[int], budget
     budget=st.integers(40, 90),
     whole=st.booleans(),
 )
-def test_samples_of_a_prompt_share_its_tokens_and_predict_each_from_a_token_of_its_own(
+def test_samples_share_the_prompt_but_not_the_token_before_the_loss(
     prompts: list[tuple[int, list[int]]], budget: int, whole: bool
 ) -> None:
     ids = iter(range(1_000_000))
@@ -88,12 +88,12 @@ def test_samples_of_a_prompt_share_its_tokens_and_predict_each_from_a_token_of_i
 
 
 def rows(batch: MicroBatch) -> tuple[torch.Tensor, ...]:
-    """The tokens of each sequence of a micro-batch that shares none."""
+    """The tokens of each sequence of a micro-batch without shared tokens."""
     return batch.input_ids.split(list(batch.lengths))
 
 
 def grouped(num_groups: int, num_prompt: int, response_lengths: list[int]) -> list[TokenSequence]:
-    """Sequences of several prompts, in turn."""
+    """Sequences of several prompts, in alternating order."""
     ids = iter(range(1_000_000))
     prompts = [[next(ids) for _ in range(num_prompt)] for _ in range(num_groups)]
     return [
@@ -117,7 +117,7 @@ def test_samples_of_a_prompt_go_to_the_same_micro_batches() -> None:
     assert sum(len(batch.input_ids) for batch in without) == 10 * 8 * 440
 
 
-def test_a_prompt_over_half_the_budget_is_packed_in_as_few_micro_batches_as_hold_its_samples() -> None:
+def test_a_long_prompt_is_packed_in_as_few_micro_batches_as_possible() -> None:
     batches = pack(grouped(1, 600, [60] * 16), max_tokens=1000, share_prompts=True)
     assert len(batches) == 3  # 6 samples of 61 tokens beside 599, three times
     assert max(len(batch.input_ids) for batch in batches) <= 1000
@@ -151,7 +151,7 @@ def test_branches_share_the_turns_before_the_fork() -> None:
 
 
 @given(lengths=LENGTHS, budget=st.integers(40, 90))
-def test_what_no_prediction_needs_can_be_left_out(lengths: list[int], budget: int) -> None:
+def test_tokens_that_no_prediction_needs_can_be_left_out(lengths: list[int], budget: int) -> None:
     sequences = sequences_of(lengths)
     batches = [pack(sequences, max_tokens=budget, whole=whole) for whole in (True, False)]
     whole, cut = (

@@ -66,11 +66,11 @@ CASES = [
     )
     for index, loss in enumerate(sorted(LOSSES.names()) * 2)
 ]
-"""Every loss twice, each time with the next aggregation, weight and masks."""
+"""Each loss twice, each time with the next aggregation, weight and masks."""
 
 
 def train(model_path: str, learner: LearnerConfig, num_sequences: int) -> list[tuple[list[dict], dict, int]]:
-    """Metrics of every update, the weights after them, and the number of trained sequences, for every case."""
+    """Metrics of each update, the weights after the updates, and the number of trained sequences, for each case."""
     sequences = awkward_sequences()[:num_sequences]
     outcomes = []
     for algorithm in CASES:
@@ -104,7 +104,7 @@ def on_each_mesh(model_path: str, meshes: list[tuple[LearnerConfig, int]]) -> li
     return outcomes
 
 
-def test_two_ranks_equal_one_process_also_when_one_has_nothing_to_train_on(model_path: str) -> None:
+def test_two_ranks_equal_one_process_even_if_one_rank_is_empty(model_path: str) -> None:
     alone = train(model_path, config(1, max_tokens=10_000), 16)
     meshes = [(config(2), 16), (config(2, sp_size=2), 16), (config(2), 2)]
     results = run_on_ranks(2, on_each_mesh, model_path, meshes)
@@ -143,7 +143,7 @@ def plan_of(groups: list[TrajectoryGroup]) -> Plan:
 
 
 def step_on_a_plan(model_path: str, learner: LearnerConfig) -> tuple[list[dict], dict]:
-    """Metrics and weights of two steps of four updates each, on a plan split as the controller splits it."""
+    """Metrics and weights of two steps of four updates each, on a plan divided as in the controller."""
     groups = [random_group(seed) for seed in range(10)]
     by_id = {group.group_id: group for group in groups}
     algorithm = AlgorithmConfig(num_mini_batches=4, anchor=Anchor.proximal, weight=Weight.token, entropy_coef=0.01)
@@ -207,7 +207,7 @@ def test_every_loss_aggregation_weight_and_mask_is_compared() -> None:
 
 
 def error_of_an_update(model_path: str, learner: LearnerConfig, longest: int) -> str:
-    """What an update raises on this rank, of which only data-parallel rank 0 was given a sequence over the budget."""
+    """The error of an update on this rank. Only data-parallel rank 0 gets a sequence over the budget."""
     trainer = Trainer(learner, model_path=model_path, total_updates=1)
     length = longest if trainer.mesh.dp_rank == 0 else 6
     mask = np.arange(length) > 1
@@ -224,7 +224,7 @@ def error_of_an_update(model_path: str, learner: LearnerConfig, longest: int) ->
 def test_a_sequence_over_the_budget_is_refused_on_all_ranks_at_once(
     model_path: str, num_ranks: int, sp_size: int
 ) -> None:
-    """A rank that raised alone left the others in a collective until its deadline, of ten minutes."""
+    """If only one rank raised, the others would wait in a collective until its deadline of ten minutes."""
     learner = config(num_ranks, sp_size=sp_size, max_tokens=20)
     errors = run_on_ranks(num_ranks, error_of_an_update, model_path, learner, 50, timeout_s=60.0)
     assert len(errors) == num_ranks

@@ -1,4 +1,4 @@
-"""How the ranks of a learner find each other, and on which addresses they listen meanwhile."""
+"""How the ranks of a learner find each other, and the addresses on which they listen."""
 
 import os
 import socket
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.timeout(120)
 
 
 def join(_state, environment):
-    """Join the group of an environment; returns the addresses on which this process listens, and what it gathered."""
+    """Join the group of an environment. Returns this process's listening addresses and the gathered values."""
     os.environ.update(environment)
     mesh = open_mesh(LearnerConfig(num_ranks=2, device="cpu"))
     listening = [c.laddr for c in psutil.Process().net_connections() if c.status == psutil.CONN_LISTEN]
@@ -34,7 +34,7 @@ def free_port():
 
 
 @pytest.mark.parametrize("way", ["file", "port"])
-def test_ranks_find_each_other_and_listen_on_loopback_alone(way, tmp_path):
+def test_ranks_find_each_other_and_listen_on_loopback_only(way, tmp_path):
     place = {"WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo"}
     port = free_port()
     place |= {RENDEZVOUS_FILE: str(tmp_path / "ranks")} if way == "file" else {}

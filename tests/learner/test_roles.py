@@ -1,4 +1,4 @@
-"""The roles' workers as verl's callers know them: a `DataProto` in, a `DataProto` out, compared with plain forwards."""
+"""The roles' workers through verl's methods: a `DataProto` in, a `DataProto` out, compared with plain forwards."""
 
 import os
 from pathlib import Path
@@ -71,7 +71,7 @@ def rows(seed: int = 0) -> DataProto:
 
 
 def each_row(data: DataProto) -> list[tuple[torch.Tensor, int]]:
-    """Unpadded tokens of each row, and how many of them are its response."""
+    """Unpadded tokens of each row, and the number of its response tokens."""
     batch = data.batch
     masks = batch["attention_mask"].bool()
     return [(ids[mask][None], int(mask[PROMPT:].sum())) for ids, mask in zip(batch["input_ids"], masks, strict=True)]
@@ -109,7 +109,7 @@ def actor(models: dict[str, str], tmp_path: Path, config: LearnerConfig = CONFIG
     return worker
 
 
-def test_log_probs_and_entropies_are_those_of_a_plain_forward(models: dict[str, str], tmp_path: Path) -> None:
+def test_log_probs_and_entropies_equal_a_plain_forward(models: dict[str, str], tmp_path: Path) -> None:
     worker, data = actor(models, tmp_path), rows()
     plain = AutoModelForCausalLM.from_pretrained(models["causal"]).eval()
     for temperature, meta_info in ((TEMPERATURE, {}), (1.3, {"temperature": 1.3, "micro_batch_size": 1})):
@@ -123,7 +123,7 @@ def test_log_probs_and_entropies_are_those_of_a_plain_forward(models: dict[str, 
     assert worker._model.head.temperature == TEMPERATURE
 
 
-def test_the_reference_is_a_frozen_copy_and_says_what_a_plain_forward_says(models: dict[str, str]) -> None:
+def test_the_reference_is_a_frozen_copy_and_equals_a_plain_forward(models: dict[str, str]) -> None:
     worker = ReferenceWorker(CONFIG, ALGORITHM, model_path=models["causal"], temperature=TEMPERATURE)
     worker.init_model()
     plain = AutoModelForCausalLM.from_pretrained(models["causal"]).eval()
@@ -134,7 +134,7 @@ def test_the_reference_is_a_frozen_copy_and_says_what_a_plain_forward_says(model
         worker.save_checkpoint("anywhere", 1)
 
 
-def test_values_and_scores_lie_where_verl_has_them(models: dict[str, str]) -> None:
+def test_values_and_scores_are_at_verls_positions(models: dict[str, str]) -> None:
     data = rows()
     critic = CriticWorker(CONFIG, ALGORITHM, model_path=models["critic"], total_steps=20)
     critic.init_model()
@@ -157,9 +157,7 @@ def test_values_and_scores_lie_where_verl_has_them(models: dict[str, str]) -> No
     assert float(values.abs().max()) > 0.1
 
 
-def test_updating_the_actor_raises_what_was_good_and_only_where_the_response_mask_says(
-    models: dict[str, str], tmp_path: Path
-) -> None:
+def test_updating_the_actor_changes_only_tokens_of_the_response_mask(models: dict[str, str], tmp_path: Path) -> None:
     worker, data = actor(models, tmp_path, clip_low=9.0, clip_high=9.0), rows()
     before = worker.compute_log_prob(data).batch["old_log_probs"]
     mask = data.batch["attention_mask"][:, PROMPT:].clone()
@@ -220,7 +218,7 @@ def test_updating_the_critic_brings_values_to_returns(models: dict[str, str]) ->
         (lambda data: data.batch["position_ids"].add_(1), "position_ids must count"),
     ],
 )
-def test_rows_that_cannot_be_read_are_refused(models: dict[str, str], tmp_path: Path, change, message: str) -> None:
+def test_invalid_rows_are_refused(models: dict[str, str], tmp_path: Path, change, message: str) -> None:
     data = rows()
     change(data)
     with pytest.raises(ValueError, match=message):
@@ -244,7 +242,7 @@ def test_with_adapters_the_actor_is_its_own_reference(models: dict[str, str], tm
         actor(models, tmp_path).compute_ref_log_prob(data)
 
 
-def test_the_critic_leaves_the_device_and_comes_back_as_the_options_say(models: dict[str, str]) -> None:
+def test_the_critic_is_offloaded_and_loaded_by_the_options(models: dict[str, str]) -> None:
     config = LearnerConfig(device=Device.cpu, critic=CONFIG.critic, offload_at_transition_only=True)
     worker, data = CriticWorker(config, ALGORITHM, model_path=models["critic"], total_steps=20), rows()
     worker.init_model()

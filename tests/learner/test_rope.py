@@ -1,4 +1,4 @@
-"""Rotary embeddings that depend on the longest sequence of a batch: right up to a length, refused beyond it."""
+"""Rotary embeddings that depend on the longest sequence of a batch: correct up to a length, refused beyond it."""
 
 import json
 from dataclasses import replace
@@ -48,7 +48,7 @@ def saved(folder: Path, kind: str) -> str:
 
 
 def differences(path: str, num_ranks: int, sp_size: int) -> list[float]:
-    """How far packed log-probs are from those of each sequence alone, and what a longer sequence is told."""
+    """Difference of packed log-probs from those of single sequences, and the error for a longer sequence."""
     config = LearnerConfig(device=Device.cpu, max_tokens_per_micro_batch=60, num_ranks=num_ranks, sp_size=sp_size)
     model = PackedModel(config, REFERENCE, model_path=path)
     plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
@@ -65,12 +65,12 @@ def differences(path: str, num_ranks: int, sp_size: int) -> list[float]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_sequences_up_to_the_original_length_are_right_and_longer_ones_are_refused(kind: str, tmp_path: Path) -> None:
+def test_rope_is_correct_up_to_the_original_length_and_longer_is_refused(kind: str, tmp_path: Path) -> None:
     assert max(differences(saved(tmp_path, kind), 1, 1)) < 3e-5
 
 
 @pytest.mark.parametrize("sp_size", [1, 2])
-def test_two_ranks_agree_on_what_is_right_and_what_is_refused(sp_size: int, tmp_path: Path) -> None:
+def test_two_ranks_agree_on_the_rope_limit(sp_size: int, tmp_path: Path) -> None:
     for found in run_on_ranks(2, every_kind, [saved(tmp_path, kind) for kind in KINDS], sp_size):
         assert max(found) < 3e-5
 

@@ -1,4 +1,4 @@
-"""Values and reward scores of a model that computes in bfloat16."""
+"""Values and reward scores of a bfloat16 model."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""The self-test of loaded models: what it refuses, what it finds a way for, and what it leaves behind."""
+"""The self-test of loaded models: refused models, supported models, and the absence of side effects."""
 
 import logging
 import re
@@ -42,12 +42,12 @@ def load(path: str, **options: Any) -> PackedModel:
 
 
 def without_help(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The learner as it would be without knowing layers that carry a state."""
+    """The learner without support for layers that carry a state."""
     monkeypatch.setattr(recurrent, "_carries_state", lambda _module: False)
 
 
 def assert_right(model: PackedModel, path: str) -> None:
-    """Log-probs equal those of transformers' own forward."""
+    """Log-probs equal those of transformers' forward."""
     plain = pretrained.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
     sequences = random_sequences(5)
     for sequence, scores in zip(sequences, model.scores(sequences), strict=True):
@@ -55,7 +55,7 @@ def assert_right(model: PackedModel, path: str) -> None:
         np.testing.assert_allclose(scores[sequence.loss_mask], expected, atol=3e-5)
 
 
-def test_a_leak_between_packed_sequences_gives_each_its_own_micro_batch(
+def test_if_packed_sequences_leak_each_gets_its_own_micro_batch(
     hybrid: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     without_help(monkeypatch)
@@ -82,7 +82,7 @@ def refusal(path: str) -> str:
     return str(refused.value)
 
 
-def test_layers_that_see_a_part_of_the_tokens_are_refused_with_the_remedy(hybrid: str) -> None:
+def test_layers_that_get_only_part_of_the_tokens_are_refused_with_the_remedy(hybrid: str) -> None:
     for message in run_on_ranks(2, refusal, hybrid):
         assert NAMED in message
         assert "set learner.sp_size=1" in message
@@ -97,7 +97,9 @@ def test_layers_that_see_a_part_of_the_tokens_are_refused_with_the_remedy(hybrid
         ("nemotron", "AttentionInterface"),
     ],
 )
-def test_what_the_learner_would_compute_wrongly_is_refused_by_name(family: str, culprit: str, tmp_path: Path) -> None:
+def test_a_model_that_the_learner_computes_wrongly_is_refused_by_name(
+    family: str, culprit: str, tmp_path: Path
+) -> None:
     path = saved(tmp_path, family)
     with pytest.raises(ValueError, match=r".") as refused:
         load(path)
@@ -105,7 +107,7 @@ def test_what_the_learner_would_compute_wrongly_is_refused_by_name(family: str, 
 
 
 @pytest.mark.parametrize("family", ["granite", "cohere", "gemma2"])
-def test_logits_that_the_learner_does_not_know_are_refused_whatever_the_option_is_called(
+def test_unknown_logit_transformations_are_refused(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(heads, "logit_shape", lambda _config: pretrained.LogitShape())
@@ -119,10 +121,10 @@ def test_an_output_layer_that_takes_other_than_the_last_hidden_states_is_refused
 
 
 @pytest.mark.parametrize("family", ["gpt2", "opt", "mixtral"])
-def test_what_a_family_leaves_out_at_random_while_training_is_off_and_named(
+def test_dropout_and_noise_of_a_family_are_off_and_logged(
     family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The probability ratio is of the model that sampled: dropout would make it another model in every micro-batch."""
+    """The probability ratio needs the sampling policy; dropout would make a different model per micro-batch."""
     path = saved(tmp_path, family)
     with caplog.at_level(logging.INFO):
         model = load(path)
@@ -137,7 +139,7 @@ def test_what_a_family_leaves_out_at_random_while_training_is_off_and_named(
             np.testing.assert_allclose(trained, expected, atol=1e-6)
 
 
-def test_a_model_that_trains_on_other_values_than_it_scores_is_refused_by_name(
+def test_a_model_whose_training_and_scoring_differ_is_refused_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pretrained, "_RANDOM_WHILE_TRAINING", re.compile("(?!)"))
@@ -159,7 +161,7 @@ def test_the_tolerance_of_half_precision_tells_leaks_from_rounding(
     assert found.packs is not leaks
 
 
-def test_the_self_test_leaves_nothing_behind(hybrid: str) -> None:
+def test_the_self_test_does_not_change_the_model(hybrid: str) -> None:
     states = []
     for reason in ("compared with a load that tests", ""):
         torch.manual_seed(7)
@@ -174,7 +176,7 @@ def test_the_self_test_leaves_nothing_behind(hybrid: str) -> None:
     assert all(parameter.grad is None and isinstance(parameter, DTensor) for parameter in head.parameters())
 
 
-def test_it_is_skipped_for_a_named_reason(
+def test_the_self_test_is_skipped_with_a_reason(
     hybrid: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     without_help(monkeypatch)
@@ -182,7 +184,7 @@ def test_it_is_skipped_for_a_named_reason(
     assert "checked by hand" in caplog.text
 
 
-def test_frozen_copies_of_one_model_are_tested_alike_whatever_their_role(hybrid: str) -> None:
+def test_the_self_test_is_the_same_for_all_frozen_roles(hybrid: str) -> None:
     for role in (ACTOR, CRITIC):
         found = PackedModel(CPU, role, model_path=hybrid).selftest
         assert found is not None
@@ -190,7 +192,7 @@ def test_frozen_copies_of_one_model_are_tested_alike_whatever_their_role(hybrid:
 
 
 @pytest.mark.parametrize(("family", "culprit"), [("bloom", "BloomAttention"), ("nemotron", "AttentionInterface")])
-def test_a_critic_that_would_be_wrong_is_refused_by_name(family: str, culprit: str, tmp_path: Path) -> None:
+def test_an_incorrect_critic_is_refused_by_name(family: str, culprit: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=culprit):
         PackedModel(CPU, CRITIC, model_path=saved(tmp_path, family))
 
@@ -207,7 +209,7 @@ def test_a_model_type_without_the_head_is_refused_by_name(tmp_path: Path) -> Non
 
 
 def delta_rule(query: Tensor, key: Tensor, value: Tensor, *, cu_seqlens: Tensor | None, **rest: Any) -> Any:
-    """Stands in for the kernel of flash-linear-attention: sequence by sequence, as its boundaries say."""
+    """Stands in for the kernel of flash-linear-attention: runs sequence by sequence, by its boundaries."""
     plain = modeling_qwen3_next.torch_chunk_gated_delta_rule
     assert cu_seqlens is not None
     g, beta = rest.pop("g"), rest.pop("beta")
@@ -217,7 +219,7 @@ def delta_rule(query: Tensor, key: Tensor, value: Tensor, *, cu_seqlens: Tensor 
 
 
 def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *, activation: str, seq_idx: Tensor | None) -> Tensor:
-    """Stands in for causal_conv1d_fn: [1, channels, N], sequence by sequence, as ``seq_idx`` says."""
+    """Stands in for causal_conv1d_fn: [1, channels, N], runs sequence by sequence, by ``seq_idx``."""
     assert activation == "silu"
     assert seq_idx is not None
     sizes, width = seq_idx[0].bincount().tolist(), weight.size(1)
@@ -227,7 +229,7 @@ def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *, activation: s
 
 
 @pytest.mark.parametrize("honours", [True, False])
-def test_kernels_that_take_boundaries_are_handed_them_and_checked(
+def test_kernels_with_sequence_boundaries_get_them_and_are_checked(
     hybrid: str, honours: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def deaf(*args: Any, cu_seqlens: Tensor | None = None, **rest: Any) -> Any:
@@ -251,7 +253,7 @@ def test_kernels_that_take_boundaries_are_handed_them_and_checked(
     assert model.head.recurrent.takes_boundaries is honours
 
 
-def test_samples_share_their_prompt_where_no_layer_carries_a_state(hybrid: str, tmp_path: Path) -> None:
+def test_samples_share_their_prompt_if_no_layer_carries_a_state(hybrid: str, tmp_path: Path) -> None:
     for path, shares in ((saved(tmp_path, "qwen3"), True), (hybrid, False)):
         found = load(path).selftest
         assert found is not None
@@ -263,11 +265,11 @@ def test_samples_share_their_prompt_where_no_layer_carries_a_state(hybrid: str, 
 
 
 def model_shares(model: PackedModel) -> bool:
-    """Whether some token of these sequences, of which some have a prompt in common, is packed for two."""
+    """Whether a packed token is shared by two of these sequences, some of which have a common prompt."""
     return any(batch.token_index is not None for batch in model._pack(random_sequences(9)).micro_batches)
 
 
-def test_a_shared_prompt_that_is_computed_otherwise_is_computed_for_each(
+def test_prompts_are_not_shared_if_sharing_changes_hidden_states(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     without_positions = MicroBatch.to
@@ -286,7 +288,7 @@ def test_a_shared_prompt_that_is_computed_otherwise_is_computed_for_each(
     assert_right(model, path)
 
 
-def test_what_the_layers_run_on_is_logged(hybrid: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_method_for_recurrent_layers_is_logged(hybrid: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         load(hybrid)
     assert "1 x Qwen3NextGatedDeltaNet runs on padded sequences" in caplog.text
@@ -300,7 +302,7 @@ def test_what_the_layers_run_on_is_logged(hybrid: str, caplog: pytest.LogCapture
         ("llama4_text", {"attention_chunk_size": 8192}),
     ],
 )
-def test_a_window_longer_than_the_tests_sequences_is_crossed_nevertheless(
+def test_the_self_test_crosses_a_window_longer_than_its_sequences(
     family: str, option: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = save_tiny_model(tmp_path / "model", family, initializer_range=0.3, **option)

@@ -33,8 +33,8 @@ def test_every_mini_batch_is_an_update_and_all_tokens_are_trained_once(model_pat
     assert metrics["num_trajectories"] == 12
 
 
-def test_an_update_without_tokens_moves_no_weight_and_dilutes_no_metric(model_path: str) -> None:
-    """Momentum and weight decay alone would move them."""
+def test_an_update_without_tokens_changes_neither_weights_nor_metrics(model_path: str) -> None:
+    """Momentum and weight decay alone would move the weights."""
     config = replace(CONFIG, optimizer=OptimizerConfig(lr=5e-3, weight_decay=0.1))
     sequences = mini_batched(random_sequences(6), 1)
     without = [replace(s, mini_batch=1, loss_mask=np.zeros_like(s.loss_mask)) for s in random_sequences(6)]
@@ -70,7 +70,7 @@ def test_a_step_whose_masks_reject_every_token_moves_no_weight(model_path: str) 
 
 
 def test_the_proximal_policy_is_the_one_before_the_step(model_path: str) -> None:
-    """With weights of 1 in sum, the second update differs when the proximal log-probs are not those of the start."""
+    """The second update differs if the proximal log-probs are not those at the start of the step."""
     seen = []
 
     class Spy(Trainer):
@@ -103,7 +103,7 @@ def test_the_kl_penalty_pulls_towards_the_reference(model_path: str, tmp_path: P
     assert history[-1]["reference_kl"] < 0.8 * history[0]["reference_kl"]
 
 
-def test_training_towards_advantages_raises_what_was_good(model_path: str) -> None:
+def test_training_raises_log_probs_of_positive_advantages(model_path: str) -> None:
     trainer, sequences = trainer_of(model_path), random_sequences(6)
     signs = [1.0 if index % 2 else -1.0 for index in range(6)]
     behavior = trainer.scores(sequences)
@@ -120,7 +120,7 @@ def test_training_towards_advantages_raises_what_was_good(model_path: str) -> No
     assert torch.isfinite(torch.tensor(moved)).all()
 
 
-def test_the_entropy_is_computed_only_where_it_is_asked_for(model_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_entropy_is_computed_only_if_requested(model_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer, sequences, asked = trainer_of(model_path), random_sequences(4), []
     forward = LogProbHead.forward
     monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""Token-level estimators against plain loops over one trajectory at a time."""
+"""Token-level estimators, compared with plain loops over single trajectories."""
 
 import math
 
@@ -32,7 +32,7 @@ def tokens(rewards: list[float], lengths: list[int], values: list[float] | None 
 
 
 def gae_of_one(rewards: list[float], values: list[float], last: float, gamma: float, gae_lambda: float) -> list[float]:
-    """Equation 16 as it is written: the sum of discounted one-step errors from each token on."""
+    """Equation 16 literally: the sum of discounted one-step errors from each token on."""
     following = [*values, last][1:]
     errors = [r + gamma * after - v for r, after, v in zip(rewards, following, values, strict=True)]
     return [
@@ -51,7 +51,7 @@ def test_gae_follows_the_critic_and_stays_inside_each_trajectory() -> None:
     assert discounted.tolist() == pytest.approx([0.0, 0.4, -0.5, 0.0, 1.0])  # discounted returns less the values
 
 
-def test_a_cut_trajectory_can_be_bootstrapped() -> None:
+def test_a_truncated_trajectory_can_bootstrap() -> None:
     rewards, values = torch.tensor([0.0, 1.0, 7.0]), torch.tensor([0.5, 0.6, 3.0])
     advantages, _ = generalized_advantages(
         rewards, values, torch.tensor([2, 1]), gamma=1.0, gae_lambda=0.5, last_values=torch.tensor([1.0, 0.0])
@@ -100,7 +100,7 @@ def test_gae_whitens_its_advantages_but_not_the_returns() -> None:
     assert white.returns.tolist() == pytest.approx([0.8, 1.0, 1.25, 1.5, 2.0])
 
 
-def test_reinforce_plus_plus_standardises_returns_over_the_tokens() -> None:
+def test_reinforce_plus_plus_standardizes_returns_over_the_tokens() -> None:
     one_token_each = ADVANTAGES.get("reinforce_plus_plus")(tokens([3, 1, 0, 0], [1] * 4), AlgorithmConfig(), alone)
     assert one_token_each.advantages.tolist() == pytest.approx([math.sqrt(2), 0.0, -math.sqrt(0.5), -math.sqrt(0.5)])
     # A trajectory of two tokens with a KL penalty of 0.5 at each, and one of one token.
@@ -112,14 +112,14 @@ def test_reinforce_plus_plus_standardises_returns_over_the_tokens() -> None:
 
 @pytest.mark.parametrize("name", ["gae", "reinforce_plus_plus"])
 @pytest.mark.parametrize("reward", [0.1, 1e-8, 1e6])
-def test_equal_rewards_teach_nothing_also_token_by_token(name: str, reward: float) -> None:
+def test_equal_rewards_give_zero_token_advantages(name: str, reward: float) -> None:
     estimator = ADVANTAGES.get(name)
     assert is_token_level(estimator)
     got = estimator(tokens([reward] * 7, [1] * 7), AlgorithmConfig(), alone)
     assert got.advantages.tolist() == [0.0] * 7
 
 
-def test_a_small_difference_beside_large_values_is_kept() -> None:
+def test_a_small_difference_between_large_values_is_kept() -> None:
     got = standardized(torch.tensor([1e6, 1e6 + 1], dtype=torch.float64), alone)
     assert got.tolist() == pytest.approx([-math.sqrt(0.5), math.sqrt(0.5)])
     assert standardized(torch.tensor([5.0], dtype=torch.float64), alone).tolist() == [0.0]
@@ -140,7 +140,7 @@ def test_long_and_short_trajectories_sum_over_any_number_of_blocks() -> None:
     torch.testing.assert_close(got, torch.tensor(want, dtype=torch.float64))
 
 
-def test_what_is_not_a_number_stays_in_its_trajectory() -> None:
+def test_nan_rewards_stay_in_their_trajectory() -> None:
     rewards = torch.ones(300, dtype=torch.float64)
     rewards[150] = torch.nan
     got = returns_to_go(rewards, torch.tensor([100, 100, 100]), gamma=1.0)

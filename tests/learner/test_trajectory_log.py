@@ -1,4 +1,4 @@
-"""The files of what was trained on."""
+"""The log of consumed trajectories."""
 
 import pyarrow.parquet as pq
 import pytest
@@ -7,7 +7,7 @@ from learner.trajectory_log import SCHEMA, TrajectoryLog
 from learner.types import RankBatch
 
 
-def test_a_file_that_is_being_written_is_not_there_yet(tmp_path, monkeypatch):
+def test_an_incomplete_log_file_is_not_visible(tmp_path, monkeypatch):
     log, batch = TrajectoryLog(str(tmp_path)), RankBatch(version=7, shares=(), max_lag=1)
     whole = log.write(batch, {}, [], rank=0)
     assert pq.read_schema(whole) == SCHEMA

@@ -152,7 +152,7 @@ def test_heads_that_cannot_be_split_are_refused() -> None:
 @pytest.mark.parametrize(
     ("kv_heads", "heads", "sp", "want"), [(4, 8, 2, 4), (2, 8, 4, 4), (6, 12, 4, 12), (4, 12, 6, 12)]
 )
-def test_kv_heads_are_repeated_as_little_as_can_be(kv_heads: int, heads: int, sp: int, want: int) -> None:
+def test_kv_heads_are_repeated_as_little_as_possible(kv_heads: int, heads: int, sp: int, want: int) -> None:
     repeated = replicate_kv_heads(torch.arange(kv_heads), 0, heads, sp)
     assert len(repeated) == want
     for rank in range(sp):  # each query head still finds its key head, at its place within the rank

@@ -1,4 +1,4 @@
-"""The worker's methods on one and on two ranks, called as the worker group calls them, with a scripted buffer."""
+"""The worker's methods on one and on two ranks, called as in the worker group, with a scripted buffer."""
 
 import os
 from collections.abc import Sequence
@@ -49,7 +49,7 @@ def group(group_id: int, oldest_version: int = 5) -> TrajectoryGroup:
 
 
 class ScriptedBuffer:
-    """Serves batches, and keeps what is offered."""
+    """Serves batches and keeps the offered weights."""
 
     offers: ClassVar[list[WeightOffer]] = []
 
@@ -93,7 +93,7 @@ def start(directory: str, num_ranks: int, *, connect_buffer: Any = ScriptedBuffe
 
 
 def published(worker: ActorWorker, version: int) -> str:
-    """Publish; returns the directory, empty on ranks that offer nothing."""
+    """Publish weights. Returns the directory, or an empty string on ranks that do not offer weights."""
     ScriptedBuffer.offers.clear()
     worker.publish_weights(version)
     worker.finish_publish()
@@ -149,7 +149,7 @@ def test_the_record_replays_under_the_weights_that_were_trained(directory: str) 
 
 
 @pytest.mark.usefixtures("outcomes")
-def test_what_people_read_has_the_log_probs_before_the_update_and_is_written_by_one_rank(directory: str) -> None:
+def test_the_token_log_has_log_probs_before_the_update_from_one_rank(directory: str) -> None:
     (file,) = Path(directory, "tokens2").iterdir()
     rows = pq.read_table(file).to_pylist()
     assert [(row["group_id"], len(row["response_ids"])) for row in rows] == [(2, 3), (2, 5)]
@@ -169,7 +169,7 @@ def test_a_batch_that_breaks_the_bound_is_refused(directory: str, max_lag: int) 
 
 
 class ForgetfulBuffer(ScriptedBuffer):
-    """Does not have the groups ``lost``; once, it does not answer."""
+    """A buffer without the groups ``lost``. One call times out."""
 
     lost: ClassVar[set[int]] = set()
     is_late: ClassVar[list[bool]] = []
@@ -184,7 +184,7 @@ class ForgetfulBuffer(ScriptedBuffer):
 
 
 def a_lost_batch(directory: str) -> tuple[list[int], float, float]:
-    """A step whose batch one rank does not find; then one that is planned anew. What it did not find; both norms."""
+    """Make a step whose batch is lost on one rank, then a newly planned step. Returns lost groups and both norms."""
     rank = int(os.environ["RANK"])
     ForgetfulBuffer.lost, ForgetfulBuffer.is_late[:] = {1, 2}, [True]
     worker = start(directory, 2, connect_buffer=ForgetfulBuffer)
@@ -209,7 +209,7 @@ def weights_norm(worker: ActorWorker) -> float:
     return sum(float(parameter.full_tensor().norm()) for parameter in worker._model.head.parameters())
 
 
-def test_a_batch_that_one_rank_does_not_find_changes_no_rank_and_can_be_planned_anew(directory: str) -> None:
+def test_a_batch_lost_on_one_rank_changes_no_rank_and_can_be_planned_again(directory: str) -> None:
     (lost, before, after), (other, _, _) = run_on_ranks(2, a_lost_batch, directory)
     assert (lost, other) == ([1, 2], [])
     assert after != before
@@ -240,7 +240,7 @@ def test_a_resumed_worker_makes_the_same_next_step(directory: str, tmp_path: Pat
     assert (got["loss"], got["grad_norm"], got["lr"]) == (expected["loss"], expected["grad_norm"], expected["lr"])
 
 
-def test_modes_hand_the_devices_over_and_take_them_back(directory: str) -> None:
+def test_worker_modes_offload_and_load(directory: str) -> None:
     worker = start(directory, 1, offload_at_transition_only=True)
     worker.step(batch([1]))
     ScriptedBuffer.offers.clear()
