@@ -32,10 +32,10 @@ EXIT_USAGE = 2
 _NUM_SHOWN = 12
 _MAX_RECORD_BYTES = 64 << 20
 """Largest record that ``--only-advice`` reads: the reader needs about ten times as much memory."""
-_STEPS_BESIDE = 30
+_ADVICE_STEPS = 30
 """Learner steps of each simulation with ``--only-advice``."""
 _FRONTIER_REPLICATES = 2
-_SAY_EVERY_S = 3.0
+_PROGRESS_EVERY_S = 3.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     target = Path(options.target)
     if options.only_advice:
-        return _advise_beside(target, options)
+        return _write_advice_only(target, options)
     folder = Path(options.out or (target if target.is_dir() else target.parent))
     try:
         calibration = _read_run(target, options.steps) if target.is_dir() else None
@@ -79,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("target", metavar="RUN|SPEC", help="folder of a run, or YAML file of a scenario")
     parser.add_argument("--max-lag", type=int, nargs="+", default=[0, 1, 2, 4], help="staleness bounds to predict")
     parser.add_argument("--publish-every", type=int, nargs="+", default=[1, 2], help="steps between published versions")
-    parser.add_argument("--batch", type=int, nargs="+", default=[], help="groups per step; default: that of the run")
+    parser.add_argument("--batch", type=int, nargs="+", default=[], help="groups per step; default: the run's value")
     parser.add_argument("--on-stale", nargs="+", choices=list(OnStale), default=["wait", "requeue"], type=OnStale)
     parser.add_argument("--keep-split", action="store_true", help="keep the numbers of engines and ranks")
     parser.add_argument("--replicates", type=_positive, default=NUM_REPLICATES, help="simulations per interval")
@@ -111,16 +111,16 @@ def _positive(text: str) -> int:
 
 
 class _Progress:
-    """Writes the progress to stderr, at most one line every `_SAY_EVERY_S` seconds."""
+    """Writes the progress to stderr, at most one line every `_PROGRESS_EVERY_S` seconds."""
 
     def __init__(self) -> None:
-        self._said_at = time.monotonic()
+        self._written_at = time.monotonic()
 
-    def __call__(self, what: str) -> None:
+    def __call__(self, simulation: str) -> None:
         now = time.monotonic()
-        if now - self._said_at >= _SAY_EVERY_S:
-            self._said_at = now
-            sys.stderr.write(f"plan: simulating {what}\n")
+        if now - self._written_at >= _PROGRESS_EVERY_S:
+            self._written_at = now
+            sys.stderr.write(f"plan: simulating {simulation}\n")
 
 
 def _read_run(folder: Path, num_steps: int | None) -> Calibration:
@@ -162,7 +162,7 @@ def _advised(run_dir: Path, calibration: Calibration, options: argparse.Namespac
     return advice
 
 
-def _advise_beside(run_dir: Path, options: argparse.Namespace) -> int:
+def _write_advice_only(run_dir: Path, options: argparse.Namespace) -> int:
     """Write only the advice, after the last step of a run. The kernel enforces the limit on CPU seconds."""
     resource.setrlimit(resource.RLIMIT_CPU, (options.only_advice, options.only_advice))
     num_bytes = sum(path.stat().st_size for path in (run_dir / FOLDER).glob("*.msgpack"))
@@ -172,7 +172,7 @@ def _advise_beside(run_dir: Path, options: argparse.Namespace) -> int:
         )
         return EXIT_USAGE
     try:
-        calibration = _read_run(run_dir, options.steps or _STEPS_BESIDE)
+        calibration = _read_run(run_dir, options.steps or _ADVICE_STEPS)
         advice = _advised(run_dir, calibration, options)
         if options.frontier:
             _write_frontier(run_dir, calibration, options)

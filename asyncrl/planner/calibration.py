@@ -95,7 +95,7 @@ class _Batch:
     """A batch of an in-process engine.
 
     Attributes:
-        start: Begin of the batch, in nanoseconds.
+        start: Start of the batch, in nanoseconds.
         end: Time when its groups were finished, in nanoseconds.
         num_samples: Number of samples in the batch.
         longest: Tokens of its longest sample.
@@ -112,7 +112,7 @@ class _Batch:
 
     @property
     def duration_s(self) -> float:
-        """Seconds from begin to end."""
+        """Seconds from start to end."""
         return (self.end - self.start) / _NS
 
     @classmethod
@@ -304,7 +304,7 @@ class _Reading:
         return tokens
 
     def plan_s(self) -> float:
-        """Median seconds from the time when a batch was planned and the ranks were free to the begin of its update."""
+        """Median seconds from the time when a batch was planned and the ranks were free to the start of its update."""
         planned = {life.step: life.time(GroupEvent.planned) for life in self.trained}
         free_at = {span.version: span.end for span in self._during(SpanKind.publish_copy)}
         gaps = []
@@ -358,14 +358,14 @@ class _Reading:
             stored = life.last(GroupEvent.stored)
             if first is None or last is None or stored is None or last.time <= first.time:
                 continue
-            stood = sum(
+            paused_ns = sum(
                 max(0, min(last.time, span.end) - max(first.time, span.start))
                 for kind in (SpanKind.pause, SpanKind.re_prefill)
                 for span in self._trace.spans_of(kind, last.lane)
             )
             num_steps = max(stored.details["lengths"]) - 1
             if num_steps > 0:
-                times.append((last.time - first.time - stood) / _NS / num_steps)
+                times.append((last.time - first.time - paused_ns) / _NS / num_steps)
                 loads.append(self._mean_level(LevelName.running, last.lane, first.time, last.time))
         return times, loads
 

@@ -1,7 +1,7 @@
 """A simulated engine: it takes prompt groups and returns each group when its longest sample is finished.
 
 Between two events, all running samples of an engine decode at the same speed. Therefore one number represents the
-progress of all samples: the tokens that a sample would have since the begin of the simulation. An event costs O(log n)
+progress of all samples: the tokens that a sample would have since the start of the simulation. An event costs O(log n)
 for n running samples.
 """
 
@@ -28,7 +28,7 @@ class SimulatedGroup:
         group_id: Id of the group.
         attempt: Attempt of the lease.
         lengths: Final number of tokens of each sample.
-        to_write: Number of tokens that each unfinished sample still needs at the begin of this attempt. It is smaller
+        to_write: Number of tokens that each unfinished sample still needs at the start of this attempt. It is smaller
             than ``lengths`` if an earlier attempt was saved.
         num_left: Number of unfinished samples.
         oldest_version: Policy version of the first token; -1 before the first token.
@@ -118,7 +118,7 @@ class SimulatedEngine:
         self._is_loading = False
         self._pending_load: tuple[int, float, Callable[[], None]] | None = None
 
-    def stood_s(self) -> float:
+    def paused_s(self) -> float:
         """Seconds of pauses to load weights until now."""
         self._advance()
         return self.loading_s

@@ -99,7 +99,7 @@ class SharedCore:
     """A CPU core that all its jobs share equally (processor sharing).
 
     The work of a job is the seconds that it takes alone. With n jobs, each job runs at 1/n of the full speed. Therefore
-    one number represents the progress of all jobs: the work that a job since the begin of the simulation would have
+    one number represents the progress of all jobs: the work that a job since the start of the simulation would have
     done.
     """
 

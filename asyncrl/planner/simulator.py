@@ -53,7 +53,7 @@ class Outcome:
         dropped: Share of the written tokens that were dropped.
         wait_s: Mean seconds per step that the ranks waited for a batch.
         update_s: Mean seconds per step that the ranks computed.
-        step_ends: Simulated seconds from the begin of the run to the end of each step.
+        step_ends: Simulated seconds from the start of the run to the end of each step.
     """
 
     step_s: float
@@ -142,7 +142,7 @@ class SimulatedWorker:
         self._is_settling = False
         self._asked: int | None = None
         self._is_gathering = False
-        self._seen_at = self._stood_s = 0.0
+        self._seen_at = self._paused_s = 0.0
         self.idle: defaultdict[str, float] = defaultdict(float)
 
     def start(self) -> None:
@@ -158,10 +158,10 @@ class SimulatedWorker:
         passed, self._seen_at = now - self._seen_at, now
         if not passed:
             return
-        stood_s = self.engine.stood_s() - self._stood_s
-        self._stood_s += stood_s
-        self.idle["publish_pause"] += stood_s * self._scenario.groups_in_flight
-        passed -= stood_s
+        paused_s = self.engine.paused_s() - self._paused_s
+        self._paused_s += paused_s
+        self.idle["publish_pause"] += paused_s * self._scenario.groups_in_flight
+        passed -= paused_s
         num_places = self._scenario.groups_in_flight
         num_free = num_places - (len(self._groups) - self._num_settling)
         self.idle["reward"] += passed * min(self._num_settling, num_free)
@@ -375,7 +375,7 @@ class SimulatedLearner:
         self._places = simpy.Container(self._env, init=self._scenario.pipeline_steps)
         self._planned = simpy.Store(self._env)
         self._vary = Variation(self._scenario.learner.variation, simulation.rng)
-        self._published_at = self.stood_s = 0.0
+        self._published_at = self.paused_s = 0.0
         self._is_waiting = False
         self._cause, self._seen_at = "slow_generation", 0.0
         self.idle: defaultdict[str, float] = defaultdict(float)
@@ -482,7 +482,7 @@ class SimulatedLearner:
             if self._simulation.host is not None:
                 self._simulation.host.ranks.run(self._scenario.host.publish_s, lambda: None)
             self.idle["publish"] += self._env.now - began_s
-            self.stood_s += self._env.now - began_s
+            self.paused_s += self._env.now - began_s
 
     def _offer(self, version: int) -> None:
         self.account()
@@ -604,6 +604,6 @@ class Simulation:
             stored_bytes=self._most_bytes,
             dropped=dropped / written if written else 0.0,
             wait_s=waits_s,
-            update_s=max(0.0, step_s - waits_s - self.learner.stood_s / len(steps)),
+            update_s=max(0.0, step_s - waits_s - self.learner.paused_s / len(steps)),
             step_ends=tuple(step[0] for step in steps),
         )

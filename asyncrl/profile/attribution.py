@@ -77,7 +77,7 @@ class Stretch:
 
     Attributes:
         lane: The lane of the rank or engine.
-        start: Begin of the period, in nanoseconds.
+        start: Start of the period, in nanoseconds.
         end: End of the period, in nanoseconds.
         state: ``busy``, or a `FleetCause` or `LearnerCause`.
         places: Number of places in this state.

@@ -159,9 +159,9 @@ def lengths(trace: Trace) -> Chart:
 
 
 def publishes(trace: Trace) -> Chart:
-    """The stages of weight updates: median begin and end after the copy began, and the total time of each version.
+    """The stages of weight updates: median start and end after the copy began, and the total time of each version.
 
-    If a stage runs on several ranks or engines, it lasts from the first begin to the last end.
+    If a stage runs on several ranks or engines, it lasts from the first start to the last end.
     """
     began = {span.version: span.start for span in reversed(trace.spans_of(SpanKind.publish_copy))}
     stages: dict[str, dict[int, list[Span]]] = defaultdict(lambda: defaultdict(list))

@@ -34,7 +34,7 @@ class Figures:
     """How one step, or all steps of the run, used its time.
 
     Attributes:
-        duration: Nanoseconds from begin to end.
+        duration: Nanoseconds from start to end.
         num_steps: Number of learner steps.
         pools: The time of the places of each pool, ``learner`` and ``fleet``.
         num_lanes: Number of ranks or engines of each pool.
@@ -118,7 +118,7 @@ class OverlapReport:
     """The figures of a run and of its finished steps. The figures of the steps add up to the figures of the run.
 
     Attributes:
-        run: Figures from the begin of the first step to the end of the last finished step.
+        run: Figures from the start of the first step to the end of the last finished step.
         steps: Version and figures of each step, in order of time. The version of a repeated step appears twice.
         attribution: The idle time behind the figures.
         recorded: How complete the record is.

@@ -187,8 +187,8 @@ class Trace:
     """The record of a run.
 
     Attributes:
-        processes: Sorted by begin.
-        spans: Sorted by begin.
+        processes: Sorted by start.
+        spans: Sorted by start.
         levels: Sorted by time.
         stamps: Sorted by time.
         start: Time of the first record of any process, in nanoseconds.
@@ -222,8 +222,8 @@ class Trace:
 
         If the learner returned to a checkpoint, the interrupted step is included and its version appears twice.
         """
-        noted = self.spans_of(SpanKind.step, CONTROLLER_LANE)
-        taken = [span for span in noted if not span.is_open or span is noted[-1]]
+        step_spans = self.spans_of(SpanKind.step, CONTROLLER_LANE)
+        taken = [span for span in step_spans if not span.is_open or span is step_spans[-1]]
         ends = list(accumulate((span.end for span in taken), max))  # clocks of two hosts may disagree a little
         starts = [span.start for span in taken[:1]] + ends
         return tuple(
@@ -233,7 +233,7 @@ class Trace:
 
     @property
     def window(self) -> tuple[int, int]:
-        """From the begin of the first step to the end of the last finished step; empty if no step is finished.
+        """From the start of the first step to the end of the last finished step; empty if no step is finished.
 
         The window excludes start-up, the last evaluation and shutdown.
         """
@@ -251,15 +251,15 @@ class Trace:
     def lanes(self, pool: str) -> tuple[str, ...]:
         """The lanes of engines or ranks in order, without sublanes such as ``learner-0/publish``."""
         names = {process.name for process in self.processes if process.pool == pool}
-        found = (lane for lane, noted_by in self._names_by_lane.items() if "/" not in lane and noted_by & names)
+        found = (lane for lane, recorded_by in self._names_by_lane.items() if "/" not in lane and recorded_by & names)
         return tuple(sorted(found, key=_by_number))
 
     def processes_of(self, lane: str) -> tuple[Process, ...]:
-        """The processes that recorded a lane, sorted by begin. There are several if a process was replaced."""
+        """The processes that recorded a lane, sorted by start. There are several if a process was replaced."""
         return tuple(process for process in self.processes if process.name in self._names_by_lane.get(lane, ()))
 
     def spans_of(self, kind: str, lane: str | None = None) -> tuple[Span, ...]:
-        """The spans of a kind, of one lane or of all lanes, sorted by begin."""
+        """The spans of a kind, of one lane or of all lanes, sorted by start."""
         return self._spans_by_kind.get((kind, lane), ())
 
     def levels_of(self, name: str, lane: str) -> tuple[Level, ...]:
@@ -346,14 +346,14 @@ class TraceReader:
 
 def _levels_from(levels: Iterable[list[Any]], before: int) -> list[list[Any]]:
     """The levels from a time on, and the last earlier level of each count."""
-    stood: dict[tuple[str, str], list[Any]] = {}
+    last_before: dict[tuple[str, str], list[Any]] = {}
     kept = []
     for level in levels:
         if level[2] < before:
-            stood[level[0], level[1]] = level
+            last_before[level[0], level[1]] = level
         else:
             kept.append(level)
-    return [*stood.values(), *kept]
+    return [*last_before.values(), *kept]
 
 
 def _ends_of_open_spans(files: Sequence[_ProcessFile], end: int) -> Mapping[_ProcessFile, int]:

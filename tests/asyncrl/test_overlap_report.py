@@ -58,11 +58,11 @@ def test_steps_add_up_to_the_run_with_gaps_and_a_repeated_step():
     fleet = [("engine-0", "capacity", 0, 2), ("engine-0", "running", 0, 1)]
     learner = [("learner-0", "update", start, start + 60) for start in (40, 140, 500)]
     trace = trace_of(fleet=fleet, learner=learner)
-    noted = [
+    step_spans = [
         Span(lane="controller", kind="step", step=step, start=start, end=end, process="controller")
         for step, start, end in ((0, 0, 100), (1, 103, 200), (2, 207, 230), (1, 450, 600))
     ]
-    document = OverlapReport.of(replace(trace, spans=(*trace.spans, *noted))).to_dict()
+    document = OverlapReport.of(replace(trace, spans=(*trace.spans, *step_spans))).to_dict()
     assert [step["step"] for step in document["steps"]] == [0, 1, 2, 1]
     assert [round(step["duration_s"] * 1e9) for step in document["steps"]] == [100, 100, 30, 370]
     for pool, capacity in (("learner", 600), ("fleet", 1200)):

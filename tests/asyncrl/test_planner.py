@@ -221,13 +221,13 @@ def test_the_command_makes_its_folder_and_reports_progress_and_a_bad_replay(tmp_
     run.mkdir()
     record_run(run, max_lag=0, **RECORDED)
     (run / "config.yaml").write_text(dump_yaml(recorded_config(0)))
-    monkeypatch.setattr(plan_command, "_SAY_EVERY_S", 0.0)
+    monkeypatch.setattr(plan_command, "_PROGRESS_EVERY_S", 0.0)
     monkeypatch.setattr(plan_command, "misses", lambda *_: True)
     few = ["--max-lag", "0", "1", "--publish-every", "1", "--on-stale", "wait", "--replicates", "1", "--keep-split"]
     assert plan_command.main([str(run), *few, "--steps", "14", "--out", str(out)]) == 0
-    said = capsys.readouterr()
-    assert "plan: simulating choice 1 of 1" in said.err
-    assert "the replay misses the measured step time by more than 20%" in said.out
+    printed = capsys.readouterr()
+    assert "plan: simulating choice 1 of 1" in printed.err
+    assert "the replay misses the measured step time by more than 20%" in printed.out
     assert (out / "plan.json").is_file()
     (tmp_path / "file").touch()
     assert plan_command.main([str(run), "--out", str(tmp_path / "file")]) == 2

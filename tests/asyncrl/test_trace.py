@@ -22,35 +22,35 @@ def test_a_trace_has_consecutive_steps(tmp_path):
     assert all(process.is_whole for process in trace.processes)
 
 
-def steps_noted(*spans):
+def steps_of(*spans):
     """The steps from spans (version, start, end); an end of 0 makes an open span."""
-    noted = [
+    spans = [
         Span(lane="controller", kind="step", step=step, start=start, end=end or 99, is_open=not end)
         for step, start, end in spans
     ]
-    trace = Trace(spans=tuple(noted), end=99)
+    trace = Trace(spans=tuple(spans), end=99)
     return [(step.version, step.start, step.end, step.is_open) for step in trace.steps], trace.window
 
 
 def test_the_time_between_two_steps_belongs_to_the_second():
-    steps, window = steps_noted((0, 10, 20), (1, 23, 30), (2, 31, 0))
+    steps, window = steps_of((0, 10, 20), (1, 23, 30), (2, 31, 0))
     assert steps == [(0, 10, 20, False), (1, 20, 30, False), (2, 30, 99, True)]
     assert window == (10, 30)
 
 
 def test_a_repeated_step_begins_where_the_interrupted_one_ended():
-    steps, window = steps_noted((4, 10, 20), (5, 20, 26), (4, 60, 70))
+    steps, window = steps_of((4, 10, 20), (5, 20, 26), (4, 60, 70))
     assert steps == [(4, 10, 20, False), (5, 20, 26, False), (4, 26, 70, False)]
     assert window == (10, 70)
 
 
 def test_an_open_step_of_a_dead_controller_is_left_out_and_the_next_step_has_its_time():
-    steps, _ = steps_noted((0, 10, 20), (1, 21, 0), (1, 40, 50))
+    steps, _ = steps_of((0, 10, 20), (1, 21, 0), (1, 40, 50))
     assert steps == [(0, 10, 20, False), (1, 20, 50, False)]
 
 
 def test_steps_that_overlap_because_of_clock_errors_have_no_negative_time():
-    steps, _ = steps_noted((0, 10, 30), (1, 25, 28), (2, 29, 40))
+    steps, _ = steps_of((0, 10, 30), (1, 25, 28), (2, 29, 40))
     assert steps == [(0, 10, 30, False), (1, 30, 30, False), (2, 30, 40, False)]
 
 
