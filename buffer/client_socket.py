@@ -1,7 +1,8 @@
 """A client's connections to one server, on asyncio: requests, replies, deadlines, resending after a reconnect.
 
-The control socket asks for the run's epoch and the bulk port, the bulk socket connects and greets, and the server
-answers. A request waits for the steps that it needs, under its own deadline, which each chunk of it puts off.
+The control socket requests the run's epoch and the bulk port. Then the bulk socket connects and greets, and the server
+answers. A request waits for the steps that it needs, under its own deadline. Each transferred chunk of the request
+restarts the deadline.
 """
 
 import asyncio
@@ -29,20 +30,20 @@ _HEARTBEAT_MS = 5000
 _BATCH = 16
 _HELD = frozenset({"lease", "enqueue", "plan", "reserve", "next_offer", "served", "pin", "store_wanted"})
 _HELD_FACTOR = 1.5
-"""A server may hold these for half of the deadline, which comes on top of it: one that stops at the end of that, and is
-started again, has as long to answer as for any other request."""
+"""A server may hold these requests for half of the deadline, so their deadline is half longer. A server that dies at
+the end of the hold, and is restarted, then has the usual time to answer."""
 _LARGE_REPLIES = frozenset({"fetch", "lease"})
 _MAX_REPLY_BYTES = 1 << 40
 _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-"""The server does not know the key, or one side has keys and the other none."""
+"""The server does not know the key, or only one side has keys."""
 
 
 class Connection:
     """A DEALER socket that reconnects by itself; the server knows it by ``identity``.
 
-    ``on_message`` gets the frames of each message, ``on_change`` whether the connection was made or lost; one on which
-    no whole frame came for ``silent_s`` is lost. ``on_refused`` is called if the server does not take the keys: ZMQ
-    does not try again then. Raises `ValueError` if the address is malformed.
+    ``on_message`` gets the frames of each message, ``on_change`` whether the connection was made or lost. A connection
+    without a complete frame for ``silent_s`` seconds counts as lost. ``on_refused`` is called if the server refuses the
+    keys; ZMQ does not retry then. Raises `ValueError` if the address is malformed.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class Connection:
             monitor.close()
             socket.close()
             raise ValueError(
-                f"{address!r} is not the address of a buffer; use one like ipc:///FOLDER/buffer or tcp://HOST:PORT"
+                f"{address!r} is not the address of a buffer; use an address like ipc:///FOLDER/buffer or tcp://HOST:PORT"
             ) from error
         self._socket = socket
         self._channel = Channel(socket, on_message)
@@ -88,7 +89,7 @@ class Connection:
 
     def close(self) -> None:
         """Close the connection at once."""
-        self._socket.disable_monitor()  # first, or ZMQ's thread would wait for somebody to read its last events
+        self._socket.disable_monitor()  # first: otherwise ZMQ's thread waits until its last events are read
         self._monitor.close()
         self._channel.close()
 
@@ -102,9 +103,9 @@ class Connection:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class _UnansweredRequest:
-    """A request without a reply yet, which is ``due``; ``caller`` is the call that an error names.
+    """A request without a reply yet, with its deadline ``due``; errors name ``caller``.
 
-    ``is_large`` ones travel in chunks; ``needs_bulk`` says that it, or its reply, may travel by the bulk socket.
+    A request that ``is_large`` travels in chunks. ``needs_bulk``: it, or its reply, may travel on the bulk socket.
     """
 
     caller: str
@@ -119,13 +120,13 @@ class ClientSocket:
     """The connections to one server; made on a running loop, and used on that loop only.
 
     ``timeout_s`` is the deadline of each request, counted from its last progress. ``on_push`` gets each message that
-    answers no request; ``on_connected`` is called when the server is reached, also after it was gone.
+    answers no request; ``on_connected`` is called each time that the server is reached.
 
     Attributes:
         is_connected: Whether the server can be reached now.
-        num_read: Largest request id of a fetch whose reply has come, also if nobody waited for it any more.
-        loop: The loop that it lives on.
-        identity: What the server knows this client by.
+        num_read: Largest request id of a fetch whose reply has come, also if the fetch was cancelled.
+        loop: The event loop of the connections.
+        identity: The identity of this client on the server.
     """
 
     def __init__(
@@ -173,7 +174,7 @@ class ClientSocket:
         )
 
     def next_id(self) -> int:
-        """A request id, for a request that may have to be cancelled."""
+        """Return a request id, for a request that may be cancelled later."""
         return next(self._ids)
 
     async def request(
@@ -185,9 +186,11 @@ class ClientSocket:
         request_id: int | None = None,
         caller: str = "",
     ) -> Message:
-        """Send a request and wait for its reply; ``caller`` is the call that an error names, if not the request's.
+        """Send a request and wait for its reply; errors name ``caller``, by default the request's name.
 
-        Raises `DeadlineError` if none came in time, `ReplayBufferError` if it is an error or the connection was closed.
+        Raises:
+            DeadlineError: No reply came in time.
+            ReplayBufferError: The reply is an error, or the connection was closed.
         """
         if self._closed:
             raise self._closed_error(name)
@@ -202,9 +205,9 @@ class ClientSocket:
         return reply
 
     def post(self, name: str, fields: Mapping[str, Any], on_reply: Callable[[Message], None] | None = None) -> None:
-        """Send a request whose reply nobody waits for; after a reconnect it is sent again like any other.
+        """Send a request without waiting for its reply; it is repeated after a reconnect like every request.
 
-        ``on_reply`` gets the reply, if one comes and is no error.
+        ``on_reply`` gets the reply unless the reply is an error.
         """
         if self._closed:
             return
@@ -237,7 +240,7 @@ class ClientSocket:
         return unanswered.reply
 
     def _send(self, unanswered: _UnansweredRequest) -> None:
-        """Send a request if its connections stand; small ones travel with the others that are made in this turn."""
+        """Send a request if its connections are ready; small requests of one turn of the loop share a message."""
         if not self.is_connected or (unanswered.needs_bulk and not self._is_bulk_ready):
             return
         request = unanswered.request
@@ -268,7 +271,7 @@ class ClientSocket:
     # Deadlines
 
     def _miss_deadlines(self) -> None:
-        """Fail what is overdue."""
+        """Fail overdue requests."""
         now = self._clock.time()
         earliest: float | None = None
         for unanswered in self._unanswered.values():
@@ -285,7 +288,7 @@ class ClientSocket:
         return self._timeout_s * (_HELD_FACTOR if name in _HELD else 1.0)
 
     def _note_progress(self, request_id: int | None = None) -> None:
-        """A chunk came for a request, or one of any request was acknowledged: what is in line behind it has moved."""
+        """Note progress: a chunk of a reply came, or a chunk was acknowledged, which moves all queued requests."""
         due = self._clock.time() + self._timeout_s
         if request_id is None:
             for unanswered in self._unanswered.values():
@@ -302,13 +305,13 @@ class ClientSocket:
         )
 
     def fail_all(self, error: Exception) -> None:
-        """Let every request that waits raise ``error``."""
+        """Fail every pending request with ``error``."""
         for unanswered in self._unanswered.values():
             if not unanswered.reply.done():
                 unanswered.reply.set_exception(error)
 
     def close(self) -> None:
-        """Close the connections; requests that wait raise at once."""
+        """Close the connections; pending requests raise at once."""
         if self._closed:
             return
         self._closed = True
@@ -327,7 +330,7 @@ class ClientSocket:
     # Connecting
 
     def _on_control_change(self, is_connected: bool) -> None:
-        """Ask who serves there; what has no reply is sent again when that is known."""
+        """Greet the server; pending requests are repeated when the server has answered."""
         self.is_connected = False
         if is_connected:
             self._refusal = None
@@ -338,18 +341,18 @@ class ClientSocket:
     def _on_refused(self) -> None:
         self._refuse(
             NotAllowed(
-                f"the buffer at {self.address} refuses this client's key; give it the keys of its run (buffer.keys, or "
-                "--keys), and none to a run without"
+                f"the buffer at {self.address} refuses this client's key; pass the keys of its run (buffer.keys, or "
+                "--keys), or no keys to a run without keys"
             )
         )
 
     def _refuse(self, refusal: Exception) -> None:
-        """Let every request fail, until another server is there."""
+        """Fail every request until another server answers."""
         self._refusal = refusal
         self.fail_all(refusal)
 
     def _on_connected(self, reply: Message) -> None:
-        """The server named its run and its bulk port."""
+        """Note the run and the bulk port that the server named."""
         if reply.name != OK:
             self._refuse(messages.error_of(reply))
             return
@@ -358,7 +361,7 @@ class ClientSocket:
         self._resend(needs_bulk=False)
         self._when_connected()
         port = messages.integer(reply.fields, "bulk_port")
-        if self._bulk is not None and port != self._bulk_port:  # of a server that was started again without a journal
+        if self._bulk is not None and port != self._bulk_port:  # of a server that was restarted without a journal
             self._bulk.close()
             self._bulk = None
             self._on_bulk_change(False)
@@ -377,7 +380,7 @@ class ClientSocket:
             self._resend(needs_bulk=True)
 
     def _on_bulk_change(self, is_connected: bool) -> None:
-        """Greet the server: it answers when it can reach this client by the new connection."""
+        """Greet the server on the bulk socket; it answers when it can reach this client there."""
         self._is_bulk_ready = False
         self._sender.reset()
         self._receiver.reset()
@@ -389,9 +392,9 @@ class ClientSocket:
         self._resend(needs_bulk=True)
 
     def _resend(self, *, needs_bulk: bool) -> None:
-        """Send what has no reply yet: a connection that was lost may have lost it.
+        """Repeat every request without a reply: a lost connection may have lost it.
 
-        It is due as if it were new: a server that was started again may hold it as long as the one before.
+        Its deadline starts again, because a restarted server may hold it as long as a new request.
         """
         now = self._clock.time()
         for unanswered in list(self._unanswered.values()):
@@ -399,7 +402,7 @@ class ClientSocket:
                 unanswered.due = now + self._seconds_for(unanswered.request.name)
                 self._send(unanswered)
 
-    # What comes
+    # Incoming messages
 
     def _on_chunk(self, frames: list[zmq.Frame]) -> None:
         if len(frames) == 1 and not len(frames[0]):

@@ -29,7 +29,7 @@ _ALIGN = 16
 _PADDING = [bytes(n) for n in range(_ALIGN)]
 _GROUP = b"grp\x02"
 _GROUP_HEAD = struct.Struct("<4sqq")
-"""What a group begins with, its id and its attempt; the schema follows."""
+"""The start of an encoded group: a marker, the id and the attempt; the schema follows."""
 _NUMERIC = frozenset("biufc")
 _MALFORMED = (
     *(ValueError, TypeError, KeyError, IndexError, OverflowError, AttributeError, StopIteration, RuntimeError),
@@ -50,7 +50,7 @@ def prompt_frames(prompt: Prompt) -> list[Any]:
 
 
 def prompt_of(frames: Sequence[Any]) -> Prompt:
-    """The prompt in a payload. Raises `WireError` if there is none."""
+    """Decode the prompt in a payload. Raises `WireError` if the payload is not a prompt."""
     values = codec.decode(unpack(frames))
     try:
         return Prompt(**values)
@@ -80,7 +80,7 @@ def group_frames(group: TrajectoryGroup) -> list[Any]:
 
 
 def group_of(frames: Sequence[Any]) -> TrajectoryGroup:
-    """The trajectory group in a payload; arrays are read-only views of it. Raises `WireError` if there is none."""
+    """Decode a trajectory group; arrays are read-only views of the payload. Raises `WireError` if malformed."""
     head, *buffers = unpack([memoryview(frame).toreadonly() for frame in frames])
     if head[: len(_GROUP)] != _GROUP:
         raise WireError(f"payload is not a TrajectoryGroup of this release: it begins with {bytes(head[:4])!r}")
@@ -124,12 +124,12 @@ def _schema_of(data: bytes) -> list[list[tuple[str, np.dtype, tuple[int, ...], i
         columns = [(str(name), dtype_of(dtype.encode()), checked_shape(shape)) for name, dtype, shape in scope]
         schema.append([(name, dtype, shape, dtype.itemsize * prod(shape)) for name, dtype, shape in columns])
     if any(dtype.kind not in _NUMERIC or not row_bytes for scope in schema for _, dtype, _, row_bytes in scope):
-        raise WireError(f"columns hold numbers, got {schema}")
+        raise WireError(f"columns must hold numbers, got {schema}")
     return schema
 
 
 def _array(dtype: np.dtype, shape: tuple[int, ...], row_bytes: int, buffer: memoryview) -> np.ndarray:
-    """[rows, …] view of a buffer; as many rows as its bytes make."""
+    """[rows, …] view of a whole buffer."""
     num_rows, rest = divmod(len(buffer), row_bytes)
     if rest:
         raise WireError(f"a column of {dtype}{list(shape)} does not fit {len(buffer)} bytes")
@@ -155,9 +155,9 @@ def pack(frames: Sequence[Any]) -> list[Any]:
 
 
 def unpack(parts: Sequence[Any]) -> list[Any]:
-    """The frames that `pack` was given: views of the parts where they are whole. Raises `WireError` if malformed."""
+    """The frames of a packed payload: views of the parts if possible. Raises `WireError` if malformed."""
     if not parts:
-        raise WireError("a payload has at least one part, got none")
+        raise WireError("a payload must have at least one part, got none")
     header, *pieces = (memoryview(part).cast("B") for part in parts)
     lengths, start = _lengths(header)
     if not pieces:
@@ -175,7 +175,7 @@ def unpack(parts: Sequence[Any]) -> list[Any]:
         else:
             frames.append(_rejoined(piece, left, lengths[first]))
     if next(left, None) is not None:
-        raise WireError(f"a payload has {len(pieces)} parts, its header describes fewer")
+        raise WireError(f"a payload has {len(pieces)} parts, but its header describes fewer")
     return frames
 
 
@@ -203,7 +203,7 @@ def _joined(header: bytes, frames: Sequence[Any], lengths: Sequence[int]) -> byt
 
 
 def _split(part: memoryview, start: int, lengths: Sequence[int]) -> list[memoryview]:
-    """The frames that `_joined` laid end to end from ``start`` on."""
+    """The frames that `_joined` put into one part, from ``start`` on."""
     views = []
     for length in lengths:
         start += -start % _ALIGN
@@ -215,7 +215,7 @@ def _split(part: memoryview, start: int, lengths: Sequence[int]) -> list[memoryv
 
 
 def _rejoined(piece: memoryview, others: Iterator[memoryview], length: int) -> Any:
-    """One large frame from its pieces; the piece itself where it was not split."""
+    """One large frame from its pieces; a single piece is not copied."""
     if piece.nbytes == length:
         return piece
     pieces = [piece]
@@ -229,7 +229,7 @@ def _rejoined(piece: memoryview, others: Iterator[memoryview], length: int) -> A
 
 
 def _lengths(header: memoryview) -> tuple[tuple[int, ...], int]:
-    """The frames' lengths, and where the header ends."""
+    """The frames' lengths, and the end of the header."""
     if header[: len(_PACKED)] != _PACKED:
         raise WireError(f"a payload does not begin with its header but with {bytes(header[:4])!r}")
     try:

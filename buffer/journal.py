@@ -1,10 +1,12 @@
-"""What must survive the server: the ledger's last snapshot, the commands since with their outcomes, and frames.
+"""The state that survives the server: the ledger's last snapshot, later commands with their outcomes, and frames.
 
-``NAME.N.log`` holds the commands in their order, with small frames; each has its room in the file before it takes
-effect, and is written before anybody is told of it: puts that came together, in one write. ``NAME.N.frames`` holds
-large frames, which a thread writes before the command that refers to them. What is written survives the death of the
-process. A power failure may lose the last writes: every record has a checksum, and a file ends at its first broken
-record. When the files have grown, `Journal.compact` begins a new pair and deletes the old one.
+``NAME.N.log`` holds the commands in order, with small frames. The journal reserves bytes in the file for a command
+before the command takes effect, and writes it before any client gets a reply; puts of one burst share a write.
+``NAME.N.frames`` holds large frames, which a thread writes before the command that refers to them.
+
+Written records survive the death of the process. A power failure may lose the last writes: every record has a checksum,
+and a file ends at its first broken record. When the files have grown, `Journal.compact` begins a new pair and deletes
+the old one.
 """
 
 import asyncio
@@ -45,10 +47,10 @@ _MAGIC = b"asyncrl buffer journal %d\n" % FORMAT
 _COMPACT_BYTES = 16 * 1024**2
 _GROW_BYTES = 4 * 1024**2
 _MAX_PUT_BYTES = 4096
-"""Room for a put without its frames; what a group of very many samples takes beyond is reserved when it is written."""
+"""Bytes reserved for a put without its frames; a group of very many samples gets the rest when it is written."""
 _MAX_PARTS = 1024
 _HEADER = struct.Struct("<QIQ")
-"""Checksum (xxh3) of head and frames, bytes of the head, bytes of the frames."""
+"""Checksum (xxh3) of head and frames, size of the head, size of the frames, in bytes."""
 
 _RECORDS = {
     name: kind for name, kind in vars(commands).items() if isclass(kind) and hasattr(kind, "__dataclass_fields__")
@@ -57,11 +59,11 @@ _RECORDS["GroupSummary"] = GroupSummary
 
 
 _encode = msgspec.msgpack.Encoder().encode
-"""For plain values; it takes a quarter of the time of `msgpack.packb`."""
+"""Packs plain values in a quarter of the time of `msgpack.packb`."""
 
 
 def pack(value: Any) -> Any:
-    """Plain values, but for maps, and the records of `buffer.commands` as bytes."""
+    """Pack plain values except maps, and the records of `buffer.commands`."""
     return msgpack.packb(value, default=_to_map)
 
 
@@ -70,7 +72,7 @@ def _to_map(record: Any) -> dict[str, Any]:
 
 
 def unpack(data: bytes) -> Any:
-    """What `pack` was given; lists come back as tuples."""
+    """Unpack the result of `pack`; lists come back as tuples."""
     return msgpack.unpackb(data, use_list=False, object_hook=_from_map)
 
 
@@ -83,12 +85,12 @@ def _from_map(named: dict[str, Any]) -> Any:
 _SUMMARY_FIELDS = [field.name for field in fields(GroupSummary)]
 _OTHER_FIELDS = [field.name for field in fields(commands.Put) if field.name != "summary"]
 _put_values = attrgetter(*(f"summary.{name}" for name in _SUMMARY_FIELDS), *_OTHER_FIELDS)
-"""The plain values of a put: the summary's, then the command's others."""
+"""The plain values of a put: those of the summary, then the other fields of the command."""
 _outcome_values = attrgetter(*(field.name for field in fields(commands.PutOutcome)))
 
 
 def _put_from(row: Sequence[Any]) -> tuple[commands.Put, commands.PutOutcome]:
-    """A put and its outcome from the plain values of both, end to end."""
+    """Make a put and its outcome from the concatenated plain values of both."""
     num_summary = len(_SUMMARY_FIELDS)
     end = num_summary + len(_OTHER_FIELDS)
     summary = record_from(GroupSummary, row[:num_summary])
@@ -98,7 +100,7 @@ def _put_from(row: Sequence[Any]) -> tuple[commands.Put, commands.PutOutcome]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recovered:
-    """What a journal holds when a server opens it.
+    """The contents of a journal when a server opens it.
 
     The ledger's last snapshot, None in a new journal; the commands since, in order, with their outcomes; and frames by
     kind (``prompt``, ``payload``, ``progress``) and group id.
@@ -119,16 +121,16 @@ class AppendOnlyFile:
         self._num_reserved = os.fstat(self._descriptor).st_size
 
     def read(self) -> Iterator[tuple[Any, int]]:
-        """The head of each record, and where in the file its frames begin; what follows the last record is cut off.
+        """The head of each record, and the offset of its frames; the file is cut after the last whole record.
 
-        All bytes are compared with their checksums, and none of the frames stay in memory. Raises `ValueError` if the
+        Verifies every checksum, and keeps no frames in memory. Raises `ValueError` if the
         file is not a journal of this format.
         """
         end = 0
         if os.fstat(self._descriptor).st_size:
             with mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_READ) as data:
                 magic = data[: len(_MAGIC)]
-                if not _MAGIC.startswith(magic.rstrip(b"\0")):  # room that was reserved and not written holds zeros
+                if not _MAGIC.startswith(magic.rstrip(b"\0")):  # reserved bytes that were never written are zeros
                     raise ValueError(
                         f"{self.path} is not a journal of format {FORMAT}: it begins with {magic!r}; use the release "
                         "that wrote it, or another buffer.directory"
@@ -140,11 +142,11 @@ class AppendOnlyFile:
                 if end and end + _HEADER.size <= len(data):
                     _, head_bytes, frames_bytes = _HEADER.unpack_from(data, end)
                     if self._record_at(data, end + _HEADER.size + head_bytes + frames_bytes) is not None:
-                        logger.warning("%s is damaged at byte %d; what stands behind it is lost", self.path, end)
+                        logger.warning("%s is damaged at byte %d; later records are lost", self.path, end)
         self.cut(end)
 
     def _record_at(self, data: mmap.mmap, start: int) -> tuple[Any, int, int] | None:
-        """Head, start of the frames and end of a record; None if there is none at ``start``, or not all of it."""
+        """Head, start of the frames and end of a record; None if there is no complete record at ``start``."""
         if start + _HEADER.size > len(data):
             return None
         checksum, head_bytes, frames_bytes = _HEADER.unpack_from(data, start)
@@ -158,7 +160,7 @@ class AppendOnlyFile:
         return msgpack.unpackb(data[body : body + head_bytes], strict_map_key=False), body + head_bytes, end
 
     def frames_at(self, start: int, lengths: Sequence[int]) -> Frames:
-        """Read frames that stand end to end in the file. Raises `OSError` if the file cannot be read."""
+        """Read consecutive frames from the file. Raises `OSError` if the file cannot be read."""
         ends = [*accumulate(lengths, initial=start)]
         return [self._bytes_at(begin, end - begin) for begin, end in pairwise(ends)]
 
@@ -173,7 +175,7 @@ class AppendOnlyFile:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def append(self, records: Iterable[tuple[Any, Frames]]) -> None:
-        """Write records one after another, or none of them. Raises `OSError` if the disk is full."""
+        """Write all records, or none. Raises `OSError` if the disk is full."""
         parts: list[Any] = [] if self.num_bytes else [_MAGIC]
         size = sum(map(len, parts))
         for head, frames in records:
@@ -189,7 +191,7 @@ class AppendOnlyFile:
         self.num_bytes += size
 
     def reserve(self, num_bytes: int) -> None:
-        """Give the file room for ``num_bytes`` more, and ahead of need. Raises `OSError` if the disk is full."""
+        """Reserve ``num_bytes`` more, and some in advance. Raises `OSError` if the disk is full."""
         needed = self.num_bytes + num_bytes - self._num_reserved
         if needed <= 0:
             return
@@ -202,16 +204,16 @@ class AppendOnlyFile:
         self._num_reserved += more
 
     def cut(self, num_bytes: int) -> None:
-        """Drop what follows the first ``num_bytes``."""
+        """Cut the file after ``num_bytes``."""
         os.ftruncate(self._descriptor, num_bytes)
         self.num_bytes = self._num_reserved = num_bytes
 
     def sync(self) -> None:
-        """Wait until everything is on the disk."""
+        """Wait until all writes are on the disk."""
         os.fsync(self._descriptor)
 
     def close(self) -> None:
-        """Close the file, without the room that is reserved behind its records."""
+        """Close the file, and free the reserved bytes after its records."""
         with suppress(OSError):
             self.cut(self.num_bytes)
         os.close(self._descriptor)
@@ -223,7 +225,7 @@ class AppendOnlyFile:
 
 
 def write_all(descriptor: int, parts: list[Any], offset: int) -> None:
-    """Write bytes and views of bytes end to end from ``offset`` on, however few the system takes at once.
+    """Write all buffers consecutively from ``offset``, in as many system calls as needed.
 
     Raises `OSError` if the disk is full; some bytes may have been written.
     """
@@ -239,7 +241,7 @@ def write_all(descriptor: int, parts: list[Any], offset: int) -> None:
 
 
 class _FramesInFile(NamedTuple):
-    """Where frames are that nobody has read yet."""
+    """The location of frames that were not read yet."""
 
     file: AppendOnlyFile
     start: int
@@ -252,17 +254,18 @@ class _FramesInFile(NamedTuple):
 
 @dataclass(kw_only=True, slots=True)
 class _Write:
-    """Frames on their way to the file, by place, and who is told when they are there, or why they are not."""
+    """Frames that the thread is writing, by place, and the callback that gets the place or an error."""
 
     frames: Sequence[tuple[int, Frames]]
     then: Callable[[ReplayBufferError | None], None]
 
 
 class Journal:
-    """The files of one server, ``PATH.N.log`` and so on. Frames have a *place*, by which commands refer to them.
+    """The files of one server, ``PATH.N.log`` and so on. A command refers to frames by their *place*.
 
-    Raises `ReplayBufferError` if the files cannot be opened, or another server has them open, `ValueError` if they are
-    not those of a journal, or of another format.
+    Raises:
+        ReplayBufferError: The files cannot be opened, or another server has them open.
+        ValueError: The files are not a journal, or have another format.
 
     Attributes:
         on_written: Called after the callbacks of frames that were written together.
@@ -294,16 +297,16 @@ class Journal:
                 raise
         except BlockingIOError as error:
             raise ReplayBufferError(
-                f"{path} is held by another server; end it, or give this run another buffer.directory"
+                f"{path} is held by another server; stop that server, or give this run another buffer.directory"
             ) from error
         except OSError as error:
             raise self._error("opened", error) from error
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="journal")
 
-    # What an earlier server left
+    # The state of an earlier server
 
     def _open(self) -> Recovered:
-        """Read the newest log that was begun whole, and those frames of all files that it says are held."""
+        """Read the newest log with a complete start, and the frames that it lists as held."""
         paths = self._path.parent.glob(f"{self._path.name}.*.log")
         numbers = sorted(int(path.name.split(".")[-2]) for path in paths)
         by_place: dict[int, _FramesInFile] = {}
@@ -349,16 +352,16 @@ class Journal:
         return Recovered(snapshot=snapshot, commands=done, frames=frames)
 
     def recover(self) -> Recovered:
-        """Everything that the files held when they were opened; the journal forgets it."""
+        """Return the contents of the files when they were opened, once; the journal then drops them."""
         recovered, self._recovered = self._recovered, Recovered()
         return recovered
 
     def begin_anew(self) -> None:
-        """Forget everything that an earlier server left. Raises `ReplayBufferError` if the disk is full."""
+        """Drop the state of an earlier server. Raises `ReplayBufferError` if the disk is full."""
         self._recovered, self._values = Recovered(), {}
         self.compact(None, ())
 
-    # What this server writes
+    # The writes of this server
 
     def read(self, name: str) -> Any:
         """A remembered value, or None."""
@@ -370,7 +373,7 @@ class Journal:
         self._values[name] = value
 
     def claim(self, owner: Mapping[str, Any]) -> None:
-        """Write down in a new journal whose it is. Raises `ValueError` if it is of another run, or of other options.
+        """Record the owner in a new journal. Raises `ValueError` if an existing one has another run or other options.
 
         ``owner`` is name to plain value. Example: ``{"run": "4f1c", "max_lag": 2}``.
         """
@@ -381,14 +384,14 @@ class Journal:
         for name, expected in owner.items():
             if found.get(name) != expected:
                 raise ValueError(
-                    f"{self._path} was written with {name}={found.get(name)!r}, this server has {expected!r}; start it "
-                    "with what the journal was written under, or give a new run another buffer.directory"
+                    f"{self._path} was written with {name}={found.get(name)!r}, this server has {expected!r}; start "
+                    "with the options of the journal, or give a new run another buffer.directory"
                 )
 
     def record(self, command: Command[Any], outcome: Outcome, frames: LoggedFrames) -> None:
-        """Write a command, its outcome and frames as a whole, or raise `ReplayBufferError` if the disk is full.
+        """Write a command, its outcome and frames as one record. Raises `ReplayBufferError` if the disk is full.
 
-        Puts get their room in the file now, and are written together: by `flush`, or before what comes next.
+        For a put, bytes are only reserved now. All puts are written together by `flush`, or before the next record.
         """
         if type(command) is not commands.Put:
             self._append("command", pack((command, outcome)), frames)
@@ -404,12 +407,12 @@ class Journal:
         self._later.append((command, outcome, frames))
 
     def flush(self) -> None:
-        """Write what is recorded; to be called before anybody is told. Raises `ReplayBufferError` if that fails."""
+        """Write the recorded puts, before their clients get replies. Raises `ReplayBufferError` if the write fails."""
         if self._later:
             self._write_log([])
 
     def note(self, frames: LoggedFrames) -> None:
-        """Write down that frames are held, or not (place 0). Raises `ReplayBufferError` if the disk is full."""
+        """Record that frames are held, or dropped (place 0). Raises `ReplayBufferError` if the disk is full."""
         self._append("note", None, frames)
 
     def _append(self, kind: str, value: Any, frames: LoggedFrames) -> None:
@@ -418,7 +421,7 @@ class Journal:
         self._refer(references)
 
     def _write_log(self, records: list[tuple[Any, Frames]]) -> None:
-        """Write the puts that wait as one record, and others behind it."""
+        """Write the waiting puts as one record, and the other records after it."""
         references: list[Any] = []
         if self._later:
             rows = [_put_values(command) + _outcome_values(outcome) for command, outcome, _ in self._later]
@@ -432,7 +435,7 @@ class Journal:
         self._later, self._num_later_bytes = [], 0
 
     def _references(self, frames: Iterable[tuple[tuple[str, int], Frames | int]]) -> tuple[list[Any], list[Any]]:
-        """Where each of the frames is, and those of them that are written in the log."""
+        """The place of each frame list, and the frames that are written into the log itself."""
         references: list[Any] = []
         inline: list[Any] = []
         for (name, key), parts in frames:
@@ -442,7 +445,7 @@ class Journal:
         return references, inline
 
     def _refer(self, references: Iterable[Any]) -> list[int]:
-        """Note where frames are, or with the place 0 that they are gone; the places."""
+        """Record the places of frames; place 0 means that they are dropped. Returns the places."""
         for name, key, place, _ in references:
             if place:
                 self._places[name, key] = place
@@ -455,9 +458,9 @@ class Journal:
         return self._next_place - 1
 
     def keep(self, frames: Frames, then: Callable[[int, ReplayBufferError | None], None]) -> None:
-        """Write frames on the thread, together with what else is there to write; they are not copied.
+        """Write frames on the thread, together with other waiting frames; they are not copied.
 
-        ``then`` is called on the loop with the frames' place, for a command to refer to, and with what went wrong.
+        The loop then calls ``then`` with the frames' place, which a command can refer to, and with the error, if any.
         """
         place = self._place()
         views = [memoryview(frame) for frame in frames]
@@ -485,24 +488,22 @@ class Journal:
         self.on_written()
 
     def _error(self, what: str, error: OSError) -> ReplayBufferError:
-        return ReplayBufferError(
-            f"{self._path} cannot be {what}: {error.strerror}; look at the disk and its permissions"
-        )
+        return ReplayBufferError(f"{self._path} cannot be {what}: {error.strerror}; check the disk and its permissions")
 
     # A new pair of files
 
     def is_grown(self, *, is_urgent: bool = True) -> bool:
-        """Whether it is time for `compact`; where it costs little now, is_urgent=False asks after half as much."""
+        """Whether to `compact` now. ``is_urgent=False`` means that it is cheap now, and halves the threshold."""
         num_bytes = self._log.num_bytes + self._frames.num_bytes
         is_busy = self._is_compacting or (self._retiring is not None and self._retiring.is_alive())
         limit = (1 + is_urgent) * (2 * self._base_bytes + _COMPACT_BYTES)
         return num_bytes > max(limit, self._retry_above) and not is_busy
 
     def compact(self, snapshot: Mapping[str, Any] | None, frames: Iterable[tuple[str, int, Frames]]) -> None:
-        """Begin new files with a snapshot (plain values) in the place of all commands, and with the frames still held.
+        """Begin new files with a snapshot (plain values) instead of all commands, and with the held frames.
 
-        Frames are written behind what this call returns; until they are on the disk the old files stay. Raises
-        `ReplayBufferError` if the disk is full; the journal goes on as it was.
+        The thread writes the frames after this call returns; the old files stay until the frames are on the disk.
+        Raises `ReplayBufferError` if the disk is full; the journal then continues with the old files.
         """
         self.flush()
         held = {(kind, key): [*map(memoryview, parts)] for kind, key, parts in frames}
@@ -518,7 +519,7 @@ class Journal:
             raise self._error("written", error) from error
         self._retry_above = 0
         base = [(self._places[key], parts) for key, parts in held.items()]
-        base += [kept for write in self._writing for kept in write.frames]  # they are on their way to the old file
+        base += [kept for write in self._writing for kept in write.frames]  # the thread is writing them to the old file
         self._former += [self._log, self._frames]
         self._log, self._frames = pair
         self._number += 1
@@ -528,17 +529,17 @@ class Journal:
         self._schedule()
 
     def _retire(self, error: ReplayBufferError | None) -> None:
-        """Delete the old files in a thread, once the new ones are whole and on the disk."""
+        """Delete the old files in a thread when the new files are complete and on the disk."""
         self._is_compacting = False
         self._base_bytes = self._log.num_bytes + self._frames.num_bytes
         if error is not None:
-            logger.warning("the old files of the journal stay: %s", error)
+            logger.warning("the old files of the journal were not deleted: %s", error)
             return
         self._retiring = threading.Thread(target=self._replace, args=(self._log, self._frames), daemon=True)
         self._retiring.start()
 
     def _replace(self, log: AppendOnlyFile, frames: AppendOnlyFile) -> None:
-        """Delete each old log after its frames: if this is interrupted, the next server finds both through the log."""
+        """Delete each old log after its frames: after an interruption the next server finds both through the log."""
         try:
             log.sync()
             frames.sync()
@@ -547,10 +548,10 @@ class Journal:
                 self._former[-1].delete()
                 self._former.pop()
         except OSError as error:
-            logger.warning("the old files of the journal stay for now: %s", error)
+            logger.warning("the old files of the journal were not deleted yet: %s", error)
 
     def close(self) -> None:
-        """Close the files; frames that are not written yet are dropped, and nobody is told."""
+        """Close the files; unwritten frames are dropped, and their callbacks are not called."""
         with suppress(ReplayBufferError):
             self.flush()
         self._closed = True
@@ -572,7 +573,7 @@ def _sync_directory(path: Path) -> None:
 
 
 def _read_records(file: AppendOnlyFile, by_place: dict[int, _FramesInFile]) -> Iterator[Any]:
-    """The heads of a file's records; where their frames are goes into ``by_place``."""
+    """The heads of a file's records; adds the locations of their frames to ``by_place``."""
     for head, start in file.read():
         for _, _, place, lengths in head[2]:
             if lengths:
@@ -582,7 +583,7 @@ def _read_records(file: AppendOnlyFile, by_place: dict[int, _FramesInFile]) -> I
 
 
 def _write(file: AppendOnlyFile, writes: Sequence[_Write]) -> list[OSError | None]:
-    """Write frames in one call, or those that fit where that fails; what became of each."""
+    """Write frames in one call; if that fails, write those that fit. Returns the result of each."""
     records = (
         (["frames", None, [["", 0, place, [*map(len, frames)]]]], frames)
         for write in writes

@@ -1,8 +1,8 @@
 """CURVE keys of a run, one per role: made when the run starts, readable by their owner only.
 
 A directory holds ``server.json``, ``store.json`` for the store servers, and one file per role: ``rollout.json``,
-``learner.json``, ``controller.json``, ``inspector.json`` and ``ledger.json``. Copy to each host only the files of what
-runs there. Whoever holds another key is refused, and a role is refused what is not its work.
+``learner.json``, ``controller.json``, ``inspector.json`` and ``ledger.json``. Copy to each host only the files of
+the roles that run there. The server refuses unknown keys, and operations that do not belong to the role of a key.
 """
 
 import json
@@ -29,7 +29,7 @@ _ZAP_ADDRESS = "inproc://zeromq.zap.01"
 
 
 class BufferRole(StrEnum):
-    """What a client of the buffer is; each has a key of its own."""
+    """The role of a client of the buffer; each role has its own key."""
 
     rollout = "rollout"
     learner = "learner"
@@ -59,7 +59,7 @@ def may(role: str, operation: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerKeys:
-    """What a server needs: its own key pair, and the public keys that it lets in, by role. Z85 text."""
+    """A server's keys: its own key pair, and the accepted public keys by role. Z85 text."""
 
     public: str
     secret: str
@@ -68,7 +68,7 @@ class ServerKeys:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClientKeys:
-    """What a client needs: its own key pair, and the public keys of the server and of the store servers. Z85 text."""
+    """A client's keys: its own key pair, and the public keys of the server and of the store servers. Z85 text."""
 
     public: str
     secret: str
@@ -76,12 +76,12 @@ class ClientKeys:
     store_public: str
 
     def for_stores(self) -> "ClientKeys":
-        """The keys by which store servers are reached."""
+        """The keys for a connection to a store server."""
         return replace(self, server_public=self.store_public)
 
 
 def make_keys(directory: Path) -> None:
-    """Make a run's key pairs, in files that only their owner may read. Raises `ValueError` if there are some."""
+    """Make a run's key pairs, in files that only their owner may read. Raises `ValueError` if a file exists."""
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     (server_public, server_secret), (store_public, store_secret) = _pair(), _pair()
     publics: dict[str, str] = {}
@@ -98,9 +98,9 @@ def make_keys(directory: Path) -> None:
     for name, values in files.items():
         path = directory / name
         try:
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)  # follows no link either
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)  # also fails on a link
         except FileExistsError:
-            raise ValueError(f"{path} exists; keys are made once for each run, name a new directory") from None
+            raise ValueError(f"{path} exists; keys are made once per run, name a new directory") from None
         with os.fdopen(descriptor, "w") as file:
             json.dump(values, file)
 
@@ -111,7 +111,7 @@ def _pair() -> tuple[str, str]:
 
 
 def ensure_keys(directory: Path) -> None:
-    """Make the key pairs of a run unless the directory holds some already, for a server that is started again."""
+    """Make the key pairs of a run unless the directory holds key pairs of an earlier server."""
     if not any((directory / f"{name}.json").exists() for name in ("server", *BufferRole)):
         make_keys(directory)
 
@@ -141,13 +141,13 @@ def _read(path: Path, kind: type) -> dict[str, Any]:
     values = json.loads(path.read_text())
     if values.keys() != (names := {field.name for field in fields(kind)}):
         raise ValueError(
-            f"{path} must hold {sorted(names)}, got {sorted(values)}; remove the directory, new ones are made"
+            f"{path} must hold {sorted(names)}, got {sorted(values)}; remove the directory, and new keys are made"
         )
     return values
 
 
 def check_exposure(host: str, keys: str) -> None:
-    """Refuse, with a `ValueError`, to listen on a port without keys: any user of a host reaches its loopback."""
+    """Raise `ValueError` for a port without keys: every user of a host can reach its loopback."""
     if host and not keys:
         raise ValueError(
             f"buffer.host={host} is reachable by other users or machines and buffer.keys is empty; name a directory "
@@ -156,7 +156,7 @@ def check_exposure(host: str, keys: str) -> None:
 
 
 def secure_server(socket: zmq.Socket[Any], keys: ServerKeys) -> None:
-    """Make a socket that is to be bound speak CURVE."""
+    """Set up CURVE on a socket before it binds."""
     socket.setsockopt(zmq.CURVE_SERVER, 1)
     socket.setsockopt_string(zmq.CURVE_PUBLICKEY, keys.public)
     socket.setsockopt_string(zmq.CURVE_SECRETKEY, keys.secret)
@@ -164,16 +164,16 @@ def secure_server(socket: zmq.Socket[Any], keys: ServerKeys) -> None:
 
 
 def secure_client(socket: zmq.Socket[Any], keys: ClientKeys) -> None:
-    """Make a socket that is to be connected speak CURVE."""
+    """Set up CURVE on a socket before it connects."""
     socket.setsockopt_string(zmq.CURVE_SERVERKEY, keys.server_public)
     socket.setsockopt_string(zmq.CURVE_PUBLICKEY, keys.public)
     socket.setsockopt_string(zmq.CURVE_SECRETKEY, keys.secret)
 
 
 class KeyGate:
-    """Answers ZMQ's question (ZAP, RFC 27) which role a key has; an unknown key does not enter.
+    """Answers ZMQ's authentication requests (ZAP, RFC 27) with the role of a key; refuses unknown keys.
 
-    Make it before the sockets of ``context`` are bound. ``on_refused`` is called for each key turned away.
+    Make it before the sockets of ``context`` are bound. ``on_refused`` is called for each refused key.
     """
 
     def __init__(self, context: zmq.Context[Any], keys: ServerKeys, on_refused: Callable[[], None]) -> None:
@@ -184,7 +184,7 @@ class KeyGate:
         self._channel = Channel(socket, self._answer)
 
     def close(self) -> None:
-        """Stop answering."""
+        """Stop the authentication."""
         self._channel.close()
 
     def _answer(self, frames: list[zmq.Frame]) -> None:

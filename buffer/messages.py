@@ -1,8 +1,8 @@
-"""What the buffer's clients and server say to each other: a small msgpack header, then payload frames.
+"""The messages between the buffer's clients and servers: a small msgpack header, then payload frames.
 
 A header is ``[PROTOCOL_VERSION, epoch, name, request_id, fields]``. The epoch names the run. In a request the name is
 the operation; in a reply it is ``ok`` or the name of an error in `asyncrl.core.errors`; a message with request id 0
-is a push. Payload frames are prompts and trajectories (`buffer.encoding`), which the server passes on unopened.
+is a push. Payload frames are prompts and trajectories (`buffer.encoding`), which the server does not decode.
 """
 
 import math
@@ -25,7 +25,7 @@ MAX_REPLY_HEADER_BYTES = 1 << 28
 MAX_REPLY_FRAMES = 1 << 20
 MAX_BATCH = 64
 MAX_LEASES = 4096
-"""Leases that one request may name: the server works and answers for each of them."""
+"""Leases that one request may name; the server's work grows with each of them."""
 BATCH = "batch"
 OK = "ok"
 REVOKED = "revoked"
@@ -58,8 +58,8 @@ class Message:
         name: Operation, ``ok``, an error's name, or the name of a push.
         request_id: Chosen by the client, repeated in the reply; 0 in a push.
         fields: Plain values.
-        payload: Frames behind the header, as they came.
-        epoch: The run that the sender belongs to; empty in a message that was not received.
+        payload: Frames after the header, as received.
+        epoch: The run of the sender; empty in a message that was not received.
     """
 
     name: str
@@ -74,7 +74,7 @@ class Message:
         return cls(name=type(error).__name__, request_id=request_id, fields={"message": str(error)})
 
     def frames(self, epoch: str = "") -> list[Any]:
-        """The message as it is sent by a member of the run ``epoch``."""
+        """The frames of the message, sent by a member of the run ``epoch``."""
         header = _encode((PROTOCOL_VERSION, epoch, self.name, self.request_id, self.fields))
         return [header, *self.payload]
 
@@ -83,7 +83,7 @@ Send = Callable[[bytes, "Message"], None]
 
 
 class Replies:
-    """Sends to clients, by a function that sends one message to one client."""
+    """Sends replies and pushes with a function that sends one message to one client."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -99,20 +99,20 @@ class Replies:
         self._send(client, Message.of_error(request_id, error))
 
     def push(self, client: bytes, name: str, fields: Mapping[str, Any] | None = None) -> None:
-        """Tell a client something."""
+        """Send a client a message that answers no request."""
         self._send(client, Message(name=name, request_id=PUSH_ID, fields=fields or {}))
 
 
 def parse(frames: Sequence[Any], *, max_frames: int = MAX_FRAMES, max_header_bytes: int = MAX_HEADER_BYTES) -> Message:
-    """Read a message; the payload stays as it came. A client's limits are wider: see `parse_reply`.
+    """Read a message; the payload is not decoded. A client's limits are wider: see `parse_reply`.
 
-    Raises `WireError` if the header is not one of this protocol, or is of another version of it.
+    Raises `WireError` if the header does not follow this protocol, or has another version of it.
     """
     if not 1 <= len(frames) <= max_frames:
-        raise WireError(f"a message has 1 to {max_frames} frames, got {len(frames)}")
+        raise WireError(f"a message must have 1 to {max_frames} frames, got {len(frames)}")
     header = memoryview(frames[0])
     if header.nbytes > max_header_bytes:
-        raise WireError(f"a header has at most {max_header_bytes} bytes, got {header.nbytes}")
+        raise WireError(f"a header must have at most {max_header_bytes} bytes, got {header.nbytes}")
     try:
         parts = msgpack.unpackb(header, strict_map_key=True, max_ext_len=0)
     except (ValueError, TypeError, RecursionError, msgpack.exceptions.UnpackException) as error:
@@ -125,7 +125,7 @@ def parse(frames: Sequence[Any], *, max_frames: int = MAX_FRAMES, max_header_byt
         )
     _, epoch, name, request_id, fields = parts
     if [*map(type, parts[1:])] != [str, str, int, dict]:
-        raise WireError("a header is [version, epoch, name, request_id, fields]")
+        raise WireError("a header must be [version, epoch, name, request_id, fields]")
     return Message(name=name, request_id=request_id, fields=fields, payload=frames[1:], epoch=epoch)
 
 
@@ -135,26 +135,26 @@ def parse_reply(frames: Sequence[Any]) -> Message:
 
 
 def batch(requests: Sequence[Message]) -> Message:
-    """Requests as one message, which costs ZMQ and both sides' loops as much as one of them."""
+    """Join requests in one message, which costs ZMQ and both event loops as much as one request."""
     heads = [(r.name, r.request_id, r.fields, len(r.payload)) for r in requests]
     payload = [frame for request in requests for frame in request.payload]
     return Message(name=BATCH, request_id=PUSH_ID, fields={"requests": heads}, payload=payload)
 
 
 def unbatch(message: Message) -> list[Message]:
-    """The requests in a message. Raises `WireError` if it does not describe its requests."""
+    """Split a message into its requests. Raises `WireError` if the message does not describe them."""
     if message.name != BATCH:
         return [message]
     heads = message.fields.get("requests")
     if not isinstance(heads, list) or len(heads) > MAX_BATCH:
-        raise WireError(f"a batch is a list of at most {MAX_BATCH} requests")
+        raise WireError(f"a batch must be a list of at most {MAX_BATCH} requests")
     requests, end = [], 0
     for head in heads:
         if not isinstance(head, list) or [*map(type, head)] != [str, int, dict, int]:
-            raise WireError("a request in a batch is [name, request_id, fields, number of frames]")
+            raise WireError("a request in a batch must be [name, request_id, fields, number of frames]")
         name, request_id, fields, num_frames = head
         if not 0 <= num_frames <= len(message.payload) - end:
-            raise WireError(f"a batch has {len(message.payload)} frames, its requests name more")
+            raise WireError(f"a batch has {len(message.payload)} frames, but its requests name more")
         payload = message.payload[end : end + num_frames]
         requests.append(Message(name=name, request_id=request_id, fields=fields, payload=payload))
         end += num_frames
@@ -162,7 +162,7 @@ def unbatch(message: Message) -> list[Message]:
 
 
 def coalesce(replies: Sequence[Message]) -> list[Message]:
-    """Replies to one client, those that say no more than ``ok`` as one push of their request ids."""
+    """Join the replies to one client: plain ``ok`` replies become one push of their request ids."""
     plain = [r.request_id for r in replies if r.name == OK and not r.fields and not r.payload]
     if len(plain) < 2:
         return list(replies)
@@ -172,14 +172,14 @@ def coalesce(replies: Sequence[Message]) -> list[Message]:
 
 
 def error_of(reply: Message) -> AsyncRLError:
-    """The error that a reply other than ``ok`` stands for."""
+    """The error of a reply that is not ``ok``."""
     message = str(reply.fields.get("message", reply.name))
     kind = _ERRORS.get(reply.name)
     return WireError(f"unknown reply {reply.name!r}: {message}") if kind is None else kind(message)
 
 
 def integer(fields: Mapping[str, Any], name: str) -> int:
-    """An int64 >= 0. Raises `WireError` if it is missing, or something else."""
+    """An int64 >= 0. Raises `WireError` if it is missing or of another type."""
     value = fields.get(name)
     if type(value) is not int or not 0 <= value < 1 << 63:
         raise WireError(f"field {name!r} must be an integer in [0, 2**63), got {value!r:.40}")
@@ -187,13 +187,13 @@ def integer(fields: Mapping[str, Any], name: str) -> int:
 
 
 def num_leases(request: Message) -> int:
-    """How many leases a request names, 0 where it names none."""
+    """Number of leases that a request names."""
     named = request.fields.get("groups") if request.name in _NAMES_LEASES else None
     return len(named) if isinstance(named, list) else 0
 
 
 def count(fields: Mapping[str, Any], name: str) -> int:
-    """An integer in [0, 2**40], so that totals fit into 63 bits. Raises `WireError` if it is missing, or not one."""
+    """An integer in [0, 2**40], so that totals fit into 63 bits. Raises `WireError` if it is missing or not a count."""
     value = integer(fields, name)
     if value > MAX_COUNT:
         raise WireError(f"field {name!r} must be a count of at most 2**40, got {value}")
@@ -201,12 +201,12 @@ def count(fields: Mapping[str, Any], name: str) -> int:
 
 
 def incarnation_of(fields: Mapping[str, Any]) -> int:
-    """Which life of the learner a message is of; 0 where it does not say. Raises `WireError` if it is no integer."""
+    """The learner's incarnation in a message; 0 if it is missing. Raises `WireError` if it is not an integer."""
     return integer(fields, "incarnation") if "incarnation" in fields else 0
 
 
 def text(fields: Mapping[str, Any], name: str) -> str:
-    """A string of at most 200 characters. Raises `WireError` if it is missing, or something else."""
+    """A string of at most 200 characters. Raises `WireError` if it is missing or of another type."""
     value = fields.get(name)
     if not isinstance(value, str) or len(value) > 200:
         raise WireError(f"field {name!r} must be a string of at most 200 characters, got {value!r:.40}")
@@ -214,7 +214,7 @@ def text(fields: Mapping[str, Any], name: str) -> str:
 
 
 def flag(fields: Mapping[str, Any], name: str, *, default: bool) -> bool:
-    """A boolean, where it is there. Raises `WireError` if it is something else."""
+    """A boolean; ``default`` if it is missing. Raises `WireError` if it is of another type."""
     value = fields.get(name, default)
     if type(value) is not bool:
         raise WireError(f"field {name!r} must be a boolean, got {value!r:.40}")
@@ -222,7 +222,7 @@ def flag(fields: Mapping[str, Any], name: str, *, default: bool) -> bool:
 
 
 def seconds(fields: Mapping[str, Any], name: str) -> float:
-    """A finite number >= 0. Raises `WireError` if it is missing, or something else."""
+    """A finite number >= 0. Raises `WireError` if it is missing or of another type."""
     value: Any = fields.get(name)
     if type(value) not in _NUMBERS or not 0 <= value < math.inf:
         raise WireError(f"field {name!r} must be a number of seconds >= 0, got {value!r:.40}")
@@ -230,7 +230,7 @@ def seconds(fields: Mapping[str, Any], name: str) -> float:
 
 
 def integers(fields: Mapping[str, Any], name: str) -> list[int]:
-    """A list of int64 >= 0. Raises `WireError` if it is missing, or something else."""
+    """A list of int64 >= 0. Raises `WireError` if it is missing or of another type."""
     values = fields.get(name)
     if isinstance(values, list) and (not values or _are_int64(values)):
         return values
@@ -238,7 +238,7 @@ def integers(fields: Mapping[str, Any], name: str) -> list[int]:
 
 
 def pairs(fields: Mapping[str, Any], name: str) -> list[tuple[int, int]]:
-    """Pairs of int64 >= 0, sent end to end. Raises `WireError` if it is missing, or something else."""
+    """Pairs of int64 >= 0, sent as one flat list. Raises `WireError` if it is missing or of another type."""
     values = integers(fields, name)
     if len(values) % 2:
         raise WireError(f"field {name!r} must be pairs of integers, got {len(values)} of them")
@@ -246,7 +246,7 @@ def pairs(fields: Mapping[str, Any], name: str) -> list[tuple[int, int]]:
 
 
 def _are_int64(values: list[Any]) -> bool:
-    """Whether these are integers in [0, 2**63); all at once, for one by one takes four times as long."""
+    """Whether all are integers in [0, 2**63). Checking all at once takes a quarter of the time."""
     return {*map(type, values)} == {int} and min(values) >= 0 and max(values) < 1 << 63
 
 
@@ -264,14 +264,14 @@ def summary_of(fields: Any) -> GroupSummary:
     lists = summary.response_lengths, summary.branch_tokens, summary.num_branches
     numbers = (*_counts_of(summary), *lists[0], *lists[1], *lists[2])
     if min(numbers) < 0 or max(numbers) >= 1 << 63:
-        raise WireError(f"the counts of a group are integers in [0, 2**63), got {min(numbers)} to {max(numbers)}")
+        raise WireError(f"the counts of a group must be integers in [0, 2**63), got {min(numbers)} to {max(numbers)}")
     if (most := max(summary.num_tokens, *map(sum, lists))) > MAX_COUNT:
-        raise WireError(f"a group has at most 2**40 tokens, got {most}")
+        raise WireError(f"a group must have at most 2**40 tokens, got {most}")
     return summary
 
 
 def offer_of(fields: Any) -> WeightOffer:
-    """The offer in header fields. Raises `WireError` if they are not one."""
+    """The offer in header fields. Raises `WireError` if they are not an offer."""
     try:
         return WeightOffer(**fields)
     except TypeError as error:
@@ -284,8 +284,8 @@ def stats_fields(stats: BufferStats) -> dict[str, Any]:
 
 
 def stats_of(fields: Mapping[str, Any]) -> BufferStats:
-    """The ledger's totals in header fields. Raises `WireError` if they are not."""
+    """The ledger's totals in header fields. Raises `WireError` if a field is missing or of the wrong type."""
     try:
         return BufferStats(**{**fields, "lag_histogram": dict(fields.get("lag_histogram", ()))})
     except TypeError as error:
-        raise WireError(f"these are not the totals of a ledger: {error}") from error
+        raise WireError(f"not the totals of a ledger: {error}") from error

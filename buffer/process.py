@@ -1,4 +1,4 @@
-"""The buffer server as a child process: start it, learn its address, start it again where it dies, stop it."""
+"""The buffer server as a child process: start it, read its address, restart it when it dies, stop it."""
 
 import asyncio
 import json
@@ -29,19 +29,22 @@ logger = logging.getLogger(__name__)
 
 _PROBES_PER_DEADLINE = 6
 _RESTART_PAUSE_S = 0.2
-_PAYLOADS_LOST = "; its payloads are lost, buffer.durability=disk would keep them"
-_LEDGER_LOST = "; with buffer.durability=disk it would be started again with all that it held"
+_PAYLOADS_LOST = "; its payloads are lost; buffer.durability=disk would keep them"
+_LEDGER_LOST = "; with buffer.durability=disk it would be restarted with its contents"
 
 
 class BufferProcess:
     """A running buffer server, or the store server of number ``store``.
 
-    ``log_path`` takes its log; None leaves it on this process's stderr. ``waits=False`` returns before it announced
-    itself and leaves that to `read_address`. ``profile`` says what it records of itself. Raises `DeadlineError` if it
-    did not announce itself in time, `WorkerDiedError` if it ended instead.
+    The server logs to ``log_path``; None means this process's stderr. With ``waits=False`` the constructor does not
+    wait for the server's address; call `read_address` later. ``profile`` holds the server's recording options.
+
+    Raises:
+        DeadlineError: The server did not announce its address in time.
+        WorkerDiedError: The server ended before it announced its address.
 
     Attributes:
-        address: Where it listens; empty until it was read.
+        address: Address of the server; empty until it was read.
     """
 
     def __init__(
@@ -75,9 +78,9 @@ class BufferProcess:
             self.read_address()
 
     def read_address(self) -> None:
-        """Wait until the server announces itself; one that does not is ended.
+        """Wait until the server announces its address; stop a server that does not.
 
-        Raises `DeadlineError` if it did not in time, `WorkerDiedError` if it ended instead.
+        Raises `DeadlineError` if it does not do so in time, `WorkerDiedError` if it ends before.
         """
         try:
             self.address = self._read_line(self._start_timeout_s)
@@ -110,10 +113,10 @@ class BufferProcess:
         )
 
     async def end(self, *, notices_silence: bool, role: BufferRole) -> str:
-        """Wait until the server has ended, or has answered nothing for long and is killed; how that was.
+        """Wait until the server has ended, or kill it if it does not answer; returns which of the two happened.
 
-        Only a timer notices silence: the server is asked for a sign of life now and then. It ends within two thirds of
-        the deadline that the clients' own requests have, so that these survive it. ``role`` is who asks.
+        The wait probes the server with requests under the key of ``role``. A hanging server is killed within two thirds
+        of the deadline of the clients' requests, so that these requests survive.
         """
         waiting = {asyncio.ensure_future(process_end(self.process.pid))}
         if notices_silence:
@@ -128,11 +131,11 @@ class BufferProcess:
         self.kill()
         if status is None:
             limit_s = self._config.request_timeout_s / 2
-            return f"answered nothing for {limit_s:.1f} s (half of buffer.request_timeout_s) and is killed"
+            return f"answered nothing for {limit_s:.1f} s (half of buffer.request_timeout_s) and was killed"
         return f"died with status {status}"
 
     async def _silence(self, role: BufferRole) -> None:
-        """Wait until the server does not answer."""
+        """Wait until the server fails to answer."""
         timeout_s = self._config.request_timeout_s
         keys = client_keys(Path(self._config.keys), role) if self._config.keys else None
         if keys is not None and self._is_store:
@@ -141,7 +144,7 @@ class BufferProcess:
         try:
             while True:
                 await asyncio.sleep(timeout_s / _PROBES_PER_DEADLINE)
-                with suppress(ReplayBufferError):  # an answer too
+                with suppress(ReplayBufferError):  # an error is an answer too
                     await link.request("hello", {})
         except DeadlineError:
             return
@@ -155,19 +158,19 @@ class BufferProcess:
         return last_lines(str(self._log_path))
 
     def stop(self, timeout_s: float = 2.0) -> None:
-        """End the server: SIGUSR1, which a server that leaves SIGTERM to its run obeys; SIGKILL after ``timeout_s``."""
+        """Stop the server: SIGUSR1, because a run's server blocks SIGTERM; SIGKILL after ``timeout_s``."""
         self.process.send_signal(signal.SIGUSR1)
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(timeout_s)
         self.kill()
 
     def kill(self) -> None:
-        """End the server by SIGKILL, which a stopped process obeys too."""
+        """Kill the server by SIGKILL, which also ends a stopped process."""
         self.process.kill()
         self.process.wait()
         if self.process.stdout is not None:
             self.process.stdout.close()
-        if not self._config.socket_folder:  # a server that is killed cannot remove the folder that it made
+        if not self._config.socket_folder:  # a killed server cannot remove the folder that it made
             remove_socket_folder(folder_of(self.address))
 
     def __enter__(self) -> Self:
@@ -178,20 +181,20 @@ class BufferProcess:
 
 
 class BufferSupervisor:
-    """A buffer server that is started again on its journal and its address, ``buffer.restarts`` times at most.
+    """A buffer server that is restarted on its journal and its address, at most ``buffer.restarts`` times.
 
-    Its clients reconnect and send what was not acknowledged again; leases and the log of offers come back with it. A
-    server without a journal is not started again, but for a store server: without one that comes back empty. Made on
-    the thread that outlives it: the kernel ends a server with the thread that started it. Other arguments and errors
-    are `BufferProcess`'s.
+    Its clients reconnect and repeat requests that were not acknowledged. The server restores its leases and its log of
+    offers. A server without a journal is not restarted, except a store server, which is then empty. Make it on a thread
+    that outlives it: the kernel kills a server when the thread that started it ends. Other arguments and errors are as
+    in `BufferProcess`.
 
     Args:
-        role: Whose key asks the server for signs of life.
-        on_restart: Is told of each restart, in one line.
+        role: Role whose key the probes of the server use.
+        on_restart: Called with one line of text for each restart.
 
     Attributes:
-        connection: How to reach the server, also when it was started again; there once its address was read.
-        num_restarts: How often it was started again.
+        connection: Connection data of the server, also after a restart; set when the address was read.
+        num_restarts: Number of restarts.
     """
 
     connection: BufferConnection
@@ -227,7 +230,7 @@ class BufferSupervisor:
         """Wait until the server announces itself; see `BufferProcess.read_address`."""
         self._server.read_address()
         self.connection = self._server.connection
-        if self._store is not None and self._config.host:  # without a journal, which would remember it
+        if self._store is not None and self._config.host:  # without a journal, which remembers the address
             self._config = replace(self._config, port=int(self._server.address.rpartition(":")[2]))
         return self._server.address
 
@@ -243,7 +246,7 @@ class BufferSupervisor:
         )
 
     async def watch(self) -> NoReturn:
-        """Start the server again as often as it dies or hangs. Raises `WorkerDiedError` where it may not be."""
+        """Restart the server each time that it dies or hangs. Raises `WorkerDiedError` when no restart is allowed."""
         is_kept = self._config.durability is Durability.disk
         may_restart = is_kept or self._store is not None
         name = "the buffer server" if self._store is None else f"store server {self._store}"
@@ -265,21 +268,21 @@ class BufferSupervisor:
             )
 
     async def _is_up_again(self, fault: WorkerDiedError) -> bool:
-        """Start a server in the place of the one that ended; whether it came up. Raises ``fault`` if none may be."""
+        """Start a new server at the old address; returns whether it started. Raises ``fault`` if none is allowed."""
         if self.num_restarts >= self._config.restarts:
             raise WorkerDiedError(f"buffer.restarts={self._config.restarts} are used up: {fault}")
         self.num_restarts += 1
         try:
             self._server = self._launch()
             await asyncio.to_thread(self._server.read_address)
-        except Exception as error:  # noqa: BLE001 - no process or no file may be had now: the next restart may do better
+        except Exception as error:  # noqa: BLE001 - no process or file available now: the next restart may succeed
             logger.error("restart %d failed: %r", self.num_restarts, error)
             await asyncio.sleep(_RESTART_PAUSE_S)
             return False
         return True
 
     def stop(self) -> None:
-        """End the server."""
+        """Stop the server."""
         self._server.stop()
         remove_socket_folder(self._own_folder)
 

@@ -1,7 +1,7 @@
 """The buffer server: the ledger, the payloads or the store servers that hold them. Run as ``python -m buffer.server``.
 
-It announces its address by one line on stdout (or ``--announce-fd``). It ends on SIGTERM, SIGINT and SIGUSR1, and with
-its parent. In a run it inherits that SIGTERM and SIGINT are blocked; its owner sends SIGUSR1.
+It announces its address in one line on stdout (or ``--announce-fd``). It ends on SIGTERM, SIGINT and SIGUSR1, and with
+its parent. In a run it inherits blocked SIGTERM and SIGINT; its owner sends SIGUSR1.
 """
 
 import argparse
@@ -36,15 +36,15 @@ _KEPT_BYTES = 2**31 - 1
 
 
 class BufferServer:
-    """The ledger's server; the payloads are here, in ``num_store_servers`` processes beside it, or on stores that join.
+    """The ledger's server; the payloads are here, in ``num_store_servers`` other processes, or on stores that join.
 
     Made on a running loop.
 
     Attributes:
-        address: Where it listens.
+        address: The server's address.
         bulk_port: See `ServerSocket`.
-        counters: Returns what was turned away, or could not be delivered.
-        lost: Gets the error for which this server cannot go on.
+        counters: Returns counts of refused and undelivered messages.
+        lost: Gets the error after which this server cannot continue.
     """
 
     _service: BufferService
@@ -83,7 +83,7 @@ class BufferServer:
         self.counters = self._endpoint.counters
 
     def close(self) -> None:
-        """Stop serving; held requests stay unanswered."""
+        """Stop serving; pending requests are not answered."""
         for check in self._checks:
             check.cancel()
         self._endpoint.close()
@@ -91,7 +91,7 @@ class BufferServer:
         self._stores.close()
 
     def _check_store(self, number: int) -> None:
-        """A store is reached, or may hold what was finished and is not any more: see that both sides agree."""
+        """Reconcile a store with the ledger: after it is reached, or after finished groups were reopened."""
         check = asyncio.get_running_loop().create_task(self._requeue_missing(number))
         self._checks.add(check)
         check.add_done_callback(self._checks.discard)
@@ -114,7 +114,7 @@ class BufferServer:
                 )
                 is_unsure = self._service.lose_from_store(number, missing, stored=stored, reserved=reserved)
         except AsyncRLError as error:
-            logger.warning("store server %d does not say what it holds: %s", number, error)
+            logger.warning("store server %d did not report what it holds: %s", number, error)
 
     def _lose(self, error: WorkerDiedError) -> None:
         if not self.lost.done():
@@ -122,13 +122,13 @@ class BufferServer:
 
 
 class StoreServer:
-    """A server of payloads only, number ``number`` of them; made on a running loop. Attributes as `BufferServer`'s."""
+    """Store server ``number``; made on a running loop. It has the attributes of `BufferServer`."""
 
     def __init__(self, config: BufferConfig, *, number: int) -> None:
         journal = _open_journal(config, f"store{number}")
         if journal is not None and config.epoch and journal.read("epoch") not in (None, config.epoch):
             logger.info(
-                "run %s begins with an empty store: what run %s left is dropped", config.epoch, journal.read("epoch")
+                "run %s begins with an empty store: payloads of run %s are dropped", config.epoch, journal.read("epoch")
             )
             journal.begin_anew()
         self._endpoint = ServerSocket(
@@ -173,11 +173,11 @@ async def serve(server: "BufferServer | StoreServer", *, announce_fd: int) -> No
             raise server.lost.result()
     finally:
         server.close()
-        logger.info("ends; turned away or undelivered: %s", server.counters())
+        logger.info("ends; refused or undelivered: %s", server.counters())
 
 
 def calm_collector() -> None:
-    """Keep Python's full garbage collections away: their cost grows with the ledger, which holds no cycles."""
+    """Avoid full garbage collections: their cost grows with the ledger, which has no reference cycles."""
     gc.freeze()
     gc.set_threshold(50_000, 20, 1_000_000)
 

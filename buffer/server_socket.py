@@ -51,7 +51,7 @@ _MAX_UNREAD_MESSAGES = 64
 
 
 class RateLimit:
-    """Counts the requests of each client per second, and the leases that they name; ``per_second`` are allowed."""
+    """Limits each client to ``per_second`` requests; a request that names leases counts once per lease."""
 
     def __init__(self, per_second: int) -> None:
         self._per_second = per_second
@@ -59,7 +59,7 @@ class RateLimit:
         self._since = 0.0
 
     def check(self, client: bytes, num_parts: int) -> None:
-        """Count a request of ``num_parts`` parts. Raises `RateExceeded` if it is above the limit of its client."""
+        """Count a request of ``num_parts`` parts. Raises `RateExceeded` if its client is above the limit."""
         now = time.monotonic()
         if now - self._since >= 1.0:
             self._since = now
@@ -74,7 +74,7 @@ class RateLimit:
 
 @dataclass(kw_only=True, slots=True)
 class _BulkPeer:
-    """What is on its way from and to one client by the bulk socket."""
+    """Incomplete messages from and to one client on the bulk socket."""
 
     sender: ChunkSender
     receiver: ChunkReceiver
@@ -82,32 +82,32 @@ class _BulkPeer:
 
 
 class Service(Protocol):
-    """What answers the requests."""
+    """Answers the requests."""
 
     def handle(self, client: bytes, request: Message) -> None:
         """Answer one request, now or later."""
 
     def settle(self) -> None:
-        """Do what is to be done once for all messages that have come."""
+        """Do the work that is done once per burst of messages."""
 
     def close(self) -> None:
-        """Stop whatever waits."""
+        """Cancel every pending request."""
 
 
 class ServerSocket:
     """Binds the control and the bulk socket and serves on them until `close`; made on a running loop.
 
-    Every request is answered: an error of this system becomes the reply, any other is logged with its traceback too.
+    Every request gets a reply. An `AsyncRLError` becomes the reply; other errors are also logged with a traceback.
 
     Args:
         config: Options.
-        make_service: Builds what answers the requests; the service sends through the socket that it is given.
-        journal: Remembers epoch and addresses, so that a server started again is found where it was.
-        store: Number of the store server that this is; None for the ledger's server, which has other keys.
+        make_service: Builds the service that answers the requests and sends through the given socket.
+        journal: Remembers epoch and addresses, so that a restarted server has the same address.
+        store: Number of this store server; None for the ledger's server, which has other keys.
 
     Attributes:
-        address: Where the control socket listens.
-        bulk_port: Where large payloads go; 0 for a Unix socket, see `bulk_address`.
+        address: Address of the control socket.
+        bulk_port: Port of large payloads; 0 for a Unix socket, see `bulk_address`.
         epoch: The run that this server belongs to.
     """
 
@@ -152,7 +152,7 @@ class ServerSocket:
         self._bulk = Channel(bulk, self._on_chunk, self._on_burst_end)
 
     def _choose_epoch(self) -> str:
-        """The configured epoch, or the one of an earlier server on this journal, or a new one."""
+        """The configured epoch, else the epoch of an earlier server on this journal, else a new one."""
         known = self._journal.read("epoch") if self._journal is not None else None
         epoch = self._config.epoch or known or uuid.uuid4().hex[:16]
         if self._journal is not None and epoch != known:
@@ -160,7 +160,7 @@ class ServerSocket:
         return epoch
 
     def _router(self, keys: ServerKeys | None, *, silent_s: float) -> zmq.Socket[bytes]:
-        """A socket that closes connections on which no whole frame came for ``silent_s``."""
+        """Make a socket that closes a connection without a complete frame for ``silent_s`` seconds."""
         socket = self._context.socket(zmq.ROUTER)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -175,7 +175,7 @@ class ServerSocket:
         return socket
 
     def _bind_unix(self, control: zmq.Socket[bytes], bulk: zmq.Socket[bytes], name: str) -> str:
-        """Bind both sockets in the configured folder, or that of an earlier server of this journal, or a new one."""
+        """Bind both sockets in the configured folder, else the folder of an earlier server, else a new folder."""
         known_address = (self._journal.read("address") or "") if self._journal is not None else ""
         known = folder_of(known_address)
         folder = self._config.socket_folder or known
@@ -190,7 +190,7 @@ class ServerSocket:
         return address
 
     def _bind_port(self, socket: zmq.Socket[bytes], name: str, port: int) -> str:
-        """Bind the configured port, or the one that an earlier server of this journal had, or a free one."""
+        """Bind the configured port, else the port of an earlier server on this journal, else a free port."""
         known = (self._journal.read(name) or "") if self._journal is not None else ""
         if not port and not folder_of(known):
             port = int(known.rpartition(":")[2] or 0)
@@ -208,19 +208,19 @@ class ServerSocket:
         return listener.address
 
     def _reached_at(self, bound: str) -> str:
-        """The address that clients are told."""
+        """The address for clients."""
         host = self._config.advertised_host
         return f"tcp://{host}:{bound.rpartition(':')[2]}" if host else bound
 
     def counters(self) -> dict[str, int]:
-        """What was turned away, or could not be delivered."""
+        """Counts of refused and undelivered messages."""
         return dict(self._counts)
 
     def _count(self, what: str) -> None:
         self._counts[what] += 1
 
     def close(self) -> None:
-        """Stop serving; held requests stay unanswered."""
+        """Stop serving; pending requests are not answered."""
         self._service.close()
         if self._flush_handle is not None:
             self._flush_handle.cancel()
@@ -235,7 +235,7 @@ class ServerSocket:
         self._context.destroy(linger=0)
         remove_socket_folder(self._own_folder)
 
-    # What comes
+    # Incoming messages
 
     def _on_message(self, frames: list[zmq.Frame]) -> None:
         self._receive(frames[0].bytes, self._role_of(frames[-1]), frames[1:], messages.MAX_FRAMES)
@@ -253,7 +253,7 @@ class ServerSocket:
             peer = self._peer(client)
             peer.last_heard = time.monotonic()
             if chunk.count:
-                request_id = chunk.request_id  # a refused message makes room in its sender's window, too
+                request_id = chunk.request_id  # also for a refused message: it frees bytes in its sender's window
                 self._send_bulk(client, Chunk(request_id=request_id, index=chunk.index).to_frames())
                 whole = peer.receiver.add(chunk)
                 if whole is not None:
@@ -275,7 +275,7 @@ class ServerSocket:
         return peer
 
     def _forget_idle_peers(self) -> None:
-        """Forget peers with nothing on its way, and those that stopped in the middle for long."""
+        """Forget peers without incomplete messages, and peers that stopped in the middle of one for long."""
         now = time.monotonic()
         if now - self._swept_at < 1.0:
             return
@@ -289,7 +289,7 @@ class ServerSocket:
         self._peers = kept
 
     def _role_of(self, frame: zmq.Frame) -> str | None:
-        """The role of the key that a message came under; None where there are no keys."""
+        """The role of the key of a message's sender; None without keys."""
         if self._gate is None:
             return None
         return str(frame.get("User-Id"))
@@ -305,10 +305,10 @@ class ServerSocket:
         for request in requests:
             self._handle(client, role, request, message.epoch)
         if len(requests) > 1:
-            self._flush()  # so that a producer makes its next batch while the one behind this is read
+            self._flush()  # so that a producer makes its next batch while the server reads the following one
 
     def _handle(self, client: bytes, role: str | None, request: Message, epoch: str) -> None:
-        """Check what every request must satisfy, then have the service answer it."""
+        """Check the epoch, the role and the rate of a request; then the service answers it."""
         try:
             self._limit.check(client, max(1, messages.num_leases(request)))
             if epoch != self.epoch and (epoch or request.name != CONNECT):
@@ -339,15 +339,15 @@ class ServerSocket:
         try:
             self._service.settle()
         except Exception as error:  # noqa: BLE001 - the next burst tries again
-            self._failure("settling what waits", error)
+            self._failure("settling pending requests failed", error)
         self._flush()
 
-    # What goes
+    # Replies
 
     def send(self, client: bytes, message: Message) -> None:
-        """Send to a client when the messages that have come are read, so that acknowledgements travel together.
+        """Send to a client at the end of the burst, so that acknowledgements travel together.
 
-        What brings a payload goes at once, so that its reader need not wait until the others are looked up.
+        A reply with a payload is sent at once: its reader does not have to wait for the other replies.
         """
         self._outbox.setdefault(client, []).append(message)
         if message.payload:
@@ -368,18 +368,18 @@ class ServerSocket:
                 self._send_now(client, message)
 
     def _write_journal(self) -> ReplayBufferError | None:
-        """Write down what the replies speak of; the error that they become where that fails."""
+        """Write the journal before the replies are sent; returns the error that replaces them if the write fails."""
         try:
             if self._journal is not None:
                 self._journal.flush()
         except ReplayBufferError as error:
             self._count("failed")
-            logger.error("nobody is told what has become of their requests: %s", error)
+            logger.error("requests are answered with an error, because the journal cannot be written: %s", error)
             return error
         return None
 
     def _send_now(self, client: bytes, message: Message) -> None:
-        """Small messages go by the control socket, large ones in chunks by the bulk socket."""
+        """Send a small message on the control socket, and a large one in chunks on the bulk socket."""
         try:
             frames = message.frames(self.epoch)
         except (ValueError, TypeError, OverflowError) as error:
@@ -396,7 +396,7 @@ class ServerSocket:
         self._send_by(self._bulk, [client, *frames])
 
     def _send_by(self, channel: Channel, frames: list[Any]) -> None:
-        """A client that is gone, or reads nothing, asks again when it is back."""
+        """Send frames. A client that is gone, or does not read, loses the reply and repeats its request later."""
         try:
             channel.send(frames)
         except zmq.ZMQError as error:

@@ -41,7 +41,7 @@ _MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 _LAST = int(zmq.NOBLOCK)
 _send: Any = zmq.backend.Socket.send
 _receive: Any = zmq.backend.Socket.recv
-"""Without the wrappers of `zmq.Socket`, which cost more than twice as much as ZMQ itself: one option read per frame."""
+"""Reads one option per frame without the wrappers of `zmq.Socket`, which cost more than twice as much as ZMQ."""
 _CHUNK = struct.Struct("<4sQII")
 _CHUNK_MAGIC, _ACK_MAGIC = b"chnk", b"ackn"
 _MAX_CHUNK_FRAMES = 2048
@@ -59,9 +59,9 @@ _monitors = itertools.count()
 
 
 class Channel:
-    """Receives into a callback, sends without blocking; it owns its bound or connected socket.
+    """Receives into a callback and sends without blocking. It owns its bound or connected socket.
 
-    ``on_message`` is called on the loop with the frames of each message, ``on_burst_end`` after those of one burst.
+    The loop calls ``on_message`` with the frames of each message, and ``on_burst_end`` after each burst.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Channel:
             self._schedule()
 
     def _read_burst(self) -> int:
-        """Hand on what has come, up to a burst; how many messages."""
+        """Receive at most one burst of messages; returns their number."""
         for num_read in range(_BURST):
             if self._socket.closed:
                 return 0
@@ -124,7 +124,7 @@ class Channel:
 
 
 def monitor_of(socket: zmq.Socket[Any], events: int) -> zmq.Socket[Any]:
-    """The socket that reports ``events`` of another one.
+    """The socket that reports ``events`` of another socket.
 
     Its address is unique. The default address contains the socket's descriptor, and ZMQ may still hold the address of
     an earlier socket with the same descriptor.
@@ -134,12 +134,12 @@ def monitor_of(socket: zmq.Socket[Any], events: int) -> zmq.Socket[Any]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chunk:
-    """A piece of a message, or the acknowledgement of one.
+    """A piece of a message, or the acknowledgement of a piece.
 
     Attributes:
-        request_id: The message that it belongs to.
-        index: Its place in the message, from 0.
-        count: Chunks of the whole message; 0 in an acknowledgement.
+        request_id: Request id of the message.
+        index: Index of the chunk in the message, from 0.
+        count: Number of chunks of the message; 0 in an acknowledgement.
         frames: Frames of the message.
     """
 
@@ -150,23 +150,23 @@ class Chunk:
 
     @classmethod
     def parse(cls, frames: Sequence[Any]) -> "Chunk":
-        """Read a chunk from a socket. Raises `WireError` if it is not one."""
+        """Read a chunk from a socket. Raises `WireError` if the frames are not a chunk."""
         head = memoryview(frames[0]) if frames else memoryview(b"")
         if head.nbytes != _CHUNK.size:
-            raise WireError(f"a chunk begins with {_CHUNK.size} bytes, got {head.nbytes}")
+            raise WireError(f"a chunk must begin with {_CHUNK.size} bytes, got {head.nbytes}")
         magic, request_id, index, count = _CHUNK.unpack(head)
         if magic not in (_CHUNK_MAGIC, _ACK_MAGIC) or (magic == _CHUNK_MAGIC) != (index < count):
-            raise WireError(f"this is not a chunk: {bytes(head[:4])!r}, {index} of {count}")
+            raise WireError(f"not a chunk: {bytes(head[:4])!r}, {index} of {count}")
         return cls(request_id=request_id, index=index, count=count, frames=frames[1:])
 
     def to_frames(self) -> list[Any]:
-        """The chunk as it is sent."""
+        """The frames of the chunk."""
         magic = _CHUNK_MAGIC if self.count else _ACK_MAGIC
         return [_CHUNK.pack(magic, self.request_id, self.index, self.count), *self.frames]
 
 
 class ChunkSender:
-    """Messages on their way to one peer, first come first, within a window of bytes; ``send`` sends one chunk."""
+    """Sends messages to one peer in order, within a window of bytes; ``send`` sends one chunk."""
 
     def __init__(self, send: Callable[[list[Any]], None]) -> None:
         self._send = send
@@ -176,7 +176,7 @@ class ChunkSender:
 
     @property
     def is_idle(self) -> bool:
-        """Whether everything was acknowledged."""
+        """Whether the peer acknowledged every chunk."""
         return not self._queue and not self._unacknowledged
 
     def push(self, request_id: int, frames: Sequence[Any]) -> None:
@@ -194,7 +194,7 @@ class ChunkSender:
         self._pump()
 
     def acknowledge(self, chunk: Chunk) -> None:
-        """The peer has a chunk."""
+        """Note that the peer acknowledged a chunk."""
         self._num_bytes -= self._unacknowledged.pop((chunk.request_id, chunk.index), 0)
         self._pump()
 
@@ -214,7 +214,7 @@ class ChunkSender:
 
 @dataclass(kw_only=True, slots=True)
 class _IncompleteMessage:
-    """The chunks of a message that have come so far: their frames, and the bytes in them."""
+    """The received chunks of an incomplete message: their frames and total bytes."""
 
     frames: list[Any] = field(default_factory=list)
     num_chunks: int = 0
@@ -222,7 +222,7 @@ class _IncompleteMessage:
 
 
 class ChunkReceiver:
-    """Messages that arrive from one peer in chunks: those that are incomplete have at most ``max_bytes`` together."""
+    """Receives messages of one peer in chunks; incomplete messages have at most ``max_bytes`` together."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -235,14 +235,14 @@ class ChunkReceiver:
         return not self._messages
 
     def add(self, chunk: Chunk) -> list[Any] | None:
-        """Take a chunk; the frames of its message if that is complete now.
+        """Add a chunk; returns the frames of its message if the message is now complete.
 
-        Raises `WireError`, and forgets the message, if chunks are missing before it, or it is too large with what the
-        peer has not completed yet.
+        Raises `WireError`, and drops the message, if earlier chunks are missing, or if the peer's incomplete messages
+        are too large together.
         """
         message = self._messages.pop(chunk.request_id, None) or _IncompleteMessage()
         self._num_bytes -= message.num_bytes
-        if chunk.index == 0:  # sent again from the beginning
+        if chunk.index == 0:  # the peer sends the message again from its beginning
             message = _IncompleteMessage()
         if chunk.index != message.num_chunks:
             raise WireError(f"chunk {chunk.index} of request {chunk.request_id} came after {message.num_chunks} others")
@@ -272,25 +272,26 @@ class ChunkReceiver:
         self._num_bytes = 0
 
 
-_FILES_PER_CLIENT = 2  # its control and its bulk connection
+_FILES_PER_CLIENT = 2  # the control and the bulk connection
 _FILES_PER_LINK = 8
 _SOCKETS_PER_LINK = 6
-"""A link to a server has two connections; of each, ZMQ counts the socket and both ends of its monitor as sockets."""
+"""ZMQ sockets per link to a server: two connections, each with its socket and both ends of its monitor."""
 _OTHER_FILES = 256
 
 
 def client_context() -> zmq.Context[Any]:
-    """The context of all connections that this process makes; ZMQ's bound of 1023 sockets would do for 170 links."""
+    """The context of all connections of this process; ZMQ's default bound of 1023 sockets suffices for 170 links."""
     context = zmq.Context.instance()
     if context.get(zmq.MAX_SOCKETS) != (most := context.get(zmq.SOCKET_LIMIT)):
-        context.set(zmq.MAX_SOCKETS, most)  # counts from the first socket on
+        context.set(zmq.MAX_SOCKETS, most)  # has no effect after the first socket
     return context
 
 
 def allow_clients(num_clients: int, *, num_links: int = 0) -> None:
-    """Raise this process's limit of open files to what a server takes that has so many clients, and links to stores.
+    """Raise this process's limit of open files for a server with so many clients and links to stores.
 
-    Its children inherit it. Raises `ValueError` if the limit cannot be raised so far, or ZMQ has too few sockets.
+    Child processes inherit the limit. Raises `ValueError` if the limit is too low and cannot be raised, or if ZMQ has
+    too few sockets.
     """
     most = zmq.Context.instance().get(zmq.SOCKET_LIMIT) // _SOCKETS_PER_LINK
     if num_links > most:
@@ -315,7 +316,7 @@ def make_socket_folder() -> str:
 
 
 def with_socket_folder(config: BufferConfig) -> tuple[BufferConfig, str]:
-    """The options with the folder that their Unix sockets need, and that folder if it was made here, to be removed."""
+    """The options with a folder for their Unix sockets, and the folder's path if this call made it, for its removal."""
     if config.host or config.socket_folder:
         return config, ""
     folder = make_socket_folder()
@@ -323,7 +324,7 @@ def with_socket_folder(config: BufferConfig) -> tuple[BufferConfig, str]:
 
 
 def remove_socket_folder(folder: str) -> None:
-    """Remove a folder and its sockets; nothing happens if it is gone, or the name is empty."""
+    """Remove a folder and its sockets; no effect if the folder does not exist, or the name is empty."""
     if folder:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -334,12 +335,12 @@ def unix_address(folder: str, name: str) -> str:
 
 
 def folder_of(address: str) -> str:
-    """The folder of a server's Unix socket; empty for the address of a port."""
+    """The folder of a server's Unix socket; empty if the address has a port."""
     return str(Path(address.removeprefix(_SCHEME)).parent) if address.startswith(_SCHEME) else ""
 
 
 def bulk_address(address: str, port: int) -> str:
-    """Where large payloads go, given the address of the control socket; ``port`` is 0 for Unix sockets."""
+    """The address for large payloads, from the address of the control socket; ``port`` is 0 for Unix sockets."""
     return f"{address.rpartition(':')[0]}:{port}" if port else f"{address}.bulk"
 
 
@@ -350,14 +351,14 @@ class PortListener:
     `OSError` if the port cannot be bound.
 
     Attributes:
-        address: Where the socket listens.
+        address: Address of the socket.
     """
 
     def __init__(self, bound: zmq.Socket[Any], host: str, port: int, on_refused: Callable[[], None]) -> None:
         own_host = _address_of(host)
         family = socket.AF_INET6 if ":" in own_host else socket.AF_INET
         self._listener = socket.create_server((own_host, port), family=family, backlog=_BACKLOG)
-        self._listener.setblocking(False)  # for ZMQ too, which may find that a connection was taken here
+        self._listener.setblocking(False)  # also for ZMQ: the refusing thread may accept a connection first
         self._bound = bound
         name = f"[{own_host}]" if family == socket.AF_INET6 else own_host
         self.address = f"tcp://{name}:{self._listener.getsockname()[1]}"
@@ -392,13 +393,13 @@ class _Refusals(threading.Thread):
         self._is_alone.wait()
 
     def close(self) -> None:
-        """End the thread."""
+        """Stop the thread."""
         self._is_closed = True
         self.wanted.set()
         self.join()
 
     def run(self) -> None:
-        """Wait until connections are to be refused, again and again."""
+        """Refuse connections each time that this is requested."""
         libc = ctypes.CDLL(None, use_errno=True)
         is_alone = libc.unshare(_CLONE_FILES) == 0
         if is_alone:
@@ -411,7 +412,7 @@ class _Refusals(threading.Thread):
         with socket.socket(fileno=self._listening) as listener:
             while self.wanted.wait() and not self._is_closed:
                 self.wanted.clear()
-                with suppress(OSError):  # none waits
+                with suppress(OSError):  # no connection is pending
                     while True:
                         listener.accept()[0].close()
                         self._loop.call_soon_threadsafe(self._note)
@@ -420,11 +421,11 @@ class _Refusals(threading.Thread):
         self._on_refused()
         if not self._has_refused:
             self._has_refused = True
-            logger.warning("%s closes connections: this process may open no more files", self._address)
+            logger.warning("%s closes connections because this process cannot open more files", self._address)
 
 
 def _address_of(host: str) -> str:
-    """The address to bind: ``host`` itself, that of the interface of this name, or every address."""
+    """The address to bind: ``host`` itself, the address of the interface with this name, or every address."""
     if host == "*":
         return "0.0.0.0"
     name = "127.0.0.1" if host == "localhost" else host.strip("[]")

@@ -1,7 +1,7 @@
-"""The ledger's side of the store servers: a connection to each, over which they learn what has left.
+"""The ledger's side of the store servers: one connection each, over which the ledger tells them what to remove.
 
-A store server may have come back without what it acknowledged, or with what the ledger has removed since. Whenever one
-is reached, it is told which groups are finished, and asked which of the others it lacks.
+A restarted store server may lack payloads that it acknowledged, or hold payloads that the ledger removed since. So each
+time a store is reached, the ledger tells it which groups are finished, and asks which of the other groups it lacks.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,11 +21,11 @@ class StoreLinks:
 
     Args:
         config: Options of the buffer.
-        on_connected: Called with the number of a store that is reached, also when it was gone for a while.
+        on_connected: Called with a store's number each time that the store is reached.
         may_join: Whether stores may be added while the buffer serves.
 
     Attributes:
-        addresses: Where clients find the stores, by number; empty for one that is gone.
+        addresses: Addresses of the stores, by number; empty for a lost store.
     """
 
     def __init__(self, config: BufferConfig, *, on_connected: Callable[[int], None], may_join: bool) -> None:
@@ -38,7 +38,7 @@ class StoreLinks:
         self._links: list[ClientSocket | None] = []
 
     def connect(self, address: str) -> None:
-        """Count one more store; an empty address stands for one that is gone."""
+        """Add a store and connect to it; an empty address stands for a lost store."""
         link = None
         if address:
             link = ClientSocket(
@@ -53,16 +53,16 @@ class StoreLinks:
         self.addresses.append(address)
 
     def disconnect(self, number: int) -> None:
-        """A store is gone for good."""
+        """Close the connection to a lost store."""
         link, self._links[number] = self._links[number], None
         self.addresses[number] = ""
         if link is not None:
             link.close()
 
     def remove(self, finished: Sequence[int], ended: Sequence[tuple[int, int]]) -> None:
-        """Have every store forget finished groups, and what attempts up to the ``ended`` ones brought of others.
+        """Tell every store to drop finished groups, and the payloads of attempts up to the ``ended`` ones.
 
-        Every store: an attempt that was sent twice may have left its payload on two of them.
+        All stores are told: an attempt that was sent twice may have left its payload on two of them.
         """
         for link in self._links:
             if link is not None:
@@ -76,7 +76,7 @@ class StoreLinks:
         finished: Sequence[tuple[int, int]],
         ended: Sequence[tuple[int, int]],
     ) -> list[int]:
-        """Have a store forget as `remove` does; returns which of the groups and attempts it does not hold.
+        """Tell one store to drop payloads as `remove` does; returns the groups and attempts that it does not hold.
 
         ``finished`` are ranges [start, end) of groups. Raises `AsyncRLError` if the store does not answer.
         """

@@ -1,7 +1,8 @@
-"""Store servers: processes that hold the payloads, beside the ledger's server or on the hosts that produce them.
+"""Store servers: processes that hold the payloads, beside the ledger's server or on the hosts of the workers.
 
-A payload is stored before the ledger hears of it. It is removed when its attempt has ended or its group is finished;
-the ledger says so, also of an attempt whose worker died before it reported. `buffer.store_links` is the ledger's side.
+A worker stores a payload before it reports the put to the ledger. The ledger tells the store to remove the payload when
+its attempt has ended or its group is finished, also if the worker died before its report. `buffer.store_links` is the
+ledger's side.
 """
 
 import asyncio
@@ -45,7 +46,7 @@ class StoreService:
         self._payloads: dict[int, dict[int, Frames]] = {}
         self._unread = FetchWindow(self._limit)
         self._finished = IdSet()
-        self._ended: dict[int, int] = {}  # unfinished group to the last of its attempts that is over
+        self._ended: dict[int, int] = {}  # unfinished group to its last ended attempt
         self._unwritten_removals: set[int] = set()
         self._stored_bytes = 0
         self._reserved: dict[tuple[int, int], int] = {}
@@ -64,7 +65,7 @@ class StoreService:
                 self._keep(key >> 16, key & 0xFFFF, payload)
 
     def handle(self, client: bytes, request: Message) -> None:
-        """Answer one request; an error of this system becomes the reply."""
+        """Answer one request; an `AsyncRLError` becomes the reply."""
         operation = self._operations.get(request.name)
         try:
             if operation is None:
@@ -74,7 +75,7 @@ class StoreService:
             self._replies.fail(client, request.request_id, error)
 
     def settle(self) -> None:
-        """Reserve bytes for those who wait, first come first."""
+        """Reserve bytes for waiting requests, in order of arrival."""
         self._write_removals()
         if self._journal is not None and self._journal.is_grown():
             self._compact(self._journal)
@@ -96,14 +97,14 @@ class StoreService:
         try:
             journal.compact(None, held)
         except ReplayBufferError as error:
-            logger.warning("the journal keeps what left: %s", error)
+            logger.warning("the journal was not compacted: %s", error)
 
     def close(self) -> None:
-        """Stop whatever waits."""
+        """Cancel every pending request."""
         self._reserving.close()
 
     def _held_bytes(self, group_id: int, attempt: int) -> int:
-        """Bytes stored and reserved, without what is reserved for this attempt."""
+        """Bytes stored and reserved, without the reservation of this attempt."""
         return self._stored_bytes + sum(self._reserved.values()) - self._reserved.get((group_id, attempt), 0)
 
     def _reserve(self, client: bytes, request: Message) -> None:
@@ -139,7 +140,7 @@ class StoreService:
             self._journal.keep(request.payload, then)
 
     def _is_wanted(self, group_id: int, attempt: int) -> bool:
-        """False for what is stored, and for what is over by the ledger's account, which says what became of the put."""
+        """False if the attempt is stored here, or ended by the ledger's account; the ledger then answers the put."""
         is_over = group_id in self._finished or attempt <= self._ended.get(group_id, -1)
         return not is_over and attempt not in self._payloads.get(group_id, {})
 
@@ -152,7 +153,7 @@ class StoreService:
         kept: Frames | int,
         error: ReplayBufferError | None,
     ) -> None:
-        """A large payload is written, where there is a journal; a small one goes with its note."""
+        """Store a payload. The journal's thread writes a large one; a small one is part of its record."""
         self._reserved.pop((group_id, attempt), None)
         try:
             if error is not None:
@@ -183,7 +184,7 @@ class StoreService:
         self._replies.reply(client, request.request_id, {"counts": counts}, payload)
 
     def _reconcile(self, client: bytes, request: Message) -> None:
-        """Forget what is over by the ledger's account, and say which groups are not here that it knows here."""
+        """Drop payloads that the ledger no longer needs; reply with the groups that it expects and this store lacks."""
         self._finished, self._ended = IdSet(pairs(request.fields, "finished")), dict(pairs(request.fields, "ended"))
         held = {*self._payloads, *(group_id for group_id, _ in self._reserved)}
         for group_id in held:
@@ -208,7 +209,7 @@ class StoreService:
         self._replies.reply(client, request.request_id)
 
     def _forget(self, group_id: int, *, last: float = math.inf) -> None:
-        """Drop what attempts up to ``last`` brought of a group, and what they have reserved."""
+        """Drop the payload and the reservation of a group's attempts up to ``last``."""
         attempts = self._payloads.pop(group_id, {})
         if kept := {attempt: payload for attempt, payload in attempts.items() if attempt > last}:
             self._payloads[group_id] = kept
@@ -220,13 +221,13 @@ class StoreService:
             del self._reserved[key]
 
     def _write_removals(self) -> None:
-        """Write down what left; where the disk is full, with what leaves later."""
+        """Record the dropped payloads; if the disk is full, they are recorded with later ones."""
         if self._journal is None or not self._unwritten_removals:
             return
         try:
             self._journal.note({("payload", key): 0 for key in self._unwritten_removals})
         except ReplayBufferError as error:
-            logger.warning("the journal still holds %d payloads that left: %s", len(self._unwritten_removals), error)
+            logger.warning("the journal still holds %d dropped payloads: %s", len(self._unwritten_removals), error)
         else:
             self._unwritten_removals.clear()
 
@@ -236,21 +237,22 @@ def _key(group_id: int, attempt: int) -> int:
 
 
 def _attempts(request: Message) -> list[tuple[int, int]]:
-    """The groups that a request names, each once, and their attempts."""
+    """The distinct groups that a request names, and their attempts."""
     group_ids, attempts = integers(request.fields, "groups"), integers(request.fields, "attempts")
     if len(group_ids) != len(attempts) or len(set(group_ids)) != len(group_ids):
-        raise WireError(f"a {request.name} names each group once, and one attempt for each")
+        raise WireError(f"a {request.name} must name each group once, with one attempt each")
     return list(zip(group_ids, attempts, strict=True))
 
 
 class StoreServers:
     """``num_store_servers`` processes beside the ledger's server that hold the payloads; made on a running loop.
 
-    One that dies or hangs is started again where it was, ``buffer.restarts`` times, without a journal empty.
-    ``on_lost`` is called when one is dead for good. Raises `AsyncRLError` if one did not come up.
+    A store server that dies or hangs is restarted at its address, up to ``buffer.restarts`` times; without a journal it
+    is empty after the restart. ``on_lost`` is called when a server cannot be restarted any more. Raises `AsyncRLError`
+    if a server did not start.
 
     Attributes:
-        addresses: Where they listen, in the order that the ledger counts stores by.
+        addresses: Addresses of the servers, by the ledger's store number.
     """
 
     def __init__(
@@ -273,7 +275,7 @@ class StoreServers:
         self._watches = [asyncio.get_running_loop().create_task(self._watch(server)) for server in self._servers]
 
     def close(self) -> None:
-        """End them."""
+        """End the servers."""
         for watch in self._watches:
             watch.cancel()
         for server in self._servers:
@@ -287,9 +289,9 @@ class StoreServers:
 
 
 def store_config(config: BufferConfig) -> BufferConfig:
-    """The options of a store server of a buffer; one of another epoch than its journal begins empty."""
+    """The options of one store server. It begins empty if its journal has another epoch."""
     own = replace(config, port=0, bulk_port=0, num_store_servers=0)
-    if config.durability is Durability.memory:  # a journal would remember it
+    if config.durability is Durability.memory:  # a journal remembers the address
         own = replace(own, epoch=config.epoch or uuid.uuid4().hex[:16])
     return own
 

@@ -54,7 +54,7 @@ async def test_threads_share_one_blocking_client():
 async def test_what_is_not_an_address_is_refused_by_name(address: str):
     with pytest.raises(ValueError, match=f"'{address}' is not the address of a buffer"):
         SyncBufferClient(BufferClient(address))
-    with pytest.raises(ValueError, match="use one like ipc:///FOLDER/buffer or tcp://HOST:PORT"):
+    with pytest.raises(ValueError, match="use an address like ipc:///FOLDER/buffer or tcp://HOST:PORT"):
         await AnyRole(address).stats()
 
 

@@ -219,7 +219,7 @@ def test_a_journal_of_an_earlier_release_is_refused_by_its_path(tmp_path: Path):
 
 def test_a_journal_that_cannot_be_opened_is_an_error_with_its_path(tmp_path: Path):
     (tmp_path / "journal.1.log").mkdir()
-    with pytest.raises(ReplayBufferError, match=r"journal cannot be opened: Is a directory; look at the disk"):
+    with pytest.raises(ReplayBufferError, match=r"journal cannot be opened: Is a directory; check the disk"):
         Journal(tmp_path / "journal")
 
 
@@ -443,7 +443,7 @@ async def test_a_put_is_acknowledged_only_when_it_is_written(tmp_path: Path, mon
         first, second, *_ = await client.lease(0, 4)
         with monkeypatch.context() as patch:
             patch.setattr(os, "pwritev", lambda *_: os.close(-1))
-            with pytest.raises(ReplayBufferError, match="journal cannot be written: Bad file descriptor; look at the"):
+            with pytest.raises(ReplayBufferError, match="journal cannot be written: Bad file descriptor; check the"):
                 await client.put(rollout(first))
         await client.put(rollout(second))
         await client.put(rollout(first))  # again; it was stored, and is written now
@@ -504,7 +504,7 @@ def test_a_reference_to_frames_that_were_lost_never_finds_others(tmp_path: Path)
 
 def test_a_second_server_on_the_same_folder_is_refused_and_a_third_may_follow_the_first(tmp_path: Path):
     first = Journal(tmp_path / "journal")
-    with pytest.raises(ReplayBufferError, match=r"journal is held by another server; end it, or give this run another"):
+    with pytest.raises(ReplayBufferError, match=r"journal is held by another server; stop that server"):
         Journal(tmp_path / "journal")
     first.close()
     Journal(tmp_path / "journal").close()

@@ -227,7 +227,7 @@ async def test_a_server_that_hangs_is_killed_and_started_again_before_its_client
         await client.enqueue([prompt(0)])
         os.kill(server._server.process.pid, signal.SIGSTOP)
         assert (await client.stats()).groups["queued"] == 1
-        words = "answered nothing for 3.0 s (half of buffer.request_timeout_s) and is killed; it was started"
+        words = "answered nothing for 3.0 s (half of buffer.request_timeout_s) and was killed; it was started"
         assert words in await said.get()
         watching.cancel()
         await client.close()

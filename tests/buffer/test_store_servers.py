@@ -86,7 +86,7 @@ async def test_a_dead_store_server_that_may_not_be_restarted_ends_the_ledgers_se
         os.kill(pid_listening_at(store), signal.SIGKILL)
         assert await asyncio.to_thread(process.process.wait, 60) == 1
         assert "store server 0" in process.log_tail()
-        assert "its payloads are lost, buffer.durability=disk would keep them" in process.log_tail()
+        assert "its payloads are lost; buffer.durability=disk would keep them" in process.log_tail()
         await client.close()
 
 

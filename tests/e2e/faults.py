@@ -179,7 +179,7 @@ RECOVERIES = (
     Recovery(
         part="buffer.server --groups",
         signal=signal.SIGSTOP,
-        words="answered nothing for 6.0 s (half of buffer.request_timeout_s) and is killed; it was started again at",
+        words="answered nothing for 6.0 s (half of buffer.request_timeout_s) and was killed; it was started again at",
         options=(*_ON_DISK, "buffer.request_timeout_s=12"),
         restarts=(_BUFFER,),
     ),
