@@ -31,7 +31,7 @@ _MAX_IN_ALL = 16_384
 _MAX_REMEMBERED = 4096
 _FIRST_WARNING_STEPS = 4
 _SEARCH_S = 5e-5
-"""Seconds per pending request until the next search after one that found nobody; a search takes a fiftieth of that."""
+"""Seconds per pending request between a failed search and the next one; a search takes a fiftieth of this time."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -113,7 +113,7 @@ class PendingRequests:
         self.num_bytes += request.num_bytes
 
     def remove(self, client: bytes, request_id: int) -> PendingRequest | None:
-        """Take a request out because it was answered or cancelled."""
+        """Remove a request that was answered or cancelled."""
         request = self._requests.pop((client, request_id), None)
         if request is None:
             return None
@@ -127,7 +127,7 @@ class PendingRequests:
         return request
 
     def answer(self, try_to: Callable[[PendingRequest], bool]) -> None:
-        """Call ``try_to`` with each request, first come first, and remove those that it says it has answered."""
+        """Call ``try_to`` with each request in order of arrival, and remove the requests for which it returns true."""
         for request in self.all():
             if try_to(request):
                 self.remove(request.client, request.request_id)
@@ -139,7 +139,7 @@ class PendingRequests:
             self._replies.fail(request.client, request.request_id, error)
 
     def withdraw(self, client: bytes) -> None:
-        """Take out all requests of a client that is gone."""
+        """Remove all requests of a client that is gone."""
         for request in self.of_client(client):
             self.remove(client, request.request_id)
 
@@ -159,7 +159,7 @@ class PendingLeases(PendingRequests):
 
     @property
     def versions(self) -> list[int]:
-        """The versions that requests are pending for."""
+        """The engine versions of the pending requests."""
         return list(self._by_version)
 
     def at_version(self, version: int) -> list[tuple[int, PendingRequest]]:
@@ -174,7 +174,7 @@ class PendingLeases(PendingRequests):
         of_version[request.client, request.request_id] = self._next_place
 
     def remove(self, client: bytes, request_id: int) -> PendingRequest | None:
-        """Take a request out of the line and of the index."""
+        """Remove a request from the line and from the index."""
         request = super().remove(client, request_id)
         if request is not None:
             version = request.fields["version"]
@@ -185,7 +185,7 @@ class PendingLeases(PendingRequests):
 
 
 class FairQueue:
-    """Whose turn it is when more workers wait than groups can begin.
+    """The order of waiting workers when more workers wait than groups can begin.
 
     Start-time fair queueing (Goyal et al., SIGCOMM 1996): each grant moves a worker's turn by one, and the lowest turn
     is served first. A worker that was away resumes at the turn that is being served, so a newcomer holds up nobody.
@@ -200,7 +200,7 @@ class FairQueue:
         return max(self._next.get(client, 0), self._serving)
 
     def take(self, client: bytes) -> None:
-        """A client was served in its turn."""
+        """Note that a client was served in its turn."""
         turn = self.turn_of(client)
         self._serving = turn
         self._next[client] = turn + 1
@@ -210,9 +210,9 @@ class FairQueue:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Collaborators:
-    """What each part of the service works with: the ledger decides, the store keeps, `Replies` answer.
+    """Shared objects of the parts of the service: the ledger decides, the store keeps frames, `Replies` answer.
 
-    A request that cannot be granted is answered after ``hold_s``, with what there is.
+    A request that cannot be granted is answered with "nothing yet" after ``hold_s`` seconds.
     """
 
     ledger: Ledger
@@ -221,7 +221,7 @@ class Collaborators:
     hold_s: float
 
     def pending(self, nothing_yet: Callable[[PendingRequest], None] | None = None) -> PendingRequests:
-        """The pending requests of one more operation."""
+        """Make the pending requests of one operation."""
         return PendingRequests(self.replies, self.hold_s, nothing_yet)
 
 
@@ -251,7 +251,7 @@ class PromptIntake:
     def _enqueue(self, client: bytes, message: Message) -> None:
         group_ids, counts = integers(message.fields, "groups"), integers(message.fields, "counts")
         if len(group_ids) != len(counts) or sum(counts) != len(message.payload):
-            raise WireError("enqueue names as many groups as it carries prompts")
+            raise WireError("enqueue must name one group per prompt")
         self._pending.remove(client, message.request_id)
         size = size_of(message.payload)
         self._store.check_prompts(size, num_waiting_bytes=self._pending.num_bytes)
@@ -265,7 +265,7 @@ class PromptIntake:
         self._replies.reply(request.client, request.request_id, {"queued": request.fields["queued"]})
 
     def fill(self) -> None:
-        """Queue what the queue has room for, first come first."""
+        """Queue waiting prompts in order of arrival while the queue has room."""
         for request in self._pending.all():
             prompts, num_queued = request.fields["prompts"], request.fields["queued"]
             num_free = max(0, self._queue_size - self._ledger.groups.num_queued)
@@ -292,9 +292,9 @@ class Admission:
 
     Args:
         clock: Measures paces and silence.
-        silent_s: A producer that is not heard of for so long is gone.
-        hands_over: Running groups pass from slow workers to faster ones, see `buffer.pace`.
-        settle: Called when `grant` may find something to do, though no message came.
+        silent_s: A producer that sends no message for this long counts as gone.
+        hands_over: Whether faster workers take over running groups of slow ones, see `buffer.pace`.
+        settle: Called when `grant` may find something to do although no message came.
     """
 
     def __init__(
@@ -333,14 +333,14 @@ class Admission:
         self._look.close()
 
     def recover(self, leases: Iterable[Group]) -> None:
-        """Take up the leases of the server before this one; their owners get the same timeout as everyone else."""
+        """Load the leases of an earlier server; their owners get the same timeout as everyone else."""
         for lease in leases:
             self._granted.setdefault((lease.owner, lease.request_id), []).append(lease.granted())
             self._paces.recover(lease, self._clock.time())
             self.heartbeats.enter(lease.owner, self._clock.time())
 
     def describe(self) -> list[dict[str, Any]]:
-        """A description of every producer, for people."""
+        """Describe every producer for `asyncrl inspect`."""
         num_leases = Counter(lease.owner for lease in self._ledger.groups.leases.all())
         return self.heartbeats.describe(self._clock.time(), num_leases)
 
@@ -362,7 +362,7 @@ class Admission:
         self._answer(request.client, request.request_id, [])
 
     def adopt(self, client: bytes, version: int) -> None:
-        """The engine of a client has loaded ``version`` from the current learner."""
+        """Note that the engine of a client loaded ``version`` from the current learner."""
         for request in self._pending.of_client(client):
             if request.fields["version"] == version:
                 request.fields["incarnation"] = self._ledger.incarnation
@@ -385,11 +385,11 @@ class Admission:
         return {version for version in versions if self._ledger.admits(version)}
 
     def grant(self) -> None:
-        """Let faster workers take groups over, then grant one lease at a time until nothing more is admitted.
+        """Let faster workers take groups over, then grant one lease at a time until no more group is admitted.
 
-        Slow workers come after faster ones, and of equal ones the worker that holds fewest groups comes first; workers
-        that hold as many take turns. Only requests at a version that is admitted are looked at: it costs little while
-        all engines are too far behind.
+        Faster workers come before slow ones. Among equally fast workers, the worker with the fewest groups comes first;
+        workers with equally many groups take turns. Only requests at an admitted version are checked, so the call costs
+        little while all engines are too far behind.
         """
         now = self._clock.time()
         self._paces.look(now)
@@ -431,7 +431,7 @@ class Admission:
                 if request.fields["version"] in versions and self._grant_one(request, served, now):
                     heappush(line, (is_slow, num_held + 1, turn + 1, place, request))
                 versions = self._admitted(versions)
-        finally:  # also where the journal could not be written for one more
+        finally:  # also after a failed write of the journal
             for request in served:
                 self._pending.remove(request.client, request.request_id)
                 self._remember(request)
@@ -477,7 +477,7 @@ class Admission:
         return taker if self._paces.is_slow(group.worker, usual) else None
 
     def ended(self, client: bytes, command: Put | Release) -> None:
-        """A worker stored a group, or had it filtered, or gave it back unfinished."""
+        """Note that an attempt ended: its group was stored, filtered or released."""
         if isinstance(command, Put):
             ended, num_tokens = command.summary, max(command.summary.response_lengths, default=0)
         else:
@@ -489,11 +489,11 @@ class Admission:
         self._paces.saved(group_id, attempt, longest_response)
 
     def revoked(self, group_id: int, attempt: int) -> None:
-        """A worker lost its lease on a group."""
+        """Note that a worker lost its lease on a group."""
         self._paces.revoked(group_id, attempt)
 
     def finished(self, group_ids: Iterable[int]) -> None:
-        """Groups are consumed or dropped."""
+        """Forget groups that were consumed or dropped."""
         self._paces.finished(group_ids)
 
     def _grant_one(self, request: PendingRequest, served: list[PendingRequest], now: float) -> bool:
@@ -515,7 +515,7 @@ class Admission:
         return bool(new) and self._num_free(request, now) > 0
 
     def _remember(self, request: PendingRequest) -> None:
-        """Keep the answer, in case the request is sent again because the answer was lost."""
+        """Keep the answer: the client repeats the request if the answer was lost."""
         self._granted[request.client, request.request_id] = request.fields["granted"]
         if len(self._granted) > _MAX_REMEMBERED:
             self._granted.popitem(last=False)
@@ -528,7 +528,7 @@ class Admission:
                 continue
             prompt = self._store.prompts.get(lease.group_id)
             prefix = () if lease.progress is None else self._store.prefixes.get(lease.group_id)
-            # -1: the prefix gave way or was lost since it was granted, and its worker has to begin afresh.
+            # -1: the prefix was evicted or lost after the grant, and the worker has to start again.
             num_frames = len(prefix) if prefix or lease.progress is None else -1
             leases.append(
                 [lease.group_id, lease.attempt, lease.engine_version, lease.deadline, len(prompt), num_frames]
@@ -557,7 +557,7 @@ class Admission:
         self._replies.reply(client, message.request_id)
 
     def leave(self, client: bytes, message: Message) -> None:
-        """A client says goodbye and names the leases that it knows. All others are released, its requests withdrawn."""
+        """Handle ``leave``: release the leases that a leaving client does not name."""
         known = set(zip(*_groups_and_attempts(message), strict=True))
         self._pending.withdraw(client)
         for lease in self._ledger.groups.leases.of_owner(client):
@@ -569,17 +569,17 @@ class Admission:
         self._replies.reply(client, message.request_id)
 
     def take_from(self, client: bytes) -> None:
-        """Take back the leases of a silent producer before they run out."""
+        """Revoke the leases of a silent producer before they expire."""
         self._pending.withdraw(client)
         self._paces.forget(client)
         if taken := self._ledger.apply(TakeBack(owner=client)).group_ids:
-            logger.warning("producer %s is silent; %d leases were taken back", client.hex()[:8], len(taken))
+            logger.warning("producer %s is silent; %d leases were revoked", client.hex()[:8], len(taken))
 
     def bury(self, client: bytes, num_generated: int) -> int:
-        """A producer has ended: take its leases, and count what it can no longer report; returns all that it generated.
+        """Revoke the leases of a dead producer, and count its unreported tokens as lost; returns all that it generated.
 
-        ``num_generated`` is what its owner knows of that; the producer's last beat may know more. What of that was only
-        in the producer's memory counts as lost. Asking again returns the same.
+        ``num_generated`` is the caller's count; the producer's last heartbeat may have reported more. Tokens that were
+        only in the producer's memory count as lost. A repeated call returns the same number.
         """
         buried = self._ledger.account.buried
         if client not in buried:
@@ -598,7 +598,7 @@ class Admission:
 def _groups_and_attempts(message: Message) -> tuple[list[int], list[int]]:
     group_ids, attempts = integers(message.fields, "groups"), integers(message.fields, "attempts")
     if len(group_ids) != len(attempts):
-        raise WireError(f"{message.name} names one attempt for each group, got {len(attempts)} for {len(group_ids)}")
+        raise WireError(f"{message.name} must name one attempt per group, got {len(attempts)} for {len(group_ids)}")
     if len(group_ids) > MAX_LEASES:
         raise WireError(f"{message.name} names at most {MAX_LEASES} leases, got {len(group_ids)}; send several")
     return group_ids, attempts
@@ -607,7 +607,7 @@ def _groups_and_attempts(message: Message) -> tuple[list[int], list[int]]:
 class BatchRequests:
     """The operations ``plan`` and ``fetch``; plans fail after ``max_filtered`` filtered groups in a row, if not 0.
 
-    ``links`` lead to the store servers, where these hold the payloads.
+    ``links`` connect to the store servers if these hold the payloads.
     """
 
     def __init__(self, shared: Collaborators, *, links: StoreLinks | None, max_filtered: int) -> None:
@@ -646,7 +646,7 @@ class BatchRequests:
                 self._replies.reply(request.client, request.request_id, {"groups": groups})
 
     def _answer_late(self, request: PendingRequest) -> None:
-        """The time of a plan is over: the client asks again. The plan fails if no prompt is left that could fill it."""
+        """Answer a plan at the end of its hold: the client asks again. The plan fails if no prompt can fill it."""
         ledger = self._ledger
         is_idle = not (ledger.groups.num_queued or ledger.groups.num_leased or ledger.groups.num_planned)
         if is_idle and ledger.account.groups_dropped and ledger.groups.num_stored < ledger.rule.groups_per_step:
@@ -703,7 +703,7 @@ class BatchRequests:
         """Reply with the payloads, or with the stores that hold them and the attempts to fetch there."""
         group_ids = integers(message.fields, "groups")
         if len(set(group_ids)) != len(group_ids):
-            raise WireError("a fetch names each group once")
+            raise WireError("a fetch must name each group once")
         if self._links is not None:
             groups = [self._ledger.groups.in_store(group_id) for group_id in group_ids]
             fields = {

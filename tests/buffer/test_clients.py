@@ -1,4 +1,4 @@
-"""Clients used in ways that their callers find: cancelled calls, threads, forks, other loops, a loop that is closed."""
+"""Clients in unusual use: cancelled calls, threads, forks, other event loops, a closed loop."""
 
 import asyncio
 import itertools
@@ -95,12 +95,12 @@ def test_a_client_of_another_loop_is_refused_by_name_and_an_open_one_does_not_ho
 
 @pytest.mark.parametrize("call", ["enqueue", "lease", "put", "plan", "fetch", "commit", "renew", "release"])
 async def test_a_call_cancelled_at_any_moment_loses_no_group(call: str):
-    """Whatever is cancelled is done or not done, and asking again gives what one call would have given."""
+    """A cancelled call took effect or did not; a repeated call gives the result of a single call."""
     async with running(groups_per_step=2, max_lag=0) as run:
         worker, control = run.client(), run.client()
 
         async def through(name: str, make) -> object:
-            """The call; if it is the one to be tried, cancelled at several moments before it is let through."""
+            """Run the call; the call under test is first cancelled at several moments."""
             for num_turns in range(8 if name == call else 0):
                 task = asyncio.ensure_future(make())
                 for _ in range(num_turns):
@@ -131,7 +131,7 @@ async def test_a_call_cancelled_at_any_moment_loses_no_group(call: str):
 
 
 async def test_a_request_that_the_server_may_hold_has_its_deadline_from_when_it_must_be_answered():
-    """A server that stops just before it would answer, and is started again within two thirds of the deadline."""
+    """A server stops just before its answer, and is restarted within two thirds of the deadline."""
     async with running(request_timeout_s=2.4) as run:
         client = run.client(request_timeout_s=1.0)
         assert await client.lease(0, 1) == [], "held for 1.2 s"

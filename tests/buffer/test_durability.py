@@ -1,4 +1,4 @@
-"""A server that is killed and started again from its journal: nothing lost, nothing twice."""
+"""A server is killed and restarted from its journal: no work is lost, and no group is consumed twice."""
 
 import asyncio
 import errno
@@ -70,7 +70,7 @@ async def test_acknowledged_work_survives_a_restart_exactly(tmp_path: Path):
 
 
 class Learner:
-    """The version of the learner, and who waits for the next one."""
+    """The learner's version, and the calls that wait for the next version."""
 
     def __init__(self) -> None:
         self.version = 0
@@ -96,7 +96,7 @@ class Learner:
 
 
 async def work(client: AnyRole, learner: Learner) -> None:
-    """A rollout worker: leases at the learner's version, puts, and goes on whatever the buffer answers."""
+    """A rollout worker: leases at the learner's version, puts, and continues after any error."""
     while True:
         for lease in await learner.lease(client):
             with suppress(ReplayBufferError):
@@ -119,7 +119,7 @@ async def train(control: AnyRole, learner: Learner, *, num_steps: int) -> list[i
 
 
 async def train_through_kills(directory: Path, *, num_steps: int, kill_after: list[float], **options) -> None:
-    """Workers and a controller run to the end while the server is killed at the times given."""
+    """Workers and a controller run to the end while the server is killed at the given times."""
     server = Killable(directory, groups_per_step=4, max_lag=2, lease_s=1.0, queue_size=16, **options)
     *workers, control = (AnyRole(server.process.address, request_timeout_s=60.0) for _ in range(3))
     learner = Learner()
@@ -329,7 +329,7 @@ async def test_after_a_power_failure_large_frames_that_were_written_last_are_los
 
 
 async def outcomes_of_cut_files(tmp_path: Path) -> tuple[set[int], set[int]]:
-    """Writes that were not synced are cut off at any byte of either file: how many groups are stored and lost then."""
+    """Cut unsynced writes at any byte of either file; returns the numbers of stored and lost groups."""
     before = tmp_path / "before"
     options = {"durability": Durability.disk, "max_lag": 3}
     async with running(directory=str(before), **options) as run:
@@ -537,7 +537,7 @@ def test_old_files_whose_deletion_was_cut_short_leave_with_the_next_ones(tmp_pat
     first = Journal(tmp_path / "journal")
     compact(first)
     assert len(deleted) == 2
-    first.close()  # what a kill at this moment would leave
+    first.close()  # the files after a kill at this moment
     monkeypatch.undo()
     second = Journal(tmp_path / "journal")
     compact(second)

@@ -1,4 +1,4 @@
-"""Filters that drop everything: whoever waits for a batch is warned, and told in the end."""
+"""Filters that drop every group: the server warns, and in the end the plan fails."""
 
 import asyncio
 import logging

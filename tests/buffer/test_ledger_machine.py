@@ -1,6 +1,6 @@
-"""A hypothesis state machine drives the ledger through everything that can happen, and recounts after every action.
+"""A hypothesis state machine drives the ledger through every event, and checks a model after every action.
 
-The model below never asks the ledger what is right: it keeps its own deadlines, token counts and sets of groups.
+The model is independent of the ledger: it keeps its own deadlines, token counts and sets of groups.
 """
 
 from collections.abc import Mapping
@@ -47,7 +47,7 @@ def summary_of(
 
 
 class RecordedCommands:
-    """What a journal keeps since the last snapshot, as bytes."""
+    """The commands of a journal since the last snapshot, as bytes."""
 
     def __init__(self) -> None:
         self.rows: list[bytes] = []
@@ -130,7 +130,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.hosts) > 1 and self.joining)
     @rule(data=st.data())
     def a_store_is_gone(self, data: st.DataObject) -> None:
-        """Its groups are queued again, but for those of a planned batch."""
+        """Drop a store: its groups are queued again, except groups of a planned batch."""
         number = data.draw(st.sampled_from(sorted(self.hosts)))
         planned = {group_id for ids in self.planned.values() for group_id in ids}
         lost = {group_id for group_id in self.stored if self.places[group_id] == number} - planned
@@ -140,7 +140,7 @@ class LedgerMachine(RuleBasedStateMachine):
         for group_id in lost:
             del self.stored[group_id]
 
-    # What may happen
+    # Actions
 
     @rule(number=st.integers(1, 30), again=st.booleans())
     def enqueue(self, number: int, again: bool) -> None:
@@ -173,7 +173,7 @@ class LedgerMachine(RuleBasedStateMachine):
             assert no_more or not self._may_have(bytes([worker]))
 
     def _may_have(self, worker: bytes) -> int:
-        """How many queued groups a worker may have: no second one that the next death would drop."""
+        """Number of queued groups that a worker may lease: at most one that the next death would drop."""
         suspects = [group_id for group_id in self.deaths if self._is_suspect(group_id) and group_id not in self.running]
         holds_one = any(lease.owner == worker for g, (lease, _) in self.running.items() if self._is_suspect(g))
         return self._num_queued() - len(suspects) + bool(suspects and not holds_one)
@@ -187,7 +187,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), num_steps=st.integers(1, 5), stragglers=st.floats(0.0, 1.0))
     def steps_pass(self, data: st.DataObject, num_steps: int, stragglers: float) -> None:
-        """Steps in which the oldest groups do not finish and newer ones overtake them: to where deadlines press."""
+        """Make steps in which newer groups finish before the oldest ones, until deadlines are close."""
         for _ in range(num_steps):
             self.enqueue(number=30, again=False)
             self.lease(behind=data.draw(st.integers(0, 2)), number=30, worker=0, continues=True)
@@ -221,7 +221,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def _put(self, lease: GrantedLease, expires_at: float, oldest: int, num_tokens: int) -> None:
         num_tokens += self._least_tokens(lease)
         filtered = bool(self.filters) and num_tokens % 5 == 0
-        left_out = num_tokens // 4  # of trajectories that are not part of it, also of what was saved of them
+        left_out = num_tokens // 4  # tokens of left-out trajectories, including saved ones
         summary = summary_of(
             lease, oldest=oldest, num_tokens=num_tokens - left_out, rewards=(0.0, 0.0 if filtered else 1.0)
         )
@@ -246,7 +246,7 @@ class LedgerMachine(RuleBasedStateMachine):
         return 1 + group_id * 7 % 9
 
     def _reserve(self, lease: GrantedLease) -> bool:
-        """Ask for room; whether there is any now. Who gives way for it is due later, or only a saved prefix."""
+        """Reserve bytes; returns whether they fit. Evicted groups must be due later, or lose only a saved prefix."""
         size, host = self._size(lease.group_id), "ab"[lease.group_id % 2]
         near = {number for number in self.hosts if self.hosts[number] == host}
         has_near = any(self._held(number) + size <= self.max_bytes or not self.max_bytes for number in near)
@@ -427,9 +427,9 @@ class LedgerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.running)
     @rule(worker=st.integers(0, 2))
     def a_worker_is_gone(self, worker: int) -> None:
-        """The server hears nothing of it any more, and takes its leases back before they run out."""
+        """A worker becomes silent, and the server revokes its leases before they expire."""
         lost = [lease for lease, _ in self.running.values() if lease.owner == bytes([worker])]
-        assert sum(self._is_suspect(lease.group_id) for lease in lost) <= 1, "of two suspects nobody knows which it was"
+        assert sum(self._is_suspect(lease.group_id) for lease in lost) <= 1, "two suspects on one worker"
         assert self.ledger.take_back(bytes([worker])) == len(lost)
         for lease in lost:
             self.deaths[lease.group_id] = self.deaths.get(lease.group_id, 0) + 1
@@ -442,7 +442,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(seconds=st.floats(-15.0, 15.0) | st.sampled_from([-1e9, 1e9]))
     def time_passes(self, seconds: float) -> None:
-        """It may jump, too, either way: leases run out early or late, and nothing else changes."""
+        """The clock may jump in both directions: leases expire early or late, and nothing else changes."""
         self.now += seconds
         lost = [lease for lease, expires_at in self.running.values() if expires_at <= self.now]
         assert self.ledger.expire(self.now) == len(lost)
@@ -474,7 +474,7 @@ class LedgerMachine(RuleBasedStateMachine):
         if plan is None:
             assert given_up == []
             return
-        assert len(given_up) == num_too_few, "no more are given up than a batch must hold and has not"
+        assert len(given_up) == num_too_few, "a batch gives up at most the groups that it lacks"
         assert self.ledger.plan(version) == plan
         ids = [summary.group_id for summary in plan.groups]
         assert len(set(ids)) == len(ids) == self.size
@@ -485,7 +485,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.planned[version] = ids
 
     def _num_missing_from(self, version: int) -> int:
-        """By how many groups the stored ones fall short of what the batch must hold, for the worst deadline."""
+        """Number of groups that the batch lacks, for the worst deadline."""
         planned = {group_id for ids in self.planned.values() for group_id in ids}
         ready = [deadline for group_id, (_, deadline) in self.stored.items() if group_id not in planned]
         deadlines = self._open_deadlines()
@@ -529,7 +529,7 @@ class LedgerMachine(RuleBasedStateMachine):
         for group_id in {*lost, *(group_id for group_id in with_them if self.places[group_id] not in self.hosts)}:
             del self.stored[group_id]
 
-    # What must hold
+    # Invariants
 
     def _open_deadlines(self) -> list[int]:
         planned = {group_id for ids in self.planned.values() for group_id in ids}
@@ -589,7 +589,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @invariant()
     def whoever_waits_for_a_batch_is_woken(self) -> None:
-        """A plan that is not made waits for a running lease, a commit, or prompts that a fresh engine may begin."""
+        """A missing plan waits for a running lease, a commit, or prompts for an engine at the newest version."""
         num_stored = len(self._open_deadlines()) - len(self.running)
         if self.running:
             return
@@ -607,13 +607,13 @@ class LedgerMachine(RuleBasedStateMachine):
             assert self.ledger.groups.leases.next_expiry() is None
 
     def _admits(self, version: int, deadlines: list[int]) -> bool:
-        """Whether every deadline could still be met with one more group that begins at ``version``."""
+        """Whether all deadlines can be met with one more group that begins at ``version``."""
         next_plan, deadline = self.version + len(self.planned), version + self.max_lag
         due = sorted([*deadlines, deadline])
         return deadline >= next_plan and all(due[i] >= next_plan + i // self.size for i in range(len(due)))
 
     def _check_prefix(self, lease: GrantedLease, version: int, deadlines: list[int]) -> None:
-        """A saved prefix goes to the next attempt unless a group as old as it is no longer admitted."""
+        """The next attempt gets the saved prefix if a group with the prefix's age is still admitted."""
         prefix = self.prefixes.pop(lease.group_id, None)
         if prefix is not None and self._admits(prefix.oldest_version, deadlines):
             assert lease.progress == prefix
@@ -624,41 +624,41 @@ class LedgerMachine(RuleBasedStateMachine):
             assert lease.engine_version == version
 
     def _prefixes_in_use(self) -> list[tuple[int, int]]:
-        """Running attempts whose inherited prefix is still good: continued, or not yet replaced by a save."""
+        """Running attempts whose inherited prefix counts: it is continued, or not yet replaced by a save."""
         keys = [(lease.group_id, lease.attempt) for lease, _ in self.running.values()]
         return [key for key in keys if key in self.inherited and (self.continues[key] or key not in self.saved)]
 
     def _continued(self, lease: GrantedLease) -> bool:
-        """What its worker says with a report: whether it took the prefix; once something else is saved, that counts."""
+        """Whether a report says that the worker continued the prefix; a saved report determines later ones."""
         key = lease.group_id, lease.attempt
         return key not in self.inherited or self.continues[key] or key in self.saved
 
     def _least_tokens(self, lease: GrantedLease) -> int:
-        """What an attempt has at least: the prefix it continues, or saved last."""
+        """Minimum tokens of an attempt: the prefix that it continues, or that it saved last."""
         key = lease.group_id, lease.attempt
         continued = self.inherited[key].num_tokens if key in self.inherited and self.continues[key] else 0
         return self.saved[key].num_tokens if key in self.saved else continued
 
     def _own(self, lease: GrantedLease, num_tokens: int) -> int:
-        """Of what an attempt has, the tokens that it wrote itself."""
+        """The tokens that an attempt wrote itself."""
         key = lease.group_id, lease.attempt
         return num_tokens - (self.inherited[key].num_tokens if key in self.inherited and self.continues[key] else 0)
 
     def _report(self, lease: GrantedLease, num_tokens: int) -> None:
-        """An attempt says how many tokens it has, with the prefix it continued; only the first word counts."""
+        """An attempt reports its tokens, including the continued prefix; only the first report counts."""
         key = lease.group_id, lease.attempt
         if key not in self.reported:
             self.reported.add(key)
             self.own_tokens[key] = self._own(lease, num_tokens)
 
     def _count_saved(self, lease: GrantedLease) -> None:
-        """An attempt ends without a report: what it saved is known."""
+        """An attempt ends without a report; only its saved tokens are known."""
         key = lease.group_id, lease.attempt
         if key in self.saved:
             self.own_tokens[key] = self._own(lease, self.saved[key].num_tokens)
 
     def _hand_on(self, lease: GrantedLease) -> None:
-        """An attempt ends early and leaves what is saved of it to the next."""
+        """An attempt ends early, and its saved prefix goes to the next attempt."""
         key = lease.group_id, lease.attempt
         self._count_saved(lease)
         if key in self.lost_prefixes:

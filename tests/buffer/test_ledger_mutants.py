@@ -1,7 +1,7 @@
-"""Every comparison in the rule, the window, the room and the ledger, changed one at a time: a test must notice.
+"""Each comparison in the rule, the window, the room and the ledger is changed in turn: a test must fail.
 
-The mutants are cosmic-ray's, made from the syntax tree. Each runs in a process of its own, in which an import hook
-gives the mutated module in the place of the real one.
+The mutants are cosmic-ray's, made from the syntax tree. Each runs in its own process, in which an import hook replaces
+the real module by the mutated one.
 """
 
 import os
@@ -81,7 +81,7 @@ class Comparison:
 
 
 def comparisons() -> list[Comparison]:
-    """Every mutant of the modules, but for those that change nothing."""
+    """Every mutant of the modules, except mutants that change nothing."""
     return [mutant for module in MODULES for mutant in comparisons_of(module)]
 
 

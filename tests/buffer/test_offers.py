@@ -1,4 +1,4 @@
-"""The log of weight offers: what is shown to whom, and when; what the learner reports; who serves what."""
+"""The log of weight offers: which version each engine is shown, and which version each engine serves."""
 
 import asyncio
 

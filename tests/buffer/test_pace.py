@@ -25,7 +25,7 @@ ONE_SLOW = [FAST, FAST, FAST, SLOW]
 
 
 def share(speeds, *, seconds=40.0, num_places=8, **options) -> float:
-    """Tokens trained on per second, of the sum of what the engines write when every place is taken."""
+    """Tokens trained on per second, relative to the sum of the engines' speeds with all places taken."""
     fleet = SimulatedFleet(speeds, num_places=num_places, **options)
     at_end = [speed(1e9) if callable(speed) else speed for speed in speeds]
     return fleet.rate(seconds, warm_up_s=10.0) / (num_places * sum(at_end))
@@ -142,7 +142,7 @@ def test_equal_engines_hand_over_at_most_one_group_in_twenty(num_engines, max_la
 
 @pytest.mark.parametrize("share_of_slow_groups", [0.1, 0.5])
 def test_a_pace_that_belongs_to_the_groups_costs_at_most_two_hundredths(share_of_slow_groups):
-    """Some groups take ten times as long per token, on whichever of the equal engines: they wait for tools."""
+    """Some groups take ten times as long per token on any of the equal engines, because they wait for tools."""
     ratios = []
     for seed in range(3):
         rng = random.Random(seed)
@@ -291,7 +291,7 @@ def test_a_call_costs_as_much_with_many_workers_and_groups_as_with_few():
 
 
 class Workers:
-    """A service whose workers ask, store, save, fall behind and die as they are told; its time is the test's."""
+    """A service whose workers lease, store, save, fall behind and die on command; the test controls the time."""
 
     def __init__(self, max_lag: int) -> None:
         self.now = 0.0
@@ -317,7 +317,7 @@ class Workers:
         self.check()
 
     def check(self) -> None:
-        """Whoever may begin a group by the rule has begun it, unless a place is kept for a group that still runs."""
+        """Every worker that may begin a group has begun it, unless a place is kept for a group that still runs."""
         ledger = self.ledger
         if not ledger.groups.num_queued or not ledger.room.has_room():
             return
@@ -328,7 +328,7 @@ class Workers:
 @settings(max_examples=60, deadline=None)
 @given(max_lag=st.integers(0, 3), data=st.data())
 async def test_whoever_may_begin_a_group_by_the_rule_begins_it(max_lag: int, data: st.DataObject) -> None:
-    """Workers keep any old version, are slow or fast, store, hand over, and die; nothing stands still for it."""
+    """Workers keep old versions, are slow or fast, store, hand over, and die, without a deadlock."""
     of = Workers(max_lag)
     for _ in range(data.draw(st.integers(5, 60))):
         action = data.draw(st.sampled_from(["enqueue", "lease", "lease", "put", "put", "step", "hand", "die"]))

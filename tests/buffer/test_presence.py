@@ -1,4 +1,4 @@
-"""Workers that come, wait, advance, fall silent and leave; clocks that jump."""
+"""Workers enter, wait, advance, become silent and leave; clocks jump."""
 
 import asyncio
 import itertools
@@ -19,7 +19,7 @@ from tests.support.buffer_groups import AnyRole, prompt, rollout, running
 
 
 def fall_silent(client: AnyRole) -> None:
-    """As if its process hung: the connection stays, and nothing more comes."""
+    """Act like a hanging process: the connection stays, and no message comes."""
     assert client.worker._beat is not None
     client.worker._beat.cancel()
 
@@ -234,7 +234,7 @@ async def test_a_worker_that_is_buried_loses_its_leases_at_once_and_what_it_cann
 
 
 async def test_a_buried_worker_is_refused_by_a_server_that_was_started_again(tmp_path: Path):
-    """Neither its leases nor its reports count twice, and asking again gives the same number of tokens."""
+    """Leases and reports do not count twice, and a repeated call returns the same number of tokens."""
     options = {"durability": Durability.disk, "directory": str(tmp_path), "lease_s": 600.0, "epoch": "run"}
     async with running(groups_per_step=4, **options) as run:
         worker, control = run.client(), run.client()
@@ -270,7 +270,7 @@ async def test_the_count_of_a_worker_that_ended_is_the_larger_of_its_own_and_its
 
 
 async def test_a_put_that_the_journal_still_writes_when_its_worker_is_buried_counts_as_lost_alone(tmp_path: Path):
-    """The put was received before the burial, and is decided after it."""
+    """The server received the put before the burial, and decides it after the burial."""
     options = {"durability": Durability.disk, "directory": str(tmp_path), "lease_s": 600.0}
     async with running(groups_per_step=4, **options) as run:
         worker, control = run.client(), run.client()

@@ -1,4 +1,4 @@
-"""A buffer server that dies at any moment and is started again in its place: nothing lost, nothing twice."""
+"""A buffer server dies at any moment and is restarted: no work is lost, and no group is consumed twice."""
 
 import asyncio
 import os
@@ -25,7 +25,7 @@ NUM_STEPS = 4
 
 
 class Script:
-    """A worker and a controller that ask one thing after the other."""
+    """A worker and a controller that send one request after the other."""
 
     def __init__(self, server: MortalServer) -> None:
         self.server = server
@@ -315,7 +315,7 @@ class FullDisk:
 async def test_a_payload_that_left_while_the_disk_was_full_does_not_come_back(
     tmp_path: Path, monkeypatch, is_restarted_while_full: bool
 ):
-    """The removal is written as soon as it can be; else the ledger says again what is finished."""
+    """The store writes the removal as soon as possible; otherwise the ledger repeats which groups are finished."""
     disk = FullDisk()
     monkeypatch.setattr(journal, "write_all", disk)
     config = BufferConfig(durability=Durability.disk, directory=str(tmp_path))

@@ -1,4 +1,4 @@
-"""The learner goes back to a checkpoint: what the ledger, the offers and the stores make of it."""
+"""The learner goes back to a checkpoint: effects on the ledger, the offers and the stores."""
 
 import asyncio
 from collections import Counter
@@ -39,7 +39,7 @@ class Recorded:
 
 
 class Life:
-    """A ledger that trains, and what its checkpoints hold."""
+    """A ledger in training, and the contents of its checkpoints."""
 
     def __init__(self) -> None:
         self.ledger = self.new()

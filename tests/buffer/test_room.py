@@ -1,4 +1,4 @@
-"""Bytes: which group may begin, where it is stored, what gives way to it, and what a store loses."""
+"""Bytes: which group may begin, which store takes it, what is evicted for it, and what a lost store costs."""
 
 from types import SimpleNamespace
 

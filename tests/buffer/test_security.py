@@ -1,4 +1,4 @@
-"""Who may speak to the buffer, and what whoever speaks can do to it."""
+"""Which clients the buffer accepts, and what a hostile client can do to it."""
 
 import asyncio
 import os
@@ -351,7 +351,7 @@ def test_parsing_any_frames_gives_a_message_or_a_wire_error(frames: list[bytes])
 @settings(max_examples=300)
 @given(stream=st.lists(st.tuples(requests, st.lists(st.binary(max_size=50), max_size=3)), max_size=30))
 def test_no_request_raises_in_the_service_or_breaks_the_ledger(stream):
-    """Whatever is asked, the answer is a reply or an error of the protocol, and the account still balances."""
+    """Every request gets a reply or a protocol error, and the account still balances."""
 
     async def ask() -> None:
         replies: list[Message] = []

@@ -1,7 +1,7 @@
 """Random lives of the real service on its journal: crashes, rewinds, late copies of messages, and deaths of workers.
 
-The model below keeps its own tokens, versions and batches, and never asks the service what is right. Each life goes
-through some hundred events, is left in peace, must then make further batches, and ends with a balanced account.
+The model keeps its own tokens, versions and batches, independent of the service. Each life goes through some hundred
+events. Then the faults stop, further batches must be made, and the account must balance at the end.
 """
 
 import asyncio
@@ -40,10 +40,10 @@ ENDED = ("ok", "LeaseExpired", "VersionTooOld", "UnknownGroup")
 
 @dataclass(kw_only=True, eq=False)
 class HeldGroup:
-    """A lease of a worker, and what is written under it.
+    """A lease of a worker, and the tokens that it writes.
 
     Attributes:
-        num_inherited: Tokens of the prefix that it continues.
+        num_inherited: Tokens of the prefix that the attempt continues.
         num_own: Tokens that its worker wrote.
         oldest: Version of its oldest token, or of the lease while there is none.
         newest: Version of its newest token.
@@ -77,7 +77,7 @@ class HeldGroup:
 
 @dataclass(kw_only=True, eq=False)
 class WorkerModel:
-    """A rollout worker: what its engine serves, what it holds, and all that it has generated."""
+    """A rollout worker: its engine's version, its leases, and the number of tokens that it has generated."""
 
     name: bytes
     version: int
@@ -90,7 +90,7 @@ class WorkerModel:
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """What the learner can be taken back to."""
+    """A checkpoint to which the learner can go back."""
 
     version: int
     finished: list[int]
@@ -99,7 +99,7 @@ class Checkpoint:
 
 
 class Life:
-    """One life of a buffer: a learner, workers, and what may happen to them."""
+    """One life of a buffer: a learner, workers, and their events."""
 
     def __init__(self, seed: int, directory: Path) -> None:
         self.rng = rng = random.Random(seed)
@@ -147,7 +147,7 @@ class Life:
         return request.request_id
 
     def ask(self, client: bytes, name: str, fields: dict[str, Any], payload: list[Any] | None = None) -> Message:
-        """Send a request that is answered at once, maybe by an error."""
+        """Send a request that gets an immediate reply, which may be an error."""
         number = self.send(client, name, fields, payload)
         return self.server.replies.pop((client, number))
 
@@ -159,7 +159,7 @@ class Life:
     def stats(self) -> BufferStats:
         return stats_of(plain(dict(self.control("stats").fields)))
 
-    # What may happen
+    # Events
 
     def a_worker_enters(self) -> None:
         if len(self.living()) >= 4:
@@ -183,7 +183,7 @@ class Life:
         self.num_prompts += number
 
     def enqueue(self, ids: list[int]) -> None:
-        """What does not fit is sent again when the life is left in peace."""
+        """Prompts that do not fit are sent again when the faults stop."""
         frames = [prompt_frames(prompt(group_id)) for group_id in ids]
         fields = {"groups": ids, "counts": [len(parts) for parts in frames]}
         self.send(CONTROLLER, "enqueue", fields, [part for parts in frames for part in parts])
@@ -271,7 +271,7 @@ class Life:
         self.report(worker, group, self.ask(worker.name, "put", fields, payload))
 
     def report(self, worker: WorkerModel, group: HeldGroup, reply: Message) -> None:
-        """A worker has the answer to what ended its lease."""
+        """A worker gets the reply to the request that ended its lease."""
         self.counts[reply.name] += 1
         if reply.name != HELD:
             assert reply.name in ENDED or self.is_of_a_lost_learner(group), reply
@@ -287,7 +287,7 @@ class Life:
         fields = {"group_id": group.group_id, "attempt": group.attempt, "continued": group.continued}
         fields |= {"num_tokens": group.num_tokens, "oldest_version": group.oldest, "newest_version": group.newest}
         reply = self.ask(worker.name, "save", fields, [b"%d %d %d" % (group.num_tokens, group.oldest, group.newest)])
-        group.continued = group.continued or reply.name == "ok"  # what is saved now took the place of the prefix
+        group.continued = group.continued or reply.name == "ok"  # the new prefix replaced the inherited one
 
     def a_lease_is_released(self) -> None:
         if (found := self.any_group()) is not None:
@@ -322,7 +322,7 @@ class Life:
             self.server.forget(worker.name)
 
     def a_worker_is_buried(self) -> None:
-        """Some time after its death, which copies of its messages outlive."""
+        """Bury a worker some time after its death; copies of its messages may arrive later."""
         if dead := [worker for worker in self.workers if worker.is_dead]:
             self.bury(self.rng.choice(dead), self.rng.choice([0, 1]))
 
@@ -403,7 +403,7 @@ class Life:
         self.enqueue([*range(self.num_prompts)])
 
     def batches_are_lost(self) -> None:
-        """The learner's ranks did not find some groups of a batch: what is planned is planned anew."""
+        """The learner's ranks did not find some groups of a batch: the batches are planned again."""
         if not self.planned or self.planning:
             return
         first = self.rng.choice([*self.planned])
@@ -449,7 +449,7 @@ class Life:
             yield self.rng.choice(self.rng.choices([often, now_and_then, seldom], weights=[12, 3, 1])[0])
 
     def settle(self) -> None:
-        """Nothing goes wrong any more: the dead are buried, and what was granted to nobody expires."""
+        """Stop the faults: dead workers are buried, and leases without an owner expire."""
         for worker in [worker for worker in self.workers if worker.is_dead]:
             self.bury(worker, 0.5)
         self.a_worker_enters()

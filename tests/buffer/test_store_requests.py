@@ -223,7 +223,7 @@ async def test_a_payload_that_its_store_lost_before_the_ledger_heard_of_it_is_se
 
 
 def late(reconcile, asked: asyncio.Event, reported: asyncio.Event):
-    """What a store says it lacks, held up on its way until a put was reported."""
+    """Delay a store's answer about missing groups until a put was reported."""
 
     async def answer(*arguments, **known) -> list[int]:
         missing = await reconcile(*arguments, **known)
@@ -290,7 +290,7 @@ async def test_a_payload_that_was_lost_while_its_put_was_told_is_found_missing(m
 
 
 async def send_and_fall_silent(of: Hosts, worker: AnyRole, *, num_tokens: int = 50) -> Lease:
-    """A worker has a store take its payload, and does not report it to the ledger."""
+    """A worker sends its payload to a store, and does not report it to the ledger."""
     [lease] = await worker.lease(0, 1)
     payload = group_frames(rollout(lease, num_tokens=num_tokens))
     await worker.worker._put_in_store((lease.prompt.group_id, lease.attempt), payload)
@@ -303,7 +303,7 @@ ENDS = ["expired", "silent", "buried", "released", "too old", "rewound"]
 
 @pytest.mark.parametrize("end", ENDS)
 async def test_a_store_drops_the_payload_of_an_attempt_that_ended(end: str):
-    """The store has room for one payload: without that nobody could store anything any more."""
+    """The store has room for one payload: if the old payload stayed, no other could be stored."""
     times = {"lease_s": 0.5 if end == "expired" else 600.0, "heartbeat_s": 0.1 if end == "silent" else 5.0}
     async with hosts("a", groups_per_step=1, max_stored_bytes=1200, max_lag=2, **times) as of:
         a, other = of.worker("a"), of.worker("a")

@@ -1,4 +1,4 @@
-"""A prompt that kills its workers is dropped in the end, and those that were only there are not."""
+"""A prompt that kills its workers is dropped, and prompts that were only present are not."""
 
 import pytest
 from hypothesis import given, settings
@@ -30,7 +30,7 @@ def ledger(num_prompts: int, *, max_deaths: int) -> DrivenLedger:
 def test_a_prompt_that_kills_its_workers_is_dropped_and_no_other(
     num_prompts: int, max_deaths: int, num_workers: int, num_places: int, data: st.DataObject
 ) -> None:
-    """Whichever prompt it is, and whichever worker comes when: the last death finds no other suspect."""
+    """For any prompt and any order of workers, the last death finds no other suspect."""
     of, poison = ledger(num_prompts, max_deaths=max_deaths), data.draw(st.integers(0, num_prompts - 1))
     num_deaths, stored = 0, 0
     while stored + num_deaths // max_deaths < num_prompts:

@@ -1,4 +1,4 @@
-"""A buffer service on its journal, without sockets, whose process dies at chosen writes and is started again."""
+"""A buffer service on its journal, without sockets, whose process dies at chosen writes and is restarted."""
 
 import os
 import threading
@@ -15,14 +15,14 @@ from buffer.service import BufferService
 
 
 class Killed(BaseException):
-    """The process is gone."""
+    """The process was killed."""
 
 
 class MortalWrites:
     """Stands for `buffer.journal.write_all`, and ends its process at some of the writes, before, within or after them.
 
     ``kills`` are the numbers of the write, counted from the last kill on, and how many 32nds of it reach the disk.
-    Writes of the journal's own threads are left alone.
+    Writes of the journal's threads are not interrupted.
     """
 
     def __init__(self, kills: list[tuple[int, int]]) -> None:
@@ -46,12 +46,12 @@ class MortalWrites:
 
 
 class MortalServer:
-    """The service on its journal; what was not flushed before a kill is told to nobody.
+    """The service on its journal; replies that were not flushed before a kill are lost.
 
     Attributes:
-        num_kills: How often it died.
-        service: The service that lives now.
-        replies: Replies that nobody has taken, by client and request.
+        num_kills: Number of kills.
+        service: The current service.
+        replies: Replies that were not taken yet, by client and request.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class MortalServer:
                 os.close(file._descriptor)
 
     def kill(self) -> None:
-        """The process is killed between two messages. Clients send again what was not answered."""
+        """Kill the process between two messages. Clients repeat unanswered requests."""
         self.service.close()
         self._release(self._journal)
         self._start()
@@ -109,21 +109,21 @@ class MortalServer:
             self.deliver(client, request)
 
     def send(self, client: bytes, request: Message) -> None:
-        """A client sends a request, and again to each server that follows until one has answered it."""
+        """Send a request, and repeat it to each later server until one has answered."""
         self._unanswered[client, request.request_id] = request
         self.deliver(client, request)
 
     def forget(self, client: bytes) -> None:
-        """A client is gone: it sends nothing again."""
+        """Remove a client; its requests are not repeated."""
         for key in [key for key in self._unanswered if key[0] == client]:
             del self._unanswered[key]
 
     def deliver(self, client: bytes, request: Message) -> None:
-        """A request arrives, for the first time or as a late copy."""
+        """Deliver a request, for the first time or as a late copy."""
         self._do(lambda: self.service.handle(client, request))
 
     def pass_time(self) -> None:
-        """Do what is due by the clock: leases expire, and silent workers are gone."""
+        """Fire due timers: leases expire, and silent workers count as gone."""
         self._do(lambda: self.service._expire())
         self._do(lambda: self.service._take_from_silent())
 
@@ -142,7 +142,7 @@ class MortalServer:
         self._outbox.clear()
 
     def ask(self, client: bytes, request: Message) -> Message:
-        """Send a request that is answered at once, by this server or the next; the reply, which is not an error."""
+        """Send a request that is answered at once; returns the reply, which must not be an error."""
         self.send(client, request)
         reply = self.replies.pop((client, request.request_id))
         assert reply.name == "ok", reply
