@@ -265,7 +265,9 @@ def export(checkpoint: Path, out: Path, *, dtype: str = "") -> Path:
     kind = getattr(torch, dtype or progress.dtype)
     folder = source / HUGGING_FACE
     if not (folder / "config.json").is_file():
-        raise ValueError(f"{source} has no {HUGGING_FACE}/config.json, which says what the model is; name an older one")
+        raise ValueError(
+            f"{source} has no {HUGGING_FACE}/config.json, which describes the model; name another checkpoint"
+        )
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
     if progress.lora:

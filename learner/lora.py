@@ -63,7 +63,7 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
     """Switch the adapters off inside the context. Raises `ValueError` if the model does not have adapters."""
     layers = [layer for _, layer in _layers(model)]
     if not layers:
-        raise ValueError("the policy has no adapters to switch off; set learner.lora.rank, or use a reference role")
+        raise ValueError("the policy must have adapters to switch off, got none; set learner.lora.rank")
     # Set the scales to 0. peft's own switch changes `requires_grad`, and FSDP reads that only once.
     scales = [layer.scaling[_ADAPTER] for layer in layers]
     for layer in layers:
@@ -116,7 +116,9 @@ def adapted_layers(model: nn.Module, tensor_of: Mapping[str, str]) -> tuple[Adap
     """
     layers = _layers(model)
     if missing := [name for name, _ in layers if f"{name}.base_layer.weight" not in tensor_of]:
-        raise WeightsError(f"{missing[0]}.weight is not a tensor of the checkpoint as it is ({len(missing)} are not)")
+        raise WeightsError(
+            f"{missing[0]}.weight is not stored as such in the checkpoint ({len(missing)} layers in total)"
+        )
     return tuple(
         AdaptedLayer(
             weight=tensor_of[f"{name}.base_layer.weight"],

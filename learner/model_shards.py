@@ -33,11 +33,11 @@ T = TypeVar("T")
 
 
 class ShardedModel(Protocol):
-    """The parts of a `PackedModel` or `Trainer` that `PretrainedShards.of` reads."""
+    """The attributes of a `PackedModel` or `Trainer` that `PretrainedShards.of` reads."""
 
     @property
     def mesh(self) -> LearnerMesh:
-        """This rank's place among the learner ranks."""
+        """This rank's position in the learner group."""
         ...
 
     @property
@@ -52,7 +52,7 @@ class ShardedModel(Protocol):
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """Type of published parameters."""
+        """Dtype of published parameters."""
         ...
 
 
@@ -61,7 +61,7 @@ class PretrainedShards:
 
     Args:
         model: The model.
-        dtype: Type of written parameters.
+        dtype: Dtype of written parameters.
         rank: This rank, of ``num_ranks``.
         group: A gloo group of all ranks; None for a single rank.
     """
@@ -84,7 +84,7 @@ class PretrainedShards:
     def of(cls, model: ShardedModel) -> PretrainedShards:
         """Return the shards of a learner's model, after resharding gathered parameters.
 
-        A collective: it makes a process group for publishing, which runs beside training.
+        A collective. It creates a separate process group, since publishing runs in parallel with training.
         """
         for module in model.head.modules():
             if isinstance(module, FSDPModule):
@@ -103,14 +103,14 @@ class PretrainedShards:
         }
 
     def converted(self, part: Part, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return whole weights, with the names of `held`, as a checkpoint's tensors; adapters as in peft's file."""
+        """Convert whole weights, named as in `held`, to tensors of a checkpoint, or of peft's file for adapters."""
         if part is Part.adapters:
             return adapter_weights(self._model, weights)
         plain = merged_weights(self._model, weights) if part is Part.whole else frozen_weights(weights)
         return revert_weight_conversion(self._model, plain)
 
     def adapted_layers(self, tensor_of: Mapping[str, str]) -> tuple[AdaptedLayer, ...]:
-        """Return every adapted layer; ``tensor_of`` maps parameters to tensors. Raises `WeightsError` if absent."""
+        """Return all adapted layers; ``tensor_of`` maps parameters to tensors. `WeightsError` if one is missing."""
         return adapted_layers(self._model, tensor_of)
 
     def describe(self, folder: Path, part: Part) -> None:

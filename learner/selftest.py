@@ -131,7 +131,7 @@ class SelfTest:
         if alone <= self._tolerance:
             self._check_training(self._one_by_one)
             log.warning(
-                "%s: %s lets packed sequences see one another; every sequence gets its own micro-batch",
+                "%s: with %s, packed sequences affect each other; each sequence gets its own micro-batch",
                 self._name,
                 culprit,
             )
@@ -159,8 +159,8 @@ class SelfTest:
         if difference > self._tolerance:
             raise ValueError(
                 self._message(
-                    f"its logits differ by {difference:.3g} (relative) from {self._computed_logits()}, which is what "
-                    "the learner computes"
+                    f"its logits differ by {difference:.3g} (relative) from those that the learner computes: "
+                    f"{self._computed_logits()}"
                 )
             )
 
@@ -180,9 +180,9 @@ class SelfTest:
             culprit = self._culprit(forward, self._training(forward))
             raise ValueError(
                 self._message(
-                    f"{culprit} computes other values while training than while scoring: hidden states differ by "
-                    f"{difference:.3g} (relative), as with dropout or noise, so that the policy which is trained is "
-                    "not the one that sampled"
+                    f"{culprit} computes different values in training and in scoring: hidden states differ by "
+                    f"{difference:.3g} (relative), as with dropout or noise, so the trained policy would differ from "
+                    "the sampling policy"
                 )
             )
 
@@ -274,7 +274,7 @@ class SelfTest:
             raise ValueError(
                 self._message(
                     f"its output layer takes {expected.shape[-1]} values per token and its last hidden states have "
-                    f"{found.shape[-1]}: something lies between them, which the learner does not compute"
+                    f"{found.shape[-1]}: the model has a layer between them that the learner does not compute"
                 )
             )
         relative = _relative(found, expected)
@@ -337,20 +337,20 @@ class SelfTest:
 
     def _refusal(self, culprit: str, difference: float, expected: Tensor) -> str:
         """The message for a refused model. Also tests whether the model works without sequence parallelism."""
-        remedy = "no way of running it that the learner has is right"
+        remedy = "the learner does not support this layer"
         if self._mesh.sp_size > 1:
             self._sharding = nullcontext()
             if self._difference(self._one_by_one(), expected) <= self._tolerance:
-                remedy = "it is right without sequence parallelism: set learner.sp_size=1"
+                remedy = "it is correct without sequence parallelism: set learner.sp_size=1"
         return self._message(
-            f"{culprit} computes other values for packed sequences than for each alone: hidden states differ by "
-            f"{difference:.3g} (relative) where {self._dtype} explains {self._tolerance:g}; {remedy}"
+            f"{culprit} computes different values for packed sequences and for single sequences: hidden states differ "
+            f"by {difference:.3g} (relative), expected at most {self._tolerance:g} with {self._dtype}; {remedy}"
         )
 
     def _message(self, what: str) -> str:
         return (
             f"the learner cannot train {type(self._head.pretrained).__name__} from {self._name!r} with "
-            f"sp_size={self._mesh.sp_size}: {what}. To train it anyway, name the reason in learner.skip_selftest"
+            f"sp_size={self._mesh.sp_size}: {what}. To train it anyway, set learner.skip_selftest to a reason"
         )
 
 

@@ -152,7 +152,7 @@ class Trainer(PackedModel):
         seed: int = 0,
     ) -> None:
         if role.optimizer is None:
-            raise ValueError(f"role {role.name!r} is frozen: it has no optimizer; load it as a PackedModel")
+            raise ValueError(f"role {role.name!r} is frozen and does not have an optimizer; load it as a PackedModel")
         torch.manual_seed(seed)
         super().__init__(config, role, model_path=model_path, temperature=temperature)
         self.optimizer = ModelOptimizer(self.head, role.optimizer(config), total_updates=total_updates)

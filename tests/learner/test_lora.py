@@ -102,7 +102,10 @@ def test_weights_merged_while_adapters_are_off_include_the_adapters(tmp_path: Pa
 
 def test_a_model_without_adapters_cannot_switch_them_off(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(save_tiny_model(tmp_path))
-    with pytest.raises(ValueError, match=r"no adapters to switch off; set learner\.lora\.rank"), adapters_off(model):
+    with (
+        pytest.raises(ValueError, match=r"adapters to switch off, got none; set learner\.lora\.rank"),
+        adapters_off(model),
+    ):
         pass
 
 
