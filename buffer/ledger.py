@@ -176,8 +176,7 @@ class Ledger:
 
     def check_plan(self, version: int) -> None:
         """Raise `ReplayBufferError` unless ``version`` is planned already or is planned next."""
-        is_next = version == self.next_plan and version <= self.learner_version + 1
-        if version not in self.groups.plans and not is_next:
+        if version not in self.groups.plans and (version != self.next_plan or version > self.learner_version + 1):
             raise ReplayBufferError(
                 f"plan({version}) was requested at learner version {self.learner_version}, but the next plan is "
                 f"{self.next_plan}; plan in order, at most one step ahead of the last commit"
@@ -197,10 +196,9 @@ class Ledger:
         """Whether the stores are too small for the groups that are due first, including the refused ``group_id``."""
         group = self.groups.get(group_id)
         others = [other for other in self.groups.leases.all() if other is not group]
-        is_first = group is not None and all(
-            group.deadline <= other.deadline and not other.num_bytes for other in others
-        )
-        return is_first and not self.groups.num_planned and not self.can_plan()
+        if group is None or any(other.num_bytes or other.deadline < group.deadline for other in others):
+            return False
+        return not self.groups.num_planned and not self.can_plan()
 
     def batch(self, version: int) -> Plan:
         """The batch that was planned for ``version``."""
@@ -224,12 +222,7 @@ class Ledger:
 
     def stats(self, *, stored_bytes: int = 0, held_bytes: int = 0, leases_waiting: int = 0) -> BufferStats:
         """The totals, with the numbers that the server adds."""
-        groups = {
-            "queued": self.groups.num_queued,
-            "leased": self.groups.num_leased,
-            "stored": self.groups.num_stored,
-            "planned": self.groups.num_planned,
-        }
+        groups = {state: getattr(self.groups, f"num_{state}") for state in ("queued", "leased", "stored", "planned")}
         held = {"stored_bytes": stored_bytes, "held_bytes": held_bytes, "leases_waiting": leases_waiting}
         return self.account.stats(groups, learner_version=self.learner_version, **held)
 

@@ -184,15 +184,11 @@ def packed_attention(
             score s by c · tanh(s ÷ c) (Gemma 2, arXiv 2408.00118).
 
     Returns:
-        [1, N, H, Dv], and None for the weights.
-
-    Raises:
-        ValueError: for sinks together with a soft cap; no known model has both.
+        [1, N, H, Dv], and None for the weights. Raises `ValueError` for sinks together with a soft cap.
     """
     cap = extra.get("softcap")
     if cap is not None and extra.get("s_aux") is not None:
-        name = type(module).__name__
-        raise ValueError(f"packed attention does not support sinks with a soft cap, got both in {name}")
+        raise ValueError(f"packed attention takes sinks or a soft cap, got both in {type(module).__name__}")
     window, chunk = _span(module, sliding_window)
     num_local, sinks = query.size(2), extra.get("s_aux")
     q, k, v = (x.transpose(1, 2)[0] for x in _all_tokens(query, key, value))

@@ -91,9 +91,8 @@ def pack(
     Args:
         sequences: In any order; may be empty.
         max_tokens: Token budget: the largest number of packed tokens per micro-batch.
-        whole: Pack all tokens. If False, each sequence ends before its last token in the loss. Under causal attention,
-            no prediction in the loss needs the last token or the tokens after it. A sequence without a token in the
-            loss keeps its first token.
+        whole: Pack all tokens. If False, each sequence ends before its last token in the loss: under causal attention,
+            no prediction in the loss needs the rest. A sequence without a token in the loss keeps its first token.
         together: Several sequences share a micro-batch. If False, each sequence gets its own micro-batch, for models
             that cannot separate packed sequences.
         share_prompts: Pack the tokens before the first token in the loss once for all sequences of a micro-batch that
@@ -122,18 +121,22 @@ def pack(
         agree(REFUSED)
         raise
     items = [_item(sequences, unit, lengths, prompts) for unit in units]
-    count = agree(max(1, len(first_fit(items, max_tokens)) if together else len(units)))
+    parts = [[index for place in part for index in units[place]] for part in _bins(items, max_tokens, together, agree)]
+    in_loss = tokens_in_loss(sequences)
+    ordered = (sorted(part, key=lambda i: (-lengths[i], i)) for part in parts)
+    return [_micro_batch(sequences, part, [lengths[i] for i in part] or [1], in_loss, prompts) for part in ordered]
+
+
+def _bins(items: Sequence[PackItem], max_tokens: int, together: bool, agree: Callable[[int], int]) -> list[list[int]]:
+    """Indices of the items in each micro-batch, as many micro-batches as the ranks agree on."""
+    count = agree(max(1, len(first_fit(items, max_tokens)) if together else len(items)))
     if count >= REFUSED:
         raise ValueError(
             f"learner.max_tokens_per_micro_batch={max_tokens} tokens must hold the sequences of each rank, got more on "
             "another rank; the error of that rank has the lengths; raise it"
         )
-    bins = balanced_fit(items, max_tokens, count) if together else [[place] for place in range(len(units))]
-    parts = [[index for place in part for index in units[place]] for part in bins]
-    parts += [[] for _ in range(count - len(parts))]
-    in_loss = tokens_in_loss(sequences)
-    ordered = (sorted(part, key=lambda i: (-lengths[i], i)) for part in parts)
-    return [_micro_batch(sequences, part, [lengths[i] for i in part] or [1], in_loss, prompts) for part in ordered]
+    bins = balanced_fit(items, max_tokens, count) if together else [[place] for place in range(len(items))]
+    return bins + [[] for _ in range(count - len(bins))]
 
 
 def _num_leading(sequence: TokenSequence) -> int:
