@@ -1,4 +1,6 @@
-"""The state that survives the server: the ledger's last snapshot, later commands with their outcomes, and frames.
+"""Keeps on disk what a restarted server needs.
+
+That is the ledger's last snapshot, all later commands with their outcomes, and the payloads (frames).
 
 ``NAME.N.log`` holds the commands in order, with small frames. The journal reserves bytes in the file for a command
 before the command takes effect, and writes it before any client gets a reply; puts of one burst share a write.

@@ -225,8 +225,8 @@ class WorkerPaces:
     def usual_pace(self, name: bytes, now: float) -> float:
         """Seconds per token of a worker's median group.
 
-        An unknown worker gets the pace of the fastest worker, or 0 if no pace is known. A slow worker that has held no
-        group for long is unknown again; otherwise it would never be measured again.
+        An unknown worker gets the pace of the fastest worker, or 0 if no pace is known. A slow worker
+        becomes unknown again after a long time without a group; otherwise its pace would never be measured again.
         """
         worker = self._workers.get(name)
         if worker is None or not worker.paces:

@@ -102,11 +102,11 @@ class StalenessRule:
 class Room:
     """The free bytes of each store under the bound ``max_bytes``; 0 means no bound.
 
-    A single store shares its bound with the saved prefixes. With several stores, or stores that join later, the saved
-    prefixes have a bound of their own, of the same size.
+    The saved prefixes of running groups take space too. With a single store, they share the bound of that store.
+    Otherwise the bound applies to the saved prefixes separately.
 
     Attributes:
-        is_shared: Whether there is a single store from the beginning.
+        is_shared: Whether the saved prefixes share the bound of the store.
     """
 
     def __init__(self, groups: GroupTable, *, max_bytes: int, groups_per_step: int) -> None:

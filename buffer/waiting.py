@@ -57,9 +57,10 @@ class PendingRequests:
     """Pending requests of one operation, in the order they came.
 
     Args:
-        replies: Answers them.
-        hold_s: A request that cannot be granted is answered after this time.
-        nothing_yet: Gives that answer; by default a reply without fields, and the client asks again.
+        replies: Sends the replies.
+        hold_s: Longest time in seconds that a request waits. Then ``nothing_yet`` answers the request.
+        nothing_yet: Answers a request that could not be granted in time. By default it sends a reply without fields,
+            and the client sends the request again.
     """
 
     def __init__(
@@ -221,7 +222,7 @@ class Collaborators:
     hold_s: float
 
     def pending(self, nothing_yet: Callable[[PendingRequest], None] | None = None) -> PendingRequests:
-        """Make the pending requests of one operation."""
+        """Return an empty collection for the pending requests of one operation."""
         return PendingRequests(self.replies, self.hold_s, nothing_yet)
 
 
@@ -646,7 +647,10 @@ class BatchRequests:
                 self._replies.reply(request.client, request.request_id, {"groups": groups})
 
     def _answer_late(self, request: PendingRequest) -> None:
-        """Answer a plan at the end of its hold: the client asks again. The plan fails if no prompt can fill it."""
+        """Answer a plan request that waited for ``hold_s``, so that the client sends it again.
+
+        The request fails if no queued or running prompt can complete the batch.
+        """
         ledger = self._ledger
         is_idle = not (ledger.groups.num_queued or ledger.groups.num_leased or ledger.groups.num_planned)
         if is_idle and ledger.account.groups_dropped and ledger.groups.num_stored < ledger.rule.groups_per_step:

@@ -68,8 +68,8 @@ class TokenRewards:
 
     Attributes:
         rewards: [M] float64, one reward per token; an outcome reward is at its trajectory's last policy token.
-        lengths: [B] int64, number of policy tokens of each trajectory, may be 0; the sum is M. Here each branch counts
-            as a trajectory: the return of a token follows the branch that trains on it, to the outcome at its end.
+        lengths: [B] int64, number of policy tokens of each trajectory, may be 0; the sum is M. Each branch of
+            a tree is one trajectory here. The return of a token uses the rewards on the branch that trains the token.
         group_ids: [B] int64, prompt group of each trajectory.
         values: [M] float64, the critic's value before each token; zeros without a critic (``algorithm.critic``).
     """

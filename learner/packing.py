@@ -95,9 +95,8 @@ def pack(
             no prediction in the loss needs the rest. A sequence without a token in the loss keeps its first token.
         together: Several sequences share a micro-batch. If False, each sequence gets its own micro-batch, for models
             that cannot separate packed sequences.
-        share_prompts: Pack the tokens before the first token in the loss once for all sequences of a micro-batch that
-            begin with these tokens. The budget counts them once. The samples of a prompt go to the same micro-batch
-            if they fit.
+        share_prompts: Sequences that begin with the same prompt share its tokens within a micro-batch. The micro-batch
+            holds, and the budget counts, these tokens once. Samples of a prompt go to the same micro-batch if they fit.
         keep_branches: The loss reads whole trajectories. Refuse a trajectory if its branches do not fit into one
             micro-batch.
         agree: Called once with the number of micro-batches that this rank needs. It returns the number to make, which
@@ -201,10 +200,10 @@ def _units(
             raise ValueError(
                 f"learner.max_tokens_per_micro_batch must hold a trajectory's {len(unit)} branches together, since "
                 f"algorithm.loss, weight or masks read all of it, got {max_tokens} for {num_tokens} tokens; raise it, "
-                "or choose a loss, a weight and masks by token"
+                "or choose a loss, a weight and masks that work per token"
                 if together
                 else "algorithm.loss, weight or masks read whole trajectories, and this model runs one sequence at a "
-                f"time, got a trajectory of {len(unit)} branches; choose a loss, a weight and masks by token"
+                f"time, got a trajectory of {len(unit)} branches; choose a loss, a weight and masks that work per token"
             )
         else:
             units += [[index] for index in unit]

@@ -291,11 +291,11 @@ class InflightGroups:
     # Notes for the run's profile
 
     def note_capacity(self) -> None:
-        """Note how many samples the engine may have now."""
+        """Record how many samples may run on the engine now."""
         record.level(LevelName.capacity, self._limit.value * self._samples_per_group)
 
     def note_places(self) -> None:
-        """Note what holds the engine's places, once per turn of the event loop."""
+        """Record which states occupy the places of the engine, at most once per iteration of the event loop."""
         if not self._is_noting and record.current() is not None:
             self._is_noting = True
             asyncio.get_running_loop().call_soon(self._note_places)

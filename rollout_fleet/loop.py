@@ -150,7 +150,7 @@ class RolloutLoop:
         pump_tasks = {leasing, *(self._spawn(pump) for pump in pumps)}
         if not self._limit.is_fixed:
             pump_tasks.add(self._spawn(self._keep_fitting))
-        self._spawn(self._keep_loading)  # not a pump: a load that has begun continues during `_cut_off_all`
+        self._spawn(self._keep_loading)  # not in `pump_tasks`, which end before `_cut_off_all`: a running load goes on
         try:
             await self._until(lambda: self._state is LoopState.stopping or self._failure is not None)
             if self._failure is not None:

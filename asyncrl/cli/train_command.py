@@ -259,7 +259,10 @@ async def _run(
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """The main cause inside exception groups and Ray's wrappers; a death precedes a missed deadline."""
+    """Return the main cause inside exception groups and Ray's wrappers.
+
+    The death of a process has priority over a missed deadline.
+    """
     if isinstance(error, BaseExceptionGroup):
         causes = [root_cause(inner) for inner in error.exceptions]
         return min(causes, key=_rank)

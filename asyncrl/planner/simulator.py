@@ -101,7 +101,7 @@ class PromptLengths:
 
 
 class Variation:
-    """Varies expected times by recorded ratios, in recorded order, from a random position on.
+    """Multiplies expected times by recorded ratios of measured to expected time, in order, from a random start.
 
     Therefore long times are as frequent as in the record, and follow each other in the same order.
     """

@@ -374,8 +374,8 @@ class _FleetStates:
 def _waits(trace: Trace, window: tuple[int, int], fleet: Sequence[Stretch]) -> _FleetStates:
     """The cause of a missing batch at each time.
 
-    The cause is ``batch_tail`` if free places may not start a group, and at most half of the step's peak number of
-    samples still run.
+    The cause is ``batch_tail`` if the staleness bound stops free places from starting a group, and at most half
+    of the step's peak number of samples still run.
     """
     deltas: dict[str, Counter[int]] = defaultdict(Counter)
     for stretch in fleet:

@@ -542,7 +542,7 @@ class ClockOffsets:
         return before + (after - before) * (time - left) // max(1, right - left), max(left_error, right_error)
 
     def shown(self, time: int) -> int:
-        """Convert a time of the measuring clock to the other clock."""
+        """Convert a time of the clock that took the measurements to the other clock."""
         return time + self.at(time)[0] if self._measured else time
 
 

@@ -330,7 +330,11 @@ async def finished_in_thread(work: Callable[[], T], timeout_s: float) -> T:
 
 
 class AllOf:
-    """Calls to several groups, awaited in turn. ``futures`` are their references, by which an error names workers."""
+    """Calls to several worker groups, awaited one after the other.
+
+    Attributes:
+        futures: References of all calls. An error message finds the names of the workers through them.
+    """
 
     def __init__(self, calls: Sequence[Awaitable[Any]]) -> None:
         self._calls = calls

@@ -87,7 +87,7 @@ class EnginePlaces:
         self._groups[rank] = RayWorkerGroup(self._pools[rank], worker, first_rank=rank, **nowhere, **self._options)
 
     def close(self, rank: int) -> None:
-        """Kill the worker of a rank, if there is one, and release its place, unless it is one of the first ranks."""
+        """Kill the worker of a rank, if it has one. Also release the Ray resources of a rank that joined later."""
         self._nodes.pop(rank, None)
         if rank < self._num_first:
             self.first.kill_worker(rank)

@@ -303,7 +303,10 @@ def union_tensor_dict(tensor_dict1: TensorDict | None, tensor_dict2: TensorDict 
 
 
 def union_numpy_dict(tensor_dict1: dict[str, np.ndarray], tensor_dict2: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Add the second's arrays to the first, in place. Raises `BatchError` if one in both differs (NaN equals NaN)."""
+    """Add the arrays of the second dict to the first, in place.
+
+    Raises `BatchError` if both dicts have an array of the same name and the arrays differ; NaN equals NaN.
+    """
     for key in tensor_dict1.keys() & tensor_dict2.keys():
         first, second = tensor_dict1[key], tensor_dict2[key]
         if not isinstance(first, np.ndarray) or not isinstance(second, np.ndarray) or not deep_equal(first, second):

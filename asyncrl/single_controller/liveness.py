@@ -106,7 +106,7 @@ class DeathWatch:
                 if self._is_over():
                     return None
                 raise
-            if rank is not None and not self._is_over():  # else Ray's shutdown ended it
+            if rank is not None and not self._is_over():  # otherwise Ray's shutdown ended the worker
                 return rank
         return None
 

@@ -234,7 +234,7 @@ class RayResourcePool(ResourcePool):
         )
 
     def borrow_from(self, *pools: RayResourcePool) -> None:
-        """Use the placement groups of these pools, which stay reserved while a group runs here."""
+        """Use the placement groups of these pools. They stay reserved while a worker group runs in this pool."""
         self._wholes = [whole for pool in pools for whole in (pool._wholes or [pool])]
         self._cluster = current_cluster()
 

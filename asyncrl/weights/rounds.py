@@ -138,8 +138,8 @@ def rounds_of(
     Args:
         requests: At least one.
         offers: The versions that the ranks hold.
-        only_newest: Of policy versions, send the newest one that is asked for. A receiver that asks for an older one
-            can ask for the newest. An engine that stands still for a version cannot, and needs that version.
+        only_newest: Send only the newest of the requested policy versions. A receiver that requested an older version
+            requests again. False where engines pause for the version that they requested: they cannot take another.
 
     Returns:
         Per round the offer, its requests, and whether a delta is sent. The offer is None if no version is sent.
@@ -171,13 +171,13 @@ class Meeting:
     pending: list[tuple[bytes, str, int]] = field(default_factory=list)
 
     def leave(self, key: str, value: bytes) -> list[tuple[bytes, dict[str, bytes]]]:
-        """Leave a value; returns the members that can be answered now, with their answers."""
+        """Store a value. Returns the members whose requests can be answered now, with the answers."""
         self.values[key] = value
         waiting, self.pending = self.pending, []
         return [answer for member, wanted, count in waiting for answer in self.ask(member, wanted, count)]
 
     def ask(self, member: bytes, key: str, count: int) -> list[tuple[bytes, dict[str, bytes]]]:
-        """Wait for a key, and until its group has ``count`` keys; returns as `leave` does."""
+        """Request a key; answered when the key is there and its group has ``count`` keys. Returns like `leave`."""
         group = key.partition("/")[0] + "/"
         known = {own: value for own, value in self.values.items() if own == key or own.startswith(group)}
         if key in known and len(known) >= count:
@@ -469,7 +469,7 @@ class WeightChannel:
         """Wait for the next message.
 
         Raises:
-            ChannelRefused: no process listens there, or another sender does.
+            ChannelRefused: no process listens at the address, or the process belongs to another sender.
             WeightsError: the connection ended, or cannot be made.
             TimeoutError: no message came in time.
         """

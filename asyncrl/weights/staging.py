@@ -105,7 +105,10 @@ class WeightStager:
                 self._leave_behind(of_thread, working)
 
     def _leave_behind(self, of_thread: WeightStager, working: asyncio.Future[WeightOffer]) -> None:
-        """Continue in other folders; remove the thread's folders when it ends."""
+        """Stage in new folders, since a thread that missed its deadline still writes into the old ones.
+
+        When the thread ends, its folders are removed.
+        """
         self._life += 1
         self._image = self._image.with_name(f"{self._name}.{self._life}")
         self._links, self._held = None, ""

@@ -272,7 +272,7 @@ class RoundStore(Store):
 
         Raises:
             WeightsError: the round is over, or the connection ended.
-            TimeoutError: no member has left it by the deadline.
+            TimeoutError: no member has sent the value by the deadline.
         """
         self.wait([key])
         return self._known[key]
@@ -380,7 +380,7 @@ async def receive_weights(offer: WeightOffer, folder: Path, *, timeout_s: float,
         WeightsError: all `MAX_ROUNDS` rounds failed, or there is no room.
         DeadlineError: rank 0 did not answer in time.
     """
-    # Of a host: for the round that runs when it asks, and for its own.
+    # Twice the time of one round: the host may wait for a running round before its own round starts.
     limit_s = 2 * (load_limit_s(timeout_s, offer.num_bytes) + HOST_WINDOW_S + rounds.CALL_S)
     errors: list[str] = []
     for _ in range(MAX_ROUNDS):
@@ -445,7 +445,7 @@ def _receive_files(store: RoundStore, offer: WeightOffer, folder: Path, index: i
         for row in zip_longest(*parts_of(this, manifest)):
             spans = [(group, span) for group, span in zip(groups, row, strict=True) if span]
             waits = [group.broadcast(data[slice(*range_of(span))]) for group, span in spans]
-            _check(offer, manifest, data, arrived)  # the row before, while this row is under way
+            _check(offer, manifest, data, arrived)  # verify the previous row while the broadcasts of this row run
             for wait in waits:
                 wait()
             arrived = [span for _, span in spans]

@@ -103,7 +103,10 @@ def skip_known_logprobs(_result: None, request: Any) -> None:
 
 
 def load(model: Any, _named_tensors: Any) -> None:
-    """Load the offer in the order file, and report the result; SGLang calls it (``--custom-weight-loader``)."""
+    """Load the weights that the worker's order file names, and report the result.
+
+    SGLang calls this function (``--custom-weight-loader``).
+    """
     import torch  # here, because the server's other processes need neither torch nor the loader
 
     from asyncrl.weights.load import load_verified

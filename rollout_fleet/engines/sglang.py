@@ -290,7 +290,7 @@ class SGLangEngine:
             raise EngineError(f"{self._name} left {num_unanswered} of {len(requests)} samples unanswered")
 
     def _so_far(self, request: SampleRequest, sample: _StreamedSample) -> SampleOutput:
-        """The tokens that a sample of a failed server keeps: none if one of them breaks the contract."""
+        """Return the tokens of an unfinished sample of a failed server; none if any token fails `check_output`."""
         output = sample.so_far()
         try:
             check_output(output, request, vocab_size=self._facts.vocab_size, loaded_versions=self._verified)

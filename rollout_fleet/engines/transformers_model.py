@@ -263,7 +263,8 @@ class GenerationModel:
 
         ``flags`` and the result are in the order of the requests; ``on_first_token`` is called in this thread. Every
         token carries ``version``, the policy version of the weights. If padding changes the model's log-probs, prompts
-        of each length get their own batch. The samples of a seed depend on the requests of a batch and their ends.
+        of each length get their own batch. With a fixed seed, the samples also depend on which
+        requests share a batch and when each of them ends.
         """
         outputs = {
             row: output
