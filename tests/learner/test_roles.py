@@ -238,7 +238,7 @@ def test_with_adapters_the_actor_is_its_own_reference(models: dict[str, str], tm
     plain, _ = plain_log_probs(AutoModelForCausalLM.from_pretrained(models["causal"]).eval(), data, TEMPERATURE)
     np.testing.assert_allclose(reference.numpy(), plain, atol=2e-5)
     torch.testing.assert_close(worker.compute_log_prob(data).batch["old_log_probs"], moved, rtol=0, atol=0)
-    with pytest.raises(ValueError, match="no adapters"):
+    with pytest.raises(ValueError, match=r"adapters to switch off, got none; set learner\.lora\.rank"):
         actor(models, tmp_path).compute_ref_log_prob(data)
 
 
