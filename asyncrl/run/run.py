@@ -60,6 +60,7 @@ from asyncrl.sft.warm_start import WarmStart, needs_fine_tuning, policy_path
 from asyncrl.single_controller import ray_death
 from buffer import BufferConfig, BufferConnection, BufferSupervisor, ControlClient, StoresOn
 from learner.config import Device
+from rollout_fleet.config import SaveProgress
 
 logger = logging.getLogger(__name__)
 
@@ -170,6 +171,8 @@ class Run:
             options = replace(options, socket_folder=str(folder))
         if keeps_stores_on_hosts(self._config):
             options = replace(options, stores_on=StoresOn.hosts)
+        if self._config.rollout_fleet.save_progress is SaveProgress.never:  # no worker hands a group over without it
+            options = replace(options, hand_over=False)
         if self._resumed is not None:
             options = begin_buffer_at(options, self._resumed.state.version)
         return options

@@ -57,6 +57,13 @@ async def test_a_policy_that_cannot_be_written_is_told_and_never_half_there(tmp_
     assert found == [".policy.partial"]
 
 
+@pytest.mark.parametrize(("save_progress", "hands_over"), [("at_stop", True), ("never", False)])
+def test_the_buffer_requests_no_hand_over_where_progress_is_never_saved(tmp_path, save_progress, hands_over):
+    view = TerminalView(title="run", total_steps=3, console=Console(file=io.StringIO()))
+    config = compose_run([f"rollout_fleet.save_progress={save_progress}"])
+    assert Run(config, tmp_path, (None, []), None, view, print)._buffer_options().hand_over is hands_over
+
+
 async def test_a_profile_that_cannot_be_written_costs_a_line_whatever_was_wrong(tmp_path, monkeypatch):
     def explain(_):
         raise KeyError("lag")
