@@ -191,10 +191,13 @@ def _units(
         branches.setdefault(sequence.trajectory, []).append(index)
     units = []
     for unit in branches.values():
+        if len(unit) == 1:
+            units.append(unit)
+            continue
         unit.sort(key=lambda i: -lengths[i])
         item = _item(sequences, unit, lengths, prompts)
         num_tokens = item.num_prompt + item.num_own
-        if len(unit) == 1 or (together and num_tokens <= max_tokens and item.num_attended <= MAX_ATTENDED * max_tokens):
+        if together and num_tokens <= max_tokens and item.num_attended <= MAX_ATTENDED * max_tokens:
             units.append(unit)
         elif keep_branches:
             raise ValueError(

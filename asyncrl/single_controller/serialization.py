@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import struct
 import sys
 from collections.abc import Sequence
@@ -152,21 +153,16 @@ def broadcast_value(value: Any, process_group: Any) -> Any:
 
 
 def _message_of(value: Any) -> bytes:
-    """The frames of a value as one message: the number of frames, their sizes, and the frames."""
-    frames = encode(value, max_depth=None)
-    sizes = [memoryview(frame).nbytes for frame in frames]
-    return b"".join([struct.pack(f"<I{len(sizes)}Q", len(sizes), *sizes), *frames])
+    """A value as one message: the frames of the codec, as `write_frames` writes them."""
+    file = io.BytesIO()
+    write_frames(file, encode(value, max_depth=None))
+    return file.getvalue()
 
 
 def _value_of(message: memoryview) -> Any:
     """The inverse of `_message_of`, without limits on sizes. Arrays are writable views of the message."""
-    (num_frames,) = struct.unpack_from("<I", message)
-    sizes = struct.unpack_from(f"<{num_frames}Q", message, 4)
-    start, frames = 4 + 8 * num_frames, []
-    for size in sizes:
-        frames.append(message[start : start + size])
-        start += size
-    return decode(frames, max_frames=sys.maxsize, max_bytes=sys.maxsize, max_depth=None, writable=True)
+    limits = {"max_frames": sys.maxsize, "max_bytes": sys.maxsize, "max_depth": None}
+    return decode(read_frames(message), writable=True, **limits)
 
 
 def _device_of(group: Any) -> torch.device | None:
