@@ -19,8 +19,6 @@ from tests.e2e.faults import (
     STARTED,
     STEPS,
     SUPERVISOR,
-    Fault,
-    Recovery,
     assert_nothing_is_left,
 )
 from tests.e2e.run_checks import (
@@ -36,7 +34,7 @@ ROWS = [pytest.param(fault, engine, id=f"{fault}-{engine}") for fault in FAULTS 
 
 
 @pytest.mark.parametrize(("fault", "engine"), ROWS)
-def test_a_run_ends_as_the_table_says_and_leaves_nothing(start, fault: Fault, engine: str):
+def test_a_run_ends_as_the_table_says_and_leaves_nothing(start, fault, engine):
     seed = int(os.environ.get("ASYNCRL_FAULT_SEED", random.randrange(10**6)))
     print(f"ASYNCRL_FAULT_SEED={seed}")  # noqa: T201 - pytest shows it when the test fails
     run = start(*OPTIONS, f"rollout_fleet.engine={engine}", *fault.options)
@@ -64,7 +62,7 @@ def test_a_run_ends_as_the_table_says_and_leaves_nothing(start, fault: Fault, en
 
 @pytest.mark.parametrize("engine", ["transformers", "sglang"])
 @pytest.mark.parametrize("recovery", [*RECOVERIES, *SELDOM], ids=str)
-def test_a_run_outlives_the_fault_and_ends_as_one_without(start, tmp_path, recovery: Recovery, engine: str):
+def test_a_run_outlives_the_fault_and_ends_as_one_without(start, tmp_path, recovery, engine):
     run = start(
         f"total_steps={STEPS}",
         "sft.enabled=false",

@@ -8,17 +8,17 @@ from learner.advantages import ADVANTAGES, Scale, group_advantages, is_token_lev
 ONE_GROUP = torch.zeros(4, dtype=torch.int64)
 
 
-def test_grpo_divides_by_the_sample_deviation() -> None:
+def test_grpo_divides_by_the_sample_deviation():
     got = group_advantages(torch.tensor([1.0, 0.0, 0.0, 1.0]), ONE_GROUP, scale=Scale.std)
     assert got.tolist() == pytest.approx([0.8660254, -0.8660254, -0.8660254, 0.8660254], abs=1e-6)
 
 
-def test_grpo_without_deviation_only_centers() -> None:
+def test_grpo_without_deviation_only_centers():
     got = group_advantages(torch.tensor([3.0, 0.0, 0.0, 1.0]), ONE_GROUP, scale=Scale.none)
     assert got.tolist() == pytest.approx([2.0, -1.0, -1.0, 0.0])
 
 
-def test_groups_are_distinguished_in_any_order() -> None:
+def test_groups_are_distinguished_in_any_order():
     rewards, groups = torch.tensor([1.0, 10.0, 3.0, 30.0]), torch.tensor([7, 2, 7, 2])
     got = group_advantages(rewards, groups, scale=Scale.std)
     assert got.tolist() == pytest.approx([-(0.5**0.5), -(0.5**0.5), 0.5**0.5, 0.5**0.5])
@@ -26,18 +26,18 @@ def test_groups_are_distinguished_in_any_order() -> None:
 
 @pytest.mark.parametrize("scale", list(Scale))
 @pytest.mark.parametrize("reward", [0.1, 1e-8, 1e6])
-def test_equal_rewards_give_exact_zeros(scale: Scale, reward: float) -> None:
+def test_equal_rewards_give_exact_zeros(scale, reward):
     assert (
         group_advantages(torch.full((3,), reward), torch.zeros(3, dtype=torch.int64), scale=scale).tolist() == [0] * 3
     )
 
 
-def test_a_small_difference_between_large_rewards_is_kept() -> None:
+def test_a_small_difference_between_large_rewards_is_kept():
     got = group_advantages(torch.tensor([1e6, 1e6 + 1]), torch.zeros(2, dtype=torch.int64), scale=Scale.std)
     assert got.tolist() == pytest.approx([-(0.5**0.5), 0.5**0.5])
 
 
-def test_one_sample_has_no_deviation() -> None:
+def test_one_sample_has_no_deviation():
     with pytest.raises(ValueError, match="samples_per_prompt"):
         group_advantages(torch.tensor([1.0]), torch.tensor([0]), scale=Scale.std)
 
@@ -57,7 +57,7 @@ REWARDS, TWO_GROUPS = torch.tensor([3.0, 1.0, 0.0, 0.0]), torch.tensor([0, 0, 1,
         ("reinforce_plus_plus_baseline", [1.2247449, -1.2247449, 0.0, 0.0]),
     ],
 )
-def test_each_estimator_gives_its_golden_numbers(name: str, want: list[float]) -> None:
+def test_each_estimator_gives_its_golden_numbers(name, want):
     assert ADVANTAGES.get(name)(REWARDS, TWO_GROUPS).tolist() == pytest.approx(want, abs=1e-6)
 
 
@@ -69,7 +69,7 @@ def test_each_estimator_gives_its_golden_numbers(name: str, want: list[float]) -
         ("rloo", [3.0, -1.5, -1.5, 2.0, -2.0]),
     ],
 )
-def test_rewards_are_compared_within_groups_of_different_sizes(name: str, want: list[float]) -> None:
+def test_rewards_are_compared_within_groups_of_different_sizes(name, want):
     rewards, groups = torch.tensor([3.0, 0.0, 0.0, 2.0, 0.0]), torch.tensor([4, 4, 4, 9, 9])
     assert ADVANTAGES.get(name)(rewards, groups).tolist() == pytest.approx(want, abs=1e-6)
 
@@ -77,18 +77,18 @@ def test_rewards_are_compared_within_groups_of_different_sizes(name: str, want: 
 OUTCOME_NAMES = [name for name in ADVANTAGES.names() if not is_token_level(ADVANTAGES.get(name))]
 
 
-def test_every_estimator_has_golden_numbers() -> None:
+def test_every_estimator_has_golden_numbers():
     marks = test_each_estimator_gives_its_golden_numbers.pytestmark  # type: ignore[attr-defined]
     assert sorted(name for name, _ in marks[0].args[1]) == OUTCOME_NAMES
     assert set(ADVANTAGES.names()) - set(OUTCOME_NAMES) == {"gae", "reinforce_plus_plus"}  # test_token_advantages.py
 
 
 @pytest.mark.parametrize("name", OUTCOME_NAMES)
-def test_equal_rewards_give_zero_advantages_for_every_estimator(name: str) -> None:
+def test_equal_rewards_give_zero_advantages_for_every_estimator(name):
     assert ADVANTAGES.get(name)(torch.full((4,), 0.1), TWO_GROUPS).tolist() == [0.0] * 4
 
 
-def test_remax_compares_with_the_greedy_response_that_ends_each_group() -> None:
+def test_remax_compares_with_the_greedy_response_that_ends_each_group():
     rewards, groups = torch.tensor([1.0, 0.25, 0.0, 0.0, 1.0, 0.5]), torch.tensor([7, 7, 7, 2, 2, 2])
     assert ADVANTAGES.get("remax")(rewards, groups).tolist() == [1.0, 0.25, 0.0, -0.5, 0.5, 0.0]
     interleaved = torch.tensor([7, 2, 7, 2, 7, 2])
@@ -96,7 +96,7 @@ def test_remax_compares_with_the_greedy_response_that_ends_each_group() -> None:
 
 
 @given(st.lists(st.floats(-1e3, 1e3, width=32), min_size=2, max_size=16))
-def test_advantages_of_a_group_sum_to_zero(rewards: list[float]) -> None:
+def test_advantages_of_a_group_sum_to_zero(rewards):
     for scale in Scale:
         got = group_advantages(torch.tensor(rewards), torch.zeros(len(rewards), dtype=torch.int64), scale=scale)
         assert torch.isfinite(got).all()
@@ -104,7 +104,7 @@ def test_advantages_of_a_group_sum_to_zero(rewards: list[float]) -> None:
 
 
 @pytest.mark.parametrize("name", ["grpo", "reinforce_plus_plus_baseline"])
-def test_noise_in_equal_rewards_does_not_become_advantages(name: str) -> None:
+def test_noise_in_equal_rewards_does_not_become_advantages(name):
     rewards = torch.tensor([0.5, 0.5 + 1e-7, 0.5, 0.5 + 2e-7])
     got = ADVANTAGES.get(name)(rewards, torch.zeros(4, dtype=torch.int64))
     assert got.abs().max() < 2e-3

@@ -73,9 +73,7 @@ def chosen(shape: AttentionShape | None = None) -> AttentionKernel:
     return first_right(KERNELS, CPU, torch.bfloat16, shape or AttentionShape())
 
 
-def test_the_layout_of_the_wheel_flash_attn_4_is_not_taken_for_flash_attn_2(
-    install: Callable[..., None], caplog
-) -> None:
+def test_the_layout_of_the_wheel_flash_attn_4_is_not_taken_for_flash_attn_2(install, caplog):
     """The wheel has only flash_attn/cute, so ``import flash_attn`` finds a namespace without functions."""
     install(flash_attn_4="from .interface import flash_attn_func, flash_attn_varlen_func\n")
     assert importlib.util.find_spec("flash_attn") is not None
@@ -89,9 +87,7 @@ def test_the_layout_of_the_wheel_flash_attn_4_is_not_taken_for_flash_attn_2(
 
 
 @pytest.mark.skipif(not WHEEL, reason="FLASH_ATTN_4_WHEEL does not name the wheel of flash-attn-4")
-def test_the_real_wheel_flash_attn_4_is_not_taken_for_flash_attn_2(
-    install: Callable[..., None], tmp_path: Path, caplog
-) -> None:
+def test_the_real_wheel_flash_attn_4_is_not_taken_for_flash_attn_2(install, tmp_path, caplog):
     with zipfile.ZipFile(WHEEL) as wheel:
         wheel.extractall(tmp_path)
     install()
@@ -101,7 +97,7 @@ def test_the_real_wheel_flash_attn_4_is_not_taken_for_flash_attn_2(
 
 
 @pytest.mark.parametrize("shape", [AttentionShape(), AttentionShape(has_window=True, soft_cap=0.7, head_dim=24)])
-def test_the_fastest_correct_kernel_is_selected(install: Callable[..., None], shape: AttentionShape) -> None:
+def test_the_fastest_correct_kernel_is_selected(install, shape):
     right = FLASH_ATTN.format(fault=RIGHT)
     install(flash_attn=right)
     assert chosen(shape) is FA2
@@ -127,9 +123,7 @@ def test_the_fastest_correct_kernel_is_selected(install: Callable[..., None], sh
         ("softcap = 0.0", "differs from attention in float32 by"),
     ],
 )
-def test_a_kernel_with_wrong_results_is_skipped_and_refused_by_name(
-    install: Callable[..., None], fault: str, said: str
-) -> None:
+def test_a_kernel_with_wrong_results_is_skipped_and_refused_by_name(install, fault, said):
     shape = AttentionShape(has_window=True, soft_cap=0.7)
     install(flash_attn_3=FLASH_ATTN.format(fault=fault), flash_attn=FLASH_ATTN.format(fault=RIGHT))
     assert chosen(shape) is FA2
@@ -138,9 +132,7 @@ def test_a_kernel_with_wrong_results_is_skipped_and_refused_by_name(
 
 
 @pytest.mark.parametrize(("capability", "first"), [((8, 0), FA2), ((9, 0), FA3), ((10, 0), FA4), ((12, 0), FA4)])
-def test_the_order_of_kernels_follows_the_gpu(
-    capability: tuple[int, int], first: AttentionKernel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_order_of_kernels_follows_the_gpu(capability, first, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     order = attention_kernels._fastest_first(CUDA)
     assert order[0] is first
@@ -148,15 +140,13 @@ def test_the_order_of_kernels_follows_the_gpu(
 
 
 @pytest.mark.parametrize(("device", "dtype"), [(CPU, torch.bfloat16), (CPU, torch.float32), (CUDA, torch.float32)])
-def test_auto_is_sdpa_on_the_cpu_and_in_float32(device: torch.device, dtype: torch.dtype) -> None:
+def test_auto_is_sdpa_on_the_cpu_and_in_float32(device, dtype):
     assert attention_kernel(AttentionKernel.auto, device, dtype) is AttentionKernel.sdpa
 
 
 @pytest.mark.parametrize("shares", [False, True])
 @pytest.mark.parametrize(("window", "cap", "value_dim"), [(None, None, 8), (7, None, 8), (7, 0.5, 8), (None, None, 6)])
-def test_a_flash_attn_interface_computes_what_sdpa_computes(
-    install: Callable[..., None], shares: bool, window: int | None, cap: float | None, value_dim: int
-) -> None:
+def test_a_flash_attn_interface_computes_what_sdpa_computes(install, shares, window, cap, value_dim):
     install(flash_attn_4=FLASH_ATTN.format(fault=RIGHT))
     outputs = both_outputs(FA4, CPU, torch.float32, shares, window, cap, value_dim)
     torch.testing.assert_close(*outputs, atol=1e-5, rtol=1e-5)
@@ -164,7 +154,7 @@ def test_a_flash_attn_interface_computes_what_sdpa_computes(
 
 @pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("window", [None, 7, 200])
-def test_attention_by_blocks_is_attention_with_a_dense_mask(window: int | None, has_sinks: bool) -> None:
+def test_attention_by_blocks_is_attention_with_a_dense_mask(window, has_sinks):
     """The longest sequence takes several blocks of queries."""
     lengths = (300, 290, 20)
     sinks = torch.randn(4, requires_grad=True) if has_sinks else None
@@ -212,7 +202,7 @@ def both_outputs(
 
 
 @pytest.mark.parametrize("kernel", [AttentionKernel.flash_attn, AttentionKernel.torch_varlen])
-def test_a_kernel_that_cannot_run_is_refused_by_name(kernel: AttentionKernel) -> None:
+def test_a_kernel_that_cannot_run_is_refused_by_name(kernel):
     with pytest.raises(ValueError, match=rf"learner\.attention={kernel} needs CUDA.*use learner\.attention=auto"):
         attention_kernel(kernel, CPU, torch.float32)
     assert attention_kernel(AttentionKernel.sdpa, CPU, torch.float32) is AttentionKernel.sdpa
@@ -222,7 +212,7 @@ def test_a_kernel_that_cannot_run_is_refused_by_name(kernel: AttentionKernel) ->
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("window", [None, 7])
 @pytest.mark.parametrize("shares", [False, True])
-def test_every_kernel_computes_what_sdpa_computes(kernel: AttentionKernel, window: int | None, shares: bool) -> None:
+def test_every_kernel_computes_what_sdpa_computes(kernel, window, shares):
     try:
         attention_kernel(kernel, CUDA, torch.bfloat16)
     except ValueError as error:

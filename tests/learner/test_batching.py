@@ -56,13 +56,13 @@ def long_tailed_plan(num_groups: int, samples: int, seed: int) -> Plan:
     return Plan(version=4, groups=[summary(10 + i, tuple(row.tolist())) for i, row in enumerate(lengths)])
 
 
-def test_differencing_balances_as_in_the_paper() -> None:
+def test_differencing_balances_as_in_the_paper():
     parts = karmarkar_karp([8, 7, 6, 5, 4], 2)
     assert sorted(sum([8, 7, 6, 5, 4][i] for i in part) for part in parts) == [14, 16]
 
 
 @given(sizes=st.lists(st.integers(0, 100), max_size=30), num_parts=st.integers(1, 6))
-def test_parts_hold_every_item_once_and_are_balanced(sizes: list[int], num_parts: int) -> None:
+def test_parts_hold_every_item_once_and_are_balanced(sizes, num_parts):
     parts = karmarkar_karp(sizes, num_parts)
     assert len(parts) == num_parts
     assert sorted(index for part in parts for index in part) == list(range(len(sizes)))
@@ -72,13 +72,13 @@ def test_parts_hold_every_item_once_and_are_balanced(sizes: list[int], num_parts
 
 @pytest.mark.parametrize("num_shards", [2, 16, 32])
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_with_eight_sequences_per_rank_no_rank_is_five_percent_above_the_mean(num_shards: int, seed: int) -> None:
+def test_with_eight_sequences_per_rank_no_rank_is_five_percent_above_the_mean(num_shards, seed):
     plan = long_tailed_plan(32, 8, seed)
     table = loads(plan, split(plan, num_shards))
     assert table.max() <= max(1.05 * table.mean(), largest_sample(plan))
 
 
-def test_a_thousand_ranks_share_eight_thousand_sequences_within_seconds() -> None:
+def test_a_thousand_ranks_share_eight_thousand_sequences_within_seconds():
     plan = long_tailed_plan(1024, 8, seed=0)
     start = time.process_time()
     table = loads(plan, split(plan, 1024))
@@ -88,7 +88,7 @@ def test_a_thousand_ranks_share_eight_thousand_sequences_within_seconds() -> Non
 
 @settings(max_examples=60)
 @given(st.data())
-def test_balance_holds_for_any_lengths_with_eight_sequences_per_rank(data: st.DataObject) -> None:
+def test_balance_holds_for_any_lengths_with_eight_sequences_per_rank(data):
     num_shards, samples = data.draw(st.integers(1, 8)), data.draw(st.sampled_from([1, 2, 4, 8]))
     num_mini_batches = data.draw(st.integers(1, 2))
     num_groups = num_shards * num_mini_batches * 8 // samples * data.draw(st.integers(1, 2))
@@ -99,7 +99,7 @@ def test_balance_holds_for_any_lengths_with_eight_sequences_per_rank(data: st.Da
     assert table.max() <= 1.05 * table.mean()
 
 
-def test_groups_are_split_only_if_whole_groups_are_not_balanced() -> None:
+def test_groups_are_split_only_if_whole_groups_are_not_balanced():
     even = Plan(version=0, groups=[summary(i, (100,) * 4) for i in range(8)])
     assert all(len(share.samples) == 4 for batch in split(even, 4) for share in batch.shares)
     uneven = Plan(version=0, groups=[summary(0, (4000, 100, 100, 100)), *even.groups[1:]])
@@ -109,7 +109,7 @@ def test_groups_are_split_only_if_whole_groups_are_not_balanced() -> None:
     assert all(len(share.samples) == 4 for batch in whole for share in batch.shares)
 
 
-def test_a_split_holds_every_sample_once_with_its_reward() -> None:
+def test_a_split_holds_every_sample_once_with_its_reward():
     plan = long_tailed_plan(6, 4, seed=3)
     batches = split(plan, 5)
     rewards = {key: reward for batch in batches for key, reward in batch.rewards.items()}
@@ -120,7 +120,7 @@ def test_a_split_holds_every_sample_once_with_its_reward() -> None:
 
 
 @pytest.mark.parametrize("num_shards", [1, 2, 3])
-def test_a_group_with_a_reward_that_is_not_finite_is_left_out_whole(num_shards: int) -> None:
+def test_a_group_with_a_reward_that_is_not_finite_is_left_out_whole(num_shards):
     rewards = {1: (1.0, math.nan), 2: (0.0, 1.0), 3: (math.inf, 0.0), 4: (0.5, 0.5)}
     plan = Plan(version=1, groups=[summary(index, (3, 4), values) for index, values in rewards.items()])
     batches = split(plan, num_shards, num_mini_batches=2)
@@ -129,14 +129,14 @@ def test_a_group_with_a_reward_that_is_not_finite_is_left_out_whole(num_shards: 
     assert all(math.isfinite(reward) for batch in batches for reward in batch.rewards.values())
 
 
-def test_fewer_samples_than_ranks_leave_empty_shards() -> None:
+def test_fewer_samples_than_ranks_leave_empty_shards():
     batches = split(Plan(version=0, groups=[summary(1, (3,))]), 3)
     assert sorted(len(batch.shares) for batch in batches) == [0, 0, 1]
     assert batches[2].rewards in ({}, {(1, 0): 1.0})
 
 
 @given(st.lists(st.integers(1, 50), min_size=4, max_size=24), st.integers(1, 4))
-def test_mini_batches_do_not_depend_on_the_number_of_ranks(lengths: list[int], num_mini_batches: int) -> None:
+def test_mini_batches_do_not_depend_on_the_number_of_ranks(lengths, num_mini_batches):
     plan = Plan(version=0, groups=[summary(i, (length, 7)) for i, length in enumerate(lengths)])
     of_ranks = []
     for num_shards in (1, 2, 3):
@@ -147,20 +147,20 @@ def test_mini_batches_do_not_depend_on_the_number_of_ranks(lengths: list[int], n
     assert set(of_ranks[0].values()) == set(range(num_mini_batches))
 
 
-def test_a_sequence_of_an_unknown_mini_batch_is_refused() -> None:
+def test_a_sequence_of_an_unknown_mini_batch_is_refused():
     sequence = TokenSequence(input_ids=np.ones(2), loss_mask=np.array([False, True]), mini_batch=2)
     assert [len(part) for part in split_sequences([sequence], 4)] == [0, 0, 1, 0]
     with pytest.raises(ValueError, match=r"mini_batch must be in 0\.\.1, got 2"):
         split_sequences([sequence], 2)
 
 
-def test_the_length_penalty_grows_over_the_buffer() -> None:
+def test_the_length_penalty_grows_over_the_buffer():
     lengths = np.array([6, 7, 8, 10, 12])
     assert overlong_penalty(lengths, max_tokens=10, buffer_tokens=4).tolist() == [0.0, -0.25, -0.5, -1.0, -1.0]
     assert overlong_penalty(lengths, max_tokens=10, buffer_tokens=0).tolist() == [0.0, 0.0, 0.0, -1.0, -1.0]
 
 
-def test_plan_rewards_include_the_length_penalty() -> None:
+def test_plan_rewards_include_the_length_penalty():
     plan = Plan(version=0, groups=[summary(1, (2, 9), (1.0, 1.0))])
     algorithm = AlgorithmConfig(overlong_max_tokens=10, overlong_buffer_tokens=4)
     (batch,) = rank_batches(plan, algorithm, num_shards=1, max_lag=0)

@@ -4,7 +4,6 @@ import json
 import os
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -77,9 +76,7 @@ def norm_of(model: torch.nn.Module, loss: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("budget", [60, 10])
 @pytest.mark.parametrize("aggregation", [Aggregation.sequence_mean, Aggregation.sequence_sum_norm])
-def test_sequence_aggregation_counts_trajectories_not_branches(
-    aggregation: Aggregation, budget: int, model_path: str
-) -> None:
+def test_sequence_aggregation_counts_trajectories_not_branches(aggregation, budget, model_path):
     model, trajectories = by_trajectory(model_path)
     sums = {
         Aggregation.sequence_mean: [-a * own.mean() for own, _, a in trajectories],
@@ -94,7 +91,7 @@ def test_sequence_aggregation_counts_trajectories_not_branches(
     assert (got["num_tokens"], got["num_trajectories"]) == (16, 2)
 
 
-def test_gspo_uses_the_ratio_of_the_whole_trajectory(model_path: str) -> None:
+def test_gspo_uses_the_ratio_of_the_whole_trajectory(model_path):
     model, trajectories = by_trajectory(model_path)
     losses = []
     for own, behavior, advantage in trajectories:
@@ -110,7 +107,7 @@ def test_gspo_uses_the_ratio_of_the_whole_trajectory(model_path: str) -> None:
     assert got["grad_norm"] == pytest.approx(norm_of(model, expected), rel=1e-4)
 
 
-def test_the_sequence_weight_covers_the_whole_trajectory(model_path: str) -> None:
+def test_the_sequence_weight_covers_the_whole_trajectory(model_path):
     _, trajectories = by_trajectory(model_path)
     weights = [float((own.detach() - was).sum().exp().clamp(max=2.0)) for own, was, _ in trajectories]
     expected = sum(w * len(own) for w, (own, _, _) in zip(weights, trajectories, strict=True)) / 16
@@ -129,9 +126,7 @@ def test_the_sequence_weight_covers_the_whole_trajectory(model_path: str) -> Non
         AlgorithmConfig(loss=f"{__file__}:own_loss"),
     ],
 )
-def test_branches_that_do_not_fit_together_are_refused_by_losses_of_whole_trajectories(
-    algorithm: AlgorithmConfig, model_path: str
-) -> None:
+def test_branches_that_do_not_fit_together_are_refused_by_losses_of_whole_trajectories(algorithm, model_path):
     trainer = Trainer(replace(CONFIG, max_tokens_per_micro_batch=10), model_path=model_path, total_updates=1)
     # 9, 8 and 5 tokens; the second branch shares the 6 before the token that predicts its first one in the loss.
     with pytest.raises(ValueError, match=r"max_tokens_per_micro_batch.*3 branches.*got 10 for 16 tokens"):
@@ -142,7 +137,7 @@ def own_loss(inputs, config):
     raise AssertionError("refused before it is called")
 
 
-def test_a_model_that_runs_one_sequence_at_a_time_refuses_losses_of_whole_trajectories(tmp_path: Path) -> None:
+def test_a_model_that_runs_one_sequence_at_a_time_refuses_losses_of_whole_trajectories(tmp_path):
     path = save_tiny_model(tmp_path / "model", "rwkv", initializer_range=0.3)
     trainer = Trainer(CONFIG, model_path=path, total_updates=1)
     with pytest.raises(ValueError, match="one sequence at a time"):
@@ -152,7 +147,7 @@ def test_a_model_that_runs_one_sequence_at_a_time_refuses_losses_of_whole_trajec
     assert policy_step(trainer, AlgorithmConfig()).run(with_advantages(group_sequences(GROUP)))["num_tokens"] == 16
 
 
-def test_mask_truncated_reads_only_the_last_branch_of_a_trajectory() -> None:
+def test_mask_truncated_reads_only_the_last_branch_of_a_trajectory():
     def masks(*reasons: FinishReason) -> list[int]:
         turns = (PROMPT, sampled(2, 0), sampled(3, 1, reasons[0]), sampled(4, 1, reasons[1]))
         group = TrajectoryGroup.from_trajectories([Trajectory(turns=turns, reward=0.0)], group_id=0, attempt=0)
@@ -162,7 +157,7 @@ def test_mask_truncated_reads_only_the_last_branch_of_a_trajectory() -> None:
     assert masks(FinishReason.stop, FinishReason.length) == [0, 0]
 
 
-def test_the_balance_counts_the_packed_length_of_every_branch() -> None:
+def test_the_balance_counts_the_packed_length_of_every_branch():
     lengths = [len(s.input_ids) for s in group_sequences(GROUP)]
     assert lengths == [10, 9, 6, 7]
     cost = group_cost(GROUP.summary)
@@ -179,7 +174,7 @@ def test_the_balance_counts_the_packed_length_of_every_branch() -> None:
     assert {first.group_ids, second.group_ids} == {(7,), (8, 9)}  # 78 and 76 tokens
 
 
-def test_a_serialized_summary_has_branches_only_for_branching_trajectories() -> None:
+def test_a_serialized_summary_has_branches_only_for_branching_trajectories():
     summary = GROUP.summary
     assert (summary.branch_tokens, summary.num_branches) == ((25, 7), (3, 1))
     assert summary_of(json.loads(json.dumps(summary_fields(summary)))) == summary
@@ -189,7 +184,7 @@ def test_a_serialized_summary_has_branches_only_for_branching_trajectories() -> 
     assert (chain.summary.branch_tokens, chain.summary.num_branches) == ((), ())
 
 
-def test_an_adaptive_coefficient_follows_trajectories_not_branches() -> None:
+def test_an_adaptive_coefficient_follows_trajectories_not_branches():
     mesh = open_mesh(LearnerConfig(device=Device.cpu))
     algorithm = AlgorithmConfig(
         advantage="grpo_no_std", kl_reward_coef=0.1, kl_target=1.0, kl_horizon=10, samples_per_prompt=2
@@ -210,13 +205,13 @@ def earning(turn_rewards: dict[int, float], reward: float = 1.0) -> TrajectoryGr
     return TrajectoryGroup.from_trajectories(trajectories, group_id=7, attempt=0)
 
 
-def test_rewards_of_turns_are_part_of_the_trajectory_reward() -> None:
+def test_rewards_of_turns_are_part_of_the_trajectory_reward():
     summary = earning({1: 0.25, 2: 0.5, 6: -1.0}).summary
     assert summary.rewards == (0.75, 0.0)
     assert earning({}).summary.rewards == (1.0, 0.0)
 
 
-def test_token_estimators_place_turn_rewards_at_the_last_token_of_the_turn() -> None:
+def test_token_estimators_place_turn_rewards_at_the_last_token_of_the_turn():
     group = earning({1: 0.25, 2: 0.5, 6: -1.0})
     algorithm = AlgorithmConfig(advantage="gae", gamma=0.5, whiten_advantages=False)
     advantages = BatchAdvantages(algorithm, open_mesh(LearnerConfig(device=Device.cpu)))
@@ -236,7 +231,7 @@ class Source:
         self.fetch = lambda group_ids: [group for _ in group_ids]
 
 
-def test_a_reward_model_score_is_added_to_the_rewards_of_turns(model_path: str, tmp_path: Path) -> None:
+def test_a_reward_model_score_is_added_to_the_rewards_of_turns(model_path, tmp_path):
     torch.manual_seed(0)
     AutoModelForSequenceClassification.from_pretrained(model_path, num_labels=1).save_pretrained(tmp_path)
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1"}

@@ -66,7 +66,7 @@ def resumed_run(model_path: str, directory: str, num_ranks: int, **options: Any)
     return weights_of(trainer), weights_of(resumed), version
 
 
-def test_a_resumed_run_continues_bit_for_bit(model_path: str, tmp_path: Path) -> None:
+def test_a_resumed_run_continues_bit_for_bit(model_path, tmp_path):
     straight, resumed, version = resumed_run(model_path, str(tmp_path / "checkpoints"), 1)
     assert_equal(straight, resumed)
     assert version == 2
@@ -81,7 +81,7 @@ def two_ranks(model_path: str, directory: str, alone: str) -> tuple:
     return outcome, loaded
 
 
-def test_ranks_resume_bit_for_bit_and_load_what_another_layout_saved(model_path: str, tmp_path: Path) -> None:
+def test_ranks_resume_bit_for_bit_and_load_what_another_layout_saved(model_path, tmp_path):
     trainer = trainer_of(model_path)
     step(trainer, 7)
     alone = ShardedCheckpointer(trainer, str(tmp_path / "alone"))
@@ -101,7 +101,7 @@ def test_ranks_resume_bit_for_bit_and_load_what_another_layout_saved(model_path:
         np.testing.assert_allclose(value, straight[name], atol=2e-5, err_msg=name)
 
 
-def test_training_continues_while_a_checkpoint_is_written(model_path: str, tmp_path: Path) -> None:
+def test_training_continues_while_a_checkpoint_is_written(model_path, tmp_path):
     trainer = trainer_of(model_path)
     step(trainer, 0)
     saved = weights_of(trainer)
@@ -114,9 +114,7 @@ def test_training_continues_while_a_checkpoint_is_written(model_path: str, tmp_p
     assert_equal(weights_of(other), saved)
 
 
-def test_a_crash_while_saving_keeps_the_previous_checkpoint(
-    model_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_crash_while_saving_keeps_the_previous_checkpoint(model_path, tmp_path, monkeypatch):
     trainer = trainer_of(model_path)
     step(trainer, 0)
     saved = weights_of(trainer)
@@ -140,7 +138,7 @@ def test_a_crash_while_saving_keeps_the_previous_checkpoint(
     assert checkpointer.latest() == tmp_path / "c" / "v00000002"
 
 
-def test_only_the_last_checkpoints_are_kept(model_path: str, tmp_path: Path) -> None:
+def test_only_the_last_checkpoints_are_kept(model_path, tmp_path):
     checkpointer = ShardedCheckpointer(trainer_of(model_path), str(tmp_path / "c"), keep=2)
     assert checkpointer.latest() is None
     for version in (9, 10, 11):
@@ -148,7 +146,7 @@ def test_only_the_last_checkpoints_are_kept(model_path: str, tmp_path: Path) -> 
     assert sorted(path.name for path in (tmp_path / "c").iterdir()) == ["v00000010", "v00000011"]
 
 
-def test_dropout_continues_with_the_random_state_of_the_checkpoint(model_path: str, tmp_path: Path) -> None:
+def test_dropout_continues_with_the_random_state_of_the_checkpoint(model_path, tmp_path):
     adapters = LoraConfig(rank=4, dropout=0.5)
     straight, resumed, _ = resumed_run(model_path, str(tmp_path / "c"), 1, lora=adapters)
     assert_equal(straight, resumed)
@@ -160,7 +158,7 @@ def test_dropout_continues_with_the_random_state_of_the_checkpoint(model_path: s
     assert any((value != straight[name]).any() for name, value in weights_of(other).items())
 
 
-def test_a_background_save_completes_without_another_call(model_path: str, tmp_path: Path) -> None:
+def test_a_background_save_completes_without_another_call(model_path, tmp_path):
     trainer = trainer_of(model_path)
     checkpointer = ShardedCheckpointer(trainer, str(tmp_path / "c"))
     checkpointer.save(3, wait=False, run={"prompts": {"position": 9}})
@@ -174,9 +172,7 @@ def test_a_background_save_completes_without_another_call(model_path: str, tmp_p
     assert (progress.version, progress.num_ranks, progress.run) == (3, 1, {"prompts": {"position": 9}})
 
 
-def test_a_full_disk_in_the_background_is_an_error_of_the_next_call(
-    model_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_in_the_background_is_an_error_of_the_next_call(model_path, tmp_path, monkeypatch):
     checkpointer = ShardedCheckpointer(trainer_of(model_path), str(tmp_path / "c"))
     checkpointer.save(1)
 
@@ -190,7 +186,7 @@ def test_a_full_disk_in_the_background_is_an_error_of_the_next_call(
     assert checkpointer.latest() == tmp_path / "c" / "v00000001"
 
 
-def test_a_crash_between_renames_or_while_removing_leaves_complete_checkpoints(model_path: str, tmp_path: Path) -> None:
+def test_a_crash_between_renames_or_while_removing_leaves_complete_checkpoints(model_path, tmp_path):
     checkpointer = ShardedCheckpointer(trainer_of(model_path), str(tmp_path / "c"))
     final = checkpointer.save(4)
     final.rename(final.with_name(f".{final.name}.replaced"))
@@ -215,7 +211,7 @@ def kill_while_saving(model_path: str, directory: str) -> None:
     ShardedCheckpointer(trainer, directory).save(2)
 
 
-def test_a_process_killed_while_saving_keeps_the_previous_checkpoint(model_path: str, tmp_path: Path) -> None:
+def test_a_process_killed_while_saving_keeps_the_previous_checkpoint(model_path, tmp_path):
     with pytest.raises(EOFError):
         run_on_ranks(1, kill_while_saving, model_path, str(tmp_path / "c"))
     newest = newest_checkpoint(tmp_path / "c")
@@ -230,7 +226,7 @@ def test_a_process_killed_while_saving_keeps_the_previous_checkpoint(model_path:
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "deepseek_v3"])
-def test_an_exported_checkpoint_is_the_policy_that_was_saved(family: str, tmp_path: Path) -> None:
+def test_an_exported_checkpoint_is_the_policy_that_was_saved(family, tmp_path):
     path = save_tiny_model(tmp_path / "model", family)
     trainer = trainer_of(path)
     step(trainer, 0)
@@ -248,7 +244,7 @@ def test_an_exported_checkpoint_is_the_policy_that_was_saved(family: str, tmp_pa
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "half", dtype="auto").dtype == torch.bfloat16
 
 
-def test_an_export_reads_one_layer_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_export_reads_one_layer_at_a_time(tmp_path, monkeypatch):
     trainer = trainer_of(save_tiny_model(tmp_path / "model"))
     ShardedCheckpointer(trainer, str(tmp_path / "c")).save(1)
     reads, read = [], learner.checkpoint._read
@@ -264,17 +260,17 @@ def test_an_export_reads_one_layer_at_a_time(tmp_path: Path, monkeypatch: pytest
         assert all(name.startswith(layer) for name in names)
 
 
-def test_exporting_names_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_exporting_names_what_is_wrong(tmp_path, capsys):
     assert main([str(tmp_path / "none"), str(tmp_path / "out")]) == 2
     assert "no checkpoint at" in capsys.readouterr().err
 
 
-def test_a_path_without_a_checkpoint_is_named(model_path: str, tmp_path: Path) -> None:
+def test_a_path_without_a_checkpoint_is_named(model_path, tmp_path):
     with pytest.raises(ValueError, match=r"no checkpoint at '.*nowhere'"):
         ShardedCheckpointer(trainer_of(model_path), str(tmp_path)).load(tmp_path / "nowhere")
 
 
-def test_saving_before_the_first_update_changes_nothing(model_path: str, tmp_path: Path) -> None:
+def test_saving_before_the_first_update_changes_nothing(model_path, tmp_path):
     """This happens in the critic's warm-up, before the first update of the policy."""
     straight, saved = trainer_of(model_path), trainer_of(model_path)
     ShardedCheckpointer(saved, str(tmp_path)).save(0)
@@ -296,9 +292,7 @@ def test_saving_before_the_first_update_changes_nothing(model_path: str, tmp_pat
         ("random_0.pt", None, "rank 0: FileNotFoundError: .*random_0.pt"),
     ],
 )
-def test_a_broken_part_is_named(
-    part: str, content: bytes | None, words: str, model_path: str, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_broken_part_is_named(part, content, words, model_path, tmp_path, capsys):
     checkpointer = ShardedCheckpointer(trainer_of(model_path), str(tmp_path))
     broken = checkpointer.save(1)
     (broken / part).unlink() if content is None else (broken / part).write_bytes(content)
@@ -320,9 +314,7 @@ class RunsCode:
 
 
 @pytest.mark.parametrize("part", [".metadata", "random_0.pt"])
-def test_a_checkpoint_whose_part_holds_code_is_refused_and_the_code_does_not_run(
-    part: str, model_path: str, tmp_path: Path
-) -> None:
+def test_a_checkpoint_whose_part_holds_code_is_refused_and_the_code_does_not_run(part, model_path, tmp_path):
     checkpointer, mark = ShardedCheckpointer(trainer_of(model_path), str(tmp_path)), tmp_path / "mark"
     hostile = checkpointer.save(1)
     if part == ".metadata":
@@ -366,7 +358,7 @@ class PropertiesWith:
         return TensorProperties, (), self.state
 
 
-def test_a_checkpoint_that_an_early_python_3_11_wrote_is_read(model_path: str, tmp_path: Path) -> None:
+def test_a_checkpoint_that_an_early_python_3_11_wrote_is_read(model_path, tmp_path):
     checkpointer = ShardedCheckpointer(trainer_of(model_path), str(tmp_path))
     path = checkpointer.save(1)
     with_memory_format(path, PickledByAttribute(_MEM_FORMAT_ENCODING, "TORCH_CONTIGUOUS_FORMAT"))
@@ -376,7 +368,7 @@ def test_a_checkpoint_that_an_early_python_3_11_wrote_is_read(model_path: str, t
         checkpointer.load(path)
 
 
-def test_a_random_state_that_is_a_pickle_starts_anew_and_is_not_read(model_path: str, tmp_path: Path, caplog) -> None:
+def test_a_random_state_that_is_a_pickle_starts_anew_and_is_not_read(model_path, tmp_path, caplog):
     checkpointer, mark = ShardedCheckpointer(trainer_of(model_path), str(tmp_path)), tmp_path / "mark"
     old = checkpointer.save(1)
     (old / "random_0.pt").unlink()
@@ -386,7 +378,7 @@ def test_a_random_state_that_is_a_pickle_starts_anew_and_is_not_read(model_path:
     assert not mark.exists()
 
 
-def test_a_value_of_a_checkpoint_that_is_code_is_refused_and_does_not_run(tmp_path: Path) -> None:
+def test_a_value_of_a_checkpoint_that_is_code_is_refused_and_does_not_run(tmp_path):
     mark = tmp_path / "mark"
     state_dict_saver.save({"value": RunsCode(mark), "plain": (1, "a")}, checkpoint_id=tmp_path / "c", no_dist=True)
     with pytest.raises(CheckpointException, match="Weights only load failed"):
@@ -397,16 +389,14 @@ def test_a_value_of_a_checkpoint_that_is_code_is_refused_and_does_not_run(tmp_pa
     assert plain == {"plain": (1, "a")}
 
 
-def test_an_export_of_a_checkpoint_that_does_not_say_what_the_model_is_names_the_file(
-    model_path: str, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_an_export_of_a_checkpoint_that_does_not_say_what_the_model_is_names_the_file(model_path, tmp_path, capsys):
     broken = ShardedCheckpointer(trainer_of(model_path), str(tmp_path)).save(1)
     shutil.rmtree(broken / "huggingface")
     assert main([str(broken), str(tmp_path / "out")]) == 2
     assert "v00000001 has no huggingface/config.json" in capsys.readouterr().err
 
 
-def test_a_record_of_another_kind_is_named(model_path: str, tmp_path: Path) -> None:
+def test_a_record_of_another_kind_is_named(model_path, tmp_path):
     checkpointer = ShardedCheckpointer(trainer_of(model_path), str(tmp_path))
     broken = checkpointer.save(1)
     (broken / "progress.json").write_text('{"version": 1}')

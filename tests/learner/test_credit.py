@@ -48,7 +48,7 @@ def of_tokens(s: TokenSequence, name: str = "advantages") -> list[float]:
     return s.columns[name][s.loss_mask].tolist()
 
 
-def test_gae_skips_environment_tokens_and_places_the_outcome_at_the_last_policy_token() -> None:
+def test_gae_skips_environment_tokens_and_places_the_outcome_at_the_last_policy_token():
     sequences = [
         sequence(MULTI_TURN, behavior_logprobs=[0] * 3, values=[0.5, 0.75, 0.25]),
         sequence([False, True], behavior_logprobs=[0], values=[3.0]),
@@ -66,7 +66,7 @@ def test_gae_skips_environment_tokens_and_places_the_outcome_at_the_last_policy_
     assert got[0].columns["advantages"][[0, 3, 4]].tolist() == [0.0] * 3
 
 
-def test_a_kl_penalty_in_the_rewards_reaches_outcome_estimators_as_a_sum() -> None:
+def test_a_kl_penalty_in_the_rewards_reaches_outcome_estimators_as_a_sum():
     sequences = [
         sequence(MULTI_TURN, behavior_logprobs=[-1, -1, -2], reference_logprobs=[-2, -1, -2.5]),  # KL 1 + 0 + 0.5
         sequence([False, True], behavior_logprobs=[-1], reference_logprobs=[-0.5]),  # KL -0.5
@@ -78,7 +78,7 @@ def test_a_kl_penalty_in_the_rewards_reaches_outcome_estimators_as_a_sum() -> No
     assert metrics == pytest.approx({"reward_kl": 1.0 / 4, "kl_reward_coef": 0.2})
 
 
-def test_a_kl_penalty_in_the_rewards_is_subtracted_per_token() -> None:
+def test_a_kl_penalty_in_the_rewards_is_subtracted_per_token():
     one = sequence(MULTI_TURN, behavior_logprobs=[-1, -1, -2], reference_logprobs=[-2, -1, -2.5])
     got, _ = assign(
         computed_by(advantage="gae", whiten_advantages=False, kl_reward_coef=0.2, gamma=0.5), [one], [1.0], [0]
@@ -90,21 +90,21 @@ def test_a_kl_penalty_in_the_rewards_is_subtracted_per_token() -> None:
     assert of_tokens(squared[0], "returns") == pytest.approx([-0.2 * (0.5 + 0.125), -0.2 * 0.125, -0.2 * 0.125])
 
 
-def test_an_adaptive_coefficient_changes_after_the_step_that_used_it() -> None:
+def test_an_adaptive_coefficient_changes_after_the_step_that_used_it():
     one = sequence([False, True], behavior_logprobs=[-1], reference_logprobs=[-3])
     assigner = computed_by(advantage="grpo_no_std", kl_reward_coef=0.1, kl_target=1.0, kl_horizon=10)
     seen = [assign(assigner, [one, one], [0.0, 0.0], [0, 0])[1]["kl_reward_coef"] for _ in range(2)]
     assert seen == pytest.approx([0.1, 0.1 * (1 + 0.2 * 2 / 10)])  # the error 2 / 1 - 1 is cut at 0.2
 
 
-def test_a_batch_of_trajectories_without_policy_tokens_is_accepted() -> None:
+def test_a_batch_of_trajectories_without_policy_tokens_is_accepted():
     silent = sequence([False, False], behavior_logprobs=[], reference_logprobs=[])
     for name in ("gae", "reinforce_plus_plus", "grpo"):
         got, _ = assign(computed_by(advantage=name, kl_reward_coef=0.1), [silent] * 2, [1.0, 1.0], [0, 0])
         assert not got[0].columns["advantages"].any()
 
 
-def test_branches_of_one_trajectory_count_once_and_share_its_advantage() -> None:
+def test_branches_of_one_trajectory_count_once_and_share_its_advantage():
     columns = {"behavior_logprobs": [-1.0], "reference_logprobs": [-2.0]}  # KL 1
     branches = [sequence([False, True], **columns), sequence([False, False, True], **columns)]
     other = sequence([False, True], behavior_logprobs=[-1.0], reference_logprobs=[-1.0])
@@ -150,7 +150,7 @@ def assign_all(dp_size: int, splits: list[list[list[int]]]) -> list[dict]:
     return [assign_share(dp_size, shares) for shares in splits]
 
 
-def test_two_ranks_give_the_advantages_of_one_process_also_for_split_groups_and_an_empty_rank() -> None:
+def test_two_ranks_give_the_advantages_of_one_process_also_for_split_groups_and_an_empty_rank():
     (alone,) = assign_all(1, [[list(range(12))]])
     splits = [
         [[8, 7, 6, 0, 1, 2], [3, 4, 5, 9, 10, 11]],

@@ -62,7 +62,7 @@ def with_returns(sequences: list[TokenSequence]) -> list[TokenSequence]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_values_equal_a_plain_forward_at_the_previous_token(tmp_path: Path, family: str) -> None:
+def test_values_equal_a_plain_forward_at_the_previous_token(tmp_path, family):
     path = save_classifier(tmp_path, family, AutoModelForTokenClassification)
     sequences = random_sequences(9)
     values = PackedModel(CONFIG, CRITIC, model_path=path).scores(sequences)
@@ -76,7 +76,7 @@ def test_values_equal_a_plain_forward_at_the_previous_token(tmp_path: Path, fami
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_scores_equal_a_plain_forward_at_the_last_token(tmp_path: Path, family: str) -> None:
+def test_scores_equal_a_plain_forward_at_the_last_token(tmp_path, family):
     path = save_classifier(tmp_path, family, AutoModelForSequenceClassification)
     sequences = [replace(s, columns={}) for s in random_sequences(9)]
     sequences.append(TokenSequence(input_ids=np.array([3]), loss_mask=np.array([False])))
@@ -89,7 +89,7 @@ def test_scores_equal_a_plain_forward_at_the_last_token(tmp_path: Path, family: 
 
 
 @pytest.mark.parametrize("family", [family for family in TRAINED_FAMILIES if family not in FAMILIES])
-def test_critic_and_reward_model_of_every_family_are_a_linear_head_on_its_backbone(tmp_path: Path, family: str) -> None:
+def test_critic_and_reward_model_of_every_family_are_a_linear_head_on_its_backbone(tmp_path, family):
     path = save_tiny_model(tmp_path / "causal", family, initializer_range=0.3)
     critic = PackedModel(CONFIG, CRITIC, model_path=path)
     head = critic.pretrained.score
@@ -107,7 +107,7 @@ def test_critic_and_reward_model_of_every_family_are_a_linear_head_on_its_backbo
         assert len(outputs) == 2 or outputs.std() > 0.1
 
 
-def test_a_critic_keeps_the_part_of_its_head_that_the_path_has(tmp_path: Path) -> None:
+def test_a_critic_keeps_the_part_of_its_head_that_the_path_has(tmp_path):
     critic = PackedModel(CONFIG, CRITIC, model_path=save_tiny_model(tmp_path / "causal")).pretrained
     torch.nn.init.ones_(critic.score.weight)
     critic.score.bias = None
@@ -117,7 +117,7 @@ def test_a_critic_keeps_the_part_of_its_head_that_the_path_has(tmp_path: Path) -
     assert again.score.bias.tolist() == [0.0]
 
 
-def test_a_causal_model_becomes_a_critic_that_predicts_zero_and_learns(tmp_path: Path) -> None:
+def test_a_causal_model_becomes_a_critic_that_predicts_zero_and_learns(tmp_path):
     config = replace(CONFIG, critic=replace(CONFIG.critic, value_clip=0.0))
     trainer, step = critic_of(save_tiny_model(tmp_path), config, total_updates=40)
     sequences = random_sequences(6)
@@ -136,7 +136,7 @@ def test_a_causal_model_becomes_a_critic_that_predicts_zero_and_learns(tmp_path:
     assert history[0]["num_tokens"] == sum(s.loss_mask.sum() for s in sequences)
 
 
-def test_the_critic_explains_rewards_of_fresh_batches_that_the_prompt_decides(tmp_path: Path) -> None:
+def test_the_critic_explains_rewards_of_fresh_batches_that_the_prompt_decides(tmp_path):
     """Combines values, outcomes, returns and updates as in a run; values are measured before the update."""
     config = replace(CONFIG, critic=CriticConfig(optimizer=OptimizerConfig(lr=1e-2)))
     trainer, step = critic_of(save_tiny_model(tmp_path), config, total_updates=60)
@@ -156,7 +156,7 @@ def test_the_critic_explains_rewards_of_fresh_batches_that_the_prompt_decides(tm
     assert np.mean(explained[-10:]) > 0.8
 
 
-def test_a_failed_update_of_the_critic_adds_nothing_to_the_next_one(tmp_path: Path) -> None:
+def test_a_failed_update_of_the_critic_adds_nothing_to_the_next_one(tmp_path):
     path = save_tiny_model(tmp_path)
     failed, still = (critic_of(path)[1] for _ in range(2))
     sequences = [
@@ -176,19 +176,19 @@ def test_a_failed_update_of_the_critic_adds_nothing_to_the_next_one(tmp_path: Pa
     assert failed.update(sequences) == still.update(sequences)
 
 
-def test_a_reward_model_without_its_head_is_refused(tmp_path: Path) -> None:
+def test_a_reward_model_without_its_head_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"trained sequence classifier, got .* without \['score\.weight'\]"):
         PackedModel(CONFIG, REWARD_MODEL, model_path=save_tiny_model(tmp_path))
 
 
-def test_a_critic_with_several_labels_is_refused(tmp_path: Path) -> None:
+def test_a_critic_with_several_labels_is_refused(tmp_path):
     backbone = save_tiny_model(tmp_path / "causal")
     AutoModelForTokenClassification.from_pretrained(backbone, num_labels=3).save_pretrained(tmp_path / "three")
     with pytest.raises(ValueError, match="one label"):
         PackedModel(CONFIG, CRITIC, model_path=str(tmp_path / "three"))
 
 
-def test_the_value_loss_is_clipped_as_worked_by_hand() -> None:
+def test_the_value_loss_is_clipped_as_worked_by_hand():
     values = torch.tensor([1.0, 0.1, 1.0, -3.0], requires_grad=True)
     old, returns = torch.tensor([0.0, 0.0, 0.9, 0.0]), torch.tensor([2.0, 2.0, 2.0, 1.0])
     loss, clipped = value_loss(values, old, returns, clip=0.2)
@@ -202,7 +202,7 @@ def test_the_value_loss_is_clipped_as_worked_by_hand() -> None:
     assert not never.any()
 
 
-def test_a_value_inside_the_interval_is_never_counted_as_clipped() -> None:
+def test_a_value_inside_the_interval_is_never_counted_as_clipped():
     """Old + (new - old) can differ from new in the last bit; this must not count as clipped."""
     generator = torch.Generator().manual_seed(3)
     old = -0.18 * torch.rand(100_000, generator=generator)
@@ -243,7 +243,7 @@ def assert_same(got: tuple, want: tuple) -> None:
         np.testing.assert_allclose(got[1][name], value, atol=2e-5, err_msg=name)
 
 
-def test_two_ranks_step_the_critic_as_one_process_does(tmp_path: Path) -> None:
+def test_two_ranks_step_the_critic_as_one_process_does(tmp_path):
     path = save_classifier(tmp_path, "qwen3", AutoModelForTokenClassification)
     alone, lonely = step_on(path, replace(CONFIG, max_tokens_per_micro_batch=10_000), 19), step_on(path, CONFIG, 1)
     two = replace(CONFIG, num_ranks=2)
@@ -257,7 +257,7 @@ def test_two_ranks_step_the_critic_as_one_process_does(tmp_path: Path) -> None:
     assert "score.bias" in alone[1]
 
 
-def test_four_ranks_step_the_critic_as_one_process_does(tmp_path: Path) -> None:
+def test_four_ranks_step_the_critic_as_one_process_does(tmp_path):
     path = save_classifier(tmp_path, "qwen3", AutoModelForTokenClassification)
     alone = step_on(path, replace(CONFIG, max_tokens_per_micro_batch=10_000), 19)
     four = replace(CONFIG, num_ranks=4)

@@ -2,7 +2,6 @@
 
 import functools
 import os
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -97,18 +96,18 @@ def assert_equal_to_the_plain_loop(path: str, ranks: list, dp: int, sp: int) -> 
 
 
 @pytest.mark.parametrize("family", TRAINED_FAMILIES)
-def test_one_process_equals_the_plain_loop(family: str, paths: dict[str, str]) -> None:
+def test_one_process_equals_the_plain_loop(family, paths):
     assert_equal_to_the_plain_loop(paths[family], [packed(paths[family], 1, 1)], 1, 1)
 
 
-def test_a_model_that_adds_tokens_of_its_own_to_a_sequence_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_model_that_adds_tokens_of_its_own_to_a_sequence_is_refused_by_name(tmp_path):
     AutoConfig.for_model("cpmant", num_hidden_layers=1).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="is of type cpmant, whose forward pass adds tokens of its own"):
         load_causal_lm(str(tmp_path), torch.float32)
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "lfm2"])
-def test_layers_that_carry_a_state_are_recomputed_on_the_same_sequences(family: str, paths: dict[str, str]) -> None:
+def test_layers_that_carry_a_state_are_recomputed_on_the_same_sequences(family, paths):
     recomputed = packed(paths[family], 1, 1, activation_checkpointing=True)
     assert_equal_to_the_plain_loop(paths[family], [recomputed], 1, 1)
 
@@ -121,27 +120,25 @@ def sequence_parallel(paths: dict[str, str]) -> dict[str, list]:
 
 
 @pytest.mark.parametrize("family", TRAINED_FAMILIES)
-def test_sequence_parallel_ranks_equal_the_plain_loop(
-    family: str, paths: dict[str, str], sequence_parallel: dict[str, list]
-) -> None:
+def test_sequence_parallel_ranks_equal_the_plain_loop(family, paths, sequence_parallel):
     assert_equal_to_the_plain_loop(paths[family], sequence_parallel[family], 1, 2)
 
 
-def test_two_by_two_ranks_equal_the_plain_loop(paths: dict[str, str]) -> None:
+def test_two_by_two_ranks_equal_the_plain_loop(paths):
     chosen = [paths[family] for family in (*FAMILIES, "qwen3_next")]
     results = run_on_ranks(4, every_family, chosen, [2], timeout_s=400.0)
     for index, path in enumerate(chosen):
         assert_equal_to_the_plain_loop(path, [result[0][index] for result in results], 2, 2)
 
 
-def test_four_sequence_parallel_ranks_equal_the_plain_loop(paths: dict[str, str]) -> None:
+def test_four_sequence_parallel_ranks_equal_the_plain_loop(paths):
     """More ranks than key-value heads, and states that pass through several ranks."""
     results = run_on_ranks(4, every_family, list(paths.values()), [4], timeout_s=400.0)
     for index, path in enumerate(paths.values()):
         assert_equal_to_the_plain_loop(path, [result[0][index] for result in results], 1, 4)
 
 
-def test_two_data_parallel_ranks_equal_the_plain_loop(paths: dict[str, str]) -> None:
+def test_two_data_parallel_ranks_equal_the_plain_loop(paths):
     chosen = [paths[family] for family in FAMILIES]
     results = run_on_ranks(2, every_family, chosen, [1], timeout_s=400.0)
     for index, path in enumerate(chosen):

@@ -60,7 +60,7 @@ def shards_without_weights(model_path: str) -> dict[str, Any]:
     return seen
 
 
-def test_only_the_first_rank_reads_weights_and_each_keeps_its_shard_of_a_copy(model_path: str) -> None:
+def test_only_the_first_rank_reads_weights_and_each_keeps_its_shard_of_a_copy(model_path):
     alone = Trainer(PLAIN, model_path=model_path, total_updates=1)
     rotary = alone.pretrained.model.rotary_emb.inv_freq.tolist()
     loss, weights = trained(alone)
@@ -78,7 +78,7 @@ def test_only_the_first_rank_reads_weights_and_each_keeps_its_shard_of_a_copy(mo
 
 
 @pytest.mark.parametrize("option", [{"offload_policy": True}, {"activation_checkpointing": True}])
-def test_memory_options_do_not_change_results(option: dict[str, bool], model_path: str) -> None:
+def test_memory_options_do_not_change_results(option, model_path):
     loss, weights = trained(Trainer(PLAIN, model_path=model_path, total_updates=1))
     got_loss, got = trained(Trainer(replace(PLAIN, **option), model_path=model_path, total_updates=1))
     assert got_loss == pytest.approx(loss, rel=1e-6)
@@ -86,7 +86,7 @@ def test_memory_options_do_not_change_results(option: dict[str, bool], model_pat
         np.testing.assert_allclose(got[name], value, atol=1e-6, err_msg=name)
 
 
-def test_the_offload_policy_leaves_nothing_to_move(model_path: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_offload_policy_leaves_nothing_to_move(model_path, caplog):
     from learner.offload import OffloadPolicy
 
     config = replace(PLAIN, offload_policy=True, param_offload=True)
@@ -98,7 +98,7 @@ def test_the_offload_policy_leaves_nothing_to_move(model_path: str, caplog: pyte
     trained(trainer)
 
 
-def test_compiled_layers_compute_the_same(model_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_layers_compute_the_same(model_path, monkeypatch):
     compiled: list[Any] = []
     original = torch.compile
 
@@ -118,7 +118,7 @@ def test_compiled_layers_compute_the_same(model_path: str, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("size", [0, 3])
-def test_a_size_that_does_not_divide_the_ranks_is_refused(size: int) -> None:
+def test_a_size_that_does_not_divide_the_ranks_is_refused(size):
     with pytest.raises(ValueError, match=f"fsdp_size must be -1 or divide learner.num_ranks, got fsdp_size={size}"):
         LearnerConfig(num_ranks=4, fsdp_size=size)
 
@@ -133,15 +133,13 @@ def test_a_size_that_does_not_divide_the_ranks_is_refused(size: int) -> None:
         ("cpu", {"dtype": Dtype.bfloat16}, ("bfloat16", "float32", "bfloat16")),
     ],
 )
-def test_types_follow_from_the_device_and_the_options(
-    device: str, options: dict[str, Any], want: tuple[str, str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_types_follow_from_the_device_and_the_options(device, options, want, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *_: True)
     types = parameter_types(LearnerConfig(**options), torch.device(device))
     assert (types.compute, types.trained, types.frozen) == tuple(getattr(torch, name) for name in want)
 
 
-def test_a_gpu_without_bfloat16_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_without_bfloat16_is_refused_by_name(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *_: False)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "Old GPU")
     with pytest.raises(ValueError, match=r"learner\.dtype=auto needs .* bfloat16, got Old GPU; set .*=float32"):
@@ -159,7 +157,7 @@ def frozen_and_adapted(model_path: str, num_ranks: int) -> tuple[list[str], list
     return sorted(frozen), sorted(held), reference.scores(random_sequences(4))
 
 
-def test_frozen_weights_are_held_in_the_computing_type_and_adapters_in_float32(model_path: str) -> None:
+def test_frozen_weights_are_held_in_the_computing_type_and_adapters_in_float32(model_path):
     alone = frozen_and_adapted(model_path, 1)
     assert alone[:2] == (["torch.bfloat16"], ["False torch.bfloat16", "True torch.float32"])
     for frozen, held, scores in run_on_ranks(2, frozen_and_adapted, model_path, 2):
@@ -196,7 +194,7 @@ def fail_once(trainer: Trainer, sequences: list) -> None:
         trainer.update(sequences, Objective(loss=loss))
 
 
-def test_gradients_are_summed_over_the_ranks_once_per_update(model_path: str) -> None:
+def test_gradients_are_summed_over_the_ranks_once_per_update(model_path):
     alone = Trainer(PLAIN, model_path=model_path, total_updates=2)
     step = policy_step(alone, AlgorithmConfig())
     first, second = (step.run(random_sequences(12)) for _ in range(2))

@@ -6,7 +6,7 @@ import pytest
 import learner
 
 
-def test_the_public_names_of_learner_exist() -> None:
+def test_the_public_names_of_learner_exist():
     assert len(learner.__all__) == len(set(learner.__all__))
     for name in learner.__all__:
         assert getattr(learner, name) is not None
@@ -14,6 +14,6 @@ def test_the_public_names_of_learner_exist() -> None:
         _ = learner.torch
 
 
-def test_config_and_batching_do_not_import_torch() -> None:
+def test_config_and_batching_do_not_import_torch():
     code = "import sys, learner.config, learner.batching; sys.exit('torch' in sys.modules or 'ray' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -1,7 +1,6 @@
 """Adapters: training, publishing, and that publishing does not change the trained weights."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -46,7 +45,7 @@ MIXTURES = ["qwen2_moe", "deepseek_v3", "qwen3_next", "gpt_oss", "llama4_text", 
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *MIXTURES])
-def test_the_saved_policy_is_plain_and_computes_what_the_adapters_do(family: str, tmp_path: Path) -> None:
+def test_the_saved_policy_is_plain_and_computes_what_the_adapters_do(family, tmp_path):
     # With one expert per token, Granite's router has a weight of 1 whatever its logits are: no gradient.
     options = {"num_experts_per_tok": 2} if family == "granitemoehybrid" else {}
     trainer = trainer_of(save_tiny_model(tmp_path / "model", family, **options))
@@ -71,7 +70,7 @@ def test_the_saved_policy_is_plain_and_computes_what_the_adapters_do(family: str
         np.testing.assert_allclose(got, want, atol=5e-5)
 
 
-def test_with_adapters_off_the_model_is_the_one_it_came_from(tmp_path: Path) -> None:
+def test_with_adapters_off_the_model_is_the_one_it_came_from(tmp_path):
     path, sequences = save_tiny_model(tmp_path), random_sequences(5)
     trainer = trainer_of(path)
     start = trainer_of(path, replace(CONFIG, lora=LoraConfig())).scores(sequences)
@@ -88,7 +87,7 @@ def test_with_adapters_off_the_model_is_the_one_it_came_from(tmp_path: Path) -> 
     np.testing.assert_array_equal(trainer.scores(sequences)[0], adapted[0])
 
 
-def test_weights_merged_while_adapters_are_off_include_the_adapters(tmp_path: Path) -> None:
+def test_weights_merged_while_adapters_are_off_include_the_adapters(tmp_path):
     """A publish merges in a separate thread while the ranks score the reference, the actor without adapters."""
     trainer = trainer_of(save_tiny_model(tmp_path))
     trained(trainer)
@@ -100,7 +99,7 @@ def test_weights_merged_while_adapters_are_off_include_the_adapters(tmp_path: Pa
     assert all(torch.equal(meanwhile[name], tensor) for name, tensor in before.items())
 
 
-def test_a_model_without_adapters_cannot_switch_them_off(tmp_path: Path) -> None:
+def test_a_model_without_adapters_cannot_switch_them_off(tmp_path):
     model = AutoModelForCausalLM.from_pretrained(save_tiny_model(tmp_path))
     with (
         pytest.raises(ValueError, match=r"adapters to switch off, got none; set learner\.lora\.rank"),
@@ -109,7 +108,7 @@ def test_a_model_without_adapters_cannot_switch_them_off(tmp_path: Path) -> None
         pass
 
 
-def test_modules_that_are_not_there_are_named(tmp_path: Path) -> None:
+def test_modules_that_are_not_there_are_named(tmp_path):
     model = AutoModelForCausalLM.from_pretrained(save_tiny_model(tmp_path))
     with pytest.raises(ValueError, match=r"target_modules=\['nothing'\] .* 'nothing'"):
         add_adapters(model, LoraConfig(rank=2, target_modules=["nothing"]))
@@ -119,7 +118,7 @@ def adapted(model: PreTrainedModel) -> set[str]:
     return {name.partition(".lora_A")[0] for name, _ in model.named_parameters() if ".lora_A." in name}
 
 
-def test_all_linear_adapts_the_dense_layers_and_shared_experts_of_a_mixture(tmp_path: Path) -> None:
+def test_all_linear_adapts_the_dense_layers_and_shared_experts_of_a_mixture(tmp_path):
     model = AutoModelForCausalLM.from_pretrained(save_tiny_model(tmp_path, "deepseek_v3"))
     add_adapters(model, LoraConfig(rank=2))
     assert {name for name in adapted(model) if "gate_proj" in name} == {
@@ -129,7 +128,7 @@ def test_all_linear_adapts_the_dense_layers_and_shared_experts_of_a_mixture(tmp_
     assert not any(".mlp.experts" in name for name in adapted(model))
 
 
-def test_adapters_of_a_mixture_get_the_gradient_of_the_merged_weights(tmp_path: Path) -> None:
+def test_adapters_of_a_mixture_get_the_gradient_of_the_merged_weights(tmp_path):
     path, ids = save_tiny_model(tmp_path, "deepseek_v3"), torch.arange(12)[None]
     model, plain = (AutoModelForCausalLM.from_pretrained(path).eval() for _ in range(2))
     add_adapters(model, LoraConfig(rank=2, alpha=6))
@@ -148,7 +147,7 @@ def test_adapters_of_a_mixture_get_the_gradient_of_the_merged_weights(tmp_path: 
         torch.testing.assert_close(down.grad, 3 * up.T @ gradient, rtol=1e-3, atol=1e-4)
 
 
-def test_one_projection_of_a_mixture_is_adapted_alone(tmp_path: Path) -> None:
+def test_one_projection_of_a_mixture_is_adapted_alone(tmp_path):
     model = AutoModelForCausalLM.from_pretrained(save_tiny_model(tmp_path, "deepseek_v3"))
     add_adapters(model, LoraConfig(rank=2, target_modules=["gate_proj"]))
     assert adapted(model) == {"model.layers.0.mlp.gate_proj", "model.layers.1.mlp.shared_experts.gate_proj"}
@@ -170,9 +169,7 @@ def test_one_projection_of_a_mixture_is_adapted_alone(tmp_path: Path) -> None:
         ("llama", ["q_proj", "v_porj"], "no linear layer .* 'v_porj'"),
     ],
 )
-def test_a_target_without_adapters_is_refused_by_name(
-    family: str, targets: list[str], named: str, tmp_path: Path
-) -> None:
+def test_a_target_without_adapters_is_refused_by_name(family, targets, named, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(save_tiny_model(tmp_path, family))
     with pytest.raises(ValueError, match=rf"learner\.lora\.target_modules=.*{named}.*all-linear"):
         add_adapters(model, LoraConfig(rank=2, target_modules=targets))
@@ -188,9 +185,7 @@ def test_a_target_without_adapters_is_refused_by_name(
         ("qwen3_5_text", []),
     ],
 )
-def test_the_log_names_the_expert_tensors_without_adapters(
-    family: str, frozen: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_log_names_the_expert_tensors_without_adapters(family, frozen, tmp_path, caplog):
     trainer_of(save_tiny_model(tmp_path, family))
     said = [record.getMessage() for record in caplog.records if "have no adapters" in record.getMessage()]
     assert len(said) == bool(frozen)
@@ -211,7 +206,7 @@ def on_each_mesh(path: str, configs: list[LearnerConfig]) -> list:
     return [on_ranks(path, config) for config in configs]
 
 
-def test_two_ranks_train_and_publish_adapters_as_one_process_does(tmp_path: Path) -> None:
+def test_two_ranks_train_and_publish_adapters_as_one_process_does(tmp_path):
     path = save_tiny_model(tmp_path)
     metrics, weights = on_ranks(path, CONFIG)
     two = replace(CONFIG, num_ranks=2)
@@ -224,7 +219,7 @@ def test_two_ranks_train_and_publish_adapters_as_one_process_does(tmp_path: Path
             np.testing.assert_allclose(got[name], value, atol=3e-5, err_msg=name)
 
 
-def test_adapters_resume_bit_for_bit_and_are_exported_merged(tmp_path: Path) -> None:
+def test_adapters_resume_bit_for_bit_and_are_exported_merged(tmp_path):
     path = save_tiny_model(tmp_path / "model")
     trainer = trainer_of(path)
     trained(trainer)

@@ -25,7 +25,7 @@ def gradient(terms: LossTerms, of: LossInputs) -> Tensor:
     return torch.autograd.grad(terms.per_token.sum(), of.log_probs)[0]
 
 
-def test_ppo_clips_only_ratios_outside_the_bounds() -> None:
+def test_ppo_clips_only_ratios_outside_the_bounds():
     #        inside  up, wanted  up, unwanted  down, wanted  down, unwanted
     given = inputs([1.1, 1.5, 1.5, 0.5, 0.5], [2.0, 1.0, -1.0, -1.0, 1.0])
     terms = LOSSES.get("ppo_clip")(given, AlgorithmConfig(clip_low=0.2, clip_high=0.3))
@@ -34,7 +34,7 @@ def test_ppo_clips_only_ratios_outside_the_bounds() -> None:
     assert gradient(terms, given).tolist() == pytest.approx([-2.2, 0, 1.5, 0, -0.5], abs=1e-6)
 
 
-def test_dual_clip_bounds_the_loss_for_negative_advantages() -> None:
+def test_dual_clip_bounds_the_loss_for_negative_advantages():
     given = inputs([5.0, 2.0, 5.0], [-1.0, -1.0, 1.0])
     terms = LOSSES.get("ppo_clip")(given, AlgorithmConfig(dual_clip=3.0))
     assert terms.per_token.tolist() == pytest.approx([3.0, 2.0, -1.2], abs=1e-5)
@@ -42,7 +42,7 @@ def test_dual_clip_bounds_the_loss_for_negative_advantages() -> None:
     assert gradient(terms, given).tolist() == pytest.approx([0.0, 2.0, 0.0], abs=1e-5)
 
 
-def test_gspo_clips_the_geometric_mean_of_a_sequence() -> None:
+def test_gspo_clips_the_geometric_mean_of_a_sequence():
     given = inputs([4.0, 1.0, 1.1, 1.1], [1.0, 1.0, 2.0, 2.0], lengths=[2, 2])
     terms = LOSSES.get("gspo")(given, AlgorithmConfig(clip_low=0.2, clip_high=0.3))
     assert terms.per_token.tolist() == pytest.approx([-1.3, -1.3, -2.2, -2.2], abs=1e-5)
@@ -50,7 +50,7 @@ def test_gspo_clips_the_geometric_mean_of_a_sequence() -> None:
     assert gradient(terms, given).tolist() == pytest.approx([0.0, 0.0, -2.2, -2.2], abs=1e-5)
 
 
-def test_gspo_of_one_token_is_ppo() -> None:
+def test_gspo_of_one_token_is_ppo():
     for ratio, advantage in ((1.5, 1.0), (1.5, -1.0), (0.5, 1.0), (0.9, -2.0)):
         given = inputs([ratio], [advantage])
         ppo, gspo = (LOSSES.get(name)(given, AlgorithmConfig()) for name in ("ppo_clip", "gspo"))
@@ -58,7 +58,7 @@ def test_gspo_of_one_token_is_ppo() -> None:
         assert gradient(gspo, given).item() == pytest.approx(gradient(ppo, given).item(), abs=1e-6)
 
 
-def test_cispo_keeps_the_gradient_of_clipped_tokens() -> None:
+def test_cispo_keeps_the_gradient_of_clipped_tokens():
     given = inputs([1.5, 0.5, 1.1], [2.0, 1.0, -1.0])
     terms = LOSSES.get("cispo")(given, AlgorithmConfig(loss="cispo"))
     assert gradient(terms, given).tolist() == pytest.approx([-2.4, -0.8, 1.1], abs=1e-5)
@@ -67,7 +67,7 @@ def test_cispo_keeps_the_gradient_of_clipped_tokens() -> None:
 
 @pytest.mark.parametrize("name", ["ppo_clip", "gspo", "cispo"])
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
-def test_policies_far_apart_give_finite_losses_and_gradients(name: str, advantage: float) -> None:
+def test_policies_far_apart_give_finite_losses_and_gradients(name, advantage):
     given = inputs([1.0, 1.0], [advantage] * 2)
     given = replace(given, columns={**given.columns, "behavior_logprobs": torch.tensor([-300.0, 300.0])})
     terms = LOSSES.get(name)(given, AlgorithmConfig())
@@ -75,7 +75,7 @@ def test_policies_far_apart_give_finite_losses_and_gradients(name: str, advantag
     assert torch.isfinite(gradient(terms, given)).all()
 
 
-def test_gspo_gives_each_token_the_gradient_of_its_sequences_ratio() -> None:
+def test_gspo_gives_each_token_the_gradient_of_its_sequences_ratio():
     """Equation 13: the value is the sequence's ratio, and the derivative by a token's log-prob equals this value."""
     given = inputs([1.2, 0.9, 1.1], [1.0, 1.0, -2.0], lengths=[2, 1])
     terms = LOSSES.get("gspo")(given, AlgorithmConfig(clip_low=0.5, clip_high=0.5))
@@ -84,7 +84,7 @@ def test_gspo_gives_each_token_the_gradient_of_its_sequences_ratio() -> None:
     assert gradient(terms, given).tolist() == pytest.approx([-first, -first, 2 * second], abs=1e-5)
 
 
-def test_reinforce_is_minus_advantage_times_log_prob() -> None:
+def test_reinforce_is_minus_advantage_times_log_prob():
     given = inputs([1.0, 2.0], [3.0, -1.0])
     terms = LOSSES.get("reinforce")(given, AlgorithmConfig(loss="reinforce"))
     assert terms.per_token.tolist() == pytest.approx([6.0, math.log(2) - 2.0], abs=1e-6)
@@ -92,7 +92,7 @@ def test_reinforce_is_minus_advantage_times_log_prob() -> None:
 
 
 @pytest.mark.parametrize("name", ["ppo_clip", "gspo", "cispo"])
-def test_the_ratio_of_a_loss_uses_the_anchor(name: str) -> None:
+def test_the_ratio_of_a_loss_uses_the_anchor(name):
     given = inputs([3.0, 3.0], [1.0, 1.0])
     proximal = given.columns["behavior_logprobs"] + math.log(2.0)  # policy ÷ proximal is 1.5
     given = replace(given, columns={**given.columns, "proximal_logprobs": proximal})
@@ -101,7 +101,7 @@ def test_the_ratio_of_a_loss_uses_the_anchor(name: str) -> None:
         assert gradient(terms, given).tolist() == pytest.approx([-ratio] * 2, abs=1e-5)
 
 
-def test_gspo_is_not_clipped_by_an_engines_noise_when_anchored_at_the_proximal_policy() -> None:
+def test_gspo_is_not_clipped_by_an_engines_noise_when_anchored_at_the_proximal_policy():
     """Engine noise of 0.02 nats per token moves the mean of 200 tokens by about 1.4e-3, beyond the paper's bounds."""
     torch.manual_seed(0)
     given = inputs([1.0] * 200 * 64, [-1.0] * 200 * 64, lengths=[200] * 64)
@@ -116,11 +116,11 @@ def test_gspo_is_not_clipped_by_an_engines_noise_when_anchored_at_the_proximal_p
     assert clipped[Anchor.proximal] == 0.0
 
 
-def test_supervised_loss_is_minus_the_log_prob() -> None:
+def test_supervised_loss_is_minus_the_log_prob():
     assert negative_log_likelihood(inputs([1.0], [0.0])).per_token.tolist() == [2.0]
 
 
-def test_each_aggregation_gives_its_golden_weights() -> None:
+def test_each_aggregation_gives_its_golden_weights():
     given = inputs([1.0] * 4, [0.0] * 4, lengths=[1, 3])
     tokens = token_weights(given, Aggregation.token_mean, num_tokens=8, num_trajectories=4)
     sequences = token_weights(given, Aggregation.sequence_mean, num_tokens=8, num_trajectories=4)

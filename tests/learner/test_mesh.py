@@ -20,6 +20,6 @@ def timeouts_of(fsdp_size: int) -> list[float]:
 
 
 @pytest.mark.parametrize(("fsdp_size", "num_groups"), [(4, 3), (2, 4)])
-def test_every_process_group_has_the_step_timeout(fsdp_size: int, num_groups: int) -> None:
+def test_every_process_group_has_the_step_timeout(fsdp_size, num_groups):
     for seconds in run_on_ranks(4, timeouts_of, fsdp_size):
         assert seconds == [77.0] * num_groups

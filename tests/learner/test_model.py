@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -32,7 +31,7 @@ def reference(model_path: str, sequence: TokenSequence, temperature: float) -> n
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_packed_log_probs_equal_a_plain_forward(family: str, tmp_path: Path) -> None:
+def test_packed_log_probs_equal_a_plain_forward(family, tmp_path):
     path = save_tiny_model(tmp_path / "model", family)
     trainer = Trainer(CONFIG, model_path=path, total_updates=1, temperature=0.6)
     sequences = [*random_sequences(14, longest=60), one_token()]
@@ -45,7 +44,7 @@ def one_token() -> TokenSequence:
     return TokenSequence(input_ids=np.array([3]), loss_mask=np.array([False]), columns=empty)
 
 
-def test_a_sliding_window_is_kept_inside_each_sequence(tmp_path: Path) -> None:
+def test_a_sliding_window_is_kept_inside_each_sequence(tmp_path):
     config = MistralConfig(
         vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, sliding_window=5, initializer_range=0.2,
@@ -59,7 +58,7 @@ def test_a_sliding_window_is_kept_inside_each_sequence(tmp_path: Path) -> None:
         np.testing.assert_allclose(got, reference(path, sequence, 1.0), atol=2e-5)
 
 
-def test_bfloat16_stays_near_float32(tmp_path: Path) -> None:
+def test_bfloat16_stays_near_float32(tmp_path):
     path = save_tiny_model(tmp_path / "model")
     exact = Trainer(CONFIG, model_path=path, total_updates=1)
     rounded = Trainer(replace(CONFIG, dtype="bfloat16"), model_path=path, total_updates=1)
@@ -68,7 +67,7 @@ def test_bfloat16_stays_near_float32(tmp_path: Path) -> None:
         assert 0 < np.abs(one - other).max() < 0.3
 
 
-def test_short_sequences_share_calls_and_padding_is_bounded() -> None:
+def test_short_sequences_share_calls_and_padding_is_bounded():
     lengths = [900, 880, 300, *[20] * 200, *[11] * 40]
     layout = packed_layout(lengths, torch.device("cpu"))
     places = sum(count * length for count, length in layout.buckets)
@@ -84,9 +83,7 @@ def test_short_sequences_share_calls_and_padding_is_bounded() -> None:
 
 @pytest.mark.parametrize("chunk", [1, 5, 1000])
 @pytest.mark.parametrize(("scale", "cap"), [(1.0, None), (0.25, None), (1.0, 1.5), (3.0, 2.0)])
-def test_chunked_log_probs_have_the_values_and_gradients_of_log_softmax(
-    chunk: int, scale: float, cap: float | None
-) -> None:
+def test_chunked_log_probs_have_the_values_and_gradients_of_log_softmax(chunk, scale, cap):
     torch.manual_seed(0)
     hidden, weight, bias = torch.randn(13, 6), torch.randn(9, 6), torch.randn(9)
     targets = torch.randint(0, 9, (13,))
@@ -107,7 +104,7 @@ def test_chunked_log_probs_have_the_values_and_gradients_of_log_softmax(
         torch.testing.assert_close(one.grad.double(), other.grad, atol=1e-4, rtol=1e-4)
 
 
-def test_a_frozen_output_layer_gets_no_gradient_and_the_states_get_the_same() -> None:
+def test_a_frozen_output_layer_gets_no_gradient_and_the_states_get_the_same():
     torch.manual_seed(0)
     hidden, weight, targets = torch.randn(13, 6), torch.randn(9, 6), torch.randint(0, 9, (13,))
     gradients = []
@@ -121,17 +118,17 @@ def test_a_frozen_output_layer_gets_no_gradient_and_the_states_get_the_same() ->
     assert gradients[1][1] is None
 
 
-def test_a_path_without_a_model_is_named(tmp_path: Path) -> None:
+def test_a_path_without_a_model_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"got '.*nothing' without a config.json"):
         Trainer(CONFIG, model_path=str(tmp_path / "nothing"), total_updates=1)
 
 
-def test_greedy_sampling_has_no_log_probs_to_train_on(tmp_path: Path) -> None:
+def test_greedy_sampling_has_no_log_probs_to_train_on(tmp_path):
     with pytest.raises(ValueError, match="temperature must be > 0"):
         Trainer(CONFIG, model_path=save_tiny_model(tmp_path / "model"), total_updates=1, temperature=0.0)
 
 
-def test_a_requested_router_loss_is_logged_as_left_out(tmp_path: Path, caplog) -> None:
+def test_a_requested_router_loss_is_logged_as_left_out(tmp_path, caplog):
     path = save_tiny_model(tmp_path / "model", "qwen3_moe")
     load_causal_lm(path, torch.float32)
     assert "router" not in caplog.text
@@ -141,7 +138,7 @@ def test_a_requested_router_loss_is_logged_as_left_out(tmp_path: Path, caplog) -
     assert "does not add router_aux_loss_coef=0.001" in caplog.text
 
 
-def test_bfloat16_logits_are_not_rounded_before_the_softmax() -> None:
+def test_bfloat16_logits_are_not_rounded_before_the_softmax():
     generator = torch.Generator().manual_seed(0)
     hidden = (4 * torch.randn(64, 32, generator=generator)).bfloat16()
     weight = torch.randn(200, 32, generator=generator).bfloat16()

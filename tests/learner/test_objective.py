@@ -41,7 +41,7 @@ def proximal(**options) -> AlgorithmConfig:
         (Weight.sequence, 2.0, [1.0, 1.0, 1.0, 2.0]),
     ],
 )
-def test_each_weight_gives_its_golden_numbers(weight: Weight, cap: float, want: list[float]) -> None:
+def test_each_weight_gives_its_golden_numbers(weight, cap, want):
     config = proximal(weight=weight, weight_cap=cap)
     assert importance_weights(WEIGHTS.log(), trajectories(3, 1), config).tolist() == pytest.approx(want)
 
@@ -59,12 +59,12 @@ def test_each_weight_gives_its_golden_numbers(weight: Weight, cap: float, want: 
         ({"masks": [Mask.token, Mask.geometric]}, [0, 1, 1, 0]),
     ],
 )
-def test_each_mask_keeps_its_golden_tokens(options: dict, want: list[int]) -> None:
+def test_each_mask_keeps_its_golden_tokens(options, want):
     config = AlgorithmConfig(**options)
     assert kept_tokens(WEIGHTS.log(), trajectories(3, 1), config).int().tolist() == want
 
 
-def test_a_geometric_mean_is_as_strict_for_long_trajectories_as_for_short_ones() -> None:
+def test_a_geometric_mean_is_as_strict_for_long_trajectories_as_for_short_ones():
     """A mean of 1.01 per token is outside the band at any length; the product leaves its own band at 70 tokens."""
     for length, product in ((10, 1), (60, 1), (80, 0)):
         log_weights = torch.full((length,), math.log(1.01))
@@ -73,7 +73,7 @@ def test_a_geometric_mean_is_as_strict_for_long_trajectories_as_for_short_ones()
             assert kept.int().tolist() == [want] * length
 
 
-def test_k3_rejects_a_divergence_that_cancels_in_the_geometric_mean() -> None:
+def test_k3_rejects_a_divergence_that_cancels_in_the_geometric_mean():
     """Half of the tokens up by 0.2 nats, half down: the mean is 1, and the divergence is cosh(0.2) - 1 = 0.0201."""
     log_weights = torch.tensor([0.2, -0.2] * 50)
     for options, want in (
@@ -90,9 +90,7 @@ def test_k3_rejects_a_divergence_that_cancels_in_the_geometric_mean() -> None:
     st.sampled_from([0.0, 1.0, 2.0]),
     st.sets(st.sampled_from(list(Mask))),
 )
-def test_weights_stay_finite_for_very_different_policies(
-    log_weights: list[float], weight: Weight, cap: float, masks: set[Mask]
-) -> None:
+def test_weights_stay_finite_for_very_different_policies(log_weights, weight, cap, masks):
     config = proximal(weight=weight, weight_cap=cap, masks=sorted(masks))
     given_weights, of = torch.tensor(log_weights), trajectories(len(log_weights))
     weights = importance_weights(given_weights, of, config)
@@ -101,7 +99,7 @@ def test_weights_stay_finite_for_very_different_policies(
     assert kept_tokens(given_weights, of, config).dtype is torch.bool
 
 
-def test_masks_alone_leave_the_clip_at_the_behavior_policy() -> None:
+def test_masks_alone_leave_the_clip_at_the_behavior_policy():
     """With one update per step, the clip of policy ÷ behavior works with a mask, but not with a proximal anchor."""
     columns = {"behavior_logprobs": [math.log(0.2)] * 2, "advantages": [1.0, 1.0]}
     given_inputs = inputs([math.log(0.3), math.log(0.21)], **columns)
@@ -121,7 +119,7 @@ def inputs(policy: list[float], **columns: list[float]) -> LossInputs:
     )
 
 
-def test_decoupled_ppo_weighs_the_clipped_ratio_by_proximal_over_behavior() -> None:
+def test_decoupled_ppo_weighs_the_clipped_ratio_by_proximal_over_behavior():
     given_inputs = inputs(
         [math.log(0.6), math.log(0.6)],
         behavior_logprobs=[math.log(0.2)] * 2,
@@ -137,21 +135,21 @@ def test_decoupled_ppo_weighs_the_clipped_ratio_by_proximal_over_behavior() -> N
     assert gradient.tolist() == pytest.approx([0.0, 3.0], abs=1e-5)
 
 
-def test_in_a_step_of_one_update_the_ratio_is_one_and_the_weight_is_all() -> None:
+def test_in_a_step_of_one_update_the_ratio_is_one_and_the_weight_is_all():
     given_inputs = inputs([math.log(0.6)], behavior_logprobs=[math.log(0.2)], advantages=[1.0])
     terms = policy_objective(proximal(weight=Weight.token, weight_cap=2.0)).loss(given_inputs)
     assert terms.per_token.tolist() == pytest.approx([-2.0])  # min(3, 2) * 1
     assert torch.autograd.grad(terms.per_token.sum(), given_inputs.log_probs)[0].tolist() == pytest.approx([-2.0])
 
 
-def test_masked_tokens_are_counted_and_have_no_gradient() -> None:
+def test_masked_tokens_are_counted_and_have_no_gradient():
     given_inputs = inputs([-1.0, -1.0], behavior_logprobs=[-1.0, -4.0], advantages=[1.0, 1.0])
     terms = policy_objective(proximal(weight=Weight.token, masks=[Mask.token])).loss(given_inputs)
     assert terms.metrics["masked_fraction"].tolist() == [0.0, 1.0]
     assert torch.autograd.grad(terms.per_token.sum(), given_inputs.log_probs)[0].tolist() == [-1.0, 0.0]
 
 
-def test_entropy_bonus_and_kl_penalty_are_added() -> None:
+def test_entropy_bonus_and_kl_penalty_are_added():
     columns = {"behavior_logprobs": [-1.0], "advantages": [0.0], "reference_logprobs": [-2.0]}
     given_inputs = inputs([-1.0], **columns)
     config = AlgorithmConfig(entropy_coef=0.1, kl_coef=2.0, kl_estimator=KLEstimator.k2)
@@ -162,7 +160,7 @@ def test_entropy_bonus_and_kl_penalty_are_added() -> None:
     assert terms.metrics["reference_kl"].tolist() == [0.5]
 
 
-def test_the_behavior_kl_is_k3_and_squares_become_sample_sizes() -> None:
+def test_the_behavior_kl_is_k3_and_squares_become_sample_sizes():
     given_inputs = inputs([math.log(0.5), math.log(0.1)], behavior_logprobs=[math.log(0.25)] * 2, advantages=[1.0, 1.0])
     metrics = policy_objective(AlgorithmConfig()).loss(given_inputs).metrics
     assert metrics["behavior_kl"].tolist() == pytest.approx([1 - math.log(2), -0.6 + math.log(2.5)], abs=1e-6)
@@ -171,7 +169,7 @@ def test_the_behavior_kl_is_k3_and_squares_become_sample_sizes() -> None:
     assert not any(name.endswith("squared") for name in means)
 
 
-def test_effective_sample_size() -> None:
+def test_effective_sample_size():
     assert effective_sample_size(1.0, 1.0) == 1.0
     assert effective_sample_size(0.5, 1.0) == 0.25
     assert effective_sample_size(0.0, 0.0) == 0.0
@@ -186,7 +184,7 @@ def test_effective_sample_size() -> None:
         (KLEstimator.low_variance, [math.exp(-1), math.e - 2, 0.0]),
     ],
 )
-def test_each_kl_estimator_gives_its_golden_numbers(estimator: KLEstimator, want: list[float]) -> None:
+def test_each_kl_estimator_gives_its_golden_numbers(estimator, want):
     policy, reference = torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-2.0, -1.0, -3.0])
     assert kl_penalty(policy, reference, estimator).tolist() == pytest.approx(want, abs=1e-6)
 
@@ -200,13 +198,13 @@ def test_each_kl_estimator_gives_its_golden_numbers(estimator: KLEstimator, want
         (KLEstimator.low_variance, [1 - math.exp(-1), 1 - math.e]),
     ],
 )
-def test_each_kl_estimator_has_its_own_gradient(estimator: KLEstimator, want: list[float]) -> None:
+def test_each_kl_estimator_has_its_own_gradient(estimator, want):
     policy, reference = torch.tensor([-1.0, -2.0], requires_grad=True), torch.tensor([-2.0, -1.0])
     (gradient,) = torch.autograd.grad(kl_penalty(policy, reference, estimator).sum(), policy)
     assert gradient.tolist() == pytest.approx(want, abs=1e-6)
 
 
-def test_no_gradient_flows_through_a_weight() -> None:
+def test_no_gradient_flows_through_a_weight():
     for weight in (Weight.token, Weight.sequence):
         given_inputs = inputs([math.log(0.5)], behavior_logprobs=[math.log(0.4)], advantages=[1.0])
         terms = policy_objective(AlgorithmConfig(weight=weight, loss="reinforce")).loss(given_inputs)
@@ -214,13 +212,13 @@ def test_no_gradient_flows_through_a_weight() -> None:
         assert gradient.tolist() == pytest.approx([-1.25])  # the weight alone, not the weight's own slope
 
 
-def test_the_low_variance_estimator_is_bounded() -> None:
+def test_the_low_variance_estimator_is_bounded():
     far = kl_penalty(torch.tensor([-90.0]), torch.tensor([0.0]), KLEstimator.low_variance)
     assert far.tolist() == [10.0]
 
 
 @pytest.mark.parametrize("estimator", [KLEstimator.k3, KLEstimator.low_variance])
-def test_k3_keeps_small_divergences_and_bounds_large_ones(estimator: KLEstimator) -> None:
+def test_k3_keeps_small_divergences_and_bounds_large_ones(estimator):
     distances = [1e-7, -1e-5, 1e-4, 0.05, 90.0, -90.0]
     policy = torch.zeros(6, requires_grad=True)
     values = kl_penalty(policy, torch.tensor(distances), estimator)
@@ -233,19 +231,19 @@ def test_k3_keeps_small_divergences_and_bounds_large_ones(estimator: KLEstimator
 
 
 @pytest.mark.parametrize("num_samples", [10_000, 60_000, 10**9])
-def test_the_adaptive_coefficient_stays_positive_in_batches_beyond_its_horizon(num_samples: int) -> None:
+def test_the_adaptive_coefficient_stays_positive_in_batches_beyond_its_horizon(num_samples):
     """The paper's factor, 1 - 0.2 n ÷ horizon, is -0.2 at n = 60000."""
     coefficient = AdaptiveKLCoefficient(initial=0.1, target=6.0, horizon=10_000)
     assert coefficient.update(0.0, num_samples) == pytest.approx(0.08)
     assert coefficient.update(600.0, num_samples) == pytest.approx(0.096)
 
 
-def test_the_adaptive_coefficient_ignores_a_non_finite_divergence() -> None:
+def test_the_adaptive_coefficient_ignores_a_non_finite_divergence():
     coefficient = AdaptiveKLCoefficient(initial=0.1, target=6.0, horizon=10_000)
     assert [coefficient.update(value, 256) for value in (math.nan, math.inf)] == [0.1, 0.1]
 
 
-def test_the_adaptive_coefficient_follows_the_target() -> None:
+def test_the_adaptive_coefficient_follows_the_target():
     coefficient = AdaptiveKLCoefficient(initial=0.1, target=6.0, horizon=10_000)
     assert coefficient.update(12.0, 256) == pytest.approx(0.1 * (1 + 0.2 * 0.0256))
     assert coefficient.update(5.4, 1000) == pytest.approx(0.1 * 1.00512 * (1 - 0.1 * 0.1))
@@ -281,12 +279,12 @@ def test_the_adaptive_coefficient_follows_the_target() -> None:
         ({"kl_coef": float("nan")}, "kl_coef must be >= 0, got nan"),
     ],
 )
-def test_a_bad_option_is_named(options: dict, message: str) -> None:
+def test_a_bad_option_is_named(options, message):
     with pytest.raises(ValueError, match=message):
         AlgorithmConfig(**options)
 
 
-def test_the_example_of_a_users_own_loss_works(tmp_path: Path) -> None:
+def test_the_example_of_a_users_own_loss_works(tmp_path):
     page = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
     (tmp_path / "my_losses.py").write_text(page.split("```python\n")[1].split("```")[0])
     objective = policy_objective(AlgorithmConfig(loss=f"{tmp_path}/my_losses.py:bounded_reinforce")).loss

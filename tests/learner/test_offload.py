@@ -45,7 +45,7 @@ class Learner:
             return self.trainer.scores(random_sequences(1))[0]
 
 
-def test_by_default_everything_stays_on_the_device(model_path: str) -> None:
+def test_by_default_everything_stays_on_the_device(model_path):
     learner = Learner(PLAIN, model_path)
     for act in (learner.update, learner.log_prob, learner.residence.enter_rollout, learner.residence.enter_training):
         act()
@@ -53,7 +53,7 @@ def test_by_default_everything_stays_on_the_device(model_path: str) -> None:
     assert learner.residence.device_bytes() > 3 * learner.model_bytes  # weights and two moments
 
 
-def test_param_offload_frees_the_model_after_every_use(model_path: str) -> None:
+def test_param_offload_frees_the_model_after_every_use(model_path):
     learner = Learner(PARAM, model_path)
     assert (learner.flags, learner.residence.device_bytes()) == ((True, False), 0)
     for act in (learner.update, learner.log_prob):
@@ -63,7 +63,7 @@ def test_param_offload_frees_the_model_after_every_use(model_path: str) -> None:
     assert learner.residence._model.device_bytes() == 0
 
 
-def test_optimizer_offload_frees_the_moments_after_every_update(model_path: str) -> None:
+def test_optimizer_offload_frees_the_moments_after_every_update(model_path):
     learner = Learner(OPTIMIZER, model_path)
     learner.update()
     assert learner.flags == (False, True)
@@ -72,7 +72,7 @@ def test_optimizer_offload_frees_the_moments_after_every_update(model_path: str)
     assert learner.flags == (False, True)  # scoring needs no moments: they are not fetched
 
 
-def test_the_transition_frees_all_and_training_mode_restores_it(model_path: str) -> None:
+def test_the_transition_frees_all_and_training_mode_restores_it(model_path):
     learner = Learner(TRANSITION, model_path)
     learner.update()
     assert learner.flags == (False, False)
@@ -86,7 +86,7 @@ def test_the_transition_frees_all_and_training_mode_restores_it(model_path: str)
     assert learner.residence.metrics["trainer_device_bytes_after"] == full
 
 
-def test_an_update_loads_tensors_that_the_transition_offloaded(model_path: str) -> None:
+def test_an_update_loads_tensors_that_the_transition_offloaded(model_path):
     learner = Learner(TRANSITION, model_path)
     learner.residence.enter_rollout()
     learner.update()
@@ -97,7 +97,7 @@ def test_an_update_loads_tensors_that_the_transition_offloaded(model_path: str) 
 
 
 @pytest.mark.parametrize("config", [PARAM, OPTIMIZER, TRANSITION])
-def test_offloading_does_not_change_results(config: LearnerConfig, model_path: str) -> None:
+def test_offloading_does_not_change_results(config, model_path):
     moved, still = Learner(config, model_path), Learner(PLAIN, model_path)
     for _ in range(3):
         assert moved.update() == still.update()
@@ -107,7 +107,7 @@ def test_offloading_does_not_change_results(config: LearnerConfig, model_path: s
 
 
 @pytest.mark.parametrize("config", [PLAIN, PARAM, OPTIMIZER, TRANSITION])
-def test_a_checkpoint_loads_offloaded_tensors_and_restores_their_places(config: LearnerConfig, model_path: str) -> None:
+def test_a_checkpoint_loads_offloaded_tensors_and_restores_their_places(config, model_path):
     learner = Learner(config, model_path)
     learner.update()
     learner.residence.enter_rollout()
@@ -119,9 +119,7 @@ def test_a_checkpoint_loads_offloaded_tensors_and_restores_their_places(config: 
 
 
 @pytest.mark.parametrize("other", [{"param_offload": True}, {"optimizer_offload": True}])
-def test_the_transition_option_is_ignored_with_the_others_and_warns(
-    other: dict, model_path: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_transition_option_is_ignored_with_the_others_and_warns(other, model_path, caplog):
     with caplog.at_level(logging.WARNING, logger="learner.offload"):
         learner = Learner(replace(TRANSITION, **other), model_path)
     assert "offload_at_transition_only is ignored" in caplog.text
@@ -132,7 +130,7 @@ def test_the_transition_option_is_ignored_with_the_others_and_warns(
 
 
 @pytest.mark.parametrize("config", [PLAIN, PARAM, OPTIMIZER, TRANSITION])
-def test_after_an_error_the_flags_are_correct_and_the_learner_continues(config: LearnerConfig, model_path: str) -> None:
+def test_after_an_error_the_flags_are_correct_and_the_learner_continues(config, model_path):
     learner, still = Learner(config, model_path), Learner(PLAIN, model_path)
     learner.update()
     still.update()
@@ -149,7 +147,7 @@ def test_after_an_error_the_flags_are_correct_and_the_learner_continues(config: 
     assert learner.update() == still.update()
 
 
-def test_a_failed_update_adds_nothing_to_the_next_one(model_path: str) -> None:
+def test_a_failed_update_adds_nothing_to_the_next_one(model_path):
     learner, still = Learner(PARAM, model_path), Learner(PLAIN, model_path)
     backward, calls = torch.Tensor.backward, []
 
@@ -167,7 +165,7 @@ def test_a_failed_update_adds_nothing_to_the_next_one(model_path: str) -> None:
     assert learner.update() == still.update()
 
 
-def test_a_failed_move_changes_nothing() -> None:
+def test_a_failed_move_changes_nothing():
     tensors = [torch.arange(6.0), torch.arange(4.0)]
     movable, copy = MovableTensors(lambda: tensors), torch.Tensor.copy_
     want = [tensor.tolist() for tensor in tensors]
@@ -218,14 +216,14 @@ def both_sharded_runs(model_path: str) -> list[tuple[list[float], int, float]]:
     return [sharded_run(model_path, PLAIN), sharded_run(model_path, TRANSITION)]
 
 
-def test_sharded_parameters_leave_and_return(model_path: str) -> None:
+def test_sharded_parameters_leave_and_return(model_path):
     for still, moved in run_on_ranks(2, both_sharded_runs, model_path):
         assert moved[0] == still[0]
         assert moved[2] == still[2]
         assert moved[1] == 0 < still[1]
 
 
-def test_one_slab_holds_all_copies_and_is_used_again() -> None:
+def test_one_slab_holds_all_copies_and_is_used_again():
     tensors = [torch.arange(count, dtype=torch.float32) for count in (3, 1000, 1)]
     movable = MovableTensors(lambda: tensors)
     for _ in range(2):

@@ -16,17 +16,17 @@ from learner.trainer import ModelOptimizer, learning_rate
         (Schedule.cosine, [0.25, 0.5, 0.75, 1.0, 0.55, 0.1]),
     ],
 )
-def test_the_rate_warms_up_and_follows_its_shape(schedule: Schedule, want: list[float]) -> None:
+def test_the_rate_warms_up_and_follows_its_shape(schedule, want):
     config = OptimizerConfig(lr=1.0, schedule=schedule, warmup_steps=3, min_lr_ratio=0.1)
     updates = [0, 1, 2, 3, 8, 13]
     assert [learning_rate(config, update, 13) for update in updates] == pytest.approx(want)
 
 
-def test_the_rate_stays_at_its_end_after_the_last_update() -> None:
+def test_the_rate_stays_at_its_end_after_the_last_update():
     assert learning_rate(OptimizerConfig(lr=1.0, schedule=Schedule.linear), 50, 10) == 0.0
 
 
-def test_only_matrices_decay() -> None:
+def test_only_matrices_decay():
     model = nn.Linear(3, 2)
     before = model.weight.detach().clone(), model.bias.detach().clone()
     optimizer = ModelOptimizer(model, OptimizerConfig(lr=0.1, weight_decay=0.5), total_updates=1)
@@ -37,7 +37,7 @@ def test_only_matrices_decay() -> None:
     torch.testing.assert_close(model.bias.detach(), before[1])
 
 
-def test_the_norm_is_over_all_gradients_and_clips_them_together() -> None:
+def test_the_norm_is_over_all_gradients_and_clips_them_together():
     model = nn.Linear(1, 1)
     optimizer = ModelOptimizer(model, OptimizerConfig(lr=0.0, clip_grad_norm=1.0), total_updates=1)
     model.weight.grad, model.bias.grad = torch.tensor([[3.0]]), torch.tensor([4.0])
@@ -46,7 +46,7 @@ def test_the_norm_is_over_all_gradients_and_clips_them_together() -> None:
     assert moment == pytest.approx(0.1 * 0.8)  # (1 - beta1) of the clipped gradient
 
 
-def test_a_non_finite_gradient_is_skipped_and_counted() -> None:
+def test_a_non_finite_gradient_is_skipped_and_counted():
     model = nn.Linear(1, 1)
     before = model.weight.item()
     optimizer = ModelOptimizer(model, OptimizerConfig(lr=1.0), total_updates=2)

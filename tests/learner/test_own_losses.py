@@ -69,7 +69,7 @@ def seen() -> list[dict[str, np.ndarray]]:
     return imported
 
 
-def test_an_own_loss_gets_every_token_column_under_its_name(model_path: str, seen) -> None:
+def test_an_own_loss_gets_every_token_column_under_its_name(model_path, seen):
     experts = np.arange(6, dtype=np.int16).reshape(3, 2)
     groups = [group_of(1, sampled(3, 0, experts=experts)), group_of(2, sampled(4, 0))]
     sequences = [s for group in groups for s in group_sequences(group, all_columns=True)]
@@ -86,12 +86,12 @@ def test_an_own_loss_gets_every_token_column_under_its_name(model_path: str, see
     assert columns["experts"].tolist() == [[0.0, 0.0]] * 4 + experts.tolist(), "0 where a group has no such column"
 
 
-def test_a_built_in_loss_does_not_get_unused_columns() -> None:
+def test_a_built_in_loss_does_not_get_unused_columns():
     (sequence,) = group_sequences(group_of(1, sampled(3, 0, experts=np.zeros((3, 2), dtype=np.int16))))
     assert set(sequence.columns) == {"behavior_logprobs"}
 
 
-def test_options_reach_an_own_loss_and_are_refused_without_one(model_path: str) -> None:
+def test_options_reach_an_own_loss_and_are_refused_without_one(model_path):
     sequences = with_advantages(group_sequences(group_of(1, sampled(3, 0))))
     losses = []
     for options in ({}, {"factor": 3.0}):
@@ -104,7 +104,7 @@ def test_options_reach_an_own_loss_and_are_refused_without_one(model_path: str) 
         AlgorithmConfig(options={"factor": 3.0})
 
 
-def test_options_of_an_own_loss_are_set_on_the_command_line() -> None:
+def test_options_of_an_own_loss_are_set_on_the_command_line():
     loss = f"algorithm.loss={__file__}:watching"
     assert compose_run([loss, "algorithm.options={factor: 2.5, name: x}"]).algorithm.options == {
         "factor": 2.5,
@@ -112,7 +112,7 @@ def test_options_of_an_own_loss_are_set_on_the_command_line() -> None:
     }
 
 
-def test_an_own_loss_by_token_trains_branches_that_do_not_fit_together(model_path: str) -> None:
+def test_an_own_loss_by_token_trains_branches_that_do_not_fit_together(model_path):
     """Three branches of up to 9 tokens, with a budget of 12: a loss without the decorator is refused here."""
     turns = (sampled(3, 0), sampled(4, 1), sampled(4, 1), sampled(4, 0))
     sequences = with_advantages(group_sequences(group_of(1, *turns)))
@@ -125,7 +125,7 @@ def test_an_own_loss_by_token_trains_branches_that_do_not_fit_together(model_pat
         )
 
 
-def test_the_proximal_log_probs_of_an_own_loss_are_those_before_the_step(model_path: str) -> None:
+def test_the_proximal_log_probs_of_an_own_loss_are_those_before_the_step(model_path):
     sequences = with_advantages([s for i in range(2) for s in group_sequences(group_of(i, sampled(6, 0)))])
     halves = [replace(sequence, mini_batch=index) for index, sequence in enumerate(sequences)]
     config = replace(CONFIG, optimizer=OptimizerConfig(lr=1e-2))
@@ -140,7 +140,7 @@ def test_the_proximal_log_probs_of_an_own_loss_are_those_before_the_step(model_p
         moved(halves, num_mini_batches=2)
 
 
-def test_the_example_of_the_page_is_a_loss_by_token(tmp_path: Path) -> None:
+def test_the_example_of_the_page_is_a_loss_by_token(tmp_path):
     page = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
     (tmp_path / "my_losses.py").write_text(page.split("```python\n")[1].split("```")[0])
     assert not policy_objective(AlgorithmConfig(loss=f"{tmp_path}/my_losses.py:bounded_reinforce")).needs_trajectories

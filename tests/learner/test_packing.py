@@ -27,7 +27,7 @@ def sequences_of(lengths: list[int]) -> list[TokenSequence]:
 
 
 @given(lengths=LENGTHS, budget=st.integers(40, 90), extra=st.integers(0, 3))
-def test_every_token_is_packed_once_within_the_budget(lengths: list[int], budget: int, extra: int) -> None:
+def test_every_token_is_packed_once_within_the_budget(lengths, budget, extra):
     sequences = sequences_of(lengths)
     needed = len(pack(sequences, max_tokens=budget))
     batches = pack(sequences, max_tokens=budget, agree=lambda own: own + extra)
@@ -52,9 +52,7 @@ def test_every_token_is_packed_once_within_the_budget(lengths: list[int], budget
     budget=st.integers(40, 90),
     whole=st.booleans(),
 )
-def test_samples_share_the_prompt_but_not_the_token_before_the_loss(
-    prompts: list[tuple[int, list[int]]], budget: int, whole: bool
-) -> None:
+def test_samples_share_the_prompt_but_not_the_token_before_the_loss(prompts, budget, whole):
     ids = iter(range(1_000_000))
     sequences = []
     for num_prompt, responses in prompts:
@@ -106,7 +104,7 @@ def grouped(num_groups: int, num_prompt: int, response_lengths: list[int]) -> li
     ]
 
 
-def test_samples_of_a_prompt_go_to_the_same_micro_batches() -> None:
+def test_samples_of_a_prompt_go_to_the_same_micro_batches():
     """8 samples of 40 tokens after a prompt of 400: 720 tokens per prompt at best, 3,520 without sharing."""
     sequences = grouped(10, 400, [40] * 8)
     batches = pack(sequences, max_tokens=1600, share_prompts=True)
@@ -117,19 +115,19 @@ def test_samples_of_a_prompt_go_to_the_same_micro_batches() -> None:
     assert sum(len(batch.input_ids) for batch in without) == 10 * 8 * 440
 
 
-def test_a_long_prompt_is_packed_in_as_few_micro_batches_as_possible() -> None:
+def test_a_long_prompt_is_packed_in_as_few_micro_batches_as_possible():
     batches = pack(grouped(1, 600, [60] * 16), max_tokens=1000, share_prompts=True)
     assert len(batches) == 3  # 6 samples of 61 tokens beside 599, three times
     assert max(len(batch.input_ids) for batch in batches) <= 1000
 
 
-def test_attention_reads_a_bounded_multiple_of_the_budget() -> None:
+def test_attention_reads_a_bounded_multiple_of_the_budget():
     batches = pack(grouped(1, 900, [1] * 64), max_tokens=1000, share_prompts=True)
     assert all(sum(batch.lengths) <= 8 * 1000 for batch in batches)
     assert len(batches) == 8
 
 
-def test_branches_share_the_turns_before_the_fork() -> None:
+def test_branches_share_the_turns_before_the_fork():
     turns = {
         name: list(range(start, start + 50)) for name, start in (("prompt", 0), ("a", 100), ("b", 200), ("c", 300))
     }
@@ -151,7 +149,7 @@ def test_branches_share_the_turns_before_the_fork() -> None:
 
 
 @given(lengths=LENGTHS, budget=st.integers(40, 90))
-def test_tokens_that_no_prediction_needs_can_be_left_out(lengths: list[int], budget: int) -> None:
+def test_tokens_that_no_prediction_needs_can_be_left_out(lengths, budget):
     sequences = sequences_of(lengths)
     batches = [pack(sequences, max_tokens=budget, whole=whole) for whole in (True, False)]
     whole, cut = (
@@ -177,7 +175,7 @@ def test_tokens_that_no_prediction_needs_can_be_left_out(lengths: list[int], bud
 
 
 @given(lengths=LENGTHS)
-def test_each_target_is_predicted_by_the_token_before_it(lengths: list[int]) -> None:
+def test_each_target_is_predicted_by_the_token_before_it(lengths):
     sequences = sequences_of(lengths)
     batches = pack(sequences, max_tokens=64)
     in_loss = {int(i): index for index, s in enumerate(sequences) for i in s.input_ids[s.loss_mask]}
@@ -192,17 +190,17 @@ def test_each_target_is_predicted_by_the_token_before_it(lengths: list[int]) -> 
         assert int(batch.trajectory_lengths.sum()) == len(owners)
 
 
-def test_a_sequence_over_the_budget_names_the_option() -> None:
+def test_a_sequence_over_the_budget_names_the_option():
     with pytest.raises(ValueError, match=r"max_tokens_per_micro_batch.*got 16 for a sequence of 17"):
         pack(sequences_of([17]), max_tokens=16)
 
 
-def test_an_empty_rank_still_gets_its_micro_batches() -> None:
+def test_an_empty_rank_still_gets_its_micro_batches():
     batches = pack([], max_tokens=16, agree=lambda _: 2)
     assert [(len(b.input_ids), len(b.targets)) for b in batches] == [(1, 0), (1, 0)]
 
 
-def test_a_group_becomes_one_sequence_per_branch() -> None:
+def test_a_group_becomes_one_sequence_per_branch():
     group = make_group(
         group_id=1,
         attempt=0,
@@ -225,7 +223,7 @@ def test_a_group_becomes_one_sequence_per_branch() -> None:
     assert [s.input_ids.tolist() for s in group_sequences(group, samples=[1])] == [second.input_ids.tolist()]
 
 
-def test_a_first_token_in_the_loss_is_refused() -> None:
+def test_a_first_token_in_the_loss_is_refused():
     with pytest.raises(ValueError, match="first one"):
         TokenSequence(input_ids=np.ones(2), loss_mask=np.ones(2, dtype=bool))
     with pytest.raises(ValueError, match="aligned"):

@@ -109,7 +109,7 @@ def actor(models: dict[str, str], tmp_path: Path, config: LearnerConfig = CONFIG
     return worker
 
 
-def test_log_probs_and_entropies_equal_a_plain_forward(models: dict[str, str], tmp_path: Path) -> None:
+def test_log_probs_and_entropies_equal_a_plain_forward(models, tmp_path):
     worker, data = actor(models, tmp_path), rows()
     plain = AutoModelForCausalLM.from_pretrained(models["causal"]).eval()
     for temperature, meta_info in ((TEMPERATURE, {}), (1.3, {"temperature": 1.3, "micro_batch_size": 1})):
@@ -123,7 +123,7 @@ def test_log_probs_and_entropies_equal_a_plain_forward(models: dict[str, str], t
     assert worker._model.head.temperature == TEMPERATURE
 
 
-def test_the_reference_is_a_frozen_copy_and_equals_a_plain_forward(models: dict[str, str]) -> None:
+def test_the_reference_is_a_frozen_copy_and_equals_a_plain_forward(models):
     worker = ReferenceWorker(CONFIG, ALGORITHM, model_path=models["causal"], temperature=TEMPERATURE)
     worker.init_model()
     plain = AutoModelForCausalLM.from_pretrained(models["causal"]).eval()
@@ -134,7 +134,7 @@ def test_the_reference_is_a_frozen_copy_and_equals_a_plain_forward(models: dict[
         worker.save_checkpoint("anywhere", 1)
 
 
-def test_values_and_scores_are_at_verls_positions(models: dict[str, str]) -> None:
+def test_values_and_scores_are_at_verls_positions(models):
     data = rows()
     critic = CriticWorker(CONFIG, ALGORITHM, model_path=models["critic"], total_steps=20)
     critic.init_model()
@@ -157,7 +157,7 @@ def test_values_and_scores_are_at_verls_positions(models: dict[str, str]) -> Non
     assert float(values.abs().max()) > 0.1
 
 
-def test_updating_the_actor_changes_only_tokens_of_the_response_mask(models: dict[str, str], tmp_path: Path) -> None:
+def test_updating_the_actor_changes_only_tokens_of_the_response_mask(models, tmp_path):
     worker, data = actor(models, tmp_path, clip_low=9.0, clip_high=9.0), rows()
     before = worker.compute_log_prob(data).batch["old_log_probs"]
     mask = data.batch["attention_mask"][:, PROMPT:].clone()
@@ -175,7 +175,7 @@ def test_updating_the_actor_changes_only_tokens_of_the_response_mask(models: dic
     assert moved[1].sum() < -0.01
 
 
-def test_the_actor_publishes_the_next_version_after_an_update(models: dict[str, str], tmp_path: Path) -> None:
+def test_the_actor_publishes_the_next_version_after_an_update(models, tmp_path):
     worker, data = actor(models, tmp_path), rows()
     worker.publish_weights(0)
     old = worker.compute_log_prob(data).batch["old_log_probs"]
@@ -186,9 +186,7 @@ def test_the_actor_publishes_the_next_version_after_an_update(models: dict[str, 
         worker.publish_weights(2)
 
 
-def test_two_updates_a_step_start_from_the_old_log_probs_that_were_handed_in(
-    models: dict[str, str], tmp_path: Path
-) -> None:
+def test_two_updates_a_step_start_from_the_old_log_probs_that_were_handed_in(models, tmp_path):
     worker, data = actor(models, tmp_path, num_mini_batches=2, anchor=Anchor.proximal, weight=Weight.token), rows()
     old = worker.compute_log_prob(data).batch["old_log_probs"]
     data.batch["old_log_probs"], data.batch["advantages"] = old, torch.ones(4, RESPONSE)
@@ -198,7 +196,7 @@ def test_two_updates_a_step_start_from_the_old_log_probs_that_were_handed_in(
     assert metrics["actor/importance_weight"] == pytest.approx(np.exp(0.5), rel=1e-4)
 
 
-def test_updating_the_critic_brings_values_to_returns(models: dict[str, str]) -> None:
+def test_updating_the_critic_brings_values_to_returns(models):
     worker, data = CriticWorker(CONFIG, ALGORITHM, model_path=models["critic"], total_steps=60), rows()
     worker.init_model()
     data.batch["returns"] = torch.linspace(-1, 1, RESPONSE).expand(4, -1).contiguous()
@@ -218,14 +216,14 @@ def test_updating_the_critic_brings_values_to_returns(models: dict[str, str]) ->
         (lambda data: data.batch["position_ids"].add_(1), "position_ids must count"),
     ],
 )
-def test_invalid_rows_are_refused(models: dict[str, str], tmp_path: Path, change, message: str) -> None:
+def test_invalid_rows_are_refused(models, tmp_path, change, message):
     data = rows()
     change(data)
     with pytest.raises(ValueError, match=message):
         actor(models, tmp_path).compute_log_prob(data)
 
 
-def test_with_adapters_the_actor_is_its_own_reference(models: dict[str, str], tmp_path: Path) -> None:
+def test_with_adapters_the_actor_is_its_own_reference(models, tmp_path):
     config = LearnerConfig(device=Device.cpu, optimizer=CONFIG.optimizer, lora=LoraConfig(rank=4))
     worker, data = actor(models, tmp_path, config), rows()
     start = worker.compute_log_prob(data).batch["old_log_probs"]
@@ -242,7 +240,7 @@ def test_with_adapters_the_actor_is_its_own_reference(models: dict[str, str], tm
         actor(models, tmp_path).compute_ref_log_prob(data)
 
 
-def test_the_critic_is_offloaded_and_loaded_by_the_options(models: dict[str, str]) -> None:
+def test_the_critic_is_offloaded_and_loaded_by_the_options(models):
     config = LearnerConfig(device=Device.cpu, critic=CONFIG.critic, offload_at_transition_only=True)
     worker, data = CriticWorker(config, ALGORITHM, model_path=models["critic"], total_steps=20), rows()
     worker.init_model()

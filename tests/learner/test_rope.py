@@ -65,12 +65,12 @@ def differences(path: str, num_ranks: int, sp_size: int) -> list[float]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_rope_is_correct_up_to_the_original_length_and_longer_is_refused(kind: str, tmp_path: Path) -> None:
+def test_rope_is_correct_up_to_the_original_length_and_longer_is_refused(kind, tmp_path):
     assert max(differences(saved(tmp_path, kind), 1, 1)) < 3e-5
 
 
 @pytest.mark.parametrize("sp_size", [1, 2])
-def test_two_ranks_agree_on_the_rope_limit(sp_size: int, tmp_path: Path) -> None:
+def test_two_ranks_agree_on_the_rope_limit(sp_size, tmp_path):
     for found in run_on_ranks(2, every_kind, [saved(tmp_path, kind) for kind in KINDS], sp_size):
         assert max(found) < 3e-5
 
@@ -99,13 +99,11 @@ def every_kind(paths: list[str], sp_size: int) -> list[float]:
         ),
     ],
 )
-def test_the_limit_is_the_original_length_of_rope_that_depends_on_the_longest(
-    settings: dict[str, Any], limit: int | None
-) -> None:
+def test_the_limit_is_the_original_length_of_rope_that_depends_on_the_longest(settings, limit):
     assert rope_limit(settings) == limit
 
 
-def test_a_run_is_refused_before_it_starts_by_the_original_length(tmp_path: Path) -> None:
+def test_a_run_is_refused_before_it_starts_by_the_original_length(tmp_path):
     settings = {"max_position_embeddings": 131072, "original_max_position_embeddings": 4096}
     (tmp_path / "config.json").write_text(json.dumps(settings | {"rope_scaling": {"type": "longrope"}}))
     config = compose_run(["experiment=custom"])

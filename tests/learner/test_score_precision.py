@@ -11,7 +11,7 @@ from learner.heads import SCORE_HEAD
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_score_is_float32_and_not_rounded_to_the_type_of_the_model(dtype: torch.dtype) -> None:
+def test_a_score_is_float32_and_not_rounded_to_the_type_of_the_model(dtype):
     torch.manual_seed(0)
     linear = nn.Linear(64, 1, bias=True).to(dtype)
     with torch.no_grad():

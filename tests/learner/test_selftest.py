@@ -55,9 +55,7 @@ def assert_right(model: PackedModel, path: str) -> None:
         np.testing.assert_allclose(scores[sequence.loss_mask], expected, atol=3e-5)
 
 
-def test_if_packed_sequences_leak_each_gets_its_own_micro_batch(
-    hybrid: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_if_packed_sequences_leak_each_gets_its_own_micro_batch(hybrid, monkeypatch, caplog):
     without_help(monkeypatch)
     model = load(hybrid)
     assert model.selftest is not None
@@ -67,7 +65,7 @@ def test_if_packed_sequences_leak_each_gets_its_own_micro_batch(
 
 
 @pytest.mark.parametrize("family", ["rwkv"])
-def test_layers_that_only_run_alone_get_a_micro_batch_per_sequence(family: str, tmp_path: Path) -> None:
+def test_layers_that_only_run_alone_get_a_micro_batch_per_sequence(family, tmp_path):
     path = saved(tmp_path, family)
     model = load(path)
     assert model.selftest is not None
@@ -82,7 +80,7 @@ def refusal(path: str) -> str:
     return str(refused.value)
 
 
-def test_layers_that_get_only_part_of_the_tokens_are_refused_with_the_remedy(hybrid: str) -> None:
+def test_layers_that_get_only_part_of_the_tokens_are_refused_with_the_remedy(hybrid):
     for message in run_on_ranks(2, refusal, hybrid):
         assert NAMED in message
         assert "set learner.sp_size=1" in message
@@ -97,9 +95,7 @@ def test_layers_that_get_only_part_of_the_tokens_are_refused_with_the_remedy(hyb
         ("nemotron", "AttentionInterface"),
     ],
 )
-def test_a_model_that_the_learner_computes_wrongly_is_refused_by_name(
-    family: str, culprit: str, tmp_path: Path
-) -> None:
+def test_a_model_that_the_learner_computes_wrongly_is_refused_by_name(family, culprit, tmp_path):
     path = saved(tmp_path, family)
     with pytest.raises(ValueError, match=r".") as refused:
         load(path)
@@ -107,23 +103,19 @@ def test_a_model_that_the_learner_computes_wrongly_is_refused_by_name(
 
 
 @pytest.mark.parametrize("family", ["granite", "cohere", "gemma2"])
-def test_unknown_logit_transformations_are_refused(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unknown_logit_transformations_are_refused(family, tmp_path, monkeypatch):
     monkeypatch.setattr(heads, "logit_shape", lambda _config: pretrained.LogitShape())
     with pytest.raises(ValueError, match=r"its logits differ by .* computes: a linear map of the last hidden states"):
         load(saved(tmp_path, family))
 
 
-def test_an_output_layer_that_takes_other_than_the_last_hidden_states_is_refused_by_name(tmp_path: Path) -> None:
+def test_an_output_layer_that_takes_other_than_the_last_hidden_states_is_refused_by_name(tmp_path):
     with pytest.raises(ValueError, match=r"learner cannot train ElectraForCausalLM .* takes 16 values per token.* 32"):
         load(saved(tmp_path, "electra"))
 
 
 @pytest.mark.parametrize("family", ["gpt2", "opt", "mixtral"])
-def test_dropout_and_noise_of_a_family_are_off_and_logged(
-    family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_dropout_and_noise_of_a_family_are_off_and_logged(family, tmp_path, caplog):
     """The probability ratio needs the sampling policy; dropout would make a different model per micro-batch."""
     path = saved(tmp_path, family)
     with caplog.at_level(logging.INFO):
@@ -139,9 +131,7 @@ def test_dropout_and_noise_of_a_family_are_off_and_logged(
             np.testing.assert_allclose(trained, expected, atol=1e-6)
 
 
-def test_a_model_whose_training_and_scoring_differ_is_refused_by_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_whose_training_and_scoring_differ_is_refused_by_name(tmp_path, monkeypatch):
     monkeypatch.setattr(pretrained, "_RANDOM_WHILE_TRAINING", re.compile("(?!)"))
     with pytest.raises(ValueError, match=r"OPTDecoderLayer.* different values in training and in scoring") as refused:
         load(saved(tmp_path, "opt"))
@@ -149,9 +139,7 @@ def test_a_model_whose_training_and_scoring_differ_is_refused_by_name(
 
 
 @pytest.mark.parametrize("leaks", [False, True])
-def test_the_tolerance_of_half_precision_tells_leaks_from_rounding(
-    hybrid: str, leaks: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_tolerance_of_half_precision_tells_leaks_from_rounding(hybrid, leaks, monkeypatch):
     if leaks:
         without_help(monkeypatch)
     found = load(hybrid, dtype="bfloat16").selftest
@@ -159,7 +147,7 @@ def test_the_tolerance_of_half_precision_tells_leaks_from_rounding(
     assert found.packs is not leaks
 
 
-def test_the_self_test_does_not_change_the_model(hybrid: str) -> None:
+def test_the_self_test_does_not_change_the_model(hybrid):
     states = []
     for reason in ("compared with a load that tests", ""):
         torch.manual_seed(7)
@@ -174,15 +162,13 @@ def test_the_self_test_does_not_change_the_model(hybrid: str) -> None:
     assert all(parameter.grad is None and isinstance(parameter, DTensor) for parameter in head.parameters())
 
 
-def test_the_self_test_is_skipped_with_a_reason(
-    hybrid: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_self_test_is_skipped_with_a_reason(hybrid, monkeypatch, caplog):
     without_help(monkeypatch)
     assert load(hybrid, skip_selftest="checked by hand").selftest is None
     assert "checked by hand" in caplog.text
 
 
-def test_the_self_test_is_the_same_for_all_frozen_roles(hybrid: str) -> None:
+def test_the_self_test_is_the_same_for_all_frozen_roles(hybrid):
     for role in (ACTOR, CRITIC):
         found = PackedModel(CPU, role, model_path=hybrid).selftest
         assert found is not None
@@ -190,12 +176,12 @@ def test_the_self_test_is_the_same_for_all_frozen_roles(hybrid: str) -> None:
 
 
 @pytest.mark.parametrize(("family", "culprit"), [("bloom", "BloomAttention"), ("nemotron", "AttentionInterface")])
-def test_an_incorrect_critic_is_refused_by_name(family: str, culprit: str, tmp_path: Path) -> None:
+def test_an_incorrect_critic_is_refused_by_name(family, culprit, tmp_path):
     with pytest.raises(ValueError, match=culprit):
         PackedModel(CPU, CRITIC, model_path=saved(tmp_path, family))
 
 
-def test_a_model_type_without_the_head_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_model_type_without_the_head_is_refused_by_name(tmp_path):
     AutoConfig.for_model("t5").save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="no model with the head that this role needs for the model type 't5'"):
         load(str(tmp_path))
@@ -227,9 +213,7 @@ def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *, activation: s
 
 
 @pytest.mark.parametrize("honours", [True, False])
-def test_kernels_with_sequence_boundaries_get_them_and_are_checked(
-    hybrid: str, honours: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernels_with_sequence_boundaries_get_them_and_are_checked(hybrid, honours, monkeypatch):
     def deaf(*args: Any, cu_seqlens: Tensor | None = None, **rest: Any) -> Any:
         return modeling_qwen3_next.torch_chunk_gated_delta_rule(*args, **rest)
 
@@ -251,7 +235,7 @@ def test_kernels_with_sequence_boundaries_get_them_and_are_checked(
     assert model.head.recurrent.takes_boundaries is honours
 
 
-def test_samples_share_their_prompt_if_no_layer_carries_a_state(hybrid: str, tmp_path: Path) -> None:
+def test_samples_share_their_prompt_if_no_layer_carries_a_state(hybrid, tmp_path):
     for path, shares in ((saved(tmp_path, "qwen3"), True), (hybrid, False)):
         found = load(path).selftest
         assert found is not None
@@ -267,9 +251,7 @@ def model_shares(model: PackedModel) -> bool:
     return any(batch.token_index is not None for batch in model._pack(random_sequences(9)).micro_batches)
 
 
-def test_prompts_are_not_shared_if_sharing_changes_hidden_states(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_prompts_are_not_shared_if_sharing_changes_hidden_states(tmp_path, monkeypatch, caplog):
     without_positions = MicroBatch.to
 
     def to(batch: MicroBatch, device: torch.device) -> MicroBatch:
@@ -286,7 +268,7 @@ def test_prompts_are_not_shared_if_sharing_changes_hidden_states(
     assert_right(model, path)
 
 
-def test_the_method_for_recurrent_layers_is_logged(hybrid: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_method_for_recurrent_layers_is_logged(hybrid, caplog):
     with caplog.at_level(logging.INFO):
         load(hybrid)
     assert "1 x Qwen3NextGatedDeltaNet runs on padded sequences" in caplog.text
@@ -300,9 +282,7 @@ def test_the_method_for_recurrent_layers_is_logged(hybrid: str, caplog: pytest.L
         ("llama4_text", {"attention_chunk_size": 8192}),
     ],
 )
-def test_the_self_test_crosses_a_window_longer_than_its_sequences(
-    family: str, option: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_self_test_crosses_a_window_longer_than_its_sequences(family, option, tmp_path, monkeypatch):
     path = save_tiny_model(tmp_path / "model", family, initializer_range=0.3, **option)
     model = load(path)
     held = [vars(part)[name] for part in model.pretrained.modules() for name in option if vars(part).get(name)]

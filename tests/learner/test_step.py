@@ -1,5 +1,4 @@
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -25,7 +24,7 @@ def trainer_of(model_path: str) -> Trainer:
     return Trainer(CONFIG, model_path=model_path, total_updates=8)
 
 
-def test_every_mini_batch_is_an_update_and_all_tokens_are_trained_once(model_path: str) -> None:
+def test_every_mini_batch_is_an_update_and_all_tokens_are_trained_once(model_path):
     trainer, sequences = trainer_of(model_path), mini_batched(random_sequences(12), 4)
     metrics = policy_step(trainer, AlgorithmConfig(num_mini_batches=4)).run(sequences)
     assert trainer.optimizer.num_updates == 4
@@ -33,7 +32,7 @@ def test_every_mini_batch_is_an_update_and_all_tokens_are_trained_once(model_pat
     assert metrics["num_trajectories"] == 12
 
 
-def test_an_update_without_tokens_changes_neither_weights_nor_metrics(model_path: str) -> None:
+def test_an_update_without_tokens_changes_neither_weights_nor_metrics(model_path):
     """Momentum and weight decay alone would move the weights."""
     config = replace(CONFIG, optimizer=OptimizerConfig(lr=5e-3, weight_decay=0.1))
     sequences = mini_batched(random_sequences(6), 1)
@@ -56,7 +55,7 @@ def test_an_update_without_tokens_changes_neither_weights_nor_metrics(model_path
         torch.testing.assert_close(left, right.detach(), rtol=0, atol=0)
 
 
-def test_a_step_whose_masks_reject_every_token_moves_no_weight(model_path: str) -> None:
+def test_a_step_whose_masks_reject_every_token_moves_no_weight(model_path):
     """The rejected tokens stay in the loss with a gradient of zero; momentum and weight decay would move weights."""
     config = replace(CONFIG, optimizer=OptimizerConfig(lr=5e-3, weight_decay=0.1))
     trainer, sequences = Trainer(config, model_path=model_path, total_updates=8), mini_batched(random_sequences(6), 1)
@@ -69,7 +68,7 @@ def test_a_step_whose_masks_reject_every_token_moves_no_weight(model_path: str) 
         torch.testing.assert_close(left, right.detach(), rtol=0, atol=0)
 
 
-def test_the_proximal_policy_is_the_one_before_the_step(model_path: str) -> None:
+def test_the_proximal_policy_is_the_one_before_the_step(model_path):
     """The second update differs if the proximal log-probs are not those at the start of the step."""
     seen = []
 
@@ -90,7 +89,7 @@ def test_the_proximal_policy_is_the_one_before_the_step(model_path: str) -> None
     assert max(np.abs(a - before[s.input_ids.tobytes()]).max() for s, a in zip(sequences, after, strict=True)) > 1e-3
 
 
-def test_the_kl_penalty_pulls_towards_the_reference(model_path: str, tmp_path: Path) -> None:
+def test_the_kl_penalty_pulls_towards_the_reference(model_path, tmp_path):
     trainer = trainer_of(model_path)
     reference = PackedModel(CONFIG, REFERENCE, model_path=save_tiny_model(tmp_path / "reference", seed=1))
     algorithm = AlgorithmConfig(loss="reinforce", kl_coef=1.0, kl_estimator=KLEstimator.k2)
@@ -103,7 +102,7 @@ def test_the_kl_penalty_pulls_towards_the_reference(model_path: str, tmp_path: P
     assert history[-1]["reference_kl"] < 0.8 * history[0]["reference_kl"]
 
 
-def test_training_raises_log_probs_of_positive_advantages(model_path: str) -> None:
+def test_training_raises_log_probs_of_positive_advantages(model_path):
     trainer, sequences = trainer_of(model_path), random_sequences(6)
     signs = [1.0 if index % 2 else -1.0 for index in range(6)]
     behavior = trainer.scores(sequences)
@@ -120,7 +119,7 @@ def test_training_raises_log_probs_of_positive_advantages(model_path: str) -> No
     assert torch.isfinite(torch.tensor(moved)).all()
 
 
-def test_the_entropy_is_computed_only_if_requested(model_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_entropy_is_computed_only_if_requested(model_path, monkeypatch):
     trainer, sequences, asked = trainer_of(model_path), random_sequences(4), []
     forward = LogProbHead.forward
     monkeypatch.setattr(

@@ -41,7 +41,7 @@ def gae_of_one(rewards: list[float], values: list[float], last: float, gamma: fl
     ]
 
 
-def test_gae_follows_the_critic_and_stays_inside_each_trajectory() -> None:
+def test_gae_follows_the_critic_and_stays_inside_each_trajectory():
     rewards, values = torch.tensor([0.0, 1.0, 0.0, 0.0, 2.0]), torch.tensor([0.5, 0.6, 1.0, 1.0, 1.0])
     lengths = torch.tensor([2, 3])
     advantages, returns = generalized_advantages(rewards, values, lengths, gamma=1.0, gae_lambda=0.5)
@@ -51,7 +51,7 @@ def test_gae_follows_the_critic_and_stays_inside_each_trajectory() -> None:
     assert discounted.tolist() == pytest.approx([0.0, 0.4, -0.5, 0.0, 1.0])  # discounted returns less the values
 
 
-def test_a_truncated_trajectory_can_bootstrap() -> None:
+def test_a_truncated_trajectory_can_bootstrap():
     rewards, values = torch.tensor([0.0, 1.0, 7.0]), torch.tensor([0.5, 0.6, 3.0])
     advantages, _ = generalized_advantages(
         rewards, values, torch.tensor([2, 1]), gamma=1.0, gae_lambda=0.5, last_values=torch.tensor([1.0, 0.0])
@@ -64,7 +64,7 @@ def test_a_truncated_trajectory_can_bootstrap() -> None:
     st.floats(0, 1),
     st.floats(0, 1),
 )
-def test_gae_is_the_sum_that_the_paper_writes(trajectories, gamma: float, gae_lambda: float) -> None:
+def test_gae_is_the_sum_that_the_paper_writes(trajectories, gamma, gae_lambda):
     rewards = torch.tensor([r for t in trajectories for r, _ in t], dtype=torch.float64)
     values = torch.tensor([v for t in trajectories for _, v in t], dtype=torch.float64)
     last = torch.arange(len(trajectories), dtype=torch.float64)
@@ -81,12 +81,12 @@ def test_gae_is_the_sum_that_the_paper_writes(trajectories, gamma: float, gae_la
     assert returns.tolist() == pytest.approx((torch.tensor(want, dtype=torch.float64) + values).tolist(), abs=1e-9)
 
 
-def test_returns_to_go_are_discounted_from_each_token() -> None:
+def test_returns_to_go_are_discounted_from_each_token():
     got = returns_to_go(torch.tensor([1.0, 0.0, 4.0, 3.0]), torch.tensor([3, 1]), gamma=0.5)
     assert got.tolist() == [2.0, 2.0, 4.0, 3.0]
 
 
-def test_gae_whitens_its_advantages_but_not_the_returns() -> None:
+def test_gae_whitens_its_advantages_but_not_the_returns():
     batch = tokens([0.0, 1.0, 0.0, 0.0, 2.0], [2, 3], [0.5, 0.6, 1.0, 1.0, 1.0])
     plain = ADVANTAGES.get("gae")(
         batch, AlgorithmConfig(advantage="gae", gae_lambda=0.5, whiten_advantages=False), alone
@@ -100,7 +100,7 @@ def test_gae_whitens_its_advantages_but_not_the_returns() -> None:
     assert white.returns.tolist() == pytest.approx([0.8, 1.0, 1.25, 1.5, 2.0])
 
 
-def test_reinforce_plus_plus_standardizes_returns_over_the_tokens() -> None:
+def test_reinforce_plus_plus_standardizes_returns_over_the_tokens():
     one_token_each = ADVANTAGES.get("reinforce_plus_plus")(tokens([3, 1, 0, 0], [1] * 4), AlgorithmConfig(), alone)
     assert one_token_each.advantages.tolist() == pytest.approx([math.sqrt(2), 0.0, -math.sqrt(0.5), -math.sqrt(0.5)])
     # A trajectory of two tokens with a KL penalty of 0.5 at each, and one of one token.
@@ -112,21 +112,21 @@ def test_reinforce_plus_plus_standardizes_returns_over_the_tokens() -> None:
 
 @pytest.mark.parametrize("name", ["gae", "reinforce_plus_plus"])
 @pytest.mark.parametrize("reward", [0.1, 1e-8, 1e6])
-def test_equal_rewards_give_zero_token_advantages(name: str, reward: float) -> None:
+def test_equal_rewards_give_zero_token_advantages(name, reward):
     estimator = ADVANTAGES.get(name)
     assert is_token_level(estimator)
     got = estimator(tokens([reward] * 7, [1] * 7), AlgorithmConfig(), alone)
     assert got.advantages.tolist() == [0.0] * 7
 
 
-def test_a_small_difference_between_large_values_is_kept() -> None:
+def test_a_small_difference_between_large_values_is_kept():
     got = standardized(torch.tensor([1e6, 1e6 + 1], dtype=torch.float64), alone)
     assert got.tolist() == pytest.approx([-math.sqrt(0.5), math.sqrt(0.5)])
     assert standardized(torch.tensor([5.0], dtype=torch.float64), alone).tolist() == [0.0]
     assert standardized(torch.zeros(0, dtype=torch.float64), alone).tolist() == []
 
 
-def test_long_and_short_trajectories_sum_over_any_number_of_blocks() -> None:
+def test_long_and_short_trajectories_sum_over_any_number_of_blocks():
     lengths = torch.tensor([0, 1, 63, 64, 65, 500, 2, 128, 9000, 0, 3])  # blocks of blocks, too
     rewards = torch.randn(int(lengths.sum()), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     got = returns_to_go(rewards, lengths, gamma=0.97)
@@ -140,7 +140,7 @@ def test_long_and_short_trajectories_sum_over_any_number_of_blocks() -> None:
     torch.testing.assert_close(got, torch.tensor(want, dtype=torch.float64))
 
 
-def test_nan_rewards_stay_in_their_trajectory() -> None:
+def test_nan_rewards_stay_in_their_trajectory():
     rewards = torch.ones(300, dtype=torch.float64)
     rewards[150] = torch.nan
     got = returns_to_go(rewards, torch.tensor([100, 100, 100]), gamma=1.0)
@@ -149,7 +149,7 @@ def test_nan_rewards_stay_in_their_trajectory() -> None:
     assert got[151:200].isfinite().all()
 
 
-def test_noise_in_equal_tokens_is_not_whitened_to_size_one() -> None:
+def test_noise_in_equal_tokens_is_not_whitened_to_size_one():
     batch = TokenRewards(
         rewards=torch.tensor([0.5, 0.5 + 1e-7], dtype=torch.float64),
         lengths=torch.tensor([1, 1]),

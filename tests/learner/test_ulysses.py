@@ -87,7 +87,7 @@ def on_two_ranks() -> dict[str, Any]:
     return seen
 
 
-def test_two_ranks_exchange_heads_and_tokens() -> None:
+def test_two_ranks_exchange_heads_and_tokens():
     names = ("heads", "round trip", "strided", "gradient", "left", "group is set", "alone is identity")
     for rank, seen in enumerate(run_on_ranks(2, on_two_ranks)):
         assert all(seen[name] for name in names)
@@ -103,7 +103,7 @@ def test_two_ranks_exchange_heads_and_tokens() -> None:
         assert (seen["nested none"], seen["nested alone"], seen["restored"]) == (2, 1, 2)
 
 
-def test_without_a_group_everything_is_the_identity() -> None:
+def test_without_a_group_everything_is_the_identity():
     x = torch.randn(1, 4, 6, 2)
     assert gather_seq_scatter_heads(x, seq_dim=2, head_dim=1) is x
     assert gather_heads_scatter_seq(x, head_dim=2, seq_dim=1) is x
@@ -114,7 +114,7 @@ def test_without_a_group_everything_is_the_identity() -> None:
         assert manager.preprocess_data(data) is manager.postprocess_data(data) is data
 
 
-def test_tokens_are_padded_to_a_multiple_with_positions_of_their_own() -> None:
+def test_tokens_are_padded_to_a_multiple_with_positions_of_their_own():
     ids, positions = torch.tensor([[5, 6, 7, 8, 9]]), torch.tensor([[0, 1, 0, 1, 2]])
     padded, where, count = ulysses_pad(input_ids_rmpad=ids, position_ids_rmpad=positions, sp_size=4, pad_value=1)
     assert (padded.tolist(), where.tolist(), count) == ([[5, 6, 7, 8, 9, 1, 1, 1]], [[0, 1, 0, 1, 2, 0, 1, 2]], 3)
@@ -126,7 +126,7 @@ def test_tokens_are_padded_to_a_multiple_with_positions_of_their_own() -> None:
         ulysses_pad(ids, positions[:, :4], 2)
 
 
-def test_an_exchange_keeps_its_arguments_in_the_published_order() -> None:
+def test_an_exchange_keeps_its_arguments_in_the_published_order():
     for function, want in {
         gather_seq_scatter_heads: "x seq_dim head_dim unpadded_dim_size=0 group=None",
         gather_heads_scatter_seq: "x head_dim seq_dim group=None",
@@ -143,7 +143,7 @@ def test_an_exchange_keeps_its_arguments_in_the_published_order() -> None:
         assert got == want
 
 
-def test_heads_that_cannot_be_split_are_refused() -> None:
+def test_heads_that_cannot_be_split_are_refused():
     validate_ulysses_config(8, 4)
     with pytest.raises(ValueError, match="sp_size=4 for 6 heads"):
         validate_ulysses_config(6, 4)
@@ -152,7 +152,7 @@ def test_heads_that_cannot_be_split_are_refused() -> None:
 @pytest.mark.parametrize(
     ("kv_heads", "heads", "sp", "want"), [(4, 8, 2, 4), (2, 8, 4, 4), (6, 12, 4, 12), (4, 12, 6, 12)]
 )
-def test_kv_heads_are_repeated_as_little_as_possible(kv_heads: int, heads: int, sp: int, want: int) -> None:
+def test_kv_heads_are_repeated_as_little_as_possible(kv_heads, heads, sp, want):
     repeated = replicate_kv_heads(torch.arange(kv_heads), 0, heads, sp)
     assert len(repeated) == want
     for rank in range(sp):  # each query head still finds its key head, at its place within the rank

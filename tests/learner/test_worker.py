@@ -121,7 +121,7 @@ def outcomes(directory: str) -> list[tuple[dict[str, float], str]]:
     return run_on_ranks(2, one_step, directory, 2)
 
 
-def test_two_ranks_make_the_same_step_as_one(directory: str, outcomes: list[tuple[dict[str, float], str]]) -> None:
+def test_two_ranks_make_the_same_step_as_one(directory, outcomes):
     alone, path = one_step(directory, 1)
     for metrics, _ in outcomes:
         for name in ("loss", "grad_norm", "entropy", "ratio", "behavior_kl", "clip_fraction", "num_tokens", "lr"):
@@ -134,7 +134,7 @@ def test_two_ranks_make_the_same_step_as_one(directory: str, outcomes: list[tupl
         torch.testing.assert_close(two[name], value, atol=1e-5, rtol=1e-4)
 
 
-def test_the_record_replays_under_the_weights_that_were_trained(directory: str) -> None:
+def test_the_record_replays_under_the_weights_that_were_trained(directory):
     one_step(directory, 1)
     table = pq.read_table(f"{directory}/trajectories1/step_00000007_rank0.parquet").to_pylist()
     assert [(row["group_id"], row["lag"], row["reward"]) for row in table] == [
@@ -149,7 +149,7 @@ def test_the_record_replays_under_the_weights_that_were_trained(directory: str) 
 
 
 @pytest.mark.usefixtures("outcomes")
-def test_the_token_log_has_log_probs_before_the_update_from_one_rank(directory: str) -> None:
+def test_the_token_log_has_log_probs_before_the_update_from_one_rank(directory):
     (file,) = Path(directory, "tokens2").iterdir()
     rows = pq.read_table(file).to_pylist()
     assert [(row["group_id"], len(row["response_ids"])) for row in rows] == [(2, 3), (2, 5)]
@@ -162,7 +162,7 @@ def test_the_token_log_has_log_probs_before_the_update_from_one_rank(directory: 
 
 
 @pytest.mark.parametrize("max_lag", [0, 1])
-def test_a_batch_that_breaks_the_bound_is_refused(directory: str, max_lag: int) -> None:
+def test_a_batch_that_breaks_the_bound_is_refused(directory, max_lag):
     worker = start(directory, 1)
     with pytest.raises(StalenessError, match=rf"group 3 has lag 2 at learner version 7, outside 0\.\.{max_lag}"):
         worker.step(batch([3], max_lag=max_lag))
@@ -209,13 +209,13 @@ def weights_norm(worker: ActorWorker) -> float:
     return sum(float(parameter.full_tensor().norm()) for parameter in worker._model.head.parameters())
 
 
-def test_a_batch_lost_on_one_rank_changes_no_rank_and_can_be_planned_again(directory: str) -> None:
+def test_a_batch_lost_on_one_rank_changes_no_rank_and_can_be_planned_again(directory):
     (lost, before, after), (other, _, _) = run_on_ranks(2, a_lost_batch, directory)
     assert (lost, other) == ([1, 2], [])
     assert after != before
 
 
-def test_a_saved_policy_is_the_published_one(directory: str, tmp_path: Path) -> None:
+def test_a_saved_policy_is_the_published_one(directory, tmp_path):
     worker = start(directory, 1)
     worker.step(batch([1, 2]))
     worker.save_policy(str(tmp_path / "policy"))
@@ -226,7 +226,7 @@ def test_a_saved_policy_is_the_published_one(directory: str, tmp_path: Path) -> 
     assert not torch.equal(saved["lm_head.weight"], original["lm_head.weight"])
 
 
-def test_a_resumed_worker_makes_the_same_next_step(directory: str, tmp_path: Path) -> None:
+def test_a_resumed_worker_makes_the_same_next_step(directory, tmp_path):
     worker = start(directory, 1)
     worker.step(batch([1]))
     worker.save_checkpoint(str(tmp_path), 8, wait=False)
@@ -240,7 +240,7 @@ def test_a_resumed_worker_makes_the_same_next_step(directory: str, tmp_path: Pat
     assert (got["loss"], got["grad_norm"], got["lr"]) == (expected["loss"], expected["grad_norm"], expected["lr"])
 
 
-def test_worker_modes_offload_and_load(directory: str) -> None:
+def test_worker_modes_offload_and_load(directory):
     worker = start(directory, 1, offload_at_transition_only=True)
     worker.step(batch([1]))
     ScriptedBuffer.offers.clear()
@@ -255,7 +255,7 @@ def test_worker_modes_offload_and_load(directory: str) -> None:
     assert metrics["rollout_device_bytes_after"] == 0
 
 
-def test_every_sp_rank_of_a_group_gets_its_shard() -> None:
+def test_every_sp_rank_of_a_group_gets_its_shard():
     shards: list[Any] = ["first", "second"]
     (parts,), kwargs = PER_DP_RANK["dispatch_fn"](SimpleNamespace(world_size=4), shards)
     assert (parts, kwargs) == (["first", "first", "second", "second"], {})
