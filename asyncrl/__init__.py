@@ -5,49 +5,18 @@ The names below are resolved when they are first used: importing asyncrl loads n
 
 from __future__ import annotations
 
+# ruff: noqa: F403, F405 - the names are imported for type checkers only
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .single_controller import (
-        BatchData,
-        DataProto,
-        DataProtoConfig,
-        DataProtoFuture,
-        DataProtoItem,
-        Dispatch,
-        Execute,
-        RayClassWithInitArgs,
-        RayResourcePool,
-        RayWorkerGroup,
-        ResourcePoolManager,
-        Role,
-        Worker,
-        WorkerGroup,
-        create_colocated_worker_cls,
-        make_nd_compute_dataproto_dispatch_fn,
-        register,
-    )
+    from .single_controller import *
 
 __all__ = [
-    "BatchData",
-    "DataProto",
-    "DataProtoConfig",
-    "DataProtoFuture",
-    "DataProtoItem",
-    "Dispatch",
-    "Execute",
-    "RayClassWithInitArgs",
-    "RayResourcePool",
-    "RayWorkerGroup",
-    "ResourcePoolManager",
-    "Role",
-    "Worker",
-    "WorkerGroup",
-    "create_colocated_worker_cls",
-    "make_nd_compute_dataproto_dispatch_fn",
-    "register",
-]
+    "BatchData", "DataProto", "DataProtoConfig", "DataProtoFuture", "DataProtoItem", "Dispatch", "Execute",
+    "RayClassWithInitArgs", "RayResourcePool", "RayWorkerGroup", "ResourcePoolManager", "Role", "Worker",
+    "WorkerGroup", "create_colocated_worker_cls", "make_nd_compute_dataproto_dispatch_fn", "register",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

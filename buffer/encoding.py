@@ -19,7 +19,7 @@ from asyncrl.core.errors import WireError
 from asyncrl.core.trajectory import TURN_DTYPE, TrajectoryGroup
 from asyncrl.core.types import Prompt
 from asyncrl.single_controller import codec
-from asyncrl.single_controller.codec_numpy import buffer_of, checked_shape, dtype_of
+from asyncrl.single_controller.codec import buffer_of, checked_shape, dtype_of
 
 CHUNK_BYTES = 4 * 1024**2
 JOIN_BELOW_BYTES = 256 * 1024

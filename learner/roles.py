@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from asyncrl.single_controller.future import DataProtoFuture
+from asyncrl.single_controller.dispatch import DataProtoFuture
 
 from .config import AlgorithmConfig, LearnerConfig, OptimizerConfig
 from .types import RankBatch, SampleKey

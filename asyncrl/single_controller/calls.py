@@ -19,9 +19,15 @@ from typing import Any
 import ray
 
 from asyncrl.core.remote import fetch, fetch_async
-from asyncrl.single_controller.future import DataProtoFuture, _padding_size_key
 
-from .dispatch import MAGIC_ATTR, collect_all_to_all, collect_dp_compute, silent_ranks
+from .dispatch import (
+    MAGIC_ATTR,
+    DataProtoFuture,
+    _padding_size_key,
+    collect_all_to_all,
+    collect_dp_compute,
+    silent_ranks,
+)
 
 deadline_s: ContextVar[float | None] = ContextVar("call_deadline_s", default=None)
 """Deadline of a blocking call in seconds; None uses that of its group."""

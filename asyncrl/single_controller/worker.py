@@ -16,7 +16,7 @@ from asyncrl.core.stop_signals import keep_stop_blocked
 
 from .calls import FUSED_METHOD_SEPARATOR, attach_results
 from .dispatch import MAGIC_ATTR, Dispatch, Execute, materialize_async, register
-from .placement import RayClassWithInitArgs, free_port, unwrap
+from .resource_pool import RayClassWithInitArgs, free_port, unwrap
 
 
 class WorkerHelper:

@@ -22,14 +22,18 @@ from asyncrl.core.visible_gpus import NO_GPUS
 from .calls import PendingResult, PendingResults, Route, deadline_s, func_generator, shared
 from .dispatch import MAGIC_ATTR, Dispatch, Execute, get_predefined_dispatch_fn, get_predefined_execute_fn
 from .liveness import DeathWatch, address_of, first_to_end, last_words, state_of
-from .placement import RayClassWithInitArgs, Slot, master_address_port, slots_of, unwrap
 from .resource_pool import (
+    RayClassWithInitArgs,
     RayResourcePool,
     ResourcePool,
+    Slot,
     current_cluster,
     current_node,
     get_random_string,
+    master_address_port,
     node_addresses,
+    slots_of,
+    unwrap,
 )
 
 _log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 from asyncrl.core.errors import WireError
-from asyncrl.single_controller import codec, codec_torch
+from asyncrl.single_controller import codec, columns
 from asyncrl.single_controller.columns import deep_equal
 
 PREFIX = b"aRL\x01"
@@ -146,7 +146,7 @@ def test_jagged_tensors_keep_their_rows_and_their_holes():
 @pytest.mark.parametrize("offsets", [[0, 2, 9], [0, -1, 3], [1, 2, 3], [0, 2, 1]])
 def test_jagged_tensors_whose_rows_leave_the_values_are_refused(offsets):
     with pytest.raises(WireError, match="offsets"):
-        codec_torch.jagged_of(torch.arange(3.0), torch.tensor(offsets), None, 1)
+        columns.jagged_of(torch.arange(3.0), torch.tensor(offsets), None, 1)
 
 
 def test_not_contiguous_views_and_foreign_byte_orders_travel():

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from asyncrl.core.errors import WireError
 from asyncrl.single_controller import DataProto, codec
-from asyncrl.single_controller.codec_numpy import descriptor
+from asyncrl.single_controller.codec import descriptor
 from asyncrl.single_controller.serialization import from_parts, parts_of
 
 PREFIX = b"aRL\x01"

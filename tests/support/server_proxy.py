@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import psutil
 
-from asyncrl.single_controller.placement import free_port
+from asyncrl.single_controller.resource_pool import free_port
 from tests.support.faulty_proxy import FaultyProxy
 from tests.support.training_run import RunningTraining
 
