@@ -11,8 +11,7 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,20 +56,30 @@ def ask(run: str, request: FleetRequest, *, timeout_s: float) -> FleetAnswer:
     import ray
     from ray.exceptions import GetTimeoutError, RayError
 
-    with _connected(found["address"], found.get("node_address", "")):
+    own: dict[str, Any] = {"_node_ip_address": found["node_address"]} if found.get("node_address") else {}
+    try:
+        ray.init(found["address"], namespace=NAMESPACE, logging_level=logging.ERROR, log_to_driver=False, **own)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise ValueError(
+            f"--run {found['address']} must be the folder of a run, or the address of its Ray cluster (auto, or "
+            f"host:port); Ray says: {str(error).splitlines()[0]}"
+        ) from None
+    try:
         desk = _desk_of(str(folder.resolve()) if folder.is_dir() else "", run)
-        try:
-            return ray.get(desk.ask.remote(request), timeout=timeout_s)
-        except GetTimeoutError:
-            raise DeadlineError(
-                f"the run did not finish the request within --timeout-s={timeout_s:g} s and continues with it; "
-                f"'asyncrl leave --run {run}' lists the engines"
-            ) from None
-        except RayError as error:
-            raise ValueError(f"run {run} ended before it answered: {str(error).splitlines()[0]}") from None
+        return ray.get(desk.ask.remote(request), timeout=timeout_s)
+    except GetTimeoutError:
+        raise DeadlineError(
+            f"the run did not finish the request within --timeout-s={timeout_s:g} s and continues with it; "
+            f"'asyncrl leave --run {run}' lists the engines"
+        ) from None
+    except RayError as error:
+        raise ValueError(f"run {run} ended before it answered: {str(error).splitlines()[0]}") from None
+    finally:
+        ray.shutdown()
 
 
 def _read_address(folder: Path) -> dict[str, str]:
+    """Read a run's address. Raises `ValueError` if it has none, or if nothing listens there."""
     path = folder / ADDRESS_FILE
     if not path.is_file():
         what = "has a fleet of a fixed size" if (folder / "config.yaml").is_file() else "is not the folder of a run"
@@ -79,40 +88,18 @@ def _read_address(folder: Path) -> dict[str, str]:
             "'rollout_fleet.num_engines={min: 2, max: 8}'"
         )
     found = json.loads(path.read_text())
-    if (folder / "summary.json").is_file() or not _is_listening(found["address"]):
+    host, _, port = found["address"].rpartition(":")
+    has_ended = (folder / "summary.json").is_file()
+    if not has_ended:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
+        except OSError:
+            has_ended = True
+    if has_ended:
         raise ValueError(
             f"--run {folder}: this run has ended; start another, with checkpoint.resume=auto to continue it"
         )
     return found
-
-
-def _is_listening(address: str) -> bool:
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
-    except OSError:
-        return False
-    return True
-
-
-@contextmanager
-def _connected(address: str, node_address: str) -> Iterator[None]:
-    """Connect to a Ray cluster. Raises `ValueError` if there is none at this address."""
-    import ray
-
-    own: dict[str, Any] = {"_node_ip_address": node_address} if node_address else {}
-    try:
-        ray.init(address=address, namespace=NAMESPACE, logging_level=logging.ERROR, log_to_driver=False, **own)
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(
-            f"--run {address} must be the folder of a run, or the address of its Ray cluster (auto, or host:port); "
-            f"Ray says: {reason}"
-        ) from None
-    try:
-        yield
-    finally:
-        ray.shutdown()
 
 
 def _desk_of(name: str, run: str) -> Any:

@@ -45,12 +45,20 @@ from asyncrl.core.types import Lease, WeightOffer
 from .config import RolloutFleetConfig, SaveProgress
 from .engines.engine import Engine, SampleOutput, SampleRequest
 from .engines.model_files import Decode
-from .inflight import ON_ENGINE, GroupEnd, GroupLimit, GroupPhase, InflightGroup, InflightGroups, to_prefixes
+from .inflight import (
+    ON_ENGINE,
+    GroupEnd,
+    GroupLimit,
+    GroupPhase,
+    InflightGroup,
+    InflightGroups,
+    Settlement,
+    to_prefixes,
+)
 from .member import Member
 from .metrics import FleetCounters, FleetMeter
 from .rewards import WeightedRewards
 from .sample_log import SampleLog
-from .settlement import Settlement
 
 logger = logging.getLogger(__name__)
 
@@ -468,7 +476,7 @@ class RolloutLoop:
         if self._engine.has_failed and not output.finish_reason:
             group.end = group.end or GroupEnd.engine_failed
         num_tokens = group.take(request.id, output)
-        self._meter.generated(num_tokens)
+        self._meter.add(tokens_generated=num_tokens, tokens_in_flight=num_tokens)
         self._groups.note_places()
         if not group.outstanding:
             await self._leave_engine(group)

@@ -77,65 +77,38 @@ class FleetMeter:
     def loaded(self, seconds: float) -> None:
         """Count a weight load that paused generation for ``seconds``; they do not count as busy."""
         self._pass_time()
-        self._add(load_s=(seconds,))
+        self.add(load_s=(seconds,))
         if self._running:
-            self._add(busy_s=-min(seconds, self._counts["busy_s"]))
+            self.add(busy_s=-min(seconds, self._counts["busy_s"]))
 
-    def generated(self, num_tokens: int) -> None:
-        """Count policy tokens in an answer of the engine; they are in flight from now on."""
-        self._add(tokens_generated=num_tokens, tokens_in_flight=num_tokens)
-
-    def scored(self, seconds: float) -> None:
-        """Count ``seconds`` of scoring a group."""
-        self._add(reward_s=seconds)
-
-    def stored(self, num_tokens: int) -> None:
-        """Count a stored group."""
-        self._add(tokens_in_flight=-num_tokens, groups_finished=1)
-
-    def refused(self, num_tokens: int) -> None:
-        """Count a finished group that the buffer refused; the buffer counts its tokens as dropped."""
-        self._add(tokens_in_flight=-num_tokens, groups_refused=1)
-
-    def released(self, num_tokens: int) -> None:
-        """Count a group that was released unfinished."""
-        self._add(tokens_in_flight=-num_tokens, groups_released=1)
-
-    def failed(self, reason: str, number: int = 1) -> None:
-        """Count a failed attempt, or ``number`` failed responses of one attempt."""
-        self._add(groups_failed=Counter({reason: number}))
+    def add(self, **changes: Any) -> None:
+        """Add to counters, by their names in `FleetCounters`."""
+        for name, change in changes.items():
+            self._counts[name] = self._counts[name] + change
 
     def counters(self) -> FleetCounters:
         """Return the counters up to now."""
         self._pass_time()
         return FleetCounters(**self._counts)
 
-    def _add(self, **changes: Any) -> None:
-        for name, change in changes.items():
-            self._counts[name] = self._counts[name] + change
-
     def _pass_time(self) -> None:
         now = self._clock()
         if self._running:
-            self._add(busy_s=now - self._since)
+            self.add(busy_s=now - self._since)
         elif self._asking:
-            self._add(wait_s=now - self._since)
+            self.add(wait_s=now - self._since)
         self._since = now
 
 
-class MemberNotes:
-    """Records the states and epochs of a member in the run's profile; ``lane`` as for `record.span`."""
+def note_member(member: Member, lane: str) -> None:
+    """Record the state and epoch of a member, and all later ones, in the run's profile, on ``lane``."""
+    span = record.NO_SPAN
 
-    def __init__(self, lane: str) -> None:
-        self._lane = lane
-        self._span = record.NO_SPAN
+    def note(state: MemberState, epoch: int) -> None:
+        nonlocal span
+        span.close()
+        span = record.span(SpanKind.member, lane=lane, cause=state)
+        record.level(LevelName.epoch, epoch, lane=lane)
 
-    def follow(self, member: Member) -> None:
-        """Record the state of a member, and every state that it enters from now on."""
-        member.on_enter = self._note
-        self._note(member.state, member.epoch)
-
-    def _note(self, state: MemberState, epoch: int) -> None:
-        self._span.close()
-        self._span = record.span(SpanKind.member, lane=self._lane, cause=state)
-        record.level(LevelName.epoch, epoch, lane=self._lane)
+    member.on_enter = note
+    note(member.state, member.epoch)

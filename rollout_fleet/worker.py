@@ -31,7 +31,7 @@ from .engines.model_files import load_decoder
 from .evaluation import HeldOutAnswers
 from .loop import RolloutLoop
 from .member import Member, member_limits
-from .metrics import FleetCounters, MemberNotes
+from .metrics import FleetCounters, note_member
 from .rewards import WeightedRewards
 from .sample_log import SampleLog
 
@@ -82,7 +82,7 @@ class RolloutWorker(Worker):
         decode = load_decoder(model_path)
         self._engine = make_engine(config, model_path=model_path, rank=self.rank, log_dir=log_dir, seed=seed)
         self._member = Member(f"engine-{self.rank}", member_limits(config), time.monotonic())
-        MemberNotes("/member").follow(self._member)
+        note_member(self._member, "/member")
         self._down = record.NO_SPAN
         self._stager = WeightStager(
             f"engine-{self.rank}", memory=Path(staging_dir), copies=copy_weights, timeout_s=config.load_timeout_s

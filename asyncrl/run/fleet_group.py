@@ -35,8 +35,8 @@ from asyncrl.weights.staging import LINKS
 from buffer import BufferConnection, BufferRole, ControlClient
 from rollout_fleet.config import RolloutFleetConfig
 from rollout_fleet.member import MemberState
+from rollout_fleet.membership import Presence, Roster
 from rollout_fleet.metrics import FleetCounters
-from rollout_fleet.roster import Presence, Roster
 from rollout_fleet.worker import RolloutWorker
 
 logger = logging.getLogger(__name__)

@@ -38,7 +38,7 @@ from asyncrl.core.types import AnsweredPrompt, Prompt
 from asyncrl.run.cluster import finished_in_thread
 from asyncrl.run.lives import Lives
 from rollout_fleet.member import Member, MemberState, member_limits
-from rollout_fleet.metrics import FleetCounters, MemberNotes
+from rollout_fleet.metrics import FleetCounters, note_member
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -106,7 +106,7 @@ class FleetMember:
         restarts = 0 if config.placement.colocated else fleet.restarts
         limits = replace(member_limits(fleet), restarts=restarts)
         self.member = Member(f"rollout worker {rank}", limits, time.monotonic())
-        MemberNotes(f"engine-{rank}/worker").follow(self.member)
+        note_member(self.member, f"engine-{rank}/worker")
         self._lives = Lives(self.member, self, run_errors=RUN_ERRORS, say=parts.say, on_change=parts.on_change)
         self._places = parts.places
         self._bury = parts.bury

@@ -44,19 +44,3 @@ def test_a_weight_load_of_an_idle_engine_takes_nothing_off():
     meter.running(0)
     meter.loaded(0.5)
     assert meter.counters().busy_s == 3.0
-
-
-def test_tokens_are_in_flight_until_stored_refused_or_released():
-    meter = FleetMeter(Clock())
-    meter.generated(10)
-    meter.generated(5)
-    meter.generated(3)
-    meter.generated(2)
-    meter.stored(10)
-    meter.refused(5)
-    meter.released(3)
-    meter.failed("reward")
-    counters = meter.counters()
-    assert (counters.tokens_generated, counters.tokens_in_flight) == (20, 2)
-    assert counters.groups_failed == {"reward": 1}
-    assert (counters.groups_finished, counters.groups_refused, counters.groups_released) == (1, 1, 1)

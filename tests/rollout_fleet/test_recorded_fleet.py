@@ -4,7 +4,7 @@ import pytest
 
 from rollout_fleet.engines.engine import SilenceWatch
 from rollout_fleet.member import Member, MemberLimits
-from rollout_fleet.metrics import MemberNotes
+from rollout_fleet.metrics import note_member
 from tests.support.rollout import running_loop, writes
 
 pytestmark = pytest.mark.usefixtures("virtual_time")
@@ -65,7 +65,7 @@ async def test_the_places_of_an_engine_are_noted_as_groups_begin_run_and_are_sto
 async def test_every_state_of_a_member_and_its_epochs_are_noted(recorded):
     limits = MemberLimits(start_s=9, stop_s=9, drain_s=9, restarts=1, window_s=99, backoff_s=1, longest_backoff_s=9)
     member = Member("engine-0", limits, 0.0)
-    MemberNotes("/member").follow(member)
+    note_member(member, "/member")
     member.started(0)
     member.offered(0, 3, 1.0, within_s=5)
     member.verified(0, 3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -136,13 +137,11 @@ class Workers:
     async def counters(self, rank, is_final=False):
         await asyncio.sleep(60 if self.hangs else 0)
         meter = FleetMeter()
-        meter.generated(100)
-        meter.stored(60)
+        meter.add(tokens_generated=100, tokens_in_flight=40, groups_finished=1, groups_failed=Counter(reward=1))
         if is_final and rank not in self.keeps_leases:
-            meter.released(40)
-        meter.failed("reward")
+            meter.add(tokens_in_flight=-40, groups_released=1)
         if rank == 0:
-            meter.failed("aborted")
+            meter.add(groups_failed=Counter(aborted=1))
         return meter.counters()
 
 
