@@ -35,8 +35,7 @@ from transformers import AutoTokenizer
 
 from asyncrl.cli.quickstart import make_assets
 from asyncrl.core.record import GroupEvent, LevelName, Pool, Recorder, SpanKind
-from asyncrl.profile.attribution import Attribution
-from asyncrl.profile.overlap import OverlapReport
+from asyncrl.profile.attribution import Attribution, OverlapReport
 from asyncrl.profile.trace import FOLDER, Span, StepWindow, Trace
 from benchmarks.random_models import save_random_qwen3
 from benchmarks.report import Target, print_report

@@ -8,17 +8,23 @@ counts. All sums are integer nanoseconds times places.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from heapq import merge
 from itertools import pairwise
-from typing import Self
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Self
 
-from asyncrl.core.record import LevelName, Pool, SpanKind
-from asyncrl.metrics import BUSY
-from asyncrl.profile.trace import BUFFER_LANE, CONTROLLER_LANE, Span, StepWindow, Trace
+from asyncrl.core.record import GroupEvent, LevelName, Pool, SpanKind
+from asyncrl.metrics import BUSY, PoolUse, RunUse
+from asyncrl.profile.trace import BUFFER_LANE, CONTROLLER_LANE, Span, StepWindow, Trace, TraceReader
+
+POOLS = (Pool.learner.value, Pool.fleet.value)
+_S = 1e-9
+_RECENT_STEPS = 10
 
 
 class FleetCause(StrEnum):
@@ -224,20 +230,10 @@ def swept(window: tuple[int, int], series: Mapping[str, Series]) -> Iterator[tup
 # Fleet
 
 _ENGINE_LEVELS = (
-    LevelName.capacity,
-    LevelName.running,
-    LevelName.tail,
-    LevelName.settling,
-    LevelName.parked,
-    LevelName.version,
+    *(LevelName.capacity, LevelName.running, LevelName.tail, LevelName.settling, LevelName.parked, LevelName.version),
 )
 _ENGINE_SPANS = (
-    SpanKind.down,
-    SpanKind.start,
-    SpanKind.released,
-    SpanKind.pause,
-    SpanKind.re_prefill,
-    SpanKind.evaluation,
+    *(SpanKind.down, SpanKind.start, SpanKind.released, SpanKind.pause, SpanKind.re_prefill, SpanKind.evaluation),
 )
 _WHOLE_ENGINE = (
     (SpanKind.down, FleetCause.engine_down),
@@ -268,33 +264,27 @@ def _engine_states(now: Mapping[str, int]) -> Iterator[tuple[str, int]]:
         if now[f"span.{kind}"]:
             yield cause, left
             return
-    running_state = FleetCause.re_prefill if now[f"span.{SpanKind.re_prefill}"] else BUSY
-    held = [(running_state, now[LevelName.running])]
-    if now[f"span.{SpanKind.evaluation}"]:
-        held.append((FleetCause.evaluation, left))
-    held += [
+    if not now["buffer.queued"]:  # why no sample starts in a free place
+        why_free = FleetCause.no_prompts
+    elif now["buffer.full"]:
+        why_free = FleetCause.buffer_full
+    elif not now["buffer.budget"]:
+        why_free = FleetCause.staleness_gate
+    else:
+        has_newest = now[LevelName.version] >= now["buffer.version"]
+        why_free = FleetCause.lease if has_newest else FleetCause.publish_wait
+    held = (
+        (FleetCause.re_prefill if now[f"span.{SpanKind.re_prefill}"] else BUSY, now[LevelName.running]),
+        (FleetCause.evaluation, left if now[f"span.{SpanKind.evaluation}"] else 0),
         (FleetCause.reward, now[LevelName.settling]),
         (FleetCause.publish_pause, now[LevelName.parked]),
         (FleetCause.group_tail, now[LevelName.tail]),
-        (_why_free(now), left),
-    ]
+        (why_free, left),
+    )
     for state, wanted in held:
-        places = min(left, max(0, wanted))
-        left -= places
-        if places:
+        if places := min(left, max(0, wanted)):
+            left -= places
             yield state, places
-
-
-def _why_free(now: Mapping[str, int]) -> FleetCause:
-    """Why no sample starts in a free place."""
-    if not now["buffer.queued"]:
-        return FleetCause.no_prompts
-    if now["buffer.full"]:
-        return FleetCause.buffer_full
-    if not now["buffer.budget"]:
-        return FleetCause.staleness_gate
-    has_newest = now[LevelName.version] >= now["buffer.version"]
-    return FleetCause.lease if has_newest else FleetCause.publish_wait
 
 
 # Learner
@@ -323,24 +313,22 @@ _WAITS_FOR = (
 
 
 def _learner_stretches(trace: Trace, window: tuple[int, int], fleet: Sequence[Stretch]) -> Iterator[Stretch]:
-    lanes = trace.lanes(Pool.learner)
-    working = Series.covering(edge for kind in _WORK for edge in _edges(trace.spans_of(kind)))
     shared = {
-        "working": working,
+        "working": Series.covering(edge for kind in _WORK for edge in _edges(trace.spans_of(kind))),
         "dispatched": Series.covering(_edges(trace.spans_of(SpanKind.dispatched))),
         "plan_wait": Series.covering(_edges(trace.spans_of(SpanKind.plan_wait))),
-        "evaluation": Series.covering(_edges(_of_controller(trace, SpanKind.evaluation))),
-        "checkpoint": Series.covering(_edges(_of_controller(trace, SpanKind.checkpoint))),
+        "no_batch": _no_batch(trace, window, fleet),
     }
-    fleet_states = _waits(trace, window, fleet)
-    for lane in lanes:
-        own = {f"span.{kind}": Series.covering(_edges(trace.spans_of(kind, lane))) for kind, _ in _BLOCKED}
-        own["work"] = Series.covering(edge for kind in _WORK for edge in _edges(trace.spans_of(kind, lane)))
-        own["down"] = Series.covering(_gaps(trace, lane))
-        for start, end, now in swept(window, {**shared, **own, **fleet_states.series}):
-            state = _rank_state(now)
-            if state is None:
-                state = fleet_states.causes[now["fleet"]]
+    for kind in (SpanKind.evaluation, SpanKind.checkpoint):
+        own = [span for span in trace.spans_of(kind) if span.lane.partition("/")[0] == CONTROLLER_LANE]
+        shared[kind.value] = Series.covering(_edges(own))
+    causes = list(LearnerCause)
+    for lane in trace.lanes(Pool.learner):
+        series = {f"span.{kind}": Series.covering(_edges(trace.spans_of(kind, lane))) for kind, _ in _BLOCKED}
+        series["work"] = Series.covering(edge for kind in _WORK for edge in _edges(trace.spans_of(kind, lane)))
+        series["down"] = Series.covering(_gaps(trace, lane))
+        for start, end, now in swept(window, {**shared, **series}):
+            state = _rank_state(now) or causes[now["no_batch"]]
             yield Stretch(lane=lane, start=start, end=end, state=str(state), places=1)
 
 
@@ -355,24 +343,16 @@ def _rank_state(now: Mapping[str, int]) -> str | None:
         return BUSY
     if now["working"]:
         return LearnerCause.rank_skew
-    if now["plan_wait"] and not now["dispatched"]:
+    if now["dispatched"]:
+        return LearnerCause.dispatch
+    if now["plan_wait"]:
         return None
-    for name, cause in (("checkpoint", LearnerCause.checkpoint), ("evaluation", LearnerCause.evaluation)):
-        if now[name] and not now["dispatched"]:
-            return cause
-    return LearnerCause.dispatch
+    found = (cause for cause in (LearnerCause.checkpoint, LearnerCause.evaluation) if now[cause])
+    return next(found, LearnerCause.dispatch)
 
 
-@dataclass(frozen=True)
-class _FleetStates:
-    """Why a batch was missing, over time: ``series["fleet"]`` holds an index into ``causes``."""
-
-    series: Mapping[str, Series]
-    causes: Sequence[str] = tuple(LearnerCause)
-
-
-def _waits(trace: Trace, window: tuple[int, int], fleet: Sequence[Stretch]) -> _FleetStates:
-    """The cause of a missing batch at each time.
+def _no_batch(trace: Trace, window: tuple[int, int], fleet: Sequence[Stretch]) -> Series:
+    """Why a batch is missing at each time, as an index into `LearnerCause`.
 
     The cause is ``batch_tail`` if the staleness bound stops free places from starting a group, and at most half
     of the step's peak number of samples still run.
@@ -388,16 +368,14 @@ def _waits(trace: Trace, window: tuple[int, int], fleet: Sequence[Stretch]) -> _
         running = now.get(BUSY, 0)
         peak = max(peak, running) if now["step"] == step else running
         step = now["step"]
-        changes.append((start, causes.index(_why_no_batch(now, running, peak))))
-    return _FleetStates({"fleet": Series(changes)}, causes)
-
-
-def _why_no_batch(now: Mapping[str, int], running: int, peak: int) -> LearnerCause:
-    if running:
-        is_closed = now.get(FleetCause.staleness_gate, 0) > 0
-        return LearnerCause.batch_tail if is_closed and 2 * running <= peak else LearnerCause.slow_generation
-    causes = (cause for state, cause in _WAITS_FOR if now.get(state, 0))
-    return next(causes, LearnerCause.dispatch)
+        if running:
+            is_tail = now.get(FleetCause.staleness_gate, 0) > 0 and 2 * running <= peak
+            cause = LearnerCause.batch_tail if is_tail else LearnerCause.slow_generation
+        else:
+            waits = (cause for state, cause in _WAITS_FOR if now.get(state, 0))
+            cause = next(waits, LearnerCause.dispatch)
+        changes.append((start, causes.index(cause)))
+    return Series(changes)
 
 
 # Spans and stretches
@@ -405,10 +383,6 @@ def _why_no_batch(now: Mapping[str, int], running: int, peak: int) -> LearnerCau
 
 def _edges(spans: Iterable[Span]) -> Iterator[tuple[int, int]]:
     return ((span.start, span.end) for span in spans if span.start < span.end)
-
-
-def _of_controller(trace: Trace, kind: SpanKind) -> list[Span]:
-    return [span for span in trace.spans_of(kind) if span.lane.partition("/")[0] == CONTROLLER_LANE]
 
 
 def _level(trace: Trace, name: str, lane: str) -> Series:
@@ -450,3 +424,205 @@ def _pool_time(stretches: Iterable[Stretch]) -> PoolTime:
         counts[stretch.state] += stretch.total
     idle = {state: total for state, total in counts.most_common() if state != BUSY and total}
     return PoolTime(capacity=counts.total(), busy=counts[BUSY], idle=idle)
+
+
+# The report of a run
+
+
+@dataclass(frozen=True)
+class LagSplit:
+    """Mean lag of a step's groups in learner steps, split into the lag before storage and the lag in the queue."""
+
+    mean: float = 0.0
+    before_queue: float = 0.0
+    in_queue: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figures:
+    """How one step, or all steps of the run, used its time.
+
+    Attributes:
+        duration: Nanoseconds from start to end.
+        num_steps: Number of learner steps.
+        pools: The time of the places of each pool, ``learner`` and ``fleet``.
+        num_lanes: Number of ranks or engines of each pool.
+        lag: Lag of the trained groups.
+    """
+
+    duration: int
+    num_steps: int
+    pools: Mapping[str, PoolTime]
+    num_lanes: Mapping[str, int]
+    lag: LagSplit
+
+    @property
+    def step_s(self) -> float:
+        """Measured seconds per step."""
+        return self.duration * _S / self.num_steps if self.num_steps else 0.0
+
+    def alone_s(self, pool: str) -> float:
+        """Seconds per step that a pool needs alone (`PoolTime.alone`)."""
+        return self.pools[pool].alone(pool, self.duration) * _S / self.num_steps if self.num_steps else 0.0
+
+    @property
+    def ideal_step_s(self) -> float:
+        """Seconds per step of the slower pool alone. Perfect overlap reaches this value."""
+        return max(self.alone_s(pool) for pool in POOLS)
+
+    @property
+    def efficiency(self) -> float:
+        """Ideal seconds per step divided by measured seconds per step; 1 is perfect overlap."""
+        return self.ideal_step_s / self.step_s if self.duration else 0.0
+
+    @property
+    def utilisation(self) -> float:
+        """Busy share of both pools, weighted by their number of ranks or engines."""
+        num_lanes = sum(self.num_lanes.values())
+        weighted = sum(self.pools[pool].utilisation * self.num_lanes[pool] for pool in POOLS)
+        return weighted / num_lanes if num_lanes else 0.0
+
+    def idle_s(self, pool: str) -> dict[str, float]:
+        """Idle seconds of the pool's average place by cause, largest first."""
+        time = self.pools[pool]
+        return {c: self.duration * _S * total / time.capacity for c, total in time.idle.items()}
+
+    def to_dict(self) -> dict[str, Any]:
+        """The figures as plain values. The integers are nanoseconds times places and add up exactly."""
+        pools = {
+            pool: {
+                "lanes": self.num_lanes[pool],
+                "utilisation": time.utilisation,
+                "alone_s": self.alone_s(pool),
+                "idle_s": self.idle_s(pool),
+                "capacity_ns": time.capacity,
+                "busy_ns": time.busy,
+                "idle_ns": dict(time.idle),
+            }
+            for pool, time in self.pools.items()
+        }
+        figures = {name: getattr(self, name) for name in ("step_s", "ideal_step_s", "efficiency", "utilisation")}
+        head = {"num_steps": self.num_steps, "duration_s": self.duration * _S}
+        return {**head, **figures, "lag": asdict(self.lag), **pools}
+
+    def flat(self) -> dict[str, float]:
+        """The figures of a step under dotted names. Example: ``learner.idle_s.fetch``."""
+        found = {"step_s": self.step_s, "ideal_step_s": self.ideal_step_s, "utilisation": self.utilisation}
+        found |= {f"lag.{name}": value for name, value in asdict(self.lag).items()}
+        for pool in POOLS:
+            found[f"{pool}.utilisation"] = self.pools[pool].utilisation
+            found |= {f"{pool}.idle_s.{cause}": seconds for cause, seconds in self.idle_s(pool).items()}
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverlapReport:
+    """How well generation and training overlapped (``overlap.json``). The steps add up to the run.
+
+    Attributes:
+        run: Figures from the start of the first step to the end of the last finished step.
+        steps: Version and figures of each step, in order of time. The version of a repeated step appears twice.
+        attribution: The idle time behind the figures.
+        recorded: How complete the record is, and the largest error of the clocks.
+    """
+
+    run: Figures
+    steps: Sequence[tuple[int, Figures]]
+    attribution: Attribution
+    recorded: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, trace: Trace) -> Self:
+        """Compute the report of the record so far."""
+        attribution = Attribution.of(trace)
+        steps = [step for step in trace.steps if not step.is_open]
+        lags: dict[int, list[tuple[int, int, int]]] = {step.version: [] for step in steps}
+        for group in trace.groups.values():
+            if group.step in lags and group.last(GroupEvent.stored) is not None:  # not stored by an earlier run
+                lags[group.step].append((group.lag, group.lag_before_queue, group.lag_in_queue))
+        num_lanes = {pool: attribution.num_lanes(pool) for pool in POOLS}
+
+        def figures(
+            duration: int, num_steps: int, pools: Iterable[PoolTime], lags: Sequence[tuple[int, int, int]]
+        ) -> Figures:
+            return Figures(
+                duration=duration,
+                num_steps=num_steps,
+                pools=dict(zip(POOLS, pools, strict=True)),
+                num_lanes=num_lanes,
+                lag=LagSplit(*(fmean(column) for column in zip(*lags, strict=True))),
+            )
+
+        per_step = zip(steps, *(attribution.per_step(pool, steps) for pool in POOLS), strict=True)
+        start, end = attribution.window
+        totals, all_lags = map(attribution.total, POOLS), [lag for of_step in lags.values() for lag in of_step]
+        return cls(
+            run=figures(end - start, len(steps), totals, all_lags),
+            steps=[(step.version, figures(step.duration, 1, time, lags[step.version])) for step, *time in per_step],
+            attribution=attribution,
+            recorded={
+                "processes": dict(Counter(process.pool for process in trace.processes)),
+                "dropped_records": trace.num_dropped,
+                "torn_files": sum(not process.is_whole for process in trace.processes),
+                "clock_error_ns": max((process.error_ns for process in trace.processes), default=0),
+            },
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The content of ``overlap.json``."""
+        steps = [{"step": version, **figures.to_dict()} for version, figures in self.steps]
+        return {"run": self.run.to_dict(), "steps": steps, "recorded": dict(self.recorded)}
+
+    def summary(self) -> dict[str, Any]:
+        """The part for ``summary.json``; idle seconds are those of an average place over the whole run."""
+        run = self.run
+        return {
+            "step_s": run.step_s,
+            "ideal_step_s": run.ideal_step_s,
+            "efficiency": run.efficiency,
+            "utilisation": {"both": run.utilisation, **{pool: run.pools[pool].utilisation for pool in POOLS}},
+            "idle_s": {pool: run.idle_s(pool) for pool in POOLS},
+            "lag": asdict(run.lag),
+        }
+
+
+class LiveUse:
+    """Adds up the finished steps of a run in progress; each step is read once.
+
+    Args:
+        run_dir: The run's folder.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._reader = TraceReader(run_dir)
+        self._upto: int | None = None
+        self._total: dict[str, Counter[str]] = {pool: Counter() for pool in POOLS}
+        self._recent: dict[str, deque[Counter[str]]] = {pool: deque(maxlen=_RECENT_STEPS) for pool in POOLS}
+        self._capacity: dict[str, int] = {}
+
+    def read(self) -> RunUse | None:
+        """The use up to the last finished step, or None before the first. Raises the errors of `TraceReader.read`."""
+        trace = self._reader.read()
+        # Compare times, not versions: a learner that returns to a checkpoint repeats steps.
+        new = [step for step in trace.steps if not step.is_open and (self._upto is None or step.end > self._upto)]
+        if new:
+            new[0] = replace(new[0], start=new[0].start if self._upto is None else self._upto)
+            self._upto = new[-1].end
+            attribution = Attribution.of(trace, (new[0].start, new[-1].end))
+            for pool in POOLS:
+                for window, time in zip(new, attribution.per_step(pool, new), strict=True):
+                    self._recent[pool].append(Counter({BUSY: time.busy, **time.idle}))
+                    self._total[pool].update(self._recent[pool][-1])
+                    self._capacity[pool] = round(time.capacity / window.duration) if window.duration else 0
+            self._reader.forget(before=new[-1].end)
+        return None if self._upto is None else RunUse(learner=self._use(Pool.learner), fleet=self._use(Pool.fleet))
+
+    def _use(self, pool: str) -> PoolUse:
+        recent = sum(self._recent[pool], Counter[str]())
+        return PoolUse(
+            name=pool,
+            capacity=self._capacity[pool],
+            busy_s=self._total[pool][BUSY] * _S,
+            idle_s={cause: time * _S for cause, time in self._total[pool].items() if cause != BUSY},
+            recent={cause: time / (recent.total() or 1) for cause, time in recent.items()},
+        )

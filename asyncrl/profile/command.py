@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from asyncrl.profile.overlap import POOLS, Figures, OverlapReport
+from asyncrl.profile.attribution import POOLS, Figures, OverlapReport
 from asyncrl.profile.perfetto import trace_events
 from asyncrl.profile.report import REPORT, write_report
 from asyncrl.profile.trace import FOLDER, Trace

@@ -22,7 +22,7 @@ import yaml
 from asyncrl.core.record import Pool
 from asyncrl.metrics import counted, in_words, json_object, read_json
 from asyncrl.profile import charts
-from asyncrl.profile.overlap import OverlapReport
+from asyncrl.profile.attribution import OverlapReport
 from asyncrl.profile.page import render
 from asyncrl.profile.run_advice import read_advice
 from asyncrl.profile.trace import Trace, TraceReader

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, TypeVar
 
 import msgpack
 
@@ -29,6 +29,7 @@ UNMEASURED_ERROR_NS = 1_000_000_000
 """Assumed error of a clock without measurements. The reader then compares the wall clocks of the hosts."""
 _CHUNK_BYTES = 1 << 20
 _WORST_OF_BEST = 8
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,7 +65,7 @@ class Process:
     lanes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Span:
     """An activity of a lane from ``start`` to ``end``.
 
@@ -93,7 +94,7 @@ class Span:
     is_open: bool = False
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Level:
     """The value of a count from ``time`` until the next level with the same name and lane."""
 
@@ -104,7 +105,7 @@ class Level:
     process: str = ""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Stamp:
     """An event in the life of a prompt group. `asyncrl.core.record.stamp` explains ``version`` and ``details``."""
 
@@ -133,11 +134,6 @@ class GroupLife:
         """The time of the last stamp of an event; None if there is none."""
         stamp = self.last(event)
         return None if stamp is None else stamp.time
-
-    @property
-    def num_attempts(self) -> int:
-        """Number of leases of the group."""
-        return sum(stamp.event == GroupEvent.lease for stamp in self.stamps)
 
     @property
     def lag(self) -> int:
@@ -202,14 +198,10 @@ class Trace:
     start: int = 0
     end: int = 0
 
-    @classmethod
-    def load(cls, run_folder: Path | str) -> Self:
-        """Read the trace of a run, which may still be in progress. To read it repeatedly, keep a `TraceReader`.
-
-        Raises:
-            FileNotFoundError: the run recorded nothing.
-        """
-        return TraceReader(run_folder).read(cls)
+    @staticmethod
+    def load(run_folder: Path | str) -> Trace:
+        """Read a run once, which may still be in progress. The errors are those of `TraceReader.read`."""
+        return TraceReader(run_folder).read()
 
     @property
     def num_dropped(self) -> int:
@@ -250,9 +242,15 @@ class Trace:
 
     def lanes(self, pool: str) -> tuple[str, ...]:
         """The lanes of engines or ranks in order, without sublanes such as ``learner-0/publish``."""
+
+        def by_number(lane: str) -> tuple[str, int, str]:
+            """Sort ``engine-10`` after ``engine-9``."""
+            name, _, number = lane.rpartition("-")
+            return (name, int(number), lane) if number.isdigit() else (lane, 0, lane)
+
         names = {process.name for process in self.processes if process.pool == pool}
         found = (lane for lane, recorded_by in self._names_by_lane.items() if "/" not in lane and recorded_by & names)
-        return tuple(sorted(found, key=_by_number))
+        return tuple(sorted(found, key=by_number))
 
     def processes_of(self, lane: str) -> tuple[Process, ...]:
         """The processes that recorded a lane, sorted by start. There are several if a process was replaced."""
@@ -285,18 +283,18 @@ class Trace:
 
     @cached_property
     def _spans_by_kind(self) -> Mapping[tuple[str, str | None], tuple[Span, ...]]:
-        found: dict[tuple[str, str | None], list[Span]] = defaultdict(list)
-        for span in self.spans:
-            found[span.kind, span.lane].append(span)
-            found[span.kind, None].append(span)
-        return {key: tuple(spans) for key, spans in found.items()}
+        return _grouped([*((s.kind, s.lane, s) for s in self.spans), *((s.kind, None, s) for s in self.spans)])
 
     @cached_property
-    def _levels_by_name(self) -> Mapping[tuple[str, str], tuple[Level, ...]]:
-        found: dict[tuple[str, str], list[Level]] = defaultdict(list)
-        for level in self.levels:
-            found[level.name, level.lane].append(level)
-        return {key: tuple(levels) for key, levels in found.items()}
+    def _levels_by_name(self) -> Mapping[tuple[str, str | None], tuple[Level, ...]]:
+        return _grouped((level.name, level.lane, level) for level in self.levels)
+
+
+def _grouped(rows: Iterable[tuple[str, str | None, _T]]) -> Mapping[tuple[str, str | None], tuple[_T, ...]]:
+    found: dict[tuple[str, str | None], list[_T]] = defaultdict(list)
+    for name, lane, row in rows:
+        found[name, lane].append(row)
+    return {key: tuple(rows) for key, rows in found.items()}
 
 
 class TraceReader:
@@ -306,7 +304,7 @@ class TraceReader:
         self._folder = Path(run_folder) / FOLDER
         self._files: dict[Path, _ProcessFile] = {}
 
-    def read(self, kind: type[Trace] = Trace) -> Any:
+    def read(self) -> Trace:
         """Return the trace so far.
 
         Raises:
@@ -324,8 +322,11 @@ class TraceReader:
         for file in files:
             file.set_reference(reference)
         end = max(file.end for file in files)
-        ends = _ends_of_open_spans(files, end)
-        return kind(
+        ends, next_start = {}, dict[str, int]()
+        for file in sorted(files, key=lambda file: file.start, reverse=True):  # a replacement ends the open spans
+            ends[file] = next_start.get(file.header["process"], end)
+            next_start[file.header["process"]] = file.start
+        return Trace(
             processes=tuple(sorted((file.process() for file in files), key=lambda process: process.start)),
             spans=tuple(sorted((s for file in files for s in file.spans(ends[file])), key=lambda span: span.start)),
             levels=tuple(sorted((level for file in files for level in file.levels()), key=lambda level: level.time)),
@@ -342,28 +343,6 @@ class TraceReader:
         """
         for file in self._files.values():
             file.forget(before)
-
-
-def _levels_from(levels: Iterable[list[Any]], before: int) -> list[list[Any]]:
-    """The levels from a time on, and the last earlier level of each count."""
-    last_before: dict[tuple[str, str], list[Any]] = {}
-    kept = []
-    for level in levels:
-        if level[2] < before:
-            last_before[level[0], level[1]] = level
-        else:
-            kept.append(level)
-    return [*last_before.values(), *kept]
-
-
-def _ends_of_open_spans(files: Sequence[_ProcessFile], end: int) -> Mapping[_ProcessFile, int]:
-    """The end for open spans of each process: the start of its replacement, or the end of the trace."""
-    ends, next_start = {}, dict[str, int]()
-    for file in sorted(files, key=lambda file: file.start, reverse=True):
-        name = file.header["process"]
-        ends[file] = next_start.get(name, end)
-        next_start[name] = file.start
-    return ends
 
 
 _REFERENCE_ORDER = (Pool.buffer, Pool.controller, Pool.fleet, Pool.learner)
@@ -466,19 +445,18 @@ class _ProcessFile:
         before -= self._offsets.at(self._last)[0]
         self._closed = [(opened, end) for opened, end in self._closed if end >= before]
         self._stamps = [stamp for stamp in self._stamps if stamp[4] >= before]
-        self._levels = _levels_from(self._levels, before)
+        last_before = {(level[0], level[1]): level for level in self._levels if level[2] < before}
+        self._levels = [*last_before.values(), *(level for level in self._levels if level[2] >= before)]
 
     def process(self) -> Process:
         """Describe the process."""
         offset, error = self._offsets.at(self._last)
+        header = self.header
         return Process(
-            name=self.header["process"],
-            pool=self.header["pool"],
-            host=self.header["host"],
-            pid=self.header["pid"],
+            name=header["process"],
+            **{name: header[name] for name in ("pool", "host", "pid", "wall_ns")},
             start=self.start,
             end=self.end,
-            wall_ns=self.header["wall_ns"],
             offset_ns=offset,
             error_ns=error,
             num_dropped=self._num_dropped,
@@ -489,31 +467,22 @@ class _ProcessFile:
     def spans(self, end_of_open: int) -> Iterator[Span]:
         """The spans of the process; open spans end at ``end_of_open``."""
         shown, process = self._offsets.shown, self.header["process"]
-        for items, end in self._closed:
-            yield _span(items, shown(items[3]), shown(end), process)
-        for items in self._opened.values():
-            yield replace(_span(items, shown(items[3]), end_of_open, process), is_open=True)
+        ended = [*((items, shown(end), False) for items, end in self._closed)]
+        for items, end, is_open in [*ended, *((items, end_of_open, True) for items in self._opened.values())]:
+            _, lane, kind, start, version, step, group, cause = items
+            end = max(shown(start), end)
+            yield Span(lane, kind, shown(start), end, version, step, group, cause, process, is_open)
 
     def levels(self) -> Iterator[Level]:
         """The levels of the process."""
-        shown, process = self._offsets.shown, self.header["process"]
         for name, lane, time, value in self._levels:
-            yield Level(name=name, lane=lane, time=shown(time), value=value, process=process)
+            yield Level(name, lane, self._offsets.shown(time), value, self.header["process"])
 
     def stamps(self) -> Iterator[Stamp]:
         """The stamps of the process."""
         shown, process = self._offsets.shown, self.header["process"]
         for event, group, attempt, lane, time, version, details in self._stamps:
-            yield Stamp(
-                event=event,
-                group=group,
-                attempt=attempt,
-                lane=lane,
-                time=shown(time),
-                version=version,
-                details=details,
-                process=process,
-            )
+            yield Stamp(event, group, attempt, lane, shown(time), version, details, process)
 
 
 class ClockOffsets:
@@ -544,24 +513,3 @@ class ClockOffsets:
     def shown(self, time: int) -> int:
         """Convert a time of the clock that took the measurements to the other clock."""
         return time + self.at(time)[0] if self._measured else time
-
-
-def _span(items: Sequence[Any], start: int, end: int, process: str) -> Span:
-    _, lane, kind, _, version, step, group, cause = items
-    return Span(
-        lane=lane,
-        kind=kind,
-        start=start,
-        end=max(start, end),
-        version=version,
-        step=step,
-        group=group,
-        cause=cause,
-        process=process,
-    )
-
-
-def _by_number(lane: str) -> tuple[str, int, str]:
-    """Sort key of a lane; it sorts ``engine-10`` after ``engine-9``."""
-    name, _, number = lane.rpartition("-")
-    return (name, int(number), lane) if number.isdigit() else (lane, 0, lane)

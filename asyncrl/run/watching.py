@@ -19,7 +19,7 @@ from typing import Self
 
 from asyncrl.config import RunConfig
 from asyncrl.metrics import Evaluation, LearningSignals, RunUse, StepRecord, TerminalView, TrackedRun, Trackers
-from asyncrl.profile.live import LiveUse
+from asyncrl.profile.attribution import LiveUse
 
 logger = logging.getLogger(__name__)
 

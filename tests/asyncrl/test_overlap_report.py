@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
+from asyncrl.profile.attribution import OverlapReport
 from asyncrl.profile.command import main
-from asyncrl.profile.overlap import OverlapReport
 from asyncrl.profile.trace import Span
 from tests.support.traces import record_run, trace_of
 

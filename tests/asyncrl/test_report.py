@@ -16,8 +16,7 @@ from tokenizers import Tokenizer, models
 from asyncrl.core.record import Pool, Recorder
 from asyncrl.metrics import BUSY
 from asyncrl.profile import charts
-from asyncrl.profile.attribution import Attribution
-from asyncrl.profile.live import LiveUse
+from asyncrl.profile.attribution import Attribution, LiveUse
 from asyncrl.profile.report import RunReport, write_report
 from asyncrl.profile.run_advice import advice_file
 from asyncrl.profile.trace import FOLDER, Span, Trace
