@@ -5,10 +5,10 @@
     rank 0 ──round──▶ receivers, ranks     Each member leaves its address at rank 0 for the others (`Meeting`).
     ranks ──done──▶ rank 0                 Then the next round begins.
 
-These messages go over one ZMQ socket of rank 0, the *channel*. A message is a JSON object and any number of byte
-strings. The channel's keys (CURVE) are made with the learner and travel in offers, which the buffer encrypts beyond
-loopback. The channel refuses a process without an offer of this learner. Addresses are numeric, so no name service is
-asked. The weights themselves go from each rank to the receivers (`stream.py`).
+These messages go over one TCP socket of rank 0, the *channel*. A message is a msgpack map after its length. Each side
+proves that it has the channel's key, which is made with the learner and travels in offers. The buffer encrypts offers
+beyond loopback. Addresses are numeric, so no name service is asked. The weights themselves go from each rank to the
+receivers (`stream.py`).
 
 `RoundCoordinator` runs on rank 0, on an event loop that training does not wait for. Messages and its own deadlines wake
 it.
@@ -17,20 +17,20 @@ it.
 from __future__ import annotations
 
 import asyncio
-import json
+import hmac
 import logging
+import secrets
 import socket
 import time
-import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from asyncio import StreamReader, StreamWriter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from types import TracebackType
 from typing import Any, TypeVar
 
-import zmq
-import zmq.asyncio
-from zmq.auth.asyncio import AsyncioAuthenticator
-from zmq.utils.monitor import recv_monitor_message
+import msgspec
 
 from asyncrl.core.errors import WeightsError
 from asyncrl.core.types import FROZEN, WeightOffer
@@ -44,12 +44,8 @@ CALL_S = 3.0
 """Time that receivers have to answer rank 0's call."""
 HEARTBEAT_S = 5.0
 SILENCE_S = 15.0
-"""A connection ends if the other end sends nothing for this long, not even heartbeats."""
-_NEVER_MS = 10**9  # with -1, libzmq 4.3.5 may hang on a connection that was refused
-_DOMAIN = "weights"
-_KEY_CHARS = 40  # of a CURVE key in Z85
-_FAILURES = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-_ENDS = zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED
+"""A connection ends if the other host answers nothing for this long, not even TCP's keep-alive probes."""
+_NONCE_BYTES, _PROOF_BYTES, _SIZE_BYTES = 16, 32, 4
 
 
 # Rounds
@@ -79,11 +75,6 @@ class Round:
     oldest: int
     backend: Backend
 
-    @classmethod
-    def read(cls, fields: dict[str, Any]) -> Round:
-        """Return the round of a decoded message."""
-        return cls(**{**fields, "shares": tuple(fields["shares"])})
-
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOffer:
@@ -99,7 +90,7 @@ class HeldOffer:
 class RoundRequest:
     """A receiver's request for a version; ``holds`` is the digest of the version that it holds, or empty."""
 
-    receiver: bytes
+    receiver: Any
     version: int
     holds: str
 
@@ -168,15 +159,15 @@ class Meeting:
 
     ends_s: float
     values: dict[str, bytes]
-    pending: list[tuple[bytes, str, int]] = field(default_factory=list)
+    pending: list[tuple[Any, str, int]] = field(default_factory=list)
 
-    def leave(self, key: str, value: bytes) -> list[tuple[bytes, dict[str, bytes]]]:
+    def leave(self, key: str, value: bytes) -> list[tuple[Any, dict[str, bytes]]]:
         """Store a value. Returns the members whose requests can be answered now, with the answers."""
         self.values[key] = value
         waiting, self.pending = self.pending, []
         return [answer for member, wanted, count in waiting for answer in self.ask(member, wanted, count)]
 
-    def ask(self, member: bytes, key: str, count: int) -> list[tuple[bytes, dict[str, bytes]]]:
+    def ask(self, member: Any, key: str, count: int) -> list[tuple[Any, dict[str, bytes]]]:
         """Request a key; answered when the key is there and its group has ``count`` keys. Returns like `leave`."""
         group = key.partition("/")[0] + "/"
         known = {own: value for own, value in self.values.items() if own == key or own.startswith(group)}
@@ -187,89 +178,116 @@ class Meeting:
 
 
 class RoundCoordinator:
-    """Makes one round after the other. Any thread may change ``offers``, the versions that every rank holds."""
+    """Listens for receivers and ranks on a free port of ``host``, an IPv4 address, and makes one round after the other.
 
-    def __init__(self, options: PublishOptions, server: ChannelServer, *, num_ranks: int) -> None:
+    Any thread may change ``offers``, the versions that every rank holds.
+
+    Attributes:
+        address: Of the channel.
+    """
+
+    def __init__(self, options: PublishOptions, host: str, *, num_ranks: int) -> None:
         self.offers: HeldVersions[HeldOffer] = HeldVersions(options.num_held)
-        self._options, self._server, self._num_ranks = options, server, num_ranks
+        self._options, self._num_ranks = options, num_ranks
+        self._listener = socket.create_server((host, 0))
+        self.address = ChannelAddress(
+            endpoint=f"{host}:{self._listener.getsockname()[1]}", access=secrets.token_hex(_PROOF_BYTES)
+        )
         self._requests: asyncio.Queue[RoundRequest] = asyncio.Queue()
-        self._call = ""
-        self._present: asyncio.Queue[bytes] = asyncio.Queue()
+        self._call = 0
+        self._present: asyncio.Queue[StreamWriter] = asyncio.Queue()
         self._meetings: dict[int, Meeting] = {}
+        self._ranks: dict[int, StreamWriter] = {}
         self._done: dict[int, int] = {}  # the last round that each rank reported
         self._rank_done = asyncio.Event()
+        self._closed: Future[None] = Future()
 
     async def run(self) -> None:
-        """Make rounds until the task is cancelled."""
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._listen())
-            tasks.create_task(self._lead())
+        """Make rounds until `close`."""
+        server = await asyncio.start_server(self._serve, sock=self._listener)
+        try:
+            making = asyncio.create_task(self._make_rounds())
+            await asyncio.wait({making, asyncio.wrap_future(self._closed)}, return_when=asyncio.FIRST_COMPLETED)
+            if making.done():
+                making.result()
+        finally:
+            server.close()
 
-    async def _listen(self) -> None:
-        while True:
-            message = await self._server.receive()
-            try:
-                self._take(message)
-            except (KeyError, TypeError, ValueError) as error:
-                logger.warning("%s on the channel of weights is ignored: %r", message.head, error)
+    def close(self) -> None:
+        """End `run` from any thread. May be called more than once."""
+        if not self._closed.done():
+            self._closed.set_result(None)
 
-    def _take(self, message: ChannelMessage) -> None:
-        sender, head = message.sender, message.head
-        match head["kind"]:
-            case "ask":
-                self._requests.put_nowait(RoundRequest(receiver=sender, version=head["version"], holds=head["holds"]))
-            case "present" if head["call"] == self._call:
-                self._present.put_nowait(sender)
-            case "done":
-                if head["failed"] and (broken := self._meetings.pop(head["round"], None)) is not None:
-                    for member, _, _ in broken.pending:  # so that they do not wait until the deadline
-                        self._server.send(member, {"over": head["round"]})
-                self._done[head["rank"]] = head["round"]
-                self._rank_done.set()
-            case "leave":
-                if (meeting := self._meeting(head["round"])) is not None:
-                    self._hand_out(meeting.leave(head["key"], message.values[0]))
-            case "want":
-                if (meeting := self._meeting(head["round"])) is not None:
-                    self._hand_out(meeting.ask(sender, head["key"], head["count"]))
-                else:
-                    self._server.send(sender, {"over": head["round"]})
-
-    def _meeting(self, number: int) -> Meeting | None:
-        meeting = self._meetings.get(number)
-        return meeting if meeting is not None and asyncio.get_running_loop().time() < meeting.ends_s else None
-
-    def _hand_out(self, answers: Iterable[tuple[bytes, dict[str, bytes]]]) -> None:
-        for member, values in answers:
-            self._server.send(member, {"keys": list(values)}, *values.values())
-
-    async def _lead(self) -> None:
-        await self._until_done(0)
+    async def _make_rounds(self) -> None:
         number, options = 0, self._options
+        await self._until_done(0)
         while True:
             requests = [await self._requests.get()]
             requests += await _gathered(self._requests, options.num_receivers - 1, options.window_s)
-            present = await self._those_present(requests)
+            # Call the receivers: a stopped receiver delays the others once.
+            self._call, self._present = self._call + 1, asyncio.Queue()
+            for request in requests:
+                _send(request.receiver, {"call": self._call})
+            there = set(await _gathered(self._present, len(requests), CALL_S))
+            _answer([request for request in requests if request.receiver not in there], {"late": True})
+            present = [request for request in requests if request.receiver in there]
             only_newest = not options.into_engines
-            for offered, asked, is_delta in rounds_of(present, self.offers, only_newest=only_newest) if present else ():
+            divided = rounds_of(present, self.offers, only_newest=only_newest) if present else []
+            for offered, asked, is_delta in divided:
                 if offered is None:
-                    self._answer(asked, {"gone": True})
+                    _answer(asked, {"gone": True})
                 else:
                     number += 1
                     await self._run(number, offered, asked, is_delta=is_delta)
 
-    async def _those_present(self, requests: Sequence[RoundRequest]) -> list[RoundRequest]:
-        """Call the receivers; returns the requests of those that answer. A stopped receiver delays the others once."""
-        self._call, self._present = uuid.uuid4().hex, asyncio.Queue()
-        for request in requests:
-            self._server.send(request.receiver, {"call": self._call})
-        there = set(await _gathered(self._present, len(requests), CALL_S))
-        self._answer([request for request in requests if request.receiver not in there], {"late": True})
-        return [request for request in requests if request.receiver in there]
+    async def _serve(self, reader: StreamReader, writer: StreamWriter) -> None:
+        """Admit a connection that has the key, and take its messages."""
+        key, nonce = self.address.access, secrets.token_bytes(_NONCE_BYTES)
+        try:
+            _keep_alive(writer.get_extra_info("socket"))
+            async with asyncio.timeout(SILENCE_S):
+                writer.write(nonce)
+                proof, other_nonce = await reader.readexactly(_PROOF_BYTES), await reader.readexactly(_NONCE_BYTES)
+                if not hmac.compare_digest(proof, _proof(key, b"client", nonce)):
+                    writer.write(bytes(_PROOF_BYTES))
+                    return
+                writer.write(_proof(key, b"server", other_nonce))
+            while True:
+                message = await reader.readexactly(int.from_bytes(await reader.readexactly(_SIZE_BYTES)))
+                try:
+                    self._take(writer, msgspec.msgpack.decode(message))
+                except (KeyError, TypeError, ValueError) as error:
+                    logger.warning("%.100r on the channel of weights is ignored: %r", message, error)
+        except (EOFError, OSError):
+            pass  # the connection ended, or a stranger was silent
+        finally:
+            writer.close()
 
-    def _answer(self, requests: Sequence[RoundRequest], answer: dict[str, Any]) -> None:
-        for index, request in enumerate(requests):
-            self._server.send(request.receiver, {"answer": answer, "index": index})
+    def _take(self, sender: StreamWriter, message: dict[str, Any]) -> None:
+        match message["kind"]:
+            case "ask":
+                request = RoundRequest(receiver=sender, version=message["version"], holds=message["holds"])
+                self._requests.put_nowait(request)
+            case "present" if message["call"] == self._call:
+                self._present.put_nowait(sender)
+            case "done":
+                if message["failed"] and (broken := self._meetings.pop(message["round"], None)) is not None:
+                    for member, _, _ in broken.pending:  # so that they do not wait until the deadline
+                        _send(member, {"over": message["round"]})
+                self._ranks[message["rank"]] = sender
+                self._done[message["rank"]] = message["round"]
+                self._rank_done.set()
+            case "leave" | "want":
+                for member, answer in self._meet(sender, message):
+                    _send(member, answer)
+
+    def _meet(self, sender: StreamWriter, message: dict[str, Any]) -> list[tuple[Any, dict[str, Any]]]:
+        meeting, key = self._meetings.get(message["round"]), message["key"]
+        if meeting is None or asyncio.get_running_loop().time() >= meeting.ends_s:
+            return [(sender, {"over": message["round"]})]
+        is_left = message["kind"] == "leave"
+        found = meeting.leave(key, message["value"]) if is_left else meeting.ask(sender, key, message["count"])
+        return [(member, {"values": values}) for member, values in found]
 
     async def _run(self, number: int, offered: HeldOffer, requests: Sequence[RoundRequest], *, is_delta: bool) -> None:
         """Announce a round, and wait until all ranks are done with it."""
@@ -287,9 +305,9 @@ class RoundCoordinator:
         # A receiver may still look for the others when the ranks are done.
         self._meetings = {other: held for other, held in self._meetings.items() if now_s < held.ends_s}
         self._meetings[number] = Meeting(ends_s=now_s + this.timeout_s, values={"manifest": offered.manifest})
-        for rank in range(self._num_ranks):
-            self._server.send(rank_id(rank), asdict(this))
-        self._answer(requests, asdict(this))
+        for rank in self._ranks.values():
+            _send(rank, asdict(this))
+        _answer(requests, asdict(this))
         try:
             async with asyncio.timeout(this.timeout_s + HOST_WINDOW_S):
                 await self._until_done(number)
@@ -301,6 +319,11 @@ class RoundCoordinator:
         while len(self._done) < self._num_ranks or min(self._done.values()) < number:
             self._rank_done.clear()
             await self._rank_done.wait()
+
+
+def _answer(requests: Sequence[RoundRequest], answer: dict[str, Any]) -> None:
+    for index, request in enumerate(requests):
+        _send(request.receiver, {"answer": answer, "index": index})
 
 
 async def _gathered(queue: asyncio.Queue[T], count: int, wait_s: float) -> list[T]:
@@ -324,169 +347,69 @@ class ChannelRefused(WeightsError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChannelAddress:
-    """How to reach a `ChannelServer`.
+    """How to reach rank 0's `RoundCoordinator`.
 
     Attributes:
         endpoint: IPv4 address and port. Example: ``"10.0.0.5:41234"``.
-        access: The server's public key and the clients' secret key, Z85 text. Never shown.
+        access: The key, never shown.
     """
 
     endpoint: str
     access: str = field(repr=False)
 
-    def unlock(self, dealer: zmq.Socket[Any]) -> None:
-        """Give a client's socket the keys."""
-        own_key = self.access[_KEY_CHARS:].encode()
-        dealer.curve_serverkey, dealer.curve_secretkey = self.access[:_KEY_CHARS].encode(), own_key
-        dealer.curve_publickey = zmq.curve_public(own_key)
-        _keep_alive(dealer)
-
-    def own_host(self) -> str:
-        """Return the IPv4 address of this host that the server's host can reach."""
-        host, _, port = self.endpoint.rpartition(":")
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((host, int(port)))  # sends nothing
-            return probe.getsockname()[0]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ChannelMessage:
-    """A received message.
-
-    Attributes:
-        head: JSON object.
-        values: Byte strings.
-        sender: At the server, the connection that the message came from; the answer goes there.
-    """
-
-    head: dict[str, Any]
-    values: list[bytes]
-    sender: bytes = b""
-
-    @classmethod
-    def read(cls, frames: list[bytes], sender: bytes = b"") -> ChannelMessage:
-        """Raises `ValueError` if the frames are not a message."""
-        head = json.loads(frames[0]) if frames else None
-        if not isinstance(head, dict):
-            raise ValueError(f"a message begins with a JSON object, got {frames[:1]!r:.100}")
-        return cls(head=head, values=list(frames[1:]), sender=sender)
-
-
-class ChannelServer:
-    """Listens on a free port of ``host``, an IPv4 address, with its own keys. Make it on a running event loop.
-
-    Attributes:
-        address: For the clients.
-    """
-
-    def __init__(self, host: str) -> None:
-        public, secret = zmq.curve_keypair()
-        self._allowed, own = zmq.curve_keypair()
-        self._context = zmq.asyncio.Context()  # an authenticator needs a context for itself
-        self._gate = AsyncioAuthenticator(self._context)
-        self._gate.configure_curve_callback(_DOMAIN, self)
-        self._gate.start()
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a learner rank may connect again
-        self._socket.curve_server, self._socket.curve_publickey, self._socket.curve_secretkey = True, public, secret
-        self._socket.setsockopt_string(zmq.ZAP_DOMAIN, _DOMAIN)
-        _keep_alive(self._socket)
-        self._socket.bind(f"tcp://{host}:*")
-        endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).removeprefix("tcp://")
-        self.address = ChannelAddress(endpoint=endpoint, access=(public + own).decode())
-
-    def callback(self, _domain: str, key: bytes) -> bool:
-        """Return whether a client's public key is the one of the offers; `zmq.auth` calls this."""
-        return key == self._allowed
-
-    def send(self, receiver: bytes, head: dict[str, Any], *values: bytes) -> None:
-        """Send to a connection; a connection that has ended is ignored."""
-        self._socket.send_multipart([receiver, json.dumps(head).encode(), *values])
-
-    async def receive(self) -> ChannelMessage:
-        """Return the next message."""
-        while True:
-            sender, *frames = await self._socket.recv_multipart()
-            try:
-                return ChannelMessage.read(frames, sender)
-            except ValueError as error:
-                logger.warning("a message on the channel of weights is ignored: %s", error)
-
-    def close(self) -> None:
-        """End all connections at once."""
-        self._gate.stop()
-        self._context.destroy(linger=0)
-
-
-class RankChannel:
-    """A learner rank's connection to rank 0, on an event loop; it is made again if it is lost."""
-
-    def __init__(self, address: ChannelAddress, rank: int) -> None:
-        self._context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.ROUTING_ID, rank_id(rank))
-        address.unlock(self._socket)
-        self._socket.connect(f"tcp://{address.endpoint}")
-
-    async def send(self, head: dict[str, Any]) -> None:
-        """Send, or keep the message until there is a connection."""
-        await self._socket.send(json.dumps(head).encode())
-
-    async def receive(self) -> dict[str, Any]:
-        """Return the next message's head. Raises `ValueError` if it is not a message."""
-        return ChannelMessage.read(await self._socket.recv_multipart()).head
-
-    def close(self) -> None:
-        """End the connection at once."""
-        self._context.destroy(linger=0)
-
 
 class WeightChannel:
-    """A receiver's connection to rank 0, which is not made again. It blocks, and serves one thread at a time.
+    """A connection to rank 0, which is not made again. It blocks, and serves one thread at a time. A context manager.
 
-    A context manager. The constructor begins to connect; `receive` reports a failure.
+    Args:
+        address: Of rank 0.
+        timeout_s: Time to connect.
+
+    Raises as `receive` does, and `ChannelRefused` if no process listens at the address, or the process belongs to
+    another sender.
     """
 
-    def __init__(self, address: ChannelAddress) -> None:
-        self.address = address
-        self._is_reached = False
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.RECONNECT_IVL, _NEVER_MS)
-        self._socket.setsockopt(zmq.HANDSHAKE_IVL, 0)  # a stopped rank 0 has until the deadline of `receive`
-        address.unlock(self._socket)
-        self._events = self._socket.get_monitor_socket(zmq.EVENT_CONNECTED | _FAILURES | _ENDS)
-        self._poller = zmq.Poller()
-        for watched in (self._socket, self._events):
-            self._poller.register(watched, zmq.POLLIN)
-        self._socket.connect(f"tcp://{address.endpoint}")
+    def __init__(self, address: ChannelAddress, timeout_s: float) -> None:
+        self.address, ends_s = address, time.monotonic() + timeout_s
+        host, _, port = address.endpoint.rpartition(":")
+        self._socket = socket.socket()
+        try:
+            self._socket.settimeout(min(timeout_s, SILENCE_S))
+            try:
+                self._socket.connect((host, int(port)))
+            except ConnectionRefusedError:
+                raise ChannelRefused(f"nobody listens at {address.endpoint}") from None
+            except OSError as error:
+                raise WeightsError(f"learner rank 0 at {address.endpoint} cannot be reached: {error}") from None
+            _keep_alive(self._socket)
+            self.own_host: str = self._socket.getsockname()[0]  # that rank 0's host can reach
+            nonce, key = secrets.token_bytes(_NONCE_BYTES), address.access
+            self._write(_proof(key, b"client", self._read(_NONCE_BYTES, ends_s)) + nonce)
+            if not hmac.compare_digest(self._read(_PROOF_BYTES, ends_s), _proof(key, b"server", nonce)):
+                raise ChannelRefused(f"another sender listens at {address.endpoint}")
+        except BaseException:
+            self._socket.close()
+            raise
 
-    def send(self, head: dict[str, Any], *values: bytes) -> None:
-        """Send, or keep the message until there is a connection."""
-        self._socket.send_multipart([json.dumps(head).encode(), *values])
+    def send(self, message: dict[str, Any]) -> None:
+        """Send a message. Raises `WeightsError` if the connection ended."""
+        self._write(_framed(message))
 
-    def receive(self, timeout_s: float) -> ChannelMessage:
-        """Wait for the next message.
+    def receive(self, timeout_s: float | None) -> dict[str, Any]:
+        """Wait for the next message; None waits for any time.
 
         Raises:
-            ChannelRefused: no process listens at the address, or the process belongs to another sender.
             WeightsError: the connection ended, or cannot be made.
             TimeoutError: no message came in time.
         """
-        ends_s = time.monotonic() + timeout_s
-        while True:
-            left_s = ends_s - time.monotonic()
-            ready = dict(self._poller.poll(max(1, int(left_s * 1000))))
-            if self._socket in ready:
-                return ChannelMessage.read(self._socket.recv_multipart())
-            if self._events in ready:
-                self._notice(recv_monitor_message(self._events)["event"])
-            elif left_s <= 0:
-                raise TimeoutError(f"learner rank 0 at {self.address.endpoint} was silent for {timeout_s:.1f} s")
+        ends_s = None if timeout_s is None else time.monotonic() + timeout_s
+        return msgspec.msgpack.decode(self._read(int.from_bytes(self._read(_SIZE_BYTES, ends_s)), ends_s))
 
     def close(self) -> None:
-        """End the connection at once."""
-        self._context.destroy(linger=0)
+        """End the connection at once, also for a thread that waits for a message."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
 
     def __enter__(self) -> WeightChannel:
         return self
@@ -494,38 +417,51 @@ class WeightChannel:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         self.close()
 
-    def _notice(self, event: int) -> None:
-        """Raise if an event is the end of the connection."""
-        if event == zmq.EVENT_CONNECTED:
-            self._is_reached = True
-        elif event & _FAILURES:
-            self._check_listening()  # rank 0 may have ended during the handshake
-            raise ChannelRefused(f"another sender listens at {self.address.endpoint}")
-        elif self._is_reached:
-            raise WeightsError(f"the connection to learner rank 0 at {self.address.endpoint} ended")
-        else:
-            self._check_listening()
-            raise WeightsError(f"learner rank 0 at {self.address.endpoint} did not accept the connection")
-
-    def _check_listening(self) -> None:
-        """Raise the reason why no connection can be made, which ZMQ does not report."""
-        host, _, port = self.address.endpoint.rpartition(":")
+    def _write(self, data: bytes) -> None:
         try:
-            socket.create_connection((host, int(port)), SILENCE_S).close()
-        except ConnectionRefusedError:
-            raise ChannelRefused(f"nobody listens at {self.address.endpoint}") from None
-        except OSError as error:
-            raise WeightsError(f"learner rank 0 at {self.address.endpoint} cannot be reached: {error}") from None
+            self._socket.settimeout(SILENCE_S)
+            self._socket.sendall(data)
+        except OSError:
+            raise WeightsError(f"the connection to learner rank 0 at {self.address.endpoint} ended") from None
+
+    def _read(self, num_bytes: int, ends_s: float | None) -> bytes:
+        data, began_s = b"", time.monotonic()
+        while len(data) < num_bytes:
+            try:
+                self._socket.settimeout(None if ends_s is None else max(ends_s - time.monotonic(), 1e-3))
+                part = self._socket.recv(num_bytes - len(data))
+            except OSError as error:
+                if isinstance(error, TimeoutError) and error.errno is None:  # not TCP's own
+                    silent_s = time.monotonic() - began_s
+                    what = f"learner rank 0 at {self.address.endpoint} was silent for {silent_s:.1f} s"
+                    raise TimeoutError(what) from None
+                part = b""
+            if not part:
+                raise WeightsError(f"the connection to learner rank 0 at {self.address.endpoint} ended")
+            data += part
+        return data
 
 
-def rank_id(rank: int) -> bytes:
-    """Return the connection of a learner rank, for `ChannelServer.send`."""
-    return f"rank {rank}".encode()
+def _framed(message: dict[str, Any]) -> bytes:
+    content = msgspec.msgpack.encode(message)
+    return len(content).to_bytes(_SIZE_BYTES) + content
 
 
-def _keep_alive(end: zmq.Socket[Any]) -> None:
-    """Notice a peer that vanished, and never drop messages."""
-    end.setsockopt(zmq.HEARTBEAT_IVL, int(HEARTBEAT_S * 1000))
-    end.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(SILENCE_S * 1000))
-    end.setsockopt(zmq.SNDHWM, 0)
-    end.setsockopt(zmq.RCVHWM, 0)
+def _send(receiver: StreamWriter, message: dict[str, Any]) -> None:
+    """Send to a connection of the coordinator; a connection that has ended is ignored."""
+    if not receiver.is_closing():
+        receiver.write(_framed(message))
+
+
+def _proof(key: str, side: bytes, nonce: bytes) -> bytes:
+    return hmac.digest(key.encode(), side + nonce, "sha256")
+
+
+def _keep_alive(connection: Any) -> None:
+    """Notice a host that vanished."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, int(HEARTBEAT_S))
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, int(HEARTBEAT_S))
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, int(SILENCE_S / HEARTBEAT_S) - 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(SILENCE_S * 1000))

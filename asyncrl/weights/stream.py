@@ -33,8 +33,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -42,6 +41,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, Store  # type: ignore
@@ -58,10 +58,8 @@ from asyncrl.weights.rounds import (
     MAX_ROUNDS,
     ChannelAddress,
     ChannelRefused,
-    ChannelServer,
     HeldOffer,
     HeldVersions,
-    RankChannel,
     Round,
     RoundCoordinator,
     WeightChannel,
@@ -73,7 +71,7 @@ SPAN_BYTES = 64 << 20
 """Most bytes of one broadcast, unless a piece is larger."""
 NUM_AHEAD = 2
 """Complete tensors that wait for an engine's rank to load them."""
-_START_S = 30.0
+_RETRY_S = 1.0
 _FOREVER = timedelta(days=20)  # the longest that torch takes
 
 
@@ -103,16 +101,21 @@ class WeightSender:
     def __init__(
         self, options: PublishOptions, *, rank: int, num_ranks: int, address: ChannelAddress | None = None
     ) -> None:
-        self._options, self._rank, self._num_ranks = options, rank, num_ranks
-        self._host = interface_address(options.interface) if address is None else ""
+        self._rank = rank
         self._parts: HeldVersions[HeldPart] = HeldVersions(options.num_held)
         self._coordinator: RoundCoordinator | None = None
-        self._loop = asyncio.new_event_loop()
-        self._work: asyncio.Task[None] | None = None
-        started: Future[ChannelAddress] = Future()
-        self._thread = threading.Thread(target=self._serve, args=(address, started), name="weight-rounds", daemon=True)
-        self._thread.start()
-        self.address = started.result(_START_S)
+        self._channel: WeightChannel | None = None
+        self._is_closed = threading.Event()
+        works = [self._take_part]
+        if address is None:
+            host = interface_address(options.interface)
+            self._coordinator = RoundCoordinator(options, host, num_ranks=num_ranks)
+            address = self._coordinator.address
+            works.append(self._coordinate)
+        self._options, self.address = options, address
+        self._threads = [threading.Thread(target=work, name="weight-rounds", daemon=True) for work in works]
+        for thread in self._threads:
+            thread.start()
 
     def hold(self, version: int, data: Tensor, pieces: Sequence[Piece], delta: Tensor | None = None) -> None:
         """Send a version in the rounds to come.
@@ -152,71 +155,60 @@ class WeightSender:
 
     def close(self) -> None:
         """Take part in no further round; abandon a running one. May be called more than once."""
-        if self._work is not None:
-            with suppress(RuntimeError):  # the loop has ended
-                self._loop.call_soon_threadsafe(self._work.cancel)
-        self._thread.join(HOST_WINDOW_S)
+        self._is_closed.set()
+        if self._coordinator is not None:
+            self._coordinator.close()
+        if (channel := self._channel) is not None:
+            channel.close()
+        for thread in self._threads:
+            thread.join(HOST_WINDOW_S)
 
-    # On the thread
+    # On the threads
 
-    def _serve(self, address: ChannelAddress | None, started: Future[ChannelAddress]) -> None:
-        self._work = self._loop.create_task(self._take_part(address, started))
+    def _coordinate(self) -> None:
+        assert self._coordinator is not None, "rank 0 coordinates"
         try:
-            self._loop.run_until_complete(self._work)
-        except asyncio.CancelledError:
-            pass  # closed
+            asyncio.run(self._coordinator.run())
         except Exception as error:  # noqa: BLE001 - nobody waits for this thread; receivers report missed deadlines
-            if started.done():
-                logger.error("rank %d takes part in no further round of weights: %r", self._rank, error)
-            else:
-                started.set_exception(error)
-        finally:
-            self._loop.close()
+            logger.error("no further round of weights is made: %r", error)
 
-    async def _take_part(self, address: ChannelAddress | None, started: Future[ChannelAddress]) -> None:
-        """Take part in every round; on rank 0, also make the rounds."""
-        if address is not None:
-            started.set_result(address)
-            await self._follow(address)
-            return
-        with closing(ChannelServer(self._host)) as server:
-            self._coordinator = RoundCoordinator(self._options, server, num_ranks=self._num_ranks)
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._coordinator.run())
-                tasks.create_task(self._follow(server.address))
-                started.set_result(server.address)
+    def _take_part(self) -> None:
+        """Send in every round that rank 0 announces; connect again if the connection is lost."""
+        number, is_sent = 0, True
+        while not self._is_closed.is_set():
+            try:
+                with WeightChannel(self.address, rounds.SILENCE_S) as self._channel:
+                    while True:
+                        report = {"kind": "done", "rank": self._rank, "round": number, "failed": not is_sent}
+                        self._channel.send(report)
+                        this = msgspec.convert(self._channel.receive(None), Round)
+                        number, is_sent = this.number, self._send(this)
+            except (WeightsError, TimeoutError) as error:
+                if not self._is_closed.wait(_RETRY_S):
+                    logger.warning("learner rank %d connects to rank 0 again: %s", self._rank, error)
 
-    async def _follow(self, address: ChannelAddress) -> None:
-        with closing(RankChannel(address, self._rank)) as channel:
-            number, is_sent = 0, True
-            while True:
-                await channel.send({"kind": "done", "rank": self._rank, "round": number, "failed": not is_sent})
-                this = Round.read(await channel.receive())
-                number, is_sent = this.number, await self._send(this, address)
-
-    async def _send(self, this: Round, address: ChannelAddress) -> bool:
+    def _send(self, this: Round) -> bool:
         """Broadcast this rank's part; returns whether it was sent. After a failure the receivers ask again."""
         began_s = time.monotonic()
         try:
             self._parts.retire(this.oldest)
             if (part := self._parts.get(this.version)) is None:
                 raise WeightsGone(f"rank {self._rank} no longer holds policy version {this.version}")
-            sending = on_own_thread(partial(self._transfer, this, part, address, RoundDeadline(this.timeout_s)))
-            async with asyncio.timeout(this.timeout_s + HOST_WINDOW_S):  # a blocked group is abandoned
-                await asyncio.wrap_future(sending)
+            sending = on_own_thread(partial(self._transfer, this, part, RoundDeadline(this.timeout_s)))
+            sending.result(this.timeout_s + HOST_WINDOW_S)  # a blocked group is abandoned
         except Exception as error:  # noqa: BLE001 - a group reports a lost member by various errors
             logger.warning("round %d of policy version %d failed: %s", this.number, this.version, one_line(error))
             return False
         logger.debug("round %d: sent in %.3f s", this.number, time.monotonic() - began_s)
         return True
 
-    def _transfer(self, this: Round, part: HeldPart, address: ChannelAddress, deadline: RoundDeadline) -> None:
+    def _transfer(self, this: Round, part: HeldPart, deadline: RoundDeadline) -> None:
         data, spans = part.data, map(range_of, spans_of(part.pieces))
         if this.is_delta:
             assert part.delta is not None, "rank 0 offers deltas that all ranks hold"
             data, spans = part.delta, spans_of_file(part.delta.nbytes)
         with (
-            WeightChannel(address) as channel,
+            WeightChannel(self.address, deadline.left_s) as channel,
             round_groups(RoundStore(channel, this, deadline), [self._rank], index=0) as (group,),
         ):
             under_way: deque[Callable[[], None]] = deque()
@@ -238,9 +230,14 @@ class RoundDeadline:
         self._ends_s = time.monotonic() + timeout_s
 
     @property
-    def left(self) -> timedelta:
+    def left_s(self) -> float:
         """Remaining time, at least a millisecond."""
-        return timedelta(seconds=max(self._ends_s - time.monotonic(), 1e-3))
+        return max(self._ends_s - time.monotonic(), 1e-3)
+
+    @property
+    def left(self) -> timedelta:
+        """Remaining time, as torch takes it."""
+        return timedelta(seconds=self.left_s)
 
 
 class RoundStore(Store):
@@ -256,8 +253,8 @@ class RoundStore(Store):
 
     def __init__(self, channel: WeightChannel, this: Round, deadline: RoundDeadline) -> None:
         super().__init__()
-        self.this, self.deadline, self.own_host = this, deadline, channel.address.own_host()
-        self._channel = channel
+        self.this, self.deadline, self._channel = this, deadline, channel
+        self.own_host = channel.own_host
         self._lock = threading.Lock()  # NCCL has its own threads
         self._known: dict[str, bytes] = {}
 
@@ -265,7 +262,7 @@ class RoundStore(Store):
         """Leave a value for the other members."""
         content = value.encode() if isinstance(value, str) else bytes(value)
         with self._lock:
-            self._channel.send({"kind": "leave", "round": self.this.number, "key": key}, content)
+            self._channel.send({"kind": "leave", "round": self.this.number, "key": key, "value": content})
 
     def get(self, key: str) -> bytes:
         """Wait for a value.
@@ -285,10 +282,10 @@ class RoundStore(Store):
                     continue
                 count = 1 + self.this.num_receivers if "/" in key and self.this.backend == "gloo" else 1
                 self._channel.send({"kind": "want", "round": self.this.number, "key": key, "count": count})
-                answer = self._channel.receive(self.deadline.left.total_seconds())
-                if "keys" not in answer.head:
+                answer = self._channel.receive(self.deadline.left_s)
+                if "values" not in answer:
                     raise WeightsError(f"round {self.this.number} of weights is over")
-                self._known |= dict(zip(answer.head["keys"], answer.values, strict=True))
+                self._known |= answer["values"]
 
     def check(self, keys: Sequence[str]) -> bool:
         """Return whether the keys are known in this process."""
@@ -410,9 +407,8 @@ async def receive_weights(offer: WeightOffer, folder: Path, *, timeout_s: float,
 def _received_once(offer: WeightOffer, folder: Path, limit_s: float, holds: str) -> WeightOffer:
     """Ask, take part in a round, and compare. Raises `WeightsError` if the round failed, or as `admission` does."""
     try:
-        with WeightChannel(channel_of(offer)) as channel:
-            this, index = admission(channel, offer, RoundDeadline(limit_s), holds=holds)
-            return _receive_files(RoundStore(channel, this, RoundDeadline(this.timeout_s)), offer, folder, index)
+        with admission(offer, RoundDeadline(limit_s), holds=holds) as (store, index):
+            return _receive_files(store, offer, folder, index)
     except WeightsGone:
         raise
     except (RuntimeError, TimeoutError, WeightsError) as error:
@@ -539,7 +535,7 @@ class ArrivingWeights:
 
     def _next(self) -> Any:
         try:
-            arrived = self._arrived.get(timeout=self._deadline.left.total_seconds())
+            arrived = self._arrived.get(timeout=self._deadline.left_s)
         except queue.Empty:
             self.close()
             raise DeadlineError(
@@ -564,10 +560,8 @@ class ArrivingWeights:
         self._hand_over(failure)
 
     def _take_part(self) -> None:
-        with WeightChannel(channel_of(self._offer)) as channel:
-            this, index = admission(channel, self._offer, self._deadline)
-            deadline = RoundDeadline(min(this.timeout_s, self._deadline.left.total_seconds()))
-            self._receive_round(RoundStore(channel, this, deadline), index)
+        with admission(self._offer, self._deadline) as (store, index):
+            self._receive_round(store, index)
 
     def _receive_round(self, store: RoundStore, index: int) -> None:
         this, manifest = store.this, parse_manifest(self._offer, store.get("manifest"))
@@ -588,7 +582,7 @@ class ArrivingWeights:
     def _hand_over(self, arrived: Any) -> None:
         if self._is_left.is_set():
             raise WeightsError("the load has ended")
-        self._arrived.put(arrived, timeout=self._deadline.left.total_seconds())
+        self._arrived.put(arrived, timeout=self._deadline.left_s)
 
 
 class _RankStream:
@@ -618,35 +612,33 @@ class _RankStream:
             self._wait: Callable[[], None] = self._group.broadcast(self._data)
 
 
-def channel_of(offer: WeightOffer) -> ChannelAddress:
-    """Return the address at which rank 0 is asked for an offer."""
-    return ChannelAddress(endpoint=offer.manifest, access=offer.access)
-
-
-def admission(
-    channel: WeightChannel, offer: WeightOffer, deadline: RoundDeadline, *, holds: str = ""
-) -> tuple[Round, int]:
-    """Ask rank 0 for a version, and answer its call; returns the round and this receiver's place in it.
+@contextmanager
+def admission(offer: WeightOffer, deadline: RoundDeadline, *, holds: str = "") -> Iterator[tuple[RoundStore, int]]:
+    """Ask rank 0 for a version, and answer its call; yield the round's store and this receiver's place in the round.
 
     Raises:
         WeightsGone: the ranks no longer hold the version, or rank 0 has ended.
         WeightsError: rank 0 did not hear of this receiver, or the connection ended.
         DeadlineError: rank 0 did not answer.
     """
-    channel.send({"kind": "ask", "version": offer.version, "holds": holds})
-    try:
-        while "answer" not in (head := channel.receive(deadline.left.total_seconds()).head):
-            channel.send({"kind": "present", "call": head["call"]})
-    except ChannelRefused as error:
-        raise WeightsGone(f"{offer.name} is no longer sent: {error}") from None
-    except TimeoutError as error:
-        raise DeadlineError(f"{offer.name} was not received: {error}") from None
-    answer = head["answer"]
-    if answer.get("gone"):
-        raise WeightsGone(f"{offer.name} is no longer sent by {offer.manifest}")
-    if answer.get("late"):
-        raise WeightsError(f"rank 0 did not hear of this receiver within {rounds.CALL_S} s")
-    return Round.read(answer), head["index"]
+    with ExitStack() as stack:
+        try:
+            address = ChannelAddress(endpoint=offer.manifest, access=offer.access)
+            channel = stack.enter_context(WeightChannel(address, deadline.left_s))
+            channel.send({"kind": "ask", "version": offer.version, "holds": holds})
+            while "answer" not in (message := channel.receive(deadline.left_s)):
+                channel.send({"kind": "present", "call": message["call"]})
+        except ChannelRefused as error:
+            raise WeightsGone(f"{offer.name} is no longer sent: {error}") from None
+        except TimeoutError as error:
+            raise DeadlineError(f"{offer.name} was not received: {error}") from None
+        answer = message["answer"]
+        if answer.get("gone"):
+            raise WeightsGone(f"{offer.name} is no longer sent by {offer.manifest}")
+        if answer.get("late"):
+            raise WeightsError(f"rank 0 did not hear of this receiver within {rounds.CALL_S} s")
+        this = msgspec.convert(answer, Round)
+        yield RoundStore(channel, this, RoundDeadline(min(this.timeout_s, deadline.left_s))), message["index"]
 
 
 # What one broadcast holds

@@ -6,25 +6,24 @@ import re
 import socket
 import subprocess
 import sys
-from contextlib import closing
+import threading
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import zmq
 
 from asyncrl.core.errors import WeightsError
 from asyncrl.core.types import FROZEN, WeightOffer
 from asyncrl.weights import rounds
+from asyncrl.weights.carriers import PublishOptions
 from asyncrl.weights.rounds import (
     ChannelRefused,
-    ChannelServer,
     HeldOffer,
     HeldVersions,
-    RankChannel,
+    RoundCoordinator,
     RoundRequest,
     WeightChannel,
-    rank_id,
     rounds_of,
 )
 
@@ -77,127 +76,168 @@ def test_a_rank_holds_the_newest_versions_the_oldest_offered_one_and_frozen_weig
 
 
 @pytest.fixture
-async def server():
-    with closing(ChannelServer("127.0.0.1")) as server:
-        yield server
+def coordinator():
+    with coordinators() as one:
+        yield one
 
 
-def ask(address, *values):
-    """Send a message and return the answer."""
-    with WeightChannel(address) as channel:
-        channel.send({"kind": "ask"}, *values)
-        return channel.receive(SECONDS)
+@contextmanager
+def coordinators(first_message=None):
+    """A coordinator of one rank on its thread; ``first_message`` is called with each connection and message."""
+    coordinator = RoundCoordinator(PublishOptions(), "127.0.0.1", num_ranks=1)
+    if first_message is not None:
+        coordinator._take = first_message
+    thread = threading.Thread(target=lambda: asyncio.run(coordinator.run()))
+    thread.start()
+    yield coordinator
+    coordinator.close()
+    thread.join(SECONDS)
+    assert not thread.is_alive()
 
 
-async def test_a_message_and_its_bytes_arrive_and_are_answered(server):
-    asking = asyncio.create_task(asyncio.to_thread(ask, server.address, b"\x00\x01", b""))
-    message = await server.receive()
-    assert (message.head, message.values) == ({"kind": "ask"}, [b"\x00\x01", b""])
-    server.send(message.sender, {"answer": 1}, b"bytes")
-    answer = await asking
-    assert (answer.head, answer.values) == ({"answer": 1}, [b"bytes"])
+def echo(connection, message):
+    rounds._send(connection, {"echo": message})
 
 
-async def test_the_channel_refuses_strangers_and_keys_of_an_earlier_sender(server):
-    with closing(ChannelServer("127.0.0.1")) as other:
-        earlier = replace(server.address, access=other.address.access)
-    stranger = replace(server.address, access=server.address.access[:40] + zmq.curve_keypair()[1].decode())
-    for address in (earlier, stranger):
-        with pytest.raises(ChannelRefused, match=f"another sender listens at {server.address.endpoint}"):
-            await asyncio.to_thread(ask, address)
+def connected(coordinator):
+    return WeightChannel(coordinator.address, SECONDS)
 
 
-async def test_an_ended_sender_is_noticed_at_once(server):
-    asking = asyncio.create_task(asyncio.to_thread(ask, server.address))
-    await server.receive()
-    server.close()
-    with pytest.raises(WeightsError, match=f"the connection to learner rank 0 at {server.address.endpoint} ended"):
-        await asking
-    with pytest.raises(ChannelRefused, match=f"nobody listens at {server.address.endpoint}"):
-        await asyncio.to_thread(ask, server.address)
+def test_a_message_and_its_bytes_arrive_and_are_answered():
+    with coordinators(echo) as coordinator, connected(coordinator) as channel:
+        message = {"kind": "ask", "values": [b"\x00\x01", b""], "number": 3}
+        channel.send(message)
+        assert channel.receive(SECONDS) == {"echo": message}
 
 
-async def test_an_unreachable_host_does_not_count_as_an_ended_sender(server, monkeypatch):
-    server.close()
+def test_the_channel_refuses_strangers_and_keys_of_an_earlier_sender(coordinator):
+    with coordinators() as other:
+        earlier = replace(coordinator.address, access=other.address.access)
+    for address in (earlier, replace(coordinator.address, access="")):
+        with pytest.raises(ChannelRefused, match=f"another sender listens at {coordinator.address.endpoint}"):
+            WeightChannel(address, SECONDS)
 
+
+def test_the_channel_takes_no_message_of_a_client_without_the_key():
+    taken = []
+    with coordinators(lambda *message: taken.append(message)) as coordinator:
+        host_and_port = ("127.0.0.1", int(coordinator.address.endpoint.rpartition(":")[2]))
+        with socket.create_connection(host_and_port, SECONDS) as stranger:
+            stranger.sendall(bytes(48) + rounds._framed({"kind": "ask", "version": 1, "holds": ""}))
+            while stranger.recv(1024):
+                pass
+    assert taken == []
+
+
+def test_a_receiver_refuses_a_sender_without_the_key(coordinator):
+    """An impostor repeats what it is sent; a proof of the client is not one of the server."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def reflect():
+            connection, _ = listener.accept()
+            with connection:
+                connection.sendall(bytes(16))
+                connection.sendall(connection.recv(32, socket.MSG_WAITALL))
+
+        impostor = threading.Thread(target=reflect)
+        impostor.start()
+        address = replace(coordinator.address, endpoint=f"127.0.0.1:{listener.getsockname()[1]}")
+        with pytest.raises(ChannelRefused, match="another sender listens at"):
+            WeightChannel(address, SECONDS)
+        impostor.join(SECONDS)
+
+
+def test_an_ended_sender_is_noticed_at_once():
+    with coordinators(lambda *_: coordinator.close()) as coordinator:
+        with connected(coordinator) as channel:
+            channel.send({"kind": "ask"})
+            with pytest.raises(
+                WeightsError, match=f"the connection to learner rank 0 at {coordinator.address.endpoint} ended"
+            ):
+                channel.receive(SECONDS)
+        with pytest.raises(ChannelRefused, match=f"nobody listens at {coordinator.address.endpoint}"):
+            connected(coordinator)
+
+
+def test_an_unreachable_host_does_not_count_as_an_ended_sender(coordinator, monkeypatch):
     def unreachable(*_):
         raise OSError(113, "No route to host")
 
-    monkeypatch.setattr(rounds.socket, "create_connection", unreachable)
+    monkeypatch.setattr(rounds.socket.socket, "connect", unreachable)
     with pytest.raises(WeightsError, match=r"cannot be reached: .*No route to host") as raised:
-        await asyncio.to_thread(ask, server.address)
+        connected(coordinator)
     assert not isinstance(raised.value, ChannelRefused)
 
 
-async def test_a_vanished_sender_is_noticed_by_missing_heartbeats(monkeypatch):
+def test_a_vanished_sender_is_noticed_by_missing_answers_of_its_host(tmp_path):
     """As when the host loses power: no bytes arrive, and nothing ends the connection."""
-    monkeypatch.setattr(rounds, "HEARTBEAT_S", 0.1)
-    monkeypatch.setattr(rounds, "SILENCE_S", 0.4)
-    with closing(ChannelServer("127.0.0.1")) as server:
-        is_cut = asyncio.Event()
-        host, _, port = server.address.endpoint.rpartition(":")
-
-        async def carry(source, sink):
-            while data := await source.read(1 << 16):
-                if not is_cut.is_set():
-                    sink.write(data)
-            sink.close()
-
-        async def forward(reader, writer):
-            there = await asyncio.open_connection(host, int(port))
-            await asyncio.gather(carry(reader, there[1]), carry(there[0], writer))
-
-        async with await asyncio.start_server(forward, "127.0.0.1", 0) as link:
-            linked = replace(server.address, endpoint=f"127.0.0.1:{link.sockets[0].getsockname()[1]}")
-            asking = asyncio.create_task(asyncio.to_thread(ask, linked))
-            await server.receive()
-            is_cut.set()
-            with pytest.raises(WeightsError, match=r"the connection to learner rank 0 at .* ended"):
-                await asking
+    script = tmp_path / "vanish.py"
+    script.write_text(VANISHING)
+    if subprocess.run(["unshare", "-rn", "ip", "link", "set", "lo", "up"], check=False).returncode:
+        pytest.skip("network namespaces are not allowed here")
+    subprocess.run(["unshare", "-rn", sys.executable, script], check=True, timeout=60.0)
 
 
-async def test_a_stopped_sender_has_time_until_the_deadline():
-    with socket.create_server(("127.0.0.1", 0)) as silent, closing(ChannelServer("127.0.0.1")) as other:
-        address = replace(other.address, endpoint=f"127.0.0.1:{silent.getsockname()[1]}")
+VANISHING = """
+import subprocess
+from tests.weights.test_rounds import SECONDS, connected, coordinators, rounds
+from asyncrl.core.errors import WeightsError
 
-        def wait():
-            with WeightChannel(address) as channel:
-                channel.receive(0.2)
+rounds.HEARTBEAT_S, rounds.SILENCE_S = 1.0, 3.0
+subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+with coordinators(lambda *_: None) as coordinator, connected(coordinator) as channel:
+    channel.send({"kind": "ask"})
+    subprocess.run(["ip", "link", "set", "lo", "down"], check=True)
+    try:
+        channel.receive(SECONDS)
+    except WeightsError as error:
+        assert "ended" in str(error), error
+    else:
+        raise AssertionError("not noticed")
+"""
 
+
+def test_a_stopped_sender_has_time_until_the_deadline(coordinator):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = replace(coordinator.address, endpoint=f"127.0.0.1:{silent.getsockname()[1]}")
         with pytest.raises(TimeoutError, match=f"learner rank 0 at {address.endpoint} was silent for 0.2 s"):
-            await asyncio.to_thread(wait)
+            WeightChannel(address, 0.2)
 
 
-async def test_a_learner_rank_that_connects_again_gets_its_messages(server):
-    with closing(RankChannel(server.address, 3)) as lost:
-        await lost.send({"round": 1})
-        await server.receive()
-        with closing(RankChannel(server.address, 3)) as back:
-            await back.send({"round": 2})
-            assert (await server.receive()).head == {"round": 2}
-            server.send(rank_id(3), {"round": 7})
-            assert await back.receive() == {"round": 7}
+def test_a_learner_rank_that_connects_again_gets_its_messages(coordinator):
+    for _ in range(2):
+        with connected(coordinator) as rank, connected(coordinator) as receiver:
+            coordinator.offers.add(1, held(1))
+            rank.send({"kind": "done", "rank": 0, "round": 0, "failed": False})
+            receiver.send({"kind": "ask", "version": 1, "holds": ""})
+            receiver.send({"kind": "present", "call": receiver.receive(SECONDS)["call"]})
+            assert rank.receive(SECONDS)["version"] == 1
+            rank.send(
+                {"kind": "done", "rank": 0, "round": receiver.receive(SECONDS)["answer"]["number"], "failed": False}
+            )
 
 
-async def test_an_unreadable_message_is_logged_and_skipped(server, caplog):
-    with closing(RankChannel(server.address, 0)) as rank:
-        await rank.send([1])
-        await rank.send({"round": 1})
-        assert (await server.receive()).head == {"round": 1}
-    assert "a message begins with a JSON object" in caplog.text
+def test_an_unreadable_message_is_logged_and_skipped(coordinator, caplog):
+    with connected(coordinator) as channel:
+        channel.send([1])
+        channel.send({"kind": "want", "round": 7, "key": "", "count": 1})
+        assert channel.receive(SECONDS) == {"over": 7}
+    assert "on the channel of weights is ignored" in caplog.text
 
 
-async def test_the_channel_listens_on_one_numeric_address_only(server):
-    host, _, port = server.address.endpoint.rpartition(":")
+def test_the_channel_listens_on_one_numeric_address_only(coordinator):
+    host, _, port = coordinator.address.endpoint.rpartition(":")
     assert re.fullmatch(r"\d+\.\d+\.\d+\.\d+", host)
     socket.create_connection((host, int(port)), SECONDS).close()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.2", int(port)), SECONDS)
 
 
-async def test_channel_keys_are_not_in_the_repr_of_addresses_and_offers(server):
-    offer = WeightOffer(version=1, manifest="10.0.0.1:1", digest="", num_bytes=0, access=server.address.access)
-    assert server.address.access[:9] not in repr(server.address) + repr(offer)
+def test_channel_keys_are_not_in_the_repr_of_addresses_and_offers(coordinator):
+    address = coordinator.address
+    offer = WeightOffer(version=1, manifest="10.0.0.1:1", digest="", num_bytes=0, access=address.access)
+    assert len(address.access) == 64
+    assert address.access[:9] not in repr(address) + repr(offer)
 
 
 def test_a_stream_needs_no_name_service(tmp_path):

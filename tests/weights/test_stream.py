@@ -25,12 +25,11 @@ from asyncrl.weights.manifest import (
     read_manifest,
     safetensors_header,
 )
-from asyncrl.weights.rounds import RoundCoordinator, WeightChannel
+from asyncrl.weights.rounds import ChannelAddress, RoundCoordinator, WeightChannel
 from asyncrl.weights.stream import (
     ArrivingWeights,
     RoundGroup,
     WeightSender,
-    channel_of,
     interface_address,
     new_data_file,
     receive_weights,
@@ -192,9 +191,9 @@ def ranks_into_engines(short_rounds):
 def lose_answers_to_calls(monkeypatch):
     take = RoundCoordinator._take
 
-    def losing(self, message):
-        if message.head["kind"] != "present":
-            take(self, message)
+    def losing(self, sender, message):
+        if message["kind"] != "present":
+            take(self, sender, message)
 
     monkeypatch.setattr(RoundCoordinator, "_take", losing)
 
@@ -306,7 +305,8 @@ async def test_hosts_that_ask_for_two_versions_at_once_get_the_newer_one(ranks, 
 
 async def test_a_receiver_that_is_silent_after_asking_does_not_delay_a_round(ranks, tmp_path):
     offered = offered_by(ranks, 1, tmp_path)
-    with WeightChannel(channel_of(offered)) as silent:
+    address = ChannelAddress(endpoint=offered.manifest, access=offered.access)
+    with WeightChannel(address, 10.0) as silent:
         silent.send({"kind": "ask", "version": 1, "holds": ""})
         assert_holds(await receive_weights(offered, tmp_path / "r", timeout_s=30.0), 1)
 
