@@ -107,7 +107,7 @@ class SaturatedRun:
             self._next_id += num_short
         worker = 0
         while leases := self.ledger.apply(
-            LeaseGroups(engine_version=self.ledger.learner_version, max_groups=1, owner=bytes([worker]))
+            LeaseGroups(engine_version=self.ledger.learner_version, max_groups=1), sender=bytes([worker])
         ).leases:
             [lease] = leases
             length = self._lengths.setdefault(lease.group_id, self._random.randint(100, 2000))

@@ -7,12 +7,13 @@ from bisect import bisect_right
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import convert, to_builtins
 
 from asyncrl.core.types import BufferStats, GroupSummary
 
-from .groups import record_from, values_of
+from .commands import Row
 
 DISCARDED_PREFIX = "discarded_prefix"
 STALE = "stale"
@@ -80,8 +81,7 @@ class IdSet:
         return list(zip(self._starts, self._ends, strict=True))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EndedAttempt:
+class EndedAttempt(Row, frozen=True):
     """An attempt that ended without a stored result.
 
     Attributes:
@@ -161,7 +161,7 @@ class AttemptHistory:
         return {
             "finished": self.finished.ranges(),
             "unusual": [[group_id, *counts] for group_id, counts in self._unusual.items()],
-            "ended": [[*key, *values_of(ended)] for key, ended in self._ended.items()],
+            "ended": to_builtins(list(self._ended.items()), builtin_types=(bytes,)),
             "reopened": list(self._reopened.items()),
         }
 
@@ -170,7 +170,7 @@ class AttemptHistory:
         self.finished = IdSet(values["finished"])
         self._unusual = OrderedDict((group_id, (number, stored)) for group_id, number, stored in values["unusual"])
         self._reopened = dict(values["reopened"])
-        self._ended = OrderedDict(((row[0], row[1]), record_from(EndedAttempt, row[2:])) for row in values["ended"])
+        self._ended = OrderedDict(convert(values["ended"], list[tuple[tuple[int, int], EndedAttempt]]))
 
 
 class Account:

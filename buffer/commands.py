@@ -4,12 +4,43 @@ Both are frozen records of plain values. `buffer.journal` writes each command wi
 applies the recorded outcomes and does not decide again.
 """
 
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, Union
+
+from msgspec import Struct
 
 from asyncrl.core.types import GroupSummary
+
+Result = TypeVar("Result", covariant=True)
+
+
+def _wire_name(name: str) -> str:
+    """The tag of a record in messages and journals. Example: ``PlanBatch`` is ``plan_batch``."""
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
+
+
+class Row(Struct, frozen=True, kw_only=True, array_like=True, forbid_unknown_fields=True):
+    """A part of a record; it is encoded as an array of its fields."""
+
+
+class Outcome(Row, frozen=True, tag=_wire_name):
+    """What the ledger decided."""
+
+
+class Command(Row, Generic[Result], frozen=True, tag=_wire_name):
+    """A request to the ledger; ``Result`` is the type of its outcome."""
+
+
+def union_of(base: type) -> Any:
+    """The union of a class's subclasses without subclasses of their own."""
+    leaves, found = [], [base]
+    while found:
+        kind = found.pop()
+        leaves += [] if kind.__subclasses__() else [kind]
+        found += kind.__subclasses__()
+    return Union[tuple(leaves)]  # noqa: UP007 - the members are not known here
 
 
 class PutResult(StrEnum):
@@ -22,8 +53,7 @@ class PutResult(StrEnum):
     late = "late"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Progress:
+class Progress(Row, frozen=True):
     """The saved prefix of an unfinished group: the number of policy tokens, and their versions."""
 
     num_tokens: int
@@ -34,15 +64,13 @@ class Progress:
 # Outcomes
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Queued:
+class Queued(Outcome, frozen=True):
     """The groups of the new prompts."""
 
     group_ids: tuple[int, ...]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GrantedLease:
+class GrantedLease(Row, frozen=True):
     """One granted lease on a group.
 
     Attributes:
@@ -71,35 +99,30 @@ class GrantedLease:
         return 0 if self.progress is None else self.progress.num_tokens
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Granted:
+class Granted(Outcome, frozen=True):
     """The leases of one request; empty if no group is admitted now."""
 
     leases: tuple[GrantedLease, ...]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Renewed:
+class Renewed(Outcome, frozen=True):
     """When the renewed lease expires; None if the owner no longer holds it."""
 
     expires_at: float | None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Saved:
+class Saved(Outcome, frozen=True):
     """The progress was recorded."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Reserved:
+class Reserved(Outcome, frozen=True):
     """The store that takes a group. Groups in ``evicted`` lose their stored trajectories, or their saved prefix."""
 
     store: int
     evicted: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PutOutcome:
+class PutOutcome(Outcome, frozen=True):
     """The result of a put.
 
     Attributes:
@@ -115,8 +138,7 @@ class PutOutcome:
     refusal: str = ""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Released:
+class Released(Outcome, frozen=True):
     """Whether a release ended a running lease, or was the report that a revoked attempt owed.
 
     ``is_dropped``: the group reached its maximum number of failures.
@@ -127,8 +149,7 @@ class Released:
     is_dropped: bool = False
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TakenBack:
+class TakenBack(Outcome, frozen=True):
     """The groups whose leases were revoked; their prompts are queued again, except for ``dropped`` groups.
 
     A dropped group was on too many workers that died. ``num_lost`` is the number of tokens that a dead owner lost; None
@@ -140,8 +161,7 @@ class TakenBack:
     dropped: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Lost:
+class Lost(Outcome, frozen=True):
     """The lost groups. The batches of the versions in ``dissolved`` are planned again.
 
     The running groups in ``unsent`` lose their reservations. The groups in ``missing`` are lost when their batch is
@@ -154,16 +174,14 @@ class Lost:
     missing: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AddedStore:
+class AddedStore(Outcome, frozen=True):
     """The number of a store; ``is_new`` unless it was added before."""
 
     store: int
     is_new: bool
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DroppedStore:
+class DroppedStore(Outcome, frozen=True):
     """The groups that a dropped store held.
 
     The stored groups in ``group_ids`` are generated again. The running groups in ``reserved`` lose their reservations.
@@ -175,8 +193,7 @@ class DroppedStore:
     reserved: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Planned:
+class Planned(Outcome, frozen=True):
     """A batch: the groups that version ``version`` consumes, in order.
 
     ``given_up`` are running groups whose leases the plan revokes; they are dropped if ``is_dropped``, else queued.
@@ -188,79 +205,42 @@ class Planned:
     is_dropped: bool = False
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Committed:
+class Committed(Outcome, frozen=True):
     """The groups that the learner consumed."""
 
     version: int
     group_ids: tuple[int, ...]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Rewound:
+class Rewound(Outcome, frozen=True):
     """Whether this rewind is new. Groups in ``group_ids`` lost a running attempt, their trajectories or a prefix."""
 
     is_new: bool
     group_ids: tuple[int, ...] = ()
 
 
-Outcome = (
-    Queued
-    | Granted
-    | Renewed
-    | Saved
-    | Reserved
-    | PutOutcome
-    | Released
-    | TakenBack
-    | Lost
-    | AddedStore
-    | DroppedStore
-    | Planned
-    | Committed
-    | Rewound
-)
-"""Every outcome."""
-Result = TypeVar("Result", covariant=True)
-
-
-class Command(Generic[Result]):
-    """A request to the ledger; ``Result`` is the type of its outcome.
-
-    The ``owner`` of a command is the client that sent it. The ledger does not check an owner of None.
-    """
-
-    __slots__ = ()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Enqueue(Command[Queued]):
+class Enqueue(Command[Queued], frozen=True):
     """Queue prompts; known prompts are ignored."""
 
     group_ids: tuple[int, ...]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LeaseGroups(Command[Granted]):
+class LeaseGroups(Command[Granted], frozen=True):
     """Admit up to ``max_groups`` from the head of the queue on an engine that serves ``engine_version``."""
 
     engine_version: int
     max_groups: int
-    owner: bytes = b""
     request_id: int = 0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Renew(Command[Renewed]):
+class Renew(Command[Renewed], frozen=True):
     """Extend a lease."""
 
     group_id: int
     attempt: int
-    owner: bytes | None = None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SavePrefix(Command[Saved]):
+class SavePrefix(Command[Saved], frozen=True):
     """Save the prefix of a running group; the group's next attempt may continue the prefix.
 
     Attributes:
@@ -273,23 +253,19 @@ class SavePrefix(Command[Saved]):
     attempt: int
     progress: Progress
     continued: bool = True
-    owner: bytes | None = None
     num_bytes: int = 0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Reserve(Command[Reserved]):
+class Reserve(Command[Reserved], frozen=True):
     """Reserve bytes for the trajectories of a running group before they are sent, on ``host`` if possible."""
 
     group_id: int
     attempt: int
     num_bytes: int
-    owner: bytes | None = None
     host: str = ""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Put(Command[PutOutcome]):
+class Put(Command[PutOutcome], frozen=True):
     """Store a finished group; repeated puts store it once. ``continued`` and ``num_bytes`` are as in `SavePrefix`.
 
     ``digest`` is the digest of the trajectories if a store server holds them. ``num_left_out`` is the number of tokens
@@ -298,14 +274,12 @@ class Put(Command[PutOutcome]):
 
     summary: GroupSummary
     continued: bool = True
-    owner: bytes | None = None
     num_bytes: int = 0
     digest: bytes = b""
     num_left_out: int = 0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Release(Command[Released]):
+class Release(Command[Released], frozen=True):
     """Return an unfinished lease, or report the tokens of a revoked attempt. Each attempt is counted once.
 
     Attributes:
@@ -321,17 +295,14 @@ class Release(Command[Released]):
     num_tokens: int
     reason: str
     continued: bool = True
-    owner: bytes | None = None
     max_failures: int = 0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Expire(Command[TakenBack]):
+class Expire(Command[TakenBack], frozen=True):
     """Revoke every expired lease."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TakeBack(Command[TakenBack]):
+class TakeBack(Command[TakenBack], frozen=True):
     """Revoke every lease of an owner that is gone.
 
     ``num_generated`` is the number of tokens that a dead owner generated. The tokens that it did not report are lost,
@@ -342,8 +313,7 @@ class TakeBack(Command[TakenBack]):
     num_generated: int | None = None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LoseGroups(Command[Lost]):
+class LoseGroups(Command[Lost], frozen=True):
     """The trajectories of stored or planned groups, or saved prefixes, are lost; the prompts are queued again.
 
     ``unsent`` names running groups and attempts whose store does not have their trajectories; the workers send these
@@ -356,37 +326,32 @@ class LoseGroups(Command[Lost]):
     missing: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AddStore(Command[AddedStore]):
+class AddStore(Command[AddedStore], frozen=True):
     """A store server joins at ``address``; it serves the workers of ``host`` first."""
 
     address: str
     host: str
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DropStore(Command[DroppedStore]):
+class DropStore(Command[DroppedStore], frozen=True):
     """A store is lost with its contents. A planned batch does not change: the learner's ranks may already have it."""
 
     store: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PlanBatch(Command[Planned]):
+class PlanBatch(Command[Planned], frozen=True):
     """Make the batch of ``version``."""
 
     version: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Commit(Command[Committed]):
+class Commit(Command[Committed], frozen=True):
     """Mark the batch of ``version`` consumed."""
 
     version: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Rewind(Command[Rewound]):
+class Rewind(Command[Rewound], frozen=True):
     """Take the learner back to the checkpoint of ``version``; its weights of later versions are lost.
 
     The ledger revokes every running attempt and drops every stored group, because these may hold tokens of a lost
@@ -407,8 +372,7 @@ class Rewind(Command[Rewound]):
     lag_histogram: tuple[tuple[int, int], ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Revocation:
+class Revocation(Row, frozen=True):
     """A lease that its owner no longer holds."""
 
     owner: bytes

@@ -4,14 +4,14 @@ The table moves groups from one state to the next. `buffer.ledger` decides which
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
-from functools import cache
 from heapq import heapify, heappop, heappush, heapreplace
 from itertools import islice
 from operator import attrgetter
 from typing import Any
+
+from msgspec import Struct, convert, to_builtins
 
 from asyncrl.core.errors import UnknownGroup
 from asyncrl.core.types import GroupSummary
@@ -29,8 +29,7 @@ class GroupState(StrEnum):
     planned = "planned"
 
 
-@dataclass(kw_only=True, slots=True)
-class StorePlace:
+class StorePlace(Struct, kw_only=True, array_like=True):
     """Address and host of a store that joined; both empty for another store. A store that ``is_gone`` never returns."""
 
     address: str = ""
@@ -38,8 +37,7 @@ class StorePlace:
     is_gone: bool = False
 
 
-@dataclass(kw_only=True, slots=True, eq=False)
-class Group:
+class Group(Struct, kw_only=True, array_like=True, eq=False):
     """One unfinished prompt group.
 
     Attributes:
@@ -146,56 +144,8 @@ class Group:
             "mean_length": sum(self.summary.response_lengths) / max(1, len(self.summary.response_lengths)),
         }
 
-    def to_row(self) -> list[Any]:
-        """The record as plain values."""
-        row: list[Any] = [*values_of(self)]
-        for name in ("progress", "summary"):
-            if getattr(self, name) is not None:
-                row[_fields_of(Group).index(name)] = values_of(getattr(self, name))
-        return row
-
-    @classmethod
-    def from_row(cls, row: Sequence[Any]) -> "Group":
-        """Make a record from `to_row`'s plain values."""
-        values = dict(zip(_fields_of(Group), row, strict=True))
-        for name, kind in (("progress", Progress), ("summary", GroupSummary)):
-            if values[name] is not None:
-                values[name] = record_from(kind, values[name])
-        return cls(**{**values, "state": GroupState(values["state"])})
-
 
 _FORGETTING = 16
-
-
-def _at_most_one_suspect(groups: Iterable[Group], *, min_deaths: int, has_one: bool) -> Iterator[Group]:
-    """Keep at most one group of ``min_deaths`` or more deaths; none of them if the worker ``has_one`` already."""
-    for group in groups:
-        is_suspect = group.num_deaths >= min_deaths
-        if not (is_suspect and has_one):
-            has_one = has_one or is_suspect
-            yield group
-
-
-@cache
-def _fields_of(kind: type) -> tuple[str, ...]:
-    return tuple(field.name for field in fields(kind))
-
-
-@cache
-def _reader_of(kind: type) -> Callable[[Any], tuple[Any, ...]]:
-    names = _fields_of(kind)
-    return attrgetter(*names) if len(names) > 1 else lambda record: tuple(getattr(record, name) for name in names)
-
-
-def values_of(record: Any) -> tuple[Any, ...]:
-    """A record's fields in order."""
-    return _reader_of(type(record))(record)
-
-
-def record_from(kind: Any, values: Sequence[Any]) -> Any:
-    """A record from its fields' plain values, in order; lists become tuples."""
-    tuples = (tuple(value) if isinstance(value, list) else value for value in values)
-    return kind(**dict(zip(_fields_of(kind), tuples, strict=True)))
 
 
 def _discard(index: dict[Any, dict[int, None]], key: Any, group_id: int) -> None:
@@ -491,10 +441,18 @@ class GroupTable:
         one suspect: if it held two and died, the ledger could not tell which group killed the worker.
         """
         queued = map(self._groups.__getitem__, self._queue)
-        if suspect_deaths and self._present_at_deaths:
-            has_one = any(group.num_deaths >= suspect_deaths for group in self.leases.of_owner(owner))
-            queued = _at_most_one_suspect(queued, min_deaths=suspect_deaths, has_one=has_one)
-        return list(islice(queued, number))
+        if not (suspect_deaths and self._present_at_deaths):
+            return list(islice(queued, number))
+        has_one = any(group.num_deaths >= suspect_deaths for group in self.leases.of_owner(owner))
+        chosen: list[Group] = []
+        for group in queued:
+            is_suspect = group.num_deaths >= suspect_deaths
+            if len(chosen) == number:
+                break
+            if not (is_suspect and has_one):
+                has_one = has_one or is_suspect
+                chosen.append(group)
+        return chosen
 
     # Moving on
 
@@ -620,19 +578,18 @@ class GroupTable:
         return {
             "places": [self._head_place, self._next_place],
             "expected_bytes": self.space.expected_bytes,
-            "stores": [values_of(place) for place in self.space.stores],
-            "rows": [group.to_row() for group in self._groups.values()],
+            "stores": to_builtins(self.space.stores),
+            "rows": to_builtins(list(self._groups.values()), builtin_types=(bytes,)),
         }
 
     def restore(self, values: Mapping[str, Any]) -> None:
         """Load the records of a snapshot into this empty table, and derive the indexes."""
         self._head_place, self._next_place = values["places"]
-        for group in map(Group.from_row, values["rows"]):
+        for group in convert(values["rows"], list[Group]):
             self._groups[group.group_id] = group
             if group.num_deaths:
                 self._present_at_deaths.add(group.group_id)
-        places = (record_from(StorePlace, row) for row in values["stores"])
-        self.space.restore(places, values["expected_bytes"], self)
+        self.space.restore(convert(values["stores"], list[StorePlace]), values["expected_bytes"], self)
         self._queue.extend(group.group_id for group in self.of_state(GroupState.queued))
         for group in self.of_state(GroupState.leased):
             self._count_open(group.deadline, 1)

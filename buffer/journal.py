@@ -23,28 +23,22 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from functools import partial
-from inspect import isclass
 from itertools import accumulate, pairwise
-from operator import attrgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
-import msgpack
 import msgspec
 import xxhash
 
 from asyncrl.core.errors import ReplayBufferError
-from asyncrl.core.types import GroupSummary
 
-from . import commands
-from .commands import Command, Frames, LoggedFrames, Outcome, PutResult
-from .groups import record_from, values_of
+from .commands import Command, Frames, LoggedFrames, Outcome, Put, Row, union_of
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 9
+FORMAT = 10
 _MAGIC = b"asyncrl buffer journal %d\n" % FORMAT
 _COMPACT_BYTES = 16 * 1024**2
 _GROW_BYTES = 4 * 1024**2
@@ -54,50 +48,40 @@ _MAX_PARTS = 1024
 _HEADER = struct.Struct("<QIQ")
 """Checksum (xxh3) of head and frames, size of the head, size of the frames, in bytes."""
 
-_RECORDS = {
-    name: kind for name, kind in vars(commands).items() if isclass(kind) and hasattr(kind, "__dataclass_fields__")
-}
-_RECORDS["GroupSummary"] = GroupSummary
+AnyCommand: TypeAlias = union_of(Command)
+AnyOutcome: TypeAlias = union_of(Outcome)
+Reference = tuple[str, int, int, tuple[int, ...]]
+"""Kind, group id, place and lengths of frames; no lengths if they are in another record; place 0 drops them."""
+
+
+class Head(Row, frozen=True, tag=True):
+    """The start of a record; the frames of its ``references`` follow. Frames alone have no other values."""
+
+    references: tuple[Reference, ...] = ()
+
+
+class Begin(Head, frozen=True, kw_only=True):
+    """The start of a log: remembered values, the ledger's snapshot, and which frames are held."""
+
+    values: dict[str, Any]
+    snapshot: dict[str, Any] | None
+
+
+class Value(Head, frozen=True, kw_only=True):
+    """A remembered value."""
+
+    name: str
+    value: Any
+
+
+class Decided(Head, frozen=True, kw_only=True):
+    """Commands with their outcomes."""
+
+    decided: tuple[tuple[AnyCommand, AnyOutcome], ...]
 
 
 _encode = msgspec.msgpack.Encoder().encode
-"""Packs plain values in a quarter of the time of `msgpack.packb`."""
-
-
-def pack(value: Any) -> Any:
-    """Pack plain values except maps, and the records of `buffer.commands`."""
-    return msgpack.packb(value, default=_to_map)
-
-
-def _to_map(record: Any) -> dict[str, Any]:
-    return {type(record).__name__: values_of(record)}
-
-
-def unpack(data: bytes) -> Any:
-    """Unpack the result of `pack`; lists come back as tuples."""
-    return msgpack.unpackb(data, use_list=False, object_hook=_from_map)
-
-
-def _from_map(named: dict[str, Any]) -> Any:
-    [(name, values)] = named.items()
-    record = record_from(_RECORDS[name], values)
-    return replace(record, result=PutResult(record.result)) if name == "PutOutcome" else record
-
-
-_SUMMARY_FIELDS = [field.name for field in fields(GroupSummary)]
-_OTHER_FIELDS = [field.name for field in fields(commands.Put) if field.name != "summary"]
-_put_values = attrgetter(*(f"summary.{name}" for name in _SUMMARY_FIELDS), *_OTHER_FIELDS)
-"""The plain values of a put: those of the summary, then the other fields of the command."""
-_outcome_values = attrgetter(*(field.name for field in fields(commands.PutOutcome)))
-
-
-def _put_from(row: Sequence[Any]) -> tuple[commands.Put, commands.PutOutcome]:
-    """Make a put and its outcome from the concatenated plain values of both."""
-    num_summary = len(_SUMMARY_FIELDS)
-    end = num_summary + len(_OTHER_FIELDS)
-    summary = record_from(GroupSummary, row[:num_summary])
-    outcome = record_from(commands.PutOutcome, (PutResult(row[end]), *row[end + 1 :]))
-    return record_from(commands.Put, (summary, *row[num_summary:end])), outcome
+_decode = msgspec.msgpack.Decoder(Head | Begin | Value | Decided).decode
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -159,7 +143,7 @@ class AppendOnlyFile:
         with memoryview(data) as whole, whole[body:end] as found:
             if xxhash.xxh3_64_intdigest(found) != checksum:
                 return None
-        return msgpack.unpackb(data[body : body + head_bytes], strict_map_key=False), body + head_bytes, end
+        return _decode(data[body : body + head_bytes]), body + head_bytes, end
 
     def frames_at(self, start: int, lengths: Sequence[int]) -> Frames:
         """Read consecutive frames from the file. Raises `OSError` if the file cannot be read."""
@@ -285,10 +269,8 @@ class Journal:
         self._retiring: threading.Thread | None = None
         self._base_bytes = self._retry_above = 0
         self._is_compacting = self._closed = False
-        self._later: list[tuple[commands.Put, Outcome, LoggedFrames]] = []
+        self._later: list[tuple[Command[Any], Outcome, LoggedFrames]] = []
         self._num_later_bytes = 0
-        if (former := path.with_suffix(".sqlite")).exists():
-            raise ValueError(f"{former} is a journal of format 3; use the release that wrote it")
         try:
             self._lock = os.open(f"{path}.lock", os.O_CREAT | os.O_RDWR, 0o600)
             try:
@@ -312,14 +294,14 @@ class Journal:
         paths = self._path.parent.glob(f"{self._path.name}.*.log")
         numbers = sorted(int(path.name.split(".")[-2]) for path in paths)
         by_place: dict[int, _FramesInFile] = {}
-        heads: list[Any] = []
+        heads: list[Head] = []
         self._former: list[AppendOnlyFile] = []
         self._number = max(numbers, default=0)
         for number in numbers:
             log, payloads = self._pair(number)
             found = [*_read_records(log, by_place)]
             deque(_read_records(payloads, by_place), maxlen=0)
-            if found and found[0][0] == "begin":
+            if found and isinstance(found[0], Begin):
                 self._former += [self._log, self._frames] if heads else []
                 self._log, self._frames, heads = log, payloads, found
             else:
@@ -327,25 +309,24 @@ class Journal:
         if not heads:
             self._number += 1
             self._log, self._frames = self._pair(self._number)
-            self._log.append([(["begin", [{}, None], []], ())])
+            self._log.append([(Begin(values={}, snapshot=None), ())])
         return self._take_up(heads, by_place)
 
     def _pair(self, number: int) -> tuple[AppendOnlyFile, AppendOnlyFile]:
         log, frames = (Path(f"{self._path}.{number}.{kind}") for kind in ("log", "frames"))
         return AppendOnlyFile(log), AppendOnlyFile(frames)
 
-    def _take_up(self, heads: Sequence[Any], by_place: Mapping[int, _FramesInFile]) -> Recovered:
+    def _take_up(self, heads: Sequence[Head], by_place: Mapping[int, _FramesInFile]) -> Recovered:
         snapshot, done, places = None, [], [0, *by_place]
-        for kind, value, references in heads:
-            if kind == "begin":
-                self._values, snapshot = value
-            elif kind == "value":
-                self._values[value[0]] = value[1]
-            elif kind == "command":
-                done.append(unpack(value))
-            elif kind == "puts":
-                done += map(_put_from, msgpack.unpackb(value, use_list=False))
-            places += self._refer(references)
+        for head in heads:
+            match head:
+                case Begin():
+                    self._values, snapshot = head.values, head.snapshot
+                case Value():
+                    self._values[head.name] = head.value
+                case Decided():
+                    done += head.decided
+            places += self._refer(head.references)
         self._next_place = max(places) + 1
         frames: dict[str, dict[int, Frames]] = {}
         for (name, key), place in self._places.items():
@@ -371,7 +352,7 @@ class Journal:
 
     def write(self, name: str, value: Any) -> None:
         """Remember a value. Raises `ReplayBufferError` if the disk is full."""
-        self._append("value", [name, value], {})
+        self._write_log([(Value(name=name, value=value), ())])
         self._values[name] = value
 
     def claim(self, owner: Mapping[str, Any]) -> None:
@@ -391,22 +372,23 @@ class Journal:
                 )
 
     def record(self, command: Command[Any], outcome: Outcome, frames: LoggedFrames) -> None:
-        """Write a command, its outcome and frames as one record. Raises `ReplayBufferError` if the disk is full.
+        """Write a command, its outcome and frames. Raises `ReplayBufferError` if the disk is full.
 
-        For a put, bytes are only reserved now. All puts are written together by `flush`, or before the next record.
+        For a put, bytes are only reserved now. All puts are written together by `flush`, or with the next command.
         """
-        if type(command) is not commands.Put:
-            self._append("command", pack((command, outcome)), frames)
-            return
         num_bytes = self._num_later_bytes + _MAX_PUT_BYTES
         for parts in frames.values():
             num_bytes += 0 if isinstance(parts, int) else sum(map(len, parts))
-        try:
-            self._log.reserve(num_bytes)
-        except OSError as error:
-            raise self._error("written", error) from error
-        self._num_later_bytes = num_bytes
         self._later.append((command, outcome, frames))
+        try:
+            if type(command) is not Put:
+                self._write_log([])
+            else:
+                self._log.reserve(num_bytes)
+                self._num_later_bytes = num_bytes
+        except (OSError, ReplayBufferError) as error:
+            self._later.pop()
+            raise self._error("written", error) if isinstance(error, OSError) else error from error
 
     def flush(self) -> None:
         """Write the recorded puts, before their clients get replies. Raises `ReplayBufferError` if the write fails."""
@@ -415,20 +397,17 @@ class Journal:
 
     def note(self, frames: LoggedFrames) -> None:
         """Record that frames are held, or dropped (place 0). Raises `ReplayBufferError` if the disk is full."""
-        self._append("note", None, frames)
-
-    def _append(self, kind: str, value: Any, frames: LoggedFrames) -> None:
         references, inline = self._references(frames.items())
-        self._write_log([([kind, value, references], inline)])
+        self._write_log([(Head(references=references), inline)])
         self._refer(references)
 
-    def _write_log(self, records: list[tuple[Any, Frames]]) -> None:
-        """Write the waiting puts as one record, and the other records after it."""
-        references: list[Any] = []
+    def _write_log(self, records: list[tuple[Head, Frames]]) -> None:
+        """Write the waiting commands as one record, and the other records after it."""
+        references: tuple[Reference, ...] = ()
         if self._later:
-            rows = [_put_values(command) + _outcome_values(outcome) for command, outcome, _ in self._later]
             references, inline = self._references(item for *_, frames in self._later for item in frames.items())
-            records.insert(0, (["puts", _encode(rows), references], inline))
+            decided = tuple((command, outcome) for command, outcome, _ in self._later)
+            records.insert(0, (Decided(references=references, decided=decided), inline))
         try:
             self._log.append(records)
         except OSError as error:
@@ -436,17 +415,19 @@ class Journal:
         self._refer(references)
         self._later, self._num_later_bytes = [], 0
 
-    def _references(self, frames: Iterable[tuple[tuple[str, int], Frames | int]]) -> tuple[list[Any], list[Any]]:
+    def _references(
+        self, frames: Iterable[tuple[tuple[str, int], Frames | int]]
+    ) -> tuple[tuple[Reference, ...], list[Any]]:
         """The place of each frame list, and the frames that are written into the log itself."""
-        references: list[Any] = []
+        references: list[Reference] = []
         inline: list[Any] = []
         for (name, key), parts in frames:
             place, written = (parts, ()) if isinstance(parts, int) else (self._place(), parts)
-            references.append((name, key, place, [*map(len, written)]))
+            references.append((name, key, place, tuple(map(len, written))))
             inline += written
-        return references, inline
+        return tuple(references), inline
 
-    def _refer(self, references: Iterable[Any]) -> list[int]:
+    def _refer(self, references: Iterable[Reference]) -> list[int]:
         """Record the places of frames; place 0 means that they are dropped. Returns the places."""
         for name, key, place, _ in references:
             if place:
@@ -501,7 +482,7 @@ class Journal:
         limit = (1 + is_urgent) * (2 * self._base_bytes + _COMPACT_BYTES)
         return num_bytes > max(limit, self._retry_above) and not is_busy
 
-    def compact(self, snapshot: Mapping[str, Any] | None, frames: Iterable[tuple[str, int, Frames]]) -> None:
+    def compact(self, snapshot: dict[str, Any] | None, frames: Iterable[tuple[str, int, Frames]]) -> None:
         """Begin new files with a snapshot (plain values) instead of all commands, and with the held frames.
 
         The thread writes the frames after this call returns; the old files stay until the frames are on the disk.
@@ -512,8 +493,8 @@ class Journal:
         pair: Sequence[AppendOnlyFile] = ()
         try:
             pair = self._pair(self._number + 1)
-            references = [[*key, self._places[key], []] for key in held]
-            pair[0].append([(["begin", [self._values, snapshot], references], ())])
+            references = tuple((*key, self._places[key], ()) for key in held)
+            pair[0].append([(Begin(references=references, values=self._values, snapshot=snapshot), ())])
         except OSError as error:
             self._retry_above = self._log.num_bytes + self._frames.num_bytes + _COMPACT_BYTES // 4
             for file in pair:
@@ -545,7 +526,11 @@ class Journal:
         try:
             log.sync()
             frames.sync()
-            _sync_directory(self._path.parent)
+            descriptor = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                os.fsync(descriptor)  # the names of the new files
+            finally:
+                os.close(descriptor)
             while self._former:
                 self._former[-1].delete()
                 self._former.pop()
@@ -565,19 +550,10 @@ class Journal:
         os.close(self._lock)
 
 
-def _sync_directory(path: Path) -> None:
-    """Wait until the names of new files are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _read_records(file: AppendOnlyFile, by_place: dict[int, _FramesInFile]) -> Iterator[Any]:
     """The heads of a file's records; adds the locations of their frames to ``by_place``."""
     for head, start in file.read():
-        for _, _, place, lengths in head[2]:
+        for _, _, place, lengths in head.references:
             if lengths:
                 by_place[place] = _FramesInFile(file, start, lengths)
                 start += sum(lengths)
@@ -587,7 +563,7 @@ def _read_records(file: AppendOnlyFile, by_place: dict[int, _FramesInFile]) -> I
 def _write(file: AppendOnlyFile, writes: Sequence[_Write]) -> list[OSError | None]:
     """Write frames in one call; if that fails, write those that fit. Returns the result of each."""
     records = (
-        (["frames", None, [["", 0, place, [*map(len, frames)]]]], frames)
+        (Head(references=(("", 0, place, tuple(map(len, frames))),)), frames)
         for write in writes
         for place, frames in write.frames
     )

@@ -8,7 +8,7 @@ The caller applies `Expire` at ``ledger.groups.leases.next_expiry()`` and sends 
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple, get_args
 
 from asyncrl.core.errors import (
     LeaseExpired,
@@ -41,7 +41,12 @@ from .groups import Group, GroupState, GroupTable
 from .rule import Room, StalenessRule
 from .selection import choose_batch, dropped_by, find_filters, find_order, rank_of
 
-SNAPSHOT_FORMAT = 9
+
+class Call(NamedTuple):
+    """When a command came, in seconds on the clock that measures leases, and the client that sent it, if known."""
+
+    now: float
+    sender: bytes | None
 
 
 class Ledger:
@@ -113,6 +118,7 @@ class Ledger:
         command: commands.Command[commands.Result],
         now: float = 0.0,
         *,
+        sender: bytes | None = None,
         frames: commands.LoggedFrames | None = None,
     ) -> commands.Result:
         """Decide a command, record it in the log, and apply the outcome. Returns the outcome.
@@ -120,6 +126,7 @@ class Ledger:
         Args:
             command: What to do.
             now: Seconds on the clock that measures leases.
+            sender: The client that sent the command; None is not checked.
             frames: Recorded with the command, except with a put that is not stored.
 
         Raises:
@@ -127,7 +134,7 @@ class Ledger:
                 late or is too old are counted (`LeaseExpired`, `VersionTooOld`).
         """
         is_put = type(command) is commands.Put
-        outcome: Any = _OPERATIONS[type(command)][0](self, command, now)
+        outcome: Any = _DECIDE[type(command)](self, command, Call(now, sender))
         if self.log is not None and _has_effect(self, outcome):
             is_dropped = is_put and outcome.result is not commands.PutResult.stored
             self.log.record(command, outcome, {} if is_dropped or frames is None else frames)
@@ -140,7 +147,7 @@ class Ledger:
 
     def enact(self, command: commands.Command[Any], outcome: Any) -> None:
         """Apply an outcome that was decided, now or by an earlier server."""
-        _OPERATIONS[type(command)][1](self, command, outcome)
+        _ENACT[type(command)](self, command, outcome)
 
     @property
     def next_plan(self) -> int:
@@ -229,7 +236,6 @@ class Ledger:
     def snapshot(self) -> dict[str, Any]:
         """The ledger's state as plain values, for `restore`."""
         return {
-            "format": SNAPSHOT_FORMAT,
             "learner_version": self.learner_version,
             "incarnation": self.incarnation,
             "groups": self.groups.snapshot(),
@@ -238,19 +244,14 @@ class Ledger:
         }
 
     def restore(self, values: Mapping[str, Any]) -> None:
-        """Load a snapshot into this new ledger. Raises `ValueError` if the snapshot has another format."""
-        if values.get("format") != SNAPSHOT_FORMAT:
-            raise ValueError(
-                f"the ledger's snapshot has format={values.get('format')}, expected {SNAPSHOT_FORMAT}; resume with the "
-                "release that wrote it, or start without it"
-            )
+        """Load a snapshot into this new ledger."""
         self.learner_version, self.incarnation = values["learner_version"], values["incarnation"]
         self.groups.restore(values["groups"])
         self.history.restore(values["history"])
         self.account.restore(values["account"])
 
 
-def _has_effect(ledger: Ledger, outcome: commands.Outcome) -> bool:
+def _has_effect(ledger: Ledger, outcome: Any) -> bool:
     match outcome:
         case commands.PutOutcome() | commands.Saved():
             return True
@@ -277,20 +278,15 @@ def _has_effect(ledger: Ledger, outcome: commands.Outcome) -> bool:
 # Parts of several operations
 
 
-def _held(
-    ledger: Ledger,
-    command: commands.Renew | commands.SavePrefix | commands.Reserve | commands.Put | commands.Release,
-    group_id: int,
-    attempt: int,
-) -> Group | None:
-    """The group, if this attempt runs. Raises `NotLeaseOwner` if the command comes from another client."""
+def _held(ledger: Ledger, group_id: int, attempt: int, sender: bytes | None) -> Group | None:
+    """The group, if this attempt runs. Raises `NotLeaseOwner` if the report comes from another client."""
     group = ledger.groups.running(group_id, attempt)
     ended = ledger.history.of(group_id, attempt) if group is None else group
     owner = b"" if ended is None else ended.owner
-    if command.owner is not None and owner and command.owner != owner:
+    if sender is not None and owner and sender != owner:
         raise NotLeaseOwner(
-            f"{type(command).__name__} of group {group_id} attempt {attempt} came from client "
-            f"{command.owner.hex()[:8]}, but its lease belongs to {owner.hex()[:8]}; only its owner may report it"
+            f"a report on group {group_id} attempt {attempt} came from client {sender.hex()[:8]}, but its lease "
+            f"belongs to {owner.hex()[:8]}; only its owner may report it"
         )
     return group
 
@@ -377,7 +373,7 @@ def _evict(ledger: Ledger, group: Group, reason: str) -> None:
 # Prompts and leases
 
 
-def _decide_enqueue(ledger: Ledger, command: commands.Enqueue, now: float) -> commands.Queued:
+def _decide_enqueue(ledger: Ledger, command: commands.Enqueue, call: Call) -> commands.Queued:
     new = dict.fromkeys(group_id for group_id in command.group_ids if not ledger.knows(group_id))
     return commands.Queued(group_ids=tuple(new))
 
@@ -387,13 +383,13 @@ def _enact_enqueue(ledger: Ledger, command: commands.Enqueue, outcome: commands.
         ledger.groups.enqueue(group_id, num_attempts=ledger.history.num_attempts(group_id))
 
 
-def _decide_lease(ledger: Ledger, command: commands.LeaseGroups, now: float) -> commands.Granted:
+def _decide_lease_groups(ledger: Ledger, command: commands.LeaseGroups, call: Call) -> commands.Granted:
     ledger.check_engine_version(command.engine_version)
     version, admits = ledger.next_plan, ledger.rule.admits
     due = dict(ledger.groups.open_by_deadline)
     leases: list[commands.GrantedLease] = []
     num_freed_bytes = 0
-    for group in ledger.groups.head(command.max_groups, owner=command.owner, suspect_deaths=ledger.suspect_deaths):
+    for group in ledger.groups.head(command.max_groups, owner=call.sender or b"", suspect_deaths=ledger.suspect_deaths):
         if not ledger.room.has_room(len(leases), num_freed_bytes):
             break
         oldest, progress = command.engine_version, group.progress
@@ -413,16 +409,16 @@ def _decide_lease(ledger: Ledger, command: commands.LeaseGroups, now: float) -> 
                 attempt=group.num_attempts,
                 engine_version=oldest,
                 deadline=deadline,
-                owner=command.owner,
+                owner=call.sender or b"",
                 request_id=command.request_id,
-                expires_at=now + ledger.lease_s,
+                expires_at=call.now + ledger.lease_s,
                 progress=progress,
             )
         )
     return commands.Granted(leases=tuple(leases))
 
 
-def _enact_lease(ledger: Ledger, command: commands.LeaseGroups, outcome: commands.Granted) -> None:
+def _enact_lease_groups(ledger: Ledger, command: commands.LeaseGroups, outcome: commands.Granted) -> None:
     for granted in outcome.leases:
         group = ledger.groups[granted.group_id]
         if granted.progress is None and group.progress is not None:
@@ -430,9 +426,9 @@ def _enact_lease(ledger: Ledger, command: commands.LeaseGroups, outcome: command
         ledger.groups.lease(group, granted)
 
 
-def _decide_renew(ledger: Ledger, command: commands.Renew, now: float) -> commands.Renewed:
-    group = _held(ledger, command, command.group_id, command.attempt)
-    return commands.Renewed(expires_at=None if group is None else now + ledger.lease_s)
+def _decide_renew(ledger: Ledger, command: commands.Renew, call: Call) -> commands.Renewed:
+    group = _held(ledger, command.group_id, command.attempt, call.sender)
+    return commands.Renewed(expires_at=None if group is None else call.now + ledger.lease_s)
 
 
 def _enact_renew(ledger: Ledger, command: commands.Renew, outcome: commands.Renewed) -> None:
@@ -441,9 +437,9 @@ def _enact_renew(ledger: Ledger, command: commands.Renew, outcome: commands.Rene
         ledger.groups.leases.extend(group, outcome.expires_at)
 
 
-def _decide_save(ledger: Ledger, command: commands.SavePrefix, now: float) -> commands.Saved:
+def _decide_save_prefix(ledger: Ledger, command: commands.SavePrefix, call: Call) -> commands.Saved:
     group_id, attempt, progress = command.group_id, command.attempt, command.progress
-    group = _held(ledger, command, group_id, attempt)
+    group = _held(ledger, group_id, attempt, call.sender)
     if group is None:
         raise LeaseExpired(f"the lease on group {group_id} attempt {attempt} is no longer held; nothing was saved")
     _check_newest(ledger, group_id, attempt, progress.newest_version)
@@ -456,16 +452,16 @@ def _decide_save(ledger: Ledger, command: commands.SavePrefix, now: float) -> co
     return commands.Saved()
 
 
-def _enact_save(ledger: Ledger, command: commands.SavePrefix, outcome: commands.Saved) -> None:
+def _enact_save_prefix(ledger: Ledger, command: commands.SavePrefix, outcome: commands.Saved) -> None:
     group = ledger.groups[command.group_id]
     _settle_prefix(ledger, group, command.progress.num_tokens, command.continued)
     ledger.groups.space.set_progress(group, command.progress, command.num_bytes)
 
 
-def _decide_release(ledger: Ledger, command: commands.Release, now: float) -> commands.Released:
+def _decide_release(ledger: Ledger, command: commands.Release, call: Call) -> commands.Released:
     group_id, attempt = command.group_id, command.attempt
     _check_was_leased(ledger, group_id, attempt, "it cannot be released")
-    group = _held(ledger, command, group_id, attempt)
+    group = _held(ledger, group_id, attempt, call.sender)
     ended = ledger.history.of(group_id, attempt)
     return commands.Released(
         was_running=group is not None,
@@ -495,11 +491,24 @@ def _enact_release(ledger: Ledger, command: commands.Release, outcome: commands.
         account.abandon(command.num_tokens, reason, num_counted=num_counted if command.continued else 0)
 
 
-def _decide_expire(ledger: Ledger, command: commands.Expire, now: float) -> commands.TakenBack:
-    return commands.TakenBack(group_ids=tuple(group.group_id for group in ledger.groups.leases.expired(now)))
+def _decide_expire(ledger: Ledger, command: commands.Expire, call: Call) -> commands.TakenBack:
+    return commands.TakenBack(group_ids=tuple(group.group_id for group in ledger.groups.leases.expired(call.now)))
 
 
-def _decide_take_back(ledger: Ledger, command: commands.TakeBack, now: float) -> commands.TakenBack:
+def _enact_expire(ledger: Ledger, command: commands.Expire | commands.TakeBack, outcome: commands.TakenBack) -> None:
+    for group_id in outcome.group_ids:
+        group = ledger.groups[group_id]
+        if isinstance(command, commands.TakeBack):
+            ledger.groups.count_death(group)
+        if group_id in outcome.dropped:
+            _give_up(ledger, group, is_dropped=True, reason=WORKER_DIED)
+            continue
+        _revoke(ledger, group, "expired")
+        with ledger.account.settling(group.owner):
+            _hand_on(ledger, group)
+
+
+def _decide_take_back(ledger: Ledger, command: commands.TakeBack, call: Call) -> commands.TakenBack:
     if command.owner in ledger.account.buried:
         return commands.TakenBack(group_ids=())
     groups = ledger.groups.leases.of_owner(command.owner)
@@ -511,26 +520,17 @@ def _decide_take_back(ledger: Ledger, command: commands.TakeBack, now: float) ->
     return commands.TakenBack(group_ids=tuple(group.group_id for group in groups), num_lost=num_lost, dropped=dropped)
 
 
-def _enact_take_back(ledger: Ledger, command: commands.Expire | commands.TakeBack, outcome: commands.TakenBack) -> None:
-    for group_id in outcome.group_ids:
-        group = ledger.groups[group_id]
-        if isinstance(command, commands.TakeBack):
-            ledger.groups.count_death(group)
-        if group_id in outcome.dropped:
-            _give_up(ledger, group, is_dropped=True, reason=WORKER_DIED)
-            continue
-        _revoke(ledger, group, "expired")
-        with ledger.account.settling(group.owner):
-            _hand_on(ledger, group)
-    if isinstance(command, commands.TakeBack) and outcome.num_lost is not None:
+def _enact_take_back(ledger: Ledger, command: commands.TakeBack, outcome: commands.TakenBack) -> None:
+    _enact_expire(ledger, command, outcome)
+    if outcome.num_lost is not None:
         ledger.account.bury(command.owner, outcome.num_lost)
 
 
 # Finished groups and the stores that hold them
 
 
-def _decide_reserve(ledger: Ledger, command: commands.Reserve, now: float) -> commands.Reserved:
-    group = _held(ledger, command, command.group_id, command.attempt)
+def _decide_reserve(ledger: Ledger, command: commands.Reserve, call: Call) -> commands.Reserved:
+    group = _held(ledger, command.group_id, command.attempt, call.sender)
     if group is None:  # the following put is refused
         return commands.Reserved(store=0)
     may_evict = not ledger.groups.num_planned and not ledger.can_plan()
@@ -545,10 +545,10 @@ def _enact_reserve(ledger: Ledger, command: commands.Reserve, outcome: commands.
         ledger.groups.space.set_bytes(group, command.num_bytes, outcome.store)
 
 
-def _decide_put(ledger: Ledger, command: commands.Put, now: float) -> commands.PutOutcome:
+def _decide_put(ledger: Ledger, command: commands.Put, call: Call) -> commands.PutOutcome:
     summary = command.summary
     group_id, attempt = summary.group_id, summary.attempt
-    group = _held(ledger, command, group_id, attempt)
+    group = _held(ledger, group_id, attempt, call.sender)
     if group is None:
         return _decide_put_without_lease(ledger, command)
     _check_newest(ledger, group_id, attempt, summary.newest_version)
@@ -619,7 +619,7 @@ def _settle(ledger: Ledger, group: Group, command: commands.Put, outcome: comman
         account.refuse(summary, VERSION_TOO_OLD, num_counted=0)
 
 
-def _decide_lose(ledger: Ledger, command: commands.LoseGroups, now: float) -> commands.Lost:
+def _decide_lose_groups(ledger: Ledger, command: commands.LoseGroups, call: Call) -> commands.Lost:
     """Dissolve the batch of a lost group and later batches; their missing groups are lost too."""
     table = ledger.groups
     groups = [group for group_id in command.group_ids if (group := table.get(group_id)) is not None]
@@ -636,7 +636,7 @@ def _decide_lose(ledger: Ledger, command: commands.LoseGroups, now: float) -> co
     )
 
 
-def _enact_lose(ledger: Ledger, command: commands.LoseGroups, outcome: commands.Lost) -> None:
+def _enact_lose_groups(ledger: Ledger, command: commands.LoseGroups, outcome: commands.Lost) -> None:
     ledger.groups.dissolve(outcome.dissolved)
     for group_id in outcome.group_ids:
         _evict(ledger, ledger.groups[group_id], STORE_LOST)
@@ -646,7 +646,7 @@ def _enact_lose(ledger: Ledger, command: commands.LoseGroups, outcome: commands.
         ledger.groups[group_id].is_missing = True
 
 
-def _decide_add_store(ledger: Ledger, command: commands.AddStore, now: float) -> commands.AddedStore:
+def _decide_add_store(ledger: Ledger, command: commands.AddStore, call: Call) -> commands.AddedStore:
     stores = ledger.groups.space.stores
     known = [
         number
@@ -661,7 +661,7 @@ def _enact_add_store(ledger: Ledger, command: commands.AddStore, outcome: comman
         ledger.groups.space.add_store(command.address, command.host)
 
 
-def _decide_drop_store(ledger: Ledger, command: commands.DropStore, now: float) -> commands.DroppedStore:
+def _decide_drop_store(ledger: Ledger, command: commands.DropStore, call: Call) -> commands.DroppedStore:
     """Queue the stored groups of a lost store; running groups with a reservation there need a new one."""
     if ledger.groups.space.stores[command.store].is_gone:
         return commands.DroppedStore(is_new=False)
@@ -686,7 +686,7 @@ def _enact_drop_store(ledger: Ledger, command: commands.DropStore, outcome: comm
 # Batches
 
 
-def _decide_plan(ledger: Ledger, command: commands.PlanBatch, now: float) -> commands.Planned:
+def _decide_plan_batch(ledger: Ledger, command: commands.PlanBatch, call: Call) -> commands.Planned:
     """An existing batch does not change. The outcome has no groups if the batch cannot be made yet."""
     version, groups = command.version, ledger.groups
     ledger.check_plan(version)
@@ -708,7 +708,7 @@ def _decide_plan(ledger: Ledger, command: commands.PlanBatch, now: float) -> com
     )
 
 
-def _enact_plan(ledger: Ledger, command: commands.PlanBatch, outcome: commands.Planned) -> None:
+def _enact_plan_batch(ledger: Ledger, command: commands.PlanBatch, outcome: commands.Planned) -> None:
     if not outcome.group_ids or outcome.version in ledger.groups.plans:
         return
     for group_id in outcome.given_up:
@@ -716,7 +716,7 @@ def _enact_plan(ledger: Ledger, command: commands.PlanBatch, outcome: commands.P
     ledger.groups.plan(outcome.version, outcome.group_ids)
 
 
-def _decide_commit(ledger: Ledger, command: commands.Commit, now: float) -> commands.Committed:
+def _decide_commit(ledger: Ledger, command: commands.Commit, call: Call) -> commands.Committed:
     """The outcome has no groups if the version was committed before. `StalenessError` means a bug."""
     version = command.version
     if 0 <= version < ledger.learner_version:
@@ -747,7 +747,7 @@ def _enact_commit(ledger: Ledger, command: commands.Commit, outcome: commands.Co
     ledger.learner_version += 1
 
 
-def _decide_rewind(ledger: Ledger, command: commands.Rewind, now: float) -> commands.Rewound:
+def _decide_rewind(ledger: Ledger, command: commands.Rewind, call: Call) -> commands.Rewound:
     """A repeated or earlier rewind has no effect."""
     if command.incarnation <= ledger.incarnation:
         return commands.Rewound(is_new=False)
@@ -780,21 +780,8 @@ def _enact_rewind(ledger: Ledger, command: commands.Rewind, outcome: commands.Re
     ledger.learner_version, ledger.incarnation = command.version, command.incarnation
 
 
-_OPERATIONS: Mapping[type, tuple[Callable[[Ledger, Any, float], Any], Callable[[Ledger, Any, Any], None]]] = {
-    commands.Enqueue: (_decide_enqueue, _enact_enqueue),
-    commands.LeaseGroups: (_decide_lease, _enact_lease),
-    commands.Renew: (_decide_renew, _enact_renew),
-    commands.SavePrefix: (_decide_save, _enact_save),
-    commands.Release: (_decide_release, _enact_release),
-    commands.Expire: (_decide_expire, _enact_take_back),
-    commands.TakeBack: (_decide_take_back, _enact_take_back),
-    commands.Reserve: (_decide_reserve, _enact_reserve),
-    commands.Put: (_decide_put, _enact_put),
-    commands.LoseGroups: (_decide_lose, _enact_lose),
-    commands.AddStore: (_decide_add_store, _enact_add_store),
-    commands.DropStore: (_decide_drop_store, _enact_drop_store),
-    commands.PlanBatch: (_decide_plan, _enact_plan),
-    commands.Commit: (_decide_commit, _enact_commit),
-    commands.Rewind: (_decide_rewind, _enact_rewind),
-}
-"""Command type to the functions that decide and enact it."""
+_DECIDE, _ENACT = (
+    {kind: globals()[f"_{verb}_{kind.__struct_config__.tag}"] for kind in get_args(commands.union_of(commands.Command))}
+    for verb in ("decide", "enact")
+)
+"""Command type to the function that decides it, and to the function that enacts its outcome."""

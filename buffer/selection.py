@@ -81,7 +81,7 @@ def rank_of(prefer: Preference, summary: GroupSummary, deadline: int) -> float:
     rank = prefer(summary, deadline)
     if not isinstance(rank, int | float) or rank != rank:
         raise ReplayBufferError(f"buffer.order must return a number, got {rank!r:.40} for group {summary.group_id}")
-    return rank
+    return float(rank)
 
 
 class Window:

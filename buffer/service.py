@@ -368,7 +368,7 @@ class BufferService:
             fields: dict[str, Any] = {"granted": True, "is_held": is_held}
             try:
                 if is_held:
-                    store = self._make_room(Reserve(owner=pending.client, **pending.fields))
+                    store = self._make_room(pending.client, Reserve(**pending.fields))
                     fields["address"] = self._links.addresses[store] if self._links is not None else ""
                 self._replies.reply(pending.client, pending.request_id, fields)
             except StoreFull:
@@ -377,11 +377,11 @@ class BufferService:
                 self._replies.fail(pending.client, pending.request_id, error)
             self._reserving.remove(pending.client, pending.request_id)
 
-    def _make_room(self, command: Reserve) -> int:
+    def _make_room(self, client: bytes, command: Reserve) -> int:
         """Reserve bytes for a group; returns its store. Raises `StoreFull`, and fails plans that can never be made."""
         group_id = command.group_id
         try:
-            reserved = self.ledger.apply(command)
+            reserved = self.ledger.apply(command, sender=client)
         except StoreFull:
             if self.ledger.groups.space.stores and self.ledger.cannot_hold_batch(group_id):
                 self._batches.fail(command.num_bytes)
@@ -399,7 +399,6 @@ class BufferService:
         command = Put(
             summary=summary,
             continued=continued,
-            owner=client,
             num_bytes=size,
             digest=digest,
             num_left_out=num_left_out,
@@ -412,12 +411,12 @@ class BufferService:
         if is_easy or group is None or self._store.is_elsewhere:
             self._store_group(client, request, command, request.payload)
         else:
-            self._make_room(Reserve(group_id=key[0], attempt=key[1], num_bytes=size, owner=client))
+            self._make_room(client, Reserve(group_id=key[0], attempt=key[1], num_bytes=size))
             self._when_kept(client, request, partial(self._store_group, client, request, command))
 
     def _store_group(self, client: bytes, request: Message, command: Put, kept: Frames | int) -> None:
         group_id = command.summary.group_id
-        result = self.ledger.apply(command, frames={("payload", group_id): kept}).result
+        result = self.ledger.apply(command, sender=client, frames={("payload", group_id): kept}).result
         if result in (PutResult.filtered, PutResult.stored):
             self._admission.ended(client, command)
         if result is PutResult.filtered:
@@ -436,10 +435,9 @@ class BufferService:
             num_tokens=count(fields, "num_tokens"),
             reason=text(fields, "reason"),
             continued=flag(fields, "continued", default=True),
-            owner=client,
             max_failures=count(fields, "max_failures"),
         )
-        released = self.ledger.apply(command)
+        released = self.ledger.apply(command, sender=client)
         self._admission.ended(client, command)
         self._replies.reply(client, request.request_id, {"is_dropped": released.is_dropped})
 
@@ -454,14 +452,13 @@ class BufferService:
             attempt=attempt,
             progress=progress,
             continued=continued,
-            owner=client,
             num_bytes=size_of(frames),
         )
 
         longest_response = count(fields, "longest_response") if "longest_response" in fields else None
 
         def save(kept: Frames | int) -> None:
-            self.ledger.apply(command, frames={("progress", group_id): kept})
+            self.ledger.apply(command, sender=client, frames={("progress", group_id): kept})
             if longest_response is not None:
                 self._admission.saved(group_id, attempt, longest_response)
             self._store.prefixes.put(group_id, frames)

@@ -500,10 +500,8 @@ class Admission:
     def _grant_one(self, request: PendingRequest, served: list[PendingRequest], now: float) -> bool:
         """Grant a group if the engine is admitted. Returns whether the worker wants and may get another group."""
         granted = request.fields["granted"]
-        command = LeaseGroups(
-            engine_version=request.fields["version"], max_groups=1, owner=request.client, request_id=request.request_id
-        )
-        new = self._ledger.apply(command, now).leases
+        command = LeaseGroups(engine_version=request.fields["version"], max_groups=1, request_id=request.request_id)
+        new = self._ledger.apply(command, now, sender=request.client).leases
         for lease in new:
             if lease.progress is None:
                 self._store.prefixes.remove(lease.group_id)
@@ -552,7 +550,8 @@ class Admission:
 
     def _renew(self, client: bytes, message: Message) -> None:
         for group_id, attempt in zip(*_groups_and_attempts(message), strict=True):
-            renewed = self._ledger.apply(Renew(group_id=group_id, attempt=attempt, owner=client), self._clock.time())
+            command = Renew(group_id=group_id, attempt=attempt)
+            renewed = self._ledger.apply(command, self._clock.time(), sender=client)
             if renewed.expires_at is None:
                 self._replies.push(client, REVOKED, {"group_id": group_id, "attempt": attempt})
         self._replies.reply(client, message.request_id)

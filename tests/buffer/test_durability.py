@@ -17,7 +17,7 @@ from asyncrl.core.errors import ReplayBufferError
 from asyncrl.core.types import Lease
 from buffer import BufferConfig, BufferProcess, Durability, StoresOn, journal, service
 from buffer.commands import Command, Commit, Committed, LeaseGroups, Put, PutOutcome, PutResult
-from buffer.journal import AppendOnlyFile, Journal
+from buffer.journal import AppendOnlyFile, Head, Journal, Value
 from tests.support.buffer_groups import AnyRole, prompt, rollout, running
 
 
@@ -204,16 +204,13 @@ async def test_a_full_disk_is_an_error_and_nothing_is_acknowledged_that_is_not_s
 
 def test_a_file_that_is_no_journal_is_refused_by_its_path(tmp_path: Path):
     (tmp_path / "journal.1.log").write_text("something else, and long enough to be looked at" * 100)
-    with pytest.raises(ValueError, match=r"journal\.1\.log is not a journal of format 9: it begins with b'something"):
+    with pytest.raises(ValueError, match=r"journal\.1\.log is not a journal of format 10: it begins with b'something"):
         Journal(tmp_path / "journal")
 
 
 def test_a_journal_of_an_earlier_release_is_refused_by_its_path(tmp_path: Path):
-    (tmp_path / "journal.sqlite").touch()
-    with pytest.raises(ValueError, match=r"journal\.sqlite is a journal of format 3; use the release that wrote it"):
-        Journal(tmp_path / "journal")
     (tmp_path / "store0.1.log").write_bytes(b"asyncrl buffer journal 4\n" + bytes(100))
-    with pytest.raises(ValueError, match=r"store0\.1\.log is not a journal of format 9: it begins with b'asyncrl"):
+    with pytest.raises(ValueError, match=r"store0\.1\.log is not a journal of format 10: it begins with b'asyncrl"):
         Journal(tmp_path / "store0")
 
 
@@ -403,12 +400,12 @@ def test_frames_are_written_whole_though_the_system_takes_few_bytes_at_once(tmp_
     written = os.pwritev
     monkeypatch.setattr(os, "pwritev", lambda fd, parts, *at: written(fd, [bytes(parts[0])[:7]], *at))
     file = AppendOnlyFile(tmp_path / "file")
-    file.append([(["some", "head"], [b"a" * 20, b"", b"b" * 9]), (["more"], [b"c"])])
+    file.append([(Value(name="some", value="head"), [b"a" * 20, b"", b"b" * 9]), (Head(), [b"c"])])
     file.close()
     monkeypatch.undo()
     file = AppendOnlyFile(tmp_path / "file")
     (first, start), (second, behind) = file.read()
-    assert (first, second) == (["some", "head"], ["more"])
+    assert (first, second) == (Value(name="some", value="head"), Head())
     assert file.frames_at(start, [20, 0, 9]) == [b"a" * 20, b"", b"b" * 9]
     assert file.frames_at(behind, [1]) == [b"c"]
 
@@ -416,7 +413,7 @@ def test_frames_are_written_whole_though_the_system_takes_few_bytes_at_once(tmp_
 def test_puts_are_written_together_and_before_what_comes_next(tmp_path: Path, monkeypatch):
     first = Journal(tmp_path / "journal")
     lease = Lease(prompt=prompt(0), attempt=0, engine_version=0, deadline_version=1)
-    put = Put(summary=rollout(lease).summary, owner=b"worker")
+    put = Put(summary=rollout(lease).summary)
     stored = PutOutcome(result=PutResult.stored, rank=1.0)
     num_writes: list[int] = []
     pwritev = os.pwritev
@@ -614,7 +611,7 @@ async def test_leases_granted_before_the_disk_was_full_reach_their_worker(tmp_pa
 async def test_a_full_disk_is_not_asked_for_new_files_with_every_message(tmp_path: Path, monkeypatch):
     def append(file: AppendOnlyFile, records) -> None:
         records = list(records)
-        if records[0][0][0] == "begin":
+        if isinstance(records[0][0], journal.Begin):
             attempts.append(1)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         append_records(file, records)
@@ -657,7 +654,7 @@ async def test_a_restart_reads_only_the_frames_that_are_still_held(tmp_path: Pat
 
 async def test_frames_that_end_too_early_in_the_file_are_an_error_of_the_journal(tmp_path: Path):
     file = AppendOnlyFile(tmp_path / "file")
-    file.append([(["head"], [b"a" * 20])])
+    file.append([(Head(), [b"a" * 20])])
     [(_, start)] = file.read()
     with pytest.raises(OSError, match="the file ends too early"):
         file.frames_at(start, [21])

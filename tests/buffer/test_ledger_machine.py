@@ -3,9 +3,6 @@
 The model is independent of the ledger: it keeps its own deadlines, token counts and sets of groups.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 import msgpack
 import pytest
 from hypothesis import HealthCheck, settings
@@ -21,12 +18,11 @@ from hypothesis.stateful import (
 
 from asyncrl.core.errors import LeaseExpired, ReplayBufferError, StoreFull, UnknownGroup, VersionTooOld
 from asyncrl.core.types import GroupSummary
-from buffer.commands import Frames, GrantedLease, Progress, PutResult, Reserved
+from buffer.commands import GrantedLease, Progress, PutResult, Reserved
 from buffer.config import OnStale
-from buffer.journal import pack, unpack
 from buffer.rule import StalenessRule
 from buffer.selection import ORDERS
-from tests.support.ledgers import DrivenLedger
+from tests.support.ledgers import DrivenLedger, RecordedCommands
 
 LEASE_S = 10.0
 
@@ -44,16 +40,6 @@ def summary_of(
         newest_version=oldest,
         rewards=rewards,
     )
-
-
-class RecordedCommands:
-    """The commands of a journal since the last snapshot, as bytes."""
-
-    def __init__(self) -> None:
-        self.rows: list[bytes] = []
-
-    def record(self, command: Any, outcome: Any, frames: Mapping[tuple[str, int], Frames]) -> None:
-        self.rows.append(pack((command, outcome)))
 
 
 class LedgerMachine(RuleBasedStateMachine):
@@ -328,8 +314,8 @@ class LedgerMachine(RuleBasedStateMachine):
     def _replayed(self, ledger: DrivenLedger) -> DrivenLedger:
         if self.last_snapshot is not None:
             ledger.restore(msgpack.unpackb(self.last_snapshot, strict_map_key=False))
-        for row in self.log.rows:
-            ledger.enact(*unpack(row))
+        for command, outcome in self.log.read():
+            ledger.enact(command, outcome)
         for lease, expires_at in self.running.values():
             ledger.renew(lease.group_id, lease.attempt, now=expires_at - LEASE_S)
         ledger.drain_revocations()

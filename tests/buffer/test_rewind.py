@@ -12,10 +12,9 @@ from asyncrl.core.errors import LeaseExpired, ReplayBufferError, WrongEpoch
 from buffer import Durability
 from buffer.account import IdSet
 from buffer.commands import GrantedLease, Progress, Rewind
-from buffer.journal import pack, unpack
 from buffer.rule import StalenessRule
 from tests.support.buffer_groups import prompt, rollout, running
-from tests.support.ledgers import DrivenLedger, summary_of
+from tests.support.ledgers import DrivenLedger, RecordedCommands, summary_of
 from tests.support.offers import bare_offer
 
 MAX_LAG, SIZE = 2, 2
@@ -30,20 +29,12 @@ def test_the_difference_of_two_sets_of_ids_is_that_of_python(one: set[int], othe
     assert sets[0].minus(sets[1]) == sorted(one - other)
 
 
-class Recorded:
-    def __init__(self) -> None:
-        self.rows: list[bytes] = []
-
-    def record(self, command, outcome, frames) -> None:
-        self.rows.append(pack((command, outcome)))
-
-
 class Life:
     """A ledger in training, and the contents of its checkpoints."""
 
     def __init__(self) -> None:
         self.ledger = self.new()
-        self.ledger.log = self.log = Recorded()
+        self.ledger.log = self.log = RecordedCommands()
         self.saved = [(0, (), 0, Counter())]
         self.running: list[GrantedLease] = []
         self.reported = 0
@@ -109,7 +100,7 @@ class Life:
         account = self.ledger.account
         assert self.reported == account.tokens_trained + account.tokens_dropped.total() + account.tokens_buffered
         replayed = self.new()
-        for command, outcome in map(unpack, self.log.rows):
+        for command, outcome in self.log.read():
             replayed.enact(command, outcome)
         assert msgpack.packb(replayed.snapshot()) == msgpack.packb(self.ledger.snapshot())
         restored = self.new()

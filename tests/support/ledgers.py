@@ -1,7 +1,9 @@
 """A ledger driven by calls instead of commands, and summaries of groups, for the tests of the ledger and its bound."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
+
+import msgspec
 
 from asyncrl.core.types import GroupSummary, Plan
 from buffer.commands import (
@@ -25,6 +27,7 @@ from buffer.commands import (
     SavePrefix,
     TakeBack,
 )
+from buffer.journal import Decided
 from buffer.ledger import Ledger
 from buffer.rule import StalenessRule
 
@@ -59,8 +62,8 @@ class DrivenLedger(Ledger):
     def lease(
         self, engine_version: int, max_groups: int, *, owner: bytes = b"", now: float = 0.0
     ) -> list[GrantedLease]:
-        command = LeaseGroups(engine_version=engine_version, max_groups=max_groups, owner=owner)
-        return list(self.apply(command, now).leases)
+        command = LeaseGroups(engine_version=engine_version, max_groups=max_groups)
+        return list(self.apply(command, now, sender=owner).leases)
 
     def renew(self, group_id: int, attempt: int, *, now: float) -> bool:
         return self.apply(Renew(group_id=group_id, attempt=attempt), now).expires_at is not None
@@ -133,6 +136,20 @@ class DrivenLedger(Ledger):
         assert plan is not None
         assert self.commit(version) == [group.group_id for group in plan.groups]
         return [group.group_id for group in plan.groups]
+
+
+class RecordedCommands:
+    """The commands of a journal since the last snapshot, as bytes."""
+
+    def __init__(self) -> None:
+        self.rows: list[bytes] = []
+
+    def record(self, command: Any, outcome: Any, frames: Any) -> None:
+        self.rows.append(msgspec.msgpack.encode(Decided(decided=((command, outcome),))))
+
+    def read(self) -> Iterator[tuple[Any, Any]]:
+        for row in self.rows:
+            yield from msgspec.msgpack.decode(row, type=Decided).decided
 
 
 def ledger(max_lag: int, groups_per_step: int, **options: Any) -> DrivenLedger:
