@@ -13,7 +13,7 @@ import resource
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from asyncrl.planner.advice import MAX_REPLAY_ERROR, advise, misses
 from asyncrl.planner.calibration import Calibration, calibrate
 from asyncrl.planner.choices import NUM_REPLICATES, Choices, Prediction, RunPlan, make_plan, splits_of
 from asyncrl.planner.scenario import Scenario, load_spec
-from asyncrl.profile.run_advice import Advice, advice_file
+from asyncrl.profile.report import Advice, advice_file
 from asyncrl.profile.trace import FOLDER, Trace
 from buffer.config import OnStale
 
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, AsyncRLError, OSError) as error:
         sys.stderr.write(f"error: {error}\n")
         return EXIT_USAGE
-    document = {**plan.to_dict(), "advice": advice and advice.to_dict()}
+    document = {**plan.to_dict(), "advice": advice and asdict(advice)}
     write_json(folder / "plan.json", document)
     chart = folder / "plan.png" if draw(plan, folder / "plan.png") else None
     if options.json:
@@ -158,7 +158,7 @@ def _advised(run_dir: Path, calibration: Calibration, options: argparse.Namespac
         seed=options.seed,
         keep_split=options.keep_split,
     )
-    write_json(advice_file(run_dir), {"advice": advice and advice.to_dict(), "cpu_s": time.process_time()})
+    write_json(advice_file(run_dir), {"advice": advice and asdict(advice), "cpu_s": time.process_time()})
     return advice
 
 

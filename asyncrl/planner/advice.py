@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from asyncrl.core.errors import ReplayBufferError
 from asyncrl.planner.choices import Prediction, can_have_ranks, engines_at_once, predict
 from asyncrl.planner.scenario import Scenario, overrides
-from asyncrl.profile.run_advice import Advice
+from asyncrl.profile.report import Advice
 
 MIN_GAIN = 0.03
 """Smallest predicted gain that is worth a change, as a share of the step time."""

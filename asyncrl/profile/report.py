@@ -11,7 +11,8 @@ import math
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from operator import itemgetter
 from pathlib import Path
@@ -22,10 +23,9 @@ import yaml
 from asyncrl.core.record import Pool
 from asyncrl.metrics import counted, in_words, json_object, read_json
 from asyncrl.profile import charts
-from asyncrl.profile.attribution import OverlapReport
+from asyncrl.profile.attribution import POOLS, OverlapReport
 from asyncrl.profile.page import render
-from asyncrl.profile.run_advice import read_advice
-from asyncrl.profile.trace import Trace, TraceReader
+from asyncrl.profile.trace import FOLDER, Trace, TraceReader
 from asyncrl.samples import read_samples
 from rollout_fleet.engines.model_files import Decode, load_decoder
 
@@ -34,6 +34,8 @@ _MAX_FILES = 12
 _MAX_SAMPLES = 160
 _QUIET_S = 30.0
 _SECOND = 1_000_000_000
+_NO_PREDICTIONS = "No predictions yet: python -m asyncrl plan RUN replays the run with other options."
+_NO_SAMPLES = "No samples were kept; set rollout_fleet.samples.every_steps to keep some."
 _T = TypeVar("_T")
 
 
@@ -47,7 +49,7 @@ class RunReport:
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
         self._reader = TraceReader(run_dir)
-        self._samples = SampleFiles(run_dir, lambda: _decoder(run_dir, _options(run_dir)))
+        self._samples = SampleFiles(run_dir)
 
     def to_json(self) -> bytes:
         """The document as JSON. Raises the errors of `document`."""
@@ -66,24 +68,49 @@ class RunReport:
             FileNotFoundError: the run recorded nothing.
             ValueError: the record or the configuration is damaged.
         """
-        known: Trace = self._reader.read() if trace is None else trace
+        run_dir, trace = self._run_dir, trace or self._reader.read()
+        overlap, options = overlap or OverlapReport.of(trace), _options(run_dir)
+        largest = max((life.lag for life in charts.trained_groups(trace)), default=0)
+        bound = options.get("buffer", {}).get("max_lag", largest)
+        causes = dict.fromkeys(cause for pool in overlap.run.pools.values() for cause in pool.idle)
+        predictions = _or_reason(lambda: read_json(run_dir / "plan.json", "curves")) or _NO_PREDICTIONS
+        parts = _charts(trace, overlap, bound, predictions)
+        parts["samples"] = _or_reason(lambda: self._samples.newest(_MAX_SAMPLES)) or _NO_SAMPLES
+        return {
+            "run": self._facts(trace, bound, options.get("experiment", "run")),
+            "figures": [
+                *_figures(overlap, bound, options.get("total_steps", overlap.run.num_steps)),
+                *_rewards(_or_reason(lambda: _last_record(run_dir / "metrics.jsonl"))),
+            ],
+            "advice": _or_reason(lambda: str(read_advice(run_dir) or "")),
+            "causes": [in_words(cause) for cause in causes],
+            "members": charts.members(trace),
+            "absent": {name: part for name, part in parts.items() if isinstance(part, str)},
+            **{name: part for name, part in parts.items() if not isinstance(part, str)},
+        }
+
+    def _facts(self, trace: Trace, bound: int, experiment: str) -> dict[str, Any]:
+        """The title of the page, the line below it, and whether the run is in progress."""
         if (self._run_dir / "summary.json").is_file():
             state = "the run has ended"
         else:
-            written = [path.stat().st_mtime for path in (self._run_dir / "profile").glob("*.msgpack")]
+            written = [path.stat().st_mtime for path in (self._run_dir / FOLDER).glob("*.msgpack")]
             is_fresh = time.time() - max(written, default=0.0) < _QUIET_S
             state = "live" if is_fresh else "nothing was recorded for a while"
-        return report_document(
-            known,
-            overlap or OverlapReport.of(known),
-            options=_options(self._run_dir),
-            record=_or_reason(lambda: _last_record(self._run_dir / "metrics.jsonl")),
-            predictions=_or_reason(lambda: read_json(self._run_dir / "plan.json", "curves")),
-            advice=_or_reason(lambda: str(read_advice(self._run_dir) or "")),
-            samples=_or_reason(lambda: self._samples.newest(_MAX_SAMPLES)),
-            name=self._run_dir.name,
-            state=state,
-        )
+        began = time.strftime("%Y-%m-%d %H:%M", time.localtime(min(p.wall_ns for p in trace.processes) / _SECOND))
+        hosts = {process.host for process in trace.processes}
+        ranks, engines = len(trace.lanes(Pool.learner)), len(trace.lanes(Pool.fleet))
+        clocks = max((process.error_ns for process in trace.processes), default=0)
+        facts = [
+            f"began {began}",
+            f"{counted(ranks, 'learner rank')} and {counted(engines, 'engine')}",
+            counted(len(hosts), "host") if len(hosts) > 1 else "",
+            f"buffer.max_lag={bound}",
+            f"{trace.num_dropped:,} records lost" if trace.num_dropped else "",
+            f"clocks within {clocks / 1e6:.1f} ms" if clocks else "",
+        ]
+        title = f"{experiment} · {self._run_dir.name}"
+        return {"title": title, "facts": " · ".join(filter(None, facts)), "state": state}
 
 
 def write_report(run_dir: Path, trace: Trace | None = None, overlap: OverlapReport | None = None) -> Path:
@@ -97,58 +124,13 @@ def write_report(run_dir: Path, trace: Trace | None = None, overlap: OverlapRepo
     return path
 
 
-def report_document(
-    trace: Trace,
-    overlap: OverlapReport,
-    *,
-    options: Mapping[str, Any],
-    record: Mapping[str, Any] | str | None = None,
-    predictions: Mapping[str, Any] | str | None = None,
-    advice: str = "",
-    samples: Sequence[Mapping[str, Any]] | str = (),
-    name: str = "run",
-    state: str = "",
-) -> dict[str, Any]:
-    """Build the document from a trace and the other contents of a run's folder.
-
-    If ``record``, ``predictions`` or ``samples`` is a string, it is the reason why this part is missing.
-
-    Args:
-        trace: The record of the run.
-        overlap: The figures of the trace.
-        options: The resolved configuration of the run.
-        record: The last line of ``metrics.jsonl``; None if the file has no line yet.
-        predictions: The content of ``plan.json``; None if the file does not exist.
-        advice: The advice as one line; empty if there is none.
-        samples: Rows of sample files (`SampleFiles`).
-        name: Name of the run's folder.
-        state: Text that tells whether the run is in progress.
-    """
-    bound = _bound(trace, options)
-    causes = dict.fromkeys(cause for pool in overlap.run.pools.values() for cause in pool.idle)
-    parts = _charts(trace, overlap, bound, predictions)
-    parts["samples"] = samples or "No samples were kept; set rollout_fleet.samples.every_steps to keep some."
-    return {
-        "run": _facts(trace, bound, options, name=name, state=state),
-        "figures": _figures(overlap, bound, options, record),
-        "advice": advice,
-        "causes": [in_words(cause) for cause in causes],
-        "members": charts.members(trace),
-        "absent": {name: part for name, part in parts.items() if isinstance(part, str)},
-        **{name: part for name, part in parts.items() if not isinstance(part, str)},
-    }
-
-
-def _charts(
-    trace: Trace, overlap: OverlapReport, bound: int, predictions: Mapping[str, Any] | str | None
-) -> dict[str, Any]:
+def _charts(trace: Trace, overlap: OverlapReport, bound: int, predictions: Mapping[str, Any] | str) -> dict[str, Any]:
     """Each chart by name, or the reason why the chart is missing."""
     finished = [step for step in trace.steps if not step.is_open]
     if not finished:
         early = "No learner step is finished yet."
         return dict.fromkeys(("timeline", "steps", "fill", "lag", "frontier", "lengths", "publishes"), early)
     fill, lengths, publishes = charts.fill(trace), charts.lengths(trace), charts.publishes(trace)
-    predictions = predictions or "No predictions yet: python -m asyncrl plan RUN replays the run with other options."
     here = overlap.run.lag.mean, overlap.run.step_s
     return {
         "timeline": charts.timeline(trace, overlap.attribution),
@@ -161,56 +143,35 @@ def _charts(
     }
 
 
-def _figures(
-    overlap: OverlapReport, bound: int, options: Mapping[str, Any], record: Mapping[str, Any] | str | None
-) -> list[dict[str, str]]:
+def _figures(overlap: OverlapReport, bound: int, total_steps: int) -> Iterator[dict[str, str]]:
     """The figures at the top of the page: name, value and explanation."""
     run = overlap.run
-    figures = [("learner steps", f"{run.num_steps} of {options.get('total_steps', run.num_steps)}", "finished")]
+    yield _figure("learner steps", f"{run.num_steps} of {total_steps}", "finished")
     if run.num_steps:
         ideal = f"the slower pool alone would take {run.ideal_step_s:.3g} s per step"
-        figures += [
-            ("seconds per step", f"{run.step_s:.3g}", "mean over the finished steps"),
-            ("overlap efficiency", f"{run.efficiency:.2f}", ideal),
-            ("learner at work", f"{run.pools[Pool.learner].utilisation:.1%}", "share of the ranks' time"),
-            ("fleet at work", f"{run.pools[Pool.fleet].utilisation:.1%}", "share of the time of the engines' places"),
-            ("mean lag", f"{run.lag.mean:.2f}", f"learner steps; the bound is {bound}"),
-        ]
+        learner, fleet = (run.pools[pool].utilisation for pool in POOLS)
+        yield _figure("seconds per step", f"{run.step_s:.3g}", "mean over the finished steps")
+        yield _figure("overlap efficiency", f"{run.efficiency:.2f}", ideal)
+        yield _figure("learner at work", f"{learner:.1%}", "share of the ranks' time")
+        yield _figure("fleet at work", f"{fleet:.1%}", "share of the time of the engines' places")
+        yield _figure("mean lag", f"{run.lag.mean:.2f}", f"learner steps; the bound is {bound}")
     for pool, time_of in run.pools.items():
         if time_of.idle:
             cause, part = max(time_of.idle.items(), key=itemgetter(1))
-            figures.append((f"{pool}: {in_words(cause)}", f"{part / time_of.capacity:.1%}", "what cost it most"))
+            yield _figure(f"{pool}: {in_words(cause)}", f"{part / time_of.capacity:.1%}", "what cost it most")
+
+
+def _rewards(record: Mapping[str, Any] | str | None) -> Iterator[dict[str, str]]:
+    """The figures of the last line of ``metrics.jsonl``; a string is the reason why the line cannot be read."""
     if isinstance(record, str):
-        figures.append(("reward", "not known", record))
+        yield _figure("reward", "not known", record)
     elif record is not None:
-        figures += [
-            ("reward", f"{record['reward']:.3f}", f"of the batch of step {record['step']}"),
-            ("tokens generated", f"{record['generated_tokens']:,}", "policy tokens, since training began"),
-        ]
-    return [{"name": name, "value": value, "note": note} for name, value, note in figures]
+        yield _figure("reward", f"{record['reward']:.3f}", f"of the batch of step {record['step']}")
+        yield _figure("tokens generated", f"{record['generated_tokens']:,}", "policy tokens, since training began")
 
 
-def _facts(trace: Trace, bound: int, options: Mapping[str, Any], *, name: str, state: str) -> dict[str, Any]:
-    experiment = options.get("experiment", "run")
-    began = time.strftime("%Y-%m-%d %H:%M", time.localtime(min(p.wall_ns for p in trace.processes) / _SECOND))
-    hosts = {process.host for process in trace.processes}
-    ranks, engines = len(trace.lanes(Pool.learner)), len(trace.lanes(Pool.fleet))
-    facts = [
-        f"began {began}",
-        f"{counted(ranks, 'learner rank')} and {counted(engines, 'engine')}",
-        counted(len(hosts), "host") if len(hosts) > 1 else "",
-        f"buffer.max_lag={bound}",
-        f"{trace.num_dropped:,} records lost" if trace.num_dropped else "",
-    ]
-    clocks = max((process.error_ns for process in trace.processes), default=0)
-    facts.append(f"clocks within {clocks / 1e6:.1f} ms" if clocks else "")
-    return {"title": f"{experiment} · {name}", "facts": " · ".join(filter(None, facts)), "state": state}
-
-
-def _bound(trace: Trace, options: Mapping[str, Any]) -> int:
-    """``buffer.max_lag`` of the run; if the configuration is missing, the largest lag in the trace."""
-    known = options.get("buffer", {}).get("max_lag")
-    return known if known is not None else max((life.lag for life in charts.trained_groups(trace)), default=0)
+def _figure(name: str, value: str, note: str) -> dict[str, str]:
+    return {"name": name, "value": value, "note": note}
 
 
 def _or_reason(read: Callable[[], _T]) -> _T | str:
@@ -250,13 +211,10 @@ class SampleFiles:
     Args:
         run_dir: The run's folder, with ``samples/`` of `rollout_fleet.sample_log` and ``tokens/`` of
             `learner.trajectory_log`.
-        load_decode: Returns the function that turns token ids into text. `SampleFiles` calls it at the first file of
-            tokens. If it returns None because the tokenizer is missing, `SampleFiles` leaves the tokens out.
     """
 
-    def __init__(self, run_dir: Path, load_decode: Callable[[], Decode | None]) -> None:
+    def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
-        self._load_decode = load_decode
         self._read: dict[Path, list[dict[str, Any]]] = {}
 
     def newest(self, count: int) -> list[dict[str, Any]]:
@@ -274,13 +232,17 @@ class SampleFiles:
     def _samples_of(self, path: Path) -> list[dict[str, Any]]:
         rows = read_samples([path])
         if path.parent.name != "tokens":
-            return [_sample(row) for row in rows]
-        decode = self._decode
-        return [] if decode is None else [_trained_sample(row, path, decode) for row in rows]
+            return [{name: row[name] for name in _SAMPLE_FIELDS} | _reward(row) for row in rows]
+        return [_trained_sample(row, path, self._decode) for row in rows] if self._decode else []
 
     @cached_property
     def _decode(self) -> Decode | None:
-        return self._load_decode()
+        """The decoder of the policy that the run wrote, or of its initial model; None if neither has a tokenizer."""
+        policy = self._run_dir / "policy"
+        initial = _options(self._run_dir).get("model", {}).get("path", "")
+        folders = (policy, Path(initial or policy))
+        found = next((folder for folder in folders if any(folder.glob("tokenizer*"))), None)
+        return None if found is None else load_decoder(str(found), special_tokens=True)
 
 
 _SAMPLE_FIELDS = (
@@ -289,22 +251,16 @@ _SAMPLE_FIELDS = (
 )  # fmt: skip
 
 
-def _sample(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: row[name] for name in _SAMPLE_FIELDS} | {"reward": _finite(row["reward"]) or 0.0}
-
-
 def _trained_sample(row: Mapping[str, Any], path: Path, decode: Decode) -> dict[str, Any]:
     """A sample with its tokens: each has a policy version and the engine's log-prob minus the learner's."""
-    own = row["learner_logprobs"]
-    names = ("response_ids", "versions", "response_mask", "behavior_logprobs")
-    columns = zip(*(row[name] for name in names), own, strict=True)
+    names = ("response_ids", "versions", "response_mask", "behavior_logprobs", "learner_logprobs")
     tokens = [
         {
             "text": decode([token]),
             "version": version,
             "difference": _finite(engine - learner) if in_loss else None,
         }
-        for token, version, in_loss, engine, learner in columns
+        for token, version, in_loss, engine, learner in zip(*(row[name] for name in names), strict=True)
     ]
     versions = [token["version"] for token in tokens if token["version"] >= 0] or [-1]
     return {
@@ -313,7 +269,7 @@ def _trained_sample(row: Mapping[str, Any], path: Path, decode: Decode) -> dict[
         "prompt": decode(row["prompt_ids"]),
         "response": "".join(token["text"] for token in tokens),
         "ground_truth": "",
-        "reward": _finite(row["reward"]) or 0.0,
+        **_reward(row),
         "num_tokens": len(tokens),
         "finish_reason": f"in step {int(path.stem.split('_')[1])}",
         "oldest_version": min(versions),
@@ -322,12 +278,63 @@ def _trained_sample(row: Mapping[str, Any], path: Path, decode: Decode) -> dict[
     }
 
 
-def _decoder(run_dir: Path, options: Mapping[str, Any]) -> Decode | None:
-    """The decoder of the policy that the run wrote, or of its initial model; None if neither has a tokenizer."""
-    folders = (run_dir / "policy", Path(options.get("model", {}).get("path", "") or run_dir / "policy"))
-    found = next((folder for folder in folders if any(folder.glob("tokenizer*"))), None)
-    return None if found is None else load_decoder(str(found), special_tokens=True)
+def _reward(row: Mapping[str, Any]) -> dict[str, float]:
+    return {"reward": _finite(row["reward"]) or 0.0}
 
 
 def _finite(value: float | None) -> float | None:
     return None if value is None or not math.isfinite(value) else round(value, 5)
+
+
+# Advice
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advice:
+    """A change of options that makes the run faster.
+
+    Attributes:
+        change: Hydra overrides. Example: ``buffer.max_lag=1``.
+        why: The present bottleneck, as a sentence.
+        predicted_step_s: Predicted seconds per step after the change.
+        interval: 5th and 95th percentile of ``predicted_step_s`` over resampled response lengths.
+        predicted_lag: Predicted mean lag after the change.
+    """
+
+    change: str
+    why: str
+    predicted_step_s: float
+    interval: tuple[float, float]
+    predicted_lag: float
+
+    def __str__(self) -> str:
+        low, high = self.interval
+        return (
+            f"{self.change}: {self.predicted_step_s:.3g} s per step ({low:.3g} to {high:.3g}) "
+            f"at mean lag {self.predicted_lag:.1f}; {self.why}"
+        )
+
+
+def advice_file(run_dir: Path) -> Path:
+    """The file of the newest advice on a run. Its key ``advice`` holds the fields of `Advice`, or null."""
+    return run_dir / "advice.json"
+
+
+def read_advice(run_dir: Path) -> Advice | None:
+    """The newest advice on a run; None if the planner found none or has not searched yet.
+
+    Raises:
+        ValueError: the file is damaged. The message names it.
+    """
+    path = advice_file(run_dir)
+    document = read_json(path, "advice")
+    if document is None or document["advice"] is None:
+        return None
+    try:
+        low, high = document["advice"]["interval"]
+        return Advice(**{**document["advice"], "interval": (low, high)})
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{path} must hold the fields of Advice under advice, got {document['advice']!r}; run asyncrl plan to "
+            "write the file again, or delete it"
+        ) from error

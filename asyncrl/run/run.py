@@ -14,7 +14,7 @@ import shutil
 import uuid
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
@@ -36,7 +36,7 @@ from asyncrl.metrics import (
     write_json,
 )
 from asyncrl.profile.command import explain
-from asyncrl.profile.run_advice import read_advice
+from asyncrl.profile.report import read_advice
 from asyncrl.run.cluster import finished_in_thread, gpu_of_this_node, ray_cluster, warning_of_open_cluster
 from asyncrl.run.controller import ColocatedController, Controller
 from asyncrl.run.evaluator import HeldOutEvaluator, PinnedEngines
@@ -453,7 +453,7 @@ class Run:
             },
             wall_s={"total": self._view.elapsed_s, "start": self._start_s},
             overlap=overlap,
-            advice=advice and advice.to_dict(),
+            advice=advice and asdict(advice),
         )
         write_json(self._run_dir / "summary.json", summary)
         plot_reward(self._run_dir / "reward.png", self._records, self._evaluations)

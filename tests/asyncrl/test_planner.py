@@ -1,7 +1,7 @@
 """Plans, advice and calibration: compared choices, conditions for advice, and the replay of a recorded run."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -12,7 +12,7 @@ from asyncrl.planner.calibration import calibrate, fair_shares, united
 from asyncrl.planner.choices import Choices, Prediction, make_plan, predict, recommend, splits_of
 from asyncrl.planner.scenario import EngineModel, LearnerModel, LengthModel, Scenario, configured
 from asyncrl.planner.simulator import Outcome, simulate
-from asyncrl.profile.run_advice import Advice, advice_file, read_advice
+from asyncrl.profile.report import advice_file, read_advice
 from buffer.config import OnStale
 from tests.support.traces import record_run
 
@@ -114,7 +114,7 @@ def test_advice_names_the_best_change_and_the_reason():
     assert advice.predicted_step_s < 4
     assert advice.interval[0] <= advice.predicted_step_s <= advice.interval[1] * 1.01
     assert "the engines wait for admission" in advice.why or "the ranks wait" in advice.why
-    json.dumps(advice.to_dict())
+    json.dumps(asdict(advice))
 
 
 @pytest.mark.parametrize("health", [Health(num_errors=1), Health(num_fenced=1), Health(num_dropped=3)])
@@ -211,7 +211,7 @@ def test_the_command_plans_from_a_run_and_writes_the_files_of_the_report(tmp_pat
     assert "advice: buffer.max_lag=" in page
     document = json.loads((tmp_path / "plan.json").read_text())
     assert document["advice"]["change"].startswith("buffer.max_lag=")
-    assert read_advice(tmp_path).to_dict() == Advice.from_dict(document["advice"]).to_dict()
+    assert json.loads(json.dumps(asdict(read_advice(tmp_path)))) == document["advice"]
     assert document["curves"][0]["points"][0].keys() == {"lag", "step_s", "max_lag", "interval"}
     assert (tmp_path / "plan.png").stat().st_size > 0
 

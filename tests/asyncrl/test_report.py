@@ -17,8 +17,7 @@ from asyncrl.core.record import Pool, Recorder
 from asyncrl.metrics import BUSY
 from asyncrl.profile import charts
 from asyncrl.profile.attribution import Attribution, LiveUse
-from asyncrl.profile.report import RunReport, write_report
-from asyncrl.profile.run_advice import advice_file
+from asyncrl.profile.report import RunReport, advice_file, write_report
 from asyncrl.profile.trace import FOLDER, Span, Trace
 from learner.trajectory_log import SCHEMA
 from tests.asyncrl.test_samples import keep

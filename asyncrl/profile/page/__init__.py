@@ -19,7 +19,7 @@ def render(document: Mapping[str, Any] | None, *, title: str) -> str:
     """Render the whole page as HTML.
 
     Args:
-        document: The document of `asyncrl.profile.report.report_document`. None renders a page that fetches
+        document: The document of `asyncrl.profile.report.RunReport.document`. None renders a page that fetches
             ``document.json``, and fetches it again at each of the server's ``events``.
         title: Title of the window.
     """
