@@ -47,7 +47,7 @@ def timeline(trace: Trace, attribution: Attribution) -> Chart:
         "stored": _short(_level_means(trace, LevelName.stored, edges)),
         "in_flight": _short(_level_means(trace, LevelName.leased, edges)),
         "lag": _short(_lag_of_batches(trace, edges)),
-        "publishes": [[_rounded((when - start) / _SECOND), version] for version, when in _served(trace) if when <= end],
+        "publishes": [[_seconds(when - start), version] for version, when in _served(trace) if when <= end],
     }
 
 
@@ -114,22 +114,16 @@ def _fill_curve(step: int, moments: Sequence[int]) -> Chart:
 
 def lag(trace: Trace, *, bound: int) -> Chart:
     """Trained groups by lag. Each bar is split into the lag before the group was stored and the lag in the queue."""
-    before, in_queue, none = defaultdict(float), defaultdict(float), defaultdict(int)
-    largest = bound
-    for life in trained_groups(trace):
-        largest = max(largest, life.lag)
-        if life.lag == 0:
-            none[0] += 1
-        else:
-            before[life.lag] += life.lag_before_queue / life.lag
-            in_queue[life.lag] += life.lag_in_queue / life.lag
-    lags = range(largest + 1)
+    lives = trained_groups(trace)
+    parts = {name: [0.0] * (1 + max([bound, *(life.lag for life in lives)])) for name in ("none", "before", "in_queue")}
+    for life in lives:
+        parts["none"][life.lag] += life.lag == 0
+        parts["before"][life.lag] += life.lag_before_queue / max(1, life.lag)
+        parts["in_queue"][life.lag] += life.lag_in_queue / max(1, life.lag)
     return {
         "bound": bound,
-        "lags": list(lags),
-        "none": [none[value] for value in lags],
-        "before": [_rounded(before[value]) for value in lags],
-        "in_queue": [_rounded(in_queue[value]) for value in lags],
+        "lags": list(range(len(parts["none"]))),
+        **{name: [_rounded(value) for value in values] for name, values in parts.items()},
     }
 
 
@@ -166,22 +160,26 @@ def publishes(trace: Trace) -> Chart:
     began = {span.version: span.start for span in reversed(trace.spans_of(SpanKind.publish_copy))}
     stages: dict[str, dict[int, list[Span]]] = defaultdict(lambda: defaultdict(list))
     for span in trace.spans:
-        is_stage = span.kind == SpanKind.publish_stage
-        name = span.cause if is_stage else _STAGES.get(SpanKind(span.kind), "")
+        name = span.cause if span.kind == SpanKind.publish_stage else _STAGES.get(SpanKind(span.kind), "")
         version = _version_of(trace, span) if name else NONE
         if version in began and not span.is_open and span.start >= began[version]:
             stages[name][version].append(span)
+    rows = []
+    for name, by_version in stages.items():
+        starts = [min(span.start for span in spans) - began[version] for version, spans in by_version.items()]
+        ends = [max(span.end for span in spans) - began[version] for version, spans in by_version.items()]
+        on_learner = any(span.lane.startswith("learner") for spans in by_version.values() for span in spans)
+        times = {"start_s": _seconds(statistics.median(starts)), "end_s": _seconds(statistics.median(ends))}
+        side, pauses = "learner" if on_learner else "fleet", name in ("pause and load", "re-prefill")
+        rows.append({"name": name, "side": side, "pauses": pauses, **times})
+    loads = stages.get("pause and load", {})
+    longest = {version: max(span.end - span.start for span in spans) for version, spans in loads.items()}
     served = {version: when for version, when in _served(trace) if version in began}
-    rows = [_stage(name, by_version, began) for name, by_version in stages.items()]
-    pauses = stages.get("pause and load", {})
     return {
         "stages": sorted(rows, key=lambda row: (row["start_s"], row["end_s"])),
         "versions": list(served),
-        "total_s": [_rounded((when - began[version]) / _SECOND) for version, when in served.items()],
-        "pause_s": [
-            _rounded(max((span.end - span.start for span in pauses.get(version, ())), default=0) / _SECOND)
-            for version in served
-        ],
+        "total_s": [_seconds(when - began[version]) for version, when in served.items()],
+        "pause_s": [_seconds(longest.get(version, 0)) for version in served],
     }
 
 
@@ -204,19 +202,6 @@ def _version_of(trace: Trace, span: Span) -> int:
     return next(later, NONE)
 
 
-def _stage(name: str, by_version: Mapping[int, Sequence[Span]], began: Mapping[int, int]) -> Chart:
-    starts = [min(span.start for span in spans) - began[version] for version, spans in by_version.items()]
-    ends = [max(span.end for span in spans) - began[version] for version, spans in by_version.items()]
-    on_learner = any(span.lane.startswith("learner") for spans in by_version.values() for span in spans)
-    return {
-        "name": name,
-        "side": "learner" if on_learner else "fleet",
-        "pauses": name in ("pause and load", "re-prefill"),
-        "start_s": _rounded(statistics.median(starts) / _SECOND),
-        "end_s": _rounded(statistics.median(ends) / _SECOND),
-    }
-
-
 _ACTIVITIES = {
     SpanKind.released: "device with the learner",
     SpanKind.evaluation: "evaluating",
@@ -231,17 +216,13 @@ def _state(trace: Trace, lane: str) -> str:
 
     The current activities of the engine follow after commas.
     """
-    worker = _newest(trace.spans_of(SpanKind.member, f"{lane}/worker"))
+    spans = (trace.spans_of(SpanKind.member, f"{lane}/{part}") for part in ("worker", "member"))
+    worker, own = (max(of_part, key=lambda span: span.start, default=None) for of_part in spans)
     if worker is not None and worker.cause not in _UP:
         return f"worker {worker.cause}"
-    own = _newest(trace.spans_of(SpanKind.member, f"{lane}/member"))
     state = "not recorded" if own is None else in_words(own.cause)
     doing = (text for kind, text in _ACTIVITIES.items() for span in trace.spans_of(kind, lane) if span.is_open)
     return ", ".join([state, *doing])
-
-
-def _newest(spans: Sequence[Span]) -> Span | None:
-    return max(spans, key=lambda span: span.start, default=None)
 
 
 def members(trace: Trace) -> Chart:
@@ -251,35 +232,27 @@ def members(trace: Trace) -> Chart:
     rows = []
     for lane in trace.lanes(Pool.fleet):
         process = next((note.process for note in trace.levels if note.lane == lane), "")
-        at_end = {name: trace.level_at(name, lane, trace.end) for name in ("version", "running", "tail", "capacity")}
+        at_end = {name: trace.level_at(name, lane, trace.end) for name in ("version", "running", "capacity")}
         pauses = [span.end - span.start for span in trace.spans_of(SpanKind.pause, lane) if not span.is_open]
         own, worker = (trace.level_at(LevelName.epoch, f"{lane}/{part}", trace.end) for part in ("member", "worker"))
-        rows.append(
-            [
-                lane,
-                _state(trace, lane),
-                f"{own} (worker {worker})" if worker else str(own),
-                str(at_end["version"]),
-                f"{at_end['running']} / {at_end['capacity']}",
-                str(finished[lane]),
-                str(len(pauses)),
-                f"{1000 * statistics.median(pauses) / _SECOND:.0f} ms" if pauses else "",
-                hosts.get(process, ""),
-            ]
-        )
-    columns = [
-        "engine", "state", "epoch", "policy version", "running / places", "groups finished", "weight updates",
-        "median pause", "host",
-    ]  # fmt: skip
-    return {"columns": columns, "rows": rows}
+        row = {
+            "engine": lane,
+            "state": _state(trace, lane),
+            "epoch": f"{own} (worker {worker})" if worker else str(own),
+            "policy version": str(at_end["version"]),
+            "running / places": f"{at_end['running']} / {at_end['capacity']}",
+            "groups finished": str(finished[lane]),
+            "weight updates": str(len(pauses)),
+            "median pause": f"{1000 * statistics.median(pauses) / _SECOND:.0f} ms" if pauses else "",
+            "host": hosts.get(process, ""),
+        }
+        rows.append(row)
+    return {"columns": list(rows[0]) if rows else [], "rows": [list(row.values()) for row in rows]}
 
 
 def frontier(predictions: Mapping[str, Any], here: tuple[float, float]) -> Chart:
     """Predicted seconds per step over mean lag; ``here`` is the measured (mean lag, seconds per step) of the run."""
-    return {
-        "curves": predictions["curves"],
-        "here": {"lag": _rounded(here[0]), "step_s": _rounded(here[1])},
-    }
+    return {"curves": predictions["curves"], "here": {"lag": _rounded(here[0]), "step_s": _rounded(here[1])}}
 
 
 def _served(trace: Trace) -> list[tuple[int, int]]:
@@ -294,13 +267,8 @@ def _served(trace: Trace) -> list[tuple[int, int]]:
         oldest = min(serves.values())
         if len(serves) == len(lanes) and oldest > (found[-1][0] if found else -1):
             found.append((oldest, when))
-    start, _ = _window(trace)
-    return [(version, when) for version, when in found if when >= start]
-
-
-def _window(trace: Trace) -> tuple[int, int]:
     start, end = trace.window
-    return (start, end) if end > start else (trace.start, max(trace.end, trace.start + 1))
+    return [(version, when) for version, when in found if when >= (start if end > start else trace.start)]
 
 
 def _shares(stretches: Iterable[Stretch], edges: np.ndarray) -> dict[str, np.ndarray]:
@@ -368,6 +336,10 @@ def _spread(items: Sequence[Any], count: int) -> list[Any]:
 
 def _short(values: np.ndarray) -> list[float]:
     return [_rounded(value) for value in values.tolist()]
+
+
+def _seconds(nanoseconds: float) -> float:
+    return _rounded(nanoseconds / _SECOND)
 
 
 def _rounded(value: float) -> float:
