@@ -42,7 +42,7 @@ def render(report: dict[str, Any]) -> str:
         f"waiting    {stats['leases_waiting']} requests for leases",
         f"refused    puts {_counts(stats['puts_refused'])}; messages {report['malformed']} malformed, "
         f"{report['over_rate']} over the rate, {report['unsent']} unsent; {report['unknown_keys']} unknown keys, "
-        f"{report['no_files']} without a file",
+        f"{report['no_files']} without a file, {report['endless']} connections with a message without end",
     ]
     for number, store in enumerate(report["stores"]):
         where = f"of host {store['host']} " * bool(store["host"])

@@ -125,7 +125,7 @@ class ServerSocket:
         self._context = zmq.Context()
         self._gate: KeyGate | None = None
         self._counts: dict[str, int] = dict.fromkeys(
-            ("malformed", "unsent", "unknown_keys", "over_rate", "failed", "no_files"), 0
+            ("malformed", "unsent", "unknown_keys", "over_rate", "failed", "no_files", "endless"), 0
         )
         self._outbox: dict[bytes, list[Message]] = {}
         self._flush_handle: asyncio.Handle | None = None
@@ -134,7 +134,7 @@ class ServerSocket:
         self._limit = RateLimit(config.max_requests_per_s)
         self.epoch = self._choose_epoch()
         self._own_folder = ""
-        self._listeners: list[PortListener] = []
+        self._listeners: dict[str, PortListener] = {}
         read = server_keys if store is None else store_keys
         keys = read(Path(config.keys)) if config.keys else None
         if keys is not None:
@@ -195,14 +195,20 @@ class ServerSocket:
         if not port and not folder_of(known):
             port = int(known.rpartition(":")[2] or 0)
         try:
-            listener = PortListener(socket, self._config.host, port, partial(self._count, "no_files"))
+            listener = PortListener(
+                socket,
+                self._config.host,
+                port,
+                max_incomplete_bytes=2 * self._config.max_message_bytes,
+                on_refused=self._count,
+            )
         except OSError as error:
             option = "buffer.port" if name == "address" else "buffer.bulk_port"
             raise ValueError(
                 f"the buffer cannot bind port {port} of {self._config.host}: {error.strerror}; set {option} or "
                 "buffer.host"
             ) from error
-        self._listeners.append(listener)
+        self._listeners[name] = listener
         if self._journal is not None and listener.address != known:
             self._journal.write(name, listener.address)
         return listener.address
@@ -224,7 +230,7 @@ class ServerSocket:
         self._service.close()
         if self._flush_handle is not None:
             self._flush_handle.cancel()
-        for listener in self._listeners:
+        for listener in self._listeners.values():
             listener.close()
         self._control.close()
         self._bulk.close()
@@ -238,10 +244,14 @@ class ServerSocket:
     # Incoming messages
 
     def _on_message(self, frames: list[zmq.Frame]) -> None:
+        if self._listeners:
+            self._listeners["address"].received(frames[-1])
         self._receive(frames[0].bytes, self._role_of(frames[-1]), frames[1:], messages.MAX_FRAMES)
 
     def _on_chunk(self, frames: list[zmq.Frame]) -> None:
         """A chunk, its acknowledgement, or the greeting of a new bulk connection."""
+        if self._listeners:
+            self._listeners["bulk_address"].received(frames[-1])
         client = frames[0].bytes
         if len(frames) == 2 and not len(frames[1]):
             self._peers.pop(client, None)

@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,8 @@ _LONGEST_NAME = "store-1000000.bulk"
 _BACKLOG = 1024
 _SIOCGIFADDR = 0x8915
 _CLONE_FILES = 0x400
+_EVENT = struct.Struct("=Hi")
+_BYTES_RECEIVED, _BYTES_RECEIVED_AT, _TCP_INFO_BYTES = struct.Struct("=Q"), 128, 136
 
 _monitors = itertools.count()
 
@@ -347,14 +350,24 @@ def bulk_address(address: str, port: int) -> str:
 class PortListener:
     """Binds a ZMQ socket to a port; made on a running loop, and closed before the ZMQ socket.
 
-    ``on_refused`` is called for each connection that is closed because this process may open no more files. Raises
-    `OSError` if the port cannot be bound.
+    ``on_refused`` is called for each connection that this closes, with the reason: ``no_files`` if this process may
+    open no more files, ``endless`` if an incomplete message exceeds ``max_incomplete_bytes``. Raises `OSError` if the
+    port cannot be bound.
 
     Attributes:
         address: Address of the socket.
+        received: Gets the last frame of each message.
     """
 
-    def __init__(self, bound: zmq.Socket[Any], host: str, port: int, on_refused: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        bound: zmq.Socket[Any],
+        host: str,
+        port: int,
+        *,
+        max_incomplete_bytes: int,
+        on_refused: Callable[[str], None],
+    ) -> None:
         own_host = _address_of(host)
         family = socket.AF_INET6 if ":" in own_host else socket.AF_INET
         self._listener = socket.create_server((own_host, port), family=family, backlog=_BACKLOG)
@@ -362,18 +375,88 @@ class PortListener:
         self._bound = bound
         name = f"[{own_host}]" if family == socket.AF_INET6 else own_host
         self.address = f"tcp://{name}:{self._listener.getsockname()[1]}"
-        self._refusals = _Refusals(self._listener.fileno(), self.address, on_refused)
+        self._refusals = _Refusals(self._listener.fileno(), self.address, partial(on_refused, "no_files"))
+        self._connections = _Connections(self.address, max_incomplete_bytes, partial(on_refused, "endless"))
+        self.received = self._connections.received
         bound.setsockopt(zmq.USE_FD, os.dup(self._listener.fileno()))
-        monitor = monitor_of(bound, zmq.EVENT_ACCEPT_FAILED)
+        monitor = monitor_of(bound, zmq.EVENT_ACCEPT_FAILED | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         bound.bind(self.address)
-        self._monitor = Channel(monitor, lambda event: self._refusals.wanted.set())
+        self._monitor = Channel(monitor, self._on_event)
 
     def close(self) -> None:
         """Stop listening."""
         self._bound.disable_monitor()
         self._monitor.close()
+        self._connections.close()
         self._refusals.close()
         self._listener.close()
+
+    def _on_event(self, frames: list[zmq.Frame]) -> None:
+        event, descriptor = _EVENT.unpack(frames[0].bytes)
+        if event == zmq.EVENT_ACCEPT_FAILED:
+            self._refusals.wanted.set()
+        else:
+            self._connections.changed(descriptor, is_open=event == zmq.EVENT_ACCEPTED)
+
+
+class _Connections:
+    """Closes a connection when its incomplete message exceeds ``max_bytes``.
+
+    ZMQ bounds each frame of a message, but not their number before the message is complete. So this compares, once per
+    second, what the kernel has received on a connection since its last complete message. A connection exceeds the bound
+    by at most what it sends within two seconds.
+    """
+
+    def __init__(self, address: str, max_bytes: int, on_closed: Callable[[], None]) -> None:
+        self._address, self._max_bytes, self._on_closed = address, max_bytes, on_closed
+        self._since: dict[int, int] = {}
+        """Bytes that each connection had received at its last complete message."""
+        self._heard: set[int] = set()
+        self._check = asyncio.get_running_loop().create_task(self._close_endless())
+
+    def close(self) -> None:
+        """Stop comparing."""
+        self._check.cancel()
+
+    def changed(self, descriptor: int, *, is_open: bool) -> None:
+        """Note that a connection was opened or closed."""
+        if is_open:
+            self._since[descriptor] = 0
+        else:
+            self._since.pop(descriptor, None)
+
+    def received(self, frame: zmq.Frame) -> None:
+        """Note a complete message: a connection sends its messages one after the other."""
+        self._heard.add(int(frame.get(zmq.SRCFD)))
+
+    async def _close_endless(self) -> None:
+        while True:
+            await asyncio.sleep(1.0)
+            heard, self._heard = self._heard, set()
+            for descriptor, before in list(self._since.items()):
+                try:
+                    with socket.socket(fileno=os.dup(descriptor)) as connection:
+                        num_bytes = _bytes_received(connection)
+                        if descriptor in heard:
+                            self._since[descriptor] = num_bytes
+                        elif num_bytes - before > self._max_bytes:
+                            self._since.pop(descriptor)
+                            self._on_closed()
+                            logger.warning(
+                                "%s closes a connection from %s: its message has more than %d bytes and no end",
+                                self._address,
+                                connection.getpeername()[0],
+                                self._max_bytes,
+                            )
+                            connection.shutdown(socket.SHUT_RDWR)
+                except OSError:  # it has just been closed
+                    self._since.pop(descriptor, None)
+
+
+def _bytes_received(connection: socket.socket) -> int:
+    """``tcpi_bytes_received`` of tcp(7); 0 on a kernel that does not report it."""
+    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+    return _BYTES_RECEIVED.unpack_from(info, _BYTES_RECEIVED_AT)[0] if len(info) >= _TCP_INFO_BYTES else 0
 
 
 class _Refusals(threading.Thread):

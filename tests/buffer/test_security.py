@@ -35,7 +35,7 @@ from buffer.keys import BufferRole
 from buffer.messages import PROTOCOL_VERSION, Message
 from buffer.server import BufferServer
 from buffer.service import BufferService
-from buffer.sockets import bulk_address, folder_of, make_socket_folder, remove_socket_folder
+from buffer.sockets import Channel, PortListener, bulk_address, folder_of, make_socket_folder, remove_socket_folder
 from tests.support.buffer_groups import AnyRole, prompt, rollout, running
 from tests.support.offers import bare_offer
 from tests.support.stranger import NOBODY, as_stranger, refusals
@@ -104,6 +104,68 @@ async def test_a_role_is_refused_what_is_not_its_work(tmp_path: Path):
         await worker.put(rollout(lease, num_tokens=200_000))  # by the bulk socket, under the same rule
         with pytest.raises(NotAllowed):
             await rank.put(rollout(lease, num_tokens=200_000))
+
+
+async def test_a_client_with_a_key_may_send_any_number_of_whole_messages(tmp_path: Path):
+    make_keys(tmp_path)
+    async with running(
+        groups_per_step=1, host="127.0.0.1", keys=str(tmp_path), max_message_bytes=1 << 20, max_lag=12
+    ) as run:
+        control, worker = (run.client(keys=client_keys(tmp_path, role)) for role in (CONTROLLER, ROLLOUT))
+        await control.enqueue([prompt(i) for i in range(12)])
+        for _ in range(12):
+            [lease] = await worker.lease(0, 1)
+            await worker.put(rollout(lease, num_tokens=50_000))
+        await asyncio.sleep(1.2)
+        assert (await control.stats()).groups["stored"] == 12
+        assert run.server.counters()["endless"] == 0
+
+
+GREETING = b"\xff" + b"\0" * 8 + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + b"\0" * 32
+READY = b"\x04\x1c\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
+FRAME_AND_MORE = b"\x03" + (1 << 16).to_bytes(8, "big") + bytes(1 << 16)
+
+
+async def test_a_connection_whose_message_has_no_end_is_closed_and_others_go_on():
+    refused: list[str] = []
+    arrived: list[bytes] = []
+    after = asyncio.Event()
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        listener = PortListener(router, "127.0.0.1", 0, max_incomplete_bytes=1 << 20, on_refused=refused.append)
+
+        def on_message(frames: list[zmq.Frame]) -> None:
+            listener.received(frames[-1])
+            if frames[-1].bytes == b"after":
+                after.set()
+            else:
+                arrived.append(frames[-1].bytes)
+
+        channel = Channel(router, on_message)
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(listener.address.rpartition(":")[2]))
+        writer.write(GREETING)
+        await reader.readexactly(len(GREETING))
+        writer.write(READY)
+        with context.socket(zmq.DEALER) as good:
+            good.connect(listener.address)
+            with pytest.raises(ConnectionError):
+                await send_without_end(writer, good)
+            good.send(b"after")
+            await asyncio.wait_for(after.wait(), timeout=10)
+        writer.close()
+        listener.close()
+        channel.close()
+    assert refused == ["endless"]
+    assert set(arrived) == {bytes(1 << 16)}
+    assert sum(map(len, arrived)) > 1 << 20  # whole messages may exceed the bound together
+
+
+async def send_without_end(writer: asyncio.StreamWriter, good: zmq.Socket[bytes]) -> None:
+    """Send frames of one message on one connection, and complete messages of as many bytes on another."""
+    for _ in range(5000):
+        writer.write(FRAME_AND_MORE)
+        await writer.drain()
+        good.send(bytes(1 << 16))
+        await asyncio.sleep(0.01)
 
 
 async def test_a_message_of_another_run_is_refused_by_name(tmp_path: Path):
