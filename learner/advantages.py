@@ -450,7 +450,7 @@ class BatchAdvantages:
         dp_size, own = dist.get_world_size(self._mesh.dp_group), self._mesh.dp_rank
         shares: list[tuple[Tensor, Tensor]] = [(outcomes, keys)] * dp_size
         if dp_size > 1:
-            shares = gather_rows((outcomes, keys), self._mesh.dp_group, self._mesh.device)
+            shares = gather_rows((outcomes, keys), self._mesh.dp_group)
         all_outcomes, all_keys = (torch.cat(parts) for parts in zip(*shares, strict=True))
         # Sorted by group and by index in the group, independent of the ranks.
         order = torch.from_numpy(np.lexsort((all_keys[:, 1].numpy(), all_keys[:, 0].numpy())))

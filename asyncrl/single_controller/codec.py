@@ -27,40 +27,19 @@ from asyncrl.core.errors import WireError
 Frame = bytes | bytearray | memoryview
 
 VERSION = 1
-MAX_FRAMES = 65_536
-MAX_BYTES = 1 << 32
-MAX_DEPTH = 100
-
 _MAGIC = b"aRL"
 _PREFIX = _MAGIC + bytes([VERSION])
 _MALFORMED = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    LookupError,
-    MemoryError,
-    RuntimeError,
-    TypeError,
-    UnpackException,
-    ValueError,
-    struct.error,
+    *(ArithmeticError, AssertionError, AttributeError, LookupError, MemoryError, RuntimeError, TypeError, ValueError),
+    *(UnpackException, struct.error),
 )
 
-_EXT_MARK = 0
-_EXT_ARRAY = 1
-_EXT_SCALAR = 2
-_EXT_INT = 3
-_EXT_COMPLEX = 4
-_EXT_TENSOR = 5
-_EXT_FOREIGN = 6
+_EXT_MARK, _EXT_ARRAY, _EXT_SCALAR, _EXT_INT, _EXT_COMPLEX, _EXT_TENSOR, _EXT_FOREIGN = range(7)
 _ATOMS = frozenset({type(None), bool, int, float, str, bytes})
-_CONTAINERS = frozenset({list, dict, tuple, np.ndarray})
-_OBJECT = np.dtype(object)
 MAX_DIMS = 64  # numpy's own limit.
 _MAX_PADDING = 4  # of a structured dtype, to the size of its fields; alignment alone stays below it.
 _PLAIN_KINDS = frozenset("biufcmMSU")
 _PLAIN_NAME = re.compile(rb"[<>|][biufcmMSU]\d{1,10}(\[\d{0,19}[a-zA-Z]{1,2}\])?")
-_MANY = 8  # items that are looked through faster at once than one by one
 
 
 class Unsupported(Exception):
@@ -78,7 +57,7 @@ class Columns:
     tensors: dict[str, Any]
 
 
-def encode(value: Any, *, foreign: list[Any] | None = None, max_depth: int | None = MAX_DEPTH) -> list[Frame]:
+def encode(value: Any, *, foreign: list[Any] | None = None) -> list[Frame]:
     """Turn a value into frames.
 
     Args:
@@ -86,43 +65,29 @@ def encode(value: Any, *, foreign: list[Any] | None = None, max_depth: int | Non
             scalars of every dtype (object arrays of the types in this list; structured arrays with named fields); if
             torch is loaded, dense and nested tensors of any dtype of whole bytes. Subclasses are refused.
         foreign: If given, values of any other type are appended to it; the transport passes it to `decode`.
-        max_depth: Limit on nested containers; None leaves it to msgpack, which packs about 500.
 
     Returns:
         The header, then the memory of the arrays. Buffers of contiguous arrays share the array's memory, so the value
         must not be written to until the frames are sent.
 
     Raises:
-        WireError: the value holds something else, nests too deep, or holds itself; the message says where.
+        WireError: the value holds something else, holds itself, or nests deeper than msgpack packs (500 levels travel).
     """
     encoder = Encoder(foreign)
     try:
-        if max_depth is not None:
-            check_depth(value, max_depth)
         return [_PREFIX + encoder.pack(value), *encoder.buffers]
     except Unsupported as error:
-        raise WireError(f"{path_to(error.value, value) or 'value'}: {error}") from error
-    except (ValueError, OverflowError) as error:
-        raise WireError(f"the value does not travel: {error}") from error
+        raise WireError(f"{_path_to(error.value, value) or 'value'}: {error}") from error
+    except (ValueError, OverflowError) as error:  # such as a recursion
+        raise WireError(f"the value does not travel; it may nest too deep, or hold itself: {error}") from error
 
 
-def decode(
-    frames: Sequence[Frame],
-    *,
-    foreign: Sequence[Any] = (),
-    max_frames: int = MAX_FRAMES,
-    max_bytes: int = MAX_BYTES,
-    max_depth: int | None = MAX_DEPTH,
-    writable: bool = False,
-) -> Any:
+def decode(frames: Sequence[Frame], *, foreign: Sequence[Any] = (), writable: bool = False) -> Any:
     """Turn frames back into the value.
 
     Args:
-        frames: What `encode` returned, as any objects with a buffer.
+        frames: What `encode` returned, as any objects with a buffer. The transport limits their number and size.
         foreign: The list that `encode` filled.
-        max_frames: Limit on frames, the header among them.
-        max_bytes: Limit over all frames.
-        max_depth: Limit on nested containers; None leaves it to msgpack, which reads about 1000.
         writable: Make arrays over writable frames writable.
 
     Returns:
@@ -130,41 +95,30 @@ def decode(
         read-only, are copied out of read-only frames, except in `Columns`, which come back as a dict.
 
     Raises:
-        WireError: the frames are not a message of this codec, or break one of the limits.
+        WireError: the frames are not a message of this codec.
     """
-    views = _checked_views(frames, max_frames, max_bytes)
-    decoder = Decoder(views[1:], foreign, writable=writable)
+    if not frames:
+        raise WireError("a message has at least one frame, got none")
     try:
-        value = decoder.unpack(views[0][len(_PREFIX) :])
-        if max_depth is not None and decoder.num_containers > max_depth:
-            check_depth(value, max_depth)
-    except WireError:
-        raise
-    except _MALFORMED as error:
-        raise WireError(f"malformed message: {type(error).__name__}: {error}") from error
-    if decoder.num_taken != len(views) - 1:
-        raise WireError(f"message has {len(views) - 1} buffers, its header describes {decoder.num_taken}")
-    return value
-
-
-def _checked_views(frames: Sequence[Frame], max_frames: int, max_bytes: int) -> list[memoryview]:
-    """Views of the frames, within the limits and with the right prefix on the first."""
-    if not 1 <= len(frames) <= max_frames:
-        raise WireError(f"message has {len(frames)} frames; 1 to {max_frames} are allowed")
-    try:
-        views = [memoryview(frame).cast("B") for frame in frames]
+        header, *buffers = (memoryview(frame).cast("B") for frame in frames)
     except (TypeError, ValueError) as error:
         raise WireError(f"a frame is not a contiguous buffer: {error}") from error
-    num_bytes = sum(map(len, views))
-    if num_bytes > max_bytes:
-        raise WireError(f"message has {num_bytes} bytes; {max_bytes} are allowed")
-    prefix = bytes(views[0][: len(_PREFIX)])
+    prefix = bytes(header[: len(_PREFIX)])
     if prefix != _PREFIX:
         if prefix[: len(_MAGIC)] == _MAGIC and len(prefix) == len(_PREFIX):
             versions = f"version {prefix[-1]}, this side speaks version {VERSION}"
             raise WireError(f"message is of {versions}; upgrade the older")
         raise WireError(f"not a message of this protocol: it begins with {prefix!r}")
-    return views
+    decoder = Decoder(buffers, foreign, writable=writable)
+    try:
+        value = decoder.unpack(header[len(_PREFIX) :])
+    except WireError:
+        raise
+    except _MALFORMED as error:
+        raise WireError(f"malformed message: {type(error).__name__}: {error}") from error
+    if decoder.num_taken != len(buffers):
+        raise WireError(f"message has {len(buffers)} buffers, its header describes {decoder.num_taken}")
+    return value
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -201,7 +155,7 @@ class Encoder:
             return msgpack.ExtType(_EXT_INT, value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True))
         elif kind is complex:
             return msgpack.ExtType(_EXT_COMPLEX, struct.pack("<dd", value.real, value.imag))
-        elif isinstance(value, np.generic) and is_plain(value.dtype):
+        elif isinstance(value, np.generic) and value.dtype.kind in _PLAIN_KINDS:
             return msgpack.ExtType(_EXT_SCALAR, describe(value.dtype, ()) + value.tobytes())
         else:
             packed = self.tensor(value)
@@ -218,7 +172,7 @@ class Encoder:
 
     def array(self, array: np.ndarray) -> Any:
         """A descriptor, with the array's memory as a buffer; arrays of pointers go into the header instead."""
-        if is_plain(array.dtype):
+        if array.dtype.kind in _PLAIN_KINDS:
             self.buffers.append(buffer_of(array))
             return msgpack.ExtType(_EXT_ARRAY, describe(array.dtype, array.shape))
         if array.dtype == object:
@@ -265,16 +219,22 @@ class Decoder:
         self.num_taken = 0
         self.num_foreign = 0
         self.open_marks = 0
-        self.num_containers = 0
 
     def unpack(self, data: Any) -> Any:
         """The value of the header."""
-        _check_complete(data)
+        # Walk the header first without building it, so that no length is trusted before its items have been seen.
+        walker = msgpack.Unpacker(max_buffer_size=max(len(data), 1), read_size=max(len(data), 1))
+        walker.feed(data)
+        try:
+            walker.skip()
+        except msgpack.OutOfData as error:
+            raise WireError("message is truncated: its header ends early") from error
+        if walker.tell() != len(data):
+            raise WireError(f"message has {len(data) - walker.tell()} bytes after the end of its header")
         value = msgpack.unpackb(
             data,
             ext_hook=self.extension,
             list_hook=self.sequence,
-            object_hook=self.mapping,
             strict_map_key=False,
             timestamp=3,
             unicode_errors="surrogatepass",
@@ -289,26 +249,28 @@ class Decoder:
             return _torch_side().tensor_of(data, self.take, copy=True)
         if code == _EXT_ARRAY:
             return array_of(data, self.take(), writable=self.writable)
+        if code == _EXT_SCALAR:
+            return scalar_of(data)
+        if code == _EXT_INT:
+            return int.from_bytes(data, "little", signed=True)
+        if code == _EXT_COMPLEX:
+            return complex(*struct.unpack("<dd", data))
+        if code == _EXT_FOREIGN:
+            if data or self.num_foreign >= len(self.foreign):
+                raise WireError("message refers to a value that did not travel with it")
+            self.num_foreign += 1
+            return self.foreign[self.num_foreign - 1]
         if code == _EXT_MARK and data in _MARKS:
             self.open_marks += 1
             return _MARKS[data]
-        reader = _LEAF_READERS.get(code)
-        if reader is None:
-            raise WireError(f"message holds an unknown type, code {code}")
-        return reader(self, data)
+        raise WireError(f"message holds an unknown type, code {code}")
 
     def sequence(self, items: list[Any]) -> Any:
         """Called by msgpack for a list, after its items."""
-        self.num_containers += 1
         if not items or type(items[0]) is not _Mark:
             return items
         self.open_marks -= 1
         return items.pop(0).build(self, items)
-
-    def mapping(self, items: dict[Any, Any]) -> dict[Any, Any]:
-        """Called by msgpack for a map, after its items."""
-        self.num_containers += 1
-        return items
 
     def take(self) -> memoryview:
         """The next buffer."""
@@ -316,13 +278,6 @@ class Decoder:
             raise WireError(f"message is truncated: its header describes more than {len(self.buffers)} buffers")
         self.num_taken += 1
         return self.buffers[self.num_taken - 1]
-
-    def foreign_value(self, data: bytes) -> Any:
-        """The next value that travelled beside the message."""
-        if data or self.num_foreign >= len(self.foreign):
-            raise WireError("message refers to a value that did not travel with it")
-        self.num_foreign += 1
-        return self.foreign[self.num_foreign - 1]
 
     def objects(self, parts: list[Any]) -> np.ndarray:
         """An array of Python values."""
@@ -356,24 +311,13 @@ class Decoder:
         return {name: tensor_of(description, self.take, copy=False) for name, description in described}
 
 
-def _mark(code: bytes, build: Callable[[Any, list[Any]], Any]) -> _Mark:
-    return _Mark(sent=msgpack.ExtType(_EXT_MARK, code), build=build)
-
-
-_TUPLE = _mark(b"t", lambda _, items: tuple(items))
-_OBJECTS = _mark(b"o", Decoder.objects)
-_STRINGS = _mark(b"s", Decoder.strings)
-_RECORD = _mark(b"r", lambda _, parts: record_of(parts))
-_NESTED = _mark(b"n", Decoder.nested_tensor)
-_COLUMNS = _mark(b"c", Decoder.columns)
+_TUPLE = _Mark(msgpack.ExtType(_EXT_MARK, b"t"), lambda _, items: tuple(items))
+_OBJECTS = _Mark(msgpack.ExtType(_EXT_MARK, b"o"), Decoder.objects)
+_STRINGS = _Mark(msgpack.ExtType(_EXT_MARK, b"s"), Decoder.strings)
+_RECORD = _Mark(msgpack.ExtType(_EXT_MARK, b"r"), lambda _, parts: record_of(parts))
+_NESTED = _Mark(msgpack.ExtType(_EXT_MARK, b"n"), Decoder.nested_tensor)
+_COLUMNS = _Mark(msgpack.ExtType(_EXT_MARK, b"c"), Decoder.columns)
 _MARKS = {mark.sent.data: mark for mark in (_TUPLE, _OBJECTS, _STRINGS, _RECORD, _NESTED, _COLUMNS)}
-
-_LEAF_READERS: dict[int, Callable[[Decoder, bytes], Any]] = {
-    _EXT_SCALAR: lambda _, data: scalar_of(data),
-    _EXT_INT: lambda _, data: int.from_bytes(data, "little", signed=True),
-    _EXT_COMPLEX: lambda _, data: complex(*struct.unpack("<dd", data)),
-    _EXT_FOREIGN: Decoder.foreign_value,
-}
 
 
 def _torch_side() -> Any:
@@ -385,68 +329,23 @@ def _torch_side() -> Any:
     return columns
 
 
-def _check_complete(data: Any) -> None:
-    """Walk the header without building it, so that no length is trusted before its items have been seen."""
-    walker = msgpack.Unpacker(max_buffer_size=max(len(data), 1), read_size=max(len(data), 1))
-    walker.feed(data)
-    try:
-        walker.skip()
-    except msgpack.OutOfData as error:
-        raise WireError("message is truncated: its header ends early") from error
-    if walker.tell() != len(data):
-        raise WireError(f"message has {len(data) - walker.tell()} bytes after the end of its header")
-
-
-def check_depth(value: Any, max_depth: int) -> None:
-    """Raise `ValueError` if containers (object arrays included) nest deeper than ``max_depth``."""
-    level = [value] if _is_container(value) else []
-    for _ in range(max_depth):
-        if not level:
-            return
-        inner: list[Any] = []
-        for container in level:
-            items = _items_of(container)
-            if len(items) > _MANY and _ATOMS.issuperset(map(type, items)):
-                continue
-            inner.extend(item for item in items if type(item) in _CONTAINERS and _is_container(item))
-        level = inner
-    if level:
-        raise ValueError(f"containers nest deeper than {max_depth}, or one holds itself")
-
-
-def path_to(target: Any, value: Any, path: str = "value") -> str | None:
+def _path_to(target: Any, value: Any, path: str = "value") -> str | None:
     """The path to ``target`` within ``value``, by identity. Example: ``value['meta_info']['paths'][0]``."""
     if value is target:
         return path
-    return next(filter(None, (path_to(target, item, path + step) for step, item in _steps(value))), None)
+    return next(filter(None, (_path_to(target, item, path + step) for step, item in _steps(value))), None)
 
 
 def _steps(value: Any) -> Iterator[tuple[str, Any]]:
     """What a container holds, each with the expression that leads to it."""
-    if type(value) is Columns:
-        value = value.tensors
+    value = value.tensors if type(value) is Columns else value
     if type(value) is dict:
         for key, item in value.items():
             yield f"[key {key!r:.80}]", key
             yield f"[{key!r:.80}]", item
-    elif _is_container(value):
-        for index, item in enumerate(_items_of(value)):
+    elif type(value) in (list, tuple) or (type(value) is np.ndarray and value.dtype == object):
+        for index, item in enumerate(value.reshape(-1).tolist() if isinstance(value, np.ndarray) else value):
             yield f"[{index}]", item
-
-
-def _is_container(value: Any) -> bool:
-    return type(value) in _CONTAINERS and (type(value) is not np.ndarray or value.dtype is _OBJECT)
-
-
-def _items_of(container: Any) -> Any:
-    if type(container) is dict:
-        return container.values()
-    return container.reshape(-1).tolist() if type(container) is np.ndarray else container
-
-
-def is_plain(dtype: np.dtype) -> bool:
-    """True for numbers, bools, fixed-width strings, dates and durations: memory without pointers."""
-    return dtype.kind in _PLAIN_KINDS
 
 
 def buffer_of(array: np.ndarray) -> memoryview:
@@ -534,7 +433,7 @@ def dtype_of(name: bytes) -> np.dtype:
         dtype = np.dtype(name.decode("ascii"))
     except (TypeError, ValueError, OverflowError) as error:
         raise WireError(f"unknown dtype {name!r}") from error
-    if not is_plain(dtype) or dtype.str.encode() != name:
+    if dtype.kind not in _PLAIN_KINDS or dtype.str.encode() != name:
         raise WireError(f"dtype {name!r} does not travel")
     return dtype
 

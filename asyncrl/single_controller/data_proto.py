@@ -6,7 +6,6 @@ import copy
 import logging
 import os
 import pickle
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -404,7 +403,7 @@ class DataProto:
     def load_from_disk(cls, filepath: str | Path) -> DataProto:
         """Read a batch from a file. Raises `WireError` if `save_to_disk` did not write it."""
         frames = serialization.read_frames(np.fromfile(filepath, dtype=np.uint8).data)
-        parts = decode(frames, max_frames=sys.maxsize, max_bytes=sys.maxsize, writable=True)
+        parts = decode(frames, writable=True)
         return serialization.from_parts(cls, parts, is_borrowed=False)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
@@ -418,7 +417,7 @@ class DataProto:
         if vars(self).keys() == {"_arrived"}:
             return self._arrived
         foreign: list[Any] = []  # values that the codec does not carry, which Ray pickles
-        header, *buffers = encode(serialization.parts_of(self), foreign=foreign, max_depth=None)
+        header, *buffers = encode(serialization.parts_of(self), foreign=foreign)
         return header, buffers, foreign
 
     def __setstate__(self, message: serialization.Message) -> None:

@@ -36,8 +36,7 @@ def unfold(data: Any) -> None:
     if message is None:  # it was made here, or another thread has read it
         return
     header, buffers, foreign = message
-    trusted = {"max_frames": sys.maxsize, "max_bytes": sys.maxsize, "max_depth": None, "writable": True}
-    arrived = from_parts(type(data), decode([header, *buffers], foreign=foreign, **trusted))
+    arrived = from_parts(type(data), decode([header, *buffers], foreign=foreign, writable=True))
     for name, value in vars(arrived).items():
         vars(data).setdefault(name, value)
     vars(data).pop("_arrived", None)
@@ -155,14 +154,13 @@ def broadcast_value(value: Any, process_group: Any) -> Any:
 def _message_of(value: Any) -> bytes:
     """A value as one message: the frames of the codec, as `write_frames` writes them."""
     file = io.BytesIO()
-    write_frames(file, encode(value, max_depth=None))
+    write_frames(file, encode(value))
     return file.getvalue()
 
 
 def _value_of(message: memoryview) -> Any:
-    """The inverse of `_message_of`, without limits on sizes. Arrays are writable views of the message."""
-    limits = {"max_frames": sys.maxsize, "max_bytes": sys.maxsize, "max_depth": None}
-    return decode(read_frames(message), writable=True, **limits)
+    """The inverse of `_message_of`. Arrays are writable views of the message."""
+    return decode(read_frames(message), writable=True)
 
 
 def _device_of(group: Any) -> torch.device | None:
@@ -200,23 +198,9 @@ def gather_values(value: T, kind: Any, group: dist.ProcessGroup | None) -> list[
     return [msgspec.msgpack.decode(part, type=kind) for part in all_gather_bytes(msgspec.msgpack.encode(value), group)]
 
 
-def gather_rows(tensors: tuple[torch.Tensor, ...], group: dist.ProcessGroup, device: torch.device) -> list[Any]:
-    """The CPU tensors of all ranks, one tuple per rank; a collective. Ranks may have different numbers of rows.
-
-    ``device`` is the one that the group's backend moves.
-    """
-    num_rows = torch.zeros(dist.get_world_size(group), dtype=torch.int64, device=device)
-    dist.all_gather_into_tensor(num_rows, torch.tensor([len(tensors[0])], device=device), group=group)
-    counts = num_rows.tolist()
-    columns = []
-    for tensor in tensors:
-        padded = tensor.new_zeros((max(counts), *tensor.shape[1:]))
-        padded[: len(tensor)] = tensor
-        sent = padded.to(device)
-        gathered = [torch.empty_like(sent) for _ in counts]
-        dist.all_gather(gathered, sent, group=group)
-        columns.append([part[:count].cpu() for part, count in zip(gathered, counts, strict=True)])
-    return list(zip(*columns, strict=True))
+def gather_rows(tensors: tuple[torch.Tensor, ...], group: dist.ProcessGroup) -> list[Any]:
+    """The CPU tensors of all ranks, one tuple per rank; a collective. Ranks may have different numbers of rows."""
+    return [_value_of(part) for part in all_gather_bytes(_message_of(tensors), group)]
 
 
 TensorParts = tuple[str, tuple[int, ...], Any]

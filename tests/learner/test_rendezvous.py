@@ -19,11 +19,11 @@ pytestmark = pytest.mark.timeout(120)
 def join(_state, environment):
     """Join the group of an environment. Returns this process's listening addresses and the gathered values."""
     os.environ.update(environment)
-    mesh = open_mesh(LearnerConfig(num_ranks=2, device="cpu"))
+    open_mesh(LearnerConfig(num_ranks=2, device="cpu"))
     listening = [c.laddr for c in psutil.Process().net_connections() if c.status == psutil.CONN_LISTEN]
     rank = dist.get_rank()
     values = gather_values((rank, f"rank {rank}"), tuple[int, str], dist.group.WORLD)
-    rows = gather_rows((torch.full((rank, 2), rank), torch.arange(rank)), dist.group.WORLD, mesh.device)
+    rows = gather_rows((torch.full((rank, 2), rank), torch.arange(rank)), dist.group.WORLD)
     return listening, values, [[part.tolist() for part in parts] for parts in rows]
 
 

@@ -178,28 +178,19 @@ def test_foreign_values_are_handed_to_the_transport_and_back():
 def test_a_list_that_holds_itself_is_refused():
     loop = []
     loop.append(loop)
-    with pytest.raises(WireError, match="holds itself"):
+    with pytest.raises(WireError, match="hold itself"):
         codec.encode(loop)
 
 
 @pytest.mark.parametrize("wrap", [lambda inner: [inner], lambda inner: (inner,), lambda inner: {"k": inner}])
-def test_depth_is_bounded_on_both_sides(wrap):
+def test_values_may_nest_some_hundred_levels_deep_and_no_deeper(wrap):
     value = 1
-    for _ in range(5):
+    for depth in range(1100):
         value = wrap(value)
-    assert codec.decode(codec.encode(value), max_depth=5) == value
-    with pytest.raises(WireError, match="deeper"):
-        codec.decode(codec.encode(value), max_depth=4)
-    with pytest.raises(WireError, match="deeper"):
-        codec.encode(value, max_depth=4)
-
-
-def test_frames_and_bytes_are_bounded():
-    frames = codec.encode([np.zeros(10), np.zeros(10)])
-    with pytest.raises(WireError, match="frames"):
-        codec.decode(frames, max_frames=2)
-    with pytest.raises(WireError, match="bytes"):
-        codec.decode(frames, max_bytes=100)
+        if depth == 400:
+            assert codec.decode(codec.encode(value)) == value
+    with pytest.raises(WireError, match="too deep"):
+        codec.encode(value)
 
 
 def test_missing_and_surplus_buffers_are_refused():

@@ -61,7 +61,7 @@ HOSTILE = {
     "a list of 4 G items": [PREFIX + b"\xdd\xff\xff\xff\xff\xc0"],
     "a map of 4 G items": [PREFIX + b"\xdf\xff\xff\xff\xff\xc0\xc0"],
     "lists in lists": [PREFIX + b"\x91" * 100_000 + b"\xc0"],
-    "lists a little too deep": [PREFIX + b"\x91" * 101 + b"\xc0"],
+    "lists a little too deep": [PREFIX + b"\x91" * 1100 + b"\xc0"],
     "tuples in tuples": [PREFIX + b"\x92\xd4\x00t" * 5000 + b"\xc0"],
     "maps in maps": [PREFIX + b"\x81\xa1k" * 5000 + b"\xc0"],
     "invalid utf-8": [PREFIX + b"\xa2\xff\xfe"],
@@ -112,7 +112,7 @@ HOSTILE = {
     "an object array whose items are text": [header(marked(b"o", "abc", 3))],
     "an object array of a million dimensions": [header(marked(b"o", [1], *[1] * 1_000_000))],
     "an object array that nests too deep": [
-        PREFIX + b"\x93\xd4\x00o\x91" * 101 + b"\xc0" + b"\x01" * 101,
+        PREFIX + b"\x93\xd4\x00o\x91" * 1100 + b"\xc0" + b"\x01" * 1100,
     ],
     "a string array of numbers": [header(marked(b"s", [1], 1))],
     "a structured array without fields": [header(marked(b"r", [1], False, [], []))],
