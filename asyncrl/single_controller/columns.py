@@ -40,16 +40,6 @@ def as_index(idxs: Any, num_rows: int) -> np.ndarray:
     return np.where(index < 0, index + num_rows, index)
 
 
-def as_counts(repeat_times: Any, num_rows: int) -> np.ndarray:
-    """One count (int64) per row. Raises `BatchError` for anything else."""
-    counts = np.asarray(repeat_times.detach().cpu() if isinstance(repeat_times, torch.Tensor) else repeat_times)
-    if counts.shape != (num_rows,):
-        raise BatchError(f"repeat_times must have one count for each of {num_rows} rows, got shape {counts.shape}")
-    if num_rows and (counts.dtype.kind not in "iu" or counts.min() < 0):
-        raise BatchError(f"repeat_times must be integers >= 0, got {counts.dtype} from {counts.min()}")
-    return counts.astype(np.int64)
-
-
 def take_rows(column: Any, rows: slice | np.ndarray) -> Any:
     """Rows of a column: a slice (step > 0) shares the memory of dense columns, positions are copied."""
     if isinstance(column, np.ndarray):
@@ -67,23 +57,6 @@ def cat_rows(tensors: Sequence[Any]) -> Any:
     if not all(map(is_nested, tensors)):
         raise BatchError("nested and dense tensors cannot be joined; make all of them nested")
     return nested_of([row for tensor in tensors for row in rows_of(tensor)], tensors[0])
-
-
-def stack_rows(rows: Sequence[torch.Tensor]) -> torch.Tensor:
-    """One tensor of these rows: dense, or jagged where their first dimensions differ."""
-    if len({row.shape for row in rows}) == 1:
-        return torch.stack(list(rows))
-    return torch.nested.as_nested_tensor(list(rows), layout=torch.jagged)
-
-
-def unfold_columns(values: Any, n_split: int, key: str) -> Any:
-    """Cut the second dimension into ``n_split`` parts, each a row of its own."""
-    if is_nested(values) or values.ndim < 2:
-        raise BatchError(f"{key!r} has no second dimension of one length, which split_keys must have")
-    rows, columns = values.shape[:2]
-    if columns % n_split != 0:
-        raise BatchError(f"{key!r} has {columns} columns, which {n_split} does not divide")
-    return values.reshape(rows * n_split, columns // n_split, *values.shape[2:])
 
 
 def is_nested(tensor: Any) -> bool:
@@ -155,19 +128,6 @@ def pop_all(parts: Mapping[str, Any], wanted: Sequence[list[str]]) -> list[dict[
     return [{key: part.pop(key) for key in keys} for keys, part in zip(wanted, parts.values(), strict=True)]
 
 
-def rename_tensors(batch: TensorDict, old_keys: Any, new_keys: Any) -> None:
-    """Give tensors new names, in place; names may be exchanged."""
-    for keys in (old_keys, new_keys):
-        if not isinstance(keys, str | list | tuple):
-            raise TypeError(f"names must be a string or a list of strings, got {type(keys).__name__}")
-    old, new = ([keys] if isinstance(keys, str) else list(keys) for keys in (old_keys, new_keys))
-    if len(old) != len(new) or len(set(old)) != len(old) or len(set(new)) != len(new):
-        raise ValueError(f"rename needs as many new names as old ones, each once, got {old} and {new}")
-    (tensors,) = pop_all({"batch": batch}, [old])
-    for key, tensor in zip(new, tensors.values(), strict=True):
-        batch.set(key, tensor)
-
-
 @dataclass(slots=True)
 class UnbuiltBatch:
     """The tensors of a `DataProto` that was cut, joined or received, until their TensorDict is needed.
@@ -204,14 +164,12 @@ class UnbuiltBatch:
 
     def build(self) -> TensorDict:
         """The TensorDict, copied if the memory is borrowed."""
-        return self.clone() if self.is_borrowed else self._build(self.tensors)
+        return self.clone() if self.is_borrowed else TensorDict(self.tensors, self.batch_size, device=self.device)
 
     def clone(self) -> TensorDict:
         """The TensorDict, copied."""
-        return self._build({key: tensor.clone() for key, tensor in self.tensors.items()})
-
-    def _build(self, tensors: dict[str, Any]) -> TensorDict:
-        return TensorDict(tensors, batch_size=self.batch_size, device=self.device)
+        copies = {key: tensor.clone() for key, tensor in self.tensors.items()}
+        return TensorDict(copies, self.batch_size, device=self.device)
 
 
 def sort_tensordict(tensor_dict: TensorDict) -> tuple[dict[str, Any], dict[str, np.ndarray], dict[str, Any]]:
@@ -467,20 +425,20 @@ def describe(tensor: Any) -> tuple[Description, list[memoryview]]:
         kind = f"{type(tensor).__name__} of dtype {tensor.dtype}, layout {tensor.layout}, device {tensor.device}"
         raise Unsupported(tensor, f"the wire carries no {kind}; make it a dense tensor")
     try:
-        array = tensor.numpy()
+        return _descriptor(name, tensor.shape), [buffer_of(tensor.numpy())]
     except (RuntimeError, TypeError):  # needs a gradient, is elsewhere, is a lazy conjugate, or has no numpy dtype
-        array = _as_bytes(tensor)
-    return _descriptor(name, tensor.shape), [buffer_of(array)]
-
-
-def _as_bytes(tensor: torch.Tensor) -> np.ndarray:
-    """The memory of any tensor, in C order, as a numpy array of bytes."""
+        pass
     try:
-        dense = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-        return dense.reshape(-1).view(torch.uint8).numpy() if dense.numel() else np.empty(0, dtype=np.uint8)
+        return _descriptor(name, tensor.shape), [memory_of(tensor).data]
     except (RuntimeError, TypeError) as error:  # the meta device, or a dtype that has no view as bytes
         reason = f"a tensor of dtype {tensor.dtype} on {tensor.device} has no memory to send: {error}"
         raise Unsupported(tensor, reason) from error
+
+
+def memory_of(tensor: torch.Tensor) -> np.ndarray:
+    """The memory of a dense tensor in C order, [nbytes] uint8; shared with a contiguous CPU tensor."""
+    dense = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    return dense.reshape(-1).view(torch.uint8).numpy() if dense.numel() else np.empty(0, dtype=np.uint8)
 
 
 def _describe_nested(tensor: Any) -> tuple[Description, list[memoryview]]:
@@ -551,16 +509,12 @@ def jagged_of(values: torch.Tensor, offsets: torch.Tensor, lengths: torch.Tensor
 
 def _check_rows(num_values: int, offsets: torch.Tensor, lengths: torch.Tensor | None) -> None:
     """Rows must start at 0, follow one another and end within the values."""
-    if not _is_index(offsets) or len(offsets) == 0:
-        raise WireError("nested tensor whose offsets are not a vector of integers")
-    steps = offsets.diff()
-    if int(offsets[0]) != 0 or bool((offsets[1:] < offsets[:-1]).any()) or int(offsets[-1]) > num_values:
+    for index in (offsets,) if lengths is None else (offsets, lengths):
+        if index.is_nested or index.ndim != 1 or index.dtype not in (torch.int32, torch.int64):
+            raise WireError("nested tensor whose offsets or lengths are not a vector of integers")
+    if not len(offsets) or int(offsets[0]) or bool((offsets[1:] < offsets[:-1]).any()) or int(offsets[-1]) > num_values:
         raise WireError(f"nested tensor whose offsets leave its {num_values} values")
-    if lengths is None:
-        return
-    if not _is_index(lengths) or len(lengths) != len(steps) or bool(((lengths < 0) | (lengths > steps)).any()):
-        raise WireError("nested tensor whose lengths leave its rows")
-
-
-def _is_index(value: torch.Tensor) -> bool:
-    return not value.is_nested and value.ndim == 1 and value.dtype in (torch.int32, torch.int64)
+    if lengths is not None:
+        room = offsets.diff()
+        if len(lengths) != len(room) or bool(((lengths < 0) | (lengths > room)).any()):
+            raise WireError("nested tensor whose lengths leave its rows")

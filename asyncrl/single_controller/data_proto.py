@@ -245,7 +245,15 @@ class DataProto:
         """Give tensors new names, in place; arrays and meta information keep theirs."""
         if self.batch is None:
             raise BatchError("this DataProto holds no tensors to be renamed")
-        columns.rename_tensors(self.batch, old_keys, new_keys)
+        for keys in (old_keys, new_keys):
+            if not isinstance(keys, str | list | tuple):
+                raise TypeError(f"names must be a string or a list of strings, got {type(keys).__name__}")
+        old, new = ([keys] if isinstance(keys, str) else list(keys or ()) for keys in (old_keys, new_keys))
+        if len(old) != len(new) or len(set(old)) != len(old) or len(set(new)) != len(new):
+            raise ValueError(f"rename needs as many new names as old ones, each once, got {old} and {new}")
+        (tensors,) = columns.pop_all({"batch": self.batch}, [old])  # all at first: names may be exchanged
+        for key, tensor in zip(new, tensors.values(), strict=True):
+            self.batch.set(key, tensor)
         return self
 
     def union(self, other: DataProto) -> DataProto:
@@ -275,8 +283,12 @@ class DataProto:
 
     def sample_level_repeat(self, repeat_times: Any) -> DataProto:
         """Repeat row i ``repeat_times[i]`` times in succession; a list, tuple, array or tensor of B counts."""
-        counts = columns.as_counts(repeat_times, len(self))
-        return self.select_idxs(np.repeat(np.arange(len(self)), counts))
+        counts = np.asarray(repeat_times.detach().cpu() if isinstance(repeat_times, torch.Tensor) else repeat_times)
+        if counts.shape != (len(self),):
+            raise BatchError(f"repeat_times must have one count for each of {len(self)} rows, got shape {counts.shape}")
+        if len(self) and (counts.dtype.kind not in "iu" or counts.min() < 0):
+            raise BatchError(f"repeat_times must be integers >= 0, got {counts.dtype} from {counts.min()}")
+        return self.select_idxs(np.repeat(np.arange(len(self)), counts.astype(np.int64)))
 
     def unfold_column_chunks(self, n_split: int, split_keys: list[str] | None = None) -> DataProto:
         """Cut the named columns into ``n_split`` rows along their second dimension; repeat the other columns.
@@ -287,7 +299,13 @@ class DataProto:
         repeated, split = np.repeat(np.arange(len(self)), n_split), set(split_keys or ())
 
         def unfold(key: str, column: Any) -> Any:
-            return columns.unfold_columns(column, n_split, key) if key in split else take_rows(column, repeated)
+            if key not in split:
+                return take_rows(column, repeated)
+            if is_nested(column) or column.ndim < 2:
+                raise BatchError(f"{key!r} has no second dimension of one length, which split_keys must have")
+            if column.shape[1] % n_split != 0:
+                raise BatchError(f"{key!r} has {column.shape[1]} columns, which {n_split} does not divide")
+            return column.reshape(len(repeated), column.shape[1] // n_split, *column.shape[2:])
 
         return self._mapped(unfold, len(repeated), shares_memory=True)
 
@@ -381,7 +399,11 @@ class DataProto:
 
     def get_data_info(self) -> str:
         """One line for each entry: its name, shape, dtype and device, or its type."""
-        tensors = [f"  {key}: {_shape_of(t)} ({t.dtype}) {t.device}" for key, t in self._columns().items()]
+        shapes = {
+            key: f"({t.size(0)}, {str(t.layout).removeprefix('torch.')})" if is_nested(t) else str(tuple(t.shape))
+            for key, t in self._columns().items()
+        }
+        tensors = [f"  {key}: {shapes[key]} ({t.dtype}) {t.device}" for key, t in self._columns().items()]
         arrays = [f"  {key}: ndarray{array.shape} ({array.dtype})" for key, array in self.non_tensor_batch.items()]
         facts = [f"  {key}: {_type_name(value)}" for key, value in self.meta_info.items()]
         return "\n".join(["batch", *tensors, "non_tensor_batch", *arrays, "meta_info", *facts])
@@ -459,7 +481,13 @@ def collate_fn(x: Sequence[DataProtoItem]) -> DataProto:
     batch = None
     if tensors:
         parts = same_columns([dict(row.items()) for row in tensors], "batch")
-        batch = TensorDict({key: columns.stack_rows(rows) for key, rows in parts.items()}, batch_size=(len(tensors),))
+        columns_of_rows = {
+            key: torch.stack(rows)
+            if len({row.shape for row in rows}) == 1
+            else torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+            for key, rows in parts.items()
+        }
+        batch = TensorDict(columns_of_rows, batch_size=(len(tensors),))
     values = same_columns([item.non_tensor_batch for item in x], "non_tensor_batch")
     return DataProto(batch=batch, non_tensor_batch={key: object_array(column) for key, column in values.items()})
 
@@ -513,13 +541,6 @@ def _dense(key: str, column: Any) -> Any:
     if is_nested(column):
         raise BatchError(f"{key!r} is a nested tensor, which cannot be folded; take it out by pop")
     return column
-
-
-def _shape_of(tensor: Any) -> str:
-    """The shape in words; of a nested tensor, its rows and layout."""
-    if is_nested(tensor):
-        return f"({tensor.size(0)}, {str(tensor.layout).removeprefix('torch.')})"
-    return str(tuple(tensor.shape))
 
 
 def _type_name(value: Any) -> str:

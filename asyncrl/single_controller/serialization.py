@@ -9,14 +9,13 @@ from collections.abc import Sequence
 from typing import Any, BinaryIO, TypeVar
 
 import msgspec
-import numpy as np
 import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 
 from asyncrl.core.errors import BatchError, WireError
 from asyncrl.single_controller.codec import Columns, Frame, decode, encode
-from asyncrl.single_controller.columns import UnbuiltBatch, is_nested, rows_of
+from asyncrl.single_controller.columns import UnbuiltBatch, is_nested, memory_of, rows_of
 
 T = TypeVar("T")
 Message = tuple[Frame, Sequence[Any], Sequence[Any]]
@@ -144,9 +143,7 @@ def broadcast_value(value: Any, process_group: Any) -> Any:
     message = _message_of(value) if is_first else b""
     size = torch.tensor([len(message)], device=device)
     dist.broadcast(size, group=process_group, group_src=0)
-    memory = torch.frombuffer(bytearray(message), dtype=torch.uint8).to(device) if is_first else None
-    if memory is None:
-        memory = torch.empty(int(size), dtype=torch.uint8, device=device)
+    memory = torch.frombuffer(bytearray(message.ljust(int(size), b"\0")), dtype=torch.uint8).to(device)
     dist.broadcast(memory, group=process_group, group_src=0)
     return value if is_first else _value_of(memory.cpu().numpy().data)
 
@@ -208,9 +205,7 @@ TensorParts = tuple[str, tuple[int, ...], Any]
 
 def serialize_single_tensor(obj: torch.Tensor) -> TensorParts:
     """The name of the dtype, the shape, and the memory as [nbytes] uint8, shared with a contiguous CPU tensor."""
-    flat = obj.detach().cpu().flatten().contiguous()
-    memory = flat.view(torch.uint8).numpy() if flat.numel() else np.empty(0, dtype=np.uint8)
-    return str(obj.dtype).removeprefix("torch."), obj.shape, memory
+    return str(obj.dtype).removeprefix("torch."), obj.shape, memory_of(obj)
 
 
 def deserialize_single_tensor(arr: TensorParts) -> torch.Tensor:
@@ -231,14 +226,13 @@ def serialize_tensordict(
     batch: TensorDict,
 ) -> tuple[tuple[int, ...], str | None, dict[str, TensorParts | tuple[str, list[TensorParts]]]]:
     """Batch size, device (None if none is shared), and by name each tensor's parts; of nested ones layout and rows."""
-    items: dict[str, Any] = {}
-    tensor: Any
-    for key, tensor in batch.items():
-        if is_nested(tensor):
-            rows = [serialize_single_tensor(row) for row in rows_of(tensor)]
-            items[key] = (str(tensor.layout).removeprefix("torch."), rows)
-        else:
-            items[key] = serialize_single_tensor(tensor)
+    tensors: dict[str, Any] = dict(batch.items())
+    items: dict[str, Any] = {
+        key: (str(tensor.layout).removeprefix("torch."), list(map(serialize_single_tensor, rows_of(tensor))))
+        if is_nested(tensor)
+        else serialize_single_tensor(tensor)
+        for key, tensor in tensors.items()
+    }
     return tuple(batch.batch_size), None if batch.device is None else str(batch.device), items
 
 
@@ -251,9 +245,7 @@ def deserialize_tensordict(arr: Any) -> TensorDict:
             raise ValueError(f"tensor {key!r} must have 3 parts, or 2 if it is nested, got {len(parts)}")
         if len(parts) == 3:
             tensors[key] = deserialize_single_tensor(parts)
-            continue
-        layout, rows = parts
-        tensors[key] = torch.nested.as_nested_tensor(
-            [deserialize_single_tensor(row) for row in rows], layout=getattr(torch, layout)
-        )
+        else:
+            rows = list(map(deserialize_single_tensor, parts[1]))
+            tensors[key] = torch.nested.as_nested_tensor(rows, layout=getattr(torch, parts[0]))
     return TensorDict(source=tensors, batch_size=batch_size, device=device)
