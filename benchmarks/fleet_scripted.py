@@ -18,8 +18,8 @@ from typing import NoReturn
 import numpy as np
 
 from asyncrl.core.errors import EngineLost
+from asyncrl.core.lives import keep_up
 from asyncrl.core.types import Prompt, WeightOffer
-from asyncrl.run.lives import Lives
 from buffer import BufferClient, BufferConfig, ControlClient, LearnerClient, WorkerClient
 from buffer.commands import Granted
 from buffer.server import BufferServer
@@ -169,7 +169,7 @@ async def _start(
 
 
 class LocalWorker:
-    """A rollout loop with its engine in this process; `Lives` starts another engine when one fails."""
+    """A rollout loop with its engine in this process; `keep_up` starts another engine when one fails."""
 
     def __init__(
         self, name: str, config: RolloutFleetConfig, *, make: Callable[[], Engine], address: str, num_samples: int
@@ -184,7 +184,7 @@ class LocalWorker:
         self._loop: RolloutLoop | None = None
         self._client: WorkerClient | None = None
         self._running: asyncio.Task[FleetCounters] | None = None
-        self._lives = Lives(self.member, self, say=lambda words: None)
+        self._keeping: asyncio.Task[None] | None = None
 
     @property
     def counters(self) -> FleetCounters:
@@ -195,10 +195,11 @@ class LocalWorker:
     async def start(self) -> None:
         """Bring the first engine up, and replace it from then on."""
         await self._come_up()
-        self._lives.watch()
+        self._keeping = asyncio.create_task(keep_up(self))
 
     async def begin(self) -> None:
         """Start another engine."""
+        self.member.due(self.member.deadline)
         self.engine = self._make()
         await self._come_up()
 
@@ -224,13 +225,20 @@ class LocalWorker:
         await self._running
         raise EngineLost(f"{self.member.name} has ended")
 
-    async def end(self, failure: Exception) -> None:
+    async def end(self, fault: Exception) -> float:
         """Stop the engine and its loop."""
+        self.member.fault(self.member.epoch, str(fault), time.monotonic())
         await self._stop()
+        self.member.stopped(time.monotonic())
+        if self.member.has_ended:
+            raise fault
+        return self.member.seconds_left(time.monotonic()) or 0.0
 
     async def close(self) -> None:
         """Stop the loop, the engine and the client."""
-        await self._lives.close()
+        if self._keeping is not None:
+            self._keeping.cancel()
+            await asyncio.gather(self._keeping, return_exceptions=True)
         await self._stop()
 
     async def _stop(self) -> None:

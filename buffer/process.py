@@ -181,7 +181,7 @@ class BufferProcess:
 
 
 class BufferSupervisor:
-    """A buffer server that is restarted on its journal and its address, at most ``buffer.restarts`` times.
+    """A buffer server that `keep_up` restarts on its journal and its address, at most ``buffer.restarts`` times.
 
     Its clients reconnect and repeat requests that were not acknowledged. The server restores its leases and its log of
     offers. A server without a journal is not restarted, except a store server, which is then empty. Make it on a thread
@@ -221,6 +221,8 @@ class BufferSupervisor:
         self._start_timeout_s = start_timeout_s
         self._profile = profile
         self._on_restart = on_restart
+        self._is_kept = config.durability is Durability.disk
+        self._may_restart = self._is_kept or store is not None
         self.num_restarts = 0
         self._server = self._launch()
         if waits:
@@ -245,41 +247,37 @@ class BufferSupervisor:
             profile=self._profile,
         )
 
-    async def watch(self) -> NoReturn:
-        """Restart the server each time that it dies or hangs. Raises `WorkerDiedError` when no restart is allowed."""
-        is_kept = self._config.durability is Durability.disk
-        may_restart = is_kept or self._store is not None
-        name = "the buffer server" if self._store is None else f"store server {self._store}"
-        while True:
-            dead = self._server
-            how = await dead.end(notices_silence=may_restart, role=self._role)
-            what = f"{name} (pid {dead.process.pid}) {how}"
-            lost = "" if is_kept else _LEDGER_LOST if self._store is None else _PAYLOADS_LOST
-            fault = WorkerDiedError(f"{what}{lost}; its log ends:\n{dead.log_tail()}")
-            if not may_restart:
-                raise fault
-            began_s = time.monotonic()
-            while not await self._is_up_again(fault):
-                pass
-            took_s = time.monotonic() - began_s
-            self._on_restart(
-                f"{what}{lost}; it was started again at {self.connection.address} within {took_s:.1f} s (restart "
-                f"{self.num_restarts} of buffer.restarts={self._config.restarts})"
-            )
-
-    async def _is_up_again(self, fault: WorkerDiedError) -> bool:
-        """Start a new server at the old address; returns whether it started. Raises ``fault`` if none is allowed."""
-        if self.num_restarts >= self._config.restarts:
-            raise WorkerDiedError(f"buffer.restarts={self._config.restarts} are used up: {fault}")
+    async def begin(self) -> None:
+        """Start another server at the old address; see `keep_up`."""
         self.num_restarts += 1
-        try:
-            self._server = self._launch()
-            await asyncio.to_thread(self._server.read_address)
-        except Exception as error:  # noqa: BLE001 - no process or file available now: the next restart may succeed
-            logger.error("restart %d failed: %r", self.num_restarts, error)
-            await asyncio.sleep(_RESTART_PAUSE_S)
-            return False
-        return True
+        self._server = self._launch()
+        await asyncio.to_thread(self._server.read_address)
+        took_s = time.monotonic() - self._died_s
+        self._on_restart(
+            f"{self._how}; it was started again at {self.connection.address} within {took_s:.1f} s (restart "
+            f"{self.num_restarts} of buffer.restarts={self._config.restarts})"
+        )
+
+    async def watch(self) -> NoReturn:
+        """Wait until the server dies or hangs; raises `WorkerDiedError`."""
+        server, name = self._server, "the buffer server" if self._store is None else f"store server {self._store}"
+        how = await server.end(notices_silence=self._may_restart, role=self._role)
+        lost = _LEDGER_LOST if self._store is None else _PAYLOADS_LOST
+        self._how = f"{name} (pid {server.process.pid}) {how}" + ("" if self._is_kept else lost)
+        self._died_s = time.monotonic()
+        self._death = WorkerDiedError(f"{self._how}; its log ends:\n{server.log_tail()}")
+        raise self._death
+
+    async def end(self, fault: Exception) -> float:
+        """Raise `WorkerDiedError` if no restart is allowed. A restart that failed is followed by another."""
+        if not self._may_restart:
+            raise fault
+        if self.num_restarts >= self._config.restarts:
+            raise WorkerDiedError(f"buffer.restarts={self._config.restarts} are used up: {self._death}")
+        if fault is self._death:
+            return 0.0
+        logger.error("restart %d failed: %r", self.num_restarts, fault)
+        return _RESTART_PAUSE_S
 
     def stop(self) -> None:
         """Stop the server."""

@@ -22,6 +22,7 @@ from asyncrl.core.errors import (
     WireError,
     WorkerDiedError,
 )
+from asyncrl.core.lives import keep_up
 
 from .account import IdSet
 from .commands import Frames
@@ -283,8 +284,8 @@ class StoreServers:
 
     async def _watch(self, server: BufferSupervisor) -> None:
         try:
-            await server.watch()
-        except AsyncRLError as error:
+            await keep_up(server)
+        except Exception as error:  # noqa: BLE001 - whatever it is, this store is lost
             self._on_lost(WorkerDiedError(str(error)))
 
 

@@ -2,7 +2,7 @@
 
 The methods are asynchronous and overlap: `counters` answers while `run` rolls out and loads new weights. A worker ends
 with its engine: when the engine fails, the loop saves and releases its groups, `run` and `wait_failed` raise, and the
-run starts another worker (`asyncrl.run.lives`).
+run starts another worker (`asyncrl.run.fleet_member`).
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ newest weights. A worker whose engine fails releases its groups with their token
 
 Every call waits for the worker. Ray wakes the call when the worker answers or dies. A worker that misses
 ``buffer.request_timeout_s`` for a call that it answers at once counts as dead. The first call that fails ends the life
-(`Lives.declare`), and the next life begins. Errors that every worker would raise (`RUN_ERRORS`) end the run instead.
+(`_declare`), and the next life begins. Errors that every worker would raise (`RUN_ERRORS`) end the run instead.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from asyncrl.core.errors import (
     RewardError,
     WrongEpoch,
 )
+from asyncrl.core.lives import answered, keep_up
 from asyncrl.core.remote import raised_in_worker, within
 from asyncrl.core.types import AnsweredPrompt, Prompt
 from asyncrl.run.cluster import finished_in_thread
-from asyncrl.run.lives import Lives
 from rollout_fleet.member import Member, MemberState, member_limits
 from rollout_fleet.metrics import FleetCounters, note_member
 
@@ -107,11 +107,16 @@ class FleetMember:
         limits = replace(member_limits(fleet), restarts=restarts)
         self.member = Member(f"rollout worker {rank}", limits, time.monotonic())
         note_member(self.member, f"engine-{rank}/worker")
-        self._lives = Lives(self.member, self, run_errors=RUN_ERRORS, say=parts.say, on_change=parts.on_change)
         self._places = parts.places
         self._bury = parts.bury
         self._supply = parts.supply
         self._say = parts.say
+        self._on_change = parts.on_change
+        self._failure: Exception | None = None
+        self._declared: asyncio.Queue[Exception] = asyncio.Queue()
+        self._died_s = math.nan
+        self._keeping: asyncio.Task[None] | None = None
+        self._changed = asyncio.Condition()
         self._has_served = False
         self._answer_s = config.buffer.request_timeout_s
         self._start_s = fleet.start_timeout_s + START_MARGIN_S
@@ -143,7 +148,7 @@ class FleetMember:
     async def load_first(self) -> None:
         """Wait until the first offered weights are loaded; from then on a dead worker is replaced."""
         await self._catch_up()
-        self._lives.watch()
+        self._keeping = asyncio.create_task(self._keep())
 
     async def join(self, *, node: str = "", place_timeout_s: float = math.inf) -> str:
         """Come up in a running fleet on the newest weights; from then on a dead worker is replaced.
@@ -164,23 +169,23 @@ class FleetMember:
         except BaseException as error:
             self.member.fail(str(raised_in_worker(error)))
             if isinstance(error, Exception):
-                await self.end(error)
+                await self._end_worker(error)
             await asyncio.to_thread(self._places.close, self.rank)
             raise
-        self._lives.watch()
-        await self._lives.notify()
+        self._keeping = asyncio.create_task(self._keep())
+        await self._notify()
         return found
 
     async def run(self) -> None:
         """Roll out until `drain` or `leave`, in one life after another. Raises `EngineLost` after the last life."""
         while (epoch := await self._ready()) is not None:
-            if await self._lives.tried(epoch, self._call("run")):
+            if await self._tried(epoch, self._call("run")):
                 return
 
     async def answer(self, prompts: Sequence[Prompt], *, version: int, num_samples: int) -> list[AnsweredPrompt]:
         """Answer held-out prompts, as `RolloutWorker.answer`. Raises `AsyncRLError` for any failure."""
         if not await self._is_up():
-            failure = self._lives.failure
+            failure = self._failure
             why = "it cannot answer" if failure is None else raised_in_worker(failure)
             raise EngineLost(f"{self.member.name} is {self.member.state}: {why}")
         epoch, call = self.member.epoch, self._call("answer", list(prompts), version, num_samples)
@@ -188,7 +193,7 @@ class FleetMember:
             return await self._while_answering(call, f"rollout worker {self.rank}, which answers held-out prompts")
         except Exception as error:
             if not isinstance(error, RayTaskError):
-                await self._lives.declare(epoch, error)
+                await self._declare(epoch, error)
             if isinstance(error, AsyncRLError):
                 raise
             raise EngineLost(
@@ -208,7 +213,7 @@ class FleetMember:
 
     async def _count(self, epoch: int) -> None:
         worker = self._worker
-        found = await self._lives.tried(epoch, self._answer("counters", "the fleet's counters"))
+        found = await self._tried(epoch, self._answer("counters", "the fleet's counters"))
         if found and self._worker == worker:  # the final counters of another worker are known
             self._last = found[0]
 
@@ -220,16 +225,14 @@ class FleetMember:
     async def drain(self) -> FleetCounters:
         """End `run` and release all leases; the worker stays up for `answer`. Returns the final counters."""
         while await self._is_up():
-            if found := await self._lives.tried(self.member.epoch, self._call("drain")):
+            if found := await self._tried(self.member.epoch, self._call("drain")):
                 self._last = await self._closed(found[0])
                 break
         return self.total
 
     async def _is_up(self) -> bool:
         """Wait until the worker serves (True), or the member has ended or waits for a place (False)."""
-        await self._lives.until(
-            lambda member: member.may_lease or member.has_ended or member.state is MemberState.pending
-        )
+        await self._until(lambda member: member.may_lease or member.has_ended or member.state is MemberState.pending)
         return self.member.may_lease
 
     async def leave(self) -> None:
@@ -239,12 +242,12 @@ class FleetMember:
         """
         member, epoch = self.member, self.member.epoch
         member.drain(time.monotonic())
-        await self._lives.notify()
+        await self._notify()
         if member.state is MemberState.draining:
             leaving = self._while_answering(self._call("leave"), f"{member.name}, which leaves")
             try:
                 async with asyncio.timeout(self._leave_s):
-                    if found := await self._lives.tried(epoch, leaving):
+                    if found := await self._tried(epoch, leaving):
                         self._before.append(await self._closed(found[0] or FleetCounters()))
                         self._last, self._worker = FleetCounters(), ""
                         member.drained(epoch)
@@ -254,10 +257,10 @@ class FleetMember:
                 logger.warning("%s is killed, because it did not leave by itself: %r", member.name, error)
                 member.due(member.deadline)
         await self._close()
-        await self.end(DeadlineError(f"{member.name} was asked to leave, and did not end"))
+        await self._end_worker(DeadlineError(f"{member.name} was asked to leave, and did not end"))
         await asyncio.to_thread(self._places.close, self.rank)
         self._has_process = False
-        await self._lives.notify()
+        await self._notify()
 
     async def stop(self) -> None:
         """End the worker, if there is one; its end does not count as a death."""
@@ -266,10 +269,8 @@ class FleetMember:
             await self._call("stop")
 
     async def _close(self) -> None:
-        await self._lives.close()
-        if self._counting is not None:
-            self._counting.cancel()
-            await asyncio.gather(self._counting, return_exceptions=True)
+        """Watch no more: the end of this life is expected."""
+        await _cancel(*filter(None, (self._keeping, self._counting)))
 
     # One life
 
@@ -302,26 +303,99 @@ class FleetMember:
 
     async def _ready(self) -> int | None:
         """Wait until the worker serves; returns its epoch, None if it has left. Raises `EngineLost` if it failed."""
-        await self._lives.until(lambda member: member.may_lease or member.has_ended)
+        await self._until(lambda member: member.may_lease or member.has_ended)
         if self.member.state is MemberState.left:
             return None
-        if (failure := self._lives.failure) is not None:
+        if (failure := self._failure) is not None:
             raise EngineLost(f"{self.member.name}: {raised_in_worker(failure)}") from failure
         return self.member.epoch
 
-    # From one life to the next, driven by `Lives`
+    # From one life to the next
 
-    async def begin(self) -> None:
-        """Start another worker and let it load the newest weights."""
-        await self._come_up()
+    async def _keep(self) -> None:
+        try:
+            await keep_up(self)
+        except Exception as error:  # noqa: BLE001 - raised to the callers that wait for this member
+            self.member.fail(str(raised_in_worker(error)))
+            self._failure = error
+            await self._notify()
+
+    async def _notify(self) -> None:
+        """Report that the state of the member may have changed."""
+        self._on_change()
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _until(self, is_true: Callable[[Member], bool]) -> None:
+        """Wait for a state of the member; `_notify` wakes it."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: is_true(self.member))
+
+    async def _declare(self, epoch: int, error: Exception) -> None:
+        """Declare that ``error`` has ended the life of ``epoch``; no effect after its end, or before it is watched."""
+        if self._keeping is not None and self.member.fault(epoch, str(raised_in_worker(error)), time.monotonic()):
+            self._declared.put_nowait(error)
+            await self._notify()
+
+    async def _tried(self, epoch: int, pending: Awaitable[T]) -> tuple[T] | None:
+        """Await a call in the life of ``epoch``; returns the answer in a tuple.
+
+        Returns None if the life ends before the answer, or if the call fails, which ends the life. Raises errors of
+        `RUN_ERRORS`, and every error before the member is watched.
+        """
+        call = asyncio.ensure_future(pending)
+        ending = asyncio.create_task(self._until(lambda member: member.epoch > epoch))
+        try:
+            await asyncio.wait({call, ending}, return_when=asyncio.FIRST_COMPLETED)
+            return None if ending.done() else (await answered(call),)
+        except Exception as error:
+            if self._keeping is None or isinstance(raised_in_worker(error), RUN_ERRORS):
+                raise
+            await self._declare(epoch, error)
+            return None
+        finally:
+            await _cancel(call, ending)
 
     async def watch(self) -> NoReturn:
-        """Wait for the failure of the engine; raises the cause."""
-        failing = self._call("wait_failed")
-        await self._while_answering(failing, "the rollout workers, which generate")
+        """Wait for the failure of the engine, or for `_declare`; raises the cause. See `keep_up`."""
+        failing = self._while_answering(self._call("wait_failed"), "the rollout workers, which generate")
+        watching, declared = asyncio.ensure_future(failing), asyncio.create_task(self._declared.get())
+        try:
+            await asyncio.wait({watching, declared}, return_when=asyncio.FIRST_COMPLETED)
+            if declared.done():
+                raise declared.result()
+            await watching
+        finally:
+            await _cancel(watching, declared)
         raise EngineLost(f"the engine of {self.member.name} has ended")
 
-    async def end(self, failure: Exception) -> None:
+    async def end(self, fault: Exception) -> float:
+        """End this life; see `keep_up`. Raises ``fault`` if the member has failed, or the cluster has died."""
+        if isinstance(fault, ClusterDiedError):
+            raise fault
+        member = self.member
+        member.fault(member.epoch, str(raised_in_worker(fault)), time.monotonic())
+        self._declared = asyncio.Queue()
+        self._died_s = time.monotonic() if math.isnan(self._died_s) else self._died_s
+        await self._notify()
+        words = f"{member.name} has ended, epoch {member.epoch} begins: {raised_in_worker(fault)}"
+        logger.warning(words)
+        self._say(words.partition("\n")[0])  # the rest is the end of a log, which ours holds
+        await self._end_worker(fault)
+        member.stopped(time.monotonic())
+        if member.has_ended:
+            raise fault
+        return member.seconds_left(time.monotonic()) or 0.0
+
+    async def begin(self) -> None:
+        """Start another worker and let it load the newest weights; see `keep_up`."""
+        self.member.due(self.member.deadline)
+        await self._come_up()
+        self._say(f"{self.member.name} is back after {time.monotonic() - self._died_s:.1f} s")
+        self._died_s = math.nan
+        await self._notify()
+
+    async def _end_worker(self, failure: Exception) -> None:
         """Stop a worker that still answers and take its final counters; bury a worker that does not answer."""
         if isinstance(failure, EngineLost | RayTaskError):  # raised in a worker that lives
             try:
@@ -366,7 +440,7 @@ class FleetMember:
     async def _place(self, wanted: str, timeout_s: float) -> str:
         """Wait for a place; returns the id of its node. People are told of a long wait."""
         self.member.unplaced(self.member.epoch)
-        await self._lives.notify()
+        await self._notify()
         placing = asyncio.ensure_future(self._places.node_of(self.rank, wanted))
         try:
             await asyncio.wait({placing}, timeout=min(PLACE_NOTICE_S, timeout_s))
@@ -383,3 +457,9 @@ class FleetMember:
             placing.cancel()
         self.member.placed(self.member.epoch, time.monotonic())
         return node
+
+
+async def _cancel(*tasks: asyncio.Future[Any]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

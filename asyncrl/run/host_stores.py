@@ -10,19 +10,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import ActorUnschedulableError, RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from asyncrl.core.errors import DeadlineError, WorkerDiedError
-from asyncrl.core.record import ProfileConfig
+from asyncrl.core.lives import keep_up
 from asyncrl.core.remote import fetch_async, raised_in_worker, within
 from asyncrl.placement_config import WORKER_ENV
 from buffer import BufferConfig, BufferConnection, BufferRole, BufferSupervisor, ControlClient, WorkerClient
@@ -38,25 +38,15 @@ STOP_S = 2.0
 class NodeStore:
     """Keeps the store server of one node up; an actor there."""
 
-    def __init__(
-        self,
-        number: int,
-        config: BufferConfig,
-        *,
-        num_clients: int,
-        start_timeout_s: float,
-        log_dir: str,
-        profile: ProfileConfig,
-    ) -> None:
-        self._number = number
-        self._num_clients = num_clients
+    def __init__(self, config: BufferConfig, *, num_clients: int, log_path: Path, **options: Any) -> None:
+        """``options`` are further ones of `BufferSupervisor`."""
         self._config = config_of_node(config, ray.util.get_node_ip_address().strip("[]"))
-        self._start_timeout_s = start_timeout_s
-        self._log_path = Path(log_dir) / f"store-{number}.log"
-        self._profile = profile
+        self._num_clients = num_clients
+        self._log_path = log_path
+        self._options = options
         self._server: BufferSupervisor | None = None
         self._restarts: asyncio.Queue[str] = asyncio.Queue()
-        self._watching: asyncio.Task[NoReturn] | None = None
+        self._watching: asyncio.Task[None] | None = None
 
     async def start(self) -> str:
         """Start it; returns its address. Raises `ValueError` if this node allows too few open files."""
@@ -66,15 +56,13 @@ class NodeStore:
             self._config,
             groups_per_step=1,
             log_path=self._log_path,
-            start_timeout_s=self._start_timeout_s,
-            store=self._number,
             waits=False,
-            profile=self._profile,
             role=BufferRole.rollout,
             on_restart=self._restarts.put_nowait,
+            **self._options,
         )
         address = await asyncio.to_thread(self._server.read_address)
-        self._watching = asyncio.create_task(self._server.watch())
+        self._watching = asyncio.create_task(keep_up(self._server))
         return address
 
     async def next_restart(self) -> str:
@@ -82,10 +70,10 @@ class NodeStore:
         assert self._watching is not None
         waiting = asyncio.ensure_future(self._restarts.get())
         await asyncio.wait({waiting, self._watching}, return_when=asyncio.FIRST_COMPLETED)
-        if waiting.done():
-            return waiting.result()
-        waiting.cancel()
-        return self._watching.result()
+        if not waiting.done():
+            waiting.cancel()
+            self._watching.result()
+        return await waiting
 
     async def stop(self) -> None:
         """End it."""
@@ -107,113 +95,54 @@ def config_of_node(config: BufferConfig, address: str) -> BufferConfig:
     return replace(own, host=address, advertised_host="")
 
 
-class NodeActors(Protocol):
-    """Makes the actors; `ray_actors` is the real one."""
-
-    def __call__(self, node_id: str, number: int) -> Any:
-        """A `NodeStore` actor on a node."""
-        ...
-
-
 class HostStores:
     """The stores of a run that are on the hosts of its rollout workers; run `watch`, then `stop`.
 
     Args:
         control: Client of the buffer; `stop` closes it.
-        make: Makes the actor of a node.
+        make: Makes the `NodeStore` actor of a node, given its id and the number of the store; see `ray_actors`.
         start_timeout_s: How long one may take to come up.
         restarts: How often another is placed on a host whose actor has died.
         say: Tells people what becomes of stores.
 
     Attributes:
         num_restarts: How often a store server was started again.
+        num_placed: How many actors have been placed.
+        actors: The actors that are there, by number.
     """
 
     def __init__(
         self,
         control: ControlClient,
         *,
-        make: NodeActors,
+        make: Callable[[str, int], Any],
         start_timeout_s: float,
         restarts: int,
         say: Callable[[str], None],
     ) -> None:
-        self._control = control
-        self._make = make
-        self._start_timeout_s = start_timeout_s
-        self._restarts = restarts
-        self._say = say
-        self._actors: dict[int, Any] = {}
-        self._num_placed: Counter[str] = Counter()
-        self.num_restarts = 0
+        self.control = control
+        self.make = make
+        self.start_timeout_s = start_timeout_s
+        self.restarts = restarts
+        self.say = say
+        self.actors: dict[int, Any] = {}
+        self.num_restarts = self.num_placed = 0
 
     async def watch(self) -> NoReturn:
         """Place stores, and drop those that are gone. Raises `WorkerDiedError` when the last one has died for good."""
         known: set[str] = set()
-        asking = asyncio.ensure_future(self._control.store_wanted(known))
-        keeping: set[asyncio.Future[Any]] = set()
-        try:
+        async with asyncio.TaskGroup() as tasks:
             while True:
-                done, _ = await asyncio.wait({asking, *keeping}, return_when=asyncio.FIRST_COMPLETED)
-                keeping -= done
-                again = {kept.result() for kept in done - {asking}} - {""}
-                if asking in done:
-                    host = asking.result()
-                    known.add(host)
-                    keeping.add(asyncio.ensure_future(self._keep(host)))
-                known -= again
-                if again or asking in done:
-                    asking.cancel()
-                    asking = asyncio.ensure_future(self._control.store_wanted(known))
-        finally:
-            for task in (asking, *keeping):
-                task.cancel()
-            await asyncio.gather(asking, *keeping, return_exceptions=True)
+                known.add(host := await self.control.store_wanted(known))
+                tasks.create_task(self._keep(host))
 
-    async def _keep(self, host: str) -> str:
-        """A store on a host, until it is gone; returns the host if another may be placed there, else nothing."""
-        number = self._num_placed.total()
-        self._num_placed[host] += 1
-        joined: int | None = None
-        try:
-            actor = self._actors[number] = self._make(host, number)
-            starting = fetch_async([actor.start.remote()])
-            option = "buffer.request_timeout_s"
-            (address,) = await within(starting, self._start_timeout_s, f"store server {number}", option)
-            joined = await self._control.add_store(address, host)
-            self._say(f"store server {number} keeps the rollouts of its host, at {address}")
-            while True:
-                (line,) = await fetch_async([actor.next_restart.remote()])
-                self.num_restarts += 1
-                self._say(line)
-        except Exception as error:  # noqa: BLE001 - whatever it is, this store is gone, and the others go on
-            if (lost := self._actors.pop(number, None)) is not None:
-                ray.kill(lost)
-            await self._drop(number, joined, error)
-            has_died = isinstance(error, RayActorError) and self._num_placed[host] <= self._restarts
-            return host if has_died else ""
-
-    async def _drop(self, number: int, joined: int | None, error: Exception) -> None:
-        """A store is gone: its groups are generated again, and its host's go to the other stores."""
-        logger.warning("store server %d is gone: %s", number, error)
-        num_groups = 0 if joined is None else await self._dropped(joined)
-        has_failed = not isinstance(error, RayActorError)  # else its actor has died, most likely with the node
-        if has_failed and not self._actors:
-            raise WorkerDiedError(f"no store server is left: {raised_in_worker(error)}") from error
-        reason = str(raised_in_worker(error)).splitlines()[0] if has_failed else "its actor or its node has died"
-        self._say(f"store server {number} is gone, {num_groups} groups are generated again: {reason}")
-
-    async def _dropped(self, store: int) -> int:
-        """See `ControlClient.drop_store`; asks until the buffer answers."""
-        while True:
-            try:
-                return await self._control.drop_store(store)
-            except DeadlineError as error:
-                logger.warning("store server %d is not dropped yet: %s", store, error)
+    async def _keep(self, host: str) -> None:
+        with suppress(_Gone):
+            await keep_up(_HostStore(self, host), has_begun=False)
 
     async def stop(self) -> None:
         """End the stores, and their actors."""
-        actors, self._actors = list(self._actors.values()), {}
+        actors, self.actors = list(self.actors.values()), {}
         try:
             async with asyncio.timeout(STOP_S):
                 await asyncio.gather(*(actor.stop.remote() for actor in actors), return_exceptions=True)
@@ -222,26 +151,80 @@ class HostStores:
         finally:
             for actor in actors:
                 ray.kill(actor)
-            await self._control.close()
+            await self.control.close()
 
 
-def ray_actors(
-    config: BufferConfig, *, num_clients: int, start_timeout_s: float, log_dir: Path, profile: ProfileConfig
-) -> NodeActors:
-    """Makes `NodeStore` actors of the cluster that this process is connected to; ``config`` is the buffer's own."""
+class _Gone(Exception):
+    """A host has no store any more; its workers use the others."""
+
+
+class _HostStore:
+    """The store of one host, for `keep_up`: it is placed again after any error but the end of its server's restarts."""
+
+    def __init__(self, stores: HostStores, host: str) -> None:
+        self._stores = stores
+        self._host = host
+        self._num_faults = 0
+        self._number = 0
+        self._joined: int | None = None
+
+    async def begin(self) -> None:
+        stores = self._stores
+        self._number, self._joined = stores.num_placed, None
+        stores.num_placed += 1
+        actor = stores.actors[self._number] = stores.make(self._host, self._number)
+        what, option = f"store server {self._number}", "buffer.request_timeout_s"
+        (address,) = await within(fetch_async([actor.start.remote()]), stores.start_timeout_s, what, option)
+        self._joined = await stores.control.add_store(address, self._host)
+        stores.say(f"{what} keeps the rollouts of its host, at {address}")
+
+    async def watch(self) -> NoReturn:
+        """Count and say the restarts of the server."""
+        while True:
+            (line,) = await fetch_async([self._stores.actors[self._number].next_restart.remote()])
+            self._stores.num_restarts += 1
+            self._stores.say(line)
+
+    async def end(self, fault: Exception) -> float:
+        """Drop the store: its groups are generated again, and its host's go to the other stores."""
+        stores, name = self._stores, f"store server {self._number}"
+        logger.warning("%s is gone: %s", name, fault)
+        if (lost := stores.actors.pop(self._number, None)) is not None:
+            ray.kill(lost)
+        self._num_faults += 1
+        num_groups = 0 if self._joined is None else await self._dropped(self._joined)
+        has_died = isinstance(fault, RayActorError | ActorUnschedulableError)  # most likely with the node
+        is_final = isinstance(raised_in_worker(fault), WorkerDiedError) or self._num_faults > stores.restarts
+        if is_final and not (has_died or stores.actors):
+            raise WorkerDiedError(f"no store server is left: {raised_in_worker(fault)}") from fault
+        reason = "its actor or its node has died" if has_died else str(raised_in_worker(fault)).splitlines()[0]
+        stores.say(f"{name} is gone, {num_groups} groups are generated again: {reason}")
+        if is_final:
+            raise _Gone
+        return 0.0
+
+    async def _dropped(self, store: int) -> int:
+        """See `ControlClient.drop_store`; asks until the buffer answers."""
+        while True:
+            try:
+                return await self._stores.control.drop_store(store)
+            except DeadlineError as error:
+                logger.warning("store server %d is not dropped yet: %s", store, error)
+
+
+def ray_actors(config: BufferConfig, *, log_dir: Path, **options: Any) -> Callable[[str, int], Any]:
+    """Makes `NodeStore` actors of the cluster that this process is connected to; ``config`` is the buffer's own.
+
+    ``options`` are ``num_clients``, and further ones of `BufferSupervisor`.
+    """
     actor_class: Any = ray.remote(NodeStore)
-    options = {"num_cpus": 0, "max_concurrency": 4, "runtime_env": {"env_vars": WORKER_ENV}}
+    place: dict[str, Any] = {"num_cpus": 0, "max_concurrency": 4, "runtime_env": {"env_vars": WORKER_ENV}}
 
     def make(node_id: str, number: int) -> Any:
-        place = NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)
-        return actor_class.options(scheduling_strategy=place, **options).remote(
-            number,
-            config,
-            num_clients=num_clients,
-            start_timeout_s=start_timeout_s,
-            log_dir=str(log_dir),
-            profile=profile,
-        )
+        there = NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)
+        path = log_dir / f"store-{number}.log"
+        made = actor_class.options(scheduling_strategy=there, **place)
+        return made.remote(config, store=number, log_path=path, **options)
 
     return make
 

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable
-from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 from asyncrl.config import RunConfig
 from asyncrl.core.errors import BatchLost, CheckpointError, ClusterDiedError, LearnerDiedError, ReplayBufferError
+from asyncrl.core.lives import keep_up
 from asyncrl.run.controller import ColocatedController, Controller
 from asyncrl.run.resume import RepeatedPrompts, Resumed
 
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from asyncrl.run.learner_group import LearnerGroup  # loads torch and Ray
 
 AnyController: TypeAlias = Controller | ColocatedController
-Recovery: TypeAlias = Callable[[], Awaitable[None]]
 _NOT_OF_A_LIFE = (LearnerDiedError, ClusterDiedError, ReplayBufferError, CheckpointError)
 """Errors of `LearnerGroup.begin_again` that are raised as they are. Any other error counts as a death."""
 MAX_REPLANS = 3
@@ -73,30 +72,23 @@ class LearnerRestarts:
 
         Raises `LearnerDiedError` if the learner may not start again, and any other error of ``work``.
         """
-        recover: Recovery | None = None
+        self._work = work
+        await keep_up(self)
+
+    async def watch(self) -> None:
+        """Do the work of one life; see `keep_up`. After a lost batch the ranks live, and the step is planned anew."""
+        lost: LearnerDiedError | BatchLost | None = None
         while True:
             try:
-                if recover is not None:
-                    await recover()
-                return await work()
+                if lost is not None:
+                    await self._replan(lost)
+                return await self._work()
             except Exception as fault:
-                recover = self._recovery(fault)
-                if recover is None:
+                lost = death_in(fault)
+                if not isinstance(lost, BatchLost) or self._is_colocated:  # colocated engines have no devices now
                     raise
 
-    def _recovery(self, fault: Exception) -> Recovery | None:
-        """How to recover from a fault; None if the fault is not the learner's. Raises as `_check` does."""
-        found = death_in(fault)
-        if isinstance(found, BatchLost):
-            if not self._is_colocated:  # colocated engines do not have their devices now
-                return partial(self._replan, found)
-            found = LearnerDiedError(str(found))
-        if found is None:
-            return None
-        self._check(found)
-        return partial(self._start_again, found)
-
-    async def _replan(self, lost: BatchLost) -> None:
+    async def _replan(self, lost: Exception) -> None:
         version, group_ids = await self._controller.replan()
         last, number = self._replans_of
         self._replans_of = version, number + 1 if version == last else 1
@@ -121,12 +113,22 @@ class LearnerRestarts:
     def _newest(self) -> Resumed | None:
         return self._controller.newest_checkpoint(self._learner.checkpoints) or self._resumed
 
-    async def _start_again(self, death: LearnerDiedError) -> None:
-        began_s = time.monotonic()
+    async def end(self, fault: Exception) -> float:
+        """Kill the ranks that are left. Raises ``fault`` if it is not the learner's, and as `_check` does."""
+        if (death := death_in(fault)) is None:
+            raise fault
+        if isinstance(death, BatchLost):
+            death = LearnerDiedError(str(death))
+        self._check(death)
+        self._died_s = time.monotonic()
         self.num_restarts += 1
         which = f"restart {self.num_restarts} of learner.restarts={self._limit}"
         self._say(f"{_headline(death)}; the learner starts again from the newest checkpoint ({which})")
         await self._learner.end()
+        return 0.0
+
+    async def begin(self) -> None:
+        """Start new ranks from the newest checkpoint."""
         found = self._newest()  # again: another checkpoint may be complete by now
         assert found is not None, "complete checkpoints are kept"
         await self._controller.rewind(found.state, incarnation=self.num_restarts)
@@ -137,7 +139,7 @@ class LearnerRestarts:
             raise
         except Exception as fault:
             raise LearnerDiedError(f"the learner did not start again: {fault!r}") from fault
-        took_s = time.monotonic() - began_s
+        took_s = time.monotonic() - self._died_s
         self._say(f"the learner goes on from version {found.state.version} ({found.checkpoint}) after {took_s:.1f} s")
 
 

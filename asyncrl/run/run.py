@@ -23,6 +23,7 @@ from asyncrl.config import RunConfig, keeps_stores_on_hosts, num_buffer_clients,
 from asyncrl.core import record
 from asyncrl.core.errors import AsyncRLError
 from asyncrl.core.host import make_private_folder
+from asyncrl.core.lives import keep_up
 from asyncrl.core.types import Prompt
 from asyncrl.data.prompts import PromptStream
 from asyncrl.metrics import (
@@ -140,7 +141,7 @@ class Run:
                     resumes, keys = self._resumed is not None, server.connection.keys
                     self._config = await self._nodes.supply(self._config, keys=keys, resumes=resumes)
                 work = self._run_parts(stack, server, prompts)
-                watchers = [server.watch(), ray_death()]
+                watchers = [keep_up(server), ray_death()]
                 if options.stores_on is StoresOn.hosts:
                     watchers.append(self._host_stores(stack, options, server.connection).watch())
                 summary = await unless(work, [self._noting_death(watcher) for watcher in watchers])

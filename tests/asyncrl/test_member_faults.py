@@ -9,11 +9,13 @@ from ray.exceptions import RaySystemError
 
 from asyncrl.core.errors import (
     AccountError,
+    ClusterDiedError,
     DeadlineError,
     EngineLost,
     RequestRefused,
     RewardError,
     WeightsError,
+    WorkerDiedError,
     WrongEpoch,
 )
 from tests.support.ray_cluster import raised_by_ray
@@ -222,6 +224,37 @@ async def test_a_life_that_does_not_begin_for_any_reason_is_followed_by_another(
     assert "the run goes on with 1 of 2 rollout engines" in str(workers.said)
     assert not run.done() or run.exception() is None
     run.cancel()
+
+
+async def test_the_pause_before_each_start_of_a_member_grows(fleet_of):
+    workers, began_s = Workers(), []
+    _, run = await training_on(fleet_of, workers, "rollout_fleet.restart_backoff_s=1")
+
+    async def start(rank):
+        began_s.append(time.monotonic())
+        raise OSError(24, "Too many open files")
+
+    workers.start = start
+    workers.die(1, OSError(5, "Input/output error"))
+    await asyncio.sleep(5 * DEADLINE_S)
+    first, second, third = began_s
+    assert (second - first, third - second) == (pytest.approx(1), pytest.approx(2))
+    run.cancel()
+
+
+@pytest.mark.parametrize("place", ["start", "bury"])
+async def test_what_no_new_life_of_a_member_can_mend_is_reported_to_the_run(fleet_of, place):
+    workers = Workers()
+    fleet, run = await training_on(fleet_of, workers, "rollout_fleet.min_engines=2")
+
+    async def fails(*_):
+        raise ClusterDiedError("gcs_server has died") if place == "start" else RuntimeError("a bug")
+
+    setattr(*((workers, "start") if place == "start" else (fleet._members[1], "_bury")), fails)
+    workers.die(1, WorkerDiedError("killed"))
+    with pytest.raises(EngineLost, match=r"gcs_server has died|a bug"):
+        await asyncio.wait_for(run, 5)
+    assert len(workers.replaced) == (place == "start")
 
 
 LOCAL = [

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.core.errors import WorkerDiedError
+from asyncrl.core.lives import keep_up
 from buffer import BufferConfig, BufferSupervisor, Durability, journal
 from buffer.encoding import prompt_frames
 from buffer.journal import Journal
@@ -174,7 +175,7 @@ def supervised(directory: Path, said: asyncio.Queue[str], **options: Any) -> Buf
 async def test_a_run_starts_its_server_again_as_often_as_it_may_and_then_ends_by_name(tmp_path: Path):
     said: asyncio.Queue[str] = asyncio.Queue()
     with supervised(tmp_path, said, restarts=1) as server:
-        watching = asyncio.ensure_future(server.watch())
+        watching = asyncio.ensure_future(keep_up(server))
         client = AnyRole(server.connection.client())
         await client.enqueue([prompt(i) for i in range(4)])
         leases = await client.lease(0, 2)
@@ -194,7 +195,7 @@ async def test_a_run_starts_its_server_again_as_often_as_it_may_and_then_ends_by
 async def test_a_restart_for_which_no_process_can_be_had_is_followed_by_another(tmp_path: Path, monkeypatch):
     said: asyncio.Queue[str] = asyncio.Queue()
     with supervised(tmp_path, said, restarts=3) as server:
-        watching = asyncio.ensure_future(server.watch())
+        watching = asyncio.ensure_future(keep_up(server))
         launch, failures = server._launch, [BlockingIOError(11, "Resource temporarily unavailable")] * 2
 
         def launch_late():
@@ -215,14 +216,14 @@ async def test_a_server_in_memory_is_not_started_again(tmp_path: Path):
         with pytest.raises(
             WorkerDiedError, match=r"^the buffer server .* died with status -9; with buffer.durability=disk it would"
         ):
-            await server.watch()
+            await keep_up(server)
 
 
 @pytest.mark.slow
 async def test_a_server_that_hangs_is_killed_and_started_again_before_its_clients_give_up(tmp_path: Path):
     said: asyncio.Queue[str] = asyncio.Queue()
     with supervised(tmp_path, said, request_timeout_s=6.0) as server:
-        watching = asyncio.ensure_future(server.watch())
+        watching = asyncio.ensure_future(keep_up(server))
         client = AnyRole(server.connection.client())
         await client.enqueue([prompt(0)])
         os.kill(server._server.process.pid, signal.SIGSTOP)
@@ -283,7 +284,7 @@ async def test_a_server_process_that_is_killed_at_a_write_comes_back_with_what_i
         patch.setenv("KILL_AT", f"{write} {share}")
         server = supervised(tmp_path, said)
     with server:
-        watching = asyncio.ensure_future(server.watch())
+        watching = asyncio.ensure_future(keep_up(server))
         client = AnyRole(server.connection.client())
         await client.enqueue([prompt(i) for i in range(4)])
         leases = await client.lease(0, 2)

@@ -1,0 +1,63 @@
+"""Keeps a part of a run up, in one life after another: watch, end, pause, begin.
+
+    begin ──▶ watch ──raises──▶ end ──▶ pause ──▶ begin ──▶ watch …
+      └─────── raises ───────────▲
+
+`keep_up` is the only such loop: rollout workers, the buffer server, stores and the learner's ranks are parts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from typing import Protocol, TypeVar
+
+from asyncrl.core.errors import WorkerDiedError
+
+T = TypeVar("T")
+
+
+class Part(Protocol):
+    """What `keep_up` keeps up; it calls one method at a time."""
+
+    async def begin(self) -> None:
+        """Start another life; returns when the part serves."""
+        ...
+
+    async def watch(self) -> None:
+        """Wait for the end of the life, and raise its cause. A return means that the work of the part is done."""
+        ...
+
+    async def end(self, fault: Exception) -> float:
+        """Count a life that ``fault`` has ended, and clean up after it; returns seconds to pause before the next.
+
+        Raises an error if no other life may follow.
+        """
+        ...
+
+
+async def keep_up(part: Part, *, has_begun: bool = True) -> None:
+    """Keep a part up until its work is done. Any exception of `Part.begin` or `Part.watch` ends a life.
+
+    Raises what `Part.end` raises.
+    """
+    while True:
+        try:
+            if not has_begun:
+                await answered(part.begin())
+            return await answered(part.watch())
+        except Exception as error:  # noqa: BLE001 - whatever it is, the next life may succeed
+            fault = error
+        await asyncio.sleep(await part.end(fault))
+        has_begun = False
+
+
+async def answered(call: Awaitable[T]) -> T:
+    """Await a call. Raises `WorkerDiedError` if Ray cancels the call."""
+    try:
+        return await call
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        raise WorkerDiedError("Ray cancelled a call that was pending") from None

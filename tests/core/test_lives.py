@@ -1,0 +1,68 @@
+"""The loop that keeps every part of a run up, on a part that obeys a script, in virtual time."""
+
+import asyncio
+import time
+
+import pytest
+
+from asyncrl.core.errors import WorkerDiedError
+from asyncrl.core.lives import keep_up
+
+pytestmark = [pytest.mark.timeout(30), pytest.mark.usefixtures("virtual_time")]
+
+
+class Part:
+    """Its calls raise the errors of ``script`` in turn; its work is done after them. ``pauses`` are those of `end`."""
+
+    def __init__(self, script, pauses) -> None:
+        self.script, self.pauses = list(script), list(pauses)
+        self.calls, self.ended = [], []
+
+    async def _next(self, name: str) -> None:
+        self.calls.append((name, time.monotonic()))
+        await asyncio.sleep(1)
+        if self.script and (error := self.script.pop(0)) is not None:
+            raise error
+
+    async def begin(self) -> None:
+        await self._next("begin")
+
+    async def watch(self) -> None:
+        await self._next("watch")
+
+    async def end(self, fault: Exception) -> float:
+        self.ended.append(fault)
+        if not self.pauses:
+            raise fault
+        return self.pauses.pop(0)
+
+
+async def test_any_error_of_a_life_ends_it_and_another_begins_after_the_pause():
+    death, no_room = KeyError("rank"), OSError(28, "No space left on device")
+    part = Part([death, no_room], [0.0, 5.0])
+    began_s = time.monotonic()
+    await keep_up(part)
+    assert part.ended == [death, no_room]
+    assert [(name, at_s - began_s) for name, at_s in part.calls] == [
+        ("watch", 0),
+        ("begin", 1),
+        ("begin", 7),
+        ("watch", 8),
+    ]
+
+
+async def test_the_last_error_of_a_part_that_may_not_begin_again_is_raised():
+    part = Part([None, OSError("no room"), OSError("still none")], [0.0])
+    with pytest.raises(OSError, match="still none"):
+        await keep_up(part, has_begun=False)
+
+
+async def test_a_call_that_ray_cancels_ends_the_life_and_a_cancelled_task_ends_at_once():
+    part = Part([asyncio.CancelledError()], [0.0, 0.0])
+    keeping = asyncio.create_task(keep_up(part))
+    await asyncio.sleep(1.5)
+    assert [type(fault) for fault in part.ended] == [WorkerDiedError]
+    keeping.cancel()
+    await asyncio.gather(keeping, return_exceptions=True)
+    assert keeping.cancelled()
+    assert len(part.ended) == 1
