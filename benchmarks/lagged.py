@@ -28,9 +28,9 @@ from learner.losses import policy_objective
 from learner.model_shards import PretrainedShards
 from learner.trainer import LearnerStep, Trainer
 from learner.types import group_sequences
-from rollout_fleet.engines.engine import SampleOutput, SampleRequest
+from rollout_fleet.engines.engine import RunningSample, SampleOutput, SampleRequest
 from rollout_fleet.engines.model_files import load_decoder, read_model_facts
-from rollout_fleet.engines.transformers_model import AbortFlag, GenerationModel
+from rollout_fleet.engines.transformers_model import GenerationModel
 from rollout_fleet.inflight import to_trajectory_group
 from rollout_fleet.rewards import REWARDS
 
@@ -163,7 +163,7 @@ class LaggedTraining:
             for prompt in prompts
             for index in range(num_samples)
         ]
-        outputs = self._engine.generate(requests, [AbortFlag() for _ in requests], version)
+        outputs = self._engine.generate([RunningSample(request) for request in requests], version)
         return [outputs[start : start + num_samples] for start in range(0, len(outputs), num_samples)]
 
     def _rewards(self, prompt: Prompt, samples: Sequence[SampleOutput]) -> np.ndarray:

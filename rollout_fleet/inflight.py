@@ -29,7 +29,7 @@ from asyncrl.core.trajectory import Trajectory, TrajectoryGroup, Turn
 from asyncrl.core.types import FinishReason, Lease
 
 from .config import OnRewardFailure, RolloutFleetConfig, SamplingConfig, SaveProgress
-from .engines.engine import EngineLoad, SampleOutput, SampleRequest
+from .engines.engine import NOTHING, EngineLoad, SampleOutput, SampleRequest
 from .engines.model_files import Decode
 from .metrics import FleetMeter
 from .rewards import Scores, WeightedRewards
@@ -46,13 +46,6 @@ ROOMY_CACHE = 0.75
 DECREASE = 0.75
 READINGS_TO_SHRINK = 2
 """Consecutive full readings before the limit shrinks: new samples always wait for a moment."""
-
-_NOTHING = SampleOutput(
-    token_ids=np.empty(0, dtype=np.int32),
-    logprobs=np.empty(0, dtype=np.float32),
-    versions=np.empty(0, dtype=np.int32),
-    finish_reason=None,
-)
 
 
 class GroupPhase(Enum):
@@ -117,7 +110,7 @@ class InflightGroup:
         num_baselines = int(greedy_baseline)
         return cls(
             lease=lease,
-            samples=[*(prefixes or [_NOTHING] * num_samples), *[_NOTHING] * num_baselines],
+            samples=[*(prefixes or [NOTHING] * num_samples), *[NOTHING] * num_baselines],
             num_baselines=num_baselines,
             num_inherited=sum(len(prefix.token_ids) for prefix in prefixes),
         )
@@ -169,11 +162,11 @@ class InflightGroup:
                 self.samples[index] = replace(sample, finish_reason=FinishReason.length)
             if self.samples[index].finish_reason is not None:
                 continue
-            options = sampling if sample is _NOTHING else replace(sampling, max_new_tokens=num_left)
+            options = sampling if sample is NOTHING else replace(sampling, max_new_tokens=num_left)
             if index >= len(self.samples) - self.num_baselines:
                 options = options.greedy()
             prompt_ids = self.lease.prompt.prompt_ids
-            if sample is not _NOTHING:
+            if sample is not NOTHING:
                 prompt_ids = np.concatenate([prompt_ids, sample.token_ids], dtype=np.int32)
             group_id, attempt = self.key
             request_id = f"{group_id}-{attempt}-{index}-{self._num_rounds}"
@@ -189,7 +182,7 @@ class InflightGroup:
         """Append the engine's answer to its sample; returns the tokens to account for, 0 for a baseline."""
         index = self._outstanding.pop(request_id)
         before = self.samples[index]
-        if before is _NOTHING:
+        if before is NOTHING:
             self.samples[index] = output
         else:
             self.samples[index] = SampleOutput(

@@ -30,7 +30,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from enum import Enum, auto
 from functools import partial
@@ -43,7 +43,7 @@ from asyncrl.core.record import GroupEvent, LevelName, SpanKind
 from asyncrl.core.types import Lease, WeightOffer
 
 from .config import RolloutFleetConfig, SaveProgress
-from .engines.engine import Engine, SampleOutput, SampleRequest
+from .engines.engine import Engine, SampleOutput, SampleRequest, cancel
 from .engines.model_files import Decode
 from .inflight import (
     ON_ENGINE,
@@ -162,14 +162,14 @@ class RolloutLoop:
         try:
             await self._until(lambda: self._state is LoopState.stopping or self._failure is not None)
             if self._failure is not None:
-                await _cancel({leasing})
+                await cancel({leasing})
                 if self._engine.has_failed:
                     await self._let_settle()
                 raise self._failure
-            await _cancel(pump_tasks)
+            await cancel(pump_tasks)
             await self._cut_off_all()
         finally:
-            await _cancel(self._tasks)
+            await cancel(self._tasks)
             groups = list(self._groups)
             for group in groups:
                 self._groups.remove(group)
@@ -366,7 +366,7 @@ class RolloutLoop:
                 raise
             finally:
                 try:
-                    await _cancel({grant, outdated})
+                    await cancel({grant, outdated})
                 finally:  # the task may be cancelled during the line above
                     self._is_asking = False
                     self._meter.asking(False)
@@ -579,11 +579,3 @@ def _once(call: Callable[[], None]) -> Callable[[], None]:
     """Wrap ``call`` so that only its first call has an effect: a group has one first token, on any of its samples."""
     calls = iter([call])
     return lambda: next(calls, lambda: None)()
-
-
-async def _cancel(tasks: Collection[asyncio.Task[Any]]) -> None:
-    """Cancel tasks and wait until they have ended."""
-    tasks = list(tasks)
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

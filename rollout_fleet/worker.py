@@ -125,15 +125,7 @@ class RolloutWorker(Worker):
 
         Raises as `RolloutLoop.load_next`, or the failure of the engine.
         """
-        loading = asyncio.create_task(self._started().load_next(-1))
-        failing = asyncio.create_task(self._engine.wait_failed())
-        try:
-            done, _ = await asyncio.wait({loading, failing}, return_when=asyncio.FIRST_COMPLETED)
-            await (loading if loading in done else failing)
-        finally:
-            for task in (loading, failing):
-                task.cancel()
-            await asyncio.gather(loading, failing, return_exceptions=True)
+        await self._engine.unless_failed(self._started().load_next(-1))
         self._starting.close()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)

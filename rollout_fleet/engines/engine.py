@@ -1,6 +1,6 @@
-"""The port between a rollout worker and its inference engine, and the parts that all engines share.
+"""The port between a rollout worker and its inference engine, with what all engines share.
 
-These parts are the checks of prompts and answers, the failure of an engine, and the watch for silence.
+These parts are the way of a request, the failure of an engine, the checks of answers, and the watch for silence.
 """
 
 from __future__ import annotations
@@ -8,10 +8,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
@@ -25,6 +26,7 @@ from rollout_fleet.config import SamplingConfig
 LOGPROB_ROUNDING = 1e-4
 PROBE_SHARE = 0.25  # of the deadline on silence
 MAX_SILENT_PERIODS = 3
+STREAM_END_S = 1.0  # longest wait for the end of a stream after its last sample
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
@@ -65,6 +67,15 @@ class SampleOutput:
     finish_reason: FinishReason | None
 
 
+NOTHING = SampleOutput(
+    token_ids=np.empty(0, dtype=np.int32),
+    logprobs=np.empty(0, dtype=np.float32),
+    versions=np.empty(0, dtype=np.int32),
+    finish_reason=None,
+)
+"""A sample without tokens."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineLoad:
     """The load that an engine reports.
@@ -80,32 +91,72 @@ class EngineLoad:
     cache_use: float
 
 
-class Engine(Protocol):
+class RunningSample:
+    """A request on an engine.
+
+    Attributes:
+        request: The request.
+        num_tokens: Tokens so far.
+        is_aborted: The sample ends with its next token. The thread that generates it reads this.
+    """
+
+    def __init__(self, request: SampleRequest) -> None:
+        self.request = request
+        self.num_tokens = 0
+        self.is_aborted = False
+
+    def so_far(self) -> SampleOutput:
+        """The tokens that remain if the engine fails now: those with a certain version."""
+        return NOTHING
+
+
+Answers = asyncio.Queue[list[tuple[SampleRequest, SampleOutput]] | Exception]
+"""Answers of one call of `Engine.generate`, or the error that ends it."""
+
+
+class Engine(ABC):
     """An inference engine that serves one policy version at a time.
 
     The unit is a sample. Requests of one call may travel together, but each answer is yielded as soon as its sample is
     finished. An engine fails once and for good: by its death, by silence while requests run, by an answer against this
     contract, or because it could not load and verify weights. From then on every call raises this failure.
+
+    ``name`` and ``log_tail`` are for messages. An engine calls `_come_up` when it can generate, and `_go_down` when it
+    is stopped.
     """
+
+    def __init__(
+        self, name: str, *, vocab_size: int, silence_timeout_s: float, log_tail: Callable[[], str] = str
+    ) -> None:
+        self._name = name
+        self._vocab_size = vocab_size
+        self._log_tail = log_tail
+        self._silence = SilenceWatch(name, timeout_s=silence_timeout_s, probe=self._probe)
+        self._version = 0
+        self._verified = {0}
+        self._running: dict[str, RunningSample] = {}
+        self._told: set[Answers] = set()
+        self._failure: asyncio.Future[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
 
     @property
     def version(self) -> int:
         """Policy version that newly sampled tokens carry."""
-        ...
+        return self._version
 
     @property
     def has_failed(self) -> bool:
         """Whether the engine has failed; then its answers do not count."""
-        ...
+        return self._failure is not None and self._failure.done() and not self._failure.cancelled()
 
+    @abstractmethod
     async def start(self) -> None:
         """Bring the engine up on the weights of version 0; returns when it can generate.
 
         Raises `DeadlineError` if it is not up in time, `WorkerDiedError` with the end of its log if it exits.
         """
-        ...
 
-    def generate(self, requests: Sequence[SampleRequest]) -> AsyncIterator[tuple[SampleRequest, SampleOutput]]:
+    async def generate(self, requests: Sequence[SampleRequest]) -> AsyncIterator[tuple[SampleRequest, SampleOutput]]:
         """Sample responses; yields each request with its answer when the sample is finished or aborted, in any order.
 
         When the engine fails, each running sample is yielded first, as aborted, with the tokens whose version is
@@ -113,8 +164,55 @@ class Engine(Protocol):
         `WorkerDiedError` if the engine died, `EngineError` if an answer broke the contract. Raises `RequestRefused`
         if a request is wrong; this is not a failure of the engine.
         """
-        ...
+        self._check_up()
+        for request in {id(request.prompt_ids): request for request in requests}.values():  # each prompt once
+            check_prompt(request, self._vocab_size)
+        answers: Answers = asyncio.Queue()
+        running = {request.id: self._sample_of(request) for request in requests}
+        self._running |= running
+        self._told.add(answers)
+        tasks: Sequence[asyncio.Task[None]] = ()
+        try:
+            with self._silence.running(len(requests)):
+                tasks = self._begin(list(running.values()), answers)
+                while running:
+                    finished = await answers.get()
+                    if isinstance(finished, Exception):
+                        if self.has_failed:
+                            for sample in running.values():
+                                yield sample.request, self._so_far(sample)
+                        raise finished
+                    for request, output in finished:
+                        del running[request.id]
+                        self._running.pop(request.id, None)
+                        yield request, output
+            if tasks:  # a server's connection that is closed before the end of its stream cannot be used again
+                await asyncio.wait(tasks, timeout=STREAM_END_S)
+        finally:
+            for request_id, sample in running.items():
+                sample.is_aborted = True
+                self._running.pop(request_id, None)
+            self._told.remove(answers)
+            await cancel(tasks)
 
+    @abstractmethod
+    def _begin(self, samples: Sequence[Any], answers: Answers) -> Sequence[asyncio.Task[None]]:
+        """Begin samples of `_sample_of`, whose outcomes come into ``answers``; returns tasks that end with the call."""
+
+    def _sample_of(self, request: SampleRequest) -> RunningSample:
+        return RunningSample(request)
+
+    def _so_far(self, sample: RunningSample) -> SampleOutput:
+        """Return the tokens of an unfinished sample of a failed engine; none if any token fails `check_output`."""
+        output = sample.so_far()
+        try:
+            check_output(output, sample.request, vocab_size=self._vocab_size, loaded_versions=self._verified)
+        except EngineError as error:
+            logger.warning("%s: the tokens of a sample are not kept: %s", self._name, error)
+            return NOTHING
+        return output
+
+    @abstractmethod
     async def load_weights(self, offer: WeightOffer) -> float:
         """Serve the offered weights from the next token on; running requests continue under them if the engine can.
 
@@ -122,98 +220,98 @@ class Engine(Protocol):
         the published ones, `DeadlineError` after ``load_timeout_s`` and a second per 100 MB, not counting the wait for
         running requests. In both cases the engine has failed.
         """
-        ...
 
+    @abstractmethod
     async def release_memory(self) -> None:
         """Release the device to the learner; the next `load_weights` takes it back.
 
         Raises `EngineError` if the engine refuses or is generating, `DeadlineError` after ``load_timeout_s``.
         """
-        ...
 
     async def abort(self, request_ids: Collection[str]) -> None:
         """Abort running requests; `generate` yields them as aborted. Unknown ids are ignored."""
-        ...
+        for request_id in self._running.keys() & request_ids:
+            self._running[request_id].is_aborted = True
 
     def num_written(self, request_ids: Collection[str]) -> int:
         """Tokens so far of these requests, while `generate` has not yielded them; unknown ids count 0."""
-        ...
+        return sum(self._running[request_id].num_tokens for request_id in self._running.keys() & request_ids)
 
+    @abstractmethod
     async def read_load(self) -> EngineLoad:
         """Return the load of the engine now. Raises `EngineError` if the engine reports none or cannot be reached."""
-        ...
 
     async def wait_failed(self) -> None:
         """Wait for the engine to fail; raises its failure, with the last lines of its log if it has one."""
-        ...
-
-    async def stop(self) -> None:
-        """Stop the engine and free its process, port and memory. May be called at any time and repeatedly."""
-        ...
-
-
-class EngineFailure:
-    """The first failure of an engine; every later call raises it.
-
-    ``tell`` passes it to the calls that wait for answers; ``name`` and ``log_tail`` are for messages.
-    """
-
-    def __init__(self, name: str, *, tell: Callable[[Exception], None], log_tail: Callable[[], str] = str) -> None:
-        self._name = name
-        self._tell = tell
-        self._log_tail = log_tail
-        self._future: asyncio.Future[None] | None = None
-
-    def begin(self) -> None:
-        """Begin: the engine is started."""
-        self._future = asyncio.get_running_loop().create_future()
-
-    def end(self) -> None:
-        """End: the engine is stopped."""
-        if self._future is not None:
-            self._future.cancel()
-
-    @property
-    def has_come(self) -> bool:
-        """Whether the engine has failed."""
-        return self._future is not None and self._future.done() and not self._future.cancelled()
-
-    def fail(self, error: Exception) -> None:
-        """Fail for good, unless the engine has failed or was stopped before."""
-        assert self._future is not None
-        if not self._future.done():
-            self._future.set_exception(error)
-            self._future.exception()  # marks it as retrieved; perhaps no task waits for it
-            self._tell(error)
-
-    def check(self) -> None:
-        """Raise the failure, or `EngineError` if the engine does not run."""
-        if self._future is None or self._future.cancelled():
-            raise EngineError(f"{self._name} is not running; await start() first")
-        if self._future.done():
-            self._future.result()
-
-    async def wait(self) -> None:
-        """Wait for the failure, as `Engine.wait_failed`."""
-        if self._future is None:
+        if self._failure is None:
             raise EngineError(f"{self._name} was never started")
-        await asyncio.shield(self._future)
+        await asyncio.shield(self._failure)
 
     async def unless_failed(self, work: Coroutine[Any, Any, T]) -> T:
         """Return the result of ``work``; a failure of the engine cancels it and is raised."""
-        doing, failing = asyncio.create_task(work), asyncio.create_task(self.wait())
+        doing, failing = asyncio.create_task(work), asyncio.create_task(self.wait_failed())
         try:
             await asyncio.wait({doing, failing}, return_when=asyncio.FIRST_COMPLETED)
             if not doing.done():
-                self.check()
+                self._check_up()
             return await doing
         finally:
-            for task in (doing, failing):
-                task.cancel()
-            await asyncio.gather(doing, failing, return_exceptions=True)
+            await cancel((doing, failing))
+
+    def fail(self, error: Exception) -> Exception:
+        """Fail for good, unless the engine has failed or was stopped before; returns ``error``."""
+        assert self._failure is not None
+        if not self._failure.done():
+            self._failure.set_exception(error)
+            self._failure.exception()  # marks it as retrieved; perhaps no task waits for it
+            for sample in self._running.values():
+                sample.is_aborted = True
+            for answers in self._told:
+                answers.put_nowait(error)
+        return error
+
+    @abstractmethod
+    async def stop(self) -> None:
+        """Stop the engine and free its process, port and memory. May be called at any time and repeatedly."""
+
+    def _come_up(self, *failures: Callable[[], Coroutine[Any, Any, Any]]) -> None:
+        """The engine runs from now on. The first of ``failures`` that raises is its failure."""
+        self._failure = asyncio.get_running_loop().create_future()
+        if failures:
+            self._watching = asyncio.create_task(self._watch(failures))
+
+    def _go_down(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
+        if self._failure is not None:
+            self._failure.cancel()
+
+    def _check_up(self) -> None:
+        """Raise the failure, or `EngineError` if the engine does not run."""
+        if self._failure is None or self._failure.cancelled():
+            raise EngineError(f"{self._name} is not running; await start() first")
+        if self._failure.done():
+            self._failure.result()
+
+    async def _watch(self, failures: Sequence[Callable[[], Coroutine[Any, Any, Any]]]) -> None:
+        watches = [asyncio.create_task(failure()) for failure in failures]
+        try:
+            done, _ = await asyncio.wait(watches, return_when=asyncio.FIRST_COMPLETED)
+            error = done.pop().exception()
+            if isinstance(error, DeadlineError) and (log := self._log_tail()):
+                error = DeadlineError(f"{error}. {log}")
+            if not isinstance(error, Exception):
+                error = EngineError(f"{self._name} stopped being watched: {error!r}")
+            self.fail(error)
+        finally:
+            await cancel(watches)
+
+    async def _probe(self) -> None:
+        """Return when the engine shows that it is alive. Here never: a thread in a model step cannot answer."""
+        await asyncio.Event().wait()
 
     @asynccontextmanager
-    async def deadline(
+    async def _deadline(
         self, what: str, timeout_s: float, option: str, *, num_bytes: int = 0, spent_s: float = 0.0
     ) -> AsyncIterator[None]:
         """Bound the block by ``timeout_s``, set by ``rollout_fleet.<option>``, and the time that ``num_bytes`` take.
@@ -231,7 +329,7 @@ class EngineFailure:
             raise DeadlineError(f"{self._name} did not {what} within {limit}. {self._log_tail()}".rstrip()) from None
 
     @asynccontextmanager
-    async def if_load_fails(self, offer: WeightOffer, timeout_s: float) -> AsyncIterator[None]:
+    async def _loading(self, offer: WeightOffer, timeout_s: float) -> AsyncIterator[None]:
         """Load weights inside the block, within ``timeout_s`` and a second per 100 MB.
 
         An error or a cancellation of the block is the engine's failure.
@@ -239,7 +337,7 @@ class EngineFailure:
         what = f"load policy version {offer.version}"
         try:
             what_from = f"{what} from {offer.manifest}"
-            async with self.deadline(what_from, timeout_s, "load_timeout_s", num_bytes=offer.num_bytes):
+            async with self._deadline(what_from, timeout_s, "load_timeout_s", num_bytes=offer.num_bytes):
                 yield
         except Exception as error:
             self.fail(error)
@@ -247,6 +345,14 @@ class EngineFailure:
         except asyncio.CancelledError:
             self.fail(EngineError(f"{self._name} was told to {what}, and the load was cancelled"))
             raise
+
+
+async def cancel(tasks: Collection[asyncio.Task[Any]]) -> None:
+    """Cancel tasks and wait until they have ended."""
+    tasks = list(tasks)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def check_prompt(request: SampleRequest, vocab_size: int) -> None:

@@ -6,17 +6,17 @@ It writes one token at a time, so that aborts and weight loads meet half-written
 from __future__ import annotations
 
 import asyncio
+import math
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from asyncrl.core.errors import EngineError, RequestRefused, WorkerDiedError
 from asyncrl.core.types import FinishReason, WeightOffer
 
-from .engine import EngineFailure, EngineLoad, SampleOutput, SampleRequest
+from .engine import Answers, Engine, EngineLoad, RunningSample, SampleOutput, SampleRequest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +48,25 @@ def repeat_last_token(request: SampleRequest, version: int) -> ScriptedAnswer:
     return ScriptedAnswer(response=[int(request.prompt_ids[-1])])
 
 
-class ScriptedEngine:
-    """Implements `Engine` by a script, called with each request and the version served at its arrival.
+class _ScriptedSample(RunningSample):
+    """A sample and the versions of its tokens so far."""
+
+    def __init__(self, request: SampleRequest, answer: ScriptedAnswer) -> None:
+        super().__init__(request)
+        self.answer = answer
+        self.versions: list[int] = []
+
+    def so_far(self, finish_reason: FinishReason | None = None) -> SampleOutput:
+        return SampleOutput(
+            token_ids=np.asarray(self.answer.response[: self.num_tokens], dtype=np.int32),
+            logprobs=np.full(self.num_tokens, self.answer.logprob, dtype=np.float32),
+            versions=np.asarray(self.versions, dtype=np.int32),
+            finish_reason=finish_reason,
+        )
+
+
+class ScriptedEngine(Engine):
+    """An engine with a script, called with each request and the version served at its arrival.
 
     Attributes:
         requests: All requests so far.
@@ -61,13 +78,8 @@ class ScriptedEngine:
     """
 
     def __init__(self, script: Script = repeat_last_token) -> None:
+        super().__init__("the scripted engine", vocab_size=1 << 31, silence_timeout_s=math.inf)
         self._script = script
-        self._version = 0
-        self._aborted: set[str] = set()
-        self._running: set[str] = set()
-        self._written: dict[str, tuple[ScriptedAnswer, Sequence[int]]] = {}
-        self._waiting_for_answers: set[asyncio.Queue[Any]] = set()
-        self._failure = EngineFailure("the scripted engine", tell=self._tell)
         self.requests: list[SampleRequest] = []
         self.running_at_once = 0
         self.num_slots = 0
@@ -75,48 +87,9 @@ class ScriptedEngine:
         self.load_delay_s = 0.0
         self.load_error = ""
 
-    @property
-    def version(self) -> int:
-        """See `Engine.version`."""
-        return self._version
-
-    @property
-    def has_failed(self) -> bool:
-        """See `Engine.has_failed`."""
-        return self._failure.has_come
-
     async def start(self) -> None:
         """See `Engine.start`."""
-        self._failure.begin()
-
-    async def generate(self, requests: Sequence[SampleRequest]) -> AsyncIterator[tuple[SampleRequest, SampleOutput]]:
-        """See `Engine.generate`."""
-        if self.released:
-            raise EngineError("requests came while the memory was released")
-        self._failure.check()
-        self.requests.extend(requests)
-        answers: asyncio.Queue[tuple[SampleRequest, SampleOutput] | Exception] = asyncio.Queue()
-        self._waiting_for_answers.add(answers)
-        tasks = [asyncio.create_task(self._answer(request, answers)) for request in requests]
-        running = {request.id: request for request in requests}
-        try:
-            while running:
-                finished = await answers.get()
-                if isinstance(finished, Exception):
-                    if self.has_failed:
-                        for request in running.values():
-                            yield request, self._so_far(request)
-                    raise finished
-                del running[finished[0].id]
-                self._written.pop(finished[0].id, None)
-                yield finished
-        finally:
-            self._waiting_for_answers.remove(answers)
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            for request in requests:
-                self._written.pop(request.id, None)
+        self._come_up()
 
     async def release_memory(self) -> None:
         """See `Engine.release_memory`."""
@@ -132,85 +105,55 @@ class ScriptedEngine:
         if self.load_error:
             raise self.fail(EngineError(self.load_error))
         self._version = offer.version
+        self._verified.add(offer.version)
         return time.perf_counter() - started
-
-    async def abort(self, request_ids: Collection[str]) -> None:
-        """See `Engine.abort`."""
-        self._aborted |= self._running.intersection(request_ids)
-
-    def num_written(self, request_ids: Collection[str]) -> int:
-        """See `Engine.num_written`."""
-        return sum(len(self._written[request_id][1]) for request_id in request_ids if request_id in self._written)
 
     async def read_load(self) -> EngineLoad:
         """See `Engine.read_load`. Samples beyond ``num_slots`` count as waiting."""
         num_running = min(len(self._running), self.num_slots or len(self._running))
         return EngineLoad(num_running=num_running, num_waiting=len(self._running) - num_running, cache_use=0.0)
 
-    async def wait_failed(self) -> None:
-        """See `Engine.wait_failed`."""
-        await self._failure.wait()
-
     async def stop(self) -> None:
         """See `Engine.stop`."""
-        self._failure.end()
+        self._go_down()
 
     def die(self, cause: str) -> Exception:
         """Die now, as a killed server does."""
         return self.fail(WorkerDiedError(f"the scripted engine died: {cause}"))
 
-    def fail(self, error: Exception) -> Exception:
-        """Fail now, for good; returns the failure."""
-        self._failure.fail(error)
-        return error
+    def _sample_of(self, request: SampleRequest) -> _ScriptedSample:
+        return _ScriptedSample(request, self._script(request, self._version))
 
-    def _so_far(self, request: SampleRequest) -> SampleOutput:
-        answer, versions = self._written.get(request.id, (ScriptedAnswer(), ()))
-        return _output(answer, versions, is_whole=False)
-
-    def _tell(self, error: Exception) -> None:
-        for answers in self._waiting_for_answers:
-            answers.put_nowait(error)
-
-    async def _answer(self, request: SampleRequest, answers: asyncio.Queue[Any]) -> None:
-        """Write a sample and put it, or its error, into ``answers``."""
-        answer = self._script(request, self._version)
-        self._running.add(request.id)
+    def _begin(self, samples: Sequence[_ScriptedSample], answers: Answers) -> list[asyncio.Task[None]]:
+        if self.released:
+            raise EngineError("requests came while the memory was released")
+        self.requests += [sample.request for sample in samples]
         self.running_at_once = max(self.running_at_once, len(self._running))
+        return [asyncio.create_task(self._answer(sample, answers)) for sample in samples]
+
+    async def _answer(self, sample: _ScriptedSample, answers: Answers) -> None:
+        """Put a sample, or its error, into ``answers``."""
         try:
-            answers.put_nowait((request, await self._write(request, answer)))
+            answers.put_nowait([(sample.request, await self._write(sample))])
         except Exception as error:  # noqa: BLE001 - `generate` raises it
             answers.put_nowait(error)
-        finally:
-            self._running.discard(request.id)
-            self._aborted.discard(request.id)
 
-    async def _write(self, request: SampleRequest, answer: ScriptedAnswer) -> SampleOutput:
+    async def _write(self, sample: _ScriptedSample) -> SampleOutput:
         """Write the sample token by token; a late token does not delay later ones."""
-        versions: list[int] = []
-        self._written[request.id] = answer, versions
-        loop = asyncio.get_running_loop()
+        answer, loop = sample.answer, asyncio.get_running_loop()
         due = loop.time()
         for _ in answer.response:
             due += answer.token_delay_s
             await asyncio.sleep(max(0.0, due - loop.time()))
-            self._failure.check()
-            if request.id in self._aborted or len(versions) == answer.cut_off:
+            self._check_up()
+            if sample.is_aborted or sample.num_tokens == answer.cut_off:
                 break
-            versions.append(self._version)
-            if len(versions) == 1 and request.on_first_token is not None:
-                request.on_first_token()
+            sample.versions.append(self._version)
+            sample.num_tokens += 1
+            if sample.num_tokens == 1 and sample.request.on_first_token is not None:
+                sample.request.on_first_token()
         if answer.die:
             raise self.die(answer.die)
         if answer.error:
-            raise RequestRefused(f"request {request.id}: {answer.error}")
-        return _output(answer, versions, is_whole=len(versions) == len(answer.response))
-
-
-def _output(answer: ScriptedAnswer, versions: Sequence[int], *, is_whole: bool) -> SampleOutput:
-    return SampleOutput(
-        token_ids=np.asarray(answer.response[: len(versions)], dtype=np.int32),
-        logprobs=np.full(len(versions), answer.logprob, dtype=np.float32),
-        versions=np.asarray(versions, dtype=np.int32),
-        finish_reason=FinishReason.stop if is_whole else None,
-    )
+            raise RequestRefused(f"request {sample.request.id}: {answer.error}")
+        return sample.so_far(FinishReason.stop if sample.num_tokens == len(answer.response) else None)

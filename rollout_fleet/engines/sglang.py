@@ -15,19 +15,19 @@ import logging
 import pickle
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
 
 from asyncrl.core import record
-from asyncrl.core.errors import DeadlineError, EngineError, RequestRefused
+from asyncrl.core.errors import EngineError, RequestRefused
 from asyncrl.core.record import SpanKind
 from asyncrl.core.types import FinishReason, WeightOffer
 from rollout_fleet.config import EngineDevice, OnUpdate, RolloutFleetConfig, SamplingConfig
 
-from .engine import EngineFailure, EngineLoad, SampleOutput, SampleRequest, SilenceWatch, check_output, check_prompt
+from .engine import Answers, Engine, EngineLoad, RunningSample, SampleOutput, SampleRequest, check_output
 from .model_files import ModelFacts, read_model_facts
 from .server_hooks import WEIGHT_LOADER, report_path
 from .sglang_client import SGLangClient
@@ -38,13 +38,11 @@ logger = logging.getLogger(__name__)
 WARM_UP_PROMPTS = (1, 16)  # lengths, in tokens, of the prompts of the warm-up
 WARM_UP_TOKENS = 4
 STREAM_INTERVAL = 32  # tokens between two chunks of a sample, after the chunk of the first token
-STREAM_END_S = 1.0  # longest wait for the end of a stream after its last sample
 LOADERS_SHARE = 0.9  # of the deadline of a load; then the loader itself names the missing part
-_Answers = asyncio.Queue[list[tuple[SampleRequest, SampleOutput]] | Exception]
 
 
-class SGLangEngine:
-    """Implements `Engine` on an SGLang server."""
+class SGLangEngine(Engine):
+    """An engine with an SGLang server: a new one that `start` launches, unless ``server`` is given."""
 
     def __init__(
         self,
@@ -57,10 +55,8 @@ class SGLangEngine:
         seed: int,
         server: SGLangServer | None = None,
     ) -> None:
-        """Read the model's facts; `start` launches the server (a new one unless ``server`` is given)."""
         self._config = config
         self._facts: ModelFacts = read_model_facts(model_path)
-        self._device = device
         self._server = server or SGLangServer(
             config.sglang,
             model_path=model_path,
@@ -73,88 +69,38 @@ class SGLangEngine:
             head_dim=self._facts.head_dim,
             pass_secrets=config.pass_secrets,
         )
-        self._name = self._server.name
+        super().__init__(
+            self._server.name,
+            vocab_size=self._facts.vocab_size,
+            silence_timeout_s=config.silence_timeout_s,
+            log_tail=self._server.log_tail,
+        )
         self._client = SGLangClient(self._server)
-        self._silence = SilenceWatch(self._name, timeout_s=config.silence_timeout_s, probe=self._probe)
-        self._failure = EngineFailure(self._name, tell=self._tell, log_tail=self._server.log_tail)
-        self._watching: asyncio.Task[None] | None = None
-        self._version = 0
-        self._verified = {0}
-        self._loading = asyncio.Lock()
-        self._running: dict[str, _StreamedSample] = {}
-        self._waiting_for_answers: set[_Answers] = set()
+        self._loading_turn = asyncio.Lock()
         self._is_released = False
         self._has_said_it_keeps = False
 
-    @property
-    def version(self) -> int:
-        """See `Engine.version`."""
-        return self._version
-
-    @property
-    def has_failed(self) -> bool:
-        """See `Engine.has_failed`."""
-        return self._failure.has_come
-
     async def start(self) -> None:
         """See `Engine.start`."""
-        self._failure.begin()
         began_s = time.monotonic()
         await self._server.start()
         await self._client.open()
         spent_s, timeout_s = time.monotonic() - began_s, self._config.start_timeout_s
-        async with self._failure.deadline("generate", timeout_s, "start_timeout_s", spent_s=spent_s):
+        async with self._deadline("generate", timeout_s, "start_timeout_s", spent_s=spent_s):
             await self._client.call("GET", "/model_info")
             await self._warm_up()
-        self._watching = asyncio.create_task(self._watch())
+        self._come_up(self._server.wait_exit, self._silence.wait)
         logger.info("%s: up", self._name)
-
-    async def generate(self, requests: Sequence[SampleRequest]) -> AsyncIterator[tuple[SampleRequest, SampleOutput]]:
-        """See `Engine.generate`."""
-        self._failure.check()
-        for request in {id(request.prompt_ids): request for request in requests}.values():  # each prompt once
-            check_prompt(request, self._facts.vocab_size)
-        size = self._config.sglang.samples_per_request
-        batches = [requests[start : start + size] for start in range(0, len(requests), size)]
-        answers: _Answers = asyncio.Queue()
-        self._waiting_for_answers.add(answers)
-        running = {request.id: (request, _StreamedSample(self._version)) for request in requests}
-        self._running |= {request_id: sample for request_id, (_, sample) in running.items()}
-        tasks = [
-            asyncio.create_task(self._generate_batch(batch, [running[request.id][1] for request in batch], answers))
-            for batch in batches
-        ]
-        try:
-            with self._silence.running(len(requests)):
-                while running:
-                    finished = await answers.get()
-                    if isinstance(finished, Exception):
-                        if self._failure.has_come:
-                            for request, sample in running.values():
-                                yield request, self._so_far(request, sample)
-                        raise finished
-                    for request, output in finished:
-                        del running[request.id]
-                        self._running.pop(request.id, None)
-                        yield request, output
-            # The server ends each stream at once; a connection that is closed before that cannot be used again.
-            if tasks:
-                await asyncio.wait(tasks, timeout=STREAM_END_S)
-        finally:
-            for request_id in running:
-                self._running.pop(request_id, None)
-            self._waiting_for_answers.remove(answers)
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def release_memory(self) -> None:
         """See `Engine.release_memory`. A server without a memory saver only pauses and keeps its memory."""
-        self._failure.check()
+        self._check_up()
         if self._running:
             raise EngineError(f"{self._name} cannot release its memory while it generates {sorted(self._running)}")
-        deadline = self._failure.deadline("release its memory", self._config.load_timeout_s, "load_timeout_s")
-        async with self._loading, deadline:
+        async with (
+            self._loading_turn,
+            self._deadline("release its memory", self._config.load_timeout_s, "load_timeout_s"),
+        ):
             await self._order("/pause_generation", {"mode": "retract"}, status="ok")
             if self._server.saves_memory:
                 await self._post("/release_memory_occupation", {})
@@ -165,11 +111,11 @@ class SGLangEngine:
 
     async def load_weights(self, offer: WeightOffer) -> float:
         """See `Engine.load_weights`."""
-        async with self._loading:
-            self._failure.check()
+        async with self._loading_turn:
+            self._check_up()
             recomputes = self._config.sglang.on_update is OnUpdate.recompute
             with self._silence.paused(recomputes=recomputes) as stands_still:
-                async with self._failure.if_load_fails(offer, self._config.load_timeout_s):
+                async with self._loading(offer, self._config.load_timeout_s):
                     return await self._transact(offer, stands_still)
 
     async def abort(self, request_ids: Collection[str]) -> None:
@@ -185,15 +131,11 @@ class SGLangEngine:
         async def send() -> None:
             await asyncio.gather(*(self._post("/abort_request", body) for body in bodies))
 
-        await self._failure.unless_failed(send())
-
-    def num_written(self, request_ids: Collection[str]) -> int:
-        """See `Engine.num_written`."""
-        return sum(self._running[request_id].num_tokens for request_id in self._running.keys() & request_ids)
+        await self.unless_failed(send())
 
     async def read_load(self) -> EngineLoad:
         """See `Engine.read_load`. The scheduler publishes the numbers every 15 steps; this call does not reach it."""
-        answer = await self._failure.unless_failed(self._client.call("GET", "/v1/loads?include=core"))
+        answer = await self.unless_failed(self._client.call("GET", "/v1/loads?include=core"))
         try:
             ranks = answer["loads"]
             return EngineLoad(
@@ -204,43 +146,14 @@ class SGLangEngine:
         except (KeyError, TypeError, ValueError) as error:
             raise EngineError(f"{self._name} answered GET /v1/loads with {str(answer)[:500]}: {error!r}") from error
 
-    async def wait_failed(self) -> None:
-        """See `Engine.wait_failed`."""
-        await self._failure.wait()
-
     async def stop(self) -> None:
         """See `Engine.stop`."""
-        if self._watching is not None:
-            self._watching.cancel()
-        self._failure.end()
+        self._go_down()
         await self._client.close()
         await self._server.stop()
 
-    # Failure
-
-    async def _watch(self) -> None:
-        """Wait for the server's death and for silence; the first is the engine's failure."""
-        waits = (self._server.wait_exit(), self._silence.wait())
-        watches = [asyncio.create_task(wait) for wait in waits]
-        try:
-            done, _ = await asyncio.wait(watches, return_when=asyncio.FIRST_COMPLETED)
-            error = done.pop().exception()
-            if isinstance(error, DeadlineError):
-                error = DeadlineError(f"{error}. {self._server.log_tail()}")
-            if not isinstance(error, Exception):
-                error = EngineError(f"{self._name} stopped being watched: {error!r}")
-            self._failure.fail(error)
-        finally:
-            for watch in watches:
-                watch.cancel()
-            await asyncio.gather(*watches, return_exceptions=True)
-
-    def _tell(self, error: Exception) -> None:
-        for answers in self._waiting_for_answers:
-            answers.put_nowait(error)
-
     async def _probe(self) -> None:
-        """Return when the scheduler answers; it answers between two steps of the model."""
+        """Return when the scheduler answers, between two steps of the model."""
         await self._client.call("GET", "/server_info")
 
     # Generation
@@ -248,7 +161,7 @@ class SGLangEngine:
     async def _warm_up(self) -> None:
         """Generate as training does, before silence is watched: on CUDA the first requests compile kernels."""
         for length in WARM_UP_PROMPTS:
-            prompt = np.arange(length, dtype=np.int32) % self._facts.vocab_size
+            prompt = np.arange(length, dtype=np.int32) % self._vocab_size
             sampling = replace(self._config.sampling, max_new_tokens=WARM_UP_TOKENS)
             requests = [
                 SampleRequest(id=f"warm-up-{length}-{i}", prompt_ids=prompt, sampling=sampling) for i in range(2)
@@ -258,66 +171,54 @@ class SGLangEngine:
                     if "error" in event:
                         raise EngineError(f"{self._name} cannot generate: {str(event['error'])[:500]}")
 
-    async def _generate_batch(
-        self, requests: Sequence[SampleRequest], samples: Sequence[_StreamedSample], answers: _Answers
-    ) -> None:
+    def _sample_of(self, request: SampleRequest) -> _StreamedSample:
+        return _StreamedSample(request, self._version)
+
+    def _begin(self, samples: Sequence[_StreamedSample], answers: Answers) -> list[asyncio.Task[None]]:
+        size = self._config.sglang.samples_per_request
+        batches = [samples[start : start + size] for start in range(0, len(samples), size)]
+        return [asyncio.create_task(self._generate_batch(batch, answers)) for batch in batches]
+
+    async def _generate_batch(self, samples: Sequence[_StreamedSample], answers: Answers) -> None:
         """Send samples as one HTTP request; put each answer, or the error, into ``answers``."""
         try:
-            await self._read_stream(requests, samples, answers)
+            num_unanswered = len(samples)
+            body = self._request_body([sample.request for sample in samples])
+            async for events in self._client.stream("/generate", body):
+                self._silence.token()
+                if self.has_failed:
+                    return
+                finished: list[tuple[SampleRequest, SampleOutput]] = []
+                try:
+                    for event in events:
+                        finished += self._take(event, samples)
+                finally:
+                    num_unanswered -= len(finished)
+                    answers.put_nowait(finished)
+            if num_unanswered:
+                raise EngineError(f"{self._name} left {num_unanswered} of {len(samples)} samples unanswered")
         except RequestRefused as error:
             answers.put_nowait(error)
         except Exception as error:  # noqa: BLE001 - an engine that answers against its contract has failed
-            self._failure.fail(error)
-            answers.put_nowait(error)
+            answers.put_nowait(self.fail(error))
 
-    async def _read_stream(
-        self, requests: Sequence[SampleRequest], samples: Sequence[_StreamedSample], answers: _Answers
-    ) -> None:
-        """Put each answer into ``answers``. Raises `EngineError` if the stream ends without all of them."""
-        num_unanswered = len(requests)
-        async for events in self._client.stream("/generate", self._request_body(requests)):
-            self._silence.token()
-            if self._failure.has_come:
-                return
-            finished: list[tuple[SampleRequest, SampleOutput]] = []
-            try:
-                for event in events:
-                    finished += self._take(event, requests, samples)
-            finally:
-                num_unanswered -= len(finished)
-                answers.put_nowait(finished)
-        if num_unanswered:
-            raise EngineError(f"{self._name} left {num_unanswered} of {len(requests)} samples unanswered")
-
-    def _so_far(self, request: SampleRequest, sample: _StreamedSample) -> SampleOutput:
-        """Return the tokens of an unfinished sample of a failed server; none if any token fails `check_output`."""
-        output = sample.so_far()
-        try:
-            check_output(output, request, vocab_size=self._facts.vocab_size, loaded_versions=self._verified)
-        except EngineError as error:
-            logger.warning("%s: the tokens of a sample are not kept: %s", self._name, error)
-            return _StreamedSample(self._version).so_far()
-        return output
-
-    def _take(
-        self, event: Any, requests: Sequence[SampleRequest], samples: Sequence[_StreamedSample]
-    ) -> list[tuple[SampleRequest, SampleOutput]]:
+    def _take(self, event: Any, samples: Sequence[_StreamedSample]) -> list[tuple[SampleRequest, SampleOutput]]:
         """Add an event to its sample; returns the sample with its request if the event was its last."""
         if "error" in event:
             raise RequestRefused(f"{self._name} answered POST /generate with {str(event['error'])[:500]}")
         try:
-            index = event.get("index", 0)
-            had_begun = samples[index].num_tokens > 0
-            output = samples[index].add(event)
+            sample = samples[event.get("index", 0)]
+            had_begun = sample.num_tokens > 0
+            output = sample.add(event)
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise EngineError(f"{self._name} answered against its contract: {error!r} in {str(event)[:500]}") from error
-        on_first_token = requests[index].on_first_token
-        if on_first_token is not None and samples[index].num_tokens and not had_begun:
-            on_first_token()
+        request = sample.request
+        if request.on_first_token is not None and sample.num_tokens and not had_begun:
+            request.on_first_token()
         if output is None:
             return []
-        check_output(output, requests[index], vocab_size=self._facts.vocab_size, loaded_versions=self._verified)
-        return [(requests[index], output)]
+        check_output(output, request, vocab_size=self._vocab_size, loaded_versions=self._verified)
+        return [(request, output)]
 
     def _request_body(self, requests: Sequence[SampleRequest]) -> dict[str, Any]:
         options = {sampling: self._sampling_parameters(sampling) for sampling in {r.sampling for r in requests}}
@@ -427,7 +328,7 @@ def _stage(name: str, offer: WeightOffer) -> record.OpenSpan:
     return record.span(SpanKind.load_stage, lane="/load", version=offer.version, cause=name)
 
 
-class _StreamedSample:
+class _StreamedSample(RunningSample):
     """Joins the chunks of one sample.
 
     A chunk holds the tokens since the previous chunk. The last chunk of a request that was aborted in the queue holds
@@ -436,22 +337,18 @@ class _StreamedSample:
     that the server served when the sample was sent.
     """
 
-    def __init__(self, version: int) -> None:
+    def __init__(self, request: SampleRequest, version: int) -> None:
+        super().__init__(request)
         self._token_ids: list[int] = []
         self._logprobs: list[float] = []
         self._version = str(version)
         self._num_certain = 0
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens so far."""
-        return len(self._token_ids)
-
     def add(self, chunk: Any) -> SampleOutput | None:
         """Add a chunk; returns the sample if the chunk was its last."""
         meta = chunk["meta_info"]
         triples = meta.get("output_token_logprobs") or []
-        num_new = meta["completion_tokens"] - len(self._token_ids)
+        num_new = meta["completion_tokens"] - self.num_tokens
         if not 0 <= num_new <= len(triples):
             raise ValueError(f"{num_new} new tokens, but {len(triples)} log-probs")
         new = triples[len(triples) - num_new :]
@@ -462,31 +359,26 @@ class _StreamedSample:
             raise ValueError("output_token_logprobs name other tokens than output_ids")
         self._token_ids += new_ids
         self._logprobs += [triple[0] for triple in new]
+        self.num_tokens += num_new
         if reason is not None:
-            return self._finished(reason["type"], meta.get("weight_versions") or [])
-        if self._num_certain + num_new == len(self._token_ids) and meta.get("weight_version") == self._version:
-            self._num_certain = len(self._token_ids)
+            versions = np.full(self.num_tokens, -1, dtype=np.int32)
+            for span in meta.get("weight_versions") or []:
+                versions[span["start"] : span["end"]] = int(span["version"])
+            return self._output(versions, None if is_aborted else FinishReason(reason["type"]))
+        if self._num_certain + num_new == self.num_tokens and meta.get("weight_version") == self._version:
+            self._num_certain = self.num_tokens
         return None
 
     def so_far(self) -> SampleOutput:
-        """The tokens with a certain version, of a sample whose server has failed."""
-        certain = slice(self._num_certain)
-        return SampleOutput(
-            token_ids=np.asarray(self._token_ids[certain], dtype=np.int32),
-            logprobs=np.asarray(self._logprobs[certain], dtype=np.float32),
-            versions=np.full(self._num_certain, int(self._version), dtype=np.int32),
-            finish_reason=None,
-        )
+        """See `RunningSample.so_far`."""
+        return self._output(np.full(self._num_certain, int(self._version), dtype=np.int32), None)
 
-    def _finished(self, reason: str, spans: Sequence[Any]) -> SampleOutput:
-        versions = np.full(len(self._token_ids), -1, dtype=np.int32)
-        for span in spans:
-            versions[span["start"] : span["end"]] = int(span["version"])
+    def _output(self, versions: np.ndarray, finish_reason: FinishReason | None) -> SampleOutput:
         return SampleOutput(
-            token_ids=np.asarray(self._token_ids, dtype=np.int32),
-            logprobs=np.asarray(self._logprobs, dtype=np.float32),
+            token_ids=np.asarray(self._token_ids[: len(versions)], dtype=np.int32),
+            logprobs=np.asarray(self._logprobs[: len(versions)], dtype=np.float32),
             versions=versions,
-            finish_reason=None if reason == "abort" else FinishReason(reason),
+            finish_reason=finish_reason,
         )
 
 

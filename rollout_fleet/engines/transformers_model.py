@@ -9,7 +9,6 @@ import logging
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -25,7 +24,7 @@ from asyncrl.core.types import FinishReason, WeightOffer
 from asyncrl.weights.load import AdaptedModules, ComparedWrites, PublishedAdapter, WeightSource, load_from
 from rollout_fleet.config import SamplingConfig
 
-from .engine import SampleOutput, SampleRequest
+from .engine import RunningSample, SampleOutput, SampleRequest
 from .model_files import ModelFacts
 
 logger = logging.getLogger(__name__)
@@ -34,66 +33,41 @@ _TRIED_LENGTHS = (3, 11, 11)
 _TRIED_TOKENS = 4
 
 
-@dataclass(eq=False, slots=True)
-class AbortFlag:
-    """Tells the generating thread to end a sample. The thread reads it after every token and counts the tokens."""
-
-    is_set: bool = False
-    num_tokens: int = 0
-
-
 class StepRecorder:
-    """Records the log-probs before sampling and the tokens after it, at every step, and ends rows.
+    """Records the log-probs before sampling and the tokens after it, at every step of a batch, and ends rows.
 
-    A row ends with one of ``eos_ids``, at its ``max_new_tokens``, or at the next token after its flag is set. A batch
-    is written in rounds (`begin_round`); each round has the unfinished rows. With ``drops_rows`` a round ends when half
-    of its rows have ended. With ``temperature`` 0 (greedy) log-probs are those of temperature 1.
-    ``on_step`` is called after every step, ``on_first_step`` after the first.
-
-    Attributes:
-        num_tokens: [B] int64, written so far.
-        is_stopped: [B] bool, True where the last token is one of ``eos_ids``.
+    A row ends with one of ``eos_ids``, at its ``max_new_tokens``, or at the next token after its sample is aborted. A
+    batch is written in rounds (`begin_round`); each round has the unfinished rows. With ``drops_rows`` a round ends
+    when half of its rows have ended. At temperature 0 (greedy) log-probs are those of temperature 1. ``on_step`` is
+    called after every step. The recorder is itself the logits processor: transformers inspects the signature of a
+    plain function at every step.
     """
 
     def __init__(
         self,
-        flags: Sequence[AbortFlag],
+        samples: Sequence[RunningSample],
         *,
-        max_new_tokens: Sequence[int],
         eos_ids: Sequence[int],
-        temperature: float,
         drops_rows: bool = False,
         on_step: Callable[[], None] = lambda: None,
-        on_first_step: Callable[[], None] = lambda: None,
     ) -> None:
-        self._flags = flags
-        self._max_new_tokens = torch.tensor(max_new_tokens)
+        self._samples = samples
+        self._max_new_tokens = torch.tensor([sample.request.sampling.max_new_tokens for sample in samples])
         self._eos_ids = torch.tensor(eos_ids, dtype=torch.int64)
-        self._temperature = temperature or 1.0
+        self._temperature = samples[0].request.sampling.temperature or 1.0
         self._drops_rows = drops_rows
-        self._on_step, self._on_first_step = on_step, on_first_step
+        self._on_step = on_step
         self._step_logprobs: Tensor | None = None
         self._token_ids: list[Tensor] = []
         self._logprobs: list[Tensor] = []
-        self._rows = torch.arange(len(flags))
-        self._is_left = torch.ones(len(flags), dtype=torch.bool)
-        self.num_tokens = torch.zeros(len(flags), dtype=torch.int64)
-        self.is_stopped = torch.zeros(len(flags), dtype=torch.bool)
+        self._rows = torch.arange(len(samples))
+        self._is_left = torch.ones(len(samples), dtype=torch.bool)
+        self._is_stopped = torch.zeros(len(samples), dtype=torch.bool)
 
     @property
     def num_steps(self) -> int:
         """T, steps so far."""
         return len(self._token_ids)
-
-    @property
-    def token_ids(self) -> np.ndarray:
-        """[B, T] int32 sampled tokens; values after the end of a row have no meaning."""
-        return torch.stack(self._token_ids, dim=1).to(torch.int32).numpy()
-
-    @property
-    def logprobs(self) -> np.ndarray:
-        """[B, T] float32 log-probs of the sampled tokens."""
-        return torch.stack(self._logprobs, dim=1).numpy()
 
     def begin_round(self) -> Tensor:
         """Begin a round with the unfinished rows; returns [b] int64, their indices in the previous round."""
@@ -101,7 +75,7 @@ class StepRecorder:
         self._rows = self._rows[is_left]
         return is_left.nonzero().squeeze(1)
 
-    def before_sampling(self, logits: Tensor) -> Tensor:
+    def __call__(self, input_ids: Tensor, logits: Tensor) -> Tensor:
         """Keep the log-probs under the temperature for `after_sampling`; returns the [b, V] logits."""
         scaled = logits.float() if self._temperature == 1.0 else logits.float() / self._temperature
         self._step_logprobs = scaled.log_softmax(-1)
@@ -110,36 +84,45 @@ class StepRecorder:
     def after_sampling(self, token_ids: Tensor) -> Tensor:
         """Record the [b, 1] sampled tokens and their log-probs; returns [b] bool, True where a row ends."""
         assert self._step_logprobs is not None
-        rows, new_ids = self._rows, token_ids.squeeze(1).cpu()
-        self._token_ids.append(new_ids.new_zeros(len(self._flags)).index_copy_(0, rows, new_ids))
+        rows, new_ids, num_rows = self._rows, token_ids.squeeze(1).cpu(), len(self._samples)
+        self._token_ids.append(new_ids.new_zeros(num_rows).index_copy_(0, rows, new_ids))
         logprobs = self._step_logprobs.gather(1, token_ids).squeeze(1).cpu()
-        self._logprobs.append(logprobs.new_zeros(len(self._flags)).index_copy_(0, rows, logprobs))
+        self._logprobs.append(logprobs.new_zeros(num_rows).index_copy_(0, rows, logprobs))
         self._on_step()
-        if self.num_steps == 1:
-            self._on_first_step()
+        if self.num_steps == 1:  # every row of a batch has its first token in the same moment
+            for sample in self._samples:
+                if sample.request.on_first_token is not None:
+                    sample.request.on_first_token()
         was_left = self._is_left[rows]
-        self.num_tokens[rows] += was_left
         is_eos = torch.isin(new_ids, self._eos_ids) & was_left
-        self.is_stopped[rows] |= is_eos
-        flags = [self._flags[row] for row in rows.tolist()]
-        for flag, is_writing in zip(flags, was_left.tolist(), strict=True):
-            flag.num_tokens += is_writing
-        is_aborted = torch.tensor([flag.is_set for flag in flags])
+        self._is_stopped[rows] |= is_eos
+        samples = [self._samples[row] for row in rows.tolist()]
+        for sample, is_writing in zip(samples, was_left.tolist(), strict=True):
+            sample.num_tokens += is_writing
+        is_aborted = torch.tensor([sample.is_aborted for sample in samples])
         is_left = was_left & ~(is_eos | is_aborted | (self._max_new_tokens[rows] <= self.num_steps))
         self._is_left[rows] = is_left
         if self._drops_rows and 2 * int(is_left.sum()) <= len(rows):
             is_left = torch.zeros_like(is_left)
         return ~is_left.to(token_ids.device)
 
-
-class _BeforeSampling:
-    """A logits processor. A class, because transformers inspects the signature of a plain function at every step."""
-
-    def __init__(self, recorder: StepRecorder) -> None:
-        self._recorder = recorder
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        return self._recorder.before_sampling(scores)
+    def outputs(self, version: int) -> list[SampleOutput]:
+        """The samples after all rows have ended; every token carries ``version``."""
+        token_ids = torch.stack(self._token_ids, dim=1).to(torch.int32).numpy()
+        logprobs = torch.stack(self._logprobs, dim=1).numpy()
+        versions = np.full(self.num_steps, version, dtype=np.int32)
+        outputs = []
+        for row, sample in enumerate(self._samples):
+            length = sample.num_tokens
+            is_whole = length == sample.request.sampling.max_new_tokens
+            output = SampleOutput(
+                token_ids=token_ids[row, :length],
+                logprobs=logprobs[row, :length],
+                versions=versions[:length],
+                finish_reason=FinishReason.stop if self._is_stopped[row] else FinishReason.length if is_whole else None,
+            )
+            outputs.append(output)
+        return outputs
 
 
 class GenerationModel:
@@ -256,26 +239,18 @@ class GenerationModel:
         writes.check(version)
 
     @torch.inference_mode()
-    def generate(
-        self, requests: Sequence[SampleRequest], flags: Sequence[AbortFlag], version: int
-    ) -> list[SampleOutput]:
-        """Sample all requests in one batch; their sampling options may differ in ``max_new_tokens`` only.
+    def generate(self, samples: Sequence[RunningSample], version: int) -> list[SampleOutput]:
+        """Generate new samples in one batch; their sampling options may differ in ``max_new_tokens`` only.
 
-        ``flags`` and the result are in the order of the requests; ``on_first_token`` is called in this thread. Every
-        token carries ``version``, the policy version of the weights. If padding changes the model's log-probs, prompts
-        of each length get their own batch. With a fixed seed, the samples also depend on which
-        requests share a batch and when each of them ends.
+        The result is in the order of the samples; ``on_first_token`` is called in this thread. Every token carries
+        ``version``, the policy version of the weights. If padding changes the model's log-probs, prompts of each length
+        get their own batch. With a fixed seed, the samples also depend on which requests share a batch and when each of
+        them ends.
         """
-        outputs = {
-            row: output
-            for rows in self._batches(requests)
-            for row, output in zip(
-                rows,
-                self._generate_batch([requests[row] for row in rows], [flags[row] for row in rows], version),
-                strict=True,
-            )
-        }
-        return [outputs[row] for row in range(len(requests))]
+        outputs: dict[int, SampleOutput] = {}
+        for rows in self._batches([sample.request for sample in samples]):
+            outputs.update(zip(rows, self._generate_batch([samples[row] for row in rows], version), strict=True))
+        return [outputs[row] for row in range(len(samples))]
 
     def _batches(self, requests: Sequence[SampleRequest]) -> Iterator[list[int]]:
         """Yield indices of requests that may share a batch.
@@ -293,22 +268,12 @@ class GenerationModel:
                 yield fit or rows
                 rows = [row for row in rows if row not in fit] if fit else []
 
-    def _generate_batch(
-        self, requests: Sequence[SampleRequest], flags: Sequence[AbortFlag], version: int
-    ) -> list[SampleOutput]:
-        """Sample a batch. If the cache can be cut, ended rows are dropped when half of the rows have ended."""
-        sampling = requests[0].sampling
-        max_new_tokens = [request.sampling.max_new_tokens for request in requests]
-        prompts = [request.prompt_ids for request in requests]
-        recorder = StepRecorder(
-            flags,
-            max_new_tokens=max_new_tokens,
-            eos_ids=self._eos_ids,
-            temperature=sampling.temperature,
-            drops_rows=self._cuts_cache,
-            on_step=self._on_step,
-            on_first_step=lambda: _tell_first_tokens(requests),
-        )
+    def _generate_batch(self, samples: Sequence[RunningSample], version: int) -> list[SampleOutput]:
+        """Generate a batch. If the cache can be cut, ended rows are dropped when half of the rows have ended."""
+        sampling = samples[0].request.sampling
+        longest = max(sample.request.sampling.max_new_tokens for sample in samples)
+        prompts = [sample.request.prompt_ids for sample in samples]
+        recorder = StepRecorder(samples, eos_ids=self._eos_ids, drops_rows=self._cuts_cache, on_step=self._on_step)
         (ids, mask), cache = self._left_padded(prompts), self._shared_prefill(prompts)
         while len(rows := recorder.begin_round()):
             if recorder.num_steps:
@@ -321,12 +286,12 @@ class GenerationModel:
                 ids,
                 attention_mask=mask,
                 past_key_values=cache,
-                generation_config=self._generation_config(sampling, max(max_new_tokens) - recorder.num_steps),
-                logits_processor=[_BeforeSampling(recorder)],
+                generation_config=self._generation_config(sampling, longest - recorder.num_steps),
+                logits_processor=[recorder],
                 stopping_criteria=[lambda ids, _, **__: recorder.after_sampling(ids[:, -1:])],
             )
             ids, cache = written.sequences, written.past_key_values
-        return _samples(recorder, max_new_tokens, version)
+        return recorder.outputs(version)
 
     @torch.inference_mode()
     def _check_logprobs(self) -> None:
@@ -374,7 +339,7 @@ class GenerationModel:
     def _difference(self, requests: Sequence[SampleRequest]) -> float:
         """Largest difference, in nats, between log-probs of generation and of a forward pass."""
         largest = 0.0
-        outputs = self.generate(requests, [AbortFlag() for _ in requests], 0)
+        outputs = self.generate([RunningSample(request) for request in requests], 0)
         for request, output in zip(requests, outputs, strict=True):
             tokens = torch.from_numpy(output.token_ids).to(self._device, torch.int64)
             prompt = torch.from_numpy(request.prompt_ids).to(self._device)
@@ -437,26 +402,3 @@ class GenerationModel:
 def _greedy(prompt: np.ndarray, max_new_tokens: int) -> SampleRequest:
     sampling = SamplingConfig(temperature=0.0, max_new_tokens=max_new_tokens)
     return SampleRequest(id="", prompt_ids=prompt, sampling=sampling)
-
-
-def _samples(recorder: StepRecorder, max_new_tokens: Sequence[int], version: int) -> list[SampleOutput]:
-    """The samples of a batch after all rows have ended."""
-    token_ids, logprobs = recorder.token_ids, recorder.logprobs
-    versions = np.full(recorder.num_steps, version, dtype=np.int32)
-    ends = zip(recorder.num_tokens.tolist(), recorder.is_stopped.tolist(), max_new_tokens, strict=True)
-    return [
-        SampleOutput(
-            token_ids=token_ids[row, :length],
-            logprobs=logprobs[row, :length],
-            versions=versions[:length],
-            finish_reason=FinishReason.stop if is_stopped else FinishReason.length if length == most else None,
-        )
-        for row, (length, is_stopped, most) in enumerate(ends)
-    ]
-
-
-def _tell_first_tokens(requests: Sequence[SampleRequest]) -> None:
-    """Every row of a batch has its first token in the same moment."""
-    for request in requests:
-        if request.on_first_token is not None:
-            request.on_first_token()

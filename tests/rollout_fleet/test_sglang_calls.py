@@ -372,14 +372,14 @@ async def test_nothing_is_answered_after_the_engine_has_failed(engine, server):
     server.stream = stream
     running = asyncio.create_task(answers_of(engine, 2))
     await asyncio.sleep(0)
-    engine._failure.fail(EngineError("it holds other weights"))
+    engine.fail(EngineError("it holds other weights"))
     ready.set()
     with pytest.raises(EngineError, match="it holds other weights"):
         await running
 
 
 def test_chunks_are_put_together_with_the_versions_of_the_last():
-    sample = _StreamedSample(3)
+    sample = _StreamedSample(requests_of(1)[0], 3)
     assert sample.add(chunk([5], 1)) is None
     assert sample.add(chunk([6, 7], 3)) is None
     spans = [{"version": "3", "start": 0, "end": 2}, {"version": "4", "start": 2, "end": 4}]
@@ -390,7 +390,7 @@ def test_chunks_are_put_together_with_the_versions_of_the_last():
 
 
 def test_a_sample_that_is_aborted_in_the_queue_repeats_its_tokens_and_counts_them_once():
-    sample = _StreamedSample(3)
+    sample = _StreamedSample(requests_of(1)[0], 3)
     sample.add(chunk([5, 6], 2))
     repeated = [[-0.5, 5, None], [-0.5, 6, None]]
     spans = [{"version": "3", "start": 0, "end": 2}]
@@ -403,7 +403,7 @@ def test_a_sample_that_is_aborted_in_the_queue_repeats_its_tokens_and_counts_the
 @pytest.mark.parametrize("wrong", [chunk([5], 3), chunk([5], 1, triples=[[-0.5, 6, None]])])
 def test_a_chunk_that_lacks_tokens_or_names_others_is_refused(wrong):
     with pytest.raises(ValueError, match=r"log-probs|output_ids"):
-        _StreamedSample(3).add(wrong)
+        _StreamedSample(requests_of(1)[0], 3).add(wrong)
 
 
 async def test_tokens_so_far_are_answered_as_aborted_when_the_server_dies(engine, server):
@@ -446,7 +446,7 @@ async def test_a_sample_that_the_server_loses_fails_the_engine_once_no_other_run
     ],
 )
 def test_of_a_sample_that_did_not_end_only_tokens_whose_version_is_certain_are_kept(later, kept):
-    sample = _StreamedSample(3)
+    sample = _StreamedSample(requests_of(1)[0], 3)
     sample.add(chunk([5], 1))
     for more in later:
         sample.add(more)

@@ -134,7 +134,7 @@ async def test_one_connection_carries_one_batch_of_samples_after_another(client,
             seed=0,
             server=client._server,
         )
-        engine._failure.begin()
+        engine._come_up()
         await engine._client.open()
         for index in range(5):
             request = SampleRequest(id=str(index), prompt_ids=np.array([3]), sampling=SamplingConfig())

@@ -25,10 +25,10 @@ from learner.model_shards import PretrainedShards
 from learner.packed_model import PackedModel
 from learner.roles import ACTOR
 from rollout_fleet.config import EngineDevice, RolloutFleetConfig, SamplingConfig, TransformersConfig
-from rollout_fleet.engines.engine import SampleRequest
+from rollout_fleet.engines.engine import RunningSample, SampleRequest
 from rollout_fleet.engines.model_files import ModelFacts
 from rollout_fleet.engines.transformers import TransformersEngine
-from rollout_fleet.engines.transformers_model import AbortFlag, GenerationModel, StepRecorder
+from rollout_fleet.engines.transformers_model import GenerationModel, StepRecorder
 from tests.support.engine_probes import (
     answer,
     assert_continues,
@@ -110,7 +110,7 @@ def test_equal_prompts_are_read_once_and_rows_that_end_are_dropped_and_no_log_pr
         for row in range(12)
     ]
     sizes = batch_sizes(model)
-    samples = model.generate(requests, [AbortFlag() for _ in requests], 0)
+    samples = model.generate([RunningSample(request) for request in requests], 0)
     for request, sample in zip(requests, samples, strict=True):
         assert (len(sample.token_ids), sample.finish_reason) == (request.sampling.max_new_tokens, FinishReason.length)
         np.testing.assert_allclose(sample.logprobs, forward_logprobs(path, request, sample), atol=1e-4)
@@ -135,18 +135,20 @@ def test_rows_are_dropped_whether_they_end_with_a_token_at_their_length_or_by_an
         SampleRequest(id=str(row), prompt_ids=prompt, sampling=SamplingConfig(max_new_tokens=40 if row % 4 else 9))
         for row, prompt in enumerate(prompts)
     ]
-    flags = [AbortFlag(is_set=row < 5) for row in range(64)]
+    running = [RunningSample(request) for request in requests]
+    for sample in running[:5]:
+        sample.is_aborted = True
     sizes = batch_sizes(model)
-    samples = model.generate(requests, flags, 0)
+    samples = model.generate(running, 0)
     assert sizes[0] == 64
     assert min(sizes) < 16, f"batches of {sizes} rows"
     reasons = [sample.finish_reason for sample in samples]
     assert {*reasons[5:]} == {FinishReason.stop, FinishReason.length}
-    for request, sample, flag in zip(requests, samples, flags, strict=True):
+    for request, sample, asked in zip(requests, samples, running, strict=True):
         is_eos = sample.token_ids < 8
         assert not is_eos[:-1].any()
         assert (sample.finish_reason is FinishReason.stop) == is_eos[-1]
-        if flag.is_set:
+        if asked.is_aborted:
             assert len(sample.token_ids) == 1
         elif not is_eos[-1]:
             assert len(sample.token_ids) == request.sampling.max_new_tokens
@@ -162,7 +164,7 @@ def test_whether_rows_may_be_dropped_is_tried_also_where_a_response_would_end_at
     _, model = model_of("qwen3", tmp_path, eos_ids=range(VOCABULARY))
     assert dropped == [6, 2, 1], "equal prompts share, then rows end"
     dropped.clear()
-    (sample,) = model.generate(requests_of(1, 1, max_new_tokens=8), [AbortFlag()], 0)
+    (sample,) = model.generate([RunningSample(*requests_of(1, 1, max_new_tokens=8))], 0)
     assert (len(sample.token_ids), sample.finish_reason, dropped) == (1, FinishReason.stop, [])
 
 
@@ -179,7 +181,9 @@ def test_a_continuation_near_the_last_position_does_not_fail_beside_a_new_sample
         )
         for length, left in lengths.items()
     ]
-    for request, sample in zip(requests, model.generate(requests, [AbortFlag() for _ in requests], 0), strict=True):
+    for request, sample in zip(
+        requests, model.generate([RunningSample(request) for request in requests], 0), strict=True
+    ):
         assert len(sample.token_ids) == lengths[len(request.prompt_ids)]
         np.testing.assert_allclose(sample.logprobs, forward_logprobs(path, request, sample), atol=1e-4)
 
@@ -325,27 +329,28 @@ def record_batches(engine, monkeypatch):
     sizes = []
     generate = engine._model.generate
 
-    def record(requests, flags, version):
-        sizes.append(len(requests))
-        return generate(requests, flags, version)
+    def record(samples, version):
+        sizes.append(len(samples))
+        return generate(samples, version)
 
     monkeypatch.setattr(engine._model, "generate", record)
     return sizes
 
 
 def test_an_aborted_row_keeps_the_tokens_up_to_the_step_that_saw_the_abort():
-    flags = [AbortFlag() for _ in range(3)]
-    recorder = StepRecorder(flags, max_new_tokens=[9, 9, 9], eos_ids=(), temperature=1.0)
+    samples = [RunningSample(request) for request in requests_of(1, 3, max_new_tokens=9)]
+    recorder = StepRecorder(samples, eos_ids=())
     stops = []
     for step in range(3):
         if step == 1:
-            flags[1].is_set = True
-            flags[2].is_set = True
-        recorder.before_sampling(torch.zeros(3, 5))
+            samples[1].is_aborted = samples[2].is_aborted = True
+        recorder(torch.empty(0), torch.zeros(3, 5))
         stops.append(recorder.after_sampling(torch.zeros(3, 1, dtype=torch.int64)).tolist())
     assert stops == [[False, False, False], [False, True, True], [False, True, True]]
-    assert recorder.num_tokens.tolist() == [3, 2, 2]
-    np.testing.assert_allclose(recorder.logprobs, np.full((3, 3), -np.log(5)), atol=1e-6)
+    outputs = recorder.outputs(4)
+    assert [len(output.token_ids) for output in outputs] == [3, 2, 2]
+    assert outputs[0].versions.tolist() == [4, 4, 4]
+    np.testing.assert_allclose(outputs[0].logprobs, np.full(3, -np.log(5)), atol=1e-6)
 
 
 async def test_each_sample_of_a_batch_tells_of_its_first_token_once_and_before_its_answer(start):
@@ -412,7 +417,7 @@ async def test_a_snapshot_without_a_model_is_refused(start, tmp_path):
 async def test_a_failure_while_generating_ends_the_engine_by_name(start, monkeypatch):
     engine = await start()
 
-    def fail(requests, flags, version):
+    def fail(samples, version):
         raise MemoryError("out of memory")
 
     monkeypatch.setattr(engine._model, "generate", fail)
