@@ -9,15 +9,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.core.errors import WeightsError
-from asyncrl.weights.manifest import (
-    DIGEST_THREADS,
-    DTYPES,
-    DigestThreads,
-    Manifest,
-    Piece,
-    StoredTensor,
-    digest_of,
-)
+from asyncrl.weights.manifest import DTYPES, DigestThreads, Manifest, Piece, StoredTensor
 
 
 def known_dtype(stored: StoredTensor) -> torch.dtype:
@@ -50,7 +42,7 @@ class TensorAssembly:
         self._num_left = {stored.name: stored.num_bytes for stored in self._tensors}
         self._begun: dict[str, Tensor] = {}
         self._added: set[int] = set()
-        self._threads = DigestThreads(DIGEST_THREADS)
+        self._threads = DigestThreads()
 
     def add(self, span: Sequence[Piece], data: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Verify adjacent pieces; yield name and tensor of each tensor that is now complete.
@@ -62,10 +54,14 @@ class TensorAssembly:
         Raises:
             WeightsError: the bytes are not those that were published.
         """
-        first = span[0].start
-        self._verify(span, data)
+        first, view = span[0].start, data.cpu().numpy()
+        wrong = self._threads.wrong(
+            span, lambda piece: view[piece.start - first : piece.start - first + piece.num_bytes]
+        )
         for piece in span:
-            stored = self._tensor_at(piece)
+            stored = self._tensors[bisect_right(self._starts, piece.start) - 1]
+            if piece in wrong:
+                raise WeightsError(f"{self._name}: other bytes of {stored.name} arrived than were published")
             if piece.start in self._added or stored.name not in self._num_left:
                 raise WeightsError(f"{self._name}: bytes of {stored.name} came twice")
             self._added.add(piece.start)
@@ -97,25 +93,6 @@ class TensorAssembly:
     def is_whole(self) -> bool:
         """Whether every tensor was returned."""
         return not self._num_left
-
-    def _tensor_at(self, piece: Piece) -> StoredTensor:
-        return self._tensors[bisect_right(self._starts, piece.start) - 1]
-
-    def _verify(self, span: Sequence[Piece], data: Tensor) -> None:
-        first = span[0].start
-        places = [slice(piece.start - first, piece.start - first + piece.num_bytes) for piece in span]
-        data = data.cpu()
-        parts = [(piece, data[place]) for piece, place in zip(span, places, strict=True)]
-        are_right = map(_is_right, parts) if len(span) == 1 else self._threads.map(_is_right, parts)
-        for piece, is_right in zip(span, are_right, strict=True):
-            if not is_right:
-                name = self._tensor_at(piece).name
-                raise WeightsError(f"{self._name}: other bytes of {name} arrived than were published")
-
-
-def _is_right(part: tuple[Piece, Tensor]) -> bool:
-    piece, data = part
-    return digest_of(data.numpy()) == piece.digest
 
 
 def _shaped(stored: StoredTensor, data: Tensor) -> Tensor:

@@ -37,7 +37,13 @@ def encode(old: np.ndarray, new: np.ndarray, item_bytes: int) -> tuple[int, int,
     if not len(indices):
         return None
     gaps = np.diff(indices, prepend=0)
-    codes = min((_to_codes(gaps, gap_bytes) for gap_bytes in (1, 2)), key=lambda codes: codes.nbytes)
+    encodings: list[np.ndarray] = []
+    for gap_bytes in (1, 2):  # each gap as full codes (the type's largest value) and a remainder below that
+        full = np.iinfo(_INTEGERS[gap_bytes]).max
+        ends = np.cumsum(gaps // full + 1) - 1
+        encodings.append(np.full(ends[-1] + 1, full, dtype=_INTEGERS[gap_bytes]))
+        encodings[-1][ends] = gaps % full
+    codes = min(encodings, key=lambda codes: codes.nbytes)
     if len(indices) * item_bytes + codes.nbytes >= len(new):
         return len(values), 0, new.tobytes()
     return len(indices), codes.itemsize, values[indices].tobytes() + codes.tobytes()
@@ -61,7 +67,7 @@ def decode(change: Change, data: bytes, place: np.ndarray) -> None:
         values[:] = new
     else:
         codes = np.frombuffer(data[size:], dtype=_INTEGERS[change.gap_bytes])
-        values[_to_indices(codes)] = new
+        values[np.cumsum(codes, dtype=np.int64)[codes != np.iinfo(codes.dtype).max]] = new
 
 
 def write_delta(
@@ -137,16 +143,3 @@ def apply_delta(manifest: Manifest, image: np.ndarray) -> None:
             f"{paths[wrong[0].file]} does not turn policy version {delta.base.version} into the published one: "
             f"{len(wrong)} of {len(delta.changes)} changed pieces differ, the first begins at byte {wrong[0].start}"
         )
-
-
-def _to_codes(gaps: np.ndarray, gap_bytes: int) -> np.ndarray:
-    """Encode each gap as full codes (the type's largest value) and a remainder below that."""
-    full = np.iinfo(_INTEGERS[gap_bytes]).max
-    ends = np.cumsum(gaps // full + 1) - 1
-    codes = np.full(ends[-1] + 1, full, dtype=_INTEGERS[gap_bytes])
-    codes[ends] = gaps % full
-    return codes
-
-
-def _to_indices(codes: np.ndarray) -> np.ndarray:
-    return np.cumsum(codes, dtype=np.int64)[codes != np.iinfo(codes.dtype).max]

@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast
@@ -30,16 +31,7 @@ from asyncrl.core.errors import WeightsError
 from asyncrl.core.types import Carrier, WeightOffer
 from asyncrl.weights.assembly import known_dtype
 from asyncrl.weights.carriers import load_limit_s
-from asyncrl.weights.manifest import (
-    CACHED_BYTES,
-    DIGEST_THREADS,
-    DigestThreads,
-    Manifest,
-    Piece,
-    digest_of,
-    map_file,
-    read_manifest,
-)
+from asyncrl.weights.manifest import CACHED_BYTES, DigestThreads, Manifest, Piece, map_file, read_manifest
 from asyncrl.weights.rounds import MAX_ROUNDS
 from asyncrl.weights.stream import ArrivingWeights, RoundFailed
 
@@ -163,7 +155,7 @@ class FileWeights:
         self._maps = [map_file(Path(self.manifest.directory, name)) for name in self.manifest.files]
         self._pieces = {(piece.file, piece.start): piece for piece in self.manifest.pieces}
         self._verified: set[Piece] = set()
-        self._threads = DigestThreads(DIGEST_THREADS)
+        self._threads = DigestThreads()
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield name and tensor, a view of the file. Raises `WeightsError` for a type that torch does not have."""
@@ -214,8 +206,7 @@ class FileWeights:
             WeightsError: bytes differ from the published ones; the message names the first tensor.
         """
         left = [piece for piece in self.manifest.pieces if piece not in self._verified]
-        is_right = self._threads.map(self._is_right, left)
-        if wrong := [piece for piece, right in zip(left, is_right, strict=True) if not right]:
+        if wrong := self._threads.wrong(left, self._bytes_of):
             names = sorted({self.manifest.tensor_at(piece).name for piece in wrong})
             raise WeightsError(
                 f"{self._name}: {self.manifest.directory} holds other bytes than were published: "
@@ -227,15 +218,14 @@ class FileWeights:
         """The mapping stays while tensors view it."""
 
     def _copy(self, piece: Piece, target: np.ndarray) -> bool:
-        source, digest = self._maps[piece.file][piece.start : piece.start + piece.num_bytes], xxhash.xxh3_128()
+        source, digest = self._bytes_of(piece), xxhash.xxh3_128()
         for start in range(0, piece.num_bytes, CACHED_BYTES):
             target[start : start + CACHED_BYTES] = source[start : start + CACHED_BYTES]
             digest.update(cast("Buffer", target[start : start + CACHED_BYTES]))
         return digest.hexdigest() == piece.digest
 
-    def _is_right(self, piece: Piece) -> bool:
-        data = self._maps[piece.file]
-        return digest_of(data[piece.start : piece.start + piece.num_bytes]) == piece.digest
+    def _bytes_of(self, piece: Piece) -> np.ndarray:
+        return self._maps[piece.file][piece.start : piece.start + piece.num_bytes]
 
 
 class PublishedAdapter:
@@ -305,7 +295,7 @@ class AdaptedModules:
             for name, down, up, scale in layers:
                 targets[f"{name} A"].copy_(down)
                 targets[f"{name} B"].copy_(up)
-                hook = _added_by(targets[f"{name} A"], targets[f"{name} B"], scale)
+                hook = partial(_add, targets[f"{name} A"], targets[f"{name} B"], scale)
                 self._hooks.append(modules[name].register_forward_hook(hook))
         writes.check(version)
 
@@ -316,13 +306,9 @@ class AdaptedModules:
         self._hooks.clear()
 
 
-def _added_by(down: Tensor, up: Tensor, scale: float) -> Any:
-    """Return a forward hook that adds scale · B A x."""
-
-    def add(_module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        return output + scale * F.linear(F.linear(inputs[0], down), up)
-
-    return add
+def _add(down: Tensor, up: Tensor, scale: float, _: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    """Add scale · B A x: a forward hook."""
+    return output + scale * F.linear(F.linear(inputs[0], down), up)
 
 
 @contextmanager

@@ -11,14 +11,14 @@ import json
 import mmap
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
 import numpy as np
-import orjson
 import xxhash
 from typing_extensions import Buffer
 
@@ -196,11 +196,7 @@ class Manifest:
             WeightsError: some bytes of a tensor have no digest.
         """
         self._check_coverage()
-        written = replace(self, directory=_seen_from(path.parent, self.directory))
-        if needs := self.delta or self.adapter:
-            base = replace(needs.base, manifest=_seen_from(path.parent, needs.base.manifest))
-            written = replace(written, **{self.kind: replace(needs, base=base)})
-        content = orjson.dumps(written)
+        content = msgspec.json.encode(self.with_paths(lambda other: _seen_from(path.parent, other)))
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
             file.write(content)
         Path(file.name).replace(path)
@@ -212,6 +208,14 @@ class Manifest:
             kind=self.kind,
             base_version=None if self.base is None else self.base.version,
         )
+
+    def with_paths(self, change: Callable[[str], str]) -> Manifest:
+        """Return the manifest with other paths of its folder and of its base's manifest."""
+        changed = replace(self, directory=change(self.directory))
+        if needs := self.delta or self.adapter:
+            base = replace(needs.base, manifest=change(needs.base.manifest))
+            changed = replace(changed, **{self.kind: replace(needs, base=base)})
+        return changed
 
     def _check_coverage(self) -> None:
         ends = {(piece.file, piece.start): piece.start + piece.num_bytes for piece in self.pieces}
@@ -246,6 +250,15 @@ class DigestThreads(ThreadPoolExecutor):
 
     submit = ThreadPoolExecutor.submit
 
+    def __init__(self) -> None:
+        super().__init__(DIGEST_THREADS)
+
+    def wrong(self, pieces: Sequence[Piece], bytes_of: Callable[[Piece], np.ndarray]) -> list[Piece]:
+        """Return the pieces whose bytes, [bytes] uint8, are not those that were published."""
+        mapped = map if len(pieces) == 1 else self.map  # a thread would take longer to wake
+        are_right = mapped(lambda piece: digest_of(bytes_of(piece)) == piece.digest, pieces)
+        return [piece for piece, is_right in zip(pieces, are_right, strict=True) if not is_right]
+
 
 def read_manifest(offer: WeightOffer) -> Manifest:
     """Read the manifest of an offer.
@@ -264,35 +277,14 @@ def parse_manifest(offer: WeightOffer, content: bytes) -> Manifest:
             f"{offer.name}: {offer.manifest} is not the manifest that was offered: its digest is "
             f"{digest_of(content)}, expected {offer.digest}"
         )
-    fields, folder = orjson.loads(content), Path(offer.manifest).parent
-    delta, adapter = fields["delta"], fields["adapter"]
-    for name in (*fields["files"], *(delta or {"files": ()})["files"]):
+    manifest, folder = msgspec.json.decode(content, type=Manifest), Path(offer.manifest).parent
+    for name in (*manifest.files, *(() if manifest.delta is None else manifest.delta.files)):
         if not is_bare_name(name):
             raise WeightsError(
                 f"{offer.name}: {offer.manifest} names the file {name!r:.80}, expected a name without a folder; the "
                 "manifest was not written by a learner of this release"
             )
-    if delta is not None:
-        delta = Delta(
-            base=_base_of(delta, folder),
-            files=tuple(delta["files"]),
-            changes=tuple(Change(**entry) for entry in delta["changes"]),
-        )
-    if adapter is not None:
-        layers = tuple(AdaptedLayer(**entry) for entry in adapter["layers"])
-        adapter = Adapter(base=_base_of(adapter, folder), layers=layers)
-    return Manifest(
-        directory=os.path.normpath(folder / fields["directory"]),
-        files=tuple(fields["files"]),
-        tensors=tuple(StoredTensor(**{**entry, "shape": tuple(entry["shape"])}) for entry in fields["tensors"]),
-        pieces=tuple(Piece(**entry) for entry in fields["pieces"]),
-        delta=delta,
-        adapter=adapter,
-    )
-
-
-def _base_of(fields: dict[str, Any], folder: Path) -> WeightOffer:
-    return WeightOffer(**{**fields["base"], "manifest": os.path.normpath(folder / fields["base"]["manifest"])})
+    return manifest.with_paths(lambda other: os.path.normpath(folder / other))
 
 
 def map_file(path: Path) -> np.ndarray:

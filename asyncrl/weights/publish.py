@@ -78,11 +78,25 @@ class WeightPublisher:
         self._adapter: Adapter | None = None
         if self._options.adapters and shards.has_adapters:
             self._publish_adapters_alone()
-        self._check_alike()
+        # Only rank 0 read the checkpoint's files; the other ranks know the class.
+        heads = digest_of(self._layout.head + (b"" if self._frozen is None else self._frozen.head))
+        if len(set(shards.gather(heads, str))) > 1:
+            raise WeightsError(
+                f"the ranks have different layouts of {shards.name}: the names in its checkpoint are not those of its "
+                "class; save the model once with the installed transformers, and start from that checkpoint"
+            )
         self._is_elsewhere = False
         self._sender: WeightSender | None = None
         if self._options.carrier != Carrier.folder:
-            self._sender = self._make_sender()
+            if self._is_first:
+                self._sender = WeightSender(self._options, rank=0, num_ranks=shards.num_ranks)
+            place = (socket.gethostname(), None if self._sender is None else self._sender.address)
+            host, address = shards.gather(place, tuple[str, ChannelAddress | None])[0]
+            if self._sender is None:
+                self._sender = WeightSender(
+                    self._options, rank=shards.rank, num_ranks=shards.num_ranks, address=address
+                )
+            self._is_elsewhere = place[0] != host  # such a rank needs no folder once it holds a version
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="publish")
         self._count = 0
         self._ready: Future[list[RankPart]] = self._thread.submit(self._prepare)
@@ -140,24 +154,6 @@ class WeightPublisher:
         # The frozen weights are published with the first version.
         self._adapter = Adapter(base=WeightOffer(version=FROZEN, manifest="", digest="", num_bytes=0), layers=layers)
 
-    def _check_alike(self) -> None:
-        """Compare the layouts of all ranks. Only rank 0 read the checkpoint's files; others know the class."""
-        frozen = b"" if self._frozen is None else self._frozen.head
-        if len(set(self._shards.gather(digest_of(self._layout.head + frozen), str))) > 1:
-            raise WeightsError(
-                f"the ranks have different layouts of {self._shards.name}: the names in its checkpoint are not those "
-                "of its class; save the model once with the installed transformers, and start from that checkpoint"
-            )
-
-    def _make_sender(self) -> WeightSender:
-        """Make this rank's sender. Ranks on other hosts than rank 0 need no folder once they hold a version."""
-        rank, num_ranks, options = self._shards.rank, self._shards.num_ranks, self._options
-        sender = WeightSender(options, rank=0, num_ranks=num_ranks) if self._is_first else None
-        place = (socket.gethostname(), None if sender is None else sender.address)
-        places = self._shards.gather(place, tuple[str, ChannelAddress | None])
-        self._is_elsewhere = place[0] != places[0][0]
-        return sender or WeightSender(options, rank=rank, num_ranks=num_ranks, address=places[0][1])
-
     # On the thread
 
     def _prepare(self) -> list[RankPart]:
@@ -184,17 +180,16 @@ class WeightPublisher:
 
     def _remove_old(self) -> None:
         versions = sorted(path for path in self._directory.iterdir() if _SNAPSHOT.fullmatch(path.name))
+        data_file = DATA_FILE if self._frozen is None else ADAPTER_FILE
         first_kept = max(0, len(versions) - self._keep)
-        while first_kept > 0 and not self._can_be_first(versions[first_kept]):
+        while first_kept > 0:  # the first kept version has no base, and engines need no older one
+            first = versions[first_kept]
+            is_needed = self._is_shown and first.name > _folder_name(self._oldest)
+            if not is_needed and (self._options.full_every == 1 or (first / data_file).exists()):
+                break
             first_kept -= 1
         for old in versions[:first_kept]:
             shutil.rmtree(old)
-
-    def _can_be_first(self, version: Path) -> bool:
-        """Return whether engines need no older version, and this version has no base."""
-        data_file = DATA_FILE if self._frozen is None else ADAPTER_FILE
-        is_full = self._options.full_every == 1 or (version / data_file).exists()
-        return (not self._is_shown or version.name <= _folder_name(self._oldest)) and is_full
 
     def _describe(self, part: RankPart) -> None:
         """Write the JSON files beside the weights, which are the same for every version."""

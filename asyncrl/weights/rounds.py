@@ -258,8 +258,8 @@ class RoundCoordinator:
                     self._take(writer, msgspec.msgpack.decode(message))
                 except (KeyError, TypeError, ValueError) as error:
                     logger.warning("%.100r on the channel of weights is ignored: %r", message, error)
-        except (EOFError, OSError):
-            pass  # the connection ended, or a stranger was silent
+        except (EOFError, OSError, asyncio.CancelledError):
+            pass  # the connection or the coordinator ended, or a stranger was silent
         finally:
             writer.close()
 

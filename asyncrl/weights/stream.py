@@ -53,7 +53,7 @@ from asyncrl.core.types import Carrier, WeightOffer
 from asyncrl.weights import rounds
 from asyncrl.weights.assembly import TensorAssembly
 from asyncrl.weights.carriers import HOST_WINDOW_S, PublishOptions, load_limit_s
-from asyncrl.weights.manifest import Manifest, Piece, digest_of, parse_manifest, read_manifest, safetensors_header
+from asyncrl.weights.manifest import DigestThreads, Manifest, Piece, parse_manifest, read_manifest, safetensors_header
 from asyncrl.weights.rounds import (
     MAX_ROUNDS,
     ChannelAddress,
@@ -436,16 +436,23 @@ def _receive_files(store: RoundStore, offer: WeightOffer, folder: Path, index: i
                     wait()
         return local
     data = new_data_file(folder, manifest)
-    with round_groups(store, range(len(this.shares)), index=1 + index) as groups:
-        arrived: list[list[Piece]] = []
+    view = data.numpy()
+
+    def check(pieces: Sequence[Piece]) -> None:
+        wrong = threads.wrong(pieces, lambda piece: view[piece.start : piece.start + piece.num_bytes])
+        if wrong:
+            raise WeightsError(f"{offer.name}: other bytes of {manifest.tensor_at(wrong[0]).name} arrived")
+
+    with DigestThreads() as threads, round_groups(store, range(len(this.shares)), index=1 + index) as groups:
+        arrived: list[Piece] = []
         for row in zip_longest(*parts_of(this, manifest)):
             spans = [(group, span) for group, span in zip(groups, row, strict=True) if span]
             waits = [group.broadcast(data[slice(*range_of(span))]) for group, span in spans]
-            _check(offer, manifest, data, arrived)  # verify the previous row while the broadcasts of this row run
+            check(arrived)  # verify the previous row while the broadcasts of this row run
             for wait in waits:
                 wait()
-            arrived = [span for _, span in spans]
-        _check(offer, manifest, data, arrived)
+            arrived = [piece for _, span in spans for piece in span]
+        check(arrived)
     # A delta was sent as the full version that it results in.
     return replace(local, kind="full", base_version=None) if offer.kind == "delta" else local
 
@@ -468,13 +475,6 @@ def new_file(path: Path, size: int) -> Tensor:
         except OSError as error:
             raise WeightsError(f"no room for {size} bytes of weights in {path.parent}: {error}; free some") from error
         return torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=torch.uint8)
-
-
-def _check(offer: WeightOffer, manifest: Manifest, data: Tensor, spans: Sequence[Sequence[Piece]]) -> None:
-    view = data.numpy()
-    for piece in (piece for span in spans for piece in span):
-        if digest_of(view[piece.start : piece.start + piece.num_bytes]) != piece.digest:
-            raise WeightsError(f"{offer.name}: other bytes of {manifest.tensor_at(piece).name} arrived")
 
 
 class RoundFailed(WeightsError):

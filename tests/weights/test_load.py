@@ -182,7 +182,7 @@ def test_an_error_of_a_copy_in_a_thread_is_raised_by_the_load(offer_of):
 
 def test_other_threads_and_digest_threads_still_use_pools_during_a_load():
     before, this_thread = ThreadPoolExecutor.submit, threading.get_ident()
-    with DigestThreads(1) as digests, ThreadPoolExecutor(1) as models, submissions_run_at_once():
+    with DigestThreads() as digests, ThreadPoolExecutor(1) as models, submissions_run_at_once():
         assert models.submit(threading.get_ident).result() == this_thread
         other_thread = digests.submit(threading.get_ident).result()
         assert this_thread not in {other_thread, *digests.map(lambda _: threading.get_ident(), range(2))}

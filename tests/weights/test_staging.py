@@ -348,9 +348,9 @@ class NetworkLearner(Learner):
         self.sender = WeightSender(options, rank=0, num_ranks=1)
         self.deltas_sent, send = [], self.sender._send
 
-        async def noted(this, address):
+        def noted(this):
             self.deltas_sent.append(this.is_delta)
-            return await send(this, address)
+            return send(this)
 
         self.sender._send = noted
 
