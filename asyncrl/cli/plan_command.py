@@ -20,9 +20,18 @@ from typing import Any
 from asyncrl.cli.compose import read_config
 from asyncrl.core.errors import AsyncRLError
 from asyncrl.metrics.records import write_json
-from asyncrl.planner.advice import MAX_REPLAY_ERROR, advise, misses
 from asyncrl.planner.calibration import Calibration, calibrate
-from asyncrl.planner.choices import NUM_REPLICATES, Choices, Prediction, RunPlan, make_plan, splits_of
+from asyncrl.planner.choices import (
+    MAX_REPLAY_ERROR,
+    NUM_REPLICATES,
+    Choices,
+    Prediction,
+    RunPlan,
+    advise,
+    make_plan,
+    misses,
+    splits_of,
+)
 from asyncrl.planner.scenario import Scenario, load_spec
 from asyncrl.profile.report import Advice, advice_file
 from asyncrl.profile.trace import FOLDER, Trace
@@ -154,7 +163,7 @@ def _advised(run_dir: Path, calibration: Calibration, options: argparse.Namespac
     advice = advise(
         calibration.scenario,
         measured_step_s=calibration.step_s,
-        health=calibration.health,
+        num_faults=calibration.num_faults,
         seed=options.seed,
         keep_split=options.keep_split,
     )

@@ -11,13 +11,13 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from statistics import fmean, median
 
 import numpy as np
 
 from asyncrl.config import RunConfig
 from asyncrl.core.record import GroupEvent, LevelName, Pool, SpanKind
-from asyncrl.planner.advice import Health
 from asyncrl.planner.scenario import EngineModel, HostModel, LearnerModel, LengthModel, Scenario, configured
 from asyncrl.profile.trace import GroupLife, Span, Stamp, Trace
 from learner.config import Device
@@ -42,14 +42,14 @@ class Calibration:
         scenario: The speeds and lengths of the run, with the options of the run.
         step_s: Measured seconds per step.
         lag_mean: Measured mean lag of the trained groups.
-        health: The faults of the run.
+        num_faults: Number of failed attempts, of engines that are down at the end, and of lost records.
         notes: Values that the record does not show, as sentences.
     """
 
     scenario: Scenario
     step_s: float
     lag_mean: float
-    health: Health
+    num_faults: int
     notes: tuple[str, ...] = ()
 
 
@@ -79,18 +79,20 @@ def calibrate(trace: Trace, config: RunConfig) -> Calibration:
         ask_s=GATHER_S,
         equal_rewards=reading.equal_rewards(),
     )
-    if _shares_host(config):
-        scenario = reading.on_host(scenario)
+    fleet = config.rollout_fleet
+    is_in_process = fleet.engine is EngineKind.transformers and fleet.device is not EngineDevice.cuda
+    if is_in_process and config.learner.device is Device.cpu and config.placement.num_nodes == 1:
+        scenario = reading.on_host(scenario)  # engines and ranks compute on the CPU cores of one host
     return Calibration(
         scenario=scenario,
         step_s=(steps[-1].end - steps[first].start) / _NS / (len(steps) - first),
         lag_mean=fmean(life.lag for life in reading.trained),
-        health=reading.health(),
+        num_faults=reading.num_faults(),
         notes=tuple(reading.notes),
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class _Batch:
     """A batch of an in-process engine.
 
@@ -99,8 +101,7 @@ class _Batch:
         end: Time when its groups were finished, in nanoseconds.
         num_samples: Number of samples in the batch.
         longest: Tokens of its longest sample.
-        token_s: Duration of a decoding step.
-        fixed_s: Duration of the batch without its decoding steps.
+        token_s: Seconds of a decoding step. Without stamps of first tokens, the whole batch counts as decoding.
     """
 
     start: int
@@ -108,30 +109,27 @@ class _Batch:
     num_samples: int
     longest: int
     token_s: float
-    fixed_s: float
 
     @property
     def duration_s(self) -> float:
         """Seconds from start to end."""
         return (self.end - self.start) / _NS
 
+    @property
+    def fixed_s(self) -> float:
+        """Seconds of the batch without its decoding steps."""
+        return max(0.0, self.duration_s - self.longest * self.token_s)
+
     @classmethod
     def of(cls, lives: Sequence[GroupLife], start: int, end: int) -> _Batch:
-        """Create the batch of some groups. Without stamps of their first tokens, the whole batch counts as decoding."""
-        stored = [stamp for life in lives if (stamp := life.last(GroupEvent.stored)) is not None]
-        longest = max(max(stamp.details["lengths"]) for stamp in stored)
+        """Create the batch of some groups."""
+        lengths = [stamp.details["lengths"] for life in lives if (stamp := life.last(GroupEvent.stored)) is not None]
+        longest = max(map(max, lengths))
         firsts = [time for life in lives if (time := life.time(GroupEvent.first_token)) is not None]
         token_s = (end - start) / _NS / longest
         if longest > 1 and firsts and start < max(firsts) < end:
             token_s = (end - max(firsts)) / _NS / (longest - 1)
-        return cls(
-            start=start,
-            end=end,
-            num_samples=sum(len(stamp.details["lengths"]) for stamp in stored),
-            longest=longest,
-            token_s=token_s,
-            fixed_s=max(0.0, (end - start) / _NS - longest * token_s),
-        )
+        return cls(start, end, sum(map(len, lengths)), longest, token_s)
 
 
 class _Reading:
@@ -189,11 +187,10 @@ class _Reading:
         gaps = [max(0, end - start) / _NS for start, end in times if start is not None and end is not None]
         return fmean(gaps) if gaps else 0.0
 
-    def health(self) -> Health:
-        """Count the faults: failed attempts, engines that are down now, lost records."""
+    def num_faults(self) -> int:
+        """Count the failed attempts, the engines that are down now, and the lost records."""
         failed = sum(stamp.details.get("reason") in _FAILURES for stamp in self._trace.stamps)
-        down = sum(span.is_open for span in self._trace.spans_of(SpanKind.down))
-        return Health(num_errors=failed, num_fenced=down, num_dropped=self._trace.num_dropped)
+        return failed + sum(span.is_open for span in self._trace.spans_of(SpanKind.down)) + self._trace.num_dropped
 
     # The host
 
@@ -210,7 +207,14 @@ class _Reading:
             return scenario
         loads = [(s.start, s.end) for s in self._during(SpanKind.pause)]
         batches = [(batch.start, batch.end) for batch in self._batches]
-        load_s, settle_s, batch_s = fair_shares(loads, self._settles(), batches)
+        settles: dict[str, list[tuple[int, int]]] = defaultdict(list)
+        for life in self.trained:
+            last, stored = life.last(GroupEvent.last_token), life.time(GroupEvent.stored)
+            if last is not None and stored is not None and stored > last.time:
+                settles[last.lane].append((last.time, stored))
+        # The event loop of a worker settles its groups one by one: a single activity.
+        settled = [span for lane in settles.values() for span in united(lane)]
+        load_s, settle_s, batch_s = fair_shares(loads, settled, batches)
         waited_s = sum(batch.duration_s for batch in self._batches) - batch_s
         engine, learner = scenario.engine, scenario.learner
         used = min(1.0, rank_s / self._step_s)  # the rank's share of its core; other processes used the rest
@@ -232,15 +236,6 @@ class _Reading:
                 step_s=self._cpu_s(Pool.controller),
             ),
         )
-
-    def _settles(self) -> list[tuple[int, int]]:
-        """The periods when each worker's event loop settled groups. It settles them one by one: a single activity."""
-        spans: dict[str, list[tuple[int, int]]] = defaultdict(list)
-        for life in self.trained:
-            first, stored = life.last(GroupEvent.last_token), life.time(GroupEvent.stored)
-            if first is not None and stored is not None and stored > first.time:
-                spans[first.lane].append((first.time, stored))
-        return [span for lane in spans.values() for span in united(lane)]
 
     def _cpu_s(self, pool: str) -> float:
         """CPU seconds per step of the processes of a pool; 0 if the record has none."""
@@ -383,7 +378,9 @@ class _Reading:
         batches = []
         for lane, groups in ends.items():
             free_at = 0
-            for batch in _by_moment(sorted(groups, key=lambda group: group[0])):
+            groups.sort(key=lambda group: group[0])
+            gaps = [at for at in range(1, len(groups)) if groups[at][0] - groups[at - 1][0] >= _SAME_MOMENT_NS]
+            for batch in (groups[first:last] for first, last in pairwise([0, *gaps, len(groups)])):
                 end, lives = batch[0][0], [life for _, life in batch]
                 pauses = [s.end for s in self._trace.spans_of(SpanKind.pause, lane) if free_at <= s.end < end]
                 start = max([free_at, *pauses, *(life.time(GroupEvent.lease) or 0 for life in lives)])
@@ -393,16 +390,12 @@ class _Reading:
         return batches
 
     def _mean_level(self, name: str, lane: str, start: int, end: int) -> float:
-        changes = self._trace.levels_of(name, lane)
-        index = bisect_right(changes, start, key=lambda change: change.time)
-        value = changes[index - 1].value if index else 0
-        total, since = 0, start
-        for change in changes[index:]:
-            if change.time >= end:
-                break
-            total += value * (change.time - since)
-            value, since = change.value, change.time
-        return (total + value * (end - since)) / (end - start)
+        levels = self._trace.levels_of(name, lane)
+        first, last = (bisect_right(levels, time, key=lambda level: level.time) for time in (start, end - 1))
+        inside = levels[first:last]
+        values = [levels[first - 1].value if first else 0, *(level.value for level in inside)]
+        times = pairwise([start, *(level.time for level in inside), end])
+        return sum(value * (after - at) for value, (at, after) in zip(values, times, strict=True)) / (end - start)
 
     def _prefill_s_per_token(self) -> float:
         """Seconds to recompute the KV cache of one token after an update.
@@ -458,30 +451,12 @@ def united(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     return united
 
 
-def _shares_host(config: RunConfig) -> bool:
-    """Whether engines and ranks compute on the CPU cores of one host."""
-    fleet = config.rollout_fleet
-    is_in_process = fleet.engine is EngineKind.transformers and fleet.device is not EngineDevice.cuda
-    return is_in_process and config.learner.device is Device.cpu and config.placement.num_nodes == 1
-
-
 def _seconds(span: Span) -> float:
     return (span.end - span.start) / _NS
 
 
 def _wall_s(spans: Sequence[Span]) -> float:
     return (max(span.end for span in spans) - min(span.start for span in spans)) / _NS
-
-
-def _by_moment(groups: Sequence[tuple[int, GroupLife]]) -> list[list[tuple[int, GroupLife]]]:
-    """Split groups, sorted by their ends, into batches that ended at the same time."""
-    batches: list[list[tuple[int, GroupLife]]] = []
-    for group in groups:
-        if batches and group[0] - batches[-1][-1][0] < _SAME_MOMENT_NS:
-            batches[-1].append(group)
-        else:
-            batches.append([group])
-    return batches
 
 
 def _line(loads: Sequence[float], times: Sequence[float]) -> tuple[float, float]:

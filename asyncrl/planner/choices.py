@@ -1,7 +1,8 @@
-"""Simulates every choice of options and recommends one.
+"""Simulates every choice of options and recommends one; `advise` finds the best change of one option of a run.
 
 The fastest choice is not always the best one, because staleness slows learning. `recommend` takes the choice with the
-smallest lag among the choices that are as fast as the fastest one and train on the same batch size.
+smallest lag among the choices that are as fast as the fastest one and train on the same batch size. Removing one cause
+of waiting exposes the next one: `advise` does not add up idle times, it simulates the whole run for each change.
 """
 
 from __future__ import annotations
@@ -18,13 +19,19 @@ import numpy as np
 from asyncrl.core.errors import ReplayBufferError
 from asyncrl.planner.scenario import Scenario, overrides
 from asyncrl.planner.simulator import Outcome, simulate
+from asyncrl.profile.report import Advice
 from buffer.config import OnStale
 
 NUM_REPLICATES = 8
 """Number of simulations for the interval of one choice, each with resampled response lengths."""
 AS_FAST = 0.02
 """A choice counts as fast as the fastest one if its step time is at most this share longer."""
-_LOW, _HIGH = 0.05, 0.95
+MIN_GAIN = 0.03
+"""Smallest predicted gain that is worth a change, as a share of the step time."""
+MAX_REPLAY_ERROR = 0.2
+"""Largest error of the replay, as a share of the measured step time. There is no advice above it."""
+_REPLICATES = 3
+"""Number of simulations for the interval of a change, for advice."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,27 +54,17 @@ class Choices:
 
     def of(self, base: Scenario) -> Iterator[Scenario]:
         """Every valid choice, including the scenario itself."""
-        seen = set()
-        for (engines, ranks), max_lag, batch, publish_every, on_stale in product(
-            self.splits or [(base.num_engines, base.num_ranks)],
-            sorted({*self.max_lag, base.max_lag}),
-            self.groups_per_step or [base.groups_per_step],
-            sorted({*self.publish_every, base.publish_every}),
-            dict.fromkeys([base.on_stale, *self.on_stale]),
-        ):
-            key = engines, ranks, max_lag, batch, publish_every, on_stale
-            if publish_every > max_lag + 1 or key in seen:
-                continue
-            seen.add(key)
-            yield replace(
-                base,
-                num_engines=engines,
-                num_ranks=ranks,
-                max_lag=max_lag,
-                groups_per_step=batch,
-                publish_every=publish_every,
-                on_stale=on_stale,
-            )
+        values = {
+            "split": dict.fromkeys(self.splits or [(base.num_engines, base.num_ranks)]),
+            "max_lag": sorted({*self.max_lag, base.max_lag}),
+            "groups_per_step": dict.fromkeys(self.groups_per_step or [base.groups_per_step]),
+            "publish_every": sorted({*self.publish_every, base.publish_every}),
+            "on_stale": dict.fromkeys([base.on_stale, *self.on_stale]),
+        }
+        for (engines, ranks), *chosen in product(*values.values()):
+            options = dict(zip([*values][1:], chosen, strict=True))
+            if options["publish_every"] <= options["max_lag"] + 1:
+                yield replace(base, num_engines=engines, num_ranks=ranks, **options)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,26 +90,21 @@ class Prediction:
 
     def to_dict(self, base: Scenario) -> dict[str, Any]:
         """The prediction as plain values for JSON."""
-        scenario, outcome = self.scenario, self.outcome
+        options = {name: getattr(self.scenario, name) for name in _SHOWN_OPTIONS}
+        outcome = {name: getattr(self.outcome, name) for name in _SHOWN_FIGURES}
         return {
-            "overrides": overrides(scenario, base),
-            "num_engines": scenario.num_engines,
-            "num_ranks": scenario.num_ranks,
-            "groups_per_step": scenario.groups_per_step,
-            "max_lag": scenario.max_lag,
-            "publish_every": scenario.publish_every,
-            "on_stale": str(scenario.on_stale),
-            "step_s": outcome.step_s,
+            "overrides": overrides(self.scenario, base),
+            **options,
+            "on_stale": str(self.scenario.on_stale),
+            **outcome,
             "step_s_interval": list(self.step_s),
-            "tokens_per_s": outcome.tokens_per_s,
-            "lag_mean": outcome.lag_mean,
             "lag_mean_interval": list(self.lag_mean),
-            "lag_histogram": {str(lag): share for lag, share in outcome.lag_histogram.items()},
-            "learner_idle": dict(outcome.learner_idle),
-            "fleet_idle": dict(outcome.fleet_idle),
-            "stored_bytes": outcome.stored_bytes,
-            "dropped": outcome.dropped,
+            "lag_histogram": {str(lag): share for lag, share in self.outcome.lag_histogram.items()},
         }
+
+
+_SHOWN_OPTIONS = ("num_engines", "num_ranks", "groups_per_step", "max_lag", "publish_every")
+_SHOWN_FIGURES = (*("step_s", "tokens_per_s", "lag_mean", "learner_idle", "fleet_idle", "stored_bytes", "dropped"),)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,22 +230,93 @@ def splits_of(base: Scenario) -> list[tuple[int, int]]:
     """Ways to divide the devices between engines and ranks, including the present way."""
     total, size = base.num_devices, base.devices_per_engine
     candidates = ((engines, total - engines * size) for engines in range(1, (total - 1) // size + 1))
-    possible = [split for split in candidates if can_have_ranks(base, split[1])]
+    possible = [split for split in candidates if _can_have_ranks(base, split[1])]
     if len(possible) > 9:  # nine points show the shape of the curve
         possible = [possible[round(place * (len(possible) - 1) / 8)] for place in range(9)]
     return sorted({*possible, (base.num_engines, base.num_ranks)})
 
 
-def can_have_ranks(base: Scenario, num_ranks: int) -> bool:
+def _can_have_ranks(base: Scenario, num_ranks: int) -> bool:
     """Whether a run with the options of ``base`` can start with this number of ranks."""
     return 1 <= num_ranks <= base.groups_per_step and num_ranks % base.ranks_at_once == 0
 
 
-def engines_at_once(base: Scenario) -> int:
-    """Smallest number of engines to add or remove so that the number of ranks stays a multiple of ``ranks_at_once``."""
-    return base.ranks_at_once // math.gcd(base.ranks_at_once, base.devices_per_engine)
-
-
 def _interval(values: Sequence[float]) -> tuple[float, float]:
     """5th and 95th percentile, widened to include the first value: with few values it may be outside."""
-    return min(values[0], float(np.quantile(values, _LOW))), max(values[0], float(np.quantile(values, _HIGH)))
+    return min(values[0], float(np.quantile(values, 0.05))), max(values[0], float(np.quantile(values, 0.95)))
+
+
+# Advice
+
+
+def advise(
+    scenario: Scenario, *, measured_step_s: float, num_faults: int = 0, seed: int = 0, keep_split: bool = False
+) -> Advice | None:
+    """Find the best change of one option; return None if no change is good enough.
+
+    Args:
+        scenario: The run, from `asyncrl.planner.calibration`.
+        measured_step_s: Measured seconds per step.
+        num_faults: ``Calibration.num_faults``. There is no advice with faults: repair a run before you tune it.
+        seed: Seed of the response lengths.
+        keep_split: Keep the numbers of engines and ranks.
+    """
+    if num_faults:
+        return None
+    now = predict(scenario, replicates=_REPLICATES, seed=seed)
+    if misses(now, measured_step_s):
+        return None
+    paying = []
+    for changed in _changes(scenario, keep_split=keep_split):
+        with suppress(ReplayBufferError):  # the changed run is not possible
+            # The first simulation decides whether the simulations for the interval are worthwhile.
+            if predict(changed, replicates=1, seed=seed).outcome.step_s < now.outcome.step_s * (1 - MIN_GAIN):
+                found = predict(changed, replicates=_REPLICATES, seed=seed)
+                paying += [found] if found.step_s[1] < now.step_s[0] else []
+    best = min(paying, key=lambda found: found.outcome.step_s, default=None)
+    if best is None or best.outcome.step_s > measured_step_s * (1 - MIN_GAIN):  # the replay error exceeds the gain
+        return None
+    idle = max((now.outcome.learner_idle, now.outcome.fleet_idle), key=lambda causes: sum(causes.values()))
+    cause = max(idle, key=lambda name: idle[name])
+    return Advice(
+        change=" ".join(overrides(best.scenario, scenario)),
+        why=f"{_REASONS[cause]} ({idle[cause]:.0%} of the time)",
+        predicted_step_s=best.outcome.step_s,
+        interval=best.step_s,
+        predicted_lag=best.outcome.lag_mean,
+    )
+
+
+def misses(replayed: Prediction, measured_step_s: float) -> bool:
+    """Whether the replay differs too much from the run to predict changes."""
+    return abs(replayed.outcome.step_s / measured_step_s - 1) > MAX_REPLAY_ERROR
+
+
+def _changes(scenario: Scenario, *, keep_split: bool) -> Iterator[Scenario]:
+    """Change one option at a time to a neighboring value, on the same devices."""
+    for max_lag in {scenario.max_lag + 1, max(2, 2 * scenario.max_lag)}:
+        yield replace(scenario, max_lag=max_lag)
+    for groups in {scenario.groups_in_flight // 2, scenario.groups_in_flight * 2} - {0}:
+        yield replace(scenario, groups_in_flight=groups)
+    for publish_every in (scenario.publish_every - 1, scenario.publish_every + 1):
+        if 1 <= publish_every <= scenario.max_lag + 1:
+            yield replace(scenario, publish_every=publish_every)
+    # Move the smallest number of engines that keeps the number of ranks a multiple of `ranks_at_once`.
+    moved = scenario.ranks_at_once // math.gcd(scenario.ranks_at_once, scenario.devices_per_engine)
+    for engines in () if keep_split else (scenario.num_engines - moved, scenario.num_engines + moved):
+        ranks = scenario.num_devices - engines * scenario.devices_per_engine
+        if engines >= 1 and _can_have_ranks(scenario, ranks):
+            yield replace(scenario, num_engines=engines, num_ranks=ranks)
+
+
+_REASONS = {
+    "batch_tail": "the ranks wait for the last groups of a batch, and the engines may not start others",
+    "publish": "the ranks wait until the engines have the new weights",
+    "slow_generation": "the ranks wait for generation",
+    "staleness_gate": "the engines wait for admission",
+    "buffer_full": "the engines wait for room in the buffer",
+    "publish_pause": "the engines pause to load weights",
+    "re_prefill": "the engines recompute KV caches after each update",
+    "reward": "finished groups occupy their places while they are scored",
+    "lease": "the engines wait for leases",
+}

@@ -7,7 +7,7 @@ without waiting; `asyncrl.planner.simulator` computes the waits.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -44,15 +44,12 @@ class LengthModel:
     prompt_tokens: float = 0.0
 
     def __post_init__(self) -> None:
-        for name, low in (("mean_tokens", 1.0), ("max_tokens", 1.0), ("prompt_tokens", 0.0)):
-            _check(f"lengths.{name}", getattr(self, name), low, _MOST_TOKENS)
-        for name in ("spread", "prompt_spread"):
-            _check(f"lengths.{name}", getattr(self, name), 0.0, _MOST_SPREAD)
-        for lengths in self.recorded:
-            if not lengths:
-                raise ValueError("lengths.recorded must hold groups of lengths, got an empty one; leave it out")
-            for length in lengths:
-                _check("lengths.recorded", length, 1, _MOST_TOKENS)
+        _check(self, "lengths.", 1.0, "mean_tokens", "max_tokens", high=_MOST_TOKENS)
+        _check(self, "lengths.", 0.0, "prompt_tokens", high=_MOST_TOKENS)
+        _check(self, "lengths.", 0.0, "spread", "prompt_spread", high=_MOST_SPREAD)
+        _check(self, "lengths.", 1, "recorded", high=_MOST_TOKENS)
+        if not all(self.recorded):
+            raise ValueError("lengths.recorded must hold groups of lengths, got an empty one; leave it out")
 
     def draw(self, rng: np.random.Generator, num_groups: int, num_samples: int) -> np.ndarray:
         """[num_groups, num_samples] int64 lengths; recorded groups are drawn with replacement."""
@@ -98,13 +95,10 @@ class EngineModel:
     variation: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        for name in ("step_s", "step_s_per_sample", "prefill_s_per_token", "batch_s"):
-            _check(f"engine.{name}", getattr(self, name), 0.0)
-        for times in self.variation:
-            _check("engine.variation", times, 0.0)
+        _check(self, "engine.", 0.0, "step_s", "step_s_per_sample", "prefill_s_per_token", "batch_s", "variation")
+        _check(self, "engine.", 1, "max_running")
         if self.step_s + self.step_s_per_sample <= 0:
             raise ValueError("engine.step_s + engine.step_s_per_sample must be > 0, got 0; set the time of a token")
-        _check("engine.max_running", self.max_running, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,10 +128,7 @@ class LearnerModel:
     variation: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        for name in ("step_s", "rank_s_per_token", "copy_s", "publish_s", "load_s"):
-            _check(f"learner.{name}", getattr(self, name), 0.0)
-        for times in self.variation:
-            _check("learner.variation", times, 0.0)
+        _check(self, "learner.", 0.0, "step_s", "rank_s_per_token", "copy_s", "publish_s", "load_s", "variation")
         if self.step_s + self.rank_s_per_token <= 0:
             raise ValueError("learner.step_s + learner.rank_s_per_token must be > 0, got 0; set the time of a step")
 
@@ -165,8 +156,7 @@ class HostModel:
     step_s: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("settle_s", "publish_s", "group_s", "step_s"):
-            _check(f"host.{name}", getattr(self, name), 0.0)
+        _check(self, "host.", 0.0, "settle_s", "publish_s", "group_s", "step_s")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,16 +233,11 @@ class Scenario:
         return self.num_engines * self.devices_per_engine + self.num_ranks
 
     def __post_init__(self) -> None:
-        at_least_one = (
-            *("num_engines", "devices_per_engine", "num_ranks", "ranks_at_once", "groups_in_flight", "groups_per_step"),
-            *("samples_per_prompt", "publish_every", "pipeline_steps", "num_steps"),
-        )
-        for name in at_least_one:
-            _check(name, getattr(self, name), 1)
-        _check("max_stored_bytes", self.max_stored_bytes, 1, _MOST_BYTES)
-        _check("max_lag", self.max_lag, 0, _MOST_LAG)
-        for name in ("bytes_per_token", "settle_s", "ask_s", "plan_s", "queue_groups", "warm_up_steps"):
-            _check(name, getattr(self, name), 0)
+        _check(self, "", 1, "num_engines", "devices_per_engine", "num_ranks", "ranks_at_once", "groups_in_flight")
+        _check(self, "", 1, "groups_per_step", "samples_per_prompt", "publish_every", "pipeline_steps", "num_steps")
+        _check(self, "", 1, "max_stored_bytes", high=_MOST_BYTES)
+        _check(self, "", 0, "max_lag", high=_MOST_LAG)
+        _check(self, "", 0, "bytes_per_token", "settle_s", "ask_s", "plan_s", "queue_groups", "warm_up_steps")
         if 0 < self.queue_groups < self.groups_per_step:
             raise ValueError(
                 f"queue_groups must be 0 or at least groups_per_step={self.groups_per_step}, got {self.queue_groups}: "
@@ -350,10 +335,15 @@ OVERRIDES: Mapping[str, str] = {
 
 def overrides(changed: Scenario, base: Scenario) -> list[str]:
     """Hydra overrides that turn a run like ``base`` into a run like ``changed``. Example: ``["buffer.max_lag=1"]``."""
-    names: Sequence[str] = [name for name in OVERRIDES if getattr(changed, name) != getattr(base, name)]
-    return [f"{OVERRIDES[name]}={getattr(changed, name)}" for name in names]
+    values = ((option, getattr(changed, name), getattr(base, name)) for name, option in OVERRIDES.items())
+    return [f"{option}={new}" for option, new, old in values if new != old]
 
 
-def _check(name: str, value: float, low: float, high: float = 1e6) -> None:
-    if not low <= value <= high:
-        raise ValueError(f"{name} must be from {low:g} to {high:g}, got {value}")
+def _check(part: object, prefix: str, low: float, *names: str, high: float = 1e6) -> None:
+    """Check that the numbers of some fields are in a range. The values of lists are checked one by one."""
+    for name in names:
+        values = getattr(part, name)
+        for each in values if isinstance(values, list) else [values]:
+            for value in each if isinstance(each, list) else [each]:
+                if not low <= value <= high:
+                    raise ValueError(f"{prefix}{name} must be from {low:g} to {high:g}, got {value}")

@@ -1,28 +1,108 @@
 """Runs the real replay buffer (`buffer.service`) in simulated time, without sockets, on simpy's clock.
 
-Admission, selection, byte limits and the log of weight offers are the same code as in a run.
+Admission, selection, byte limits and the log of weight offers are the same code as in a run. The buffer uses asyncio
+timers. `SimulatedLoop` is the running event loop of the buffer: it turns each timer into a simpy event.
 """
 
 from __future__ import annotations
 
+import asyncio
+import gc
+import logging
 import time
+from asyncio import events
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import simpy
 
 from asyncrl.core.errors import AsyncRLError
-from asyncrl.planner.simulated_time import NEVER_S, SimulatedClock, SimulatedLoop, call_after
 from buffer.config import BufferConfig
+from buffer.heartbeats import LoopClock
 from buffer.ledger import Ledger
 from buffer.messages import HAND_ON, OK, REVOKED, Message, error_of
 from buffer.service import BufferService
+
+_NEVER_S = 1e12
+"""Deadline of a simulated buffer: simulated clients never die, and their requests never time out."""
+_COLLECT_EVERY = 200_000
 
 OnReply = Callable[[Mapping[str, Any]], None]
 OnRefusal = Callable[[AsyncRLError], None]
 OnRevoked = Callable[[int, int], None]
 OnHandOn = Callable[[Sequence[tuple[int, int]]], None]
+
+
+class SimulatedLoop(asyncio.AbstractEventLoop):
+    """The part of an event loop that timers need, on a simpy clock."""
+
+    def __init__(self, env: simpy.Environment) -> None:
+        self._env = env
+        self._never = asyncio.TimerHandle(_NEVER_S, lambda: None, (), self)  # shared by all timers that never fire
+
+    def time(self) -> float:
+        """The current time in simulated seconds."""
+        return self._env.now
+
+    def call_later(self, delay: float, callback: Any, *arguments: Any, context: Any = None) -> asyncio.TimerHandle:
+        """Call ``callback`` after ``delay`` seconds; never if the delay is about `_NEVER_S` or more."""
+        if delay >= _NEVER_S / 2:
+            return self._never
+        handle = asyncio.TimerHandle(self._env.now + delay, callback, arguments, self, context)
+        call_after(self._env, delay, lambda: None if handle.cancelled() else handle._run())
+        return handle
+
+    def call_at(self, when: float, callback: Any, *arguments: Any, context: Any = None) -> asyncio.TimerHandle:
+        """Call ``callback`` at the time ``when``."""
+        return self.call_later(when - self._env.now, callback, *arguments, context=context)
+
+    def get_debug(self) -> bool:
+        """Return False: there is no debug mode. Timers call this method."""
+        return False
+
+    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
+        """Do nothing: a cancelled timer stays in simpy's queue and has no effect when it is due."""
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Replace the running event loop of this thread until the context ends. The replaced loop does not run.
+
+        The context hides the warnings of the simulated buffer. It also makes garbage collection rare: most objects of a
+        large simulation stay alive, and each collection visits all of them.
+        """
+        before, log = events._get_running_loop(), logging.getLogger("buffer")
+        events._set_running_loop(self)
+        level, thresholds = log.level, gc.get_threshold()
+        log.setLevel(logging.ERROR)
+        gc.set_threshold(_COLLECT_EVERY)
+        try:
+            yield
+        finally:
+            gc.set_threshold(*thresholds)
+            log.setLevel(level)
+            events._set_running_loop(before)
+
+
+class _SimulatedClock(LoopClock):
+    """The clock of a simulated loop; it never stalls."""
+
+    def __init__(self, loop: SimulatedLoop) -> None:
+        self._loop, self.stalled_s = loop, 0.0
+
+    def time(self) -> float:
+        return self._loop.time()
+
+    def close(self) -> None:
+        """Do nothing: the clock has no timer."""
+
+
+def call_after(env: simpy.Environment, delay: float, callback: Callable[[], None]) -> None:
+    """Call ``callback`` after ``delay`` simulated seconds."""
+    event = simpy.Timeout(env, delay)
+    assert event.callbacks is not None
+    event.callbacks.append(lambda _: callback())
 
 
 class _Size:
@@ -53,7 +133,7 @@ class SimulatedBuffer:
 
     def __init__(self, env: simpy.Environment, config: BufferConfig, *, groups_per_step: int) -> None:
         self._env = env
-        clock = SimulatedClock(SimulatedLoop(env))
+        clock = _SimulatedClock(SimulatedLoop(env))
         self._service = BufferService(config, groups_per_step=groups_per_step, send=self._send, clock=clock)
         self.ledger: Ledger = self._service.ledger
         self.num_requests = 0
@@ -92,9 +172,8 @@ class SimulatedBuffer:
             self._on_reply[self._last_id] = (on_reply or (lambda _: None), on_refusal)
         payload: Sequence[Any] = (_Size(num_bytes),) if num_bytes else ()
         self._inbox.append((client, Message(name=name, request_id=self._last_id, fields=fields, payload=payload)))
-        identifier = self._last_id
         self._wake()
-        return identifier
+        return self._last_id
 
     def cancel_lease(self, client: bytes, request_id: int) -> None:
         """Cancel a request for leases."""
@@ -152,6 +231,5 @@ class SimulatedBuffer:
 
 def buffer_options(**options: Any) -> BufferConfig:
     """A buffer configuration whose deadlines never expire."""
-    never = dict.fromkeys(("lease_s", "heartbeat_s", "request_timeout_s"), NEVER_S)
-    sizes = dict.fromkeys(("max_prompt_bytes", "max_message_bytes"), 1 << 62)
-    return BufferConfig(**never, **sizes, **options)
+    never = dict.fromkeys(("lease_s", "heartbeat_s", "request_timeout_s"), _NEVER_S)
+    return BufferConfig(**never, max_prompt_bytes=1 << 62, max_message_bytes=1 << 62, **options)

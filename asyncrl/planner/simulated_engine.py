@@ -1,4 +1,4 @@
-"""A simulated engine: it takes prompt groups and returns each group when its longest sample is finished.
+"""A simulated engine, which returns each prompt group when its longest sample is finished, and shared CPU cores.
 
 Between two events, all running samples of an engine decode at the same speed. Therefore one number represents the
 progress of all samples: the tokens that a sample would have since the start of the simulation. An event costs O(log n)
@@ -16,7 +16,7 @@ from heapq import heapify, heappop, heappush
 import simpy
 
 from asyncrl.planner.scenario import EngineModel
-from asyncrl.planner.simulated_time import call_after
+from asyncrl.planner.simulated_buffer import call_after
 from rollout_fleet.config import OnUpdate
 
 
@@ -85,7 +85,6 @@ class SimulatedEngine:
 
     Attributes:
         version: Policy version that the engine serves.
-        busy_s: Seconds of decoding.
         loading_s: Seconds of pauses to load weights.
         prefill_s: Seconds of recomputing KV caches after updates.
         num_tokens: Number of decoded tokens.
@@ -104,7 +103,7 @@ class SimulatedEngine:
         vary: Callable[[float], float] = lambda seconds: seconds,
     ) -> None:
         self.version = 0
-        self.busy_s = self.loading_s = self.prefill_s = self.num_tokens = 0.0
+        self.loading_s = self.prefill_s = self.num_tokens = 0.0
         self._env, self._model, self._on_finished = env, model, on_finished
         self._after, self._vary = after or partial(call_after, env), vary
         self._recomputes = on_update is OnUpdate.recompute
@@ -213,11 +212,9 @@ class SimulatedEngine:
         now = self._env.now
         if self._is_loading:
             self.loading_s += now - self._seen_at
-        elif self._running:
+        elif self._running and not self._model.takes_batches:
             wrote_s = now - max(self._seen_at, min(now, self._stalled_until))
-            self.busy_s += now - self._seen_at
-            if not self._model.takes_batches:
-                self._progress += wrote_s / self._token_s()
+            self._progress += wrote_s / self._token_s()
         self._seen_at = now
 
     def _token_s(self) -> float:
@@ -332,3 +329,72 @@ class SimulatedEngine:
         group.num_left -= 1
         group.newest_version = self.version
         return group.num_left == 0 and not group.is_revoked
+
+
+# Cores
+
+
+class SharedCore:
+    """A CPU core that all its jobs share equally (processor sharing).
+
+    The work of a job is the seconds that it takes alone. With n jobs, each job runs at 1/n of the full speed. Therefore
+    one number represents the progress of all jobs: the work that a job since the start of the simulation would have
+    done.
+    """
+
+    def __init__(self, env: simpy.Environment) -> None:
+        self._env = env
+        self._jobs: list[tuple[float, int, Callable[[], None]]] = []
+        self._done_s = self._seen_at = 0.0
+        self._number = self._timer = 0
+        self.busy_s = 0.0
+
+    @property
+    def num_running(self) -> int:
+        """Number of jobs on the core now."""
+        return len(self._jobs)
+
+    def run(self, work_s: float, then: Callable[[], None]) -> None:
+        """Run a job of ``work_s`` seconds, then call ``then``."""
+        self._advance()
+        self._number += 1
+        heappush(self._jobs, (self._done_s + work_s, self._number, then))
+        self._set_timer()
+
+    def _advance(self) -> None:
+        passed_s, self._seen_at = self._env.now - self._seen_at, self._env.now
+        if self._jobs:
+            self.busy_s += passed_s
+            self._done_s += passed_s / len(self._jobs)
+
+    def _set_timer(self) -> None:
+        self._timer += 1  # invalidates the previous timer
+        if self._jobs:
+            timer, left_s = self._timer, max(0.0, self._jobs[0][0] - self._done_s) * len(self._jobs)
+            call_after(self._env, left_s, lambda: self._end_first(timer))
+
+    def _end_first(self, timer: int) -> None:
+        if timer != self._timer:
+            return
+        self._advance()
+        self._done_s = max(self._done_s, self._jobs[0][0])
+        _, _, then = heappop(self._jobs)
+        self._set_timer()
+        then()
+
+
+class SimulatedHost:
+    """The cores of a host: all engines share one, and all ranks share the other (`HostModel`)."""
+
+    def __init__(self, env: simpy.Environment) -> None:
+        self.engines, self.ranks = SharedCore(env), SharedCore(env)
+        self._last = self.ranks
+
+    def other(self, work_s: float, *, num_slices: int = 1) -> None:
+        """Run work of another process in slices, each on the core with fewer jobs; the cores alternate on a tie."""
+        if not work_s or not num_slices:
+            return
+        turns = (self.ranks, self.engines) if self._last is self.engines else (self.engines, self.ranks)
+        self._last = min(turns, key=lambda core: core.num_running)
+        left_s = work_s * (num_slices - 1) / num_slices
+        self._last.run(work_s / num_slices, lambda: self.other(left_s, num_slices=num_slices - 1))

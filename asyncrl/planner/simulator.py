@@ -13,9 +13,10 @@ scenario and seed always give the same outcome.
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -24,9 +25,8 @@ from simpy.events import ProcessGenerator
 
 from asyncrl.core.errors import AsyncRLError, LeaseExpired, StoreFull
 from asyncrl.planner.scenario import Scenario
-from asyncrl.planner.simulated_buffer import SimulatedBuffer, buffer_options
-from asyncrl.planner.simulated_engine import SimulatedEngine, SimulatedGroup
-from asyncrl.planner.simulated_time import SharedCore, SimulatedLoop, call_after
+from asyncrl.planner.simulated_buffer import SimulatedBuffer, SimulatedLoop, buffer_options, call_after
+from asyncrl.planner.simulated_engine import SimulatedEngine, SimulatedGroup, SimulatedHost
 
 _CONTROLLER = b"controller"
 _LEARNER = b"learner"
@@ -79,43 +79,14 @@ def simulate(scenario: Scenario, *, seed: int = 0) -> Outcome:
     return Simulation(scenario, seed=seed).run()
 
 
-class PromptLengths:
-    """Draws the response lengths of each lease; a second lease of a prompt gets new lengths from the same stream."""
-
-    def __init__(self, scenario: Scenario, seed: int) -> None:
-        self._scenario = scenario
-        self._rng = np.random.default_rng(seed)
-        self._drawn: list[list[int]] = []
-
-    def next(self) -> list[int]:
-        """Draw the lengths of one group's samples."""
-        if not self._drawn:
-            lengths = self._scenario.lengths
-            drawn = lengths.draw(self._rng, _DRAWN_AT_ONCE, self._scenario.samples_per_prompt)
-            self._drawn = drawn.tolist()[::-1]
-        return self._drawn.pop()
-
-    def is_equal(self) -> bool:
-        """Draw whether all rewards of a group are equal."""
-        return self._scenario.equal_rewards > 0 and self._rng.random() < self._scenario.equal_rewards
-
-
-class Variation:
-    """Multiplies expected times by recorded ratios of measured to expected time, in order, from a random start.
+def variation(recorded: Sequence[float], rng: np.random.Generator) -> Callable[[float], float]:
+    """Multiply expected times by recorded ratios of measured to expected time, in order, from a random start.
 
     Therefore long times are as frequent as in the record, and follow each other in the same order.
     """
-
-    def __init__(self, recorded: Sequence[float], rng: np.random.Generator) -> None:
-        self._recorded = recorded
-        self._next = int(rng.integers(len(recorded))) if recorded else 0
-
-    def __call__(self, seconds: float) -> float:
-        """The simulated time for an expected time of ``seconds``."""
-        if not self._recorded:
-            return seconds
-        self._next = (self._next + 1) % len(self._recorded)
-        return seconds * self._recorded[self._next]
+    first = int(rng.integers(len(recorded))) + 1 if recorded else 0
+    ratios = cycle([*recorded[first:], *recorded[:first]] or [1.0])
+    return lambda seconds: seconds * next(ratios)
 
 
 class SimulatedWorker:
@@ -134,7 +105,7 @@ class SimulatedWorker:
             whole_groups=scenario.whole_groups,
             on_finished=self._settle,
             after=None if simulation.host is None else simulation.host.engines.run,
-            vary=Variation(scenario.engine.variation, simulation.rng),
+            vary=variation(scenario.engine.variation, simulation.rng),
         )
         self._groups: dict[tuple[int, int], SimulatedGroup] = {}
         self._num_settling = 0
@@ -176,24 +147,23 @@ class SimulatedWorker:
         """Request leases shortly after places became free, with one request at a time."""
         if self._asked is None and not self._is_gathering and self._num_free > 0:
             self._is_gathering = True
-            if (
-                self._scenario.engine.takes_batches
-            ):  # all groups of a batch end at the same time: handle these events first
+            if self._scenario.engine.takes_batches:  # all groups of a batch end at the same time: handle them first
                 call_after(self._env, 0.0, self._gather)
             else:
                 self._gather()
 
     def _gather(self) -> None:
-        """Wait until other places become free, unless all places are free."""
-        is_idle = len(self._groups) == self._num_settling
-        call_after(self._env, 0.0 if is_idle else self._scenario.ask_s, self._request_leases)
+        """Wait until other places become free, unless all places are free, and request leases."""
 
-    def _request_leases(self) -> None:
-        self.account()
-        self._is_gathering = False
-        if (num_free := self._num_free) > 0:
-            fields = {"engine_version": self.engine.version, "max_groups": num_free}
-            self._asked = self._buffer.request(self._client, "lease", fields, on_reply=self._begin)
+        def request() -> None:
+            self.account()
+            self._is_gathering = False
+            if (num_free := self._num_free) > 0:
+                fields = {"engine_version": self.engine.version, "max_groups": num_free}
+                self._asked = self._buffer.request(self._client, "lease", fields, on_reply=self._begin)
+
+        is_idle = len(self._groups) == self._num_settling
+        call_after(self._env, 0.0 if is_idle else self._scenario.ask_s, request)
 
     @property
     def _num_free(self) -> int:
@@ -208,13 +178,11 @@ class SimulatedWorker:
         for group_id, attempt, version, _, _, num_prefix_frames in fields["leases"]:
             saved = self._simulation.saved.pop(group_id, None)
             if saved is None or num_prefix_frames <= 0:
-                lengths = self._simulation.lengths.next()
-                group = SimulatedGroup(group_id=group_id, attempt=attempt, lengths=lengths, to_write=lengths)
-            else:
-                lengths, left = saved
-                group = SimulatedGroup(
-                    group_id=group_id, attempt=attempt, lengths=lengths, to_write=left, oldest_version=version
-                )
+                saved, version = (next(self._simulation.lengths),) * 2, -1
+            lengths, left = saved
+            group = SimulatedGroup(
+                group_id=group_id, attempt=attempt, lengths=lengths, to_write=left, oldest_version=version
+            )
             self._groups[group_id, attempt] = group
             new.append(group)
         self.engine.add(new)
@@ -255,8 +223,7 @@ class SimulatedWorker:
             self._buffer.request(self._client, "release", fields, on_reply=released)
 
         if not named["num_tokens"]:
-            release()
-            return
+            return release()
         self._simulation.saved[group.group_id] = (group.lengths, left)
         oldest = group.oldest_version if group.oldest_version >= 0 else self.engine.version
         versions = {"oldest_version": oldest, "newest_version": self.engine.version}
@@ -295,7 +262,8 @@ class SimulatedWorker:
 
     def _put(self, group: SimulatedGroup) -> None:
         num_bytes = round(sum(group.lengths) * self._scenario.bytes_per_token)
-        rewards = [0.0] if self._simulation.lengths.is_equal() else [0.0, 1.0]
+        share = self._scenario.equal_rewards
+        rewards = [0.0] if share > 0 and self._simulation.rewards.random() < share else [0.0, 1.0]
         fields = {
             "group_id": group.group_id,
             "attempt": group.attempt,
@@ -303,28 +271,18 @@ class SimulatedWorker:
             "num_tokens": sum(group.lengths),
             "oldest_version": group.oldest_version,
             "newest_version": group.newest_version,
-            "num_truncated": 0,
             "response_lengths": group.lengths,
-            "branch_tokens": [],
-            "num_branches": [],
             "rewards": rewards,
-            "metrics": [],
         }
 
-        def put() -> None:
-            self._buffer.request(
-                self._client,
-                "put",
-                fields,
-                num_bytes=num_bytes,
-                on_reply=lambda _: self._stored(group),
-                on_refusal=on_refusal,
-            )
+        def put(_: object = None) -> None:
+            done = {"on_reply": lambda _: self._stored(group), "on_refusal": on_refusal}
+            self._buffer.request(self._client, "put", fields, num_bytes=num_bytes, **done)
 
         def on_refusal(error: AsyncRLError) -> None:
             if isinstance(error, StoreFull):  # wait until there is room
                 asked = {"group_id": group.group_id, "attempt": group.attempt, "num_bytes": num_bytes}
-                self._buffer.request(self._client, "reserve", asked, on_reply=lambda _: put())
+                self._buffer.request(self._client, "reserve", asked, on_reply=put)
             elif isinstance(error, LeaseExpired):  # the buffer revoked it while the worker scored it
                 self._stored(group)
             else:
@@ -374,7 +332,7 @@ class SimulatedLearner:
         self._buffer = simulation.buffer
         self._places = simpy.Container(self._env, init=self._scenario.pipeline_steps)
         self._planned = simpy.Store(self._env)
-        self._vary = Variation(self._scenario.learner.variation, simulation.rng)
+        self._vary = variation(self._scenario.learner.variation, simulation.rng)
         self._published_at = self.paused_s = 0.0
         self._is_waiting = False
         self._cause, self._seen_at = "slow_generation", 0.0
@@ -489,23 +447,6 @@ class SimulatedLearner:
         self._buffer.request(_LEARNER, "offer", {"offer": {"version": version}})
 
 
-class SimulatedHost:
-    """The cores of a host: all engines share one, and all ranks share the other (`HostModel`)."""
-
-    def __init__(self, env: simpy.Environment) -> None:
-        self.engines, self.ranks = SharedCore(env), SharedCore(env)
-        self._last = self.ranks
-
-    def other(self, work_s: float, *, num_slices: int = 1) -> None:
-        """Run work of another process in slices, each on the core with fewer jobs; the cores alternate on a tie."""
-        if not work_s or not num_slices:
-            return
-        turns = (self.ranks, self.engines) if self._last is self.engines else (self.engines, self.ranks)
-        self._last = min(turns, key=lambda core: core.num_running)
-        left_s = work_s * (num_slices - 1) / num_slices
-        self._last.run(work_s / num_slices, lambda: self.other(left_s, num_slices=num_slices - 1))
-
-
 class Simulation:
     """The state of a simulation. Use `simulate`, unless you need this state.
 
@@ -515,6 +456,8 @@ class Simulation:
         learner: Ranks and controller.
         capacity: Largest number of groups in flight on all workers.
         host: The cores that engines and ranks share; None if each has its own device.
+        lengths: The response lengths of each lease; a second lease of a prompt gets new lengths from the same stream.
+        rewards: Draws the lengths, and the groups whose rewards are all equal.
         rng: Draws the position where a recorded variation begins.
         saved: By id of a handed-over group: the final tokens of its samples, and the tokens that they still need.
     """
@@ -522,7 +465,8 @@ class Simulation:
     def __init__(self, scenario: Scenario, *, seed: int = 0) -> None:
         self.scenario = scenario
         self.env = simpy.Environment()
-        self.lengths = PromptLengths(scenario, seed)
+        self.rewards = np.random.default_rng(seed)
+        self.lengths = self._drawn_lengths()
         self.rng = np.random.default_rng([seed, 1])
         self.host = SimulatedHost(self.env) if scenario.host.is_shared else None
         self.num_prompts = 0
@@ -545,6 +489,12 @@ class Simulation:
         self.learner = SimulatedLearner(self)
         self.workers = [SimulatedWorker(self, index) for index in range(scenario.num_engines)]
 
+    def _drawn_lengths(self) -> Iterator[list[int]]:
+        while True:
+            yield from self.scenario.lengths.draw(
+                self.rewards, _DRAWN_AT_ONCE, self.scenario.samples_per_prompt
+            ).tolist()
+
     def run(self) -> Outcome:
         """Run the simulation until the last step."""
         with self._loop.running():
@@ -558,18 +508,19 @@ class Simulation:
 
     def stored(self, group: SimulatedGroup) -> None:
         """Record a stored group. If the queue has a limit, the group that was stored first may be dropped."""
+
+        def bound_queue() -> None:
+            while len(self._queue) > self.scenario.queue_groups:
+                group_id = next(iter(self._queue))
+                self.buffer.lose(group_id, self._queue.pop(group_id))
+
         self._most_bytes = max(self._most_bytes, sum(self.buffer.ledger.groups.space.stored_bytes))
         if self.scenario.queue_groups:
             self._queue[group.group_id] = group.attempt
-            call_after(self.env, 0.0, self._bound_queue)  # a batch that takes some groups is planned first
+            call_after(self.env, 0.0, bound_queue)  # a batch that takes some groups is planned first
         if self.scenario.equal_rewards and self.buffer.ledger.groups.num_queued < self.capacity:
             self.learner.feed()
         self.learner.account()
-
-    def _bound_queue(self) -> None:
-        while len(self._queue) > self.scenario.queue_groups:
-            group_id = next(iter(self._queue))
-            self.buffer.lose(group_id, self._queue.pop(group_id))
 
     def planned(self, group_ids: set[int]) -> None:
         """Remove the groups of a planned batch from the queue."""

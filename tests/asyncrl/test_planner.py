@@ -7,9 +7,8 @@ import pytest
 
 from asyncrl.cli import plan_command
 from asyncrl.cli.compose import compose_run, dump_yaml, read_config
-from asyncrl.planner.advice import Health, advise
 from asyncrl.planner.calibration import calibrate, fair_shares, united
-from asyncrl.planner.choices import Choices, Prediction, make_plan, predict, recommend, splits_of
+from asyncrl.planner.choices import Choices, Prediction, advise, make_plan, predict, recommend, splits_of
 from asyncrl.planner.scenario import EngineModel, LearnerModel, LengthModel, Scenario, configured
 from asyncrl.planner.simulator import Outcome, simulate
 from asyncrl.profile.report import advice_file, read_advice
@@ -92,10 +91,10 @@ def test_advice_moves_enough_engines_for_a_valid_number_of_ranks():
     one_engine = replace(BASE, num_engines=5, num_ranks=2, groups_per_step=8, groups_in_flight=8, max_lag=1)
     slow_ranks = replace(one_engine, learner=LearnerModel(step_s=0.1, rank_s_per_token=0.05), ranks_at_once=2)
     measured_s = simulate(slow_ranks).step_s
-    advice = advise(slow_ranks, measured_step_s=measured_s, health=Health())
+    advice = advise(slow_ranks, measured_step_s=measured_s)
     assert advice is not None
     assert advice.change == "rollout_fleet.num_engines=3 learner.num_ranks=4"
-    kept = advise(slow_ranks, measured_step_s=measured_s, health=Health(), keep_split=True)
+    kept = advise(slow_ranks, measured_step_s=measured_s, keep_split=True)
     assert kept is None or "num_ranks" not in kept.change
 
 
@@ -108,7 +107,7 @@ def test_a_prediction_is_within_its_interval():
 
 
 def test_advice_names_the_best_change_and_the_reason():
-    advice = advise(BASE, measured_step_s=5.0, health=Health())
+    advice = advise(BASE, measured_step_s=5.0)
     assert advice is not None
     assert advice.change.startswith("buffer.max_lag=")
     assert advice.predicted_step_s < 4
@@ -117,25 +116,24 @@ def test_advice_names_the_best_change_and_the_reason():
     json.dumps(asdict(advice))
 
 
-@pytest.mark.parametrize("health", [Health(num_errors=1), Health(num_fenced=1), Health(num_dropped=3)])
-def test_there_is_no_advice_for_a_run_with_faults(health):
-    assert advise(BASE, measured_step_s=5.0, health=health) is None
+def test_there_is_no_advice_for_a_run_with_faults():
+    assert advise(BASE, measured_step_s=5.0, num_faults=1) is None
 
 
 def test_there_is_no_advice_if_the_replay_does_not_match_the_run():
-    assert advise(BASE, measured_step_s=9.0, health=Health()) is None
+    assert advise(BASE, measured_step_s=9.0) is None
 
 
 def test_there_is_no_advice_if_the_replay_error_exceeds_the_gain():
     nearly = replace(BASE, learner=LearnerModel(step_s=0.5))
     in_turns_s, overlapped_s = (simulate(replace(nearly, max_lag=max_lag)).step_s for max_lag in (0, 1))
-    assert advise(nearly, measured_step_s=in_turns_s, health=Health()) is not None
-    assert advise(nearly, measured_step_s=1.01 * overlapped_s, health=Health()) is None
+    assert advise(nearly, measured_step_s=in_turns_s) is not None
+    assert advise(nearly, measured_step_s=1.01 * overlapped_s) is None
 
 
 def test_there_is_no_advice_if_no_change_is_faster():
     learner_bound = replace(BASE, max_lag=2, engine=EngineModel(step_s=0.001))
-    assert advise(learner_bound, measured_step_s=2.0, health=Health()) is None
+    assert advise(learner_bound, measured_step_s=2.0) is None
 
 
 RECORDED = {"num_steps": 24, "groups_per_step": 8, "groups_in_flight": 8, "num_engines": 2}
@@ -161,7 +159,7 @@ def test_the_replay_of_a_recorded_run_matches_the_run(tmp_path, max_lag):
     replayed = simulate(replace(calibration.scenario, ask_s=0.0))
     assert replayed.step_s == pytest.approx(calibration.step_s, rel=0.1)
     assert replayed.lag_mean == pytest.approx(calibration.lag_mean, abs=0.3)
-    assert calibration.health.is_sound
+    assert calibration.num_faults == 0
 
 
 def test_the_record_of_a_serial_run_predicts_runs_with_lag(tmp_path):

@@ -15,8 +15,7 @@ from asyncrl.planner.scenario import (
     load_spec,
     overrides,
 )
-from asyncrl.planner.simulated_engine import SimulatedEngine, SimulatedGroup
-from asyncrl.planner.simulated_time import SharedCore
+from asyncrl.planner.simulated_engine import SharedCore, SimulatedEngine, SimulatedGroup
 from asyncrl.planner.simulator import Simulation, simulate
 from buffer.config import OnStale
 from rollout_fleet.config import OnUpdate
