@@ -24,7 +24,7 @@ import ray
 from asyncrl.config import RunConfig
 from asyncrl.core.errors import EngineLost, MembershipRefused
 from asyncrl.core.ports import FleetCounts
-from asyncrl.core.remote import raised_in_worker, within
+from asyncrl.core.remote import raised_in_worker
 from asyncrl.core.types import AnsweredPrompt, Prompt
 from asyncrl.run.engine_places import EnginePlaces
 from asyncrl.run.fleet_member import FleetMember, MemberParts
@@ -290,10 +290,7 @@ class FleetGroup:
 
     async def release_device(self) -> None:
         """See `ColocatedFleetPort.release_device`."""
-        fleet = self._config.rollout_fleet
-        timeout_s = fleet.drain_timeout_s + 2 * fleet.load_timeout_s + 10
-        option = "rollout_fleet.drain_timeout_s"
-        await within(self._places.first.release_device(), timeout_s, "the engines to release their devices", option)
+        await asyncio.gather(*(member.release_device() for member in self._members.values()))
 
     async def counters(self) -> FleetCounts:
         """See `FleetPort.counters`."""

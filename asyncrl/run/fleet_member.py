@@ -121,6 +121,7 @@ class FleetMember:
         self._answer_s = config.buffer.request_timeout_s
         self._start_s = fleet.start_timeout_s + START_MARGIN_S
         self._stop_s = fleet.worker_stop_timeout_s
+        self._release_s = fleet.drain_timeout_s + 2 * fleet.load_timeout_s + 10
         self._leave_s = fleet.drain_timeout_s + fleet.worker_stop_timeout_s
         self._has_process = True
         self._worker = ""
@@ -221,6 +222,14 @@ class FleetMember:
     def total(self) -> FleetCounters:
         """The known counters over all lives."""
         return FleetCounters.total([*self._before, self._last])
+
+    async def release_device(self) -> None:
+        """Let running groups finish, and release the device. A worker that does not release it fails, and is killed."""
+        what, option = "the engines to release their devices", "rollout_fleet.drain_timeout_s"
+        releasing = within(self._call("release_device"), self._release_s, what, option)
+        if not await self._tried(self.member.epoch, releasing):
+            await self._until(lambda member: member.has_ended)
+            await asyncio.to_thread(self._places.close, self.rank)
 
     async def drain(self) -> FleetCounters:
         """End `run` and release all leases; the worker stays up for `answer`. Returns the final counters."""

@@ -340,3 +340,26 @@ async def test_held_out_prompts_that_fail_on_one_host_are_left_to_the_other_engi
     await asyncio.sleep(DEADLINE_S)
     assert (workers.replaced, run.done()) == ([], False), "its loop goes on"
     run.cancel()
+
+
+@pytest.mark.parametrize("fault", ["before", "meanwhile", "silent"])
+async def test_a_dead_engine_does_not_end_the_hand_over_of_the_device(fleet_of, fault):
+    """Its worker is killed before the learner uses the device."""
+    workers = Workers()
+    fleet, run = await training_on(fleet_of, workers, "placement.colocated=true", "rollout_fleet.drain_timeout_s=5")
+    workers.takes_s = 1.0
+    if fault == "before":
+        workers.die(1, WorkerDiedError("killed"))
+        await asyncio.sleep(1)
+    if fault == "silent":
+        workers.stand_still(1, 1000)
+    releasing = asyncio.create_task(fleet.release_device())
+    await asyncio.sleep(0.5)
+    if fault == "meanwhile":
+        workers.die(1, raised_by_ray(EngineLost("the engine of rank 1 failed")))
+    await asyncio.wait_for(releasing, 100)
+    assert workers.closed == [1]
+    assert fleet.engines() == ["0"]
+    assert not (run.done() and run.exception())
+    await asyncio.wait_for(fleet.release_device(), 100)
+    run.cancel()

@@ -111,6 +111,9 @@ class Workers:
             raise error
         return FleetMeter().counters()
 
+    async def release_device(self, rank):
+        await asyncio.sleep(self.takes_s)
+
     async def start(self, rank):
         return f"worker-{rank}-{self.replaced.count(rank)}"
 
