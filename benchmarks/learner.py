@@ -7,6 +7,7 @@ so.
 
 import argparse
 import itertools
+import os
 import statistics
 import subprocess
 import sys
@@ -26,7 +27,8 @@ from benchmarks.report import Target, print_report
 from learner.advantages import generalized_advantages
 from learner.attention import ATTENTION_NAME, packed_attention, packed_layout
 from learner.batching import group_cost, rank_batches
-from learner.config import AlgorithmConfig, Device, LearnerConfig, OptimizerConfig
+from learner.config import RENDEZVOUS_FILE, AlgorithmConfig, Device, LearnerConfig, OptimizerConfig
+from learner.fsdp import local_tensor, open_mesh
 from learner.heads import chunked_log_probs
 from learner.losses import policy_objective
 from learner.packed_model import PackedModel
@@ -196,6 +198,36 @@ def _peak_bytes() -> int:
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
 
 
+def load_memory_ratio(directory: str, num_ranks: int = 4) -> float:
+    """Memory that loading a model takes on a rank, at its peak ÷ the rank's shards, on the worst rank.
+
+    The model has 100 million parameters, in several files.
+    """
+    model = save_random_qwen3(directory, layers=8, hidden=768, mlp=3072, heads=12, head_dim=64, vocab_size=16_000)
+    AutoModelForCausalLM.from_pretrained(model).save_pretrained(f"{directory}/parts", max_shard_size="100MB")
+    command = [sys.executable, "-m", "benchmarks.learner", "--load", f"{directory}/parts"]
+    meeting = {**os.environ, "WORLD_SIZE": str(num_ranks), RENDEZVOUS_FILE: f"{directory}/meeting"}
+    ranks = [
+        subprocess.Popen(command, env={**meeting, "RANK": str(rank)}, stdout=subprocess.PIPE, text=True)
+        for rank in range(num_ranks)
+    ]
+    return max(float(rank.communicate(timeout=600)[0].splitlines()[-1]) for rank in ranks)
+
+
+def print_load_memory(model_path: str) -> None:
+    """One rank of `load_memory_ratio`."""
+    options = {"device": Device.cpu, "num_ranks": int(os.environ["WORLD_SIZE"]), "skip_selftest": "measures the load"}
+    mesh = open_mesh(LearnerConfig(**options))
+    mesh.largest(torch.ones(1))  # gloo's connections
+    PackedModel(LearnerConfig(**options), REFERENCE, model_path=save_model(tempfile.mkdtemp()))  # imports
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _peak_bytes()
+    model = PackedModel(LearnerConfig(**options), REFERENCE, model_path=model_path)
+    shards = sum(local_tensor(parameter.detach()).nbytes for parameter in model.head.parameters())
+    print((_peak_bytes() - before) / shards)
+    mesh.largest(torch.ones(1))  # a rank that ends early would fail the others
+
+
 def balance_max_over_mean() -> float:
     """Cost of the fullest rank ÷ the mean, in the worst of several batches with lengths as reasoning traces have them.
 
@@ -308,6 +340,9 @@ def measure(rounds: int, num_tokens: int, vocabulary: int) -> tuple[dict[str, st
     peaks = {way: peak_log_prob_bytes(way, num_tokens, vocabulary) for way in ("ours", "naive")}
     figures["logprob_memory_vs_naive"] = peaks["ours"] / peaks["naive"]
     rows["logprob_memory_vs_naive"] = f"ours {peaks['ours'] / 1e6:.0f} MB, naive {peaks['naive'] / 1e6:.0f} MB"
+    with tempfile.TemporaryDirectory() as directory:
+        figures["load_memory_vs_shard"] = round(load_memory_ratio(directory), 4)
+    rows["load_memory_vs_shard"] = "peak memory of loading ÷ the rank's shards, on four gloo ranks"
     figures["balance_max_over_mean"] = balance_max_over_mean()
     rows["balance_max_over_mean"] = "the fullest of 16 ranks with 16 sequences each, or of 64 ranks with 8"
     figures["prompt_sharing_4k_8x400"] = round(tokens_vs_ideal(4000, 8, 400), 4)
@@ -336,6 +371,7 @@ TARGETS = {
     "selftest_s": Target(at_most=1.0),
     "step_vs_plain_loop": Target(at_least=0.95),
     "logprob_memory_vs_naive": Target(at_most=0.25),
+    "load_memory_vs_shard": Target(at_most=1.3),
     "shared_vs_own_prompts": Target(at_least=1.2),
     "prompt_sharing_4k_8x400": Target(at_most=1.1),
     "prompt_sharing_8k_8x300": Target(at_most=1.1),
@@ -354,10 +390,14 @@ def main() -> None:
         "--vocabulary", type=int, default=150_000, help="of the log-prob memory; naive needs 12 bytes x N x V"
     )
     parser.add_argument("--peak", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--load", help=argparse.SUPPRESS)
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.peak:
         print_peak(args.peak[0], int(args.peak[1]), int(args.peak[2]))
+        return
+    if args.load:
+        print_load_memory(args.load)
         return
     vocabulary = 16_000 if args.quick else args.vocabulary
     rows, figures = measure(5 if args.quick else 21, 8192, vocabulary)

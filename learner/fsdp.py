@@ -1,8 +1,8 @@
 """The ranks of a learner group as a dp × sp mesh, and the sharding of a model over it with FSDP2.
 
 Ranks are ordered dp-major: the sp ranks of one sequence group are neighbors. The process group's time-out bounds each
-collective. Only rank 0 reads weights. It sends the other ranks their shards, so a host never holds a whole model per
-rank.
+collective. Models are built on the meta device, and each rank allocates and fills only its shards, so a host never
+holds a whole model per rank.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import FileStore, HashStore, ProcessGroup, TCPStore  # pyright: ignore[reportPrivateImportUsage]
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 
 from .config import RENDEZVOUS_FILE, Device, Dtype, GradientSync, LearnerConfig, Resharding
@@ -199,11 +199,11 @@ def _bounded(mesh: DeviceMesh, timeout: timedelta) -> DeviceMesh:
 
 
 def shard_model(model: nn.Module, mesh: LearnerMesh, config: LearnerConfig) -> None:
-    """Shard the parameters over the ranks of the mesh, in place, and move the model to its device.
+    """Shard a model from the meta device over the ranks of the mesh, in place, and allocate this rank's shards.
 
-    The parameters must have the dtypes in which they are stored. On rank 0 they are on the CPU with their weights. On
-    other ranks they can be on the meta device, since rank 0 sends shards and buffers. The function uses the options
-    ``dtype`` (gradients are reduced in float32), ``resharding``, ``offload_policy`` and ``torch_compile``.
+    The parameters must have the dtypes in which they are stored; their values are undefined afterwards. The function
+    uses the options ``dtype`` (gradients are reduced in float32), ``resharding``, ``offload_policy`` and
+    ``torch_compile``.
 
     A single rank that computes in the dtype of its parameters does not need sharding or casting. Then the model stays
     plain; `fully_shard` would give the same results with the overhead of its hooks.
@@ -215,9 +215,8 @@ def shard_model(model: nn.Module, mesh: LearnerMesh, config: LearnerConfig) -> N
     compute = parameter_types(config, mesh.device).compute
     held = {parameter.dtype for parameter in model.parameters()}
     if mesh.num_ranks == 1 and held == {compute} and not config.offload_policy:
-        model.to(mesh.device)
+        _allocate(model, mesh.device)
         return
-    whole = model.state_dict() if mesh.rank == 0 else {}
     policies: dict[str, Any] = {
         "mp_policy": MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32),
         "reshard_after_forward": None if config.resharding is Resharding.layer else False,
@@ -228,8 +227,19 @@ def shard_model(model: nn.Module, mesh: LearnerMesh, config: LearnerConfig) -> N
         if sum(parameter.numel() for parameter in layer.parameters()) >= MIN_UNIT_NUMEL:
             fully_shard(layer, mesh=mesh.fsdp_mesh, **policies)
     fully_shard(model, mesh=mesh.fsdp_mesh, **policies)
-    if mesh.num_ranks > 1:
-        _fill_from_first_rank(model, whole, mesh, config)
+    _allocate(model, torch.device("cpu") if config.offload_policy else mesh.device)
+    for buffer in model.buffers():
+        buffer.data = buffer.data.to(mesh.device)
+
+
+def _allocate(model: nn.Module, home: torch.device) -> None:
+    """Allocate the parameters and buffers of a model on the meta device."""
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)  # keeps tied parameters tied, and FSDP's references
+    try:
+        model.to_empty(device=home)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
 
 
 def prepare_backward(model: nn.Module, config: LearnerConfig, *, is_last: bool) -> None:
@@ -265,27 +275,22 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if type(module).__name__ in names]
 
 
-def _fill_from_first_rank(model: nn.Module, whole: dict[str, Any], mesh: LearnerMesh, config: LearnerConfig) -> None:
-    """Send each rank its shards of ``whole``, rank 0's weights, tensor by tensor, and rank 0's buffers."""
-    if any(parameter.is_meta for parameter in model.parameters()):
-        home = torch.device("cpu") if config.offload_policy else mesh.device
-        before = torch.__future__.get_swap_module_params_on_conversion()
-        torch.__future__.set_swap_module_params_on_conversion(True)  # keeps tied parameters tied, and FSDP's references
-        try:
-            model.to_empty(device=home)
-        finally:
-            torch.__future__.set_swap_module_params_on_conversion(before)
-    set_model_state_dict(model, whole, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
-    for buffer in model.buffers():
-        buffer.data = buffer.data.to(mesh.device)
-        dist.broadcast(
-            buffer.data, src=0
-        )  # the state does not contain non-persistent buffers such as rotary frequencies
-
-
 def local_tensor(tensor: Tensor) -> Tensor:
     """This rank's part of a sharded tensor; a plain tensor is returned as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def own_rows(tensor: Tensor) -> tuple[int, int]:
+    """First row of this rank's part of a tensor, and the row after the last. A scalar is one row."""
+    if not isinstance(tensor, DTensor):
+        return 0, len(tensor) if tensor.ndim else 1
+    shape, first = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return first[0], first[0] + shape[0]
+
+
+def is_first_rank() -> bool:
+    """Whether this process writes what all ranks would log: rank 0, or a process without a group."""
+    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def stored_buffers(model: nn.Module) -> dict[str, Tensor]:

@@ -7,11 +7,13 @@ Weights are never merged in place: merged weights are separate tensors. Adapters
 from __future__ import annotations
 
 import logging
+import math
 import re
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -23,6 +25,7 @@ from asyncrl.core.errors import WeightsError
 from asyncrl.weights.manifest import AdaptedLayer
 
 from .config import LoraConfig
+from .fsdp import is_first_rank, local_tensor, own_rows
 
 if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer
@@ -37,9 +40,9 @@ _PEFT_PREFIX = "base_model.model."
 def add_adapters(model: PreTrainedModel, config: LoraConfig, *, dtype: torch.dtype = torch.float32) -> None:
     """Inject adapters without effect (B is 0), and freeze all other weights.
 
-    The model must be on the CPU or the meta device, and the rank > 0. The adapters are stored in ``dtype``; the model's
-    own weights keep their dtypes. Expert tensors stay frozen, and the log names them. Raises `ValueError` if a target
-    is not the name of a linear layer.
+    The model must be on the meta device, and the rank > 0; see `fill_adapters`. The adapters are stored in ``dtype``;
+    the model's own weights keep their dtypes. Expert tensors stay frozen, and the log names them. Raises `ValueError`
+    if a target is not the name of a linear layer.
     """
     from peft import LoraConfig as PeftConfig  # takes most of a second, so import it only for adapters
     from peft import inject_adapter_in_model
@@ -54,8 +57,20 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, *, dtype: torch.dty
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
-    if (experts := _expert_tensors(model)) and model.device.type != "meta":  # the first rank logs it
+    if (experts := _expert_tensors(model)) and is_first_rank():
         log.warning("these expert tensors are frozen, they have no adapters (learner.lora): %s", ", ".join(experts))
+
+
+def fill_adapters(model: nn.Module) -> None:
+    """Initialize allocated adapters: A as a linear layer, by torch's random state, and B with 0.
+
+    Each rank draws the whole of one A after another, and keeps its rows, so the values do not depend on the ranks.
+    """
+    for _, layer in _layers(model):
+        for part, init in (("A", partial(nn.init.kaiming_uniform_, a=math.sqrt(5))), ("B", nn.init.zeros_)):
+            weight = cast("Any", getattr(layer, f"lora_{part}"))[_ADAPTER].weight.detach()
+            first, last = own_rows(weight)
+            local_tensor(weight).copy_(init(torch.empty(weight.shape))[first:last])
 
 
 @contextmanager

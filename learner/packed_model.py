@@ -21,8 +21,9 @@ from .attention_kernels import AttentionShape, attention_kernel
 from .config import LearnerConfig
 from .fsdp import LearnerMesh, open_mesh, parameter_types, shard_model
 from .heads import LogProbHead, PackedHead
-from .lora import adapters_off, add_adapters
+from .lora import adapters_off, add_adapters, fill_adapters
 from .packing import MicroBatch, pack, tokens_in_loss
+from .pretrained import fill_pretrained
 from .roles import Role
 from .rope import rope_limit
 from .selftest import SelfTest, SelfTestResult
@@ -80,11 +81,10 @@ class PackedModel:
         self.model_path = model_path
         self.mesh: LearnerMesh = open_mesh(config)
         self.sharding = UlyssesShardingManager(self.mesh.device_mesh)
-        # Rank 0 sends the weights to the other ranks.
         self.types = parameter_types(config, self.mesh.device)
         is_adapted = role.adapters and config.lora.rank > 0
         held = self.types.trained if role.objective is not None and not is_adapted else self.types.frozen
-        pretrained = role.load(model_path, held, on_meta=self.mesh.rank > 0)
+        pretrained = role.load(model_path, held)
         if is_adapted:
             add_adapters(pretrained, config.lora, dtype=self.types.trained)
         self.head: PackedHead = role.head(pretrained, config, temperature)
@@ -95,6 +95,8 @@ class PackedModel:
             pretrained.gradient_checkpointing_enable({"use_reentrant": False})
         self._rope_limit = rope_limit(pretrained.config.get_text_config().to_dict())
         shard_model(self.head, self.mesh, config)
+        fill_pretrained(pretrained, model_path)
+        fill_adapters(pretrained)
         self.selftest = self._tested()
 
     @property

@@ -1,4 +1,4 @@
-"""Loads Hugging Face models with the packed attention: a causal language model, or a classifier with one label.
+"""Builds Hugging Face models with the packed attention: a causal language model, or a classifier with one label.
 
 The critic is a token classifier, and the reward model is a sequence classifier. Both use transformers' generic head on
 the family's backbone. Their files are compatible with the family's own classifier in transformers, if there is one.
@@ -12,15 +12,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
 
 from .attention import ATTENTION_NAME
+from .fsdp import is_first_rank, local_tensor
+from .weight_files import fill_weights, stored_weights
 
 log = logging.getLogger(__name__)
 
@@ -37,35 +46,30 @@ _RANDOM_WHILE_TRAINING = re.compile(r"drop|pdrop|jitter", re.IGNORECASE)
 """Names of module attributes in transformers that set dropout rates or noise levels for training."""
 
 
-def load_causal_lm(model_path: str, dtype: torch.dtype, *, on_meta: bool = False) -> PreTrainedModel:
-    """Load a causal language model in Hugging Face layout, in training mode, with parameters of type ``dtype``.
+def load_causal_lm(model_path: str, dtype: torch.dtype) -> PreTrainedModel:
+    """Build a causal language model of a folder in Hugging Face layout on the meta device, in training mode.
 
-    With ``on_meta`` the model is on the meta device without weights; `learner.fsdp.shard_model` fills it. Raises
-    `ValueError` if there is no model at the path, or if packed training does not support the model.
+    Its parameters are of type ``dtype``. `learner.fsdp.shard_model` allocates them, and `fill_pretrained` reads the
+    weights. Raises `ValueError` if there is no model at the path, or if packed training does not support the model.
     """
-    _check_path(model_path)
-    config = AutoConfig.from_pretrained(model_path)
+    config = _config_of(model_path)
     if config.model_type in _ADDS_TOKENS:
         raise ValueError(
             f"{model_path!r} is of type {config.model_type}, whose forward pass adds tokens of its own to each "
             "sequence; the learner does not support this; use another model"
         )
-    if on_meta:
-        with torch.device("meta"), _refused_by_name(model_path):
-            empty = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION_NAME)
-        return _deterministic(cast("PreTrainedModel", empty))
-    if getattr(config, "output_router_logits", False):
+    if getattr(config, "output_router_logits", False) and is_first_rank():
         log.warning(
             "%s sets output_router_logits=true: the learner does not add router_aux_loss_coef=%s times the routers' "
             "balancing loss, which is not a sum over tokens and would depend on how micro-batches split them",
             model_path,
             getattr(config, "router_aux_loss_coef", None),
         )
-    with _refused_by_name(model_path):
-        model = AutoModelForCausalLM.from_pretrained(
-            model_path, config=config, dtype=dtype, attn_implementation=ATTENTION_NAME
-        )
-    return _deterministic(_own_storage(cast("PreTrainedModel", model)))
+    with torch.device("meta"), _refused_by_name(model_path):
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION_NAME)
+    if Path(model_path, "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(model_path)
+    return _prepared(model, dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,54 +103,53 @@ def logit_shape(config: PreTrainedConfig) -> LogitShape:
     return LogitShape(scale=float(scale), soft_cap=getattr(text, "final_logit_softcapping", None) or None)
 
 
-def load_critic(model_path: str, dtype: torch.dtype, *, on_meta: bool = False) -> PreTrainedModel:
-    """Load a token classifier with one label, or a causal language model, which gets a head of zeros.
+def load_critic(model_path: str, dtype: torch.dtype) -> PreTrainedModel:
+    """Build a token classifier with one label, as `load_causal_lm` does. The path may hold a causal language model.
 
-    A new critic predicts 0 for each state, so its first advantages equal the returns. The arguments are the same as for
-    `load_causal_lm`. Raises `ValueError` if there is no model, or if the model has another number of labels.
+    Raises `ValueError` if there is no model, or if the model has another number of labels.
     """
-    model, missing = _load_classifier(GenericForTokenClassification, model_path, dtype, on_meta)
-    if missing:
-        log.info("%s does not have %s: the critic starts with zeros for them", model_path, sorted(missing))
-    for name in missing:
-        nn.init.zeros_(model.get_parameter(name))
-    return model
+    return _load_classifier(GenericForTokenClassification, model_path, dtype)
 
 
-def load_reward_model(model_path: str, dtype: torch.dtype, *, on_meta: bool = False) -> PreTrainedModel:
-    """Load a sequence classifier with one label, as in `load_causal_lm`. `ValueError` if its head is missing."""
-    model, missing = _load_classifier(GenericForSequenceClassification, model_path, dtype, on_meta)
-    if missing:
+def load_reward_model(model_path: str, dtype: torch.dtype) -> PreTrainedModel:
+    """Build a sequence classifier with one label, as in `load_causal_lm`. `ValueError` if its head is missing."""
+    stored, score = stored_weights(model_path), f"{SCORE_HEAD}.weight"
+    if stored and score not in stored:
         raise ValueError(
-            f"reward model path must hold a trained sequence classifier, got {model_path!r} without {sorted(missing)}; "
+            f"reward model path must hold a trained sequence classifier, got {model_path!r} without {[score]}; "
             "train one with AutoModelForSequenceClassification(num_labels=1)"
         )
-    return model
+    return _load_classifier(GenericForSequenceClassification, model_path, dtype)
 
 
-def _load_classifier(
-    head: type, model_path: str, dtype: torch.dtype, on_meta: bool
-) -> tuple[PreTrainedModel, set[str]]:
-    """Load a classifier. Also returns the names of the head's parameters that are missing at the path."""
-    _check_path(model_path)
-    config = AutoConfig.from_pretrained(model_path, num_labels=1)
-    classifier, options = _classifier_class(head, config, model_path), {"attn_implementation": ATTENTION_NAME}
-    with _refused_by_name(model_path):
-        if on_meta:
-            with torch.device("meta"):
-                return _deterministic(classifier._from_config(config, dtype=dtype, **options)), set()
-        try:
-            model, found = classifier.from_pretrained(
-                model_path, config=config, dtype=dtype, output_loading_info=True, **options
-            )
-        except RuntimeError as error:  # transformers refuses a head of another shape
-            raise ValueError(f"a critic or reward model must have one label, got another at {model_path!r}") from error
-    missing = {name for name in found["missing_keys"] if name.startswith(SCORE_HEAD)}
-    if strange := set(found["missing_keys"]) - missing:
+def _load_classifier(head: type, model_path: str, dtype: torch.dtype) -> PreTrainedModel:
+    config = _config_of(model_path, num_labels=1)
+    score = stored_weights(model_path).get(f"{SCORE_HEAD}.weight")
+    if score is not None and score.shape[0] != 1:
         raise ValueError(
-            f"{model_path!r} lacks {sorted(strange)}, which a {classifier.__name__} has; use another model"
+            f"a critic or reward model must have one label, got {score.shape[0]} at {model_path!r}; use another model"
         )
-    return _deterministic(_own_storage(model)), missing
+    classifier = _classifier_class(head, config, model_path)
+    with torch.device("meta"), _refused_by_name(model_path):
+        return _prepared(classifier._from_config(config, dtype=dtype, attn_implementation=ATTENTION_NAME), dtype)
+
+
+def fill_pretrained(model: PreTrainedModel, model_path: str) -> None:
+    """Fill an allocated model with this rank's rows of the weights at a path; see `fill_weights`.
+
+    The head of a new critic is zero: it predicts 0 for each state, so its first advantages equal the returns. Raises
+    `ValueError` if another weight is missing.
+    """
+    missing = fill_weights(model, model_path)
+    new_head = {name for name in missing if name.startswith(f"{SCORE_HEAD}.")}
+    if strange := missing - new_head:
+        raise ValueError(
+            f"{model_path!r} lacks {sorted(strange)}, which a {type(model).__name__} has; use another model"
+        )
+    for name in new_head:
+        nn.init.zeros_(local_tensor(model.get_parameter(name).detach()))
+    if new_head and is_first_rank():
+        log.info("%s does not have %s: the critic starts with zeros for them", model_path, sorted(new_head))
 
 
 def _classifier_class(head: type, config: PreTrainedConfig, model_path: str) -> Any:
@@ -186,16 +189,26 @@ def _no_such_model(config: PreTrainedConfig, model_path: str) -> str:
     )
 
 
-def _check_path(model_path: str) -> None:
+def _config_of(model_path: str, **options: Any) -> PreTrainedConfig:
     if not (Path(model_path) / "config.json").is_file():
         raise ValueError(f"model path must hold a Hugging Face model, got {model_path!r} without a config.json")
+    config = AutoConfig.from_pretrained(model_path, **options)
+    if getattr(config, "quantization_config", None):
+        raise ValueError(
+            f"{model_path!r} holds quantized weights, which the learner cannot train; load it with "
+            "AutoModelForCausalLM.from_pretrained(path, dtype='bfloat16') and a quantization_config with "
+            "dequantize=True, save it with save_pretrained, and use that folder"
+        )
+    return config
 
 
-def _own_storage(model: PreTrainedModel) -> PreTrainedModel:
-    """Copy the parameters: loaded weights are views of the file and cannot be resized."""
-    for parameter in model.parameters():
-        parameter.data = parameter.data.clone()
-    return model
+def _prepared(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """Keep in float32 what the family keeps in float32, and switch off all randomness."""
+    kept = [re.compile(name.replace("*", ".*")) for name in model._get_dtype_plan(dtype)]
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if any(pattern.search(name) for pattern in kept):
+            tensor.data = tensor.data.float()
+    return _deterministic(model)
 
 
 def _deterministic(model: PreTrainedModel) -> PreTrainedModel:
@@ -215,6 +228,6 @@ def _deterministic(model: PreTrainedModel) -> PreTrainedModel:
             if value > 0:
                 found[named] = value
                 setattr(module, name, 0.0)
-    if found and model.device.type != "meta":  # rank 0 logs it
+    if found and is_first_rank():
         log.info("off while training, so that the policy equals the sampling policy: %s", found)
     return model

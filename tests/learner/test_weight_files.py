@@ -1,0 +1,154 @@
+"""Each rank reads its own rows of the weights, whatever the files, the names and the conversions."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+from learner import fsdp, weight_files
+from learner.config import Device, LearnerConfig, LoraConfig
+from learner.pretrained import load_causal_lm
+from learner.trainer import Trainer
+from tests.support.ranks import run_on_ranks
+from tests.support.tiny_models import save_tiny_model
+from tests.support.whole_weights import whole_tensors
+
+CONFIG = LearnerConfig(device=Device.cpu, skip_selftest="compares weights")
+
+
+def loaded(model_path: str, num_ranks: int = 1, lora_rank: int = 0) -> tuple[dict[str, np.ndarray], int]:
+    """Whole weights by name, and the bytes that this rank read."""
+    fsdp.MIN_UNIT_NUMEL = 1
+    weight_files.BLOCK_BYTES = 300  # a few rows of these models
+    num_bytes, fromfile = [], np.fromfile
+    np.fromfile = lambda *a, **k: num_bytes.append(a[2]) or fromfile(*a, **k)
+    try:
+        config = replace(CONFIG, num_ranks=num_ranks, lora=LoraConfig(rank=lora_rank))
+        trainer = Trainer(config, model_path=model_path, total_updates=1)
+    finally:
+        np.fromfile = fromfile
+        weight_files.BLOCK_BYTES = 32 << 20
+    whole = {name.removeprefix("pretrained."): tensor.clone().numpy() for name, tensor in whole_tensors(trainer.head)}
+    return whole, sum(num_bytes)
+
+
+def expected(model_path: str) -> dict[str, np.ndarray]:
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    return {name: tensor.detach().numpy() for name, tensor in model.named_parameters()}
+
+
+def assert_equal(found: dict[str, np.ndarray], want: dict[str, np.ndarray]) -> None:
+    assert found.keys() == want.keys()
+    for name, value in want.items():
+        np.testing.assert_array_equal(found[name], value, err_msg=name)
+
+
+def shard_files(model_path: str, num_bytes: str = "10KB") -> None:
+    """Write the weights again as several files with an index."""
+    model = AutoModelForCausalLM.from_pretrained(model_path)
+    Path(model_path, "model.safetensors").unlink()
+    model.save_pretrained(model_path, max_shard_size=num_bytes)
+    assert len(list(Path(model_path).glob("model-*.safetensors"))) > 2
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "phi3", "llama4_text"])
+def test_three_ranks_read_a_checkpoint_of_several_files(family: str, tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path / "model", family)
+    shard_files(path)
+    want = expected(path)
+    assert_equal(loaded(path)[0], want)
+    ranks = run_on_ranks(3, loaded, path, 3)
+    assert_equal(ranks[0][0], want)
+    if family == "qwen3_moe":  # four experts, stored one by one
+        num_bytes = sum(value.nbytes for value in want.values())
+        assert sum(read for _, read in ranks) == num_bytes
+        assert max(read for _, read in ranks) < 0.5 * num_bytes
+
+
+def test_weights_that_torch_saved_are_read(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path / "model")
+    want = expected(path)
+    file = tmp_path / "model" / "model.safetensors"
+    torch.save(load_file(file), tmp_path / "model" / "pytorch_model.bin")
+    file.unlink()
+    assert_equal(loaded(path)[0], want)
+
+
+def test_adapters_do_not_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path / "model")
+    alone, _ = loaded(path, 1, 4)
+    assert_equal(run_on_ranks(2, loaded, path, 2, 4)[0][0], alone)
+    adapters = {name: value for name, value in alone.items() if "lora_" in name}
+    for name, value in adapters.items():
+        bound = 1 / np.sqrt(value.shape[1])  # of kaiming_uniform with a = sqrt(5)
+        assert value.any() == ("lora_A" in name)
+        assert np.abs(value).max() <= bound
+    assert len(adapters) == 2 * 7 * 2
+
+
+def rewritten(path: str, change: dict[str, torch.Tensor | None]) -> None:
+    file = Path(path) / "model.safetensors"
+    weights = {**load_file(file), **change}
+    save_file({name: value for name, value in weights.items() if value is not None}, file, metadata={"format": "pt"})
+
+
+def test_a_missing_weight_is_named(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path / "model")
+    rewritten(path, {"model.norm.weight": None})
+    with pytest.raises(ValueError, match=r"lacks \['model\.norm\.weight'\]"):
+        loaded(path)
+
+
+def test_a_weight_of_another_shape_is_named(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path / "model")
+    rewritten(path, {"model.norm.weight": torch.ones(31)})
+    with pytest.raises(ValueError, match=r"at model\.norm\.weight: the files have the shape \[31\], expected \[32\]"):
+        loaded(path)
+
+
+def test_tied_weights_may_be_stored_twice_if_they_are_equal(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path / "model")
+    want = expected(path)
+    embedding = torch.from_numpy(want["model.embed_tokens.weight"])
+    rewritten(path, {"lm_head.weight": embedding.clone()})
+    assert_equal(loaded(path)[0], want)
+    rewritten(path, {"lm_head.weight": embedding + 1})
+    with pytest.raises(ValueError, match="the files hold two different weights; set tie_word_embeddings=false"):
+        loaded(path)
+
+
+def test_only_the_output_layer_of_tied_weights_may_be_stored(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path / "model")
+    want = expected(path)
+    rewritten(
+        path,
+        {"model.embed_tokens.weight": None, "lm_head.weight": torch.from_numpy(want["model.embed_tokens.weight"])},
+    )
+    assert_equal(loaded(path)[0], want)
+
+
+def test_quantized_weights_are_refused_by_name(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path / "model")
+    file = tmp_path / "model" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}))
+    with pytest.raises(ValueError, match="holds quantized weights, which the learner cannot train"):
+        load_causal_lm(path, torch.float32)
+
+
+def test_the_files_are_read_into_the_types_and_settings_of_the_family(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path / "model", "deepseek_v3")
+    GenerationConfig(eos_token_id=[3, 4]).save_pretrained(path)
+    model = load_causal_lm(path, torch.bfloat16)
+    assert model.generation_config is not None
+    assert model.generation_config.eos_token_id == [3, 4]
+    kept = {name: buffer.dtype for name, buffer in model.named_buffers() if "e_score_correction_bias" in name}
+    assert set(kept.values()) == {torch.float32}
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert isinstance(model, nn.Module)
+    assert model.training
