@@ -1,18 +1,15 @@
 """Whether workers are alive, noticing a death while nobody calls them, and what a worker wrote before it died.
 
-On each node one task waits for the workers' processes to end. The kernel wakes that task when a process ends, and the
-task's end wakes whoever watches the group. Where the node dies, Ray ends the task. A worker's own methods are not used,
-because a worker runs one method at a time.
+`first_death` waits. A worker's own methods are not used, because a worker runs one method at a time.
 """
 
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import psutil
 import ray
@@ -24,7 +21,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from asyncrl.core.errors import ClusterDiedError
 from asyncrl.core.remote import last_lines, process_end, wait_for_first_end
 
-from .resource_pool import current_cluster
+from .resource_pool import current_cluster, current_node
 
 
 def state_of(worker: Any) -> str:
@@ -80,103 +77,61 @@ def _ray_daemons(node: Any) -> dict[int, str]:
     }
 
 
-class DeathWatch:
-    """Waits for the first death among some workers, by rank, all of which are alive as far as Ray knows."""
+async def first_death(workers: Sequence[Any], is_alive: Callable[[Any], bool], every_s: float = 5.0) -> int | None:
+    """Wait until one of the workers, all alive by now, has died; its index, or None if Ray was shut down first.
 
-    def __init__(self, workers: Sequence[Any], is_alive: Callable[[Any], bool]) -> None:
-        self._workers = list(workers)
-        self._is_alive = is_alive
-        self._closed = threading.Event()
-        self._cluster = current_cluster()
-        self._ranks: dict[str, dict[int, int]] = defaultdict(dict)
-        for rank, worker in enumerate(workers):
-            actor = ray_state.actors(worker._actor_id.hex())
-            self._ranks[actor["Address"]["NodeID"]][actor["Pid"]] = rank
-        self._nodes = {_watch_on(node_id, list(ranks)): node_id for node_id, ranks in self._ranks.items()}
-
-    def wait(self, every_s: float) -> int | None:
-        """The rank of a worker that died; None if the watch was closed or Ray was shut down.
-
-        Every ``every_s`` seconds Ray is asked for the workers' states, even if no process ended.
-        """
-        while not self._is_over():
-            try:
-                rank = self._next_death(every_s)
-            except Exception:
-                if self._is_over():
-                    return None
-                raise
-            if rank is not None and not self._is_over():  # otherwise Ray's shutdown ended the worker
-                return rank
-        return None
-
-    def _next_death(self, every_s: float) -> int | None:
-        ended, _ = ray.wait(list(self._nodes), num_returns=1, timeout=every_s)
-        if self._is_over():
-            return None
-        dead = [rank for rank, worker in enumerate(self._workers) if not self._is_alive(worker)]
-        rank = self._reported_by(ended[0]) if ended else None
-        return dead[0] if rank is None and dead else rank
-
-    def close(self) -> None:
-        """End the watch; `wait` returns."""
-        was_over = self._is_over()
-        self._closed.set()
-        for task in [] if was_over else list(self._nodes):
-            ray.cancel(task, force=True)
-
-    def _is_over(self) -> bool:
-        return self._closed.is_set() or self._cluster != current_cluster()
-
-    def _reported_by(self, task: Any) -> int | None:
-        """The rank of the worker that died, as the task on its node reports; a lost task is started again."""
-        node_id = self._nodes.pop(task)
-        ranks = self._ranks[node_id]
-        try:
-            pid: Any = ray.get(task)
-            return ranks[pid]
-        except RayTaskError:
-            raise
-        except RayError:
-            self._nodes[_watch_on(node_id, list(ranks))] = node_id
-            return None
-
-
-async def first_to_end(workers: Sequence[Any], is_alive: Callable[[Any], bool]) -> int:
-    """Wait until the process of one of the workers, all alive by now, has ended; returns its index.
-
-    The kernel tells of those on this node, and a `DeathWatch` of the others.
+    The kernel wakes this wait for a process of this node, a Ray task for a process of another node. Every ``every_s``
+    seconds Ray is asked for the workers' states, even if no process ended.
     """
-    here = ray.get_runtime_context().get_node_id()
-    actors = [ray_state.actors(worker._actor_id.hex()) for worker in workers]
-    elsewhere = [index for index, actor in enumerate(actors) if actor["Address"]["NodeID"] != here]
-    waiting: dict[asyncio.Future[Any], int] = {
-        asyncio.ensure_future(process_end(actor["Pid"])): index
-        for index, actor in enumerate(actors)
-        if index not in elsewhere
+    cluster, here = current_cluster(), current_node()
+    ranks: dict[str, dict[int, int]] = defaultdict(dict)
+    for rank, worker in enumerate(workers):
+        actor = ray_state.actors(worker._actor_id.hex())
+        ranks[actor["Address"]["NodeID"]][actor["Pid"]] = rank
+    waiting: dict[Any, int] = {
+        asyncio.ensure_future(process_end(pid)): rank for pid, rank in ranks.pop(here, {}).items()
     }
-    watch = DeathWatch([workers[index] for index in elsewhere], is_alive) if elsewhere else None
-    afar = None if watch is None else asyncio.ensure_future(asyncio.to_thread(watch.wait, _ASKED_EVERY_S))
+    afar: dict[Any, dict[int, int]] = {
+        asyncio.ensure_future(_end_on(node_id, list(pids))): pids for node_id, pids in ranks.items()
+    }
     try:
-        ended, _ = await asyncio.wait({*waiting, *([afar] if afar else [])}, return_when=asyncio.FIRST_COMPLETED)
+        while True:
+            ended, _ = await asyncio.wait({*waiting, *afar}, timeout=every_s, return_when=asyncio.FIRST_COMPLETED)
+            if cluster != current_cluster():  # Ray's shutdown ended the workers
+                return None
+            found = [waiting[one] if one in waiting else afar[one].get(one.result() or 0) for one in ended]
+            states = await asyncio.to_thread(lambda: list(map(is_alive, workers)))
+            dead = [rank for rank in found if rank is not None] or [i for i, alive in enumerate(states) if not alive]
+            if dead:
+                return dead[0] if cluster == current_cluster() else None
+            for lost in [one for one in ended if one in afar]:
+                pids = afar.pop(lost)
+                node_id = next(node_id for node_id, on_node in ranks.items() if on_node is pids)
+                afar[asyncio.ensure_future(_end_on(node_id, list(pids)))] = pids
     finally:
-        for task in waiting:
-            task.cancel()
-        if watch is not None:
-            await asyncio.to_thread(watch.close)
-    first = ended.pop()
-    return waiting[first] if first in waiting else elsewhere[cast("int", first.result())]
+        for one in (*waiting, *afar):
+            one.cancel()
 
 
-def _watch_on(node_id: str, pids: list[int]) -> Any:
+async def _end_on(node_id: str, pids: list[int]) -> int | None:
+    """Wait until one of these processes of another node has ended; None if the task that waits there was lost."""
     there = NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)
-    return _first_to_end.options(scheduling_strategy=there).remote(pids)
+    task: Any = _first_to_end.options(scheduling_strategy=there).remote(pids)
+    try:
+        return await task
+    except RayTaskError:
+        raise
+    except RayError:
+        return None
+    except asyncio.CancelledError:
+        if ray.is_initialized():
+            ray.cancel(task, force=True)
+        raise
 
 
 _first_to_end = ray.remote(num_cpus=0, max_retries=0)(wait_for_first_end)
 
 
-_ASKED_EVERY_S = 5.0
 _REMOTE_READ_TIMEOUT_S = 10.0
 _RAY_MARKS = (":job_id:", ":actor_name:", ":task_name:")  # begin the lines in which Ray names job and actor
 

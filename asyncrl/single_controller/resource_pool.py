@@ -166,14 +166,19 @@ class RayResourcePool(ResourcePool):
         ``strategy`` replaces the pool's. Raises `DeadlineError`, with nothing reserved, if the cluster does not grant
         it in time, and `UsageError` for a part of a pool whose cluster has ended.
         """
-        self._forget_earlier_cluster()
+        if self._cluster is not None and self._has_ended():  # with an earlier Ray cluster
+            if self._wholes:
+                what = f"pool {self.name_prefix!r} is made of pools of a Ray cluster that has ended"
+                raise UsageError(f"{what}; split or merge them again")
+            self.pgs, self._reserved, self._had_groups, self._num_users = None, [], False, 0
         if self.pgs is not None:
             return self.pgs
         prefix = name or f"{self.name_prefix}_{'_'.join(map(str, self._store))}:"
         deadline_s = time.monotonic() + self.timeout_s
         pgs: list[PlacementGroup] = []
         for index, count in enumerate(self._store):
-            labels = self._labels_apart_from(pgs) if self.apart else self.labels
+            taken = {node for pg in pgs for node in nodes_of(pg).values()} if self.apart else ()
+            labels = {**self.labels, **({NODE_ID_LABEL: f"!in({','.join(sorted(taken))})"} if taken else {})}
             pgs.append(self._asked(f"{prefix}{index}", count, labels, device_name, strategy))
             if self.apart:
                 self._wait_until_granted(pgs, len(pgs) - 1, deadline_s, device_name)
@@ -214,11 +219,6 @@ class RayResourcePool(ResourcePool):
             lifetime="detached" if self.detached else None,
             bundle_label_selector=[dict(labels)] * count if labels else None,  # type: ignore[arg-type]
         )
-
-    def _labels_apart_from(self, pgs: Sequence[PlacementGroup]) -> dict[str, str]:
-        """Labels of the nodes on which none of these granted placement groups is."""
-        taken = {node for pg in pgs for node in nodes_of(pg).values()}
-        return {**self.labels, **({NODE_ID_LABEL: f"!in({','.join(sorted(taken))})"} if taken else {})}
 
     def _wait_until_granted(
         self, pgs: Sequence[PlacementGroup], first: int, deadline_s: float, device_name: str
@@ -267,15 +267,6 @@ class RayResourcePool(ResourcePool):
             where = f"pool {self.name_prefix!r} is detached and outlives Ray's shutdown"
             raise UsageError(f"{where}; connect to its cluster again to give it back")
         self.pgs, self._reserved, self._had_groups = None, [], False
-
-    def _forget_earlier_cluster(self) -> None:
-        """Forget a reservation that ended with an earlier Ray cluster."""
-        if self._cluster is None or not self._has_ended():
-            return
-        if self._wholes:
-            what = f"pool {self.name_prefix!r} is made of pools of a Ray cluster that has ended"
-            raise UsageError(f"{what}; split or merge them again")
-        self.pgs, self._reserved, self._had_groups, self._num_users = None, [], False, 0
 
     def _has_ended(self) -> bool:
         """Whether the reservation is gone; a detached one outlives the job that made it."""
@@ -449,16 +440,9 @@ class ResourcePoolManager:
     def create_resource_pool(self) -> None:
         """Make the pools. Raises `ValueError` naming what is missing on which node if the cluster cannot grant them."""
         for name, process_on_nodes in self.resource_pool_spec.items():
-            self.resource_pool_dict[name] = RayResourcePool(
-                process_on_nodes=process_on_nodes,
-                use_gpu=self.use_gpu,
-                max_colocate_count=self.max_colocate_count,
-                name_prefix=name,
-                num_cpus_per_process=self.num_cpus_per_process,
-                apart=self.apart,
-                labels=self.labels,
-                timeout_s=self.timeout_s,
-            )
+            own = ("use_gpu", "max_colocate_count", "num_cpus_per_process", "apart", "labels", "timeout_s")
+            options: dict[str, Any] = {option: getattr(self, option) for option in own}
+            self.resource_pool_dict[name] = RayResourcePool(process_on_nodes, name_prefix=name, **options)
         self._check_resource_available()
 
     def get_resource_pool(self, role: Role) -> RayResourcePool:
@@ -474,41 +458,32 @@ class ResourcePoolManager:
         free = {node: dict(resources) for node, resources in ray_state.available_resources_per_node().items()}
         demands = [(count, name) for name, counts in self.resource_pool_spec.items() for count in counts]
         demands.sort(reverse=True)
-        if can_place([self._needs(count, name) for count, name in demands], free.values()):
+        bundles = {name: pool.bundle(self.device_name) for name, pool in self.resource_pool_dict.items()}
+        needs = [{key: count * amount for key, amount in bundles[name].items()} for count, name in demands]
+        if can_place(needs, free.values()):
             return
-        for count, name in demands:
-            needed = self._needs(count, name)
+        scarce = DEVICE_RESOURCES.get(self.device_name, self.device_name) if self.use_gpu else "CPU"
+        for (count, name), needed in zip(demands, needs, strict=True):
             hosts = [have for have in free.values() if fits(needed, have)]
-            if not hosts:
-                raise ValueError(self._shortage(name, count, needed, free))
-            take(needed, min(hosts, key=lambda have: have.get(self._scarce_resource, 0.0)))
-
-    @property
-    def _scarce_resource(self) -> str:
-        return DEVICE_RESOURCES.get(self.device_name, self.device_name) if self.use_gpu else "CPU"
-
-    def _needs(self, count: int, name: str) -> dict[str, float]:
-        """What a pool's processes on one node reserve."""
-        bundle = self.resource_pool_dict[name].bundle(self.device_name)
-        return {resource: count * amount for resource, amount in bundle.items()}
-
-    def _shortage(self, name: str, count: int, needed: dict[str, float], free: dict[str, dict[str, float]]) -> str:
-        device = self._scarce_resource
-        addresses = node_addresses()
-        missing = [
-            f"node {addresses.get(node, node)} lacks "
-            + ", ".join(
-                f"{n - have.get(r, 0):g} {r} (has {have.get(r, 0):g} of {n:g})"
-                for r, n in needed.items()
-                if have.get(r, 0) < n
+            if hosts:
+                take(needed, min(hosts, key=lambda have: have.get(scarce, 0.0)))
+                continue
+            addresses = node_addresses()
+            missing = [
+                f"node {addresses.get(node, node)} lacks "
+                + ", ".join(
+                    f"{n - have.get(r, 0):g} {r} (has {have.get(r, 0):g} of {n:g})"
+                    for r, n in needed.items()
+                    if have.get(r, 0) < n
+                )
+                for node, have in free.items()
+            ]
+            total = sum(have.get(scarce, 0) for have in free.values())
+            raise ValueError(
+                f"pool {name!r} needs {count} processes on one node, and no node has room: {'; '.join(missing)}. "
+                f"Free {scarce} over all nodes, after the larger demands: {total:g}. Ask for fewer processes "
+                "or add nodes"
             )
-            for node, have in free.items()
-        ]
-        total = sum(have.get(device, 0) for have in free.values())
-        return (
-            f"pool {name!r} needs {count} processes on one node, and no node has room: {'; '.join(missing)}. "
-            f"Free {device} over all nodes, after the larger demands: {total:g}. Ask for fewer processes or add nodes"
-        )
 
 
 Resources = Mapping[str, float]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import signal
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing, suppress
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -15,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from asyncrl.core.errors import UsageError, WorkerDiedError
+from asyncrl.core.errors import ClusterDiedError, UsageError, WorkerDiedError
 from asyncrl.core.remote import WorkerIdentity, death_of, fetch, identities
 from asyncrl.core.visible_gpus import NO_GPUS
 
 from .calls import PendingResult, PendingResults, Route, deadline_s, func_generator, shared
 from .dispatch import MAGIC_ATTR, Dispatch, Execute, get_predefined_dispatch_fn, get_predefined_execute_fn
-from .liveness import DeathWatch, address_of, first_to_end, last_words, state_of
+from .liveness import address_of, first_death, last_words, state_of
 from .resource_pool import (
     RayClassWithInitArgs,
     RayResourcePool,
@@ -37,6 +39,7 @@ from .resource_pool import (
 )
 
 _log = logging.getLogger(__name__)
+_START_TIMEOUT_S = 300.0
 
 
 class WorkerGroup:
@@ -53,7 +56,7 @@ class WorkerGroup:
         self._num_replaced = 0
         self._dispatch_info: dict[str, list[int]] = {}
         self._collect_info: dict[str, list[bool]] = {}
-        self._watch: DeathWatch | None = None
+        self._watch: tuple[asyncio.AbstractEventLoop, asyncio.Task[int | None]] | None = None
         self._checker_thread: threading.Thread | None = None
 
     if TYPE_CHECKING:
@@ -70,11 +73,6 @@ class WorkerGroup:
         """Whether Ray considers a worker alive."""
         return state_of(worker) == "ALIVE"
 
-    def _block_until_all_workers_alive(self, timeout_s: float = 300.0) -> None:
-        """Wait until every worker has started. Raises as `fetch` does."""
-        starting = [worker for worker in self._workers if state_of(worker) != "ALIVE"]
-        fetch([worker.__ray_ready__.remote() for worker in starting], timeout_s, "the workers of the group")
-
     def start_worker_aliveness_check(
         self, every_n_seconds: float = 1, on_death: Callable[[WorkerDiedError], None] | None = None
     ) -> None:
@@ -84,38 +82,40 @@ class WorkerGroup:
         By default it logs the error and raises SIGABRT, which ends the driver.
         """
         self.stop_worker_aliveness_check()
-        self._block_until_all_workers_alive()
-        self._watch = DeathWatch(self._workers, self._is_worker_alive)
-        self._checker_thread = threading.Thread(
-            target=self._tell_of_death,
-            args=(self._watch, every_n_seconds, on_death or _abort),
-            daemon=True,
-            name="aliveness",
-        )
+        starting = [worker for worker in self._workers if state_of(worker) != "ALIVE"]
+        fetch([worker.__ray_ready__.remote() for worker in starting], _START_TIMEOUT_S, "the workers of the group")
+        loop = asyncio.new_event_loop()
+        task = loop.create_task(first_death(self._workers, self._is_worker_alive, every_n_seconds))
+
+        def watch() -> None:
+            with suppress(asyncio.CancelledError), closing(loop):
+                rank = loop.run_until_complete(task)
+                if rank is not None:
+                    (on_death or _abort)(self._death_of(rank))
+
+        self._watch = loop, task
+        self._checker_thread = threading.Thread(target=watch, daemon=True, name="aliveness")
         self._checker_thread.start()
 
     def stop_worker_aliveness_check(self) -> None:
         """End the watch if there is one."""
         if self._watch is not None:
-            self._watch.close()
+            loop, task = self._watch
+            with suppress(RuntimeError):  # the watch has ended
+                loop.call_soon_threadsafe(task.cancel)
         if self._checker_thread not in (None, threading.current_thread()):
             self._checker_thread.join()
         self._watch = self._checker_thread = None
 
     async def death(self) -> WorkerDiedError:
         """Wait until a worker dies, also between calls; returns the error that names the worker."""
-        rank = await first_to_end(self._workers, self._is_worker_alive)
+        rank = await first_death(self._workers, self._is_worker_alive)
+        if rank is None:
+            raise ClusterDiedError("Ray was shut down while its workers were watched")
         return self._death_of(rank)
 
     def _death_of(self, rank: int) -> WorkerDiedError:
         return death_of(identities[self._workers[rank]._actor_id.hex()], "Its process ended.")
-
-    def _tell_of_death(
-        self, watch: DeathWatch, every_n_seconds: float, on_death: Callable[[WorkerDiedError], None]
-    ) -> None:
-        rank = watch.wait(every_n_seconds)
-        if rank is not None:
-            on_death(self._death_of(rank))
 
     def _bind_worker_method(self, user_defined_cls: Any, func_generator: Callable[..., Any]) -> list[str]:
         """Give the group each method that the class registered, as `func_generator` makes it. Returns their names."""
