@@ -30,7 +30,7 @@ from benchmarks.saved_weights import describe_model
 from buffer import BufferClient, BufferConfig, BufferProcess, ControlClient, LearnerClient
 from rollout_fleet.config import EngineDevice, RolloutFleetConfig, SamplingConfig, SGLangConfig
 from rollout_fleet.engines.sglang import STREAM_INTERVAL, SGLangEngine
-from rollout_fleet.engines.sglang_server import GUARD, SGLangServer
+from rollout_fleet.engines.sglang_server import GUARD
 
 logger = logging.getLogger(__name__)
 
@@ -60,9 +60,9 @@ class _PinnedEngine(SGLangEngine):
 
     _starting = asyncio.Lock()
 
-    def __init__(self, *arguments: Any, core: int, server: SGLangServer, **options: Any) -> None:
-        super().__init__(*arguments, server=server, **options)
-        self.server = server
+    def __init__(self, *arguments: Any, core: int, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.server = self._server
         self._core = core
         self.num_heard = 0
 
@@ -76,10 +76,10 @@ class _PinnedEngine(SGLangEngine):
             os.sched_setaffinity(0, everywhere)
         await starting
 
-    def _take(self, event: Any, requests: Any, samples: Any) -> Any:
+    def _take(self, event: Any, samples: Any) -> Any:
         """Count tokens as they come: samples end too seldom for a rate over seconds."""
         self.num_heard += len(event.get("output_ids", ()))
-        return super()._take(event, requests, samples)
+        return super()._take(event, samples)
 
 
 @dataclass(kw_only=True)
@@ -177,16 +177,6 @@ async def _make_fleet(stack: AsyncExitStack, scratch: Path, new_tokens: int) -> 
     cores = sorted(os.sched_getaffinity(0))
 
     def make(rank: int) -> _PinnedEngine:
-        server = SGLangServer(
-            config.sglang,
-            model_path=model_path,
-            device=EngineDevice.cpu,
-            name=f"sglang-{rank}",
-            log_dir=str(scratch),
-            seed=rank,
-            start_timeout_s=config.start_timeout_s,
-            stop_timeout_s=config.stop_timeout_s,
-        )
         return _PinnedEngine(
             config,
             model_path=model_path,
@@ -195,7 +185,6 @@ async def _make_fleet(stack: AsyncExitStack, scratch: Path, new_tokens: int) -> 
             log_dir=str(scratch),
             seed=rank,
             core=cores[rank % len(cores)],
-            server=server,
         )
 
     workers = [

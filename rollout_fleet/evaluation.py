@@ -14,9 +14,8 @@ from asyncrl.core.types import AnsweredPrompt, FinishReason, Prompt
 
 from .config import SamplingConfig
 from .engines.engine import Engine, SampleOutput, SampleRequest
-from .engines.model_files import Decode
 from .rewards import Scores, WeightedRewards
-from .sample_log import SampleLog
+from .sample_log import Decode, SampleLog
 
 logger = logging.getLogger(__name__)
 

@@ -30,10 +30,9 @@ from asyncrl.core.types import FinishReason, Lease
 
 from .config import OnRewardFailure, RolloutFleetConfig, SamplingConfig, SaveProgress
 from .engines.engine import NOTHING, EngineLoad, SampleOutput, SampleRequest
-from .engines.model_files import Decode
 from .metrics import FleetMeter
 from .rewards import Scores, WeightedRewards
-from .sample_log import SampleLog
+from .sample_log import Decode, SampleLog
 
 logger = logging.getLogger(__name__)
 

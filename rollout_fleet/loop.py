@@ -44,7 +44,6 @@ from asyncrl.core.types import Lease, WeightOffer
 
 from .config import RolloutFleetConfig, SaveProgress
 from .engines.engine import Engine, SampleOutput, SampleRequest, cancel
-from .engines.model_files import Decode
 from .inflight import (
     ON_ENGINE,
     GroupEnd,
@@ -58,7 +57,7 @@ from .inflight import (
 from .member import Member
 from .metrics import FleetCounters, FleetMeter
 from .rewards import WeightedRewards
-from .sample_log import SampleLog
+from .sample_log import Decode, SampleLog
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Decoded samples for people to read: parquet files in a run's ``samples/``, one row per sample.
+"""The text of samples, and samples for people to read: parquet files in a run's ``samples/``, one row per sample.
 
 Training keeps the first prompt groups that finish in each interval of policy versions; evaluations keep all answers. A
 file that cannot be written costs a warning.
@@ -10,7 +10,7 @@ import asyncio
 import importlib
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,31 @@ from asyncrl.core.types import Prompt
 
 from .config import SamplesConfig
 from .engines.engine import SampleOutput
-from .engines.model_files import Decode
 from .rewards import Scores
 
+Decode = Callable[[Sequence[int]], str]
 logger = logging.getLogger(__name__)
+
+
+def load_decoder(model_path: str, *, special_tokens: bool = False) -> Decode:
+    """Return a function from token ids to text; ``special_tokens`` keeps special tokens in the text.
+
+    A ``tokenizer.json`` is read with the tokenizers library alone, so that the worker loads neither transformers nor
+    torch. Raises `ValueError` that names the file if it is damaged.
+    """
+    tokenizer_file = Path(model_path) / "tokenizer.json"
+    if tokenizer_file.is_file():
+        from tokenizers import Tokenizer
+
+        try:
+            fast = Tokenizer.from_file(str(tokenizer_file))
+        except Exception as error:  # the library raises nothing narrower
+            raise ValueError(f"{tokenizer_file} must be a tokenizer, got {error}; restore it from a copy") from error
+        return lambda token_ids: fast.decode(list(token_ids), skip_special_tokens=not special_tokens)
+    from transformers import AutoTokenizer
+
+    slow = AutoTokenizer.from_pretrained(model_path)
+    return lambda token_ids: slow.decode(list(token_ids), skip_special_tokens=not special_tokens)
 
 
 class SampleKind(StrEnum):

@@ -27,13 +27,12 @@ from asyncrl.weights.staging import WeightStager
 
 from .config import RolloutFleetConfig
 from .engines import make_engine
-from .engines.model_files import load_decoder
 from .evaluation import HeldOutAnswers
 from .loop import RolloutLoop
 from .member import Member, member_limits
 from .metrics import FleetCounters, note_member
 from .rewards import WeightedRewards
-from .sample_log import SampleLog
+from .sample_log import SampleLog, load_decoder
 
 logger = logging.getLogger(__name__)
 

@@ -38,10 +38,9 @@ from learner.checkpoint_folder import newest_checkpoint, read_progress
 from rollout_fleet.config import EngineKind
 from rollout_fleet.engines import check_engine_installed, make_engine
 from rollout_fleet.engines.engine import Engine
-from rollout_fleet.engines.model_files import load_decoder
 from rollout_fleet.evaluation import HeldOutAnswers
 from rollout_fleet.rewards import WeightedRewards
-from rollout_fleet.sample_log import SampleLog
+from rollout_fleet.sample_log import SampleLog, load_decoder
 
 _USAGE = """\
 usage: asyncrl evaluate MODEL_OR_RUN [experiment=NAME|FILE.yaml] [OPTION=VALUE ...]

@@ -28,8 +28,8 @@ from buffer.config import Durability
 from buffer.sockets import allow_clients
 from learner.config import AlgorithmConfig
 from rollout_fleet.engines import check_engine_installed
-from rollout_fleet.engines.model_files import load_decoder
 from rollout_fleet.rewards import REWARDS, WeightedRewards
+from rollout_fleet.sample_log import load_decoder
 
 _SHOWN_CHARACTERS = 160
 

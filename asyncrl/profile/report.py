@@ -27,7 +27,7 @@ from asyncrl.profile.attribution import POOLS, OverlapReport
 from asyncrl.profile.page import render
 from asyncrl.profile.trace import FOLDER, Trace, TraceReader
 from asyncrl.samples import read_samples
-from rollout_fleet.engines.model_files import Decode, load_decoder
+from rollout_fleet.sample_log import Decode, load_decoder
 
 REPORT = "report.html"
 _MAX_FILES = 12

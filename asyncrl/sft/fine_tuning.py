@@ -36,9 +36,9 @@ from learner.trainer import Trainer
 from learner.types import TokenSequence
 from rollout_fleet.config import EngineDevice, EngineKind
 from rollout_fleet.engines import make_engine
-from rollout_fleet.engines.model_files import load_decoder
 from rollout_fleet.evaluation import HeldOutAnswers
 from rollout_fleet.rewards import WeightedRewards
+from rollout_fleet.sample_log import load_decoder
 
 logger = logging.getLogger(__name__)
 

@@ -6,12 +6,14 @@ These parts are the way of a request, the failure of an engine, the checks of an
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import numpy as np
@@ -353,6 +355,47 @@ async def cancel(tasks: Collection[asyncio.Task[Any]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFacts:
+    """Facts of a model directory in Hugging Face layout.
+
+    Attributes:
+        vocab_size: Rows of the embedding; token ids are below this number.
+        eos_ids: Tokens that end a response, from ``generation_config.json`` or ``config.json``.
+        pad_id: Padding token; the first of ``eos_ids``, or 0, if the model has none.
+        head_dim: Size of an attention head; 0 if heads differ in size.
+    """
+
+    vocab_size: int
+    eos_ids: tuple[int, ...]
+    pad_id: int
+    head_dim: int
+
+
+def read_model_facts(model_path: str) -> ModelFacts:
+    """Read `ModelFacts`. Raises `ValueError` if ``model_path`` has no model."""
+    config_file = Path(model_path) / "config.json"
+    if not config_file.is_file():
+        raise ValueError(f"model path must hold a config.json in Hugging Face layout, got {model_path!r}")
+    config = json.loads(config_file.read_text())
+    config = {**config, **config.get("text_config", {})}
+    generation_file = Path(model_path) / "generation_config.json"
+    generation = json.loads(generation_file.read_text()) if generation_file.is_file() else {}
+    if not isinstance(config.get("vocab_size"), int):
+        raise ValueError(f"{config_file} must name an integer vocab_size, got {config.get('vocab_size')!r}")
+
+    def ids_of(name: str) -> tuple[int, ...]:
+        value = generation.get(name, config.get(name))
+        return () if value is None else tuple(value) if isinstance(value, list) else (value,)
+
+    eos_ids = ids_of("eos_token_id")
+    pad_id = (*ids_of("pad_token_id"), *eos_ids, 0)[0]
+    head_dim = config.get("head_dim") or config.get("hidden_size", 0) // (config.get("num_attention_heads") or 1)
+    if config.get("v_head_dim") or config.get("kv_lora_rank"):  # latent attention, or values of another size
+        head_dim = 0
+    return ModelFacts(vocab_size=config["vocab_size"], eos_ids=eos_ids, pad_id=pad_id, head_dim=head_dim)
 
 
 def check_prompt(request: SampleRequest, vocab_size: int) -> None:

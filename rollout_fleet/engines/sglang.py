@@ -27,11 +27,19 @@ from asyncrl.core.record import SpanKind
 from asyncrl.core.types import FinishReason, WeightOffer
 from rollout_fleet.config import EngineDevice, OnUpdate, RolloutFleetConfig, SamplingConfig
 
-from .engine import Answers, Engine, EngineLoad, RunningSample, SampleOutput, SampleRequest, check_output
-from .model_files import ModelFacts, read_model_facts
+from .engine import (
+    Answers,
+    Engine,
+    EngineLoad,
+    ModelFacts,
+    RunningSample,
+    SampleOutput,
+    SampleRequest,
+    check_output,
+    read_model_facts,
+)
 from .server_hooks import WEIGHT_LOADER, report_path
-from .sglang_client import SGLangClient
-from .sglang_server import SGLangServer
+from .sglang_server import SGLangClient, SGLangServer
 
 logger = logging.getLogger(__name__)
 
@@ -58,16 +66,13 @@ class SGLangEngine(Engine):
         self._config = config
         self._facts: ModelFacts = read_model_facts(model_path)
         self._server = server or SGLangServer(
-            config.sglang,
+            config,
             model_path=model_path,
             device=device,
-            name=f"sglang-{rank}",
+            rank=rank,
             log_dir=log_dir,
             seed=seed,
-            start_timeout_s=config.start_timeout_s,
-            stop_timeout_s=config.server_stop_timeout_s,
             head_dim=self._facts.head_dim,
-            pass_secrets=config.pass_secrets,
         )
         super().__init__(
             self._server.name,

@@ -1,4 +1,4 @@
-"""Launches and supervises one SGLang server: command line, readiness, log, death, stop.
+"""Launches, supervises and calls one SGLang server: command line, readiness, log, death, stop, HTTP.
 
 The server runs under `process_guard`, in its own process group. Its output is read line by line, so that readiness and
 a bind failure are noticed at once. Its end is noticed when the guard exits. Nothing here polls.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.util
-import io
 import json
 import logging
 import os
@@ -21,12 +20,15 @@ import sys
 import tempfile
 from asyncio.subprocess import PIPE, STDOUT, Process
 from collections import deque
-from collections.abc import Collection
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from asyncrl.core.errors import DeadlineError, WorkerDiedError
-from rollout_fleet.config import EngineDevice, OnUpdate, SGLangConfig
+import aiohttp
+import orjson
+
+from asyncrl.core.errors import DeadlineError, EngineError, RequestRefused, WorkerDiedError
+from rollout_fleet.config import EngineDevice, OnUpdate, RolloutFleetConfig
 
 from .process_guard import without_secrets
 from .server_hooks import ORDER_VARIABLE, PLUGIN, WEIGHT_LOADER, write_plugin
@@ -38,6 +40,12 @@ BIND_FAILURE = "address already in use"
 BIND_ATTEMPTS = 3
 TAIL_LINES = 40
 SERVER_KEEP_ALIVE_S = 60  # seconds after which the server closes an idle connection; 5 by default
+DEATH_GRACE_S = 2.0
+# The client must drop an idle connection first: a server that closes one while a request is on its way resets it.
+CLIENT_KEEP_ALIVE_S = SERVER_KEEP_ALIVE_S / 4
+_EVENT_END = b"\n\n"
+_EVENT_START = b"data: "
+_LAST_EVENT = b"data: [DONE]"
 CPU_KV_TOKENS = 32768
 COMMON_HEAD_DIMS = (64, 128, 256)
 """Head sizes that all attention backends of SGLang support, FlashInfer included."""
@@ -64,44 +72,28 @@ _LOGGING = {
 class SGLangServer:
     """One server process group, reachable at `url` with `headers` after `start`.
 
-    Args:
-        config: How to launch it.
-        model_path: Model directory.
-        device: ``cpu`` or ``cuda``.
-        name: Name in messages and of the log, ``<name>.log`` in ``log_dir``.
-        log_dir: Folder of the log.
-        seed: Seed of the sampling.
-        start_timeout_s: Deadline of `start`.
-        stop_timeout_s: Deadline of `stop`.
-        head_dim: `ModelFacts.head_dim`.
-        pass_secrets: Names of the environment's secrets that the server gets.
+    Its log is ``sglang-<rank>.log`` in ``log_dir``; ``head_dim`` is that of `ModelFacts`.
     """
 
     def __init__(
         self,
-        config: SGLangConfig,
+        config: RolloutFleetConfig,
         *,
         model_path: str,
         device: EngineDevice,
-        name: str,
+        rank: int,
         log_dir: str,
         seed: int,
-        start_timeout_s: float,
-        stop_timeout_s: float,
         head_dim: int = 0,
-        pass_secrets: Collection[str] = (),
     ) -> None:
-        self.name = name
-        self.log_path = Path(log_dir) / f"{name}.log"
-        self._config = config
+        self.name = f"sglang-{rank}"
+        self.log_path = Path(log_dir) / f"{self.name}.log"
+        self._fleet, self._config = config, config.sglang
         self._model_path = model_path
         self._device = device
         self._head_dim = head_dim
-        self._dtype = config.dtype_on(device)
+        self._dtype = config.sglang.dtype_on(device)
         self._seed = seed
-        self._start_timeout_s = start_timeout_s
-        self._stop_timeout_s = stop_timeout_s
-        self._pass_secrets = pass_secrets
         self._port = 0
         self._api_key = secrets.token_hex(24)  # hexadecimal: a leading dash would read as an option
         self._guard: Process | None = None
@@ -144,7 +136,7 @@ class SGLangServer:
         Raises `DeadlineError` after ``start_timeout_s``, `WorkerDiedError` if the server ends.
         """
         try:
-            async with asyncio.timeout(self._start_timeout_s):
+            async with asyncio.timeout(self._fleet.start_timeout_s):
                 for attempt in range(1, BIND_ATTEMPTS + 1):
                     async with self._launching:
                         if self._stopping:
@@ -158,8 +150,8 @@ class SGLangServer:
         except TimeoutError:
             await self.stop()
             raise DeadlineError(
-                f"{self.name} was not up within {self._start_timeout_s} s; raise rollout_fleet.start_timeout_s if the "
-                f"model is large. {self.log_tail()}"
+                f"{self.name} was not up within {self._fleet.start_timeout_s} s; raise rollout_fleet.start_timeout_s "
+                f"if the model is large. {self.log_tail()}"
             ) from None
 
     async def wait_exit(self) -> NoReturn:
@@ -180,7 +172,7 @@ class SGLangServer:
         if guard.returncode is None:
             guard.send_signal(signal.SIGHUP)
             try:
-                async with asyncio.timeout(self._stop_timeout_s):
+                async with asyncio.timeout(self._fleet.server_stop_timeout_s):
                     await guard.wait()
             except TimeoutError:
                 logger.error(
@@ -196,7 +188,9 @@ class SGLangServer:
 
     async def _launch(self) -> None:
         """Start the guard with the server under it, on a port that is free now."""
-        self._port = _free_port()
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self._port = probe.getsockname()[1]
         self._ready.clear()
         self._tail.clear()
         self._scratch = scratch = Path(tempfile.mkdtemp(prefix="asyncrl-"))
@@ -204,7 +198,7 @@ class SGLangServer:
         (scratch / "server.yaml").write_text(f"api-key: {self._api_key}\n")
         on_cpu = self._device is EngineDevice.cpu
         has_kernels = not on_cpu or importlib.util.find_spec("sgl_kernel") is not None
-        write_plugin(_plugin_folder(scratch), has_kernels=has_kernels)
+        write_plugin(scratch / "plugins", has_kernels=has_kernels)
         command = [sys.executable, "-m", "sglang.launch_server", *self._arguments(scratch)]
         guard = [sys.executable, "-I", "-S", str(GUARD), str(os.getpid()), str(scratch)]
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -246,15 +240,17 @@ class SGLangServer:
         Output that cannot be written, for example on a full disk, is skipped: an unread pipe would block the server.
         """
         assert guard.stdout is not None
-        is_whole = True
-        with self._open_log() as log:
+        log, lost = None, ""
+        with contextlib.ExitStack() as opened:
             while chunk := await _read_line(guard.stdout):
                 try:
-                    log.write(chunk)
+                    log = log or (None if lost else opened.enter_context(self.log_path.open("ab", buffering=0)))
+                    if log is not None:
+                        log.write(chunk)
                 except OSError as error:
-                    if is_whole:
-                        self._warn_of_loss(error)
-                    is_whole = False
+                    if not lost:
+                        logger.warning("%s: output is left out of %s: %s", self.name, self.log_path, error)
+                    lost = str(error)
                 line = chunk.decode(errors="replace").rstrip()
                 self._tail.append(line)
                 if not self._ready.is_set() and guard.returncode is None:
@@ -263,17 +259,6 @@ class SGLangServer:
                         guard.send_signal(signal.SIGUSR1)
                 if READY_LINE in line:
                     self._ready.set()
-
-    def _open_log(self) -> io.FileIO:
-        """Open the log file, or the null device if that fails."""
-        try:
-            return self.log_path.open("ab", buffering=0)
-        except OSError as error:
-            self._warn_of_loss(error)
-            return Path(os.devnull).open("ab", buffering=0)
-
-    def _warn_of_loss(self, error: OSError) -> None:
-        logger.warning("%s: output is left out of %s: %s", self.name, self.log_path, error)
 
     def _arguments(self, scratch: Path) -> list[str]:
         config, on_cpu = self._config, self._device is EngineDevice.cpu
@@ -312,7 +297,7 @@ class SGLangServer:
 
     def _environment(self, scratch: Path) -> dict[str, str]:
         environment = {
-            **without_secrets(self._pass_secrets),
+            **without_secrets(self._fleet.pass_secrets),
             "TMPDIR": str(scratch),
             "SGLANG_LOGGING_CONFIG_PATH": str(scratch / "logging.json"),
             "HF_HUB_OFFLINE": "1",
@@ -340,7 +325,7 @@ class SGLangServer:
                 cores = sorted(os.sched_getaffinity(0))
                 of_ranks = (cores[rank % len(cores)] for rank in range(self._config.tp_size))
                 environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, of_ranks))
-        imported = [str(_plugin_folder(scratch)), os.environ.get("PYTHONPATH", "")]
+        imported = [str(scratch / "plugins"), os.environ.get("PYTHONPATH", "")]
         environment["PYTHONPATH"] = os.pathsep.join(imported).strip(os.pathsep)
         return environment
 
@@ -379,12 +364,104 @@ async def _read_line(stream: asyncio.StreamReader) -> bytes:
         return await stream.readexactly(error.consumed)
 
 
-def _plugin_folder(scratch: Path) -> Path:
-    return scratch / "plugins"
+class SGLangClient:
+    """A connection pool to one running server; `open` it when the server is up.
+
+    Every call raises `RequestRefused` for a status of 4xx, `EngineError` if the server fails or cannot be reached
+    although it is alive, and `WorkerDiedError` if it died.
+    """
+
+    def __init__(self, server: SGLangServer) -> None:
+        self._server = server
+        self._session: aiohttp.ClientSession | None = None
+
+    async def open(self) -> None:
+        """Make the pool; the first call connects."""
+        self._session = aiohttp.ClientSession(
+            self._server.url,
+            headers={**self._server.headers, "Content-Type": "application/json"},
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=CLIENT_KEEP_ALIVE_S),
+            timeout=aiohttp.ClientTimeout(total=None),
+        )
+
+    async def close(self) -> None:
+        """Close all connections. May be called more than once."""
+        if self._session is not None:
+            await self._session.close()
+
+    async def call(self, method: str, path: str, body: Any = None) -> Any:
+        """Call the server; returns its JSON answer, or None for an empty answer.
+
+        A call whose connection breaks is sent once more on another connection. All calls of this method may be
+        repeated: the second call has the same result, or the server refuses it.
+        """
+        session = self._opened(method, path)
+        try:
+            try:
+                status, content = await _exchange(session, method, path, body)
+            except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
+                await self._raise_if_dead()
+                logger.warning("%s: %s %s is sent again after %r", self._server.name, method, path, error)
+                status, content = await _exchange(session, method, path, body)
+        except aiohttp.ClientError as error:
+            raise await self._unreachable(method, path, error) from error
+        self._check_status(status, method, path, content)
+        return self._decoded(content, method, path) if content else None
+
+    async def stream(self, path: str, body: Any) -> AsyncIterator[list[Any]]:
+        """Post a request; yields lists of decoded server-sent events that arrived together, until the stream ends.
+
+        The request is not repeated when the connection breaks. No deadline: the caller watches for silence.
+        """
+        session = self._opened("POST", path)
+        try:
+            async with session.post(path, data=_encoded(body)) as response:
+                if response.status != 200:
+                    self._check_status(response.status, "POST", path, await response.read())
+                unread = b""
+                async for data in response.content.iter_any():
+                    *events, unread = (unread + data).split(_EVENT_END)
+                    if found := [event.removeprefix(_EVENT_START) for event in events if event != _LAST_EVENT]:
+                        yield self._decoded(b"[" + b",".join(found) + b"]", "POST", path)  # one decoding is faster
+        except aiohttp.ClientError as error:
+            raise await self._unreachable("POST", path, error) from error
+
+    def _opened(self, method: str, path: str) -> aiohttp.ClientSession:
+        if self._session is None or self._session.closed:
+            raise EngineError(f"{self._server.name} is not running; {method} {path} cannot be sent")
+        return self._session
+
+    def _check_status(self, status: int, method: str, path: str, content: bytes) -> None:
+        if status != 200:
+            kind = RequestRefused if 400 <= status < 500 else EngineError
+            raise kind(f"{self._server.name} answered {method} {path} with {status}: {content[:500]!r}")
+
+    def _decoded(self, content: bytes, method: str, path: str) -> Any:
+        try:
+            return orjson.loads(content)
+        except orjson.JSONDecodeError as error:
+            raise EngineError(
+                f"{self._server.name} answered {method} {path} with what is not JSON ({error}): {content[:500]!r}"
+            ) from error
+
+    async def _unreachable(self, method: str, path: str, error: Exception) -> EngineError:
+        await self._raise_if_dead()
+        return EngineError(f"{self._server.name} could not be reached for {method} {path}: {error!r}")
+
+    async def _raise_if_dead(self) -> None:
+        """Raise `WorkerDiedError` if the server exits soon; its connections break before its process is gone."""
+        try:
+            async with asyncio.timeout(DEATH_GRACE_S):
+                await self._server.wait_exit()
+        except TimeoutError:
+            return
 
 
-def _free_port() -> int:
-    """Return a free port of the loopback interface."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+async def _exchange(session: aiohttp.ClientSession, method: str, path: str, body: Any) -> tuple[int, bytes]:
+    """Send one HTTP request; returns the status and the whole body of the answer."""
+    async with session.request(method, path, data=None if body is None else _encoded(body)) as response:
+        return response.status, await response.read()
+
+
+def _encoded(body: Any) -> bytes:
+    return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)

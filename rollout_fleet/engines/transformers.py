@@ -20,8 +20,7 @@ from asyncrl.core.errors import EngineError, WorkerDiedError
 from asyncrl.core.types import WeightOffer
 from rollout_fleet.config import EngineDevice, RolloutFleetConfig
 
-from .engine import Answers, Engine, EngineLoad, RunningSample, SampleRequest, check_output
-from .model_files import read_model_facts
+from .engine import Answers, Engine, EngineLoad, RunningSample, SampleRequest, check_output, read_model_facts
 from .transformers_model import GenerationModel
 
 T = TypeVar("T")

@@ -24,8 +24,7 @@ from asyncrl.core.types import FinishReason, WeightOffer
 from asyncrl.weights.load import AdaptedModules, ComparedWrites, PublishedAdapter, WeightSource, load_from
 from rollout_fleet.config import SamplingConfig
 
-from .engine import RunningSample, SampleOutput, SampleRequest
-from .model_files import ModelFacts
+from .engine import ModelFacts, RunningSample, SampleOutput, SampleRequest
 
 logger = logging.getLogger(__name__)
 

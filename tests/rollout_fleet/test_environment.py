@@ -7,7 +7,7 @@ import pytest
 
 from asyncrl.core.errors import RewardError
 from asyncrl.core.types import Prompt
-from rollout_fleet.config import EngineDevice, RolloutFleetConfig, SGLangConfig
+from rollout_fleet.config import EngineDevice, RolloutFleetConfig
 from rollout_fleet.engines.process_guard import is_secret, without_secrets
 from rollout_fleet.engines.sglang_server import SGLangServer
 from rollout_fleet.rewards import WeightedRewards
@@ -70,15 +70,12 @@ async def test_a_reward_gets_no_secret_but_those_that_are_passed_and_is_told_the
 @pytest.mark.parametrize("passed", [(), ("HF_TOKEN",)])
 def test_an_inference_server_gets_no_secret_but_those_that_are_passed(judge, tmp_path, passed):
     server = SGLangServer(
-        SGLangConfig(),
+        RolloutFleetConfig(pass_secrets=list(passed)),
         model_path="/nowhere",
         device=EngineDevice.cpu,
-        name="sglang-0",
+        rank=0,
         log_dir=str(tmp_path),
         seed=0,
-        start_timeout_s=1.0,
-        stop_timeout_s=1.0,
-        pass_secrets=passed,
     )
     environment = server._environment(tmp_path)
     assert {"OPENAI_API_KEY", "HF_TOKEN"} & set(environment) == set(passed)

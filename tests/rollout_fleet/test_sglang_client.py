@@ -12,12 +12,11 @@ import numpy as np
 import pytest
 
 from asyncrl.core.errors import EngineError, WorkerDiedError
-from rollout_fleet.config import EngineDevice, RolloutFleetConfig, SamplingConfig, SGLangConfig
-from rollout_fleet.engines import sglang_client
+from rollout_fleet.config import EngineDevice, RolloutFleetConfig, SamplingConfig
+from rollout_fleet.engines import sglang_server
 from rollout_fleet.engines.engine import SampleRequest
 from rollout_fleet.engines.sglang import SGLangEngine
-from rollout_fleet.engines.sglang_client import SGLangClient
-from rollout_fleet.engines.sglang_server import SERVER_KEEP_ALIVE_S, SGLangServer
+from rollout_fleet.engines.sglang_server import SERVER_KEEP_ALIVE_S, SGLangClient, SGLangServer
 
 
 class ResettingServer:
@@ -55,16 +54,9 @@ async def server():
 
 @pytest.fixture
 async def client(server, tmp_path, monkeypatch):
-    monkeypatch.setattr(sglang_client, "DEATH_GRACE_S", 0.1)
+    monkeypatch.setattr(sglang_server, "DEATH_GRACE_S", 0.1)
     owner = SGLangServer(
-        SGLangConfig(),
-        model_path="",
-        device=EngineDevice.cpu,
-        name="sglang-0",
-        log_dir=str(tmp_path),
-        seed=0,
-        start_timeout_s=1.0,
-        stop_timeout_s=1.0,
+        RolloutFleetConfig(), model_path="", device=EngineDevice.cpu, rank=0, log_dir=str(tmp_path), seed=0
     )
     monkeypatch.setattr(owner, "wait_exit", asyncio.Event().wait)  # the server lives
     monkeypatch.setattr(SGLangServer, "url", await server.start())
@@ -145,7 +137,7 @@ async def test_one_connection_carries_one_batch_of_samples_after_another(client,
 
 def test_the_client_drops_idle_connections_before_the_server_does(client, tmp_path):
     assert client._server._environment(tmp_path)["SGLANG_TIMEOUT_KEEP_ALIVE"] == str(SERVER_KEEP_ALIVE_S)
-    assert sglang_client.CLIENT_KEEP_ALIVE_S < SERVER_KEEP_ALIVE_S / 2
+    assert sglang_server.CLIENT_KEEP_ALIVE_S < SERVER_KEEP_ALIVE_S / 2
 
 
 class AnsweringServer:

@@ -25,7 +25,7 @@ from asyncrl.core.types import FinishReason
 from rollout_fleet.config import EngineDevice, RolloutFleetConfig, SamplingConfig, SGLangConfig
 from rollout_fleet.engines.engine import SampleRequest
 from rollout_fleet.engines.sglang import SGLangEngine
-from rollout_fleet.engines.sglang_client import DEATH_GRACE_S
+from rollout_fleet.engines.sglang_server import DEATH_GRACE_S
 from tests.support.engine_probes import (
     RunningServer,
     answer,

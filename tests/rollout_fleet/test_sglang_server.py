@@ -47,14 +47,14 @@ async def make_server(tmp_path, monkeypatch):
         (tmp_path / "sglang" / "launch_server.py").write_text(code)
         servers.append(
             SGLangServer(
-                config or SGLangConfig(),
+                RolloutFleetConfig(
+                    start_timeout_s=start_timeout_s, stop_timeout_s=stop_timeout_s, sglang=config or SGLangConfig()
+                ),
                 model_path="/model",
                 device=device,
-                name="sglang-5",
+                rank=5,
                 log_dir=str(tmp_path / "logs"),
                 seed=3,
-                start_timeout_s=start_timeout_s,
-                stop_timeout_s=stop_timeout_s,
                 head_dim=head_dim,
             )
         )

@@ -25,8 +25,7 @@ from learner.model_shards import PretrainedShards
 from learner.packed_model import PackedModel
 from learner.roles import ACTOR
 from rollout_fleet.config import EngineDevice, RolloutFleetConfig, SamplingConfig, TransformersConfig
-from rollout_fleet.engines.engine import RunningSample, SampleRequest
-from rollout_fleet.engines.model_files import ModelFacts
+from rollout_fleet.engines.engine import ModelFacts, RunningSample, SampleRequest
 from rollout_fleet.engines.transformers import TransformersEngine
 from rollout_fleet.engines.transformers_model import GenerationModel, StepRecorder
 from tests.support.engine_probes import (
