@@ -87,14 +87,14 @@ def engine_of(name, folder):
     )
 
 
-@pytest.fixture(scope="module", params=CARDS)
-def resolved(request, tmp_path_factory):
-    """The card; and for each experiment its options, its engine and what SGLang makes of them on this card."""
-    folder = tmp_path_factory.mktemp(request.param)
+@pytest.fixture(scope="module")
+def on_cards(tmp_path_factory):
+    """For each card, and for each experiment, its options, its engine and what SGLang makes of them on this card."""
+    folder = tmp_path_factory.mktemp("cards")
     (folder / "server.yaml").write_text("api-key: 0\n")
     engines = [engine_of(name, folder) for name in EXPERIMENTS]
     done = subprocess.run(
-        [sys.executable, str(ROOT / "tests" / "support" / "pretended_card.py"), request.param],
+        [sys.executable, str(ROOT / "tests" / "support" / "pretended_card.py")],
         input=json.dumps([engine._server._arguments(folder) for _, engine in engines]),
         env=os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "PATH": os.defpath},
         capture_output=True,
@@ -102,10 +102,15 @@ def resolved(request, tmp_path_factory):
         timeout=200,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    options = json.loads(done.stdout)
-    return request.param, {
-        name: (*engine, made) for name, engine, made in zip(EXPERIMENTS, engines, options, strict=True)
+    return {
+        card: {name: (*engine, made) for name, engine, made in zip(EXPERIMENTS, engines, options, strict=True)}
+        for card, options in json.loads(done.stdout).items()
     }
+
+
+@pytest.fixture(params=CARDS)
+def resolved(request, on_cards):
+    return request.param, on_cards[request.param]
 
 
 def test_the_attention_backend_of_each_experiment_supports_dtype_and_head_size(resolved):

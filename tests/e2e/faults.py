@@ -7,7 +7,7 @@ drawn from a seed, which is printed: ``ASYNCRL_FAULT_SEED=N`` repeats it.
 """
 
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import psutil
@@ -77,7 +77,7 @@ class Recovery:
     words: str = ""
     moment: str = ""
     after_steps: int = 5
-    restarts: tuple[tuple[str, int], ...] = ()
+    restarts: dict[str, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
         """For the test's name."""
@@ -93,7 +93,8 @@ LAST = STEPS - 1
 STARTED, TRAINING = "writing to", "step 1/"
 LEARNER_STARTS, FLEET_STARTS, STOPS = "waiting for learner", "waiting for rollout fleet", "stopping"
 EVALUATES = "engines): ready"  # the fleet comes up after the learner
-_OWN_REWARD = f"{ROOT / 'scripts/examples/sorting/sorting_reward.py'}:leading_numbers"
+_OWN_REWARD = f"rollout_fleet.reward={ROOT / 'scripts/examples/sorting/sorting_reward.py'}:leading_numbers"
+_TRANSFORMERS, _SGLANG = {"engines": ("transformers",)}, {"engines": ("sglang",)}
 _NO_RESTARTS = ("rollout_fleet.restarts=0",)
 _SHORT_SILENCE = ("rollout_fleet.silence_timeout_s=4",)
 _SHORT_WAITS = ("buffer.request_timeout_s=6", "rollout_fleet.load_timeout_s=6")
@@ -101,16 +102,12 @@ _SHORT_WAITS = ("buffer.request_timeout_s=6", "rollout_fleet.load_timeout_s=6")
 
 def _stopped(number: signal.Signals, moment: str) -> Fault:
     """A run that is asked to stop says so, and its status is the one that shells give to this signal."""
-    return Fault(
-        part=SUPERVISOR, signal=number, moment=moment, status=128 + number, words=(f"stopped by {number.name}",)
-    )
+    return _killed(SUPERVISOR, f"stopped by {number.name}", signal=number, moment=moment, status=128 + number)
 
 
 def _replaced(part: str, **changes: Any) -> Fault:
     """A member of the fleet that is killed while training is replaced: the run goes on until it is stopped."""
-    return _killed(
-        part, **{"status": 128 + signal.SIGTERM, "words": ("stopped by SIGTERM",), "goes_on": True} | changes
-    )
+    return _killed(part, "stopped by SIGTERM", status=128 + signal.SIGTERM, goes_on=True, **changes)
 
 
 def _killed(part: str, *words: str, **changes: Any) -> Fault:
@@ -128,35 +125,28 @@ FAULTS = (
     _stopped(signal.SIGINT, TRAINING),
     _killed(SUPERVISOR, status=-signal.SIGKILL),
     _killed(CONTROLLER, "error: the controller died of SIGKILL"),
-    _killed(
-        CONTROLLER,
-        "error: the controller died of SIGKILL",
-        options=(f"rollout_fleet.reward={_OWN_REWARD}",),
-        engines=("transformers",),
-    ),
+    _killed(CONTROLLER, "error: the controller died of SIGKILL", options=(_OWN_REWARD,), **_TRANSFORMERS),
     _killed("gcs/gcs_server", "error: Ray's control service"),
     _killed("raylet/raylet", "error: Ray's node manager (raylet"),
     _killed("buffer.server", "error: the buffer server (pid"),
     _killed("ray::ActorWorker", "error: ", "learner"),
     _killed("ray::RolloutWorker", "error: ", "rollout", options=_NO_RESTARTS),
-    _killed("buffer.server", "error: the buffer server (pid", moment=LEARNER_STARTS, engines=("transformers",)),
-    _killed("ray::ActorWorker", "error: ", "learner", moment=LEARNER_STARTS, engines=("transformers",)),
-    _killed("ray::RolloutWorker", "error: ", "rollout", moment=FLEET_STARTS, engines=("transformers",)),
-    _killed(
-        "buffer.server", status=0, moment=STOPS, options=("total_steps=3",), engines=("transformers",), within_s=0.0
-    ),
-    _killed("sglang.launch_server", "sglang-0 died", "sglang-0.log", engines=("sglang",), options=_NO_RESTARTS),
+    _killed("buffer.server", "error: the buffer server (pid", moment=LEARNER_STARTS, **_TRANSFORMERS),
+    _killed("ray::ActorWorker", "error: ", "learner", moment=LEARNER_STARTS, **_TRANSFORMERS),
+    _killed("ray::RolloutWorker", "error: ", "rollout", moment=FLEET_STARTS, **_TRANSFORMERS),
+    _killed("buffer.server", status=0, moment=STOPS, options=("total_steps=3",), within_s=0.0, **_TRANSFORMERS),
+    _killed("sglang.launch_server", "sglang-0 died", "sglang-0.log", options=_NO_RESTARTS, **_SGLANG),
     _replaced("ray::RolloutWorker"),
-    _replaced("sglang.launch_server", engines=("sglang",)),
-    _replaced("sglang::scheduler", engines=("sglang",)),
-    _replaced("sglang::scheduler", engines=("sglang",), signal=signal.SIGSTOP, options=_SHORT_SILENCE),
+    _replaced("sglang.launch_server", **_SGLANG),
+    _replaced("sglang::scheduler", **_SGLANG),
+    _replaced("sglang::scheduler", signal=signal.SIGSTOP, options=_SHORT_SILENCE, **_SGLANG),
     _replaced("ray::RolloutWorker", signal=signal.SIGSTOP, options=_SHORT_WAITS),
     _killed(
         "asyncrl sft",
         "error: the warm start",
         moment="warm start: step",
         options=("sft.enabled=true", "sft.target_accuracy=1.01"),
-        engines=("transformers",),
+        **_TRANSFORMERS,
     ),
 )
 
@@ -165,135 +155,54 @@ _ON_DISK = ("buffer.durability=disk", "buffer.directory={folder}/journal")
 _STORES = ("buffer.num_store_servers=2",)
 _HOST_STORES = ("buffer.stores_on=hosts",)
 _CHECKPOINTS = ("checkpoint.every_steps=2",)
-_NETWORK = ("weights.transport=collective",)
-_BUFFER, _LEARNER, _HOST_STORE = ("buffer", 1), ("learner", 1), ("stores", 1)
-
-RECOVERIES = (
-    Recovery(
-        part="buffer.server --groups",
-        signal=signal.SIGKILL,
-        words="it was started again at",
-        options=_ON_DISK,
-        restarts=(_BUFFER,),
-    ),
-    Recovery(
-        part="buffer.server --groups",
-        signal=signal.SIGSTOP,
-        words="answered nothing for 6.0 s (half of buffer.request_timeout_s) and was killed; it was started again at",
-        options=(*_ON_DISK, "buffer.request_timeout_s=12"),
-        restarts=(_BUFFER,),
-    ),
-    Recovery(part="--store 0", signal=signal.SIGKILL, options=(*_ON_DISK, *_STORES)),
-    Recovery(part="--store 0", signal=signal.SIGSTOP, options=(*_ON_DISK, *_STORES, "buffer.request_timeout_s=12")),
-    Recovery(
-        part="--store 0",
-        signal=signal.SIGKILL,
-        options=(*_STORES, *_CHECKPOINTS, "learner.restarts=2"),
-    ),
-    Recovery(
-        part="buffer.server --groups-per-step 8",
-        signal=signal.SIGKILL,
-        words="it was started again at",
-        options=(*_ON_DISK, *_HOST_STORES),
-        restarts=(_BUFFER,),
-    ),
-    Recovery(
-        part="--store 0",
-        signal=signal.SIGKILL,
-        words="it was started again at",
-        options=(*_ON_DISK, *_HOST_STORES),
-        restarts=(_HOST_STORE,),
-    ),
-    Recovery(
-        part="--store 0",
-        signal=signal.SIGSTOP,
-        words="it was started again at",
-        options=(*_ON_DISK, *_HOST_STORES, "buffer.request_timeout_s=12"),
-        restarts=(_HOST_STORE,),
-    ),
-    Recovery(
-        part="--store 0",
-        signal=signal.SIGKILL,
-        words="it was started again at",
-        options=(*_HOST_STORES, *_CHECKPOINTS, "learner.restarts=2"),
-        restarts=(_HOST_STORE,),
-    ),
-    Recovery(
-        part="ray::ActorWorker",
-        signal=signal.SIGKILL,
-        words="the learner goes on from version",
-        options=_CHECKPOINTS,
-        restarts=(_LEARNER,),
-    ),
-    Recovery(
-        part="ray::ActorWorker",
-        signal=signal.SIGKILL,
-        words="the learner goes on from version",
-        options=(*_CHECKPOINTS, "learner.num_ranks=2", "weights.full_every=3"),
-        restarts=(_LEARNER,),
-    ),
-    Recovery(
-        part="ray::ActorWorker",
-        signal=signal.SIGSTOP,
-        words="the learner goes on from version",
-        options=(*_CHECKPOINTS, "learner.step_timeout_s=10"),
-        restarts=(_LEARNER,),
-    ),
-    *(
-        Recovery(
-            part="ray::ActorWorker",
-            signal=signal.SIGKILL,
-            words="the learner goes on from version",
-            options=(*_CHECKPOINTS, "learner.num_ranks=2", *transport),
-            restarts=(_LEARNER,),
-        )
-        for transport in (_NETWORK, (*_NETWORK, "weights.collective_into=engine"))
-    ),
-)
-
+_LOST_STORE = (*_CHECKPOINTS, "learner.restarts=2")
+_SHORT_REQUESTS = ("buffer.request_timeout_s=12",)
+_NETWORK = ("learner.num_ranks=2", "weights.transport=collective")
 _EVALUATED = ("evaluation.enabled=true",)
 _EACH_STEP = ("checkpoint.every_steps=1", "learner.restarts=2")
+_BUFFER, _BUFFER_ALONE, _STORE = "buffer.server --groups", "buffer.server --groups-per-step 8", "--store 0"
+_LEARNER, _WORKER = "ray::ActorWorker", "ray::RolloutWorker"
+_SAID = {
+    "": "",
+    "buffer": "it was started again at",
+    "stores": "it was started again at",
+    "learner": "the learner goes on from version",
+}
 
+
+def _recovers(part: str, *options: str, restarts: str = "", **changes: Any) -> Recovery:
+    """A part that is killed; ``restarts`` is its name in the summary, where that counts it as started again."""
+    row = {"part": part, "signal": signal.SIGKILL, "options": options, "words": _SAID[restarts]}
+    return Recovery(**row | {"restarts": {restarts: 1} if restarts else {}} | changes)
+
+
+_HANGS = {"signal": signal.SIGSTOP}
+_KILLED_SILENT = "answered nothing for 6.0 s (half of buffer.request_timeout_s) and was killed; it was started again at"
+RECOVERIES = (
+    _recovers(_BUFFER, *_ON_DISK, restarts="buffer"),
+    _recovers(_BUFFER, *_ON_DISK, *_SHORT_REQUESTS, restarts="buffer", words=_KILLED_SILENT, **_HANGS),
+    _recovers(_STORE, *_ON_DISK, *_STORES),
+    _recovers(_STORE, *_ON_DISK, *_STORES, *_SHORT_REQUESTS, **_HANGS),
+    _recovers(_STORE, *_STORES, *_LOST_STORE),
+    _recovers(_BUFFER_ALONE, *_ON_DISK, *_HOST_STORES, restarts="buffer"),
+    _recovers(_STORE, *_ON_DISK, *_HOST_STORES, restarts="stores"),
+    _recovers(_STORE, *_ON_DISK, *_HOST_STORES, *_SHORT_REQUESTS, restarts="stores", **_HANGS),
+    _recovers(_STORE, *_HOST_STORES, *_LOST_STORE, restarts="stores"),
+    _recovers(_LEARNER, *_CHECKPOINTS, restarts="learner"),
+    _recovers(_LEARNER, *_CHECKPOINTS, "learner.num_ranks=2", "weights.full_every=3", restarts="learner"),
+    _recovers(_LEARNER, *_CHECKPOINTS, "learner.step_timeout_s=10", restarts="learner", **_HANGS),
+    _recovers(_LEARNER, *_CHECKPOINTS, *_NETWORK, restarts="learner"),
+    _recovers(_LEARNER, *_CHECKPOINTS, *_NETWORK, "weights.collective_into=engine", restarts="learner"),
+)
 SELDOM = (
-    Recovery(
-        part="buffer.server --groups",
-        signal=signal.SIGKILL,
-        moment=LEARNER_STARTS,
-        words="it was started again at",
-        options=_ON_DISK,
-        restarts=(_BUFFER,),
-    ),
-    *(
-        Recovery(part="ray::RolloutWorker", signal=signal.SIGKILL, options=options, **when)
-        for when, options in (
-            ({"moment": EVALUATES, "words": "rollout worker 0 is back"}, _EVALUATED),
-            ({"after_steps": LAST}, _EVALUATED),
-        )
-    ),
-    Recovery(
-        part="buffer.server --groups",
-        signal=signal.SIGKILL,
-        moment=EVALUATES,
-        words="it was started again at",
-        options=(*_ON_DISK, *_EVALUATED),
-        restarts=(_BUFFER,),
-    ),
-    Recovery(
-        part="ray::ActorWorker",
-        signal=signal.SIGKILL,
-        words="the learner goes on from version",
-        options=_EACH_STEP,
-        restarts=(_LEARNER,),
-    ),
-    Recovery(
-        part="buffer.server --groups",
-        signal=signal.SIGKILL,
-        words="it was started again at",
-        options=(*_ON_DISK, *_EACH_STEP),
-        restarts=(_BUFFER,),
-    ),
-    Recovery(part="ray::ActorWorker", signal=signal.SIGKILL, after_steps=LAST, options=_EACH_STEP),
-    Recovery(part="buffer.server --groups", signal=signal.SIGKILL, after_steps=LAST, options=_ON_DISK),
+    _recovers(_BUFFER, *_ON_DISK, restarts="buffer", moment=LEARNER_STARTS),
+    _recovers(_WORKER, *_EVALUATED, moment=EVALUATES, words="rollout worker 0 is back"),
+    _recovers(_WORKER, *_EVALUATED, after_steps=LAST),
+    _recovers(_BUFFER, *_ON_DISK, *_EVALUATED, restarts="buffer", moment=EVALUATES),
+    _recovers(_LEARNER, *_EACH_STEP, restarts="learner"),
+    _recovers(_BUFFER, *_ON_DISK, *_EACH_STEP, restarts="buffer"),
+    _recovers(_LEARNER, *_EACH_STEP, after_steps=LAST),
+    _recovers(_BUFFER, *_ON_DISK, after_steps=LAST),
 )
 """Moments that are seldom hit: the start, an evaluation, a checkpoint, the last step."""
 
@@ -309,15 +218,21 @@ def parts_of(engine: str, groups_per_step: int) -> dict[str, str]:
     return parts | ({"engine": "sglang::scheduler"} if engine == "sglang" else {})
 
 
-def assert_it_ends_right(run: RunningTraining, *, num_steps: int, groups_per_step: int, timeout_s: float) -> None:
-    """Wait for the end of a run in which many things happened, and check all that must be right although they did."""
+def assert_it_ends_right(
+    run: RunningTraining, *, num_steps: int, timeout_s: float, groups_per_step: int = 8, every: int = 23
+) -> None:
+    """Wait for the end of a run in which many things happened, and check all that must be right although they did.
+
+    Where the run keeps its snapshots, every ``every``-th sample is computed again; 0 computes none.
+    """
     run.remember_family()
     shared_memory = shared_memory_of(run.family.values())
     assert run.finish(timeout_s) == 0, run.output
     assert_every_step_is_made_and_no_version_goes_back(run, num_steps)
     assert sum(run.summary["max_lag"]["histogram"].values()) == groups_per_step * num_steps
     assert_every_token_is_accounted_for(run)
-    assert_trained_tokens_have_the_log_prob_of_their_version(run, every=23)
+    if every:
+        assert_trained_tokens_have_the_log_prob_of_their_version(run, every=every)
     assert_nothing_is_left(run, shared_memory)
 
 

@@ -17,7 +17,7 @@ TOLERANCE = 1e-3
 def assert_every_step_is_made_and_no_version_goes_back(
     run: RunningTraining, num_steps: int, *, is_interrupted: bool = False
 ) -> None:
-    """Each step once, in order; engines never serve older weights at a later step; no lag above the bound.
+    """Each step once, in order; engines never serve older weights at a later step.
 
     A run that is interrupted may have made steps that have no line yet: those that were queued on the ranks.
     """
@@ -25,13 +25,19 @@ def assert_every_step_is_made_and_no_version_goes_back(
     versions = [record["engine_version"] for record in run.records]
     assert versions == sorted(versions)
     assert run.summary["policy_version"] - num_steps in ((0, 1, 2) if is_interrupted else (0,))
-    assert run.summary["max_lag"]["realised"] <= run.summary["max_lag"]["bound"]
+
+
+def assert_the_account_closes(summary: dict) -> None:
+    """What was generated is trained, dropped, buffered or in flight, and no lag is above the bound."""
+    tokens = summary["tokens"]
+    assert tokens["generated"] == sum(tokens[name] for name in ("trained", "dropped", "buffered", "in_flight"))
+    assert summary["max_lag"]["realised"] <= summary["max_lag"]["bound"]
 
 
 def assert_every_token_is_accounted_for(run: RunningTraining) -> None:
-    """What was generated is trained, dropped, buffered or in flight; no group was trained on twice."""
+    """The account closes, and is that of the trained samples; no group was trained on twice."""
+    assert_the_account_closes(run.summary)
     tokens = run.summary["tokens"]
-    assert tokens["generated"] == sum(tokens[name] for name in ("trained", "dropped", "buffered", "in_flight"))
     rows = trained_samples(run, "group_id", "response_ids")
     assert tokens["trained"] == sum(len(row["response_ids"]) for row in rows)
     num_groups = sum(run.summary["max_lag"]["histogram"].values())
@@ -40,13 +46,14 @@ def assert_every_token_is_accounted_for(run: RunningTraining) -> None:
     assert len(set(samples.values())) == 1, "and whole"
 
 
-def assert_trained_tokens_have_the_log_prob_of_their_version(run: RunningTraining, *, every: int = 1) -> None:
-    """Recomputes every ``every``-th sample under each version that its tokens name."""
+def assert_trained_tokens_have_the_log_prob_of_their_version(run: RunningTraining, *, every: int = 1) -> int:
+    """Recomputes every ``every``-th sample under each version that its tokens name; returns the number of tokens."""
     rows_by_version = defaultdict(list)
     for row in trained_samples(run)[::every]:
         for version in set(row["versions"]):
             rows_by_version[version].append(row)
     assert len(rows_by_version) > 1
+    num_compared = 0
     for version, rows in rows_by_version.items():
         model = model_of_version(run, version)
         for row in rows:
@@ -57,6 +64,8 @@ def assert_trained_tokens_have_the_log_prob_of_their_version(run: RunningTrainin
                 atol=TOLERANCE,
                 err_msg=f"version {version}",
             )
+            num_compared += int(mine.sum())
+    return num_compared
 
 
 def trained_samples(run: RunningTraining, *columns: str) -> list[dict]:

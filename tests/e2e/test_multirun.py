@@ -4,7 +4,13 @@ import pytest
 
 pytestmark = pytest.mark.e2e
 
-SMALL = ("rollout_fleet.engine=transformers", "evaluation.enabled=false", "buffer.max_lag=0,1")
+SMALL = (
+    "rollout_fleet.engine=transformers",
+    "evaluation.enabled=false",
+    "buffer.max_lag=0,1",
+    "sft.eval_every=5",  # a warm start that ends soon
+    "sft.target_val_loss=2.5",
+)
 
 
 def test_a_multirun_trains_each_value_in_its_folder_and_warm_starts_once(start, tmp_path):

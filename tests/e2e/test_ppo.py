@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from asyncrl.cli.compose import compose_run
 from asyncrl.cli.quickstart import with_quickstart_assets
+from tests.e2e.run_checks import assert_the_account_closes
 from tests.support.training_run import undocumented
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -45,10 +46,7 @@ def test_ppo_learns_with_a_critic_and_accounts_for_every_token(start):
     assert records[-1]["learner.reward_kl"] > 1e-3
     rewards = [record["reward"] for record in records]
     assert np.mean(rewards[-5:]) > np.mean(rewards[:5]) + 0.05
-    tokens = run.summary["tokens"]
-    parts = tokens["trained"] + tokens["dropped"] + tokens["buffered"] + tokens["in_flight"]
-    assert tokens["generated"] == parts
-    assert run.summary["max_lag"]["realised"] <= run.summary["max_lag"]["bound"]
+    assert_the_account_closes(run.summary)
     overlap = run.summary["overlap"]
     assert overlap["step_s"] * steps == pytest.approx(run.summary["train_wall_s"], rel=0.2)
     # The learner's time has the critic's, the reference's and the values' in it, beside the policy's updates.
@@ -108,5 +106,4 @@ def test_a_reward_model_scores_what_a_run_trains_on(start, tmp_path):
         assert row["reward"] == pytest.approx(score, abs=1e-4)
     rewards = [record["reward"] for record in records]
     assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.05
-    tokens = run.summary["tokens"]
-    assert tokens["generated"] == sum(tokens[part] for part in ("trained", "dropped", "buffered", "in_flight"))
+    assert_the_account_closes(run.summary)

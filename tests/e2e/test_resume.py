@@ -9,6 +9,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from learner.checkpoint_folder import newest_checkpoint, read_progress, whole_checkpoints
+from tests.e2e.run_checks import assert_the_account_closes
 
 pytestmark = pytest.mark.e2e
 
@@ -35,8 +36,7 @@ def check_what_is_kept(run):
     assert f"policy, summary.json, reward.png, checkpoints, logs in {run.run_dir}" in run.lines[-1]
     assert run.summary["policy_version"] >= run.records[-1]["step"] + 1
     assert run.summary["total_steps"] == 100000
-    tokens = run.summary["tokens"]
-    assert tokens["generated"] == sum(tokens[name] for name in ("trained", "dropped", "buffered", "in_flight"))
+    assert_the_account_closes(run.summary)
     AutoModelForCausalLM.from_pretrained(run.run_dir / "policy")
     AutoTokenizer.from_pretrained(run.run_dir / "policy")
 
@@ -91,7 +91,6 @@ def test_a_run_goes_on_where_the_newest_checkpoint_of_an_ended_one_stands(start,
     assert {f"{kind}-v{version:08d}" for kind in ("sampled", "greedy") for version in versions} <= kept
     assert any(name.startswith("train-") for name in kept)
     assert "train sample of group" in resumed.output
-    tokens = summary["tokens"]
-    assert tokens["generated"] == sum(tokens[name] for name in ("trained", "dropped", "buffered", "in_flight"))
-    assert tokens["trained"] > progress.run["tokens_trained"]
+    assert_the_account_closes(summary)
+    assert summary["tokens"]["trained"] > progress.run["tokens_trained"]
     assert sum(summary["max_lag"]["histogram"].values()) == len(ids)

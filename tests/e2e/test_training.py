@@ -1,7 +1,9 @@
-"""A short training on real SGLang with two learner ranks, checked token by token; on two engines in the slow run."""
+"""A short training on real SGLang with two data-parallel ranks, checked token by token.
+
+Slow runs have sequence-parallel ranks, two engines, or an engine of two ranks.
+"""
 
 import json
-from collections import defaultdict
 
 import numpy as np
 import pytest
@@ -9,7 +11,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.profile import Trace
-from tests.e2e.run_checks import TOLERANCE, model_of_version, response_logprobs, trained_samples
+from tests.e2e.run_checks import (
+    assert_every_token_is_accounted_for,
+    assert_trained_tokens_have_the_log_prob_of_their_version,
+    model_of_version,
+    trained_samples,
+)
 from tests.support.training_run import RunningTraining, undocumented
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -21,6 +28,7 @@ STEPS = 6
     scope="module",
     params=[
         pytest.param(("at_updates", 1), id="at_updates"),
+        pytest.param(("at_updates", 1, "learner.sp_size=2"), id="sequence_parallel", marks=pytest.mark.slow),
         pytest.param(("at_stop", 2), id="at_stop", marks=pytest.mark.slow),
         pytest.param(("at_stop", 1, "rollout_fleet.sglang.tp_size=2"), id="two_ranks", marks=pytest.mark.slow),
     ],
@@ -42,11 +50,10 @@ def run(request, tmp_path_factory):
         "sft.target_accuracy=0.3",
         "profile.torch_steps=[2]",
     )
-    running.wait_for_line("step 1/")
-    running.remember_family()
     try:
-        status = running.finish(timeout_s=300)
-        assert status == 0, running.output
+        running.wait_for_line("step 1/")
+        running.remember_family()
+        assert running.finish(timeout_s=300) == 0, running.output
         yield running
     finally:
         running.end()
@@ -56,6 +63,7 @@ def test_versions_advance_one_a_step_and_no_lag_exceeds_the_bound(run):
     assert [record["step"] for record in run.records] == list(range(STEPS))
     assert run.summary["policy_version"] == STEPS
     assert run.summary["max_lag"]["realised"] <= run.summary["max_lag"]["bound"]
+    assert all(record["learner.grad_norm"] > 0 for record in run.records)
     assert sum(run.summary["max_lag"]["histogram"].values()) == STEPS * 16
     versions = {version for row in trained_samples(run) for version in row["versions"]}
     assert 0 in versions
@@ -93,28 +101,12 @@ def test_every_metric_is_explained(run):
 
 
 def test_every_token_is_accounted_for(run):
-    tokens = run.summary["tokens"]
-    parts = tokens["trained"] + tokens["dropped"] + tokens["buffered"] + tokens["in_flight"]
-    assert tokens["generated"] == parts
-    assert tokens["trained"] == sum(len(row["response_ids"]) for row in trained_samples(run))
+    assert_every_token_is_accounted_for(run)
+    assert run.summary["tokens"]["trained"] == sum(record["learner.num_tokens"] for record in run.records)
 
 
 def test_every_trained_token_has_the_log_prob_of_the_version_it_names(run):
-    rows_by_version = defaultdict(list)
-    for row in trained_samples(run):
-        for version in set(row["versions"]):
-            rows_by_version[version].append(row)
-    compared = 0
-    for version, rows in rows_by_version.items():
-        model = model_of_version(run, version)
-        for row in rows:
-            expected = response_logprobs(model, row)
-            mine = np.asarray(row["versions"]) == version
-            np.testing.assert_allclose(
-                np.asarray(row["behavior_logprobs"])[mine], expected[mine], atol=TOLERANCE, err_msg=f"version {version}"
-            )
-            compared += int(mine.sum())
-    assert compared == run.summary["tokens"]["trained"]
+    assert assert_trained_tokens_have_the_log_prob_of_their_version(run) == run.summary["tokens"]["trained"]
 
 
 def test_the_exported_policy_loads_and_is_the_learners_last_version(run):

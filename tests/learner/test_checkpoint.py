@@ -5,7 +5,6 @@ import signal
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch.distributed.checkpoint import filesystem, state_dict_saver
@@ -24,7 +23,7 @@ from learner.trainer import Trainer
 from tests.support.policy_step import policy_step
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny_models import random_sequences, save_tiny_model
-from tests.support.whole_weights import gather_weights
+from tests.support.whole_weights import assert_weights_equal, weights_of
 
 
 def trainer_of(model_path: str, num_ranks: int = 1, **options: Any) -> Trainer:
@@ -36,17 +35,6 @@ def trainer_of(model_path: str, num_ranks: int = 1, **options: Any) -> Trainer:
 def step(trainer: Trainer, seed: int) -> None:
     dp = trainer.mesh.num_ranks // trainer.mesh.sp_size
     policy_step(trainer, AlgorithmConfig()).run(random_sequences(8, seed)[trainer.mesh.dp_rank :: dp])
-
-
-def weights_of(trainer: Trainer) -> dict[str, np.ndarray]:
-    return {name: value.numpy() for name, value in (gather_weights(trainer) or {}).items()}
-
-
-def assert_equal(left: dict[str, np.ndarray], right: dict[str, np.ndarray]) -> None:
-    assert left.keys() == right.keys()
-    assert left
-    for name, value in left.items():
-        np.testing.assert_array_equal(value, right[name], err_msg=name)
 
 
 def resumed_run(model_path: str, directory: str, num_ranks: int, **options: Any) -> tuple[dict, dict, int]:
@@ -68,7 +56,7 @@ def resumed_run(model_path: str, directory: str, num_ranks: int, **options: Any)
 
 def test_a_resumed_run_continues_bit_for_bit(model_path, tmp_path):
     straight, resumed, version = resumed_run(model_path, str(tmp_path / "checkpoints"), 1)
-    assert_equal(straight, resumed)
+    assert_weights_equal(straight, resumed)
     assert version == 2
 
 
@@ -89,16 +77,15 @@ def test_ranks_resume_bit_for_bit_and_load_what_another_layout_saved(model_path,
     (straight, resumed, _), loaded = run_on_ranks(
         2, two_ranks, model_path, str(tmp_path / "two"), str(tmp_path / "alone")
     )[0]
-    assert_equal(straight, resumed)
+    assert_weights_equal(straight, resumed)
     for weights in loaded:
-        assert_equal(weights, weights_of(trainer))
+        assert_weights_equal(weights, weights_of(trainer))
 
     single = trainer_of(model_path)  # and one process loads what two ranks saved
     ShardedCheckpointer(single, str(tmp_path / "two")).load(tmp_path / "two" / "v00000002")
     for seed in (2, 3):
         step(single, seed)
-    for name, value in weights_of(single).items():
-        np.testing.assert_allclose(value, straight[name], atol=2e-5, err_msg=name)
+    assert_weights_equal(weights_of(single), straight, atol=2e-5)
 
 
 def test_training_continues_while_a_checkpoint_is_written(model_path, tmp_path):
@@ -111,7 +98,7 @@ def test_training_continues_while_a_checkpoint_is_written(model_path, tmp_path):
     checkpointer.finish()
     other = trainer_of(model_path)
     assert ShardedCheckpointer(other, str(tmp_path / "c")).load(path) == 1
-    assert_equal(weights_of(other), saved)
+    assert_weights_equal(weights_of(other), saved)
 
 
 def test_a_crash_while_saving_keeps_the_previous_checkpoint(model_path, tmp_path, monkeypatch):
@@ -133,7 +120,7 @@ def test_a_crash_while_saving_keeps_the_previous_checkpoint(model_path, tmp_path
     assert newest is not None
     assert newest.name == "v00000001"
     checkpointer.load(newest)
-    assert_equal(weights_of(trainer), saved)
+    assert_weights_equal(weights_of(trainer), saved)
     assert checkpointer.save(2).name == "v00000002"  # what the crash left behind is in nobody's way
     assert checkpointer.latest() == tmp_path / "c" / "v00000002"
 
@@ -149,7 +136,7 @@ def test_only_the_last_checkpoints_are_kept(model_path, tmp_path):
 def test_dropout_continues_with_the_random_state_of_the_checkpoint(model_path, tmp_path):
     adapters = LoraConfig(rank=4, dropout=0.5)
     straight, resumed, _ = resumed_run(model_path, str(tmp_path / "c"), 1, lora=adapters)
-    assert_equal(straight, resumed)
+    assert_weights_equal(straight, resumed)
     other = trainer_of(model_path, lora=adapters)
     ShardedCheckpointer(other, str(tmp_path / "c")).load(tmp_path / "c" / "v00000002")
     torch.manual_seed(7)
@@ -219,7 +206,7 @@ def test_a_process_killed_while_saving_keeps_the_previous_checkpoint(model_path,
     trainer = trainer_of(model_path)
     checkpointer = ShardedCheckpointer(trainer, str(tmp_path / "c"))
     assert checkpointer.load(newest) == 1
-    assert_equal(weights_of(trainer), weights_of(trainer_of(model_path)))
+    assert_weights_equal(weights_of(trainer), weights_of(trainer_of(model_path)))
     checkpointer.save(3)
     assert checkpointer.latest() == tmp_path / "c" / "v00000003"
     assert {path.name for path in (tmp_path / "c").iterdir()} == {"v00000001", "v00000003"}  # nothing unfinished
@@ -279,8 +266,8 @@ def test_saving_before_the_first_update_changes_nothing(model_path, tmp_path):
     for trainer in (straight, saved, resumed):
         for seed in range(2):
             step(trainer, seed)
-    assert_equal(weights_of(straight), weights_of(saved))
-    assert_equal(weights_of(straight), weights_of(resumed))
+    assert_weights_equal(weights_of(straight), weights_of(saved))
+    assert_weights_equal(weights_of(straight), weights_of(resumed))
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from learner.trainer import LearnerStep, Trainer
 from learner.types import TokenSequence
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny_models import FAMILIES, TRAINED_FAMILIES, VOCABULARY, random_sequences, save_tiny_model
-from tests.support.whole_weights import gather_weights
+from tests.support.whole_weights import assert_weights_equal, weights_of
 
 # A large eps: AdamW would blow rounding in vanishing gradients up to whole steps.
 CONFIG = LearnerConfig(
@@ -221,8 +221,7 @@ def step_on(path: str, config: LearnerConfig, num_sequences: int) -> tuple[list[
     shares = karmarkar_karp([len(s.input_ids) for s in sequences], config.num_ranks // config.sp_size)
     share = [sequences[index] for index in shares[trainer.mesh.dp_rank]]
     metrics = [step.update(share) for _ in range(2)]
-    weights = gather_weights(trainer)
-    return metrics, {k: v.numpy() for k, v in (weights or {}).items()}, trainer.scores(share)
+    return metrics, weights_of(trainer), trainer.scores(share)
 
 
 def on_each_mesh(path: str, meshes: list[tuple[LearnerConfig, int]]) -> list:
@@ -238,9 +237,7 @@ def assert_same(got: tuple, want: tuple) -> None:
     for one, other in zip(got[0], want[0], strict=True):
         for name in other.keys() - {"num_micro_batches"}:
             assert one[name] == pytest.approx(other[name], rel=2e-5, abs=1e-6), name
-    assert got[1].keys() == want[1].keys()
-    for name, value in want[1].items():
-        np.testing.assert_allclose(got[1][name], value, atol=2e-5, err_msg=name)
+    assert_weights_equal(got[1], want[1], atol=2e-5)
 
 
 def test_two_ranks_step_the_critic_as_one_process_does(tmp_path):

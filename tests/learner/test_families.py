@@ -15,7 +15,7 @@ from learner.trainer import Trainer
 from tests.support.policy_step import policy_step
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny_models import FAMILIES, TRAINED_FAMILIES, plain_log_probs, random_sequences, save_tiny_model
-from tests.support.whole_weights import whole_tensors
+from tests.support.whole_weights import assert_weights_equal, whole_tensors
 
 TEMPERATURE, CLIP, LR, EPS, DECAY, MAX_NORM = 0.7, 0.2, 1e-3, 1e-4, 0.1, 0.5
 
@@ -62,13 +62,8 @@ def packed(
     scores = trainer.scores(sequences)
     log_probs = [score[sequence.loss_mask] for score, sequence in zip(scores, sequences, strict=True)]
     metrics = policy_step(trainer, AlgorithmConfig(clip_low=CLIP, clip_high=CLIP)).run(sequences)
-    return log_probs, metrics["grad_norm"], _loaded(trainer)
-
-
-def _loaded(trainer: Trainer) -> dict[str, np.ndarray]:
-    """Whole weights under the names of a loaded model."""
-    whole = whole_tensors(trainer.head)
-    return {name.removeprefix("pretrained."): tensor.clone().numpy() for name, tensor in whole}
+    weights = {name.removeprefix("pretrained."): t.clone().numpy() for name, t in whole_tensors(trainer.head)}
+    return log_probs, metrics["grad_norm"], weights  # under the names of a loaded model
 
 
 def every_family(paths: list[str], sp_sizes: list[int]) -> list[list]:
@@ -89,10 +84,7 @@ def assert_equal_to_the_plain_loop(path: str, ranks: list, dp: int, sp: int) -> 
         for one, other in zip(got, log_probs[rank // sp :: dp], strict=True):
             np.testing.assert_allclose(one, other, atol=3e-5)
         assert got_norm == pytest.approx(norm, rel=1e-4)
-    first = ranks[0][2]
-    assert set(first) == set(weights)
-    for name, value in first.items():
-        np.testing.assert_allclose(value, weights[name], atol=2e-5, err_msg=f"{path} {name}")
+    assert_weights_equal(ranks[0][2], weights, atol=2e-5)
 
 
 @pytest.mark.parametrize("family", TRAINED_FAMILIES)

@@ -21,7 +21,7 @@ from learner.trainer import Trainer
 from tests.support.policy_step import policy_step
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny_models import random_sequences
-from tests.support.whole_weights import gather_weights
+from tests.support.whole_weights import assert_weights_equal, weights_of
 
 PLAIN = LearnerConfig(device=Device.cpu)
 
@@ -30,7 +30,7 @@ def trained(trainer: Trainer) -> tuple[float, dict[str, np.ndarray]]:
     """Loss and weights after one step on this rank's share."""
     dp = trainer.mesh.num_ranks // trainer.mesh.sp_size
     loss = policy_step(trainer, AlgorithmConfig()).run(random_sequences(8)[trainer.mesh.dp_rank :: dp])["loss"]
-    return loss, {name: value.numpy() for name, value in (gather_weights(trainer) or {}).items()}
+    return loss, weights_of(trainer)
 
 
 def shards_of_own_rows(model_path: str) -> dict[str, Any]:
@@ -68,9 +68,7 @@ def test_each_rank_reads_and_keeps_only_its_shard_of_a_copy(model_path):
         assert seen["rotary"] == rotary
         assert seen["tied"]
         assert seen["outcome"][0] == pytest.approx(loss, rel=1e-5)
-    assert ranks[0]["outcome"][1].keys() == weights.keys()
-    for name, value in weights.items():
-        np.testing.assert_allclose(ranks[0]["outcome"][1][name], value, atol=1e-6, err_msg=name)
+    assert_weights_equal(ranks[0]["outcome"][1], weights, atol=1e-6)
 
 
 @pytest.mark.parametrize("option", [{"offload_policy": True}, {"activation_checkpointing": True}])
@@ -78,8 +76,7 @@ def test_memory_options_do_not_change_results(option, model_path):
     loss, weights = trained(Trainer(PLAIN, model_path=model_path, total_updates=1))
     got_loss, got = trained(Trainer(replace(PLAIN, **option), model_path=model_path, total_updates=1))
     assert got_loss == pytest.approx(loss, rel=1e-6)
-    for name, value in weights.items():
-        np.testing.assert_allclose(got[name], value, atol=1e-6, err_msg=name)
+    assert_weights_equal(got, weights, atol=1e-6)
 
 
 def test_the_offload_policy_leaves_nothing_to_move(model_path, caplog):
@@ -109,8 +106,7 @@ def test_compiled_layers_compute_the_same(model_path, monkeypatch):
     got_loss, got = trained(trainer)
     assert len(compiled) == len(decoder_layers(trainer.head)) == 2
     assert got_loss == pytest.approx(loss, rel=1e-5)
-    for name, value in weights.items():
-        np.testing.assert_allclose(got[name], value, atol=1e-5, err_msg=name)
+    assert_weights_equal(got, weights, atol=1e-5)
 
 
 @pytest.mark.parametrize("size", [0, 3])

@@ -17,7 +17,7 @@ from learner.trainer import Trainer
 from tests.support.policy_step import policy_step
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny_models import FAMILIES, random_sequences, save_tiny_model
-from tests.support.whole_weights import gather_weights
+from tests.support.whole_weights import assert_weights_equal, weights_of
 
 CONFIG = LearnerConfig(
     device=Device.cpu,
@@ -199,7 +199,7 @@ def on_ranks(path: str, config: LearnerConfig) -> tuple[list[dict[str, float]], 
     with trainer.frozen():
         trainer.scores(random_sequences(3))  # a forward with them off must not stop them from learning
     metrics += trained(trainer, 1)
-    return metrics, {name: value.numpy() for name, value in (gather_weights(trainer) or {}).items()}
+    return metrics, weights_of(trainer)
 
 
 def on_each_mesh(path: str, configs: list[LearnerConfig]) -> list:
@@ -214,9 +214,7 @@ def test_two_ranks_train_and_publish_adapters_as_one_process_does(tmp_path):
         for one, other in zip(got_metrics, metrics, strict=True):
             for name in ("loss", "grad_norm", "entropy", "num_tokens"):
                 assert one[name] == pytest.approx(other[name], rel=5e-5, abs=1e-6), name
-        assert got.keys() == weights.keys()
-        for name, value in weights.items():
-            np.testing.assert_allclose(got[name], value, atol=3e-5, err_msg=name)
+        assert_weights_equal(got, weights, atol=3e-5)
 
 
 def test_adapters_resume_bit_for_bit_and_are_exported_merged(tmp_path):

@@ -1,13 +1,15 @@
-"""Resolves SGLang's arguments as with one kind of GPU: ``python pretended_card.py CARD < ARGUMENT_LISTS``.
+"""Resolves SGLang's arguments as with each kind of GPU: ``python pretended_card.py < ARGUMENT_LISTS``.
 
-Reads a JSON list of argument lists, and writes a JSON list of what SGLang makes of each. It runs in a process of its
-own: torch is told that the card is there, and modules with empty names replace the packages with compiled kernels.
+Reads a JSON list of argument lists, and writes what SGLang makes of each as a JSON list per card. It runs in a process
+of its own, and forks one for each card: torch is told that the card is there, and modules with empty names replace the
+packages with compiled kernels.
 """
 
 import importlib.abc
 import importlib.machinery
 import importlib.metadata
 import json
+import multiprocessing
 import os
 import sys
 import types
@@ -57,15 +59,17 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         pass
 
 
-def pretend(card):
-    """Have torch report eight of this card, and let the compiled packages be imported."""
-    capability, gib = CARDS[card]
+def let_compiled_packages_be_imported():
     version = importlib.metadata.version
     importlib.metadata.version = lambda name: VERSIONS.get(name) or version(name)
     sys.meta_path.insert(0, Finder())
 
+
+def pretend(card):
+    """Have torch report eight of this card."""
     import torch
 
+    capability, gib = CARDS[card]
     properties = types.SimpleNamespace(
         name=f"NVIDIA {card}",
         major=capability[0],
@@ -83,19 +87,25 @@ def pretend(card):
     torch.cuda.mem_get_info = lambda device=None: (gib << 30, gib << 30)
 
 
-def resolve(arguments):
-    """What SGLang makes of the arguments of one server."""
+def resolve(card, lists):
+    """What SGLang makes of the arguments of each server on this card, as JSON."""
     from sglang.srt.server_args import prepare_server_args
 
-    resolved = prepare_server_args(arguments)
-    resolved.resolve_once()
-    return resolved.resolved_dict()
+    pretend(card)
+    results = [prepare_server_args(arguments) for arguments in lists]
+    for resolved in results:
+        resolved.resolve_once()
+    return json.dumps([resolved.resolved_dict() for resolved in results], default=str)
 
 
 if __name__ == "__main__":
     out = os.dup(1)
     os.dup2(2, 1)  # what SGLang prints goes to the other stream
-    pretend(sys.argv[1])
-    results = [resolve(arguments) for arguments in json.load(sys.stdin)]
+    let_compiled_packages_be_imported()
+    pretend("A100")  # some card must be there while SGLang is imported
+    importlib.import_module("sglang.srt.server_args")
+    with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:
+        lists = json.load(sys.stdin)
+        made = [pool.apply(resolve, (card, lists)) for card in CARDS]
     with open(out, "w") as stream:
-        json.dump(results, stream, default=str)
+        stream.write(json.dumps({card: json.loads(results) for card, results in zip(CARDS, made, strict=True)}))

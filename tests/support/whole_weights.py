@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
 
+import numpy as np
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -56,6 +57,19 @@ def gather_weights(trainer: PackedModel) -> dict[str, Tensor] | None:
     for name, buffer in stored_buffers(trainer.head).items():
         weights[name.removeprefix("pretrained.")] = buffer.detach().cpu().clone()
     return revert_weight_conversion(trainer.pretrained, merged_weights(trainer.pretrained, weights))
+
+
+def weights_of(trainer: PackedModel) -> dict[str, np.ndarray]:
+    """`gather_weights` as arrays, which a process can send to another; empty on all ranks but the first."""
+    return {name: value.numpy() for name, value in (gather_weights(trainer) or {}).items()}
+
+
+def assert_weights_equal(got: dict[str, np.ndarray], want: dict[str, np.ndarray], *, atol: float = 0.0) -> None:
+    """Compare all weights of two models by name."""
+    assert got.keys() == want.keys()
+    assert want
+    for name, value in want.items():
+        np.testing.assert_allclose(got[name], value, rtol=0, atol=atol, err_msg=name)
 
 
 def save_whole(directory: Path, model: PackedModel) -> str:

@@ -1,0 +1,73 @@
+"""Layouts of the roles, as a user starts them: sequence-parallel ranks in two pools, and pools that share devices."""
+
+import numpy as np
+import pytest
+
+from tests.e2e.run_checks import assert_the_account_closes
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+FAST = [
+    "rollout_fleet.engine=transformers",
+    "algorithm.groups_per_step=8",
+    "evaluation.num_samples=1",
+    "data.eval_max_prompts=16",
+    "sft.enabled=false",
+    "total_steps=5",
+]
+SP_PPO = ["experiment=ppo", "learner.num_ranks=2", "learner.sp_size=2", "learner.critic.warmup_steps=1"]
+
+
+def finished(start, *overrides):
+    run = start(*FAST, *overrides)
+    assert run.finish(timeout_s=400) == 0, run.output
+    assert [record["step"] for record in run.records] == list(range(5))
+    assert_the_account_closes(run.summary)
+    assert run.summary["tokens"]["trained"] == sum(record["learner.num_tokens"] for record in run.records)
+    return run
+
+
+@pytest.mark.parametrize(
+    ("engine", "max_lag"),
+    [
+        ("transformers", 2),
+        pytest.param("transformers", 0, marks=pytest.mark.slow),
+        pytest.param("sglang", 1, marks=pytest.mark.slow),
+    ],
+)
+def test_colocated_pools_train_within_the_bound_and_offload_at_every_turn(start, engine, max_lag):
+    run = finished(
+        start,
+        "placement.colocated=true",
+        f"rollout_fleet.engine={engine}",
+        f"buffer.max_lag={max_lag}",
+        "learner.offload_at_transition_only=true",
+        "checkpoint.every_steps=2",
+    )
+    assert run.summary["policy_version"] == 5
+    for record in run.records:
+        assert record["learner.rollout_device_bytes_before"] > 4 * 70_000  # the quickstart's weights
+        assert record["learner.rollout_device_bytes_after"] == 0
+        assert record["learner.trainer_device_bytes_after"] == record["learner.rollout_device_bytes_before"]
+        assert record["engine_version"] == record["step"] + 1
+    assert sorted(path.name for path in (run.run_dir / "checkpoints").iterdir()) == ["v00000004", "v00000005"]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        pytest.param(
+            ["placement.pools={critic: 2}", "placement.critic=critic", "placement.reference=critic"], id="two-pools"
+        ),
+        pytest.param(
+            ["rollout_fleet.num_engines=2", "learner.lora.rank=4", "placement.colocated=true"],
+            id="colocated-with-adapters",
+        ),
+    ],
+)
+def test_sequence_parallel_ppo_trains_within_the_bound_and_accounts_for_every_token(start, overrides):
+    run = finished(start, *SP_PPO, *overrides)
+    assert run.survivors() == []
+    last = run.records[-1]
+    assert np.isfinite([last[f"learner.{name}"] for name in ("critic.value_loss", "reward_kl")]).all()
+    assert last["learner.grad_norm"] > 0
