@@ -21,7 +21,7 @@ from asyncrl.core.visible_gpus import visible_gpus
 from asyncrl.data.prompts import PromptStream, load_eval_prompts
 from asyncrl.data.tokenization import Tokenizer, load_tokenizer
 from asyncrl.metrics import check_trackers
-from asyncrl.metrics.prometheus import split_address
+from asyncrl.metrics.trackers import split_address
 from asyncrl.run.run_folder import SHARED_MEMORY, check_memory
 from asyncrl.sft.warm_start import finished_warm_start
 from buffer.config import Durability

@@ -3,6 +3,7 @@
 from .estimates import Estimate, Evaluation, evaluation_of
 from .records import (
     BUSY,
+    LearningSignals,
     MetricsWriter,
     PoolUse,
     RunUse,
@@ -16,7 +17,6 @@ from .records import (
     summary_document,
     write_json,
 )
-from .signals import LearningSignals
 from .terminal import TerminalView
 from .trackers import TrackedRun, Trackers, check_trackers
 

@@ -1,10 +1,11 @@
-"""The metrics of a run as typed records, and their files: ``metrics.jsonl``, TensorBoard events, ``reward.png``."""
+"""The metrics of a run as typed records, their warnings and their files: ``metrics.jsonl``, events, ``reward.png``."""
 
 from __future__ import annotations
 
 import json
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
@@ -191,19 +192,10 @@ def summary_document(
 ) -> dict[str, Any]:
     """Return ``summary.json``.
 
-    Args:
-        experiment: Name of the experiment.
-        seed: Seed of the run.
-        total_steps: Configured steps; a run that a signal stopped has fewer.
-        max_lag: The staleness bound.
-        result: Result of training.
-        before: Evaluation of version 0; None without evaluation.
-        after: Evaluation of the final version.
-        evaluations: All evaluations in order.
-        restarts: Number of restarts by part; ``batches`` counts batches that were planned again.
-        wall_s: Seconds by part of the run: ``total``, ``start`` (until the first step could begin), …
-        overlap: Overlap of generation and training; None without a profile.
-        advice: One option that would have made the run faster; None if there is none.
+    ``total_steps`` are the configured ones; a run that a signal stopped has fewer. ``before`` and ``after`` are the
+    evaluations of version 0 and of the final version. ``restarts`` counts by part; ``batches`` counts batches that were
+    planned again. ``wall_s`` has the seconds by part: ``total``, and ``start`` until the first step could begin.
+    ``overlap`` is None without a profile, ``advice`` if no other option would have made the run faster.
     """
     return {
         "experiment": experiment,
@@ -228,6 +220,66 @@ def summary_document(
         "overlap": overlap,
         "advice": advice,
     }
+
+
+WINDOW = 5
+"""Number of consecutive steps with a condition before it is reported; a single batch may be equal by chance."""
+COLLAPSED = 0.01
+"""Collapsed entropy, as a share of the first steps' mean: the policy samples almost one answer per prompt."""
+ALL_BUT_EQUAL = 0.9
+"""Low entropy is reported only if at least this share of the groups has equal rewards."""
+
+
+class LearningSignals:
+    """Checks the records of the steps for conditions that stop learning."""
+
+    def __init__(self) -> None:
+        self._recent: deque[StepRecord] = deque(maxlen=WINDOW)
+        self._first_entropies: list[float] = []
+        self._holding: dict[str, bool] = {}
+
+    def step(self, record: StepRecord) -> list[str]:
+        """Return one line per condition that begins with this step.
+
+        Args:
+            record: The step. Its ``learner`` metrics may contain ``entropy``, in nats per token.
+        """
+        if self._recent and record.step <= self._recent[-1].step:  # the learner has returned to a checkpoint
+            self._recent.clear()
+        self._recent.append(record)
+        found = {"equal rewards": self._equal_rewards(), "entropy": self._entropy(record.learner.get("entropy"))}
+        began = [line for name, line in found.items() if line and not self._holding.get(name)]
+        self._holding = {name: bool(line) for name, line in found.items()}
+        return began
+
+    def _equal_rewards(self) -> str:
+        """A warning if all groups have equal rewards, else empty."""
+        if len(self._recent) < WINDOW or any(record.equal_reward_groups < 1 for record in self._recent):
+            return ""
+        rewards = [record.reward for record in self._recent]
+        which = f"all are {rewards[-1]:g}" if min(rewards) == max(rewards) else f"on average {rewards[-1]:.3g}"
+        return (
+            f"nothing to learn from: in the last {WINDOW} steps the rewards were equal within every group ({which}), "
+            "so group advantages are 0; check the reward on samples/ or choose prompts that the policy solves sometimes"
+        )
+
+    def _entropy(self, entropy: float | None) -> str:
+        """A warning if the entropy has collapsed, else empty."""
+        if entropy is None:
+            return ""
+        if len(self._first_entropies) < WINDOW:
+            self._first_entropies.append(entropy)
+            return ""
+        first = sum(self._first_entropies) / WINDOW
+        recent = [record.learner.get("entropy", first) for record in self._recent]
+        is_varied = min(record.equal_reward_groups for record in self._recent) < ALL_BUT_EQUAL
+        if max(recent) >= COLLAPSED * first or is_varied:
+            return ""
+        return (
+            f"the policy hardly explores anymore: its entropy fell from {first:.3g} to {entropy:.3g} nats per token, "
+            f"at reward {self._recent[-1].reward:.3g}; unless this is intended, lower learner.optimizer.lr, "
+            "raise algorithm.clip_high or algorithm.entropy_coef, and restart from an earlier checkpoint"
+        )
 
 
 class DiskError(AsyncRLError):

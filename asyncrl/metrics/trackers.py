@@ -2,6 +2,8 @@
 
 The option ``tracker`` names them; each gets all steps and evaluations. A failing tracker causes a warning and is
 counted, and training continues. A tracker's package is imported when the tracker is opened.
+
+A thread of ``prometheus_client`` serves ``/metrics``, under the names that ``configs/grafana.json`` uses.
 """
 
 from __future__ import annotations
@@ -16,7 +18,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from .estimates import Evaluation
-from .prometheus import PrometheusTracker
 from .records import RunUse, StepRecord
 
 logger = logging.getLogger(__name__)
@@ -25,6 +26,11 @@ _PACKAGES = {"wandb": "wandb", "mlflow": "mlflow", "prometheus": "prometheus_cli
 _MAX_PARAMETERS = 100
 _MAX_PARAMETER_LENGTH = 500
 TRACKERS = tuple(_PACKAGES)
+_LAGS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
+_PUBLISH_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
+
+Event = StepRecord | Evaluation | RunUse
+"""What a tracker records: a finished learner step, a held-out evaluation, or the use of the pools so far."""
 
 
 class Tracker(Protocol):
@@ -36,16 +42,8 @@ class Tracker(Protocol):
 
     place: str
 
-    def step(self, record: StepRecord) -> None:
-        """Record a finished learner step."""
-        ...
-
-    def evaluation(self, evaluation: Evaluation) -> None:
-        """Record a held-out evaluation."""
-        ...
-
-    def use(self, use: RunUse) -> None:
-        """Record the use of the pools since the start of training."""
+    def record(self, event: Event) -> None:
+        """Record an event."""
         ...
 
     def close(self) -> None:
@@ -120,17 +118,9 @@ class Trackers:
         """One line per tracker with its place."""
         return [f"tracker {name}: {tracker.place}" for name, tracker in self._trackers.items()]
 
-    def step(self, record: StepRecord) -> None:
-        """Record a finished learner step."""
-        self._each(lambda tracker: tracker.step(record))
-
-    def evaluation(self, evaluation: Evaluation) -> None:
-        """Record a held-out evaluation."""
-        self._each(lambda tracker: tracker.evaluation(evaluation))
-
-    def use(self, use: RunUse) -> None:
-        """Record the use of the pools."""
-        self._each(lambda tracker: tracker.use(use))
+    def record(self, event: Event) -> None:
+        """Record an event in each tracker."""
+        self._each(lambda tracker: tracker.record(event))
 
     def close(self) -> None:
         """Send the remaining metrics and end the tracked run."""
@@ -146,6 +136,24 @@ class Trackers:
                 logger.warning("tracker %s failed (%d failures so far): %s", name, self.num_failed[name], error)
 
 
+def numbers_of(event: Event) -> dict[str, float]:
+    """The numbers of an event under TensorBoard's names. Example of a name: ``use/fleet/publish_pause``.
+
+    ``use`` holds the shares of each pool's time since the start of training.
+    """
+    if isinstance(event, StepRecord):
+        return {name.replace(".", "/"): value for name, value in event.flat().items()}
+    if isinstance(event, Evaluation):
+        numbers = {name: value for name, value in asdict(event).items() if isinstance(value, int | float)}
+        return {f"evaluation/{name}": value for name, value in numbers.items() if name != "policy_version"}
+    shares = {}
+    for pool in (event.learner, event.fleet):
+        total_s = pool.busy_s + sum(pool.idle_s.values()) or 1.0
+        shares |= {f"use/{pool.name}/{cause}": idle_s / total_s for cause, idle_s in pool.idle_s.items()}
+        shares[f"use/{pool.name}/busy"] = pool.utilisation
+    return shares
+
+
 class WandbTracker:
     """Weights & Biases, configured by its environment variables; ``WANDB_MODE=offline`` writes into the run's folder.
 
@@ -159,23 +167,16 @@ class WandbTracker:
         self._run = wandb.init(
             project=run.experiment, name=run.folder.name, dir=run.folder, config=dict(run.options), reinit="create_new"
         )
-        self._num_steps = 0
+        self._step = 0
         self.place = self._run.url or f"offline, in {self._run.dir}"
         self._run.define_metric("*", step_metric="step")
         self._run.define_metric("evaluation/*", step_metric="policy_version")
 
-    def step(self, record: StepRecord) -> None:
-        """Record a finished learner step."""
-        self._num_steps = record.step
-        self._run.log(_numbers(record))
-
-    def evaluation(self, evaluation: Evaluation) -> None:
-        """Record a held-out evaluation."""
-        self._run.log(_evaluation_numbers(evaluation) | {"policy_version": evaluation.policy_version})
-
-    def use(self, use: RunUse) -> None:
-        """Record the use of the pools."""
-        self._run.log(_use_numbers(use) | {"step": self._num_steps})
+    def record(self, event: Event) -> None:
+        """Record an event."""
+        self._step = event.step if isinstance(event, StepRecord) else self._step
+        axis = {"policy_version": event.policy_version} if isinstance(event, Evaluation) else {"step": self._step}
+        self._run.log(numbers_of(event) | axis)
 
     def close(self) -> None:
         """Send the remaining metrics and end the tracked run."""
@@ -204,38 +205,132 @@ class MlflowTracker:
             self._client.log_batch(self._run_id, params=options[first : first + _MAX_PARAMETERS])
         self.place = f"run {self._run_id} at {uri}"
         self._pending: list[Any] = []
-        self._num_steps = 0
+        self._step = 0
 
-    def step(self, record: StepRecord) -> None:
-        """Record a finished learner step."""
-        self._num_steps = record.step
-        self._log(_numbers(record), record.step)
-
-    def evaluation(self, evaluation: Evaluation) -> None:
-        """Record a held-out evaluation."""
-        self._log(_evaluation_numbers(evaluation), evaluation.policy_version)
-
-    def use(self, use: RunUse) -> None:
-        """Record the use of the pools."""
-        self._log(_use_numbers(use), self._num_steps)
+    def record(self, event: Event) -> None:
+        """Record an event; raise the error of an earlier send that failed."""
+        self._step = event.step if isinstance(event, StepRecord) else self._step
+        at, now_ms = event.policy_version if isinstance(event, Evaluation) else self._step, int(1000 * time.time())
+        numbers = {name: value for name, value in numbers_of(event).items() if math.isfinite(value)}
+        metrics = [self._metric(name, value, now_ms, at) for name, value in numbers.items()]
+        self._pending.append(self._client.log_batch(self._run_id, metrics=metrics, synchronous=False))
+        while self._pending and all(future.done() for future in self._pending[0]._operation_futures):
+            self._pending.pop(0).wait()
 
     def close(self) -> None:
         """Wait until all metrics are sent; raise the error of a failed send."""
         try:
-            self._settle(all_of_it=True)
+            while self._pending:
+                self._pending.pop(0).wait()
         finally:
             self._client.set_terminated(self._run_id)
 
-    def _log(self, numbers: Mapping[str, float], step: int) -> None:
-        now_ms = int(1000 * time.time())
-        metrics = [self._metric(name, value, now_ms, step) for name, value in numbers.items() if math.isfinite(value)]
-        self._pending.append(self._client.log_batch(self._run_id, metrics=metrics, synchronous=False))
-        self._settle(all_of_it=False)
 
-    def _settle(self, *, all_of_it: bool) -> None:
-        """Raise the error of a failed send; with ``all_of_it``, wait for all sends."""
-        while self._pending and (all_of_it or all(future.done() for future in self._pending[0]._operation_futures)):
-            self._pending.pop(0).wait()
+class PrometheusTracker:
+    """Serves ``http://ADDRESS/metrics``.
+
+    Args:
+        address: ``host:port``; with port 0 the system chooses ``port``. The page has no password.
+        experiment: Name of the experiment, for ``asyncrl_run_info``.
+
+    Attributes:
+        registry: The collectors of the page.
+        port: The port.
+        place: The URL.
+
+    Raises:
+        ValueError: the address is invalid or not available.
+    """
+
+    def __init__(self, address: str, experiment: str) -> None:
+        from prometheus_client import CollectorRegistry, start_http_server
+
+        self.registry = CollectorRegistry()
+        self._last: dict[tuple[Any, ...], float] = {}
+        self._make(experiment)
+        host, port = split_address(address, "prometheus_address")
+        try:
+            self._server, self._thread = start_http_server(port, addr=host, registry=self.registry)
+        except OSError as error:
+            raise ValueError(
+                f"prometheus_address={address} must be free: {error.strerror}; choose another one"
+            ) from error
+        self.port: int = self._server.server_port
+        self.place = f"http://{in_url(host)}:{self.port}/metrics"
+
+    def _make(self, experiment: str) -> None:
+        from prometheus_client import Counter, Gauge, Histogram, Info
+
+        def make(kind: Any, name: str, meaning: str, labels: Sequence[str] = (), **own: Any) -> Any:
+            return kind(f"asyncrl_{name}", meaning, labels, registry=self.registry, **own)
+
+        make(Info, "run", "The run").info({"experiment": experiment})
+        self._idle = make(
+            Counter, "idle_seconds", "Idle seconds of a pool's ranks or places, by cause", ["pool", "cause"]
+        )
+        self._busy = make(Counter, "busy_seconds", "Seconds of work of a pool's ranks or places", ["pool"])
+        self._capacity = make(Gauge, "capacity", "Ranks of the learner, places of the fleet", ["pool"])
+        self._groups = make(Gauge, "groups", "Prompt groups by state", ["state"])
+        self._lag = make(Histogram, "lag", "Lag of trained groups, learner steps", buckets=_LAGS)
+        meaning = "The last weight publish at each step, slowest engine"
+        self._publish = make(Histogram, "publish_seconds", meaning, buckets=_PUBLISH_S)
+        self._tokens = make(Counter, "tokens", "Policy tokens: generated, trained", ["kind"])
+        self._plan_wait = make(Counter, "plan_wait_seconds", "Seconds that the controller waited for batches")
+        self._update = make(Counter, "update_seconds", "Seconds of updates on the slowest rank")
+        self._failed = make(Counter, "failed_groups", "Attempts that failed")
+        self._version = make(Gauge, "policy_version", "Policy version, of learner and oldest engine", ["pool"])
+        self._reward = make(Gauge, "reward", "Mean reward of the last batch")
+        self._evaluation = make(Gauge, "evaluation", "Held-out mean reward", ["decoding"])
+        self._evaluated = make(Gauge, "evaluation_version", "Policy version of the last evaluation")
+        self._numbers = make(Gauge, "step_metric", "Numbers of the last step, as in metrics.jsonl", ["name"])
+
+    def record(self, event: Event) -> None:
+        """Record an event."""
+        if isinstance(event, StepRecord):
+            self._record_step(event)
+        elif isinstance(event, Evaluation):
+            self._evaluation.labels("sampled").set(event.sampled)
+            self._evaluation.labels("greedy").set(event.greedy)
+            self._evaluated.set(event.policy_version)
+        else:
+            for pool in (event.learner, event.fleet):
+                self._capacity.labels(pool.name).set(pool.capacity)
+                self._raise(self._busy, pool.busy_s, pool.name)
+                for cause, idle_s in pool.idle_s.items():
+                    self._raise(self._idle, idle_s, pool.name, cause)
+
+    def _record_step(self, record: StepRecord) -> None:
+        self._reward.set(record.reward)
+        self._version.labels("learner").set(record.step + 1)
+        self._version.labels("engines").set(record.engine_version)
+        for state, count in record.groups.items():
+            self._groups.labels(state).set(count)
+        for lag, count in record.lags.items():
+            for _ in range(count):
+                self._lag.observe(lag)
+        self._publish.observe(record.publish_s)
+        self._plan_wait.inc(record.plan_wait_s)
+        self._update.inc(record.update_s)
+        self._raise(self._failed, record.failed_groups)
+        self._raise(self._tokens, record.generated_tokens, "generated")
+        self._tokens.labels("trained").inc(round(record.learner_tokens_per_s * record.update_s))
+        for name, value in record.flat().items():
+            self._numbers.labels(name).set(value)
+
+    def close(self) -> None:
+        """Stop the server."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def _raise(self, counter: Any, value: float, *labels: str) -> None:
+        """Raise a counter to a total. A total may fall during an open step; then the counter keeps its value."""
+        key = (id(counter), *labels)
+        rise = value - self._last.get(key, 0.0)
+        child = counter.labels(*labels) if labels else counter
+        if rise > 0:
+            self._last[key] = value
+            child.inc(rise)
 
 
 _KINDS: Mapping[str, Callable[[TrackedRun], Tracker]] = {
@@ -245,32 +340,22 @@ _KINDS: Mapping[str, Callable[[TrackedRun], Tracker]] = {
 }
 
 
-def _numbers(record: StepRecord) -> dict[str, float]:
-    """The metrics of a step under TensorBoard's names, with slashes."""
-    return {name.replace(".", "/"): value for name, value in record.flat().items()}
-
-
-def _evaluation_numbers(evaluation: Evaluation) -> dict[str, float]:
-    return {
-        f"evaluation/{name}": value
-        for name, value in asdict(evaluation).items()
-        if isinstance(value, int | float) and name != "policy_version"
-    }
-
-
-def _use_numbers(use: RunUse) -> dict[str, float]:
-    """Shares of each pool's time since the start of training. Example of a name: ``use/fleet/publish_pause``."""
-    numbers = {}
-    for pool in (use.learner, use.fleet):
-        total_s = pool.busy_s + sum(pool.idle_s.values()) or 1.0
-        numbers |= {f"use/{pool.name}/{cause}": idle_s / total_s for cause, idle_s in pool.idle_s.items()}
-        numbers[f"use/{pool.name}/busy"] = pool.utilisation
-    return numbers
-
-
 def _leaves(options: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in options.items():
         if isinstance(value, Mapping) and value:
             yield from _leaves(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
+
+
+def split_address(address: str, option: str) -> tuple[str, int]:
+    """Split ``host:port``; an IPv6 host has brackets. Raises `ValueError` that names the option."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or int(port) > 65535:
+        raise ValueError(f"{option} must be HOST:PORT, got {address!r}; 127.0.0.1:0 is loopback on any free port")
+    return host.strip("[]"), int(port)
+
+
+def in_url(host: str) -> str:
+    """A host for a URL: brackets around an IPv6 address."""
+    return f"[{host}]" if ":" in host else host

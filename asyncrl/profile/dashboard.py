@@ -25,7 +25,7 @@ from pathlib import Path
 
 from aiohttp import web
 
-from asyncrl.metrics.prometheus import in_url, split_address
+from asyncrl.metrics.trackers import in_url, split_address
 from asyncrl.profile.page import render
 from asyncrl.profile.report import RunReport
 

@@ -86,7 +86,7 @@ class Watching:
     def step(self, record: StepRecord) -> None:
         """Show a finished learner step."""
         self._view.step(record)
-        self._trackers.step(record)
+        self._trackers.record(record)
         for line in self._signals.step(record):
             self._view.say(f"warning: {line}")
         self._num_steps += 1
@@ -102,7 +102,7 @@ class Watching:
     def evaluation(self, evaluation: Evaluation) -> None:
         """Show a finished evaluation."""
         self._view.evaluation(evaluation)
-        self._trackers.evaluation(evaluation)
+        self._trackers.record(evaluation)
 
     async def _read_use(self) -> None:
         live = LiveUse(self._run_dir)
@@ -119,7 +119,7 @@ class Watching:
                 return
             if use is not None:
                 self._view.use(use)
-                self._trackers.use(use)
+                self._trackers.record(use)
             await asyncio.sleep(max(_LEAST_REST_S, _REST_FACTOR * (time.monotonic() - began_s)))
 
 

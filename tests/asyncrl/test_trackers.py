@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from asyncrl.metrics import Evaluation, PoolUse, RunUse, TrackedRun, Trackers, check_trackers
-from asyncrl.metrics.prometheus import PrometheusTracker, split_address
+from asyncrl.metrics.trackers import PrometheusTracker, split_address
 from tests.asyncrl.test_metrics import make_record
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,9 +54,9 @@ def page_of(tracker):
 
 def test_prometheus_shows_current_values_and_totals(prometheus):
     for step in (0, 1):
-        prometheus.step(record(step))
-        prometheus.use(use(step + 1))
-    prometheus.evaluation(EVALUATION)
+        prometheus.record(record(step))
+        prometheus.record(use(step + 1))
+    prometheus.record(EVALUATION)
     shown = page_of(prometheus)
     assert shown['asyncrl_idle_seconds_total{cause="slow generation",pool="learner"}'] == "2.0"
     assert shown['asyncrl_busy_seconds_total{pool="fleet"}'] == "24.0"
@@ -76,14 +76,14 @@ def test_prometheus_shows_current_values_and_totals(prometheus):
 
 def test_a_falling_total_does_not_decrease_a_counter(prometheus):
     for scale in (2, 1, 3):
-        prometheus.use(use(scale))
+        prometheus.record(use(scale))
     assert page_of(prometheus)['asyncrl_busy_seconds_total{pool="learner"}'] == "9.0"
 
 
 def test_grafana_uses_only_exported_metrics(prometheus):
-    prometheus.step(record(0))
-    prometheus.use(use(1))
-    prometheus.evaluation(EVALUATION)
+    prometheus.record(record(0))
+    prometheus.record(use(1))
+    prometheus.record(EVALUATION)
     exported = {name.partition("{")[0] for name in page_of(prometheus)}
     dashboard = json.loads((ROOT / "configs" / "grafana.json").read_text())
     drawn = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
@@ -123,15 +123,13 @@ def test_a_failing_tracker_logs_a_warning_and_the_others_continue(caplog):
     def fail(*_):
         raise ConnectionError("no route")
 
-    broken = SimpleNamespace(step=fail, evaluation=fail, use=fail, close=fail)
-    works = SimpleNamespace(
-        step=seen.append, evaluation=seen.append, use=seen.append, close=lambda: seen.append("closed")
-    )
+    broken = SimpleNamespace(record=fail, close=fail)
+    works = SimpleNamespace(record=seen.append, close=lambda: seen.append("closed"))
     trackers = Trackers({"broken": broken, "works": works})
     with caplog.at_level(logging.WARNING):
-        trackers.step(record(0))
-        trackers.evaluation(EVALUATION)
-        trackers.use(use(1))
+        trackers.record(record(0))
+        trackers.record(EVALUATION)
+        trackers.record(use(1))
         trackers.close()
     assert trackers.num_failed == {"broken": 4, "works": 0}
     assert "tracker broken failed (4 failures so far): no route" in caplog.text
@@ -142,10 +140,10 @@ def test_mlflow_records_options_steps_and_evaluations(tmp_path, monkeypatch):
     mlflow = pytest.importorskip("mlflow")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     trackers = Trackers.open(["mlflow"], tracked(tmp_path))
-    trackers.step(record(0))
-    trackers.step(dataclasses.replace(record(1), reward=float("nan")))
-    trackers.evaluation(EVALUATION)
-    trackers.use(use(1))
+    trackers.record(record(0))
+    trackers.record(dataclasses.replace(record(1), reward=float("nan")))
+    trackers.record(EVALUATION)
+    trackers.record(use(1))
     trackers.close()
     assert trackers.num_failed == {"mlflow": 0}
     client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{tmp_path}/mlflow.db")
@@ -165,9 +163,9 @@ def test_wandb_records_an_offline_run(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_SILENT", "true")
     trackers = Trackers.open(["wandb"], tracked(tmp_path))
     assert trackers.lines[0].startswith("tracker wandb: offline, in ")
-    trackers.step(record(0))
-    trackers.evaluation(EVALUATION)
-    trackers.use(use(1))
+    trackers.record(record(0))
+    trackers.record(EVALUATION)
+    trackers.record(use(1))
     trackers.close()
     assert trackers.num_failed == {"wandb": 0}
     (written,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
