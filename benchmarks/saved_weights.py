@@ -13,8 +13,12 @@ from asyncrl.weights.manifest import DIGEST_THREADS, Manifest, StoredTensor, map
 _HEADER_LIMIT = 1 << 28
 
 
-def describe_model(directory: str) -> Manifest:
+def describe_model(directory: str, *, for_device: bool = False) -> Manifest:
     """Read and digest the weights in a model's directory, which no learner has published.
+
+    Args:
+        directory: The model in Hugging Face layout.
+        for_device: Also compute the digests that engines on GPUs compare.
 
     Raises:
         WeightsError: the directory has no safetensors files, or one cannot be read.
@@ -25,7 +29,9 @@ def describe_model(directory: str) -> Manifest:
     tensors = [tensor for file, name in enumerate(names) for tensor in _stored_tensors(file, Path(directory, name))]
     maps = [map_file(Path(directory, name)) for name in names]
     with ThreadPoolExecutor(DIGEST_THREADS) as threads:
-        parts = threads.map(lambda t: pieces_of(t.file, t.start, t.num_bytes, maps[t.file]), tensors)
+        parts = threads.map(
+            lambda t: pieces_of(t.file, t.start, t.num_bytes, maps[t.file], for_device=for_device), tensors
+        )
         pieces = tuple(piece for part in parts for piece in part)
     return Manifest(directory=str(directory), files=tuple(names), tensors=tuple(tensors), pieces=pieces)
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from asyncrl.core.errors import WeightsError
-from asyncrl.weights.manifest import DTYPES, DigestThreads, Manifest, Piece, StoredTensor
+from asyncrl.weights.manifest import DTYPES, PIECE_BYTES, DigestThreads, Manifest, Piece, StoredTensor, factors_of
 
 
 def known_dtype(stored: StoredTensor) -> torch.dtype:
@@ -17,6 +19,32 @@ def known_dtype(stored: StoredTensor) -> torch.dtype:
     if stored.dtype not in DTYPES:
         raise WeightsError(f"{stored.name} is of type {stored.dtype}; known are {sorted(DTYPES)}")
     return getattr(torch, DTYPES[stored.dtype])
+
+
+class DeviceDigests:
+    """Computes `manifest.device_digest_of` on a device; nothing there waits for the host."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._factors: Tensor = factors_of(torch.arange(PIECE_BYTES // 4, device=device))
+
+    def of(self, data: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+        """Return the digest of each piece, int64 without dimensions.
+
+        Args:
+            data: [bytes] uint8 on the device, adjacent pieces.
+            sizes: Bytes of each piece. Equal ones are digested together.
+        """
+        digests: list[Tensor] = []
+        at = 0
+        for size, run in groupby(sizes):
+            count = len(list(run))
+            own = data[at : at + count * size]
+            at += count * size
+            if size % 4 or own.storage_offset() % 4:
+                own = F.pad(own.view(count, size), (0, -size % 4)).clone().view(-1)
+            words = own.view(torch.int32).view(count, -1)
+            digests += (words * self._factors[: words.shape[1]]).sum(1).unbind()
+        return digests
 
 
 class TensorAssembly:
@@ -74,7 +102,7 @@ class TensorAssembly:
                 self._begun[stored.name][at : at + piece.num_bytes] = data[source : source + piece.num_bytes]
             if not self._num_left[stored.name]:
                 del self._num_left[stored.name]
-                yield stored.name, _shaped(stored, self._begun.pop(stored.name, data[max(begin, 0) : max(end, 0)]))
+                yield stored.name, shaped(stored, self._begun.pop(stored.name, data[max(begin, 0) : max(end, 0)]))
 
     def finish(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the empty tensors. Raises `WeightsError` if a tensor is not complete."""
@@ -86,7 +114,7 @@ class TensorAssembly:
                     f"{stored.name} without {self._num_left[stored.name]} of {stored.num_bytes} bytes"
                 )
             if not stored.num_bytes:
-                yield stored.name, _shaped(stored, torch.empty(0, dtype=torch.uint8, device=self._device))
+                yield stored.name, shaped(stored, torch.empty(0, dtype=torch.uint8, device=self._device))
         self._num_left.clear()
 
     @property
@@ -95,7 +123,8 @@ class TensorAssembly:
         return not self._num_left
 
 
-def _shaped(stored: StoredTensor, data: Tensor) -> Tensor:
+def shaped(stored: StoredTensor, data: Tensor) -> Tensor:
+    """Return [bytes] uint8 as the tensor, a view where the start is aligned. Raises `WeightsError` as `known_dtype`."""
     dtype = known_dtype(stored)
     aligned = data if data.data_ptr() % dtype.itemsize == 0 else data.clone()
     return aligned.view(dtype).view(stored.shape)

@@ -67,7 +67,7 @@ def decode(change: Change, data: bytes, place: np.ndarray) -> None:
         values[:] = new
     else:
         codes = np.frombuffer(data[size:], dtype=_INTEGERS[change.gap_bytes])
-        values[np.cumsum(codes, dtype=np.int64)[codes != np.iinfo(codes.dtype).max]] = new
+        values[np.cumsum(codes, dtype=np.int64)[codes != np.iinfo(_INTEGERS[change.gap_bytes]).max]] = new
 
 
 def write_delta(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
@@ -29,11 +30,22 @@ from typing_extensions import Buffer
 
 from asyncrl.core.errors import WeightsError
 from asyncrl.core.types import Carrier, WeightOffer
-from asyncrl.weights.assembly import known_dtype
+from asyncrl.weights.assembly import DeviceDigests, known_dtype, shaped
 from asyncrl.weights.carriers import load_limit_s
-from asyncrl.weights.manifest import CACHED_BYTES, DigestThreads, Manifest, Piece, map_file, read_manifest
+from asyncrl.weights.manifest import (
+    CACHED_BYTES,
+    PIECE_BYTES,
+    DigestThreads,
+    Manifest,
+    Piece,
+    StoredTensor,
+    device_digest_of,
+    map_file,
+    read_manifest,
+)
 from asyncrl.weights.rounds import MAX_ROUNDS
-from asyncrl.weights.stream import ArrivingWeights, RoundFailed
+from asyncrl.weights.snapshot import BUCKET_BYTES
+from asyncrl.weights.stream import NUM_AHEAD, ArrivingWeights, RoundFailed
 
 T = TypeVar("T")
 LOAD_TIMEOUT_S = 120.0
@@ -126,16 +138,18 @@ def open_weights(offer: WeightOffer, device: torch.device, *, timeout_s: float) 
     """
     if offer.carrier == Carrier.engine_stream:  # a plain string in an order of a server
         return ArrivingWeights(offer, device, timeout_s=timeout_s)
-    return FileWeights(offer)
+    return FileWeights(offer, None if device.type == "cpu" else device)
 
 
 class FileWeights:
     """The tensors of an offer in mapped files. For an adapter, the frozen weights are not included.
 
-    `copy` and `verify` verify the bytes.
+    Without a device, the tensors are views of the files; `copy` and `verify` verify the bytes. With a device, the
+    tensors are copies there: each byte is copied once, and `verify` compares digests that the device computes.
 
     Args:
         offer: A full version or an adapter.
+        device: Device of the copies.
 
     Attributes:
         manifest: Manifest of the offer.
@@ -144,7 +158,7 @@ class FileWeights:
     offered, or the offer is a delta.
     """
 
-    def __init__(self, offer: WeightOffer) -> None:
+    def __init__(self, offer: WeightOffer, device: torch.device | None = None) -> None:
         if offer.kind == "delta":
             raise WeightsError(
                 f"policy version {offer.version} is a delta to version {offer.base_version}; it must be staged before "
@@ -156,9 +170,14 @@ class FileWeights:
         self._pieces = {(piece.file, piece.start): piece for piece in self.manifest.pieces}
         self._verified: set[Piece] = set()
         self._threads = DigestThreads()
+        self._device = device
+        self._digested: list[tuple[Piece, Tensor]] = []
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield name and tensor, a view of the file. Raises `WeightsError` for a type that torch does not have."""
+        """Yield name and tensor. Raises `WeightsError` for a type that torch does not have."""
+        if self._device is not None:
+            yield from self._copies(self._device)
+            return
         for stored in self.manifest.tensors:
             dtype = known_dtype(stored)
             with warnings.catch_warnings():  # the file is mapped read-only, and this class does not write
@@ -168,22 +187,67 @@ class FileWeights:
             aligned = flat if stored.start % dtype.itemsize == 0 else flat.clone()
             yield stored.name, aligned.view(dtype).view(stored.shape)
 
+    def _copies(self, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+        """Copy on a thread, a few spans ahead, where the loader's dispatch mode sees no operation."""
+        copies, digests = BucketCopies(self._threads, device), DeviceDigests(device)
+        stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        pending: deque[Future[list[tuple[str, Tensor]]]] = deque()
+        with DigestThreads(1) as thread:
+            for span in self._spans():
+                pending.append(thread.submit(self.copy_to_device, span, copies, digests, stream))
+                if len(pending) > NUM_AHEAD:
+                    yield from pending.popleft().result()
+            while pending:
+                yield from pending.popleft().result()
+
+    def _spans(self) -> Iterator[list[StoredTensor]]:
+        """Yield adjacent tensors of up to `BUCKET_BYTES` together: experts are many and small."""
+        span: list[StoredTensor] = []
+        for stored in self.manifest.tensors:
+            if span:
+                end = span[-1].start + span[-1].num_bytes
+                is_adjacent = (stored.file, stored.start) == (span[0].file, end)
+                if not is_adjacent or end + stored.num_bytes - span[0].start > BUCKET_BYTES:
+                    yield span
+                    span = []
+            span.append(stored)
+        if span:
+            yield span
+
+    def copy_to_device(
+        self,
+        span: Sequence[StoredTensor],
+        copies: BucketCopies,
+        digests: DeviceDigests,
+        stream: torch.cuda.Stream | None,
+    ) -> list[tuple[str, Tensor]]:
+        """Copy adjacent tensors, and begin to digest the copy; return name and copy of each."""
+        first, end = span[0].start, span[-1].start + span[-1].num_bytes
+        with torch.cuda.stream(stream):
+            data = copies.copied(self._maps[span[0].file][first:end])
+            pieces = self._pieces_in(span[0].file, first, end - first)
+            self._digested += zip(pieces, digests.of(data, [piece.num_bytes for piece in pieces]), strict=True)
+            return [(s.name, shaped(s, data[s.start - first : s.start - first + s.num_bytes])) for s in span]
+
     @property
-    def copier(self) -> FileWeights:
-        """This object (`WeightSource.copier`)."""
-        return self
+    def copier(self) -> FileWeights | None:
+        """This object, for views of the files (`WeightSource.copier`)."""
+        return self if self._device is None else None
 
     def pieces_at(self, address: int, num_bytes: int) -> list[Piece]:
         """Return the pieces that together are exactly these bytes of a mapped file; empty if there are none."""
         for index, data in enumerate(self._maps):
             start = address - data.ctypes.data
             if 0 <= start <= len(data) - num_bytes:
-                found, at = [], start
-                while at < start + num_bytes and (piece := self._pieces.get((index, at))) is not None:
-                    found.append(piece)
-                    at += piece.num_bytes
-                return found if at == start + num_bytes else []
+                return self._pieces_in(index, start, num_bytes)
         return []
+
+    def _pieces_in(self, file: int, start: int, num_bytes: int) -> list[Piece]:
+        found, at = [], start
+        while at < start + num_bytes and (piece := self._pieces.get((file, at))) is not None:
+            found.append(piece)
+            at += piece.num_bytes
+        return found if at == start + num_bytes else []
 
     def copy(self, pieces: Sequence[Piece], target: np.ndarray) -> bool:
         """Copy pieces to ``target``, [bytes] uint8; return whether ``target`` then holds the published bytes.
@@ -200,13 +264,21 @@ class FileWeights:
         return is_right
 
     def verify(self) -> None:
-        """Verify all bytes that `copy` has not verified.
+        """Verify the copies on the device, and all bytes that were neither copied there nor verified by `copy`.
 
         Raises:
             WeightsError: bytes differ from the published ones; the message names the first tensor.
         """
+        arrived = torch.stack([digest for _, digest in self._digested]).tolist() if self._digested else []
+        wrong: list[Piece] = []
+        for (piece, _), digest in zip(self._digested, arrived, strict=True):
+            published = piece.device_digest
+            if digest != (device_digest_of(self._bytes_of(piece)) if published is None else published):
+                wrong.append(piece)
+            elif published is not None:
+                self._verified.add(piece)
         left = [piece for piece in self.manifest.pieces if piece not in self._verified]
-        if wrong := self._threads.wrong(left, self._bytes_of):
+        if wrong := wrong + self._threads.wrong(left, self._bytes_of):
             names = sorted({self.manifest.tensor_at(piece).name for piece in wrong})
             raise WeightsError(
                 f"{self._name}: {self.manifest.directory} holds other bytes than were published: "
@@ -226,6 +298,41 @@ class FileWeights:
 
     def _bytes_of(self, piece: Piece) -> np.ndarray:
         return self._maps[piece.file][piece.start : piece.start + piece.num_bytes]
+
+
+class BucketCopies:
+    """Copies host bytes to a device through two buckets, page-locked for a GPU.
+
+    Args:
+        threads: Copy into the buckets.
+        device: The device.
+    """
+
+    def __init__(self, threads: DigestThreads, device: torch.device) -> None:
+        self._threads, self._device, self._count = threads, device, 0
+        is_cuda = device.type == "cuda"
+        self._buckets = [torch.empty(BUCKET_BYTES, dtype=torch.uint8, pin_memory=is_cuda) for _ in range(2)]
+        self._sent = [torch.cuda.Event() for _ in range(2)] if is_cuda else []
+
+    def copied(self, source: np.ndarray) -> Tensor:
+        """Return a copy, [bytes] uint8; the device may still be filling it."""
+        target = torch.empty(len(source), dtype=torch.uint8, device=self._device)
+        for start in range(0, len(source), BUCKET_BYTES):
+            index, data = self._count % 2, source[start : start + BUCKET_BYTES]
+            self._count += 1
+            if self._sent:
+                self._sent[index].synchronize()  # the bucket is free
+            bucket = self._buckets[index][: len(data)]
+            places = [slice(first, first + PIECE_BYTES) for first in range(0, len(data), PIECE_BYTES)]
+            list(self._threads.map(partial(_copy_range, data, bucket.numpy()), places))
+            target[start : start + len(data)].copy_(bucket, non_blocking=True)
+            if self._sent:
+                self._sent[index].record()
+        return target
+
+
+def _copy_range(source: np.ndarray, target: np.ndarray, place: slice) -> None:
+    target[place] = source[place]
 
 
 class PublishedAdapter:
@@ -394,7 +501,7 @@ class ComparedWrites(TorchDispatchMode):
             WeightsError: bytes differ from the published ones, or a parameter does not hold the published values.
         """
         self._weights.verify()
-        wrong = {name for name, flags in self._wrong.items() if any(bool(flag) for flag in flags)}
+        wrong = {name for name, flags in self._wrong.items() if torch.stack(flags).any()}
         if wrong:
             raise WeightsError(
                 f"policy version {version}: {len(wrong)} of {len(self._sizes)} parameters hold other values than were "
@@ -420,7 +527,8 @@ class ComparedWrites(TorchDispatchMode):
         else:
             _copy(target, source)
             # As integers, because not-a-number differs from itself. `check` reads the results: no synchronization here.
-            integers = _INTEGERS[target.element_size()]
-            wanted = source.to(target).expand(target.shape).contiguous().view(integers)
-            differs = (target.contiguous().view(integers) != wanted).any()
+            integers, wanted = _INTEGERS[target.element_size()], source
+            if not (is_alike and is_flat and source.device == target.device):
+                target, wanted = target.contiguous(), source.to(target).expand(target.shape).contiguous()
+            differs = (target.view(integers) != wanted.view(integers)).any()
         self._wrong.setdefault(name, []).append(differs)

@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -69,12 +70,18 @@ class StoredTensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Piece:
-    """Bytes of one tensor in a data file, with their digest."""
+    """Bytes of one tensor in a data file, with their digest.
+
+    Attributes:
+        device_digest: `device_digest_of` the bytes, which an engine on a GPU compares there; None from a learner on a
+            CPU.
+    """
 
     file: int
     start: int
     num_bytes: int
     digest: str
+    device_digest: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -235,10 +242,52 @@ def digest_of(content: Buffer | np.ndarray) -> str:
     return xxhash.xxh3_128_hexdigest(cast("Buffer", content))
 
 
-def pieces_of(file: int, start: int, num_bytes: int, data: np.ndarray) -> list[Piece]:
-    """Digest ``num_bytes`` of a data file from byte ``start``; ``data`` is the whole file, [bytes] uint8."""
-    spans = [(at, min(PIECE_BYTES, start + num_bytes - at)) for at in range(start, start + num_bytes, PIECE_BYTES)]
-    return [Piece(file=file, start=at, num_bytes=size, digest=digest_of(data[at : at + size])) for at, size in spans]
+def factors_of(indices: Any) -> Any:
+    """Return odd factors for a device digest: SplitMix64 (Steele et al., OOPSLA 2014) of int64 of numpy or torch."""
+    mixed = indices * -0x61C8864680B583EB
+    mixed = (mixed ^ (mixed >> 30 & (1 << 34) - 1)) * -0x40A7B892E31B1A47
+    mixed = (mixed ^ (mixed >> 27 & (1 << 37) - 1)) * -0x6B2FB644ECCEEE15
+    return mixed ^ (mixed >> 31 & (1 << 33) - 1) | 1
+
+
+@cache
+def _halves_of_factors() -> np.ndarray:
+    return np.ascontiguousarray(factors_of(np.arange(PIECE_BYTES // 4)).reshape(-1, 2).T)
+
+
+def device_digest_of(data: np.ndarray) -> int:
+    """Return the digest that a GPU computes fast: the sum of the 32-bit words times `factors_of` their indices.
+
+    It is exact modulo 2^64 and signed. Any changed word changes it; two different pieces have the same digest with a
+    probability of at most 2^-32 (multilinear hashing, arXiv 1202.4961).
+
+    Args:
+        data: [bytes] uint8, at most `PIECE_BYTES`; zeros fill the last word.
+    """
+    words = (np.pad(data, (0, -len(data) % 8)) if len(data) % 8 else data).view(np.int64)
+    total, (low, high), size = 0, _halves_of_factors(), CACHED_BYTES // 8
+    for first in range(0, len(words), size):
+        part, place = words[first : first + size], slice(first, min(first + size, len(words)))
+        total += int(np.dot(part << 32 >> 32, low[place])) + int(np.dot(part >> 32, high[place]))
+    return (total + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+def pieces_of(file: int, start: int, num_bytes: int, data: np.ndarray, *, for_device: bool = False) -> list[Piece]:
+    """Digest a range of a data file in pieces.
+
+    Args:
+        file: Index of the file.
+        start: First byte of the range.
+        num_bytes: Bytes of the range.
+        data: [bytes] uint8, the whole file.
+        for_device: Also compute `Piece.device_digest`.
+    """
+    pieces: list[Piece] = []
+    for at in range(start, start + num_bytes, PIECE_BYTES):
+        own = data[at : min(at + PIECE_BYTES, start + num_bytes)]
+        on_device = device_digest_of(own) if for_device else None
+        pieces.append(Piece(file=file, start=at, num_bytes=len(own), digest=digest_of(own), device_digest=on_device))
+    return pieces
 
 
 class DigestThreads(ThreadPoolExecutor):
@@ -250,8 +299,8 @@ class DigestThreads(ThreadPoolExecutor):
 
     submit = ThreadPoolExecutor.submit
 
-    def __init__(self) -> None:
-        super().__init__(DIGEST_THREADS)
+    def __init__(self, num_threads: int = DIGEST_THREADS) -> None:
+        super().__init__(num_threads)
 
     def wrong(self, pieces: Sequence[Piece], bytes_of: Callable[[Piece], np.ndarray]) -> list[Piece]:
         """Return the pieces whose bytes, [bytes] uint8, are not those that were published."""

@@ -11,6 +11,7 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -117,16 +118,16 @@ class WritableFile:
         """Return a range: [bytes] uint8."""
         return self.data[start : start + num_bytes]
 
-    def digest(self, spans: Sequence[tuple[int, int]]) -> list[list[Piece]]:
+    def digest(self, spans: Sequence[tuple[int, int]], *, for_device: bool) -> list[list[Piece]]:
         """Return the pieces of each span (first byte, bytes); the file system takes the bytes meanwhile."""
-        data = self.data.numpy()
+        digest = partial(pieces_of, 0, data=self.data.numpy(), for_device=for_device)
         if sum(num_bytes for _, num_bytes in spans) <= PIECE_BYTES:  # threads would take longer to wake
-            digested = [pieces_of(0, start, num_bytes, data) for start, num_bytes in spans]
+            digested = [digest(*span) for span in spans]
             self.sync()
             return digested
         with ThreadPoolExecutor(DIGEST_THREADS + 1) as threads:
             synced = threads.submit(self.sync)
-            digested = list(threads.map(lambda span: pieces_of(0, span[0], span[1], data), spans))
+            digested = list(threads.map(lambda span: digest(*span), spans))
             synced.result()
         return digested
 
@@ -199,7 +200,7 @@ class RankPart:
             self.layout.write_head(self.data)
         spans = [(region.start, region.num_bytes) for region in self.layout.regions]
         spans += [(stored.start, stored.num_bytes) for stored in computed]
-        digested = self._file.digest(spans)
+        digested = self._file.digest(spans, for_device=self.layout.device.type == "cuda")
         changes: list[Change] = []
         if not self.is_full:
             assert base is not None, "the first version is full"

@@ -70,7 +70,7 @@ logger = logging.getLogger(__name__)
 SPAN_BYTES = 64 << 20
 """Most bytes of one broadcast, unless a piece is larger."""
 NUM_AHEAD = 2
-"""Complete tensors that wait for an engine's rank to load them."""
+"""Complete tensors that wait for an engine's rank to load them, from a stream or from files."""
 _RETRY_S = 1.0
 _FOREVER = timedelta(days=20)  # the longest that torch takes
 

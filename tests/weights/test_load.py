@@ -5,6 +5,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, replace
 
+import numpy as np
 import pytest
 import torch
 import zmq
@@ -13,8 +14,10 @@ from torch import nn
 
 from asyncrl.core.errors import WeightsError, WeightsGone
 from asyncrl.core.types import FROZEN, Carrier, WeightOffer
-from asyncrl.weights.load import load_verified, open_weights, submissions_run_at_once
-from asyncrl.weights.manifest import AdaptedLayer, Adapter, DigestThreads
+from asyncrl.weights.assembly import DeviceDigests
+from asyncrl.weights.load import ComparedWrites, FileWeights, load_verified, open_weights, submissions_run_at_once
+from asyncrl.weights.manifest import PIECE_BYTES, AdaptedLayer, Adapter, DigestThreads, device_digest_of
+from benchmarks.gpu_publish import h2d_bytes_per_published_byte
 from benchmarks.saved_weights import describe_model
 
 
@@ -36,10 +39,11 @@ class Model(nn.Module):
 def offer_of(tmp_path):
     """Return a publisher of tensors; ``spoil`` changes the last bit of the file after it was digested."""
 
-    def make(spoil=False, **tensors):
+    def make(spoil=False, for_device=False, **tensors):
         file = tmp_path / "model.safetensors"
         save_file(tensors, file)
-        offer = describe_model(str(tmp_path)).offer(tmp_path / "manifest.json", 7)
+        manifest = describe_model(str(tmp_path), for_device=for_device)
+        offer = manifest.offer(tmp_path / "manifest.json", 7)
         if spoil:
             content = bytearray(file.read_bytes())
             content[-1] ^= 1
@@ -86,6 +90,62 @@ def test_both_writes_of_a_region_that_is_loaded_twice_are_verified(offer_of):
     model = Model(lambda held, _, tensor: held["a"].copy_(tensor), a=torch.zeros(3 << 20))
     assert load_verified(model, offer_of(a=first, b=second)) == 3 << 20
     assert model.held["a"][0] == 2.0
+
+
+@pytest.mark.parametrize("num_bytes", [1, 4, 7, 1001, 600_006, PIECE_BYTES])
+def test_a_device_digest_is_the_same_on_host_and_device_and_sees_every_bit(num_bytes):
+    data = np.random.default_rng(0).integers(0, 256, num_bytes + 3, dtype=np.uint8)
+    digests = DeviceDigests(torch.device("cpu"))
+    for first in (0, 1, 2):
+        own = data[first : first + num_bytes]
+        digest = device_digest_of(own)
+        assert digest == int(*digests.of(torch.from_numpy(data)[first : first + num_bytes], [num_bytes]))
+        for byte in {0, num_bytes // 2, num_bytes - 1}:
+            for bit in (1, 128):
+                own[byte] ^= bit
+                assert device_digest_of(own) != digest
+                own[byte] ^= bit
+
+
+def test_a_device_digest_is_the_sum_of_words_times_splitmix_factors():
+    assert device_digest_of(np.zeros(9, dtype=np.uint8)) == 0
+    # SplitMix64 of 0 is 0, and its next two outputs with this increment are the well-known test vector.
+    factors = [1, 0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4 | 1]
+    words = np.array([3, -2, 5], dtype=np.int32)
+    total = sum(int(word) * factor for word, factor in zip(words, factors, strict=True)) % (1 << 64)
+    assert device_digest_of(words.view(np.uint8)) % (1 << 64) == total
+
+
+def fused(held, name, tensor):
+    if name in ("q", "k"):
+        held["qk"][: 5 if name == "q" else None][-5:].copy_(tensor)
+    else:
+        held[name].copy_(tensor)
+
+
+def load_copies(offer, model):
+    """Load as on a GPU: the tensors are copies on the device, and `verify` compares their digests."""
+    weights = FileWeights(offer, torch.device("cpu"))
+    with ComparedWrites(dict(model.named_parameters()), weights) as writes:
+        model.load_weights(weights.tensors())
+    writes.check(offer.version)
+    return writes.num_values
+
+
+@pytest.mark.parametrize("for_device", [True, False], ids=["device-digests", "host-digests"])
+def test_copies_on_a_device_are_compared_with_published_digests(offer_of, for_device, monkeypatch):
+    monkeypatch.setattr("asyncrl.weights.load.BUCKET_BYTES", 1 << 20)
+    tensors = {"q": torch.randn(5, 3), "k": torch.randn(5, 3), "large": torch.randn(2_100_001).bfloat16()}
+    model = Model(fused, qk=torch.zeros(10, 3), large=torch.zeros(2_100_001, dtype=torch.bfloat16))
+    assert load_copies(offer_of(for_device=for_device, **tensors), model) == 30 + 2_100_001
+    assert torch.equal(model.held["qk"].detach(), torch.cat([tensors["q"], tensors["k"]]))
+    assert torch.equal(model.held["large"].detach(), tensors["large"])
+    with pytest.raises(WeightsError, match=r"policy version 7: .* 1 of 3 tensors differ, first large"):
+        load_copies(offer_of(spoil=True, for_device=for_device, **tensors), model)
+
+
+def test_each_published_byte_goes_to_the_device_once():
+    assert h2d_bytes_per_published_byte() == 1.0
 
 
 @pytest.fixture
@@ -182,7 +242,7 @@ def test_an_error_of_a_copy_in_a_thread_is_raised_by_the_load(offer_of):
 
 def test_other_threads_and_digest_threads_still_use_pools_during_a_load():
     before, this_thread = ThreadPoolExecutor.submit, threading.get_ident()
-    with DigestThreads() as digests, ThreadPoolExecutor(1) as models, submissions_run_at_once():
+    with DigestThreads(1) as digests, ThreadPoolExecutor(1) as models, submissions_run_at_once():
         assert models.submit(threading.get_ident).result() == this_thread
         other_thread = digests.submit(threading.get_ident).result()
         assert this_thread not in {other_thread, *digests.map(lambda _: threading.get_ident(), range(2))}

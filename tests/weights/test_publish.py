@@ -20,7 +20,7 @@ from asyncrl.weights import publish as weights
 from asyncrl.weights.carriers import PublishOptions
 from asyncrl.weights.layout import ModelLayout, Region
 from asyncrl.weights.load import FileWeights, PublishedAdapter
-from asyncrl.weights.manifest import read_manifest
+from asyncrl.weights.manifest import device_digest_of, read_manifest
 from asyncrl.weights.publish import WeightPublisher
 from asyncrl.weights.snapshot import RankPart, WritableFile
 from asyncrl.weights.staging import WeightStager
@@ -81,6 +81,17 @@ def test_published_weights_load_as_the_trained_model(family, dtype, tmp_path, pu
         torch.testing.assert_close(again.pretrained.get_parameter(name), value)
     assert (written["model.embed_tokens.weight"].float() - original["model.embed_tokens.weight"]).abs().max() > 1e-3
     assert {name for name, _ in FileWeights(offer).tensors()} == written.keys()
+
+
+def test_a_learner_on_a_gpu_publishes_digests_that_engines_compare_on_their_gpu(tmp_path, publisher_of, monkeypatch):
+    path = save_tiny_model(tmp_path / "model", "qwen3")
+    publisher = publisher_of(Trainer(CONFIG, model_path=path, total_updates=1), tmp_path / "published")
+    assert {piece.device_digest for piece in read_manifest(publisher.publish(1).result()).pieces} == {None}
+    monkeypatch.setattr(ModelLayout, "device", torch.device("cuda"))
+    manifest = read_manifest(publisher.publish(2).result())
+    data = np.fromfile(Path(manifest.directory, "model.safetensors"), dtype=np.uint8)
+    for piece in manifest.pieces:
+        assert piece.device_digest == device_digest_of(data[piece.start : piece.start + piece.num_bytes])
 
 
 def published_by_a_rank(config, path, folder):

@@ -1,0 +1,100 @@
+"""What an engine on a GPU copies of a published version, counted without a GPU."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from asyncrl.weights.load import ComparedWrites, FileWeights
+from asyncrl.weights.manifest import StoredTensor
+from benchmarks.saved_weights import describe_model
+
+DEVICE = torch.device("meta")
+"""Stands for a GPU: a copy to it has a size, and no bytes move."""
+
+
+class HostToDevice(TorchDispatchMode):
+    """Counts the bytes of host tensors that operations in this block bring to `DEVICE`.
+
+    Attributes:
+        num_bytes: As the device receives them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        is_from_host = any(
+            isinstance(leaf, Tensor) and leaf.device.type == "cpu" for leaf in tree_leaves((args, kwargs))
+        )
+        if is_from_host and isinstance(result, Tensor) and result.device == DEVICE:
+            self.num_bytes += result.nbytes
+        return result
+
+
+class _CountedWeights(FileWeights):
+    """Counts what the thread that copies brings to the device.
+
+    Attributes:
+        num_bytes: Of all tensors.
+    """
+
+    num_bytes = 0
+
+    def copy_to_device(self, span: Sequence[StoredTensor], *others: Any, **named: Any) -> list[tuple[str, Tensor]]:
+        with HostToDevice() as counted:
+            copied = super().copy_to_device(span, *others, **named)
+        self.num_bytes += counted.num_bytes
+        return copied
+
+
+class _Model(nn.Module):
+    """Loads as models of an engine do: joined projections, experts in one parameter, and plain parameters."""
+
+    def __init__(self, hidden: int, num_experts: int) -> None:
+        super().__init__()
+        with DEVICE:
+            self.qkv = nn.Parameter(torch.empty(3 * hidden, hidden, dtype=torch.bfloat16))
+            self.experts = nn.Parameter(torch.empty(num_experts, hidden, hidden, dtype=torch.bfloat16))
+            self.embedding = nn.Parameter(torch.empty(40 * hidden, hidden, dtype=torch.bfloat16))
+
+    def published(self) -> dict[str, Tensor]:
+        """Return whole tensors with the names of a checkpoint."""
+        hidden = self.qkv.shape[1]
+        tensors = {f"{name}_proj": torch.randn(hidden, hidden) for name in "qkv"}
+        tensors |= {f"experts.{index}": torch.randn(hidden, hidden) for index in range(len(self.experts))}
+        tensors["embedding"] = torch.randn(40 * hidden, hidden)
+        return {name: tensor.bfloat16() for name, tensor in tensors.items()}
+
+    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Write every tensor into its part of a parameter."""
+        with torch.no_grad():
+            for name, tensor in tensors:
+                if name.endswith("_proj"):
+                    self.qkv.chunk(3)["qkv".index(name[0])].copy_(tensor)
+                elif name.startswith("experts."):
+                    self.experts[int(name.partition(".")[2])].copy_(tensor)
+                else:
+                    self.embedding.copy_(tensor)
+
+
+def h2d_bytes_per_published_byte(*, hidden: int = 256, num_experts: int = 16) -> float:
+    """Return the bytes that one load copies from host to device, verification included, per published byte."""
+    model = _Model(hidden, num_experts)
+    with tempfile.TemporaryDirectory() as folder:
+        save_file(model.published(), Path(folder, "model.safetensors"))
+        offer = describe_model(folder, for_device=True).offer(Path(folder, "manifest.json"), 1)
+        weights = _CountedWeights(offer, DEVICE)
+        with HostToDevice() as counted, ComparedWrites(dict(model.named_parameters()), weights):
+            model.load_weights(weights.tensors())
+        return (counted.num_bytes + weights.num_bytes) / weights.manifest.num_bytes
