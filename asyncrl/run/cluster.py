@@ -1,28 +1,34 @@
-"""The Ray cluster of a run: start or join it, reserve places, and stop worker groups."""
+"""The Ray cluster of a run: start or join it, reserve places, and stop worker groups.
+
+`EnginePlaces.node_of` waits for the cluster to grant a place, without a deadline; Ray wakes it.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import math
 import os
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Generator, Mapping, Sequence
-from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar, cast
 
 import ray
 from ray._private import worker as ray_worker
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from asyncrl.checks import check_placement, resolve_devices
-from asyncrl.config import LOOPBACK, RunConfig, learner_pools, requested_cpus
+from asyncrl.config import LOOPBACK, RunConfig, learner_pools, learner_roles, requested_cpus
 from asyncrl.core.errors import ClusterDiedError, DeadlineError
 from asyncrl.core.remote import within
 from asyncrl.core.visible_gpus import visible_gpus
 from asyncrl.placement_config import RAY_SETS_DEVICES, WORKER_ENV, Strategy
-from asyncrl.single_controller import RayResourcePool, ResourcePoolManager, Role
+from asyncrl.single_controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, ResourcePoolManager, Role
 from asyncrl.single_controller.resource_pool import NODE_ID_LABEL, can_place
+from rollout_fleet.config import EngineKind
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +42,6 @@ _OWN_CLUSTER_ENV = {
     "RAY_gcs_rpc_server_reconnect_timeout_s": "5",
     "RAY_process_group_cleanup_enabled": "0",
 }
-
-ALLOCATOR_VARIABLE = "PYTORCH_CUDA_ALLOC_CONF"
 
 T = TypeVar("T")
 
@@ -58,7 +62,7 @@ async def ray_cluster(config: RunConfig, say: Callable[[str], None] = logger.inf
         DeadlineError: the cluster does not answer within ``ray.start_timeout_s``.
         ValueError: the run asks for more than the cluster has.
     """
-    starting = asyncio.ensure_future(asyncio.to_thread(_join if config.ray.address else _start_own, config))
+    starting = asyncio.ensure_future(asyncio.to_thread(_start_or_join, config))
     try:
         try:
             await asyncio.wait_for(asyncio.shield(starting), config.ray.start_timeout_s)
@@ -74,30 +78,25 @@ async def ray_cluster(config: RunConfig, say: Callable[[str], None] = logger.inf
     finally:
         # If Ray is shut down while a thread still starts it, Ray ends this process.
         await asyncio.wait([starting], timeout=config.stop_timeout_s / 2)
-        await asyncio.to_thread(_shut_down)
+        # Ray would send SIGTERM to each daemon and wait a second. The daemons of a run block SIGTERM
+        # (`asyncrl.core.stop_signals`), so they get SIGKILL at once.
+        if (node := cast("Any", ray_worker._global_node)) is not None:
+            node.kill_all_processes = partial(node.kill_all_processes, allow_graceful=False)
+        await asyncio.to_thread(ray.shutdown)
 
 
-def _shut_down() -> None:
-    """Leave the cluster, and end its daemons if this run started them.
-
-    Ray would send SIGTERM to each daemon and wait a second. The daemons of a run block SIGTERM, which they inherit
-    (`asyncrl.core.stop_signals`), so they get SIGKILL at once.
-    """
-    node: Any = ray_worker._global_node
-    if node is not None:
-        kill_all = node.kill_all_processes
-        node.kill_all_processes = lambda **options: kill_all(**options | {"allow_graceful": False})
-    ray.shutdown()
-
-
-def _start_own(config: RunConfig) -> None:
+def _start_or_join(config: RunConfig) -> None:
+    if config.ray.address:
+        own = {"_node_ip_address": config.ray.node_address} if config.ray.node_address else {}
+        ray.init(address=config.ray.address, logging_level=logging.ERROR, log_to_driver=False, **cast("Any", own))
+        return
     for name, value in _OWN_CLUSTER_ENV.items():
         os.environ.setdefault(name, value)
     cores = os.cpu_count() or 1
-    wanted = requested_cpus(config, config.rollout_fleet.most_engines)
+    wanted = int(requested_cpus(config, config.rollout_fleet.most_engines) + 0.999)
     ray.init(
         address="local",
-        num_cpus=max(cores, int(wanted + 0.999)) if config.placement.oversubscribe else cores,
+        num_cpus=max(cores, wanted) if config.placement.oversubscribe else cores,
         num_gpus=visible_gpus(),
         include_dashboard=False,
         object_store_memory=config.ray.object_store_bytes,
@@ -105,11 +104,6 @@ def _start_own(config: RunConfig) -> None:
         log_to_driver=False,
         _node_ip_address="127.0.0.1",
     )
-
-
-def _join(config: RunConfig) -> None:
-    own: dict[str, Any] = {"_node_ip_address": config.ray.node_address} if config.ray.node_address else {}
-    ray.init(address=config.ray.address, logging_level=logging.ERROR, log_to_driver=False, **own)
 
 
 def warning_of_open_cluster(config: RunConfig) -> str:
@@ -222,15 +216,15 @@ def node_shares(config: RunConfig) -> list[dict[str, float]]:
     ]
 
 
-def learner_layout(config: RunConfig, pool_sizes: Mapping[str, int], pools: Mapping[str, str]) -> ResourcePoolManager:
-    """Make the learner's pools: ``pool_sizes`` has the processes of each, ``pools`` the pool of each role."""
+def learner_layout(config: RunConfig) -> ResourcePoolManager:
+    """Make the learner's pools."""
     placement = config.placement
     cpus = placement.cpus_per_learner_rank + (placement.cpus_per_engine if placement.colocated else 0.0)
     layout = ResourcePoolManager(
         resource_pool_spec={
-            pool: placement.on_nodes(size, placement.ranks_per_node) for pool, size in pool_sizes.items()
+            pool: placement.on_nodes(size, placement.ranks_per_node) for pool, size in learner_pools(config).items()
         },
-        mapping={Role.from_string(role): pool for role, pool in pools.items()},
+        mapping={Role.from_string(role): pool for role, pool in learner_roles(config).items()},
         use_gpu=config.learner.device == "cuda",
         max_colocate_count=2 if placement.colocated else 1,
         num_cpus_per_process=cpus,
@@ -242,18 +236,14 @@ def learner_layout(config: RunConfig, pool_sizes: Mapping[str, int], pools: Mapp
     return layout
 
 
-def engine_pool(config: RunConfig, num_engines: int | None = None) -> RayResourcePool:
-    """Places for rollout workers with their engines; by default for those that the run starts with."""
-    placement, fleet = config.placement, config.rollout_fleet
-    count = fleet.fewest_engines if num_engines is None else num_engines
+def engine_pool(config: RunConfig) -> RayResourcePool:
+    """Places for the rollout workers, with their engines, that the run starts with."""
+    placement, count = config.placement, config.rollout_fleet.fewest_engines
     by_node = placement.engines_per_node > 0 or placement.num_nodes == 1
-    return RayResourcePool(
+    return _pool_of_engines(
+        config,
         process_on_nodes=placement.on_nodes(count, placement.engines_per_node),
-        use_gpu=fleet.device == "cuda",
         name_prefix="rollout",
-        max_colocate_count=1,
-        num_cpus_per_process=placement.cpus_per_engine,
-        num_devices_per_process=fleet.sglang.tp_size,
         strategy="STRICT_PACK" if by_node else placement.strategy.upper(),
         apart=by_node and placement.strategy is Strategy.spread,
         labels=_labels(config, placement.engine_labels),
@@ -263,19 +253,21 @@ def engine_pool(config: RunConfig, num_engines: int | None = None) -> RayResourc
 
 def pool_of_one(config: RunConfig, *, node_id: str, full: Collection[str]) -> RayResourcePool:
     """The place of one engine that joins: on the node ``node_id``, or, if empty, on any node that is not ``full``."""
-    placement = config.placement
-    labels = _labels(config, placement.engine_labels)
+    labels = _labels(config, config.placement.engine_labels)
     if node_id:
         labels |= {NODE_ID_LABEL: node_id}
     elif full and NODE_ID_LABEL not in labels:
         labels |= {NODE_ID_LABEL: f"!in({','.join(sorted(full))})"}
+    return _pool_of_engines(config, process_on_nodes=[1], labels=labels)
+
+
+def _pool_of_engines(config: RunConfig, **options: Any) -> RayResourcePool:
     return RayResourcePool(
-        process_on_nodes=[1],
         use_gpu=config.rollout_fleet.device == "cuda",
         max_colocate_count=1,
-        num_cpus_per_process=placement.cpus_per_engine,
+        num_cpus_per_process=config.placement.cpus_per_engine,
         num_devices_per_process=config.rollout_fleet.sglang.tp_size,
-        labels=labels,
+        **options,
     )
 
 
@@ -301,19 +293,19 @@ def learner_env(config: RunConfig) -> dict[str, str]:
     if config.learner.device != "cuda":
         return worker_env(config)
     allowed = not config.placement.colocated
-    parts = [part for part in os.environ.get(ALLOCATOR_VARIABLE, "").split(",") if part]
+    parts = [part for part in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "").split(",") if part]
     is_named = any("expandable_segments" in part for part in parts)
     if not allowed or not is_named:
         parts = [part for part in parts if "expandable_segments" not in part]
         parts.append(f"expandable_segments:{allowed}")
-    return worker_env(config) | {ALLOCATOR_VARIABLE: ",".join(parts)}
+    return worker_env(config) | {"PYTORCH_CUDA_ALLOC_CONF": ",".join(parts)}
 
 
 async def stop_groups(groups: Sequence[Any], shutdown: Callable[[], None], timeout_s: float) -> None:
     """Ask every worker of the groups to stop. After at most ``timeout_s`` seconds, kill them."""
     try:
         # The errors of a worker do not matter: it is killed next.
-        with contextlib.suppress(Exception):
+        with suppress(Exception):
             await asyncio.wait_for(AllOf([group.execute_all_async("stop") for group in groups]), timeout_s)
     finally:
         await asyncio.to_thread(shutdown)
@@ -343,3 +335,90 @@ class AllOf:
     def __await__(self) -> Generator[Any, None, None]:
         for call in self._calls:
             yield from call.__await__()
+
+
+class EnginePlaces:
+    """The place of each worker of the fleet, by rank.
+
+    The places of the first ranks are one reservation, kept until the run ends. Every joining engine has its own place,
+    which is released when the engine leaves.
+
+    Attributes:
+        first: The worker group of the first ranks, 0 to ``first.world_size`` - 1.
+    """
+
+    def __init__(
+        self, config: RunConfig, *, worker: RayClassWithInitArgs, logs: Path, pool: RayResourcePool | None = None
+    ) -> None:
+        """Start the first workers, in their own pool unless one is given. Raises as `RayWorkerGroup` does."""
+        self._config = config
+        self._worker = worker
+        in_process = config.rollout_fleet.engine is EngineKind.transformers
+        self._options: dict[str, Any] = {
+            "name_prefix": "rollout",
+            "log_dir": logs,
+            "worker_env": worker_env(config),
+            "python": config.ray.python if in_process else "",  # the worker of a server needs no torch
+        }
+        # Typed Any, because the group's methods are bound from the worker class when it is made.
+        self.first: Any = RayWorkerGroup(pool or engine_pool(config), worker, **self._options)
+        self._num_first: int = self.first.world_size
+        self._pools: dict[int, RayResourcePool] = {}
+        self._groups: dict[int, RayWorkerGroup] = {}
+        self._nodes: dict[int, str] = dict(enumerate(self.first.node_ids))
+        per_node = config.placement.engines_per_node
+        self._one_at_a_time: AbstractAsyncContextManager[Any] = asyncio.Lock() if per_node else nullcontext()
+
+    def execute_rank_async(self, rank: int, method_name: str, *args: Any) -> Awaitable[Any]:
+        """Call a method of the worker of a rank."""
+        group, index = self._group_of(rank)
+        return group.execute_rank_async(index, method_name, *args)
+
+    async def node_of(self, rank: int, wanted: str = "") -> str:
+        """Wait until the cluster has a place for a rank; returns the id of its node.
+
+        A new place is on the node with the id ``wanted``, if given. Ray moves the place of a dead node as soon as
+        another node has room.
+        """
+        if rank in self._groups or rank < self._num_first:
+            group, index = self._group_of(rank)
+            self._nodes[rank] = await group.node_of(index)
+        elif rank not in self._pools:
+            async with self._one_at_a_time:
+                most = self._config.placement.engines_per_node
+                full = {node for node, count in Counter(self._nodes.values()).items() if most and count >= most}
+                pool = pool_of_one(self._config, node_id=wanted, full=full)
+                (self._nodes[rank],) = await pool.reserve()
+            self._pools[rank] = pool
+        return self._nodes[rank]
+
+    def replace_worker(self, rank: int, **changed: Any) -> None:
+        """Kill the worker of a rank, if there is one, and start another with these arguments of its class."""
+        if rank in self._groups or rank < self._num_first:
+            group, index = self._group_of(rank)
+            group.replace_worker(index, **changed)
+            return
+        worker = RayClassWithInitArgs(self._worker.cls, *self._worker.args, **{**self._worker.kwargs, **changed})
+        nowhere = {"master_addr": "none", "master_port": "0"}  # rollout workers have no rendezvous
+        self._groups[rank] = RayWorkerGroup(self._pools[rank], worker, first_rank=rank, **nowhere, **self._options)
+
+    def close(self, rank: int) -> None:
+        """Kill the worker of a rank, if it has one. Also release the Ray resources of a rank that joined later."""
+        self._nodes.pop(rank, None)
+        if rank < self._num_first:
+            self.first.kill_worker(rank)
+        elif rank in self._groups:
+            self._groups.pop(rank).shutdown()
+            del self._pools[rank]
+        elif rank in self._pools:
+            self._pools.pop(rank).shutdown()
+
+    def shutdown(self) -> None:
+        """Kill all workers and release all places."""
+        for rank in {*self._pools}:
+            self.close(rank)
+        self.first.shutdown()
+
+    def _group_of(self, rank: int) -> tuple[RayWorkerGroup, int]:
+        """Return the group of a rank and the rank's index in it."""
+        return (self.first, rank) if rank < self._num_first else (self._groups[rank], 0)

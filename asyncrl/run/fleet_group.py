@@ -13,29 +13,42 @@ import asyncio
 import logging
 import shutil
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import ray
+from ray.exceptions import RayActorError
 
 from asyncrl.config import RunConfig
-from asyncrl.core.errors import EngineLost, MembershipRefused
+from asyncrl.core.errors import AsyncRLError, EngineLost, MembershipRefused
 from asyncrl.core.ports import FleetCounts
 from asyncrl.core.remote import raised_in_worker
 from asyncrl.core.types import AnsweredPrompt, Prompt
-from asyncrl.run.engine_places import EnginePlaces
+from asyncrl.placement_config import WORKER_ENV
+from asyncrl.run.cluster import EnginePlaces
 from asyncrl.run.fleet_member import FleetMember, MemberParts
 from asyncrl.run.host_stores import client_on_this_node
 from asyncrl.run.run_folder import RunPaths
 from asyncrl.single_controller import RayClassWithInitArgs, RayResourcePool
+from asyncrl.single_controller.resource_pool import current_node
 from asyncrl.weights.staging import LINKS
 from buffer import BufferConnection, BufferRole, ControlClient
 from rollout_fleet.config import RolloutFleetConfig
 from rollout_fleet.member import MemberState
-from rollout_fleet.membership import Presence, Roster
+from rollout_fleet.membership import (
+    NAMESPACE,
+    Action,
+    FleetAnswer,
+    FleetDesk,
+    FleetRequest,
+    Presence,
+    Roster,
+    write_address,
+)
 from rollout_fleet.metrics import FleetCounters
 from rollout_fleet.worker import RolloutWorker
 
@@ -341,6 +354,76 @@ class FleetGroup:
             await asyncio.to_thread(self._places.shutdown)
             await self._control.close()
             shutil.rmtree(self._links, ignore_errors=True)
+
+
+async def answered(fleet: FleetGroup, request: FleetRequest, config: RunConfig) -> FleetAnswer:
+    """Carry out a request of ``asyncrl join`` or ``asyncrl leave``; a refusal or a failure becomes the answer."""
+    try:
+        if request.action is Action.describe:
+            return FleetAnswer(words=fleet.describe())
+        if request.action is Action.leave:
+            return FleetAnswer(words=await fleet.leave(request.member))
+        node = await asyncio.to_thread(_node_id, config, request.node) if request.node else ""
+        return FleetAnswer(words=await fleet.join(request.num_engines, node=node))
+    except AsyncRLError as error:
+        return FleetAnswer(words=str(raised_in_worker(error)), is_refused=True)
+    except Exception as error:
+        logger.exception("the request could not be served: %s", request)
+        return FleetAnswer(words=f"{error!r}; the run's logs/controller.log has the traceback", is_refused=True)
+
+
+def _node_id(config: RunConfig, address: str) -> str:
+    """The id of the node at an address. Raises `MembershipRefused` if the run has no such node."""
+    nodes = {node["NodeManagerAddress"]: node["NodeID"] for node in ray.nodes() if node["Alive"]}
+    if address not in nodes:
+        raise MembershipRefused(
+            f"--node must be the address of a node of the run's Ray cluster ({', '.join(sorted(nodes))}), got "
+            f"{address}; start Ray there first: ray start --address HEAD"
+        )
+    if config.placement.num_nodes == 1 and nodes[address] != current_node():
+        raise MembershipRefused(
+            f"--node {address} is another node, and placement.num_nodes=1 keeps the run on its own; start it with more"
+        )
+    return nodes[address]
+
+
+@asynccontextmanager
+async def served_requests(fleet: FleetGroup, config: RunConfig, run_dir: Path) -> AsyncIterator[None]:
+    """Answer requests inside the block; without effect for a fleet of fixed size."""
+    if not config.rollout_fleet.is_elastic:
+        yield
+        return
+    context = ray.get_runtime_context()
+    node_address = ray.util.get_node_ip_address() if config.ray.address else "127.0.0.1"
+    write_address(run_dir, address=context.gcs_address, node_address=config.ray.node_address or node_address)
+    serving = asyncio.create_task(_serve(fleet, config, str(run_dir)))
+    try:
+        yield
+    finally:
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+
+
+async def _serve(fleet: FleetGroup, config: RunConfig, name: str) -> None:
+    """Give each request a task, which ends when the engine serves or has left. The desk wakes this.
+
+    A dead desk is replaced; its pending requests fail.
+    """
+
+    async def answer(desk: Any, number: int, request: FleetRequest) -> None:
+        await desk.answer.remote(number, await answered(fleet, request, config))
+
+    while True:
+        options = {"name": name, "namespace": NAMESPACE, "num_cpus": 0, "runtime_env": {"env_vars": WORKER_ENV}}
+        desk: Any = ray.remote(FleetDesk).options(**options).remote()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                while True:
+                    number, request = await desk.next_request.remote()
+                    logger.info("asked to %s", request)
+                    tasks.create_task(answer(desk, number, request))
+        except* RayActorError as died:
+            logger.warning("the desk for join and leave died and is replaced: %s", died.exceptions[0])
 
 
 def _worker_class(config: RunConfig, buffer: BufferConnection, paths: RunPaths) -> RayClassWithInitArgs:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -34,7 +34,7 @@ from asyncrl.single_controller import (
 from asyncrl.weights.carriers import PublishOptions
 from buffer import BufferConnection, BufferRole
 from learner.batching import needs_whole_groups, rank_batches
-from learner.config import RENDEZVOUS_FILE, LearnerConfig
+from learner.config import RENDEZVOUS_FILE
 from learner.roles import ROLES, RemoteScores, scored_by
 from learner.trajectory_log import TokenLogOptions
 from learner.types import RankBatch
@@ -67,7 +67,7 @@ class LearnerGroup:
         self._buffer = buffer
         self._paths = paths
         self.checkpoints = paths.checkpoints
-        self._layout = learner_layout(config, learner_pools(config), learner_roles(config))
+        self._layout = learner_layout(config)
         for pool in self._layout.resource_pool_dict.values():
             pool.enter()  # the reservation outlives the ranks: the learner's next life starts in it
         self._begin(incarnation=0)
@@ -77,15 +77,9 @@ class LearnerGroup:
         self._batches: tuple[Plan | None, dict[str, list[RankBatch]]] = (None, {})
         self._scores: dict[str, RemoteScores] = {}
         self._deadline = StepDeadline(2 * self._config.learner.step_timeout_s)
+        buffer = replace(self._buffer, incarnation=incarnation).for_role(BufferRole.learner)
         self._roles = RoleGroups(
-            self._config,
-            layout=self._layout,
-            buffer=replace(self._buffer, incarnation=incarnation),
-            log_dir=self._paths.logs,
-            snapshots=self._paths.snapshots,
-            trajectories=self._paths.trajectories,
-            tokens=self._paths.tokens,
-            memory=self._paths.staging,
+            self._config, layout=self._layout, connect_buffer=buffer.sync_client, paths=self._paths
         )
 
     async def init(self) -> None:
@@ -154,10 +148,15 @@ class LearnerGroup:
 
     def update_critic(self, plan: Plan) -> Awaitable[Mapping[str, float]]:
         """Queue the critic's step on the scores of the last `update`; returns its metrics, none without a critic."""
-        if "critic" not in self._roles:
-            return _nothing()
-        step = self._roles["critic"].step(*self._step_arguments("critic", plan))
-        return self._critic_metrics(step, plan.version)
+        step = self._roles["critic"].step(*self._step_arguments("critic", plan)) if "critic" in self._roles else None
+
+        async def metrics() -> Mapping[str, float]:
+            if step is None:
+                return {}
+            found = await self._first(step, f"the critic's update of step {plan.version}", kind="critic")
+            return {f"critic.{name}": value for name, value in found.items()}
+
+        return metrics()
 
     def publish(self, version: int) -> Awaitable[None]:
         """Queue the publish of ``version``. The ranks continue when they have copied the weights."""
@@ -195,7 +194,7 @@ class LearnerGroup:
     @property
     def pool(self) -> RayResourcePool:
         """The reservation of the actor's processes."""
-        return self._roles.actor_pool
+        return self._layout.get_resource_pool(Role.from_string("actor"))
 
     def _on_shared_devices(self) -> list[tuple[str, Any]]:
         """The roles in the actor's pool; colocated engines share its devices."""
@@ -281,10 +280,6 @@ class LearnerGroup:
             await self._in_time(earlier, what, kind=kind)
         return await self._first(pending, what, kind=kind)
 
-    async def _critic_metrics(self, pending: Awaitable[list[Mapping[str, float]]], step: int) -> Mapping[str, float]:
-        metrics = await self._first(pending, f"the critic's update of step {step}", kind="critic")
-        return {f"critic.{name}": value for name, value in metrics.items()}
-
     async def _first(self, pending: Awaitable[list[T]], what: str, *, kind: str = "") -> T:
         """The result of rank 0; metrics are the same on every rank."""
         return (await self._in_time(pending, what, kind=kind))[0]
@@ -326,71 +321,40 @@ async def _or_death(result: Awaitable[T], pending: Any) -> T:
         raise LearnerDiedError(str(death)) from death
 
 
-def _rendezvous(config: RunConfig, memory: Path) -> dict[str, str]:
-    """Environment variables by which the ranks of a pool on one host meet, through a new file and without a port."""
-    if config.placement.num_nodes > 1:
-        return {}
-    return {RENDEZVOUS_FILE: str(make_private_folder(memory) / f"ranks-{uuid.uuid4().hex}")}
-
-
 class RoleGroups:
     """One worker group per role of the run; roles of one pool are fused.
 
     Args:
         config: The run.
         layout: The pools.
-        buffer: The replay buffer.
-        log_dir: Gets one log per process, ``<pool>-<rank>.log``.
-        snapshots: Where the actor publishes weights.
-        trajectories: Where the actor records what it consumed; None records nothing.
-        tokens: Where the actor records a few samples for people.
-        memory: Holds the file through which the ranks of one host meet.
+        connect_buffer: Called in each process; returns its client of the buffer.
+        paths: Where the processes write.
 
     Attributes:
-        actor_pool: The reservation of the actor's processes.
+        pools: Name of the pool of each role.
+        pool_sizes: Number of processes of each pool.
     """
 
     def __init__(
-        self,
-        config: RunConfig,
-        *,
-        layout: ResourcePoolManager,
-        buffer: BufferConnection,
-        log_dir: Path,
-        snapshots: Path,
-        trajectories: Path | None,
-        tokens: Path,
-        memory: Path,
+        self, config: RunConfig, *, layout: ResourcePoolManager, connect_buffer: Callable[[], Any], paths: RunPaths
     ) -> None:
         self.pools = learner_roles(config)
         self.pool_sizes = learner_pools(config)
         self._groups: dict[str, Any] = {}
         self._hosts: list[RayWorkerGroup] = []
         self._is_down = False
-        self.actor_pool = layout.get_resource_pool(Role.from_string("actor"))
         for pool in self.pool_sizes:
             roles = [role for role, its_pool in self.pools.items() if its_pool == pool]
-            options = pool_config(config, pool)
-            connect = buffer.for_role(BufferRole.learner).sync_client
-            classes = {
-                role: _worker_class(
-                    role,
-                    config,
-                    options,
-                    connect,
-                    pool=pool,
-                    snapshots=snapshots,
-                    trajectories=trajectories,
-                    tokens=tokens,
-                )
-                for role in roles
-            }
+            classes = {role: _worker_class(role, pool, config, connect_buffer, paths) for role in roles}
+            env = learner_env(config)
+            if config.placement.num_nodes == 1:  # the ranks meet through a new file and without a port
+                env |= {RENDEZVOUS_FILE: str(make_private_folder(paths.staging) / f"ranks-{uuid.uuid4().hex}")}
             host = RayWorkerGroup(
                 layout.get_resource_pool(Role.from_string(roles[0])),
                 classes[roles[0]] if len(roles) == 1 else create_colocated_worker_cls_fused(classes),
                 name_prefix=pool,
-                log_dir=log_dir,
-                worker_env=learner_env(config) | _rendezvous(config, memory),
+                log_dir=paths.logs,
+                worker_env=env,
                 python=config.ray.python,
             )
             self._hosts.append(host)
@@ -430,12 +394,6 @@ class RoleGroups:
             host.shutdown()
 
 
-def pool_config(config: RunConfig, pool: str) -> LearnerConfig:
-    """The learner's options in one of its pools."""
-    size, learner = learner_pools(config)[pool], config.learner
-    return replace(learner, num_ranks=size, fsdp_size=learner.fsdp_size if size == learner.num_ranks else -1)
-
-
 def _publish_options(config: RunConfig) -> PublishOptions:
     """How the ranks publish their weights."""
     fleet, carrier = config.rollout_fleet, config.weights.rules.carrier
@@ -454,34 +412,23 @@ def _publish_options(config: RunConfig) -> PublishOptions:
     )
 
 
-def _token_log_options(config: RunConfig, tokens: Path | None) -> TokenLogOptions | None:
-    every_steps = config.rollout_fleet.samples.every_steps
-    return TokenLogOptions(directory=str(tokens), every_steps=every_steps) if tokens and every_steps else None
-
-
 def _worker_class(
-    role: str,
-    config: RunConfig,
-    options: LearnerConfig,
-    connect_buffer: Any,
-    *,
-    pool: str,
-    snapshots: Path,
-    trajectories: Path | None,
-    tokens: Path | None,
+    role: str, pool: str, config: RunConfig, connect_buffer: Callable[[], Any], paths: RunPaths
 ) -> RayClassWithInitArgs:
-    paths = {"rm": config.learner.reward_model.path, "critic": config.learner.critic.path or config.model.path}
+    learner, size, model = config.learner, learner_pools(config)[pool], config.model.path
+    models = {"rm": learner.reward_model.path, "critic": learner.critic.path or model}
+    every_steps = config.rollout_fleet.samples.every_steps
     publishes = {
-        "snapshot_dir": str(snapshots),
+        "snapshot_dir": str(paths.snapshots),
         "publish": _publish_options(config),
-        "trajectory_dir": str(trajectories) if trajectories else None,
-        "token_log": _token_log_options(config, tokens),
+        "trajectory_dir": str(paths.trajectories) if paths.trajectories else None,
+        "token_log": TokenLogOptions(directory=str(paths.tokens), every_steps=every_steps) if every_steps else None,
     }
     return RayClassWithInitArgs(
         WORKER_CLASSES[role],
-        options,
+        replace(learner, num_ranks=size, fsdp_size=learner.fsdp_size if size == learner.num_ranks else -1),
         config.algorithm,
-        model_path=paths.get(role, config.model.path),
+        model_path=models.get(role, model),
         total_steps=config.total_steps,
         temperature=config.rollout_fleet.sampling.temperature,
         connect_buffer=connect_buffer,
@@ -490,7 +437,3 @@ def _worker_class(
         pool=pool,
         **(publishes if role == "actor" else {}),
     )
-
-
-async def _nothing() -> Mapping[str, float]:
-    return {}

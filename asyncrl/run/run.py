@@ -41,8 +41,7 @@ from asyncrl.profile.report import read_advice
 from asyncrl.run.cluster import finished_in_thread, gpu_of_this_node, ray_cluster, warning_of_open_cluster
 from asyncrl.run.controller import ColocatedController, Controller
 from asyncrl.run.evaluator import HeldOutEvaluator, PinnedEngines
-from asyncrl.run.fleet_group import FleetGroup
-from asyncrl.run.fleet_requests import served_requests
+from asyncrl.run.fleet_group import FleetGroup, served_requests
 from asyncrl.run.host_stores import HostStores, ray_actors
 from asyncrl.run.learner_group import LearnerGroup
 from asyncrl.run.learner_restarts import AnyController, LearnerRestarts

@@ -11,7 +11,7 @@ from asyncrl.cli.compose import compose_run
 from asyncrl.core import remote
 from asyncrl.core.errors import DeadlineError, EngineLost, MembershipRefused, RewardError, WorkerDiedError
 from asyncrl.run.cluster import AllOf
-from asyncrl.run.fleet_requests import answered
+from asyncrl.run.fleet_group import answered
 from rollout_fleet.membership import Action, FleetAnswer, FleetRequest
 from tests.support.ray_cluster import raised_by_ray
 from tests.support.scripted_workers import Workers, fleet_on

@@ -127,8 +127,8 @@ def test_engines_get_the_gpus_of_their_tensor_parallel_ranks_on_one_node():
     assert not pool.apart
     spread = engine_pool(on_gpus(strategy=Strategy.spread, engine_labels={"pool": "inference"}))
     assert (spread.strategy, spread.labels) == ("SPREAD", {"pool": "inference"})
-    by_node = engine_pool(on_gpus(strategy=Strategy.spread, engines_per_node=2), num_engines=3)
-    assert (by_node.store, by_node.strategy, by_node.apart) == ([2, 1], "STRICT_PACK", True)
+    by_node = engine_pool(on_gpus(strategy=Strategy.spread, engines_per_node=3))
+    assert (by_node.store, by_node.strategy, by_node.apart) == ([3, 1], "STRICT_PACK", True)
 
 
 def test_collectives_of_the_ranks_keep_to_the_interface_that_is_named():

@@ -14,13 +14,12 @@ from ray import cloudpickle
 from asyncrl.checks import resolve_devices
 from asyncrl.cli import dry_run, train_command
 from asyncrl.cli.compose import compose_run
-from asyncrl.config import learner_pools, learner_roles
+from asyncrl.config import learner_pools
 from asyncrl.core.errors import DeadlineError
 from asyncrl.core.types import Prompt
 from asyncrl.core.visible_gpus import visible_gpus
 from asyncrl.metrics import TerminalView
-from asyncrl.run.cluster import gpu_of_this_node, learner_layout, pool_of_one, ray_cluster, worker_env
-from asyncrl.run.engine_places import EnginePlaces
+from asyncrl.run.cluster import EnginePlaces, gpu_of_this_node, learner_layout, pool_of_one, ray_cluster, worker_env
 from asyncrl.run.run import Run
 from asyncrl.sft.warm_start import WarmStart, warm_start
 from asyncrl.single_controller import RayClassWithInitArgs, RayWorkerGroup, Role, Worker
@@ -83,7 +82,7 @@ def run(*options):
 def seen_by_all(config, num_joining=0):
     """What each process of a run sees, by its name; the groups are started as a run starts them."""
     probe = RayClassWithInitArgs(ray.remote(Probe))
-    layout = learner_layout(config, learner_pools(config), learner_roles(config))
+    layout = learner_layout(config)
     groups = {
         name: RayWorkerGroup(pool, probe, worker_env=worker_env(config))
         for name, pool in layout.resource_pool_dict.items()
