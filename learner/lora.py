@@ -57,7 +57,7 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, *, dtype: torch.dty
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
-    if (experts := _expert_tensors(model)) and is_first_rank():
+    if (experts := _counted_experts(model)) and is_first_rank():
         log.warning("these expert tensors are frozen, they have no adapters (learner.lora): %s", ", ".join(experts))
 
 
@@ -198,7 +198,7 @@ def _target_layers(model: PreTrainedModel, targets: list[str]) -> list[str]:
     for target in targets:
         found = {name: module for name, module in model.named_modules() if f".{name}".endswith(f".{target}")}
         if not found:
-            experts = _expert_tensors(model)
+            experts = _counted_experts(model)
             stacked = f"; expert tensors have no adapters: {', '.join(experts)}" if experts else ""
             raise ValueError(
                 f"learner.lora.target_modules={targets} must name linear layers of the model; no linear layer of "
@@ -220,16 +220,18 @@ def _is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
 
 
-def _expert_tensors(model: PreTrainedModel) -> list[str]:
-    """Parameters that hold the matrices of all experts of a layer, with the number of layers in brackets.
-
-    Example: ``model.layers.*.mlp.experts.down_proj (2)``.
-    """
-    stacked = Counter(
-        re.sub(r"\.\d+\.", ".*.", f"{prefix}.{name}")
+def expert_tensors(model: PreTrainedModel) -> list[str]:
+    """Names of the parameters that hold the matrices of all experts of a layer."""
+    return [
+        f"{prefix}.{name}"
         for prefix, module in model.named_modules()
         if not isinstance(module, nn.modules.conv._ConvNd)
         for name, parameter in module.named_parameters(recurse=False)
         if parameter.ndim == 3
-    )
+    ]
+
+
+def _counted_experts(model: PreTrainedModel) -> list[str]:
+    """`expert_tensors` with the number of layers. Example: ``model.layers.*.mlp.experts.down_proj (2)``."""
+    stacked = Counter(re.sub(r"\.\d+\.", ".*.", name) for name in expert_tensors(model))
     return [f"{name} ({count})" for name, count in sorted(stacked.items())]
