@@ -52,6 +52,12 @@ class OnRewardFailure(StrEnum):
     drop_trajectory = "drop_trajectory"
 
 
+def _check_least(section: str, options: object, **least: int) -> None:
+    for name, low in least.items():
+        if getattr(options, name) < low:
+            raise ValueError(f"{section}.{name} must be >= {low}, got {getattr(options, name)}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingConfig:
     """How responses are sampled.
@@ -94,8 +100,7 @@ class SamplingConfig:
             raise ValueError(f"rollout_fleet.sampling.top_k must be -1 or >= 1, got {self.top_k}; -1 keeps all tokens")
         if not 0 <= self.min_p < 1:
             raise ValueError(f"rollout_fleet.sampling.min_p must be in [0, 1), got {self.min_p}; 0.0 keeps all tokens")
-        if self.max_new_tokens < 1:
-            raise ValueError(f"rollout_fleet.sampling.max_new_tokens must be >= 1, got {self.max_new_tokens}")
+        _check_least("rollout_fleet.sampling", self, max_new_tokens=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,9 +134,7 @@ class SGLangConfig:
     extra_args: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        for name in ("tp_size", "max_running_requests", "samples_per_request"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"rollout_fleet.sglang.{name} must be >= 1, got {getattr(self, name)}")
+        _check_least("rollout_fleet.sglang", self, tp_size=1, max_running_requests=1, samples_per_request=1)
 
     def dtype_on(self, device: EngineDevice) -> str:
         """The dtype of a server on ``device``. Raises `ValueError` for float32 on CUDA."""
@@ -159,8 +162,7 @@ class TransformersConfig:
     max_rows: int = 256
 
     def __post_init__(self) -> None:
-        if self.max_rows < 1:
-            raise ValueError(f"rollout_fleet.transformers.max_rows must be >= 1, got {self.max_rows}")
+        _check_least("rollout_fleet.transformers", self, max_rows=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,9 +180,7 @@ class SamplesConfig:
     num_shown: int = 2
 
     def __post_init__(self) -> None:
-        for name, low in (("every_steps", 0), ("num_groups", 1), ("num_shown", 0)):
-            if getattr(self, name) < low:
-                raise ValueError(f"rollout_fleet.samples.{name} must be >= {low}, got {getattr(self, name)}")
+        _check_least("rollout_fleet.samples", self, every_steps=0, num_groups=1, num_shown=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -320,9 +320,7 @@ class RolloutFleetConfig:
         names = [reward_label(_weighted(entry)[0]) for entry in self.rewards]
         if len(set(names)) < len(names):
             raise ValueError(f"rollout_fleet.rewards must have different names, got {names}; rename a function")
-        for name in ("reward_processes", "max_attempts", "max_failures_in_a_row"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"rollout_fleet.{name} must be >= 1, got {getattr(self, name)}")
+        _check_least("rollout_fleet", self, reward_processes=1, max_attempts=1, max_failures_in_a_row=1)
         _check_bounds("num_engines", self.num_engines)
         _check_bounds("groups_in_flight", self.groups_in_flight)
         if isinstance(self.groups_in_flight, Mapping) and self.engine is EngineKind.transformers:

@@ -68,9 +68,13 @@ class HeldOutAnswers:
         for _ in range(_ROUNDS):
             if left and self._engine.version == version:
                 outputs = await self._sample(left, [self._sampling] * num_samples + [self._greedy])
-                pure = {prompt.group_id for prompt in left if _all_of(outputs[prompt.group_id], version)}
-                answered += await self._score([one for one in left if one.group_id in pure], outputs, version)
-                left = [prompt for prompt in left if prompt.group_id not in pure]
+                mixed = {
+                    group_id
+                    for group_id, samples in outputs.items()
+                    if any(one.finish_reason is None or np.any(one.versions != version) for one in samples)
+                }
+                answered += await self._score([one for one in left if one.group_id not in mixed], outputs, version)
+                left = [prompt for prompt in left if prompt.group_id in mixed]
         if left:
             logger.warning(
                 "%d held-out prompts mix policy versions with %d; another engine answers them", len(left), version
@@ -112,11 +116,6 @@ class HeldOutAnswers:
         if self._log is not None and kept:
             await self._log.keep_answers(version, kept, per_prompt=len(texts[0]))
         return answered
-
-
-def _all_of(samples: Sequence[SampleOutput], version: int) -> bool:
-    """Whether every sample is complete and has only tokens of one version."""
-    return all(sample.finish_reason is not None and np.all(sample.versions == version) for sample in samples)
 
 
 def _entry(

@@ -12,10 +12,9 @@ set of groups or of the loop's state notifies it.
 - `_generate`, one per batch of leases: the next finished sample. Woken by the engine.
 - `_settle`, one per finished group: its turn, the reward, then the buffer's acknowledgement. Woken by the groups
   before it, the scoring process and the buffer.
-- `_keep_loading`: the next weights. Woken by the buffer when it offers a committed version.
+- `load_next`: the next weights. Woken by the buffer when it offers a committed version.
 - `_keep_fitting` (if the engine's load sets the number of groups) and `_keep_renewing`: their timers.
-- `_obey_revocations`: the next revoked lease. Woken by the buffer.
-- `_hand_on`: the buffer's request to hand groups to another worker. Woken by the buffer.
+- `_obey`: the next revoked lease, or the buffer's request to hand groups to another worker. Woken by the buffer.
 - `Engine.wait_failed`: the failure of the engine, which ends `run`.
 - `run`: a stop, or the first failure of a task. Woken by `stop` or by the failed task.
 - `load_weights`, `release_device`, `stop`: groups that leave the engine or the loop. Woken by `_generate`, `_settle`.
@@ -153,11 +152,11 @@ class RolloutLoop:
             return self._meter.counters()
         self._state = LoopState.running
         leasing = self._spawn(self._keep_leasing)
-        pumps = (self._keep_renewing, self._obey_revocations, self._hand_on, self._engine.wait_failed)
-        pump_tasks = {leasing, *(self._spawn(pump) for pump in pumps)}
-        if not self._limit.is_fixed:
-            pump_tasks.add(self._spawn(self._keep_fitting))
-        self._spawn(self._keep_loading)  # not in `pump_tasks`, which end before `_cut_off_all`: a running load goes on
+        pumps = [self._keep_renewing, self._engine.wait_failed] + ([] if self._limit.is_fixed else [self._keep_fitting])
+        obeying = (self._spawn(self._obey, end) for end in (GroupEnd.revoked, GroupEnd.handed_on))
+        pump_tasks = {leasing, *(self._spawn(pump) for pump in pumps), *obeying}
+        # Not in `pump_tasks`, which end before `_cut_off_all`: a running load goes on.
+        self._spawn(partial(self.load_next, self._engine.version, keeps_on=True))
         try:
             await self._until(lambda: self._state is LoopState.stopping or self._failure is not None)
             if self._failure is not None:
@@ -191,8 +190,10 @@ class RolloutLoop:
         if not never_ran:
             await self._until(lambda: self._state is LoopState.ended)
 
-    async def load_next(self, after: int) -> None:
+    async def load_next(self, after: int, *, keeps_on: bool = False) -> None:
         """Wait for weights newer than version ``after`` (-1 for any), load them, and report the version.
+
+        With ``keeps_on`` it then waits for the next weights, while the loop runs.
 
         Raises as `Engine.load_weights`, or `WeightsError` if a version could not be published.
         """
@@ -204,9 +205,11 @@ class RolloutLoop:
             except WeightsGone as gone:
                 logger.info("%s", gone)
                 offer = await self._next_after(offer, gone)
-            else:
-                await self._buffer.loaded(offer.version, time.monotonic() - began_s)
+                continue
+            await self._buffer.loaded(offer.version, time.monotonic() - began_s)
+            if not keeps_on or self._state is not LoopState.running:
                 return
+            offer = await self._buffer.next_offer(self._engine.version)
 
     async def _next_after(self, offer: WeightOffer, gone: WeightsGone) -> WeightOffer:
         """The offer that replaced a removed one. Raises ``gone`` if the buffer still offers the removed version.
@@ -326,10 +329,6 @@ class RolloutLoop:
         async with self._changed:
             self._changed.notify_all()
 
-    async def _keep_loading(self) -> None:
-        while self._state is LoopState.running:
-            await self.load_next(self._engine.version)
-
     # Leases
 
     async def _keep_leasing(self) -> None:
@@ -423,24 +422,22 @@ class RolloutLoop:
                     raise
                 logger.warning("%d leases were not renewed: %s", len(self._groups), error)
 
-    async def _obey_revocations(self) -> None:
-        while True:
-            group = self._groups.get(await self._buffer.revocation())
-            if group is None or group.phase is GroupPhase.settling:
-                continue
-            await self._end(group, GroupEnd.revoked)
-            await self._engine.abort(group.outstanding)
+    async def _obey(self, end: GroupEnd) -> None:
+        """Release the groups that the buffer revokes, or wants on a faster worker unless progress is never saved.
 
-    async def _hand_on(self) -> None:
-        """Release the groups that the buffer wants on a faster worker; a group that has left the engine stays."""
+        A group that has left the engine stays.
+        """
         while True:
-            asked = await self._buffer.hand_on_request()
-            if self._config.save_progress is SaveProgress.never:
-                continue
-            running = (group for key in asked if (group := self._groups.get(key)) is not None)
-            chosen = [group for group in running if group.phase not in (GroupPhase.ending, GroupPhase.settling)]
+            if end is GroupEnd.revoked:
+                keys, spared = [await self._buffer.revocation()], [GroupPhase.settling]
+            else:
+                keys, spared = await self._buffer.hand_on_request(), [GroupPhase.ending, GroupPhase.settling]
+                if self._config.save_progress is SaveProgress.never:
+                    continue
+            found = [group for key in keys if (group := self._groups.get(key)) is not None]
+            chosen = [group for group in found if group.phase not in spared]
             for group in chosen:
-                await self._end(group, GroupEnd.handed_on)
+                await self._end(group, end)
             await self._engine.abort([request_id for group in chosen for request_id in group.outstanding])
 
     # One group's way
@@ -452,8 +449,10 @@ class RolloutLoop:
         for group in groups:
             new: list[SampleRequest] = []
             if group.phase is GroupPhase.generating:
-                stamp = partial(self._stamp, GroupEvent.first_token, group)
-                on_first_token = None if record.current() is None else _once(stamp)
+                on_first_token = None
+                if record.current() is not None:  # a group has one first token, on any of its samples
+                    stamps = iter([partial(self._stamp, GroupEvent.first_token, group)])
+                    on_first_token = lambda stamps=stamps: next(stamps, lambda: None)()  # noqa: E731
                 new = group.next_requests(self._config.sampling, on_first_token=on_first_token)
             asked.update((request.id, group) for request in new)
             requests += new
@@ -572,9 +571,3 @@ def _stamp(engine: Engine, event: GroupEvent, group: InflightGroup) -> None:
     """Record an event of a group in the run's profile."""
     group_id, attempt = group.key
     record.stamp(event, group_id, attempt=attempt, version=engine.version)
-
-
-def _once(call: Callable[[], None]) -> Callable[[], None]:
-    """Wrap ``call`` so that only its first call has an effect: a group has one first token, on any of its samples."""
-    calls = iter([call])
-    return lambda: next(calls, lambda: None)()

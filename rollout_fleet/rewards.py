@@ -200,7 +200,14 @@ class RewardProcesses:
             },
             start_new_session=True,
         )
-        self._processes[process] = asyncio.create_task(_end_group_after(process))
+
+        async def clear_up() -> None:
+            """Kill the children of the process when it exits; later its id may be reused."""
+            await process.wait()
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+        self._processes[process] = asyncio.create_task(clear_up())
         try:
             async with asyncio.timeout(self._start_timeout_s):
                 await _read(process)
@@ -288,13 +295,6 @@ class WeightedRewards:
         await asyncio.gather(*(reward.close() for reward in self._rewards))
 
 
-async def _end_group_after(process: Process) -> None:
-    """Kill the children of a process when it exits; later its id may be reused."""
-    await process.wait()
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-
-
 async def _ask(process: Process, question: tuple[Prompt, list[str], bool], answers: list[float | str]) -> None:
     """Let a process score texts. Each answer is appended as it arrives, so that the fatal text is known."""
     assert process.stdin is not None
@@ -320,22 +320,17 @@ def _answers_to(
     """Yield one finite number or one description of a failure per text; ends at a failure unless texts ``may_fail``."""
     for text in texts:
         try:
-            answer = _to_number(reward(prompt, text))
+            value: Any = reward(prompt, text)
+            with suppress(TypeError, ValueError):  # a Python, numpy or torch scalar
+                if not isinstance(value, (str, bytes)) and getattr(value, "ndim", 0) == 0:
+                    value = float(value)
+            is_number = type(value) is float and abs(value) <= _LARGEST
+            answer = value if is_number else f"returned {value!r}; it must return one finite number per response"
         except Exception as error:  # noqa: BLE001 - any error of a reward costs this group only
             answer = f"raised {error!r}; fix it, or filter such prompts"
         yield answer
         if isinstance(answer, str) and not may_fail:
             return
-
-
-def _to_number(value: Any) -> float | str:
-    """Convert a Python, numpy or torch scalar to a finite number; otherwise return a description of the failure."""
-    with suppress(TypeError, ValueError):
-        is_scalar = not isinstance(value, (str, bytes)) and getattr(value, "ndim", 0) == 0
-        if is_scalar and abs(number := float(value)) <= _LARGEST:
-            return number
-        value = float(value) if is_scalar else value
-    return f"returned {value!r}; it must return one finite number per response"
 
 
 def main() -> None:

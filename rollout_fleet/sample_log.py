@@ -131,17 +131,19 @@ class SampleLog:
     ) -> None:
         """Write one file atomically."""
         path = self._directory / f"{kind}-v{version:08d}-rollout{self._rank}{part}.parquet"
+
+        def write() -> None:
+            import pyarrow as pa
+            import pyarrow.parquet as pq
+
+            path.parent.mkdir(parents=True, exist_ok=True)
+            partial = path.with_name(f".{path.name}.partial")
+            pq.write_table(
+                pa.Table.from_pylist([{"kind": str(kind), "version": version, **row} for row in rows]), partial
+            )
+            partial.rename(path)
+
         try:
-            await asyncio.to_thread(_write, path, [{"kind": str(kind), "version": version, **row} for row in rows])
+            await asyncio.to_thread(write)
         except OSError as error:
             logger.warning("samples are not kept: %s", error)
-
-
-def _write(path: Path, rows: list[dict[str, Any]]) -> None:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    pq.write_table(pa.Table.from_pylist(rows), partial)
-    partial.rename(path)
