@@ -319,13 +319,14 @@ def _answers_to(
 ) -> Iterator[float | str]:
     """Yield one finite number or one description of a failure per text; ends at a failure unless texts ``may_fail``."""
     for text in texts:
+        answer: float | str
         try:
             value: Any = reward(prompt, text)
             with suppress(TypeError, ValueError):  # a Python, numpy or torch scalar
                 if not isinstance(value, (str, bytes)) and getattr(value, "ndim", 0) == 0:
                     value = float(value)
             is_number = type(value) is float and abs(value) <= _LARGEST
-            answer = value if is_number else f"returned {value!r}; it must return one finite number per response"
+            answer = float(value) if is_number else f"returned {value!r}; it must return one finite number per response"
         except Exception as error:  # noqa: BLE001 - any error of a reward costs this group only
             answer = f"raised {error!r}; fix it, or filter such prompts"
         yield answer

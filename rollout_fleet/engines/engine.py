@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coro
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, ClassVar, NoReturn, TypeVar
 
 import numpy as np
 
@@ -98,12 +98,14 @@ class RunningSample:
 
     Attributes:
         request: The request.
+        version: Policy version that the engine served when the request came.
         num_tokens: Tokens so far.
         is_aborted: The sample ends with its next token. The thread that generates it reads this.
     """
 
-    def __init__(self, request: SampleRequest) -> None:
+    def __init__(self, request: SampleRequest, version: int = 0) -> None:
         self.request = request
+        self.version = version
         self.num_tokens = 0
         self.is_aborted = False
 
@@ -126,6 +128,8 @@ class Engine(ABC):
     ``name`` and ``log_tail`` are for messages. An engine calls `_come_up` when it can generate, and `_go_down` when it
     is stopped.
     """
+
+    sample_type: ClassVar[type[RunningSample]] = RunningSample
 
     def __init__(
         self, name: str, *, vocab_size: int, silence_timeout_s: float, log_tail: Callable[[], str] = str
@@ -170,7 +174,7 @@ class Engine(ABC):
         for request in {id(request.prompt_ids): request for request in requests}.values():  # each prompt once
             check_prompt(request, self._vocab_size)
         answers: Answers = asyncio.Queue()
-        running = {request.id: self._sample_of(request) for request in requests}
+        running = {request.id: self.sample_type(request, self._version) for request in requests}
         self._running |= running
         self._told.add(answers)
         tasks: Sequence[asyncio.Task[None]] = ()
@@ -199,10 +203,7 @@ class Engine(ABC):
 
     @abstractmethod
     def _begin(self, samples: Sequence[Any], answers: Answers) -> Sequence[asyncio.Task[None]]:
-        """Begin samples of `_sample_of`, whose outcomes come into ``answers``; returns tasks that end with the call."""
-
-    def _sample_of(self, request: SampleRequest) -> RunningSample:
-        return RunningSample(request)
+        """Begin samples of ``sample_type``, whose outcomes come into ``answers``; returns tasks that end with the call."""
 
     def _so_far(self, sample: RunningSample) -> SampleOutput:
         """Return the tokens of an unfinished sample of a failed engine; none if any token fails `check_output`."""

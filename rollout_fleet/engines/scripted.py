@@ -51,9 +51,9 @@ def repeat_last_token(request: SampleRequest, version: int) -> ScriptedAnswer:
 class _ScriptedSample(RunningSample):
     """A sample and the versions of its tokens so far."""
 
-    def __init__(self, request: SampleRequest, answer: ScriptedAnswer) -> None:
-        super().__init__(request)
-        self.answer = answer
+    def __init__(self, request: SampleRequest, version: int = 0) -> None:
+        super().__init__(request, version)
+        self.answer = ScriptedAnswer()
         self.versions: list[int] = []
 
     def so_far(self, finish_reason: FinishReason | None = None) -> SampleOutput:
@@ -76,6 +76,8 @@ class ScriptedEngine(Engine):
         load_delay_s: How long a weight load takes.
         load_error: Fail the next weight load with this message.
     """
+
+    sample_type = _ScriptedSample
 
     def __init__(self, script: Script = repeat_last_token) -> None:
         super().__init__("the scripted engine", vocab_size=1 << 31, silence_timeout_s=math.inf)
@@ -121,9 +123,6 @@ class ScriptedEngine(Engine):
         """Die now, as a killed server does."""
         return self.fail(WorkerDiedError(f"the scripted engine died: {cause}"))
 
-    def _sample_of(self, request: SampleRequest) -> _ScriptedSample:
-        return _ScriptedSample(request, self._script(request, self._version))
-
     def _begin(self, samples: Sequence[_ScriptedSample], answers: Answers) -> list[asyncio.Task[None]]:
         if self.released:
             raise EngineError("requests came while the memory was released")
@@ -134,6 +133,7 @@ class ScriptedEngine(Engine):
     async def _answer(self, sample: _ScriptedSample, answers: Answers) -> None:
         """Put a sample, or its error, into ``answers``."""
         try:
+            sample.answer = self._script(sample.request, self._version)
             answers.put_nowait([(sample.request, await self._write(sample))])
         except Exception as error:  # noqa: BLE001 - `generate` raises it
             answers.put_nowait(error)

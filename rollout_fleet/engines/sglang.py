@@ -49,8 +49,62 @@ STREAM_INTERVAL = 32  # tokens between two chunks of a sample, after the chunk o
 LOADERS_SHARE = 0.9  # of the deadline of a load; then the loader itself names the missing part
 
 
+class _StreamedSample(RunningSample):
+    """Joins the chunks of one sample.
+
+    A chunk holds the tokens since the previous chunk. The last chunk of a request that was aborted in the queue holds
+    all tokens. The chunk's total number of tokens tells the two apart. The versions of all tokens come with the last
+    chunk. Until then the version is certain only for chunks before the first weight update.
+    """
+
+    def __init__(self, request: SampleRequest, version: int = 0) -> None:
+        super().__init__(request, version)
+        self._token_ids: list[int] = []
+        self._logprobs: list[float] = []
+        self._num_certain = 0
+
+    def add(self, chunk: Any) -> SampleOutput | None:
+        """Add a chunk; returns the sample if the chunk was its last."""
+        meta = chunk["meta_info"]
+        triples = meta.get("output_token_logprobs") or []
+        num_new = meta["completion_tokens"] - self.num_tokens
+        if not 0 <= num_new <= len(triples):
+            raise ValueError(f"{num_new} new tokens, but {len(triples)} log-probs")
+        new = triples[len(triples) - num_new :]
+        new_ids = [triple[1] for triple in new]
+        reason = meta["finish_reason"]
+        is_aborted = reason is not None and reason["type"] == "abort"
+        if not is_aborted and chunk["output_ids"][len(chunk["output_ids"]) - num_new :] != new_ids:
+            raise ValueError("output_token_logprobs name other tokens than output_ids")
+        self._token_ids += new_ids
+        self._logprobs += [triple[0] for triple in new]
+        self.num_tokens += num_new
+        if reason is not None:
+            versions = np.full(self.num_tokens, -1, dtype=np.int32)
+            for span in meta.get("weight_versions") or []:
+                versions[span["start"] : span["end"]] = int(span["version"])
+            return self._output(versions, None if is_aborted else FinishReason(reason["type"]))
+        if self._num_certain + num_new == self.num_tokens and meta.get("weight_version") == str(self.version):
+            self._num_certain = self.num_tokens
+        return None
+
+    def so_far(self) -> SampleOutput:
+        """See `RunningSample.so_far`."""
+        return self._output(np.full(self._num_certain, self.version, dtype=np.int32), None)
+
+    def _output(self, versions: np.ndarray, finish_reason: FinishReason | None) -> SampleOutput:
+        return SampleOutput(
+            token_ids=np.asarray(self._token_ids[: len(versions)], dtype=np.int32),
+            logprobs=np.asarray(self._logprobs[: len(versions)], dtype=np.float32),
+            versions=versions,
+            finish_reason=finish_reason,
+        )
+
+
 class SGLangEngine(Engine):
     """An engine with an SGLang server: a new one that `start` launches, unless ``server`` is given."""
+
+    sample_type = _StreamedSample
 
     def __init__(
         self,
@@ -175,9 +229,6 @@ class SGLangEngine(Engine):
                 for event in events:
                     if "error" in event:
                         raise EngineError(f"{self._name} cannot generate: {str(event['error'])[:500]}")
-
-    def _sample_of(self, request: SampleRequest) -> _StreamedSample:
-        return _StreamedSample(request, self._version)
 
     def _begin(self, samples: Sequence[_StreamedSample], answers: Answers) -> list[asyncio.Task[None]]:
         size = self._config.sglang.samples_per_request
@@ -331,60 +382,6 @@ class SGLangEngine(Engine):
 
 def _stage(name: str, offer: WeightOffer) -> record.OpenSpan:
     return record.span(SpanKind.load_stage, lane="/load", version=offer.version, cause=name)
-
-
-class _StreamedSample(RunningSample):
-    """Joins the chunks of one sample.
-
-    A chunk holds the tokens since the previous chunk. The last chunk of a request that was aborted in the queue holds
-    all tokens. The chunk's total number of tokens tells the two apart. The versions of all tokens come with the last
-    chunk. Until then the version is certain only for chunks before the first weight update. ``version`` is the version
-    that the server served when the sample was sent.
-    """
-
-    def __init__(self, request: SampleRequest, version: int) -> None:
-        super().__init__(request)
-        self._token_ids: list[int] = []
-        self._logprobs: list[float] = []
-        self._version = str(version)
-        self._num_certain = 0
-
-    def add(self, chunk: Any) -> SampleOutput | None:
-        """Add a chunk; returns the sample if the chunk was its last."""
-        meta = chunk["meta_info"]
-        triples = meta.get("output_token_logprobs") or []
-        num_new = meta["completion_tokens"] - self.num_tokens
-        if not 0 <= num_new <= len(triples):
-            raise ValueError(f"{num_new} new tokens, but {len(triples)} log-probs")
-        new = triples[len(triples) - num_new :]
-        new_ids = [triple[1] for triple in new]
-        reason = meta["finish_reason"]
-        is_aborted = reason is not None and reason["type"] == "abort"
-        if not is_aborted and chunk["output_ids"][len(chunk["output_ids"]) - num_new :] != new_ids:
-            raise ValueError("output_token_logprobs name other tokens than output_ids")
-        self._token_ids += new_ids
-        self._logprobs += [triple[0] for triple in new]
-        self.num_tokens += num_new
-        if reason is not None:
-            versions = np.full(self.num_tokens, -1, dtype=np.int32)
-            for span in meta.get("weight_versions") or []:
-                versions[span["start"] : span["end"]] = int(span["version"])
-            return self._output(versions, None if is_aborted else FinishReason(reason["type"]))
-        if self._num_certain + num_new == self.num_tokens and meta.get("weight_version") == self._version:
-            self._num_certain = self.num_tokens
-        return None
-
-    def so_far(self) -> SampleOutput:
-        """See `RunningSample.so_far`."""
-        return self._output(np.full(self._num_certain, int(self._version), dtype=np.int32), None)
-
-    def _output(self, versions: np.ndarray, finish_reason: FinishReason | None) -> SampleOutput:
-        return SampleOutput(
-            token_ids=np.asarray(self._token_ids[: len(versions)], dtype=np.int32),
-            logprobs=np.asarray(self._logprobs[: len(versions)], dtype=np.float32),
-            versions=versions,
-            finish_reason=finish_reason,
-        )
 
 
 def _server_id(request_id: str) -> str:

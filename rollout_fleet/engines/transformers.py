@@ -20,7 +20,7 @@ from asyncrl.core.errors import EngineError, WorkerDiedError
 from asyncrl.core.types import WeightOffer
 from rollout_fleet.config import EngineDevice, RolloutFleetConfig
 
-from .engine import Answers, Engine, EngineLoad, RunningSample, SampleRequest, check_output, read_model_facts
+from .engine import Answers, Engine, EngineLoad, RunningSample, check_output, read_model_facts
 from .transformers_model import GenerationModel
 
 T = TypeVar("T")
@@ -30,13 +30,13 @@ logger = logging.getLogger(__name__)
 class _PendingSample(RunningSample):
     """A sample that waits for a batch or is in one."""
 
-    def __init__(self, request: SampleRequest) -> None:
-        super().__init__(request)
-        self.answers: Answers | None = None
+    answers: Answers
 
 
 class TransformersEngine(Engine):
     """An engine in this process; `start` loads the model."""
+
+    sample_type = _PendingSample
 
     def __init__(
         self, config: RolloutFleetConfig, *, model_path: str, device: EngineDevice, rank: int, seed: int
@@ -105,9 +105,6 @@ class TransformersEngine(Engine):
     def _in_thread(self, call: Callable[..., T], *arguments: Any) -> Awaitable[T]:
         return asyncio.get_running_loop().run_in_executor(self._thread, call, *arguments)
 
-    def _sample_of(self, request: SampleRequest) -> _PendingSample:
-        return _PendingSample(request)
-
     def _begin(self, samples: Sequence[_PendingSample], answers: Answers) -> tuple[()]:
         for sample in samples:
             sample.answers = answers
@@ -130,7 +127,6 @@ class TransformersEngine(Engine):
                         f"{self._name} failed while generating {len(batch)} samples: {error!r}"
                     ) from error
             for sample, output in zip(batch, outputs, strict=True):
-                assert sample.answers is not None
                 try:
                     check_output(output, sample.request, vocab_size=self._vocab_size, loaded_versions={version})
                 except EngineError as error:
