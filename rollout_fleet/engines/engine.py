@@ -203,7 +203,7 @@ class Engine(ABC):
 
     @abstractmethod
     def _begin(self, samples: Sequence[Any], answers: Answers) -> Sequence[asyncio.Task[None]]:
-        """Begin samples of ``sample_type``, whose outcomes come into ``answers``; returns tasks that end with the call."""
+        """Begin samples; their outcomes come into ``answers``; returns tasks that end with the call."""
 
     def _so_far(self, sample: RunningSample) -> SampleOutput:
         """Return the tokens of an unfinished sample of a failed engine; none if any token fails `check_output`."""
