@@ -23,6 +23,7 @@ _COMMANDS = {
     "join": ("rollout_fleet.join", "add engines to a running training"),
     "leave": ("rollout_fleet.join:leave", "remove an engine from a running training, or list the engines"),
     "inspect": ("buffer.inspect", "inspect the replay buffer of a running training"),
+    "check-gpu": ("asyncrl.gpu_check.program", "check this machine for training, part by part"),
     "export": ("learner.checkpoint", "convert a checkpoint to a model in Hugging Face layout"),
 }
 
@@ -32,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     name, *rest = arguments or ["--help"]
     if name in ("-h", "--help"):
-        lines = [f"  {name:8} {meaning}" for name, (_, meaning) in _COMMANDS.items()]
+        lines = [f"  {name:10} {meaning}" for name, (_, meaning) in _COMMANDS.items()]
         usage = ["usage: asyncrl COMMAND ...", "", *lines, "", "asyncrl COMMAND --help explains a command.", ""]
         sys.stdout.write("\n".join(usage))
         return 0

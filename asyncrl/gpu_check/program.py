@@ -1,0 +1,379 @@
+"""``asyncrl check-gpu [--model DIR] [--gpus N]``: checks this machine for training, one line per check.
+
+It does not need a network. Without SGLang or Ray it runs the checks that do not need them. After a failure it continues.
+At the end it prints all results again and writes a JSON file for bug reports. The exit status is 1 if a check failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import platform
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from asyncrl.core.visible_gpus import visible_gpus
+from asyncrl.gpu_check.run_checks import quickstart
+from asyncrl.gpu_check.tasks import FULL, TOY, Setup, run_task
+
+PACKAGES = ("torch", "transformers", "sglang", "ray", "flash-attn-4", "flash-attn", "tensordict", "pyzmq", "numpy")
+PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "A100": 312.0, "B200": 2250.0, "L40S": 362.0}
+"""Dense bfloat16 TFLOP/s by the name of the card, from the vendor's data sheets."""
+MIN_FILES, MIN_SHARED_BYTES = 4096, 16 << 30
+LOSS_TOLERANCE = {"cuda": 0.02, "cpu": 1e-4}
+GAP_TOLERANCE = {"cuda": (0.03, 0.5), "cpu": (1e-3, 1e-2)}
+"""Largest mean and single difference of engine and learner log-probs, in nats."""
+
+
+class State(StrEnum):
+    """The result of a check."""
+
+    passed = "PASS"
+    failed = "FAIL"
+    skipped = "SKIP"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Result:
+    """One line of the check.
+
+    Attributes:
+        name: What was checked. Example: ``train dense ranks=2 sp=2``.
+        state: Whether it works.
+        seconds: Wall time.
+        number: What was measured, for people.
+        remedy: What to set or do; empty if nothing.
+        figures: What was measured, for programs.
+    """
+
+    name: str
+    state: State
+    seconds: float = 0.0
+    number: str = ""
+    remedy: str = ""
+    figures: dict[str, Any] = field(default_factory=dict)
+
+    def line(self) -> str:
+        """The result as a line."""
+        remedy = f"  -> {self.remedy}" if self.remedy and self.state is not State.passed else ""
+        return f"{self.state.value}  {self.seconds:6.1f} s  {self.name:34} {self.number}{remedy}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """A group of results.
+
+    Attributes:
+        name: For ``--only``.
+        run: Yields results; the time between two of them is the second one's.
+        needs: Packages without which the check is skipped.
+    """
+
+    name: str
+    run: Callable[[Setup], Iterator[Result]]
+    needs: tuple[str, ...] = ()
+
+
+def _result(name: str, is_right: bool, number: str, remedy: str = "", **figures: Any) -> Result:
+    state = State.passed if is_right else State.failed
+    return Result(name=name, state=state, number=number, remedy=remedy, figures=figures)
+
+
+# Stack
+
+
+def stack(setup: Setup) -> Iterator[Result]:
+    """Versions, GPUs and limits of this machine."""
+    versions = {name: version for name in PACKAGES if (version := _version(name))}
+    found = f"Python {platform.python_version()}, " + ", ".join(f"{k} {v}" for k, v in versions.items())
+    yield _result("packages", "torch" in versions, found, "bash scripts/setup.sh", **versions)
+    if setup.device == "cuda":
+        cards = _cards()
+        yield _result("GPUs", bool(cards), "; ".join(cards), "see docs/gpus.md, Install", cards=cards)
+    free = shutil.disk_usage("/dev/shm").free
+    remedy = "docker run --shm-size=64g, or weights.transport=file"
+    yield _result(
+        "/dev/shm", free >= MIN_SHARED_BYTES or setup.device == "cpu", f"{free / 1e9:.1f} GB free", remedy, free=free
+    )
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    yield _result(
+        "open files", hard >= MIN_FILES, f"{files}, at most {hard}", "ulimit -Hn 65536", soft=files, hard=hard
+    )
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _cards() -> list[str]:
+    """Name, memory, driver and power limit of each GPU."""
+    query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version,compute_cap", "--format=csv,noheader"]
+    try:
+        listed = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [line.strip() for line in listed.splitlines()]
+
+
+# The learner
+
+
+def kernels(setup: Setup) -> Iterator[Result]:
+    """The attention kernels against float32."""
+    for one in run_task(setup, "learner_tasks:kernels"):
+        if "selected" in one:
+            is_fast = setup.device == "cpu" or one["selected"] != "sdpa"
+            number = f"learner.attention=auto selects {one['selected']}"
+            yield _result("kernel selection", is_fast, number, "see the lines above and docs/gpus.md", **one)
+        elif "error" in one:
+            yield Result(name=f"kernel {one['kernel']}", state=State.skipped, number=one["error"], figures=one)
+        else:
+            yield _result(f"kernel {one['kernel']}", True, f"{one['tflops']:.0f} TFLOP/s", **one)
+
+
+def log_probs(setup: Setup) -> Iterator[Result]:
+    """Log-probs in chunks against float64."""
+    for one in run_task(setup, "learner_tasks:log_probs"):
+        is_right = one["error"] < 1e-3 and one["gradient_error"] < (0.02 if setup.device == "cuda" else 1e-4)
+        number = (
+            f"error {one['error']:.1e} nats, gradient {one['gradient_error']:.1e}, {one['tokens_per_s']:.0f} tokens/s, "
+            f"{one['peak_bytes'] / 1e9:.1f} GB"
+        )
+        yield _result("log-probs against fp64", is_right, number, "learner.logprob_chunk_tokens=512", **one)
+
+
+def training(setup: Setup) -> Iterator[Result]:
+    """Learner steps with different meshes and options; all variants must agree with one rank."""
+    for experts in (False, True):
+        kind = "mixture" if experts else "dense"
+        (saved,) = run_task(setup, "learner_tasks:models", experts=experts)
+        first: dict[str, Any] = {}
+        for variant in _variants(setup):
+            num_ranks, sp_size, recompute, compiled = variant
+            words = f"ranks={num_ranks} sp={sp_size}" + " recompute" * recompute + " compile" * compiled
+            (one,) = run_task(
+                setup,
+                "learner_tasks:train",
+                num_ranks=num_ranks,
+                model=saved["path"],
+                sp_size=sp_size,
+                activation_checkpointing=recompute,
+                torch_compile=compiled,
+            )
+            first = first or one
+            errors = [abs(one[name] / first[name] - 1) for name in ("loss", "grad_norm")]
+            number = (
+                f"loss {one['loss']:.5f}, gradient {one['grad_norm']:.4g}, {one['tokens_per_s'] / num_ranks:.0f} "
+                f"tokens/s per rank{_utilization(one, setup, num_ranks)}, peak {one['peak_bytes'] / 1e9:.1f} GB"
+            )
+            is_same = max(errors) <= LOSS_TOLERANCE[setup.device]
+            remedy = "this variant computes something else: leave its options out, and report it"
+            yield _result(f"train {kind} {words}", is_same, number, remedy, **one)
+
+
+def _variants(setup: Setup) -> list[tuple[int, int, bool, bool]]:
+    """Ranks, sequence-parallel ranks, activation checkpointing, compiling. The first one is the reference."""
+    rows = [(1, 1, False, False), (1, 1, True, False)]
+    if setup.device == "cuda":
+        rows.append((1, 1, True, True))
+    for sp_size in (1, 2, 4):
+        if setup.num_gpus > 1 and setup.num_gpus % sp_size == 0:
+            rows.append((setup.num_gpus, sp_size, True, False))
+    return rows
+
+
+def _utilization(one: dict[str, Any], setup: Setup, num_ranks: int) -> str:
+    """Model FLOP/s ÷ the card's peak, of a dense model; a share of the experts computes, so theirs is not said."""
+    cards = _cards() if setup.device == "cuda" else []
+    peak = next((value for name, value in PEAK_TFLOPS.items() if cards and name in cards[0]), 0.0)
+    if not peak or one["parameters"] > 2e9:
+        return ""
+    return f", MFU {6 * one['parameters'] * one['tokens_per_s'] / num_ranks / peak / 1e12:.0%}"
+
+
+def offload(setup: Setup) -> Iterator[Result]:
+    """Offloading of model and optimizer."""
+    (saved,) = run_task(setup, "learner_tasks:models", experts=False)
+    for one in run_task(setup, "learner_tasks:offload", model=saved["path"]):
+        is_right = one["is_same"] and one["kept_share"] < 0.1
+        number = f"{one['gb_per_s']:.1f} GB/s both ways, {one['kept_share']:.1%} stays on the device"
+        yield _result("offload round trips", is_right, number, "placement.colocated=false", **one)
+
+
+def checkpoint(setup: Setup) -> Iterator[Result]:
+    """A checkpoint beside training, and its load."""
+    (saved,) = run_task(setup, "learner_tasks:models", experts=False)
+    for one in run_task(setup, "learner_tasks:checkpoint", model=saved["path"]):
+        number = f"training waits {one['stall_s']:.2f} s, written at {one['gb_per_s']:.2f} GB/s"
+        yield _result("checkpoint and load", one["is_same"], number, "checkpoint.directory on a faster disk", **one)
+
+
+# Engines and runs
+
+
+def serving(setup: Setup) -> Iterator[Result]:
+    """One engine after the other: log-probs, weights over each carrier, release, a damaged byte."""
+    model = setup.model
+    if not model:
+        (saved,) = run_task(setup, "learner_tasks:models", experts=False)
+        model = saved["path"]
+    is_cuda = setup.device == "cuda"
+    for tp_size in (1, 2):
+        if setup.num_gpus < tp_size:
+            continue
+        carriers = ["folder", "host_stream"]
+        if not is_cuda or setup.num_gpus > tp_size:  # NCCL needs a GPU per member
+            carriers.append("engine_stream")
+        for one in run_task(setup, "serving_tasks:serving", model=model, tp_size=tp_size, carriers=carriers):
+            yield _served(setup, f"tp={tp_size}", one)
+
+
+def _served(setup: Setup, where: str, one: dict[str, Any]) -> Result:
+    what = one["what"]
+    if what == "start":
+        return _result(f"engine {where}", True, "up", **one)
+    if what == "damage":
+        number = one["refused"] or "a version with a damaged byte was served"
+        return _result(f"damaged byte {where}", bool(one["refused"]), number, "do not train with this machine", **one)
+    mean, single = GAP_TOLERANCE[setup.device]
+    is_close = one["mean"] <= mean and one["max"] <= single and one["num_tokens"] > 0
+    gap = f"engine - learner {one['mean']:.1e} nats, at most {one['max']:.1e}"
+    if what == "logprobs":
+        number, name = f"{gap}; {one['tokens_per_s']:.0f} tokens/s", "log-probs of engine and learner"
+        remedy = "rollout_fleet.sglang.extra_args=[--attention-backend,triton]"
+    elif what == "release":
+        number = f"{one['cycles']} times, {one['seconds']:.2f} s, {one['freed_bytes'] / 1e9:.1f} GB freed; {gap}"
+        name, remedy = "release and resume", "placement.colocated=false"
+    else:
+        number = (
+            f"pause {one['pause_s']:.2f} s, {one['gb_per_s']:.2f} GB/s, {one['versions_per_sample']:.1f} versions per "
+            f"sample; {gap}"
+        )
+        name, remedy = what.replace("-", " over "), "use another weights.transport"
+    return _result(f"{name} {where}", is_close, number, remedy, **one)
+
+
+def runs(setup: Setup) -> Iterator[Result]:
+    """Whole runs of the quickstart."""
+    rows: list[tuple[str, list[str], bool]] = [("quickstart-colocated", ["placement.colocated=true"], False)]
+    if setup.device == "cpu" or setup.num_gpus > 1:
+        rows.insert(0, ("quickstart", [], False))
+        rows.append(("quickstart-engine-killed", [], True))
+    for name, overrides, kills in rows:
+        for one in quickstart(setup, name, *overrides, kill_engine=kills):
+            tokens = one["tokens"]
+            is_whole = tokens["generated"] == sum(tokens[k] for k in ("trained", "dropped", "buffered", "in_flight"))
+            is_whole = is_whole and one["policy_version"] == one["steps"]
+            number = f"{one['steps']} steps, {tokens['trained']} tokens trained, lag <= {one['max_lag']['realised']}"
+            yield _result(name, is_whole, number, f"read {setup.folder}/{name}.log", tokens=tokens)
+
+
+CHECKS = (
+    Check(name="stack", run=stack),
+    Check(name="kernels", run=kernels, needs=("torch", "transformers")),
+    Check(name="log_probs", run=log_probs, needs=("torch", "transformers")),
+    Check(name="training", run=training, needs=("torch", "transformers")),
+    Check(name="offload", run=offload, needs=("torch", "transformers")),
+    Check(name="checkpoint", run=checkpoint, needs=("torch", "transformers")),
+    Check(name="serving", run=serving, needs=("torch", "transformers", "sglang")),
+    Check(name="runs", run=runs, needs=("torch", "transformers", "sglang", "ray")),
+)
+
+
+def results_of(check: Check, setup: Setup) -> Iterator[Result]:
+    """Run a check. An error is a failed result, and ends the check."""
+    if missing := [name for name in check.needs if importlib.util.find_spec(name) is None]:
+        yield Result(name=check.name, state=State.skipped, number=f"needs {', '.join(missing)}, not installed")
+        return
+    began, results = time.perf_counter(), check.run(setup)
+    while True:
+        try:
+            result = next(results)
+        except StopIteration:
+            return
+        except Exception as error:  # noqa: BLE001 - the next checks go on
+            seconds = time.perf_counter() - began
+            text = f"{type(error).__name__}: {error}"
+            yield Result(name=check.name, state=State.failed, seconds=seconds, number=text, remedy="see its log")
+            return
+        now = time.perf_counter()
+        yield Result(**{**_fields(result), "seconds": now - began})
+        began = now
+
+
+def _fields(result: Result) -> dict[str, Any]:
+    return {name: getattr(result, name) for name in Result.__dataclass_fields__}
+
+
+def main() -> int:
+    """Entry point; returns the exit status."""
+    arguments = _parser().parse_args()
+    gpus = visible_gpus()
+    device = arguments.device or ("cuda" if gpus else "cpu")
+    if device == "cuda" and not gpus:
+        sys.stderr.write("error: --device cuda needs a GPU that nvidia-smi lists, got none; use --device cpu\n")
+        return 2
+    names = [check.name for check in CHECKS]
+    chosen = arguments.only.split(",") if arguments.only else names
+    if unknown := sorted(set(chosen) - set(names)):
+        sys.stderr.write(f"error: --only={','.join(unknown)} is not a check, expected some of {', '.join(names)}\n")
+        return 2
+    folder = Path(arguments.output or tempfile.mkdtemp(prefix="check-gpu-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    setup = Setup(
+        device=device,
+        num_gpus=arguments.gpus or gpus or 1,
+        scale=FULL if device == "cuda" else TOY,
+        model=arguments.model,
+        folder=str(folder.resolve()),
+        timeout_s=arguments.timeout_s,
+    )
+    sys.stdout.write(f"checking {device} x {setup.num_gpus}; logs and report in {folder}\n")
+    results = []
+    for check in CHECKS:
+        for result in results_of(check, setup) if check.name in chosen else ():
+            results.append(result)
+            sys.stdout.write(result.line() + "\n")
+            sys.stdout.flush()
+    return _report(results, setup)
+
+
+def _report(results: list[Result], setup: Setup) -> int:
+    """Print the table again with counts, write the JSON, and return the exit status."""
+    failed = [result for result in results if result.state is State.failed]
+    path = Path(setup.folder, "check.json")
+    path.write_text(json.dumps({"setup": asdict(setup), "results": [_fields(result) for result in results]}, indent=1))
+    counts = ", ".join(f"{sum(r.state is state for r in results)} {state.value}" for state in State)
+    lines = ["", *(result.line().partition("\n")[0][:200] for result in results), "", counts, f"report: {path}", ""]
+    sys.stdout.write("\n".join(lines))
+    return 1 if failed else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="Check this machine for training: kernels, memory, engines, runs.")
+    parser.add_argument("--model", default="", help="folder of a model for the engine checks; default: a random one")
+    parser.add_argument("--gpus", type=int, default=0, help="number of GPUs to use; default: all that are visible")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="", help="default: cuda if there is a GPU")
+    parser.add_argument("--only", default="", help=f"some of {','.join(check.name for check in CHECKS)}")
+    parser.add_argument("--output", default="", help="folder for models, logs and check.json; default: a new one")
+    parser.add_argument("--timeout-s", type=float, default=600.0, help="deadline of each task")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

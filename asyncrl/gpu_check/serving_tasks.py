@@ -1,0 +1,224 @@
+"""The tasks that need an engine: log-probs of engine and learner, weight updates, and release of the device."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from asyncrl.core.errors import AsyncRLError
+from asyncrl.core.types import Carrier, WeightOffer
+from asyncrl.gpu_check.tasks import Setup
+from asyncrl.weights.carriers import PublishOptions
+from asyncrl.weights.manifest import read_manifest
+from asyncrl.weights.publish import WeightPublisher
+from asyncrl.weights.staging import WeightStager
+from learner.config import Device, LearnerConfig
+from learner.fsdp import local_tensor
+from learner.model_shards import PretrainedShards
+from learner.packed_model import PackedModel
+from learner.roles import ACTOR
+from learner.types import TokenSequence
+from rollout_fleet.config import EngineDevice, RolloutFleetConfig, SamplingConfig, SGLangConfig
+from rollout_fleet.engines.engine import SampleOutput, SampleRequest
+from rollout_fleet.engines.sglang import SGLangEngine
+
+NUM_VERSIONS = 5
+NUM_CYCLES = 10
+NUM_SAMPLES = 16
+_SHARED_GPU = ["--mem-fraction-static", "0.35"]
+
+
+class _Pair:
+    """A learner and an engine of the same model; the engine has a GPU of its own where there is one."""
+
+    def __init__(self, setup: Setup, model: str, tp_size: int) -> None:
+        self.setup, self.tp_size = setup, tp_size
+        config = LearnerConfig(device=Device(setup.device), max_tokens_per_micro_batch=4096)
+        self.learner = PackedModel(config, ACTOR, model_path=model)
+        self.is_alone = setup.device == "cuda" and setup.num_gpus > tp_size
+        if self.is_alone:  # the learner has opened its GPU; the engine's process reads this
+            visible = (os.environ.get("CUDA_VISIBLE_DEVICES") or "").split(",")
+            devices = visible if len(visible) > tp_size else [str(number) for number in range(setup.num_gpus)]
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices[1 : 1 + tp_size])
+        sglang = SGLangConfig(
+            tp_size=tp_size,
+            dtype=setup.dtype,
+            max_running_requests=NUM_SAMPLES,
+            max_total_tokens=NUM_SAMPLES * 1024,
+            memory_saver=setup.device == "cuda",
+            extra_args=[] if setup.device == "cpu" or self.is_alone else _SHARED_GPU,
+        )
+        self.engine = SGLangEngine(
+            RolloutFleetConfig(sglang=sglang, start_timeout_s=setup.timeout_s),
+            model_path=model,
+            device=EngineDevice(setup.device),
+            rank=0,
+            log_dir=setup.folder,
+            seed=0,
+        )
+        self.version = 0
+        self._count = 0
+
+    async def sample(self) -> list[tuple[SampleRequest, SampleOutput]]:
+        """Sample responses to random prompts."""
+        rng, scale = np.random.default_rng(self._count), self.setup.scale
+        self._count += 1
+        low = scale.vocabulary // 2
+        prompts = [rng.integers(low, scale.vocabulary, 16).astype(np.int32) for _ in range(NUM_SAMPLES)]
+        sampling = SamplingConfig(max_new_tokens=scale.num_new_tokens, temperature=1.0)
+        requests = [
+            SampleRequest(id=f"check{self._count}-{index}", prompt_ids=prompt, sampling=sampling)
+            for index, prompt in enumerate(prompts)
+        ]
+        return [answer async for answer in self.engine.generate(requests)]
+
+    def gap(self, answers: Sequence[tuple[SampleRequest, SampleOutput]]) -> dict[str, float]:
+        """Differences between the engine's log-probs and the learner's, of tokens of the current version."""
+        sequences, engine = [], []
+        for request, output in answers:
+            is_current = output.versions == self.version
+            ids = np.concatenate((request.prompt_ids, output.token_ids))
+            mask = np.concatenate((np.zeros(len(request.prompt_ids), dtype=bool), is_current))
+            sequences.append(TokenSequence(input_ids=ids, loss_mask=mask, columns={}))
+            engine.append(output.logprobs[is_current])
+        scores = self.learner.scores(sequences)
+        learner = np.concatenate([score[s.loss_mask] for score, s in zip(scores, sequences, strict=True)])
+        differences = np.abs(learner - np.concatenate(engine))
+        return {"mean": float(differences.mean()), "max": float(differences.max()), "num_tokens": len(differences)}
+
+    def change(self) -> None:
+        """Change all weights of the learner by about a percent."""
+        torch.manual_seed(self.version)
+        with torch.no_grad():
+            for parameter in self.learner.pretrained.parameters():
+                local_tensor(parameter).mul_(1 + 0.01 * torch.randn_like(local_tensor(parameter)))
+
+
+async def serving(setup: Setup, *, model: str, tp_size: int, carriers: list[str]) -> AsyncIterator[dict[str, Any]]:
+    """Start one engine, and try everything that a run does with it."""
+    pair, began = _Pair(setup, model, tp_size), time.perf_counter()
+    memory = Path(setup.folder, "memory")
+    try:
+        await pair.engine.start()
+        yield {"what": "start", "seconds": time.perf_counter() - began}
+        began = time.perf_counter()
+        answers = await pair.sample()
+        num_tokens = sum(len(output.token_ids) for _, output in answers)
+        yield {"what": "logprobs", "tokens_per_s": num_tokens / (time.perf_counter() - began), **pair.gap(answers)}
+        for carrier in carriers:
+            yield {"what": f"weights-{carrier}", **await _updates(pair, Carrier(carrier), memory)}
+        yield {"what": "release", **await _release(pair, memory)}
+        yield {"what": "damage", **await _damage(pair, memory)}
+    finally:
+        await pair.engine.stop()
+
+
+def _publisher(pair: _Pair, carrier: Carrier, name: str) -> WeightPublisher:
+    into_gpus = carrier is Carrier.engine_stream and pair.setup.device == "cuda"
+    options = PublishOptions(
+        carrier=carrier,
+        timeout_s=60.0,
+        num_receivers=pair.tp_size if carrier is Carrier.engine_stream else 1,
+        backend="nccl" if into_gpus else "gloo",
+    )
+    folder = str(Path(pair.setup.folder, f"published-{name}-tp{pair.tp_size}"))
+    return WeightPublisher(PretrainedShards.of(pair.learner), folder, keep=2, options=options)
+
+
+async def _updates(pair: _Pair, carrier: Carrier, memory: Path) -> dict[str, Any]:
+    """Publish versions while samples run; the tokens of the last version must be the learner's."""
+    publisher = _publisher(pair, carrier, carrier.value)
+    stager = WeightStager(f"check-{carrier.value}", memory=memory, copies=False, timeout_s=60.0)
+    pauses, seconds, num_bytes = [], [], 0
+    try:
+        running = asyncio.create_task(pair.sample())
+        for _ in range(NUM_VERSIONS):
+            pair.version += 1
+            pair.change()
+            began = time.perf_counter()
+            offer = await asyncio.wrap_future(publisher.publish(pair.version))
+            assert offer is not None
+            async with stager.staged(offer) as local:
+                pauses.append(await pair.engine.load_weights(local))
+            seconds.append(time.perf_counter() - began)
+            num_bytes = offer.num_bytes
+        versions = [set(output.versions.tolist()) for _, output in await running]
+        gap = pair.gap(await pair.sample())
+    finally:
+        stager.close()
+        publisher.close()
+    return {
+        "pause_s": float(np.median(pauses)),
+        "seconds": float(np.median(seconds)),
+        "gb_per_s": num_bytes / float(np.median(seconds)) / 1e9,
+        "versions_per_sample": float(np.mean([len(one) for one in versions])),
+        **gap,
+    }
+
+
+async def _release(pair: _Pair, memory: Path) -> dict[str, Any]:
+    """Release the engine's device and take it back, several times."""
+    publisher = _publisher(pair, Carrier.folder, "release")
+    stager = WeightStager("check-release", memory=memory, copies=False, timeout_s=60.0)
+    seconds, freed = [], []
+    try:
+        for _ in range(NUM_CYCLES):
+            pair.version += 1
+            pair.change()
+            offer = await asyncio.wrap_future(publisher.publish(pair.version))
+            assert offer is not None
+            began, before = time.perf_counter(), _free_bytes(pair)
+            await pair.engine.release_memory()
+            freed.append(_free_bytes(pair) - before)
+            async with stager.staged(offer) as local:
+                await pair.engine.load_weights(local)
+            seconds.append(time.perf_counter() - began)
+        gap = pair.gap(await pair.sample())
+    finally:
+        stager.close()
+        publisher.close()
+    return {"seconds": float(np.median(seconds)), "freed_bytes": int(np.median(freed)), "cycles": NUM_CYCLES, **gap}
+
+
+def _free_bytes(pair: _Pair) -> int:
+    """Free bytes of the GPU that learner and engine share; 0 if they do not share one."""
+    is_shared = pair.setup.device == "cuda" and not pair.is_alone
+    return torch.cuda.mem_get_info()[0] if is_shared else 0
+
+
+async def _damage(pair: _Pair, memory: Path) -> dict[str, Any]:
+    """Change one byte of a published version; the engine must refuse it. The engine has failed afterwards."""
+    publisher = _publisher(pair, Carrier.folder, "damage")
+    stager = WeightStager("check-damage", memory=memory, copies=False, timeout_s=60.0)
+    try:
+        pair.version += 1
+        offer = await asyncio.wrap_future(publisher.publish(pair.version))
+        assert offer is not None
+        _damage_a_byte(offer)
+        try:
+            async with stager.staged(offer) as local:
+                await pair.engine.load_weights(local)
+        except AsyncRLError as error:
+            return {"refused": str(error).splitlines()[0][:200]}
+        return {"refused": ""}
+    finally:
+        stager.close()
+        publisher.close()
+
+
+def _damage_a_byte(offer: WeightOffer) -> None:
+    """Change one byte of the last tensor of a published version."""
+    manifest = read_manifest(offer)
+    place = manifest.tensors[-1].start
+    with Path(manifest.directory, manifest.files[0]).open("r+b") as data:
+        data.seek(place)
+        byte = data.read(1)[0]
+        data.seek(place)
+        data.write(bytes([byte ^ 1]))

@@ -1,0 +1,228 @@
+"""Runs one task of the check in processes of its own, so that each task starts with an empty device.
+
+A task is a function of `learner_tasks` or `serving_tasks`. It yields measurements; rank 0 prints each of them as a line
+that begins with `MARK`. All other output goes to the task's log.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from pathlib import Path
+from queue import Queue
+from typing import Any
+
+MARK = "@measured "
+_TAIL_LINES = 12
+_RENDEZVOUS_FILE = "ASYNCRL_RENDEZVOUS_FILE"  # `learner.config.RENDEZVOUS_FILE`; this process does not load the learner
+
+
+class TaskFailed(Exception):
+    """A process of a task failed; the message has the end of its log."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scale:
+    """Sizes of the models and batches.
+
+    Attributes:
+        hidden, mlp, heads, kv_heads, head_dim, layers, vocabulary: Of the dense model.
+        moe_hidden, experts, expert_mlp: Of the mixture of experts; the rest is as in the dense model.
+        head_vocabulary: Vocabulary of the log-prob check.
+        num_sequences: Sequences of a batch.
+        length: Tokens of each sequence.
+        num_steps: Measured learner steps.
+        num_new_tokens: Tokens of each sample.
+    """
+
+    hidden: int
+    mlp: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    layers: int
+    vocabulary: int
+    moe_hidden: int
+    experts: int
+    expert_mlp: int
+    head_vocabulary: int
+    num_sequences: int
+    length: int
+    num_steps: int
+    num_new_tokens: int
+
+
+FULL = Scale(
+    hidden=4096,
+    mlp=12288,
+    heads=32,
+    kv_heads=8,
+    head_dim=128,
+    layers=4,
+    vocabulary=32768,
+    moe_hidden=2048,
+    experts=128,
+    expert_mlp=768,
+    head_vocabulary=151936,
+    num_sequences=16,
+    length=1024,
+    num_steps=4,
+    num_new_tokens=256,
+)
+"""The widths of Qwen3-8B and Qwen3-30B-A3B with four layers."""
+
+TOY = Scale(
+    hidden=64,
+    mlp=128,
+    heads=4,
+    kv_heads=2,
+    head_dim=16,
+    layers=2,
+    vocabulary=64,
+    moe_hidden=64,
+    experts=4,
+    expert_mlp=32,
+    head_vocabulary=1000,
+    num_sequences=8,
+    length=24,
+    num_steps=1,
+    num_new_tokens=150,
+)
+"""Sizes for a machine without a GPU."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """The machine and the folder of one check.
+
+    Attributes:
+        device: ``cpu`` or ``cuda``.
+        num_gpus: GPUs to use; on the CPU the number of pretended ones, which bounds the ranks.
+        scale: Sizes.
+        model: Folder of the user's model, or empty.
+        folder: Models, logs and results.
+        timeout_s: Deadline of each task.
+    """
+
+    device: str
+    num_gpus: int
+    scale: Scale
+    model: str
+    folder: str
+    timeout_s: float
+
+    @property
+    def dtype(self) -> str:
+        """Dtype of computation and engines: bfloat16 on CUDA, else float32."""
+        return "bfloat16" if self.device == "cuda" else "float32"
+
+
+def run_task(setup: Setup, name: str, *, num_ranks: int = 1, **options: Any) -> Iterator[dict[str, Any]]:
+    """Run ``module:function`` of this package on some ranks; yields the measurements of rank 0 as they arrive.
+
+    Raises:
+        TaskFailed: a rank failed, or the task missed its deadline. All its processes have ended.
+    """
+    folder = Path(setup.folder)
+    slug = "-".join([name.partition(":")[2], *(f"{key}={Path(str(value)).name}" for key, value in options.items())])
+    task = json.dumps({"name": name, "setup": asdict(setup), "options": options})
+    rendezvous = folder / f"rendezvous-{slug}-{os.urandom(4).hex()}"
+    lines: Queue[str | None] = Queue()
+    ranks, logs = [], []
+    for rank in range(num_ranks):
+        environment = os.environ | {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(num_ranks),
+            "LOCAL_WORLD_SIZE": str(num_ranks),
+            _RENDEZVOUS_FILE: str(rendezvous),
+        }
+        if setup.device == "cpu":
+            environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        logs.append(folder / f"{slug}-{rank}.log")
+        with logs[-1].open("w") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "asyncrl.gpu_check.tasks", task],
+                env=environment,
+                stdout=subprocess.PIPE if rank == 0 else log,
+                stderr=log,
+                text=True,
+            )
+        ranks.append(process)
+    threading.Thread(target=_read, args=(ranks[0], logs[0], lines), daemon=True).start()
+    for process in ranks:
+        threading.Thread(target=_end_all_after, args=(process, ranks), daemon=True).start()
+    stop = threading.Timer(setup.timeout_s, lambda: [process.kill() for process in ranks])
+    stop.start()
+    try:
+        while (line := lines.get()) is not None:
+            yield json.loads(line)
+        codes = [process.wait() for process in ranks]
+        if not stop.is_alive():
+            raise TaskFailed(f"missed the deadline of {setup.timeout_s:g} s (--timeout-s); logs: {logs[0]}")
+        # Ranks that were killed after the failure of another rank have the status -9.
+        for code, log in sorted(zip(codes, logs, strict=True), key=lambda pair: pair[0] == -9):
+            if code:
+                tail = "\n".join(log.read_text(errors="replace").splitlines()[-_TAIL_LINES:])
+                raise TaskFailed(f"exit status {code}; the end of {log}:\n{tail}")
+    finally:
+        stop.cancel()
+        for process in ranks:
+            process.kill()
+            process.wait()
+
+
+def _end_all_after(process: subprocess.Popen[str], ranks: list[subprocess.Popen[str]]) -> None:
+    """End the other ranks when one fails: they would wait for it."""
+    if process.wait():
+        for other in ranks:
+            other.kill()
+
+
+def _read(process: subprocess.Popen[str], log: Path, lines: Queue[str | None]) -> None:
+    """Pass on the measurements of rank 0, and append its other output to its log."""
+    assert process.stdout is not None
+    with log.open("a") as rest:
+        for line in process.stdout:
+            if line.startswith(MARK):
+                lines.put(line.removeprefix(MARK))
+            else:
+                rest.write(line)
+    lines.put(None)
+
+
+def main() -> None:
+    """Entry point of one rank."""
+    task = json.loads(sys.argv[1])
+    setup = Setup(**{**task["setup"], "scale": Scale(**task["setup"]["scale"])})
+    module, _, name = task["name"].partition(":")
+    function = getattr(import_module(f"asyncrl.gpu_check.{module}"), name)
+    if inspect.isasyncgenfunction(function):
+        import asyncio
+
+        asyncio.run(_print_all(function(setup, **task["options"])))
+    else:
+        for measured in function(setup, **task["options"]):
+            _print(measured)
+
+
+async def _print_all(measured: AsyncIterator[dict[str, Any]]) -> None:
+    async for one in measured:
+        _print(one)
+
+
+def _print(measured: dict[str, Any]) -> None:
+    if os.environ["RANK"] == "0":
+        sys.stdout.write(f"{MARK}{json.dumps(measured)}\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""The program behind ``asyncrl check-gpu``: how it reports, and the checks of learner and engine at toy size."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from asyncrl.gpu_check import program
+from asyncrl.gpu_check.program import Check, Result, State, results_of
+from asyncrl.gpu_check.tasks import TOY, Setup, TaskFailed, run_task
+
+
+@pytest.fixture
+def setup(tmp_path):
+    return Setup(device="cpu", num_gpus=1, scale=TOY, model="", folder=str(tmp_path), timeout_s=120.0)
+
+
+def right(name):
+    return Result(name=name, state=State.passed)
+
+
+def test_a_check_that_raises_is_a_failed_result_after_those_before_it(setup):
+    def run(_):
+        yield right("first")
+        raise TaskFailed("no such kernel")
+
+    first, second = results_of(Check(name="two", run=run), setup)
+    assert (first.name, first.state) == ("first", State.passed)
+    assert (second.name, second.state) == ("two", State.failed)
+    assert "no such kernel" in second.line()
+
+
+def test_a_check_without_its_package_is_skipped_by_name(setup):
+    check = Check(name="serving", run=lambda _: iter([right("engine")]), needs=("no_such_package",))
+    (result,) = results_of(check, setup)
+    assert result.state is State.skipped
+    assert "no_such_package" in result.line()
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "meshes"),
+    [(1, {(1, 1)}), (2, {(1, 1), (2, 1), (2, 2)}), (8, {(1, 1), (8, 1), (8, 2), (8, 4)}), (3, {(1, 1), (3, 1)})],
+)
+def test_variants_cover_each_mesh_that_the_gpus_allow(setup, num_gpus, meshes):
+    rows = program._variants(replace(setup, device="cuda", num_gpus=num_gpus))
+    assert {row[:2] for row in rows} == meshes
+    assert rows[0] == (1, 1, False, False)
+    assert (1, 1, True, True) in rows
+
+
+def test_a_task_whose_process_fails_says_the_end_of_its_log(setup):
+    with pytest.raises(TaskFailed, match="no_such_folder"):
+        list(run_task(setup, "learner_tasks:offload", model="no_such_folder"))
+
+
+def test_a_task_that_misses_its_deadline_says_the_option(setup):
+    with pytest.raises(TaskFailed, match="--timeout-s"):
+        list(run_task(replace(setup, timeout_s=0.2), "learner_tasks:models", experts=False))
+
+
+def test_a_rank_that_fails_ends_the_others(setup):
+    (saved,) = run_task(setup, "learner_tasks:models", experts=False)
+    options = {"model": saved["path"], "activation_checkpointing": False, "torch_compile": False}
+    with pytest.raises(TaskFailed, match="sp_size"):
+        list(run_task(setup, "learner_tasks:train", num_ranks=2, sp_size=3, **options))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [(["--only", "kernel"], "kernels, log_probs"), (["--device", "cuda"], "--device cpu")],
+)
+def test_wrong_arguments_are_refused_with_the_choices(arguments, words, monkeypatch, capsys):
+    monkeypatch.setattr(program, "visible_gpus", lambda: 0)
+    monkeypatch.setattr(sys, "argv", ["check-gpu", *arguments])
+    assert program.main() == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(300)
+@pytest.mark.skipif("not __import__('importlib.util').util.find_spec('sglang')", reason="SGLang is not installed")
+def test_learner_and_engine_pass_the_check_at_toy_size(tmp_path):
+    found = check(tmp_path, "--only", "stack,kernels,log_probs,training,offload,checkpoint,serving")
+    assert {result["state"] for result in found.values()} == {"PASS"}
+    assert found["weights over folder tp=1"]["figures"]["versions_per_sample"] > 1
+    assert found["release and resume tp=1"]["figures"]["cycles"] == 10
+    assert "WeightsError" in found["damaged byte tp=1"]["number"]
+    assert "train mixture ranks=1 sp=1 recompute" in found
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_meshes_tensor_parallel_engines_and_runs_pass_the_check_at_toy_size(tmp_path):
+    found = check(tmp_path, "--gpus", "2", "--only", "training,serving,runs")
+    assert {result["state"] for result in found.values()} == {"PASS"}
+    assert {"quickstart", "quickstart-colocated", "quickstart-engine-killed"} <= found.keys()
+
+
+def check(folder, *arguments):
+    """The results of the program on the CPU, by name."""
+    command = [sys.executable, "-m", "asyncrl", "check-gpu", "--device", "cpu", "--output", str(folder), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    report = json.loads((folder / "check.json").read_text())
+    found = {result["name"]: result for result in report["results"]}
+    assert done.returncode == 0, done.stdout
+    assert all(name in done.stdout for name in found)
+    return found
