@@ -6,7 +6,6 @@ its parent. In a run it inherits blocked SIGTERM and SIGINT; its owner sends SIG
 
 import argparse
 import asyncio
-import ctypes
 import gc
 import json
 import logging
@@ -19,7 +18,7 @@ from typing import Any
 
 from asyncrl.core import record
 from asyncrl.core.errors import AsyncRLError, WorkerDiedError
-from asyncrl.core.host import keep_freed_memory
+from asyncrl.core.host import end_with_parent, keep_freed_memory
 
 from .config import BufferConfig, Durability, OnStale, StoresOn
 from .journal import Journal
@@ -30,7 +29,6 @@ from .store_servers import StoreServers, StoreService
 
 logger = logging.getLogger(__name__)
 
-_PR_SET_PDEATHSIG = 1
 _KEPT_BYTES = 2**31 - 1
 """Freed bytes that are kept: what was once held, within ``buffer.max_stored_bytes``."""
 
@@ -180,16 +178,6 @@ def calm_collector() -> None:
     """Avoid full garbage collections: their cost grows with the ledger, which has no reference cycles."""
     gc.freeze()
     gc.set_threshold(50_000, 20, 1_000_000)
-
-
-def end_with_parent() -> None:
-    """Ask the kernel to kill this process when its parent ends (Linux)."""
-    parent = os.getppid()
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        logger.warning("the kernel refused PR_SET_PDEATHSIG; the server may outlive its parent")
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import signal
 import stat
 from contextlib import suppress
 from pathlib import Path
@@ -22,6 +23,7 @@ WORKER_BYTES = 256 << 20
 """Freed bytes that a computing process keeps: more than one step of a small model needs, and little for any host."""
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # as in malloc.h
+_PR_SET_PDEATHSIG = 1
 
 
 class NotPrivate(AsyncRLError):
@@ -86,3 +88,13 @@ def keep_freed_memory(num_bytes: int) -> None:
     for name, (option, value) in options.items():
         if mallopt is None or not mallopt(option, value):
             logger.info("the C library does not support %s; freed memory returns to the kernel", name)
+
+
+def end_with_parent() -> None:
+    """Ask the kernel to kill this process when its parent ends (Linux)."""
+    parent = os.getppid()
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        logger.warning("the kernel refused PR_SET_PDEATHSIG; this process may outlive its parent")
+    if os.getppid() != parent:
+        os._exit(1)

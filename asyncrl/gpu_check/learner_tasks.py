@@ -30,11 +30,9 @@ Measured = Iterator[dict[str, Any]]
 
 
 def save_model(directory: Path, scale: Scale, *, experts: bool, dtype: str) -> str:
-    """Save a random model of this scale; returns its folder. An existing folder is kept."""
-    from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
+    """Save a random model of this scale; returns its folder."""
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    if (directory / "config.json").exists():
-        return str(directory)
     shape: dict[str, Any] = {
         "hidden_size": scale.moe_hidden if experts else scale.hidden,
         "intermediate_size": scale.mlp,
@@ -51,10 +49,12 @@ def save_model(directory: Path, scale: Scale, *, experts: bool, dtype: str) -> s
         "initializer_range": 0.02 if scale.hidden > 1000 else 0.2,
     }
     if experts:
-        sizes = {"num_experts": scale.experts, "num_experts_per_tok": min(8, scale.experts // 2)}
-        config = Qwen3MoeConfig(**shape, **sizes, moe_intermediate_size=scale.expert_mlp)
-    else:
-        config = Qwen3Config(**shape)
+        shape |= {
+            "num_experts": scale.experts,
+            "num_experts_per_tok": min(8, scale.experts // 2),
+            "moe_intermediate_size": scale.expert_mlp,
+        }
+    config = AutoConfig.for_model("qwen3_moe" if experts else "qwen3", **shape)
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).save_pretrained(directory)
     return str(directory)
@@ -62,7 +62,7 @@ def save_model(directory: Path, scale: Scale, *, experts: bool, dtype: str) -> s
 
 def models(setup: Setup, *, experts: bool) -> Measured:
     """Save the random model that later tasks load."""
-    folder = Path(setup.folder, "moe" if experts else "dense")
+    folder = Path(setup.folder, "mixture" if experts else "dense")
     path = save_model(folder, setup.scale, experts=experts, dtype=setup.dtype)
     yield {"path": path, "bytes": sum(file.stat().st_size for file in folder.glob("*.safetensors"))}
 
@@ -129,9 +129,7 @@ def log_probs(setup: Setup) -> Measured:
     targets = torch.randint(scale.head_vocabulary, (num_tokens,), device=device)
     hidden.requires_grad_()
     weight.requires_grad_()
-    if setup.device == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
+    before = torch.cuda.memory_allocated(device) if setup.device == "cuda" else 0
     found = torch.empty(0)
 
     def step() -> None:

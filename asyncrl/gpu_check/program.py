@@ -1,7 +1,7 @@
 """``asyncrl check-gpu [--model DIR] [--gpus N]``: checks this machine for training, one line per check.
 
-It does not need a network. Without SGLang or Ray it runs the checks that do not need them. After a failure it continues.
-At the end it prints all results again and writes a JSON file for bug reports. The exit status is 1 if a check failed.
+It does not need a network. Without SGLang or Ray it runs the other checks. After a failure it continues. At the end it
+prints all results again and writes a JSON file for bug reports. The exit status is 1 if a check failed.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import platform
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -161,7 +162,7 @@ def training(setup: Setup) -> Iterator[Result]:
     """Learner steps with different meshes and options; all variants must agree with one rank."""
     for experts in (False, True):
         kind = "mixture" if experts else "dense"
-        (saved,) = run_task(setup, "learner_tasks:models", experts=experts)
+        model = _saved_model(setup, experts=experts)
         first: dict[str, Any] = {}
         for variant in _variants(setup):
             num_ranks, sp_size, recompute, compiled = variant
@@ -170,7 +171,7 @@ def training(setup: Setup) -> Iterator[Result]:
                 setup,
                 "learner_tasks:train",
                 num_ranks=num_ranks,
-                model=saved["path"],
+                model=model,
                 sp_size=sp_size,
                 activation_checkpointing=recompute,
                 torch_compile=compiled,
@@ -184,6 +185,14 @@ def training(setup: Setup) -> Iterator[Result]:
             is_same = max(errors) <= LOSS_TOLERANCE[setup.device]
             remedy = "this variant computes something else: leave its options out, and report it"
             yield _result(f"train {kind} {words}", is_same, number, remedy, **one)
+
+
+def _saved_model(setup: Setup, *, experts: bool = False) -> str:
+    """The folder of the random model, which is saved at the first use."""
+    folder = Path(setup.folder, "mixture" if experts else "dense")
+    if not (folder / "config.json").exists():
+        list(run_task(setup, "learner_tasks:models", experts=experts))
+    return str(folder)
 
 
 def _variants(setup: Setup) -> list[tuple[int, int, bool, bool]]:
@@ -208,8 +217,7 @@ def _utilization(one: dict[str, Any], setup: Setup, num_ranks: int) -> str:
 
 def offload(setup: Setup) -> Iterator[Result]:
     """Offloading of model and optimizer."""
-    (saved,) = run_task(setup, "learner_tasks:models", experts=False)
-    for one in run_task(setup, "learner_tasks:offload", model=saved["path"]):
+    for one in run_task(setup, "learner_tasks:offload", model=_saved_model(setup)):
         is_right = one["is_same"] and one["kept_share"] < 0.1
         number = f"{one['gb_per_s']:.1f} GB/s both ways, {one['kept_share']:.1%} stays on the device"
         yield _result("offload round trips", is_right, number, "placement.colocated=false", **one)
@@ -217,8 +225,7 @@ def offload(setup: Setup) -> Iterator[Result]:
 
 def checkpoint(setup: Setup) -> Iterator[Result]:
     """A checkpoint beside training, and its load."""
-    (saved,) = run_task(setup, "learner_tasks:models", experts=False)
-    for one in run_task(setup, "learner_tasks:checkpoint", model=saved["path"]):
+    for one in run_task(setup, "learner_tasks:checkpoint", model=_saved_model(setup)):
         number = f"training waits {one['stall_s']:.2f} s, written at {one['gb_per_s']:.2f} GB/s"
         yield _result("checkpoint and load", one["is_same"], number, "checkpoint.directory on a faster disk", **one)
 
@@ -228,10 +235,7 @@ def checkpoint(setup: Setup) -> Iterator[Result]:
 
 def serving(setup: Setup) -> Iterator[Result]:
     """One engine after the other: log-probs, weights over each carrier, release, a damaged byte."""
-    model = setup.model
-    if not model:
-        (saved,) = run_task(setup, "learner_tasks:models", experts=False)
-        model = saved["path"]
+    model = setup.model or _saved_model(setup)
     is_cuda = setup.device == "cuda"
     for tp_size in (1, 2):
         if setup.num_gpus < tp_size:
@@ -343,6 +347,7 @@ def main() -> int:
         folder=str(folder.resolve()),
         timeout_s=arguments.timeout_s,
     )
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that tasks and runs are ended
     sys.stdout.write(f"checking {device} x {setup.num_gpus}; logs and report in {folder}\n")
     results = []
     for check in CHECKS:

@@ -19,6 +19,8 @@ from pathlib import Path
 from queue import Queue
 from typing import Any
 
+from asyncrl.core.host import end_with_parent
+
 MARK = "@measured "
 _TAIL_LINES = 12
 _RENDEZVOUS_FILE = "ASYNCRL_RENDEZVOUS_FILE"  # `learner.config.RENDEZVOUS_FILE`; this process does not load the learner
@@ -200,6 +202,7 @@ def _read(process: subprocess.Popen[str], log: Path, lines: Queue[str | None]) -
 
 def main() -> None:
     """Entry point of one rank."""
+    end_with_parent()
     task = json.loads(sys.argv[1])
     setup = Setup(**{**task["setup"], "scale": Scale(**task["setup"]["scale"])})
     module, _, name = task["name"].partition(":")

@@ -79,7 +79,7 @@ def test_wrong_arguments_are_refused_with_the_choices(arguments, words, monkeypa
 
 
 @pytest.mark.e2e
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.skipif("not __import__('importlib.util').util.find_spec('sglang')", reason="SGLang is not installed")
 def test_learner_and_engine_pass_the_check_at_toy_size(tmp_path):
     found = check(tmp_path, "--only", "stack,kernels,log_probs,training,offload,checkpoint,serving")
