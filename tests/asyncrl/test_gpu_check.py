@@ -60,13 +60,6 @@ def test_a_task_that_misses_its_deadline_says_the_option(setup):
         list(run_task(replace(setup, timeout_s=0.2), "learner_tasks:models", experts=False))
 
 
-def test_a_rank_that_fails_ends_the_others(setup):
-    (saved,) = run_task(setup, "learner_tasks:models", experts=False)
-    options = {"model": saved["path"], "activation_checkpointing": False, "torch_compile": False}
-    with pytest.raises(TaskFailed, match="sp_size"):
-        list(run_task(setup, "learner_tasks:train", num_ranks=2, sp_size=3, **options))
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [(["--only", "kernel"], "kernels, log_probs"), (["--device", "cuda"], "--device cpu")],
