@@ -285,17 +285,11 @@ def _nearest(option: str) -> str:
     return f"did you mean {' or '.join(near)}?" if near else "--help-all lists every option"
 
 
-def help_text(config: RunConfig, *, experiments: list[str], everything: bool) -> str:
-    """Return the help page with the values of the composed run ``config``.
-
-    Args:
-        config: The composed run.
-        experiments: Names of the built-in experiments.
-        everything: List all options instead of `COMMON_OPTIONS`.
-    """
-    corrections = sorted(path.stem for path in (CONFIG_DIR / "correction").glob("*.yaml"))
-    named = _USAGE.format(experiments=", ".join(experiments), corrections=", ".join(corrections))
-    usage = [named, "options, with their values in this experiment:"]
+def help_text(config: RunConfig, *, everything: bool) -> str:
+    """Return the help page with the values of the composed run: of all options, or of `COMMON_OPTIONS`."""
+    kinds = ("experiment", "correction")
+    names = {f"{kind}s": ", ".join(sorted(p.stem for p in (CONFIG_DIR / kind).glob("*.yaml"))) for kind in kinds}
+    usage = [_USAGE.format(**names), "options, with their values in this experiment:"]
     return "\n".join([*usage, *option_lines(config, describe(config) if everything else COMMON_OPTIONS)])
 
 

@@ -29,8 +29,7 @@ from asyncrl.cli.quickstart import with_quickstart_assets
 from asyncrl.config import RunConfig, with_time_to_read
 from asyncrl.core.errors import AsyncRLError
 from asyncrl.core.types import AnsweredPrompt, Prompt
-from asyncrl.data.prompts import load_eval_prompts
-from asyncrl.data.tokenization import load_tokenizer
+from asyncrl.data.prompts import load_eval_prompts, load_tokenizer
 from asyncrl.metrics import Evaluation, read_json, write_json
 from asyncrl.run.evaluator import HeldOutEvaluator
 from asyncrl.run.run_folder import RunPaths

@@ -19,8 +19,8 @@ from importlib import import_module
 from pathlib import Path
 
 from asyncrl.checks import check_options, resolve_devices
-from asyncrl.cli.compose import CONFIG_DIR, compose_run, dump_yaml, help_text
-from asyncrl.cli.preflight import check_folders, preflight
+from asyncrl.cli.compose import compose_run, dump_yaml, help_text
+from asyncrl.cli.preflight import check_folders, dry_run, preflight
 from asyncrl.cli.quickstart import with_quickstart_assets
 from asyncrl.cli.supervisor import (
     EXIT_FAILED,
@@ -75,28 +75,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"error: {error}\n")
         return EXIT_USAGE
     if flags:
-        sys.stdout.write(_page(config, flags) + "\n")
+        shown = dump_yaml(config) if "--print-config" in flags else help_text(config, everything="--help-all" in flags)
+        sys.stdout.write(shown + "\n")
         return 0
-    return _show_dry_run(config) if config.dry_run else _train(config, overrides)
-
-
-def _show_dry_run(config: RunConfig) -> int:
-    from asyncrl.cli.dry_run import dry_run
-
+    if not config.dry_run:
+        return _train(config, overrides)
     try:
         found = dry_run(config)
     except AsyncRLError as error:
         sys.stderr.write(f"error: {error}\n")
         return EXIT_FAILED
-    sys.stdout.write(found.page())
+    sys.stdout.write(found.page)
     return EXIT_USAGE if found.problems else 0
-
-
-def _page(config: RunConfig, flags: set[str]) -> str:
-    if "--print-config" in flags:
-        return dump_yaml(config)
-    experiments = sorted(path.stem for path in (CONFIG_DIR / "experiment").glob("*.yaml"))
-    return help_text(config, experiments=experiments, everything="--help-all" in flags)
 
 
 def _train(config: RunConfig, overrides: Sequence[str]) -> int:

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from .prompts import Tokenizer, render_chat
 from .row_files import Rows, read_rows
-from .tokenization import Tokenizer, render_chat
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,9 +66,15 @@ def load_demonstrations(files: Sequence[str], form: DemonstrationFormat, tokeniz
     demonstrations: list[Demonstration] = []
     for name in files:
         rows = read_rows(name, keys, section="sft")
-        stretches = _conversations(rows, form, tokenizer) if form.chat_template else _pairs(rows, form, tokenizer)
-        for row, parts in enumerate(stretches):
-            demonstrations.append(_demonstration(parts, rows.where(row)))
+        if form.chat_template:
+            stretches = _conversations(rows, form, tokenizer)
+        else:
+            texts = {key: _strings(rows, key) for key in (form.prompt_key, form.response_key)}
+            prompts = tokenizer(texts[form.prompt_key], add_special_tokens=True)["input_ids"]
+            responses = tokenizer(texts[form.response_key], add_special_tokens=False)["input_ids"]
+            ends = [[*response, tokenizer.eos_token_id] for response in responses]
+            stretches = [[(ids, False), (end, True)] for ids, end in zip(prompts, ends, strict=True)]
+        demonstrations += [_demonstration(parts, rows.where(row)) for row, parts in enumerate(stretches)]
     return demonstrations
 
 
@@ -85,14 +91,6 @@ def _demonstration(parts: Sequence[_Stretch], where: str) -> Demonstration:
             f"{where}: must have a prompt and a response of at least one token, got nothing to learn; remove the row"
         )
     return Demonstration(token_ids=token_ids, learned=learned, where=where)
-
-
-def _pairs(rows: Rows, form: DemonstrationFormat, tokenizer: Any) -> Iterator[list[_Stretch]]:
-    texts = {key: _strings(rows, key) for key in (form.prompt_key, form.response_key)}
-    prompts = tokenizer(texts[form.prompt_key], add_special_tokens=True)["input_ids"]
-    responses = tokenizer(texts[form.response_key], add_special_tokens=False)["input_ids"]
-    for prompt, response in zip(prompts, responses, strict=True):
-        yield [(prompt, False), ([*response, tokenizer.eos_token_id], True)]
 
 
 def _conversations(rows: Rows, form: DemonstrationFormat, tokenizer: Tokenizer) -> Iterator[list[_Stretch]]:

@@ -115,19 +115,15 @@ def _read_parquet(path: str, content: bytes, keys: Iterable[str], section: str) 
     try:
         file = pq.ParquetFile(pa.BufferReader(content))
         names = file.schema_arrow.names
-        columns = [_parquet_column(path, key, names, section) for key in keys]
+        columns = {key: next((name for name in (key, key.split(".")[0]) if name in names), "") for key in keys}
+        if missing := [key for key, name in columns.items() if not name]:
+            found = f"no column {missing[0]!r}, found {sorted(names)}"
+            raise ValueError(f"{path}: {found}; set another column in {section}.*_key")
         # Arrow's threads sometimes abort a process that exits soon after the read.
-        values = file.read(columns=sorted(set(columns)), use_threads=False).to_pylist()
+        values = file.read(columns=sorted(set(columns.values())), use_threads=False).to_pylist()
     except pa.ArrowException as error:
         raise ValueError(f"{path}: not a readable parquet file ({error}); write it again") from error
     return Rows(path=path, unit="row", numbers=range(len(values)), values=values, digest=_digest(content))
-
-
-def _parquet_column(path: str, key: str, names: Sequence[str], section: str) -> str:
-    for name in (key, key.split(".")[0]):
-        if name in names:
-            return name
-    raise ValueError(f"{path}: no column {key!r}, found {sorted(names)}; set another column in {section}.*_key")
 
 
 def _read_jsonl(path: str, content: bytes) -> Rows:

@@ -366,11 +366,11 @@ def test_every_option_is_documented_and_the_common_ones_exist():
     assert sorted(documented) == sorted(leaves(dump_yaml(RunConfig())))
     assert all(meaning for meaning, _ in documented.values())
     assert set(COMMON_OPTIONS) <= set(documented)
-    page = help_text(compose_run([]), experiments=["quickstart"], everything=False)
+    page = help_text(compose_run([]), everything=False)
     assert "buffer.max_lag=" in page
     assert "Staleness bound in learner steps" in page
     assert "One of: wait, requeue, drop." in page
-    everything = help_text(compose_run([]), experiments=["quickstart"], everything=True)
+    everything = help_text(compose_run([]), everything=True)
     assert "One of: token_mean, sequence_mean, sequence_sum_norm." in everything
     assert "placement.colocated=false" in everything
 

@@ -7,7 +7,7 @@ import pytest
 
 from asyncrl.cli import train_command
 from asyncrl.cli.compose import CONFIG_DIR, compose_run
-from asyncrl.cli.dry_run import dry_run
+from asyncrl.cli.preflight import dry_run
 from asyncrl.cli.quickstart import make_assets
 from asyncrl.planner.device_memory import ModelSize, engine_memory, kv_tokens, rank_memory
 from learner.config import Device, GradientSync, LoraConfig
@@ -41,7 +41,7 @@ def test_a_dry_run_of_every_experiment_shows_its_resources(name, qwen, tmp_path)
     if not config.quickstart:
         config = replace(config, model=replace(config.model, path=qwen))
     found = dry_run(config)
-    page = found.page()
+    page = found.page
     assert f"the learner trains on a token at most {config.buffer.max_lag} learner step" in page
     assert f"{config.rollout_fleet.num_engines} sglang engines" in page
     assert f"then {config.total_steps} steps" in page
@@ -54,11 +54,11 @@ def test_a_dry_run_of_every_experiment_shows_its_resources(name, qwen, tmp_path)
 def test_a_dry_run_shows_resolved_devices_and_the_resources_of_an_elastic_fleet(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     own = [f"output_dir={tmp_path}", "rollout_fleet.engine=transformers", "learner.device=auto"]
-    page = dry_run(compose_run([*own, "rollout_fleet.num_engines={min:1,max:3}"])).page()
+    page = dry_run(compose_run([*own, "rollout_fleet.num_engines={min:1,max:3}"])).page
     assert "learner pool learner: 1 rank on cpu (auto)" in page
     assert "1 to 3 transformers engines on cpu (auto)" in page
     assert "2 CPUs (4 with all engines) and 0 GPUs" in page
-    page = dry_run(compose_run([*own, "ray.address=host:1", "placement.num_nodes=2"])).page()
+    page = dry_run(compose_run([*own, "ray.address=host:1", "placement.num_nodes=2"])).page
     assert "1 transformers engines on what the cluster has" in page
 
 
