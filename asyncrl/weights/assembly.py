@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import groupby
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from asyncrl.core.errors import WeightsError
 from asyncrl.weights.manifest import DTYPES, PIECE_BYTES, DigestThreads, Manifest, Piece, StoredTensor, factors_of
+
+BUCKET_BYTES = 64 << 20
+"""Page-locked bytes through which values pass between a GPU and the host, twice."""
 
 
 def known_dtype(stored: StoredTensor) -> torch.dtype:
@@ -47,6 +52,41 @@ class DeviceDigests:
         return digests
 
 
+class BucketCopies:
+    """Copies host bytes to a device through two buckets, page-locked for a GPU.
+
+    Args:
+        threads: Copy into the buckets.
+        device: The device.
+    """
+
+    def __init__(self, threads: DigestThreads, device: torch.device) -> None:
+        self._threads, self._device, self._count = threads, device, 0
+        is_cuda = device.type == "cuda"
+        self._buckets = [torch.empty(BUCKET_BYTES, dtype=torch.uint8, pin_memory=is_cuda) for _ in range(2)]
+        self._sent = [torch.cuda.Event() for _ in range(2)] if is_cuda else []
+
+    def copied(self, source: np.ndarray) -> Tensor:
+        """Return a copy, [bytes] uint8; the device may still be filling it."""
+        target = torch.empty(len(source), dtype=torch.uint8, device=self._device)
+        for start in range(0, len(source), BUCKET_BYTES):
+            index, data = self._count % 2, source[start : start + BUCKET_BYTES]
+            self._count += 1
+            if self._sent:
+                self._sent[index].synchronize()  # the bucket is free
+            bucket = self._buckets[index][: len(data)]
+            places = [slice(first, first + PIECE_BYTES) for first in range(0, len(data), PIECE_BYTES)]
+            list(self._threads.map(partial(_copy_range, data, bucket.numpy()), places))
+            target[start : start + len(data)].copy_(bucket, non_blocking=True)
+            if self._sent:
+                self._sent[index].record()
+        return target
+
+
+def _copy_range(source: np.ndarray, target: np.ndarray, place: slice) -> None:
+    target[place] = source[place]
+
+
 class TensorAssembly:
     """The tensors of one version. Each tensor is returned once all of its pieces were added and verified.
 
@@ -56,14 +96,17 @@ class TensorAssembly:
     Args:
         manifest: Of the version; it has one data file.
         name: Of the version, for messages.
-        device: Device of tensors that are assembled from several parts.
+        device: Device of the pieces and tensors.
+        digests_there: Compare digests that the device computes, `Piece.device_digest`.
 
-    Raises `WeightsError` for a type that torch does not have.
+    Raises `WeightsError` for a type that torch does not have, or if digests of the device were not published.
     """
 
-    def __init__(self, manifest: Manifest, *, name: str, device: torch.device) -> None:
+    def __init__(self, manifest: Manifest, *, name: str, device: torch.device, digests_there: bool) -> None:
         for stored in manifest.tensors:
             known_dtype(stored)
+        if digests_there and any(piece.device_digest is None for piece in manifest.pieces):
+            raise WeightsError(f"{name}: a learner on a CPU publishes no digests that a GPU compares; use gloo")
         self._name, self._device = name, device
         self._tensors = sorted(manifest.tensors, key=lambda stored: (stored.start, stored.num_bytes))
         self._starts = [stored.start for stored in self._tensors]
@@ -71,6 +114,7 @@ class TensorAssembly:
         self._begun: dict[str, Tensor] = {}
         self._added: set[int] = set()
         self._threads = DigestThreads()
+        self._digests = DeviceDigests(device) if digests_there else None
 
     def add(self, span: Sequence[Piece], data: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Verify adjacent pieces; yield name and tensor of each tensor that is now complete.
@@ -82,10 +126,7 @@ class TensorAssembly:
         Raises:
             WeightsError: the bytes are not those that were published.
         """
-        first, view = span[0].start, data.cpu().numpy()
-        wrong = self._threads.wrong(
-            span, lambda piece: view[piece.start - first : piece.start - first + piece.num_bytes]
-        )
+        first, wrong = span[0].start, self._wrong(span, data)
         for piece in span:
             stored = self._tensors[bisect_right(self._starts, piece.start) - 1]
             if piece in wrong:
@@ -103,6 +144,16 @@ class TensorAssembly:
             if not self._num_left[stored.name]:
                 del self._num_left[stored.name]
                 yield stored.name, shaped(stored, self._begun.pop(stored.name, data[max(begin, 0) : max(end, 0)]))
+
+    def _wrong(self, span: Sequence[Piece], data: Tensor) -> list[Piece]:
+        """Return the pieces with other bytes than were published. Bytes on a GPU are digested there."""
+        if self._digests is not None:
+            arrived = torch.stack(self._digests.of(data, [piece.num_bytes for piece in span])).tolist()
+            return [piece for piece, digest in zip(span, arrived, strict=True) if piece.device_digest != digest]
+        first, view = span[0].start, data.numpy()
+        return self._threads.wrong(
+            span, lambda piece: view[piece.start - first : piece.start - first + piece.num_bytes]
+        )
 
     def finish(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the empty tensors. Raises `WeightsError` if a tensor is not complete."""

@@ -30,11 +30,10 @@ from typing_extensions import Buffer
 
 from asyncrl.core.errors import WeightsError
 from asyncrl.core.types import Carrier, WeightOffer
-from asyncrl.weights.assembly import DeviceDigests, known_dtype, shaped
+from asyncrl.weights.assembly import BUCKET_BYTES, BucketCopies, DeviceDigests, known_dtype, shaped
 from asyncrl.weights.carriers import load_limit_s
 from asyncrl.weights.manifest import (
     CACHED_BYTES,
-    PIECE_BYTES,
     DigestThreads,
     Manifest,
     Piece,
@@ -44,7 +43,6 @@ from asyncrl.weights.manifest import (
     read_manifest,
 )
 from asyncrl.weights.rounds import MAX_ROUNDS
-from asyncrl.weights.snapshot import BUCKET_BYTES
 from asyncrl.weights.stream import NUM_AHEAD, ArrivingWeights, RoundFailed
 
 T = TypeVar("T")
@@ -298,41 +296,6 @@ class FileWeights:
 
     def _bytes_of(self, piece: Piece) -> np.ndarray:
         return self._maps[piece.file][piece.start : piece.start + piece.num_bytes]
-
-
-class BucketCopies:
-    """Copies host bytes to a device through two buckets, page-locked for a GPU.
-
-    Args:
-        threads: Copy into the buckets.
-        device: The device.
-    """
-
-    def __init__(self, threads: DigestThreads, device: torch.device) -> None:
-        self._threads, self._device, self._count = threads, device, 0
-        is_cuda = device.type == "cuda"
-        self._buckets = [torch.empty(BUCKET_BYTES, dtype=torch.uint8, pin_memory=is_cuda) for _ in range(2)]
-        self._sent = [torch.cuda.Event() for _ in range(2)] if is_cuda else []
-
-    def copied(self, source: np.ndarray) -> Tensor:
-        """Return a copy, [bytes] uint8; the device may still be filling it."""
-        target = torch.empty(len(source), dtype=torch.uint8, device=self._device)
-        for start in range(0, len(source), BUCKET_BYTES):
-            index, data = self._count % 2, source[start : start + BUCKET_BYTES]
-            self._count += 1
-            if self._sent:
-                self._sent[index].synchronize()  # the bucket is free
-            bucket = self._buckets[index][: len(data)]
-            places = [slice(first, first + PIECE_BYTES) for first in range(0, len(data), PIECE_BYTES)]
-            list(self._threads.map(partial(_copy_range, data, bucket.numpy()), places))
-            target[start : start + len(data)].copy_(bucket, non_blocking=True)
-            if self._sent:
-                self._sent[index].record()
-        return target
-
-
-def _copy_range(source: np.ndarray, target: np.ndarray, place: slice) -> None:
-    target[place] = source[place]
 
 
 class PublishedAdapter:

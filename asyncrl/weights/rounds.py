@@ -58,7 +58,8 @@ class Round:
     Attributes:
         number: Counts from 1.
         version: Policy version.
-        num_receivers: Number of receivers. Each process group also has one learner rank, as its rank 0.
+        group: The round in which the members made their process group. The first members are the learner ranks.
+        num_receivers: Number of receivers.
         shares: Number of the manifest's pieces that each learner rank sends, in the manifest's order.
         is_delta: Each rank sends its delta file instead; the receivers hold the version before.
         timeout_s: Deadline of the round, transfers included.
@@ -68,12 +69,18 @@ class Round:
 
     number: int
     version: int
+    group: int
     num_receivers: int
     shares: tuple[int, ...]
     is_delta: bool
     timeout_s: float
     oldest: int
     backend: Backend
+
+    @property
+    def num_members(self) -> int:
+        """Learner ranks and receivers."""
+        return len(self.shares) + self.num_receivers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,11 +95,19 @@ class HeldOffer:
 
 @dataclass(frozen=True, kw_only=True)
 class RoundRequest:
-    """A receiver's request for a version; ``holds`` is the digest of the version that it holds, or empty."""
+    """A receiver's request for a version.
+
+    Attributes:
+        receiver: Its connection.
+        version: Policy version.
+        holds: Digest of the version that it holds, or empty.
+        host: Name of its host.
+    """
 
     receiver: Any
     version: int
     holds: str
+    host: str = ""
 
 
 class HeldVersions(dict[int, T]):
@@ -149,30 +164,28 @@ def rounds_of(
 
 @dataclass(kw_only=True)
 class Meeting:
-    """What the members of a round leave for one another.
+    """What the members of a new group leave for one another.
 
     Attributes:
         ends_s: Time of the event loop at which the round ends.
-        values: What members left, by key. The keys of one process group begin with its name and a slash.
-        pending: Waiting members, each with its key and the number of keys that its group must have.
+        values: What members left, by key.
+        pending: Waiting members, each with its key and the number of keys that must be there.
     """
 
     ends_s: float
-    values: dict[str, bytes]
+    values: dict[str, bytes] = field(default_factory=dict)
     pending: list[tuple[Any, str, int]] = field(default_factory=list)
 
-    def leave(self, key: str, value: bytes) -> list[tuple[Any, dict[str, bytes]]]:
-        """Store a value. Returns the members whose requests can be answered now, with the answers."""
+    def leave(self, key: str, value: bytes) -> list[Any]:
+        """Store a value. Returns the members whose requests can be answered now."""
         self.values[key] = value
         waiting, self.pending = self.pending, []
-        return [answer for member, wanted, count in waiting for answer in self.ask(member, wanted, count)]
+        return [answered for one in waiting for answered in self.ask(*one)]
 
-    def ask(self, member: Any, key: str, count: int) -> list[tuple[Any, dict[str, bytes]]]:
-        """Request a key; answered when the key is there and its group has ``count`` keys. Returns like `leave`."""
-        group = key.partition("/")[0] + "/"
-        known = {own: value for own, value in self.values.items() if own == key or own.startswith(group)}
-        if key in known and len(known) >= count:
-            return [(member, known)]
+    def ask(self, member: Any, key: str, count: int) -> list[Any]:
+        """Request a key; answered when the key and ``count`` keys are there. Returns like `leave`."""
+        if key in self.values and len(self.values) >= count:
+            return [member]
         self.pending.append((member, key, count))
         return []
 
@@ -197,6 +210,8 @@ class RoundCoordinator:
         self._call = 0
         self._present: asyncio.Queue[StreamWriter] = asyncio.Queue()
         self._meetings: dict[int, Meeting] = {}
+        self._members: list[StreamWriter] = []
+        self._group = 0
         self._ranks: dict[int, StreamWriter] = {}
         self._done: dict[int, int] = {}  # the last round that each rank reported
         self._rank_done = asyncio.Event()
@@ -266,14 +281,16 @@ class RoundCoordinator:
     def _take(self, sender: StreamWriter, message: dict[str, Any]) -> None:
         match message["kind"]:
             case "ask":
-                request = RoundRequest(receiver=sender, version=message["version"], holds=message["holds"])
-                self._requests.put_nowait(request)
+                fields = {name: message[name] for name in ("version", "holds", "host")}
+                self._requests.put_nowait(RoundRequest(receiver=sender, **fields))
             case "present" if message["call"] == self._call:
                 self._present.put_nowait(sender)
             case "done":
-                if message["failed"] and (broken := self._meetings.pop(message["round"], None)) is not None:
-                    for member, _, _ in broken.pending:  # so that they do not wait until the deadline
-                        _send(member, {"over": message["round"]})
+                if message["failed"]:
+                    self._members = []
+                    if (broken := self._meetings.pop(message["round"], None)) is not None:
+                        for member, _, _ in broken.pending:  # so that they do not wait until the deadline
+                            _send(member, {"over": message["round"]})
                 self._ranks[message["rank"]] = sender
                 self._done[message["rank"]] = message["round"]
                 self._rank_done.set()
@@ -287,13 +304,18 @@ class RoundCoordinator:
             return [(sender, {"over": message["round"]})]
         is_left = message["kind"] == "leave"
         found = meeting.leave(key, message["value"]) if is_left else meeting.ask(sender, key, message["count"])
-        return [(member, {"values": values}) for member, values in found]
+        return [(member, {"values": meeting.values}) for member in found]
 
     async def _run(self, number: int, offered: HeldOffer, requests: Sequence[RoundRequest], *, is_delta: bool) -> None:
-        """Announce a round, and wait until all ranks are done with it."""
+        """Announce a round, and wait until all ranks are done with it. The same members keep their group."""
+        if {request.receiver for request in requests} != set(self._members):
+            # Receivers of one host are neighbors.
+            self._members = [request.receiver for request in sorted(requests, key=lambda request: request.host)]
+            self._group = number
         this = Round(
             number=number,
             version=offered.offer.version,
+            group=self._group,
             num_receivers=len(requests),
             shares=offered.shares,
             is_delta=is_delta,
@@ -304,14 +326,16 @@ class RoundCoordinator:
         now_s = asyncio.get_running_loop().time()
         # A receiver may still look for the others when the ranks are done.
         self._meetings = {other: held for other, held in self._meetings.items() if now_s < held.ends_s}
-        self._meetings[number] = Meeting(ends_s=now_s + this.timeout_s, values={"manifest": offered.manifest})
+        self._meetings[number] = Meeting(ends_s=now_s + this.timeout_s)
         for rank in self._ranks.values():
             _send(rank, asdict(this))
-        _answer(requests, asdict(this))
+        for index, member in enumerate(self._members):
+            _send(member, {"answer": asdict(this), "index": index, "manifest": offered.manifest})
         try:
             async with asyncio.timeout(this.timeout_s + HOST_WINDOW_S):
                 await self._until_done(number)
         except TimeoutError:
+            self._members = []
             logger.warning("round %d of weights: not every rank was done within %.1f s", number, this.timeout_s)
 
     async def _until_done(self, number: int) -> None:
@@ -322,8 +346,8 @@ class RoundCoordinator:
 
 
 def _answer(requests: Sequence[RoundRequest], answer: dict[str, Any]) -> None:
-    for index, request in enumerate(requests):
-        _send(request.receiver, {"answer": answer, "index": index})
+    for request in requests:
+        _send(request.receiver, {"answer": answer})
 
 
 async def _gathered(queue: asyncio.Queue[T], count: int, wait_s: float) -> list[T]:
@@ -390,6 +414,17 @@ class WeightChannel:
         except BaseException:
             self._socket.close()
             raise
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the connection has not ended, as far as this host knows."""
+        try:
+            self._socket.settimeout(0.0)
+            return bool(self._socket.recv(1, socket.MSG_PEEK))
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
 
     def send(self, message: dict[str, Any]) -> None:
         """Send a message. Raises `WeightsError` if the connection ended."""

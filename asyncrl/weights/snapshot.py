@@ -19,13 +19,12 @@ import torch
 from torch import Tensor
 
 from asyncrl.core.errors import WeightsError
+from asyncrl.weights.assembly import BUCKET_BYTES
 from asyncrl.weights.delta import write_delta
 from asyncrl.weights.layout import ModelLayout, Part, Region, dtype_of
 from asyncrl.weights.manifest import DIGEST_THREADS, PIECE_BYTES, Change, Piece, map_file, pieces_of
 
 DATA_FILE = "model.safetensors"
-BUCKET_BYTES = 64 << 20
-"""Page-locked bytes through which parameters leave a GPU, twice."""
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux 5.14; older kernels touch the pages when they are written
 # mmap's own madvise holds the interpreter's lock for 0.6 s per GB, while a rank computes.
 _madvise = ctypes.CDLL(None).madvise

@@ -1,10 +1,11 @@
-"""Weights over the network: each learner rank broadcasts its own bytes to the receivers of a round.
+"""Weights over the network: the learner ranks send their own bytes, and the receivers of a round hand them on.
 
-    each rank ══ its own bytes ══▶ receivers      Each rank and the receivers form one process group per round, in which
-                                                  the rank is the first member.
+    each rank ══ its own bytes ══▶ receiver ══▶ receiver ══▶ …      All are members of one process group, which lives
+                                                                     as long as its members.
 
-`rounds.py` says which receivers are in a round and how its members meet. No rank holds or receives the bytes of another
-rank. Receivers compare every byte with its digest as it arrives. There are two kinds of receivers:
+`rounds.py` says which receivers are in a round and how its members meet. Each byte leaves its rank once: the first
+receiver hands it to the next one, and receivers of one host are neighbors. No rank holds or receives the bytes of
+another rank. Receivers compare every byte with its digest as it arrives. There are two kinds of receivers:
 
 - A host of engines receives a version into its memory while its engines generate (`receive_weights`). The result is a
   data file and a manifest.
@@ -12,9 +13,9 @@ rank. Receivers compare every byte with its digest as it arrives. There are two 
   and the engine loads each tensor as soon as it is complete.
 
 A member that dies or stops ends the round for all by the deadline, which grows with the bytes. The other receivers ask
-again, up to `MAX_ROUNDS` times. Each learner rank has a thread that waits for rank 0 to announce a round. A receiver
-waits on a thread that can be abandoned, for rank 0 and then for all ranks. Training waits for none of them. The groups
-authenticate nobody, and digests do not stop an attacker.
+again, up to `MAX_ROUNDS` times, in a new group. Each learner rank has a thread that waits for rank 0 to announce a
+round. A receiver waits on a thread that can be abandoned, for rank 0 and then for its neighbors. Training waits for
+none of them. The groups authenticate nobody, and digests do not stop an attacker.
 """
 
 from __future__ import annotations
@@ -32,26 +33,26 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from itertools import zip_longest
+from heapq import merge
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 from torch import Tensor
-from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, Store  # type: ignore
+from torch.distributed import PrefixStore, ProcessGroupGloo, Store  # type: ignore
 
 from asyncrl.core.errors import DeadlineError, WeightsError, WeightsGone
 from asyncrl.core.host import make_private_folder, open_private
 from asyncrl.core.remote import on_own_thread
 from asyncrl.core.types import Carrier, WeightOffer
 from asyncrl.weights import rounds
-from asyncrl.weights.assembly import TensorAssembly
+from asyncrl.weights.assembly import BucketCopies, TensorAssembly
 from asyncrl.weights.carriers import HOST_WINDOW_S, PublishOptions, load_limit_s
 from asyncrl.weights.manifest import DigestThreads, Manifest, Piece, parse_manifest, read_manifest, safetensors_header
 from asyncrl.weights.rounds import (
@@ -68,7 +69,9 @@ from asyncrl.weights.rounds import (
 logger = logging.getLogger(__name__)
 
 SPAN_BYTES = 64 << 20
-"""Most bytes of one broadcast, unless a piece is larger."""
+"""Most bytes of one bucket, unless a piece is larger."""
+NUM_UNDER_WAY = 4
+"""Buckets that a member receives, and sends, at the same time."""
 NUM_AHEAD = 2
 """Complete tensors that wait for an engine's rank to load them, from a stream or from files."""
 _RETRY_S = 1.0
@@ -105,6 +108,7 @@ class WeightSender:
         self._parts: HeldVersions[HeldPart] = HeldVersions(options.num_held)
         self._coordinator: RoundCoordinator | None = None
         self._channel: WeightChannel | None = None
+        self._member: Member | None = None
         self._is_closed = threading.Event()
         works = [self._take_part]
         if address is None:
@@ -162,6 +166,8 @@ class WeightSender:
             channel.close()
         for thread in self._threads:
             thread.join(HOST_WINDOW_S)
+        if (member := self._member) is not None:
+            member.close()
 
     # On the threads
 
@@ -198,29 +204,31 @@ class WeightSender:
             sending.result(this.timeout_s + HOST_WINDOW_S)  # a blocked group is abandoned
         except Exception as error:  # noqa: BLE001 - a group reports a lost member by various errors
             logger.warning("round %d of policy version %d failed: %s", this.number, this.version, one_line(error))
+            if self._member is not None:
+                self._member.close()
+            self._member = None
             return False
         logger.debug("round %d: sent in %.3f s", this.number, time.monotonic() - began_s)
         return True
 
     def _transfer(self, this: Round, part: HeldPart, deadline: RoundDeadline) -> None:
-        data, spans = part.data, map(range_of, spans_of(part.pieces))
+        data, buckets = part.data, buckets_of(self._rank, part.pieces)
         if this.is_delta:
             assert part.delta is not None, "rank 0 offers deltas that all ranks hold"
-            data, spans = part.delta, spans_of_file(part.delta.nbytes)
-        with (
-            WeightChannel(self.address, deadline.left_s) as channel,
-            round_groups(RoundStore(channel, this, deadline), [self._rank], index=0) as (group,),
-        ):
-            under_way: deque[Callable[[], None]] = deque()
-            for span in spans:
-                under_way.append(group.broadcast(data[slice(*span)]))
-                if len(under_way) > 1:
-                    under_way.popleft()()
-            while under_way:
+            data, buckets = part.delta, file_buckets(self._rank, part.delta.nbytes)
+        if self._member is None:
+            self._member = Member(self.address, deadline.left_s)
+        group = self._member.group(this, self._rank, deadline)
+        under_way: deque[Callable[[], None]] = deque()
+        for bucket in buckets:
+            under_way.append(group.send(data[bucket.first : bucket.end], len(this.shares), deadline))
+            if len(under_way) > NUM_UNDER_WAY:
                 under_way.popleft()()
+        while under_way:
+            under_way.popleft()()
 
 
-# The groups of a round
+# The group of a round
 
 
 class RoundDeadline:
@@ -241,20 +249,19 @@ class RoundDeadline:
 
 
 class RoundStore(Store):
-    """A torch store on rank 0, over the channel; the process groups of a round meet there.
+    """A torch store on rank 0, over the channel; the members of a new group meet there.
 
     Each member of a gloo group leaves one key. It is answered when all members have left theirs.
 
     Args:
-        channel: Used by the store alone from here on.
-        this: The round.
+        channel: To rank 0.
+        this: The round in which the group is made.
         deadline: Of all waits.
     """
 
     def __init__(self, channel: WeightChannel, this: Round, deadline: RoundDeadline) -> None:
         super().__init__()
-        self.this, self.deadline, self._channel = this, deadline, channel
-        self.own_host = channel.own_host
+        self._channel, self._this, self._deadline = channel, this, deadline
         self._lock = threading.Lock()  # NCCL has its own threads
         self._known: dict[str, bytes] = {}
 
@@ -262,7 +269,7 @@ class RoundStore(Store):
         """Leave a value for the other members."""
         content = value.encode() if isinstance(value, str) else bytes(value)
         with self._lock:
-            self._channel.send({"kind": "leave", "round": self.this.number, "key": key, "value": content})
+            self._channel.send({"kind": "leave", "round": self._this.number, "key": key, "value": content})
 
     def get(self, key: str) -> bytes:
         """Wait for a value.
@@ -276,84 +283,98 @@ class RoundStore(Store):
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Wait for several keys. The round's deadline counts, not ``timeout``. Raises as `get` does."""
+        count = self._this.num_members if self._this.backend == "gloo" else 1
         for key in keys:
             with self._lock:
-                if key in self._known:
-                    continue
-                count = 1 + self.this.num_receivers if "/" in key and self.this.backend == "gloo" else 1
-                self._channel.send({"kind": "want", "round": self.this.number, "key": key, "count": count})
-                answer = self._channel.receive(self.deadline.left_s)
-                if "values" not in answer:
-                    raise WeightsError(f"round {self.this.number} of weights is over")
-                self._known |= answer["values"]
+                if key not in self._known:
+                    self._channel.send({"kind": "want", "round": self._this.number, "key": key, "count": count})
+                    answer = self._channel.receive(self._deadline.left_s)
+                    if "values" not in answer:
+                        raise WeightsError(f"round {self._this.number} of weights is over")
+                    self._known |= answer["values"]
 
     def check(self, keys: Sequence[str]) -> bool:
         """Return whether the keys are known in this process."""
         return all(key in self._known for key in keys)
 
 
-class RoundGroup:
-    """A learner rank, the first member, and the receivers of a round. The group ends with the round.
+class WeightGroup:
+    """The learner ranks, and after them the receivers. It serves every round that has the same members.
 
     Args:
-        store: Of the round; kept as long as the group.
-        sender: The learner rank.
-        index: This process's place in the group.
+        channel: Of this process to rank 0; kept as long as the group.
+        this: The round in which the members meet.
+        place: This process's place in the group.
+        deadline: Of the meeting.
     """
 
-    def __init__(self, store: RoundStore, sender: int, *, index: int) -> None:
-        self._store, self._deadline, self._is_nccl = store, store.deadline, store.this.backend == "nccl"
-        own, size = PrefixStore(f"{sender}", store), 1 + store.this.num_receivers
+    def __init__(self, channel: WeightChannel, this: Round, place: int, deadline: RoundDeadline) -> None:
+        self.number, self._is_nccl = this.group, this.backend == "nccl"
+        self._store = RoundStore(channel, this, deadline)
+        self._copies: BucketCopies | None = None
+        own = PrefixStore("members", self._store)
         if self._is_nccl:
             from torch.distributed import ProcessGroupNCCL  # not in every build of torch
 
             options: Any = ProcessGroupNCCL.Options()
             options._timeout = _FOREVER  # torch's watchdog would end the process; `abort` ends the waits
-            self._group: Any = ProcessGroupNCCL(own, index, size, options)
+            self._group: Any = ProcessGroupNCCL(own, place, this.num_members, options)
         else:
             options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-            options._devices = [ProcessGroupGloo.create_device(hostname=store.own_host)]
+            options._devices = [ProcessGroupGloo.create_device(hostname=channel.own_host)]
             options._threads = 1
-            options._timeout = self._deadline.left
-            self._group = ProcessGroupGloo(own, index, size, options)
+            options._timeout = deadline.left
+            self._group = ProcessGroupGloo(own, place, this.num_members, options)
 
-    def broadcast(self, data: Tensor) -> Callable[[], None]:
-        """Begin to send [bytes] uint8 as the first member, or to receive them as another member.
+    def send(self, data: Tensor, to: int, deadline: RoundDeadline) -> Callable[[], None]:
+        """Begin to send [bytes] uint8; host memory goes to the GPU once, through page-locked buckets.
 
         Returns:
-            Waits for the end. It raises `RuntimeError` if a member was lost, or the deadline has passed.
+            Waits for the end. It raises `RuntimeError` if the other member was lost, or the deadline has passed.
         """
-        if self._is_nccl:
-            data = data.to("cuda")
-        options = BroadcastOptions()
-        options.rootRank, options.rootTensor, options.timeout = 0, 0, self._deadline.left
-        return partial(self._wait, self._group.broadcast([data], options), data)
+        if self._is_nccl and data.device.type == "cpu":
+            device = torch.device("cuda", torch.cuda.current_device())
+            self._copies = self._copies or BucketCopies(DigestThreads(), device)
+            data = self._copies.copied(data.numpy())
+        return partial(self._wait, self._group.send([data], to, 0), data, deadline)
 
-    def _wait(self, work: Any, _data: Tensor) -> None:
-        """Wait for a broadcast. The argument keeps its data alive until then."""
-        work.wait(self._deadline.left)
+    def receive(self, data: Tensor, source: int, deadline: RoundDeadline) -> Callable[[], None]:
+        """Begin to receive [bytes] uint8; returns as `send` does."""
+        return partial(self._wait, self._group.recv([data], source, 0), data, deadline)
+
+    def _wait(self, work: Any, _data: Tensor, deadline: RoundDeadline) -> None:
+        """Wait for a transfer. The argument keeps its data alive until then."""
+        work.wait(deadline.left)
 
     def abort(self) -> None:
-        """End running broadcasts, also for a thread that waits for them."""
+        """End running transfers, also for a thread that waits for them."""
         if self._is_nccl:
             self._group.abort()
 
 
-@contextmanager
-def round_groups(store: RoundStore, senders: Sequence[int], *, index: int) -> Iterator[list[RoundGroup]]:
-    """Yield the groups of learner ranks with the receivers; this process has place ``index`` in each.
+class Member:
+    """This process among the members of one learner's rounds: its connection to rank 0, and its newest group."""
 
-    The groups end with the block. A connection that ends early also ends the waits of the other members at once.
-    """
-    groups: list[RoundGroup] = []
-    try:
-        for sender in senders:
-            groups.append(RoundGroup(store, sender, index=index))
-        yield groups
-    finally:
-        for group in groups:
-            group.abort()
-        groups.clear()
+    def __init__(self, address: ChannelAddress, timeout_s: float) -> None:
+        self.channel = WeightChannel(address, timeout_s)
+        self._group: WeightGroup | None = None
+
+    def group(self, this: Round, place: int, deadline: RoundDeadline) -> WeightGroup:
+        """Return the group of a round: the newest one if it has the same members, or a new one."""
+        if self._group is None or self._group.number != this.group:
+            self._leave()
+            self._group = WeightGroup(self.channel, this, place, deadline)
+        return self._group
+
+    def close(self) -> None:
+        """Leave the group and end the connection, so that the next round of this process has a new group."""
+        self._leave()
+        self.channel.close()
+
+    def _leave(self) -> None:
+        if self._group is not None:
+            self._group.abort()
+        self._group = None
 
 
 # Receivers
@@ -407,8 +428,8 @@ async def receive_weights(offer: WeightOffer, folder: Path, *, timeout_s: float,
 def _received_once(offer: WeightOffer, folder: Path, limit_s: float, holds: str) -> WeightOffer:
     """Ask, take part in a round, and compare. Raises `WeightsError` if the round failed, or as `admission` does."""
     try:
-        with admission(offer, RoundDeadline(limit_s), holds=holds) as (store, index):
-            return _receive_files(store, offer, folder, index)
+        with admission(offer, RoundDeadline(limit_s), holds=holds) as admitted:
+            return _receive_files(admitted, offer, folder)
     except WeightsGone:
         raise
     except (RuntimeError, TimeoutError, WeightsError) as error:
@@ -417,42 +438,28 @@ def _received_once(offer: WeightOffer, folder: Path, limit_s: float, holds: str)
     raise WeightsError(failure)
 
 
-def _receive_files(store: RoundStore, offer: WeightOffer, folder: Path, index: int) -> WeightOffer:
-    """Receive the manifest, and the data file or the delta files. `apply_delta` verifies a delta later."""
-    content, this = store.get("manifest"), store.this
+def _receive_files(admitted: Admission, offer: WeightOffer, folder: Path) -> WeightOffer:
+    """Receive the data file or the delta files. `apply_delta` verifies a delta later."""
     local = replace(offer, manifest=str(folder / "manifest.json"), carrier=Carrier.folder)
-    manifest = parse_manifest(local, content)
-    Path(local.manifest).write_bytes(content)
-    if this.is_delta:
+    manifest = parse_manifest(local, admitted.manifest)
+    Path(local.manifest).write_bytes(admitted.manifest)
+    if admitted.round.is_delta:
         assert manifest.delta is not None, "a round of a delta"
         ends = [0] * len(manifest.delta.files)
         for change in manifest.delta.changes:
             ends[change.file] = max(change.at + change.num_bytes, ends[change.file])
         files = [new_file(folder / name, end) for name, end in zip(manifest.delta.files, ends, strict=True)]
-        with round_groups(store, range(len(files)), index=1 + index) as groups:
-            for row in zip_longest(*(spans_of_file(file.nbytes) for file in files)):
-                sent = [(g, file, span) for g, file, span in zip(groups, files, row, strict=True) if span]
-                for wait in [group.broadcast(file[slice(*span)]) for group, file, span in sent]:
-                    wait()
+        parts = [file_buckets(rank, file.nbytes) for rank, file in enumerate(files)]
+        for _ in admitted.arriving(_in_file_order(parts), lambda b: files[b.sender][b.first : b.end]):
+            pass
         return local
     data = new_data_file(folder, manifest)
     view = data.numpy()
-
-    def check(pieces: Sequence[Piece]) -> None:
-        wrong = threads.wrong(pieces, lambda piece: view[piece.start : piece.start + piece.num_bytes])
-        if wrong:
-            raise WeightsError(f"{offer.name}: other bytes of {manifest.tensor_at(wrong[0]).name} arrived")
-
-    with DigestThreads() as threads, round_groups(store, range(len(this.shares)), index=1 + index) as groups:
-        arrived: list[Piece] = []
-        for row in zip_longest(*parts_of(this, manifest)):
-            spans = [(group, span) for group, span in zip(groups, row, strict=True) if span]
-            waits = [group.broadcast(data[slice(*range_of(span))]) for group, span in spans]
-            check(arrived)  # verify the previous row while the broadcasts of this row run
-            for wait in waits:
-                wait()
-            arrived = [piece for _, span in spans for piece in span]
-        check(arrived)
+    with DigestThreads() as threads:
+        for bucket, _ in admitted.arriving(admitted.buckets(manifest), lambda bucket: data[bucket.first : bucket.end]):
+            wrong = threads.wrong(bucket.pieces, lambda piece: view[piece.start : piece.start + piece.num_bytes])
+            if wrong:
+                raise WeightsError(f"{offer.name}: other bytes of {manifest.tensor_at(wrong[0]).name} arrived")
     # A delta was sent as the full version that it results in.
     return replace(local, kind="full", base_version=None) if offer.kind == "delta" else local
 
@@ -486,7 +493,7 @@ class ArrivingWeights:
 
     A thread takes part in the round and hands over complete tensors. The loading thread waits for it until the
     deadline, and then abandons it. Memory holds at most the tensor that is loaded, `NUM_AHEAD` others with the buckets
-    that they came in, incomplete tensors, and one bucket of `SPAN_BYTES` per learner rank.
+    that they came in, incomplete tensors, and `NUM_UNDER_WAY` buckets of `SPAN_BYTES` in each direction.
 
     Args:
         offer: Carried by `Carrier.engine_stream`.
@@ -508,7 +515,7 @@ class ArrivingWeights:
         self._deadline = RoundDeadline(timeout_s)
         self._arrived: queue.Queue[Any] = queue.Queue(NUM_AHEAD)
         self._is_left = threading.Event()
-        self._groups: list[RoundGroup] = []
+        self._admitted: Admission | None = None
         self._is_whole = False
         on_own_thread(self._receive)
         self.manifest: Manifest = self._next()
@@ -530,8 +537,8 @@ class ArrivingWeights:
         with suppress(queue.Empty):
             while True:
                 self._arrived.get_nowait()
-        for group in list(self._groups):
-            group.abort()
+        if not self._is_whole and (admitted := self._admitted) is not None:
+            admitted.group.abort()
 
     def _next(self) -> Any:
         try:
@@ -560,21 +567,18 @@ class ArrivingWeights:
         self._hand_over(failure)
 
     def _take_part(self) -> None:
-        with admission(self._offer, self._deadline) as (store, index):
-            self._receive_round(store, index)
+        with admission(self._offer, self._deadline) as self._admitted:
+            manifest = parse_manifest(self._offer, self._admitted.manifest)
+            self._hand_over(manifest)
+            is_nccl = self._admitted.round.backend == "nccl"
+            device = self._device if is_nccl else torch.device("cpu")
+            assembly = TensorAssembly(manifest, name=self._offer.name, device=device, digests_there=is_nccl)
 
-    def _receive_round(self, store: RoundStore, index: int) -> None:
-        this, manifest = store.this, parse_manifest(self._offer, store.get("manifest"))
-        self._hand_over(manifest)
-        device = self._device if this.backend == "nccl" else torch.device("cpu")
-        assembly = TensorAssembly(manifest, name=self._offer.name, device=device)
-        with round_groups(store, range(len(this.shares)), index=1 + index) as self._groups:
-            parts = zip(self._groups, parts_of(this, manifest), strict=True)
-            streams = [_RankStream(group, spans, device) for group, spans in parts]
-            while under_way := [stream for stream in streams if stream.span]:
-                # In the order of the file, so that a tensor waits for its other parts as briefly as possible.
-                first = min(under_way, key=lambda stream: stream.span[0].start)
-                for arrived in assembly.add(*first.take()):
+            def place(bucket: Bucket) -> Tensor:
+                return torch.empty(bucket.end - bucket.first, dtype=torch.uint8, device=device)
+
+            for bucket, data in self._admitted.arriving(self._admitted.buckets(manifest), place):
+                for arrived in assembly.add(bucket.pieces, data):
                     self._hand_over(arrived)
         for arrived in assembly.finish():
             self._hand_over(arrived)
@@ -585,49 +589,92 @@ class ArrivingWeights:
         self._arrived.put(arrived, timeout=self._deadline.left_s)
 
 
-class _RankStream:
-    """The buckets that one learner rank sends to an engine's rank.
+@dataclass(frozen=True, kw_only=True)
+class Admission:
+    """A receiver's place in a round.
 
     Attributes:
-        span: The pieces of the bucket that is under way; empty at the end.
+        round: The round.
+        manifest: Text of the version's manifest.
+        group: Of the round's members.
+        place: Of this receiver in the group.
+        deadline: Of the round.
     """
 
-    def __init__(self, group: RoundGroup, spans: Iterator[list[Piece]], device: torch.device) -> None:
-        self._group, self._spans, self._device = group, spans, device
-        self.span: list[Piece] = []
-        self._begin()
+    round: Round
+    manifest: bytes
+    group: WeightGroup
+    place: int
+    deadline: RoundDeadline
 
-    def take(self) -> tuple[list[Piece], Tensor]:
-        """Wait for the bucket, and begin the next one; returns the pieces and their bytes, [bytes] uint8."""
-        self._wait()
-        taken = self.span, self._data
-        self._begin()
-        return taken
+    def buckets(self, manifest: Manifest) -> Iterator[Bucket]:
+        """Yield what the ranks send in the order of the file, so that a tensor waits briefly for its other parts."""
+        parts, first = [], 0
+        for rank, share in enumerate(self.round.shares):
+            parts.append(buckets_of(rank, manifest.pieces[first : first + share]))
+            first += share
+        return _in_file_order(parts)
 
-    def _begin(self) -> None:
-        self.span = next(self._spans, [])
-        if self.span:
-            first, end = range_of(self.span)
-            self._data = torch.empty(end - first, dtype=torch.uint8, device=self._device)
-            self._wait: Callable[[], None] = self._group.broadcast(self._data)
+    def arriving(
+        self, buckets: Iterable[Bucket], place_of: Callable[[Bucket], Tensor]
+    ) -> Iterator[tuple[Bucket, Tensor]]:
+        """Receive buckets, hand them on to the next receiver, and yield each with its bytes.
+
+        Args:
+            buckets: In the same order on all receivers.
+            place_of: Returns where the bytes of a bucket go, [bytes] uint8; nobody may write there any more.
+
+        Raises:
+            RuntimeError: a neighbor was lost, or the deadline has passed.
+        """
+        receiving: deque[tuple[Bucket, Tensor, Callable[[], None]]] = deque()
+        sending: deque[Callable[[], None]] = deque()
+        is_first, is_last = self.place == len(self.round.shares), self.place + 1 == self.round.num_members
+        left = iter(buckets)
+        while True:
+            while len(receiving) < NUM_UNDER_WAY and (bucket := next(left, None)) is not None:
+                data, source = place_of(bucket), bucket.sender if is_first else self.place - 1
+                receiving.append((bucket, data, self.group.receive(data, source, self.deadline)))
+            if not receiving:
+                break
+            bucket, data, wait = receiving.popleft()
+            wait()
+            if not is_last:
+                sending.append(self.group.send(data, self.place + 1, self.deadline))
+            yield bucket, data
+            if len(sending) > NUM_UNDER_WAY:
+                sending.popleft()()
+        while sending:
+            sending.popleft()()
+
+
+_idle: list[Member] = []
+"""This process's places among the members of a learner's rounds, while no round needs them."""
 
 
 @contextmanager
-def admission(offer: WeightOffer, deadline: RoundDeadline, *, holds: str = "") -> Iterator[tuple[RoundStore, int]]:
-    """Ask rank 0 for a version, and answer its call; yield the round's store and this receiver's place in the round.
+def admission(offer: WeightOffer, deadline: RoundDeadline, *, holds: str = "") -> Iterator[Admission]:
+    """Ask rank 0 for a version, answer its call, and meet the other members.
 
     Raises:
         WeightsGone: the ranks no longer hold the version, or rank 0 has ended.
         WeightsError: rank 0 did not hear of this receiver, or the connection ended.
         DeadlineError: rank 0 did not answer.
     """
-    with ExitStack() as stack:
+    address = ChannelAddress(endpoint=offer.manifest, access=offer.access)
+    member: Member | None = None
+    try:
+        while _idle and member is None:
+            member = _idle.pop()
+            if member.channel.address != address or not member.channel.is_open:  # of an ended learner
+                member.close()
+                member = None
         try:
-            address = ChannelAddress(endpoint=offer.manifest, access=offer.access)
-            channel = stack.enter_context(WeightChannel(address, deadline.left_s))
-            channel.send({"kind": "ask", "version": offer.version, "holds": holds})
-            while "answer" not in (message := channel.receive(deadline.left_s)):
-                channel.send({"kind": "present", "call": message["call"]})
+            member = member or Member(address, deadline.left_s)
+            host = socket.gethostname()
+            member.channel.send({"kind": "ask", "version": offer.version, "holds": holds, "host": host})
+            while "answer" not in (message := member.channel.receive(deadline.left_s)):
+                member.channel.send({"kind": "present", "call": message["call"]})
         except ChannelRefused as error:
             raise WeightsGone(f"{offer.name} is no longer sent: {error}") from None
         except TimeoutError as error:
@@ -638,44 +685,50 @@ def admission(offer: WeightOffer, deadline: RoundDeadline, *, holds: str = "") -
         if answer.get("late"):
             raise WeightsError(f"rank 0 did not hear of this receiver within {rounds.CALL_S} s")
         this = msgspec.convert(answer, Round)
-        yield RoundStore(channel, this, RoundDeadline(min(this.timeout_s, deadline.left_s))), message["index"]
+        place, ends = len(this.shares) + message["index"], RoundDeadline(min(this.timeout_s, deadline.left_s))
+        group = member.group(this, place, ends)
+        yield Admission(round=this, manifest=message["manifest"], group=group, place=place, deadline=ends)
+    except BaseException:
+        if member is not None:
+            member.close()
+        raise
+    _idle.append(member)
 
 
-# What one broadcast holds
+# What one transfer holds
 
 
-def parts_of(this: Round, manifest: Manifest) -> list[Iterator[list[Piece]]]:
-    """Return what each learner rank broadcasts in a round, in order."""
-    parts, first = [], 0
-    for share in this.shares:
-        parts.append(spans_of(manifest.pieces[first : first + share]))
-        first += share
-    return parts
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bucket:
+    """Bytes of a file that one learner rank sends at once: adjacent pieces, or a part of a delta file."""
+
+    sender: int
+    first: int
+    end: int
+    pieces: tuple[Piece, ...] = ()
 
 
-def spans_of(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
-    """Yield adjacent pieces of up to `SPAN_BYTES` together: one broadcast each."""
-    span: list[Piece] = []
-    for piece in pieces:
-        if span:
-            begin, end = range_of(span)
-            if piece.start != end or end + piece.num_bytes - begin > SPAN_BYTES:
-                yield span
-                span = []
-        span.append(piece)
-    if span:
-        yield span
+def buckets_of(sender: int, pieces: Sequence[Piece]) -> Iterator[Bucket]:
+    """Yield adjacent pieces of up to `SPAN_BYTES` together."""
+    own: list[Piece] = []
+    for index, piece in enumerate(pieces):
+        own.append(piece)
+        end = piece.start + piece.num_bytes
+        following = pieces[index + 1] if index + 1 < len(pieces) else None
+        if following and following.start == end and end + following.num_bytes - own[0].start <= SPAN_BYTES:
+            continue
+        yield Bucket(sender=sender, first=own[0].start, end=end, pieces=tuple(own))
+        own = []
 
 
-def spans_of_file(num_bytes: int) -> Iterator[tuple[int, int]]:
-    """Yield first and end byte of each broadcast of a file without pieces."""
-    for start in range(0, num_bytes, SPAN_BYTES):
-        yield start, min(start + SPAN_BYTES, num_bytes)
+def file_buckets(sender: int, num_bytes: int) -> Iterator[Bucket]:
+    """Yield the buckets of a file without pieces."""
+    for first in range(0, num_bytes, SPAN_BYTES):
+        yield Bucket(sender=sender, first=first, end=min(first + SPAN_BYTES, num_bytes))
 
 
-def range_of(span: Sequence[Piece]) -> tuple[int, int]:
-    """Return first and end byte of adjacent pieces."""
-    return span[0].start, span[-1].start + span[-1].num_bytes
+def _in_file_order(parts: Iterable[Iterator[Bucket]]) -> Iterator[Bucket]:
+    return merge(*parts, key=lambda bucket: (bucket.first, bucket.sender))
 
 
 def interface_address(interface: str) -> str:

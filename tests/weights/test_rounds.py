@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -82,9 +82,9 @@ def coordinator():
 
 
 @contextmanager
-def coordinators(first_message=None):
+def coordinators(first_message=None, num_receivers=1):
     """A coordinator of one rank on its thread; ``first_message`` is called with each connection and message."""
-    coordinator = RoundCoordinator(PublishOptions(), "127.0.0.1", num_ranks=1)
+    coordinator = RoundCoordinator(PublishOptions(num_receivers=num_receivers), "127.0.0.1", num_ranks=1)
     if first_message is not None:
         coordinator._take = first_message
     thread = threading.Thread(target=lambda: asyncio.run(coordinator.run()))
@@ -123,7 +123,7 @@ def test_the_channel_takes_no_message_of_a_client_without_the_key():
     with coordinators(lambda *message: taken.append(message)) as coordinator:
         host_and_port = ("127.0.0.1", int(coordinator.address.endpoint.rpartition(":")[2]))
         with socket.create_connection(host_and_port, SECONDS) as stranger:
-            stranger.sendall(bytes(48) + rounds._framed({"kind": "ask", "version": 1, "holds": ""}))
+            stranger.sendall(bytes(48) + rounds._framed({"kind": "ask", "version": 1, "holds": "", "host": ""}))
             while stranger.recv(1024):
                 pass
     assert taken == []
@@ -209,12 +209,26 @@ def test_a_learner_rank_that_connects_again_gets_its_messages(coordinator):
         with connected(coordinator) as rank, connected(coordinator) as receiver:
             coordinator.offers.add(1, held(1))
             rank.send({"kind": "done", "rank": 0, "round": 0, "failed": False})
-            receiver.send({"kind": "ask", "version": 1, "holds": ""})
+            receiver.send({"kind": "ask", "version": 1, "holds": "", "host": ""})
             receiver.send({"kind": "present", "call": receiver.receive(SECONDS)["call"]})
             assert rank.receive(SECONDS)["version"] == 1
             rank.send(
                 {"kind": "done", "rank": 0, "round": receiver.receive(SECONDS)["answer"]["number"], "failed": False}
             )
+
+
+def test_receivers_of_one_host_are_neighbors_in_a_group():
+    hosts = ["b", "a", "b", "a"]
+    with coordinators(num_receivers=4) as coordinator, ExitStack() as stack:
+        coordinator.offers.add(1, held(1))
+        stack.enter_context(connected(coordinator)).send({"kind": "done", "rank": 0, "round": 0, "failed": False})
+        receivers = [stack.enter_context(connected(coordinator)) for _ in hosts]
+        for receiver, host in zip(receivers, hosts, strict=True):
+            receiver.send({"kind": "ask", "version": 1, "holds": "", "host": host})
+        for receiver in receivers:
+            receiver.send({"kind": "present", "call": receiver.receive(SECONDS)["call"]})
+        places = {receiver.receive(SECONDS)["index"]: host for receiver, host in zip(receivers, hosts, strict=True)}
+    assert [places[index] for index in range(4)] == ["a", "a", "b", "b"]
 
 
 def test_an_unreadable_message_is_logged_and_skipped(coordinator, caplog):

@@ -4,6 +4,7 @@ import asyncio
 import signal
 import threading
 import time
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,12 +16,14 @@ from safetensors.torch import load_file
 from asyncrl.core.errors import DeadlineError, WeightsError, WeightsGone
 from asyncrl.core.types import Carrier
 from asyncrl.weights import rounds, stream
+from asyncrl.weights.assembly import TensorAssembly
 from asyncrl.weights.carriers import PublishOptions
 from asyncrl.weights.load import FileWeights, load_from
 from asyncrl.weights.manifest import (
     Manifest,
     Piece,
     StoredTensor,
+    device_digest_of,
     digest_of,
     read_manifest,
     safetensors_header,
@@ -28,7 +31,7 @@ from asyncrl.weights.manifest import (
 from asyncrl.weights.rounds import ChannelAddress, RoundCoordinator, WeightChannel
 from asyncrl.weights.stream import (
     ArrivingWeights,
-    RoundGroup,
+    WeightGroup,
     WeightSender,
     interface_address,
     new_data_file,
@@ -99,17 +102,19 @@ def receive(state, offered, folder, timeout_s=30.0):
     return asyncio.run(receive_weights(offered, Path(folder), timeout_s=timeout_s)), time.monotonic() - began
 
 
-def fall_at_the_third_broadcast(state, number):
+def fall_at_the_third_transfer(state, number):
     """Signal this process once, in the middle of a round."""
-    broadcast, calls = RoundGroup.broadcast, []
+    calls = []
+    for name in ("send", "receive"):
+        transfer = getattr(WeightGroup, name)
 
-    def falling(*args):
-        calls.append(1)
-        if len(calls) == 3:
-            signal.pthread_kill(threading.get_ident(), number)  # this thread stops here
-        return broadcast(*args)
+        def falling(*args, transfer=transfer):
+            calls.append(1)
+            if len(calls) == 3:
+                signal.pthread_kill(threading.get_ident(), number)  # this thread stops here
+            return transfer(*args)
 
-    RoundGroup.broadcast = falling
+        setattr(WeightGroup, name, falling)
 
 
 def arrive(state, offered, timeout_s=30.0):
@@ -226,7 +231,7 @@ def test_a_receiver_that_stops_in_a_round_delays_the_other_until_the_deadline(nu
         senders, (falling, other) = everyone[:2], everyone[2:]
         start_senders(senders, replace(OPTIONS, timeout_s=2.0))
         offered = publish(senders, 1, tmp_path)
-        falling.ask(fall_at_the_third_broadcast, number).answer()
+        falling.ask(fall_at_the_third_transfer, number).answer()
         falling.ask(receive, offered, str(tmp_path / "received"), 2.0)
         received, seconds = other.ask(receive, offered, str(tmp_path / "received"), 2.0).answer()
         assert_holds(received, 1)
@@ -240,7 +245,7 @@ def test_a_stopped_rank_ends_a_round_by_the_deadline_and_sends_after_it_continue
         senders, receivers = everyone[:2], everyone[2:]
         start_senders(senders, replace(OPTIONS, timeout_s=1.0))
         offered = publish(senders, 1, tmp_path)
-        senders[1].ask(fall_at_the_third_broadcast, signal.SIGSTOP).answer()
+        senders[1].ask(fall_at_the_third_transfer, signal.SIGSTOP).answer()
         for receiver in receivers:
             receiver.ask(receive, offered, str(tmp_path / "received"), 1.0)
         for receiver in receivers:
@@ -258,7 +263,7 @@ def test_the_death_of_a_rank_in_a_round_raises_weights_error(tmp_path):
         senders, receiver = everyone[:2], everyone[2]
         start_senders(senders, replace(OPTIONS, timeout_s=1.0, num_receivers=1))
         offered = publish(senders, 1, tmp_path)
-        senders[1].ask(fall_at_the_third_broadcast, signal.SIGKILL).answer()
+        senders[1].ask(fall_at_the_third_transfer, signal.SIGKILL).answer()
         with pytest.raises(WeightsError, match="in 3 rounds"):
             receiver.ask(receive, offered, str(tmp_path / "received"), 1.0).answer(20.0)
         assert not list((tmp_path / "received").iterdir())
@@ -285,6 +290,63 @@ async def test_a_late_receiver_gets_its_own_round(ranks, tmp_path):
         await receive_weights(offers[0], tmp_path / "r", timeout_s=30.0)
 
 
+async def test_rounds_of_the_same_members_share_a_group_and_bytes_leave_their_rank_once(ranks, tmp_path, monkeypatch):
+    made, sent, init, send = [], Counter(), WeightGroup.__init__, WeightGroup.send
+
+    def making(self, channel, this, place, deadline):
+        made.append((this.group, place))
+        self.place = place
+        init(self, channel, this, place, deadline)
+
+    def sending(self, data, to, deadline):
+        sent[self.place, to] += data.nbytes
+        return send(self, data, to, deadline)
+
+    monkeypatch.setattr(WeightGroup, "__init__", making)
+    monkeypatch.setattr(WeightGroup, "send", sending)
+    for version in (1, 2):
+        offered = offered_by(ranks, version, tmp_path)
+        both = await asyncio.gather(*(receive_weights(offered, tmp_path / "r", timeout_s=30.0) for _ in range(2)))
+        for received in both:
+            assert_holds(received, version)
+    own = [sum(piece.num_bytes for piece in part) for part in version_of(1)[1]]
+    assert sent == {(0, 2): 2 * own[0], (1, 2): 2 * own[1], (2, 3): 2 * offered.num_bytes}
+    assert sorted(made) == [(1, 0), (1, 1), (1, 2), (1, 3)]
+    assert_holds(await receive_weights(offered, tmp_path / "r", timeout_s=30.0), 2)
+    assert sorted(made)[4:] == [(3, 0), (3, 1), (3, 2)], "a member that does not ask makes a new group"
+
+
+async def test_after_a_failed_round_the_same_receivers_meet_in_a_new_group(ranks, tmp_path):
+    offers = [offered_by(ranks, version, tmp_path) for version in (1, 2)]
+    assert_holds(await receive_weights(offers[0], tmp_path / "r", timeout_s=30.0), 1)
+    ranks[1]["data"][-1] ^= 1
+    with pytest.raises(WeightsError, match="other bytes of half arrived"):
+        await receive_weights(offers[1], tmp_path / "r", timeout_s=30.0)
+    ranks[1]["data"][-1] ^= 1
+    assert_holds(await receive_weights(offers[1], tmp_path / "r", timeout_s=30.0), 2)
+
+
+@pytest.mark.parametrize("is_damaged", [False, True], ids=["whole", "damaged"])
+def test_bytes_on_a_gpu_are_compared_by_digests_that_it_computes(is_damaged):
+    data, _, manifest = version_of(1)
+    head = manifest.tensors[0].start
+    pieces = sorted(manifest.pieces, key=lambda piece: piece.start)
+    digested = [
+        replace(piece, digest="", device_digest=device_digest_of(data[piece.start :][: piece.num_bytes].numpy()))
+        for piece in pieces
+    ]
+    cpu = torch.device("cpu")
+    data[-1] ^= is_damaged
+    assembly = TensorAssembly(replace(manifest, pieces=tuple(digested)), name="v1", device=cpu, digests_there=True)
+    if is_damaged:
+        with pytest.raises(WeightsError, match="v1: other bytes of half arrived"):
+            list(assembly.add(digested, data[head:]))
+    else:
+        assert {name for name, _ in assembly.add(digested, data[head:])} == {name for name, *_ in TENSORS}
+    with pytest.raises(WeightsError, match="a learner on a CPU publishes no digests that a GPU compares; use gloo"):
+        TensorAssembly(manifest, name="v1", device=cpu, digests_there=True)
+
+
 async def test_a_pinned_version_is_sent_even_if_many_versions_are_newer(ranks, tmp_path):
     """An evaluation waited for an engine that had joined late and could no longer get the version."""
     pinned = offered_by(ranks, 1, tmp_path)
@@ -307,7 +369,7 @@ async def test_a_receiver_that_is_silent_after_asking_does_not_delay_a_round(ran
     offered = offered_by(ranks, 1, tmp_path)
     address = ChannelAddress(endpoint=offered.manifest, access=offered.access)
     with WeightChannel(address, 10.0) as silent:
-        silent.send({"kind": "ask", "version": 1, "holds": ""})
+        silent.send({"kind": "ask", "version": 1, "holds": "", "host": ""})
         assert_holds(await receive_weights(offered, tmp_path / "r", timeout_s=30.0), 1)
 
 
@@ -379,7 +441,7 @@ def test_after_an_engines_rank_stops_in_a_round_the_other_has_time_for_a_second(
         senders, (falling, other) = everyone[:2], everyone[2:]
         start_senders(senders, replace(OPTIONS, timeout_s=5.0, carrier=Carrier.engine_stream))
         offered = publish(senders, 1, tmp_path)
-        falling.ask(fall_at_the_third_broadcast, number).answer()
+        falling.ask(fall_at_the_third_transfer, number).answer()
         falling.ask(arrive, offered, 5.0)
         taken, seconds = other.ask(arrive, offered, 5.0).answer()
         assert_all_arrived(taken, 1)
@@ -391,7 +453,7 @@ def test_a_stopped_learner_rank_raises_a_deadline_error_in_an_engines_rank(tmp_p
         senders, receiver = everyone[:2], everyone[2]
         start_senders(senders, replace(OPTIONS, timeout_s=30.0, num_receivers=1, carrier=Carrier.engine_stream))
         offered = publish(senders, 1, tmp_path)
-        senders[1].ask(fall_at_the_third_broadcast, signal.SIGSTOP).answer()
+        senders[1].ask(fall_at_the_third_transfer, signal.SIGSTOP).answer()
         with pytest.raises(DeadlineError, match=r"policy version 1 did not arrive from 127.0.0.1:\d+ within"):
             receiver.ask(arrive, offered, 1.5).answer(20.0)
 
