@@ -21,8 +21,8 @@ pytestmark = [
 def trained(cluster, tmp_path_factory):
     """The metrics of two steps of the PPO example, from a policy that was not warm-started, and the trainer."""
     folder = tmp_path_factory.mktemp("ppo")
-    options = ["total_steps=2", "algorithm.groups_per_step=4", "algorithm.samples_per_prompt=2", f"output_dir={folder}"]
-    run = with_quickstart_assets(compose_run([*OPTIONS, *options]))
+    options = ["total_steps=2", "algorithm.groups_per_step=4", "algorithm.samples_per_prompt=2", "learner.num_ranks=2"]
+    run = with_quickstart_assets(compose_run([*OPTIONS, *options, f"output_dir={folder}"]))
     trainer, steps = PPOTrainer(run, run.model.path, str(folder), lambda _, text: float(len(text) % 3)), []
     try:
         trainer.fit(lambda step, metrics: steps.append(metrics))

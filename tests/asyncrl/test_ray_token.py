@@ -24,7 +24,7 @@ async def run():
         address = ray.get_runtime_context().gcs_address
         for token in (os.environ["RAY_AUTH_TOKEN"], "0" * 64):
             command = [sys.executable, "-c", CONNECT, address]
-            environment = os.environ | {"RAY_AUTH_TOKEN": token}
+            environment = os.environ | {"RAY_AUTH_TOKEN": token, "RAY_NUM_REDIS_GET_RETRIES": "2"}
             done = await asyncio.to_thread(subprocess.run, command, env=environment, capture_output=True, timeout=100)
             print(done.returncode == 0, flush=True)
 asyncio.run(run())

@@ -275,13 +275,20 @@ def test_an_estimator_of_ones_own_has_a_critic_which_learns_while_the_policy_war
         asyncio.run(learners.start(f"algorithm.advantage={path}:outcome", *only).init())
 
 
-def test_a_reward_model_scores_what_is_planned(start, tmp_path) -> None:
+def test_a_reward_model_scores_what_is_planned_and_training_goes_on_without_a_group_that_has_no_score(start, tmp_path):
+    """One token's embedding is not a number, so that the group with it has no score, and the others have theirs."""
     torch.manual_seed(3)
+    groups = {summary.group_id: group(summary.group_id, 1) for summary in plan_of(1).groups}
+    broken, *others = groups
+    token = min(set(groups[broken].token_ids) - {token for other in others for token in groups[other].token_ids})
     classifier = AutoModelForSequenceClassification.from_pretrained(save_tiny_model(tmp_path / "base"), num_labels=1)
     torch.nn.init.normal_(classifier.score.weight)
+    with torch.no_grad():
+        classifier.get_input_embeddings().weight[token] = torch.nan
     classifier.save_pretrained(tmp_path / "rm")
     learner = start(
         f"learner.reward_model.path={tmp_path / 'rm'}",
+        "learner.skip_selftest=its embedding is broken",
         "algorithm.advantage=grpo",
         "algorithm.kl_coef=0",
         "algorithm.kl_reward_coef=0",
@@ -295,44 +302,15 @@ def test_a_reward_model_scores_what_is_planned(start, tmp_path) -> None:
         return plan, dict(await learner.update(plan))
 
     plan, metrics = asyncio.run(asyncio.wait_for(score(), DEADLINE_S))
+    assert [summary.group_id for summary in plan.groups if not summary.is_scored] == [broken]
     classifier.eval()
-    for summary in plan.groups:
-        whole = group(summary.group_id, 1)
+    for summary in plan.groups[1:]:
+        whole = groups[summary.group_id]
         for reward, response in zip(
             summary.rewards, np.split(whole.token_ids[len(whole.prompt_ids) :], [5]), strict=True
         ):
             ids = torch.from_numpy(np.concatenate([whole.prompt_ids, response])).long()
             assert reward == pytest.approx(classifier(ids[None]).logits.item(), abs=2e-5)
-    assert metrics["num_tokens"] == 4 * 7
-    assert metrics["grad_norm"] > 0
-
-
-def test_a_group_that_the_reward_model_gives_no_score_is_left_out_and_training_goes_on(start, tmp_path) -> None:
-    """One token's embedding is not a number, so that the groups with it have no score, and the others have theirs."""
-    torch.manual_seed(3)
-    responses = {summary.group_id: set(group(summary.group_id, 1).token_ids.tolist()) for summary in plan_of(1).groups}
-    broken, *others = responses
-    token = min(responses[broken] - set().union(*(responses[other] for other in others)))
-    classifier = AutoModelForSequenceClassification.from_pretrained(save_tiny_model(tmp_path / "base"), num_labels=1)
-    torch.nn.init.normal_(classifier.score.weight)
-    with torch.no_grad():
-        classifier.get_input_embeddings().weight[token] = torch.nan
-    classifier.save_pretrained(tmp_path / "rm")
-    learner = start(
-        f"learner.reward_model.path={tmp_path / 'rm'}",
-        "learner.skip_selftest=its embedding is broken",
-        "algorithm.advantage=grpo",
-        "algorithm.kl_coef=0",
-        "algorithm.kl_reward_coef=0",
-    )
-
-    async def score() -> tuple[Plan, dict[str, float]]:
-        await learner.init()
-        plan = await learner.scored(plan_of(1))
-        return plan, dict(await learner.update(plan))
-
-    plan, metrics = asyncio.run(asyncio.wait_for(score(), DEADLINE_S))
-    assert [summary.group_id for summary in plan.groups if not summary.is_scored] == [broken]
     assert metrics["num_tokens"] == 3 * 7
     assert metrics["grad_norm"] > 0
     assert metrics["skipped_updates"] == 0

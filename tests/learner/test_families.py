@@ -66,9 +66,8 @@ def packed(
     return log_probs, metrics["grad_norm"], weights  # under the names of a loaded model
 
 
-def every_family(paths: list[str], sp_sizes: list[int]) -> list[list]:
-    num_ranks = int(os.environ["WORLD_SIZE"])
-    return [[packed(path, num_ranks, sp_size) for path in paths] for sp_size in sp_sizes]
+def every_family(paths: list[str], sp_size: int, options: dict[str, Any]) -> list:
+    return [packed(path, int(os.environ["WORLD_SIZE"]), sp_size, **options) for path in paths]
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +84,12 @@ def assert_equal_to_the_plain_loop(path: str, ranks: list, dp: int, sp: int) -> 
             np.testing.assert_allclose(one, other, atol=3e-5)
         assert got_norm == pytest.approx(norm, rel=1e-4)
     assert_weights_equal(ranks[0][2], weights, atol=2e-5)
+
+
+def compare_on_ranks(chosen: list[str], dp: int, sp: int, **options: Any) -> None:
+    results = run_on_ranks(dp * sp, every_family, chosen, sp, options, timeout_s=400.0)
+    for index, path in enumerate(chosen):
+        assert_equal_to_the_plain_loop(path, [result[index] for result in results], dp, sp)
 
 
 @pytest.mark.parametrize("family", TRAINED_FAMILIES)
@@ -107,8 +112,8 @@ def test_layers_that_carry_a_state_are_recomputed_on_the_same_sequences(family, 
 @pytest.fixture(scope="module")
 def sequence_parallel(paths: dict[str, str]) -> dict[str, list]:
     """Results of two sequence-parallel ranks for each family."""
-    results = run_on_ranks(2, every_family, list(paths.values()), [2], timeout_s=400.0)
-    return {family: [result[0][index] for result in results] for index, family in enumerate(paths)}
+    results = run_on_ranks(2, every_family, list(paths.values()), 2, {}, timeout_s=400.0)
+    return {family: [result[index] for result in results] for index, family in enumerate(paths)}
 
 
 @pytest.mark.parametrize("family", TRAINED_FAMILIES)
@@ -117,21 +122,13 @@ def test_sequence_parallel_ranks_equal_the_plain_loop(family, paths, sequence_pa
 
 
 def test_two_by_two_ranks_equal_the_plain_loop(paths):
-    chosen = [paths[family] for family in (*FAMILIES, "qwen3_next")]
-    results = run_on_ranks(4, every_family, chosen, [2], timeout_s=400.0)
-    for index, path in enumerate(chosen):
-        assert_equal_to_the_plain_loop(path, [result[0][index] for result in results], 2, 2)
+    compare_on_ranks([paths[family] for family in (*FAMILIES, "qwen3_next")], 2, 2)
 
 
 def test_four_sequence_parallel_ranks_equal_the_plain_loop(paths):
     """More ranks than key-value heads, and states that pass through several ranks."""
-    results = run_on_ranks(4, every_family, list(paths.values()), [4], timeout_s=400.0)
-    for index, path in enumerate(paths.values()):
-        assert_equal_to_the_plain_loop(path, [result[0][index] for result in results], 1, 4)
+    compare_on_ranks(list(paths.values()), 1, 4, skip_selftest="it runs on two sequence-parallel ranks")
 
 
 def test_two_data_parallel_ranks_equal_the_plain_loop(paths):
-    chosen = [paths[family] for family in FAMILIES]
-    results = run_on_ranks(2, every_family, chosen, [1], timeout_s=400.0)
-    for index, path in enumerate(chosen):
-        assert_equal_to_the_plain_loop(path, [result[0][index] for result in results], 2, 1)
+    compare_on_ranks([paths[family] for family in FAMILIES], 2, 1)

@@ -102,7 +102,8 @@ def test_compiled_layers_compute_the_same(model_path, monkeypatch):
     monkeypatch.setattr(torch, "compile", note)
     loss, weights = trained(Trainer(PLAIN, model_path=model_path, total_updates=1))
     assert compiled == []
-    trainer = Trainer(replace(PLAIN, torch_compile=True), model_path=model_path, total_updates=1)
+    config = replace(PLAIN, torch_compile=True, skip_selftest="it would compile for its own shapes")
+    trainer = Trainer(config, model_path=model_path, total_updates=1)
     got_loss, got = trained(trainer)
     assert len(compiled) == len(decoder_layers(trainer.head)) == 2
     assert got_loss == pytest.approx(loss, rel=1e-5)
