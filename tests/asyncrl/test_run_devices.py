@@ -183,7 +183,7 @@ async def test_a_warm_start_on_a_gpu_needs_one_on_the_node_of_the_controller(gpu
         pytest.param([*SEPARATE, "rollout_fleet.num_engines=5"], [0] * 4, [0] * 5, id="auto-with-too-few"),
     ],
 )  # fmt: skip
-def test_no_two_separate_processes_see_one_gpu_and_each_rank_knows_its_place(ray_with_8_gpus, options, ranks, engines):
+def test_no_two_separate_processes_see_one_gpu(ray_with_8_gpus, options, ranks, engines):
     said = []
     config = resolve_devices(run(*options), 8, said.append)
     seen = seen_by_all(config, num_joining=len(engines) - config.rollout_fleet.fewest_engines)
