@@ -28,10 +28,9 @@ from typing import Any, BinaryIO, Protocol
 import numpy as np
 
 from asyncrl.core.errors import DeadlineError, RewardError, WorkerDiedError
+from asyncrl.core.host import NO_GPUS, outlive_stop
 from asyncrl.core.registry import Registry
-from asyncrl.core.stop_signals import outlive_stop
 from asyncrl.core.types import Prompt
-from asyncrl.core.visible_gpus import NO_GPUS
 
 from .config import RolloutFleetConfig, reward_label
 from .engines.process_guard import signal_at_parent_death, without_secrets

@@ -2,7 +2,7 @@
 
 RUN is the folder of a run, which may still be in progress. SPEC.yaml is a scenario (docs/planning.md). The command
 writes ``plan.json``, which the run's report shows, the chart ``plan.png`` and, for a run, ``advice.json``. A run starts
-this command after its last step with ``--only-advice`` (`asyncrl.run.watching`).
+this command after its last step with ``--only-advice`` (`asyncrl.run.reporting`).
 """
 
 from __future__ import annotations

@@ -29,8 +29,8 @@ from asyncrl.config import (
     with_time_to_read,
 )
 from asyncrl.core.errors import AsyncRLError
+from asyncrl.core.host import visible_gpus
 from asyncrl.core.types import Prompt
-from asyncrl.core.visible_gpus import visible_gpus
 from asyncrl.data.prompts import PromptStream, Tokenizer, load_eval_prompts, load_tokenizer
 from asyncrl.metrics import check_trackers, counted
 from asyncrl.metrics.trackers import split_address

@@ -29,7 +29,7 @@ from typing import Any, NoReturn
 import psutil
 
 from asyncrl.cli import exit_status, stop_early
-from asyncrl.core.stop_signals import leave_stop_to_owner, release_resource_tracker
+from asyncrl.core.host import leave_stop_to_owner, release_resource_tracker
 from rollout_fleet.engines.process_guard import adopt_orphans, signal_at_parent_death
 
 STOPS = {signal.SIGINT: signal.SIGRTMIN + 3, signal.SIGTERM: signal.SIGRTMIN + 4}

@@ -33,8 +33,8 @@ from asyncrl.cli.supervisor import (
 )
 from asyncrl.config import RunConfig
 from asyncrl.core.errors import AsyncRLError, ClusterDiedError, DeadlineError
+from asyncrl.core.host import visible_gpus
 from asyncrl.core.remote import last_lines
-from asyncrl.core.visible_gpus import visible_gpus
 from asyncrl.metrics import TerminalView
 from asyncrl.run import protect_own_cluster
 from asyncrl.run.resume import check_beginning

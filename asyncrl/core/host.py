@@ -1,6 +1,9 @@
-"""What a process of a run needs of its host: folders that no other user can write to, and freed memory that it keeps.
+"""What a process of a run needs of its host: private folders, memory, its share of the GPUs, and stop signals.
 
-Imports neither torch nor ray.
+Only the supervisor handles SIGINT and SIGTERM. A scheduler (``scancel``) or systemd sends SIGTERM to every process of a
+run at once. The controller blocks both signals, and its threads and child processes inherit the mask, including Ray's
+daemons. The parent of each process stops that process: it closes a pipe, or sends another signal. The kernel signals a
+process whose parent died. Imports neither torch nor ray.
 """
 
 from __future__ import annotations
@@ -8,12 +11,18 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import shutil
 import signal
 import stat
+import subprocess
+from collections.abc import Mapping
 from contextlib import suppress
+from functools import cache, partial
+from multiprocessing import resource_tracker
 from pathlib import Path
+from typing import Any
 
-from asyncrl.core.errors import AsyncRLError
+from asyncrl.core.errors import AsyncRLError, DeadlineError
 
 logger = logging.getLogger(__name__)
 
@@ -21,6 +30,11 @@ FOLDER_MODE = 0o700
 FILE_MODE = 0o600
 WORKER_BYTES = 256 << 20
 """Freed bytes that a computing process keeps: more than one step of a small model needs, and little for any host."""
+
+NO_GPUS = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+"""Environment of a process that computes on the CPU."""
+_DRIVER_TIMEOUT_S = 30.0
+STOP_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM})
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # as in malloc.h
 _PR_SET_PDEATHSIG = 1
@@ -98,3 +112,90 @@ def end_with_parent() -> None:
         logger.warning("the kernel refused PR_SET_PDEATHSIG; this process may outlive its parent")
     if os.getppid() != parent:
         os._exit(1)
+
+
+def visible_gpus(environment: Mapping[str, str] = os.environ) -> int:
+    """Return the number of GPUs that CUDA shows to a process with this environment; 0 without a driver.
+
+    ``CUDA_VISIBLE_DEVICES`` holds indices or UUIDs. As in CUDA, the first invalid entry ends the list.
+
+    Raises:
+        DeadlineError: the NVIDIA driver does not answer.
+    """
+    tool = shutil.which("nvidia-smi")
+    listed = _listed_uuids(tool) if tool is not None else []
+    chosen = environment.get("CUDA_VISIBLE_DEVICES")
+    if chosen is None:
+        return len(listed)
+    count = 0
+    for entry in map(str.strip, chosen.split(",")):
+        is_index = entry.isdecimal() and int(entry) < len(listed)
+        is_uuid = entry.startswith(("GPU-", "MIG-")) and any(uuid.startswith(entry) for uuid in listed)
+        is_instance = entry.startswith("MIG-") and bool(listed)  # nvidia-smi -L lists instances below their GPU
+        if not (is_index or is_uuid or is_instance):
+            break
+        count += 1
+    return count
+
+
+@cache
+def _listed_uuids(tool: str) -> list[str]:
+    """UUIDs of this machine's GPUs, in the order of the NVIDIA driver."""
+    process = subprocess.Popen([tool, "-L"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    try:
+        listed, _ = process.communicate(timeout=_DRIVER_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()  # and do not wait: a process that hangs in the driver does not die
+        raise DeadlineError(
+            f"{tool} -L must list the GPUs of this machine within {_DRIVER_TIMEOUT_S:g} s, got no answer: the NVIDIA "
+            "driver hangs; reset the GPUs or restart the machine, or run on another machine"
+        ) from None
+    lines = [line for line in listed.splitlines() if line.startswith("GPU ")]
+    return [line.rpartition("UUID: ")[2].rstrip(")") for line in lines]
+
+
+def leave_stop_to_owner() -> None:
+    """Block the stop signals in this thread, and in the threads and processes that it starts later.
+
+    Starts Python's resource tracker first, because starting the tracker unblocks both signals (Python < 3.13).
+    """
+    resource_tracker.ensure_running()
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+
+
+def keep_stop_blocked() -> None:
+    """Call `leave_stop_to_owner` if this process inherited blocked stop signals; otherwise do nothing."""
+    if signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, ()):
+        leave_stop_to_owner()
+
+
+def release_resource_tracker() -> None:
+    """Let Python's resource tracker clean up and exit. It stays while a child of this process uses it."""
+    tracker: Any = resource_tracker._resource_tracker
+    if tracker._fd is not None:
+        os.close(tracker._fd)
+        tracker._fd = None
+
+
+def outlive_stop() -> None:
+    """Ignore SIGTERM in this process. Started programs and forked children still obey both stop signals.
+
+    A user's code may stop its own subprocesses with SIGTERM; an inherited mask would prevent that. Call this in the
+    main thread, before other threads start.
+    """
+    term = {signal.SIGTERM}
+    let_through = partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, term)
+
+    def obey() -> None:
+        if signal.getsignal(signal.SIGTERM) is _ignore:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        let_through()
+
+    signal.signal(signal.SIGTERM, _ignore)  # a handler: children would inherit SIG_IGN
+    hold_back = partial(signal.pthread_sigmask, signal.SIG_BLOCK, term)
+    os.register_at_fork(before=hold_back, after_in_child=obey, after_in_parent=let_through)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+
+
+def _ignore(*_: object) -> None:
+    pass

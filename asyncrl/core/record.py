@@ -187,82 +187,12 @@ NO_SPAN = OpenSpan(None, 0)
 """A closed span."""
 
 
-class RecordFile:
-    """Appends packed records to a file in a background thread, which `add` wakes.
-
-    The queue holds at most 8 MiB, and the file at most ``max_bytes``; other records are dropped and counted. After a
-    write error the thread logs one warning and writes no more.
-    """
-
-    def __init__(self, path: Path, *, max_bytes: int) -> None:
-        """Create the file. Raises `OSError` if that fails."""
-        self._path = path
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_EXCL, 0o644)
-        self._left_bytes = max_bytes
-        self._unwritten: deque[bytes] = deque()
-        self._num_bytes = 0
-        self._num_dropped = 0
-        self._is_closing = self._has_failed = False
-        self._lock = threading.Lock()
-        self._wakes = threading.Event()
-        self._ends = threading.Event()
-        self._thread = threading.Thread(target=self._write_until_closed, name="record", daemon=True)
-        self._thread.start()
-
-    @property
-    def num_dropped(self) -> int:
-        """Number of dropped records."""
-        return self._num_dropped
-
-    def add(self, record: bytes) -> bool:
-        """Queue a record; return False if the record was dropped."""
-        with self._lock:
-            room = min(_MAX_UNWRITTEN_BYTES, self._left_bytes)
-            if self._has_failed or self._is_closing or self._num_bytes + len(record) > room:
-                self._num_dropped += 1
-                return False
-            self._unwritten.append(record)
-            self._num_bytes += len(record)
-        if not self._wakes.is_set():
-            self._wakes.set()
-        return True
-
-    def close(self) -> None:
-        """Write the queued records and close the file. Further calls have no effect."""
-        with self._lock:
-            self._is_closing = True
-        self._ends.set()
-        self._wakes.set()
-        self._thread.join(_CLOSE_TIMEOUT_S)
-
-    def _write_until_closed(self) -> None:
-        num_reported = 0
-        while not (self._is_closing and not self._unwritten):
-            self._wakes.wait()
-            self._wakes.clear()
-            with self._lock:
-                records, num_dropped = list(self._unwritten), self._num_dropped
-                self._unwritten.clear()
-                self._left_bytes -= self._num_bytes
-                self._num_bytes = 0
-            if num_dropped > num_reported:
-                records.append(_packed(Tag.dropped, num_dropped - num_reported))
-                num_reported = num_dropped
-            try:
-                unwritten = memoryview(b"".join(records))
-                while unwritten:
-                    unwritten = unwritten[os.write(self._file, unwritten) :]
-            except OSError as error:
-                logger.warning("cannot write %s: %s; recording stops", self._path, error.strerror)
-                with self._lock:
-                    self._has_failed = True
-                break
-            self._ends.wait(_WRITE_EVERY_S)
-        os.close(self._file)
-
-
 class Recorder:
-    """Records the spans, levels and stamps of one process in the order of the calls.
+    """Records the spans, levels and stamps of one process in the order of the calls, in a file of its own.
+
+    The first record wakes a thread, which appends to the file. The queue holds at most 8 MiB, and the file at most
+    ``max_file_bytes``; other records are dropped and counted. After a write error the thread logs one warning and
+    writes no more.
 
     Args:
         directory: Folder of the file; created if it is missing.
@@ -271,6 +201,12 @@ class Recorder:
         max_file_bytes: As in `ProfileConfig`.
         clock: Returns monotonic nanoseconds.
         host: Name of the machine.
+
+    Attributes:
+        num_dropped: Number of dropped records.
+
+    Raises:
+        OSError: the file cannot be created.
     """
 
     def __init__(
@@ -284,13 +220,24 @@ class Recorder:
         host: str = "",
     ) -> None:
         self.process = process
+        self.num_dropped = 0
         self._clock = clock
         self._levels: dict[tuple[str, str], int] = {}
         self._num_spans = 0
+        self._left_bytes = max_file_bytes
+        self._unwritten: deque[bytes] = deque()
+        self._num_bytes = 0
+        self._is_closing = self._has_failed = False
         self._lock = threading.Lock()
+        self._wakes, self._ends = threading.Event(), threading.Event()
         host = host or socket.gethostname()
         directory.mkdir(parents=True, exist_ok=True)
-        self._file = RecordFile(_free_path(directory, f"{process}@{host}-{os.getpid()}"), max_bytes=max_file_bytes)
+        # A process may start and stop recording several times.
+        names = (f"{process}@{host}-{os.getpid()}{suffix}" for suffix in ("", *(f"-{n}" for n in range(2, 10_000))))
+        self._path = next(path for name in names if not (path := directory / f"{name}.msgpack").exists())
+        self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_EXCL, 0o644)
+        self._thread = threading.Thread(target=self._write_until_closed, name="record", daemon=True)
+        self._thread.start()
         header = {
             "schema": SCHEMA,
             "process": process,
@@ -303,11 +250,6 @@ class Recorder:
         }
         self._add(Tag.header, header)
 
-    @property
-    def num_dropped(self) -> int:
-        """Number of dropped records."""
-        return self._file.num_dropped
-
     def span(
         self,
         kind: str,
@@ -319,7 +261,17 @@ class Recorder:
         cause: str = "",
         start: int | None = None,
     ) -> OpenSpan:
-        """Begin a span now or at ``start``. The begin is recorded at once: a span that never ends is visible."""
+        """Begin a span now or at ``start``. The begin is recorded at once: a span that never ends is visible.
+
+        Args:
+            kind: A `SpanKind`.
+            lane: Empty: the process's lane. A leading slash means a part of the process's lane. Example: ``/reward``.
+            version: Related policy version.
+            step: Related learner step.
+            group: Related prompt group.
+            cause: Further detail of the kind.
+            start: Monotonic nanoseconds.
+        """
         with self._lock:
             self._num_spans += 1
             number = self._num_spans
@@ -340,7 +292,22 @@ class Recorder:
     def stamp(
         self, event: str, group: int, *, attempt: int = 0, version: int = NONE, lane: str = "", **details: Any
     ) -> None:
-        """Record an event of a prompt group, as the function `stamp`."""
+        """Record an event of a prompt group; ``details`` are msgpack values.
+
+        Details per `GroupEvent`:
+
+        - lease: ``version`` of the admission, ``deadline`` the last version that may consume the group, ``inherited``
+          tokens of a saved prefix.
+        - first_token, last_token, reward: ``version`` of the engine, on the engine's lane. For a continued group,
+          first_token is the first token of this attempt.
+        - stored: ``version`` of the oldest token, ``newest`` of the newest, ``learner`` the learner's version,
+          ``tokens`` of the policy, ``prompt_tokens``, ``lengths`` [G] of the responses, ``rewards`` [G], ``bytes``.
+        - planned, trained: ``version`` of the step.
+        - requeued, dropped: ``reason``; for a finished group also the details of ``stored``, for a released group
+          ``tokens``.
+
+        ``attempt`` is -1 if the event does not belong to one attempt.
+        """
         self._add(Tag.stamp, event, group, attempt, self._whole(lane), self._clock(), version, details)
 
     def clock(self, reference: str, *, offset_ns: int, error_ns: int) -> None:
@@ -348,14 +315,54 @@ class Recorder:
         self._add(Tag.clock, reference, self._clock(), offset_ns, error_ns)
 
     def close(self) -> None:
-        """Write the queued records; later records are dropped. Further calls have no effect."""
-        self._file.close()
+        """Write the queued records and close the file; later records are dropped. Further calls have no effect."""
+        with self._lock:
+            self._is_closing = True
+        self._ends.set()
+        self._wakes.set()
+        self._thread.join(_CLOSE_TIMEOUT_S)
 
     def _whole(self, lane: str) -> str:
         return self.process + lane if not lane or lane[0] == "/" else lane
 
     def _add(self, tag: Tag, *items: Any) -> bool:
-        return self._file.add(_packed(tag, *items))
+        """Queue a record; return False if the record was dropped."""
+        record = _packed(tag, *items)
+        with self._lock:
+            room = min(_MAX_UNWRITTEN_BYTES, self._left_bytes)
+            if self._has_failed or self._is_closing or self._num_bytes + len(record) > room:
+                self.num_dropped += 1
+                return False
+            self._unwritten.append(record)
+            self._num_bytes += len(record)
+        if not self._wakes.is_set():
+            self._wakes.set()
+        return True
+
+    def _write_until_closed(self) -> None:
+        num_reported = 0
+        while not (self._is_closing and not self._unwritten):
+            self._wakes.wait()
+            self._wakes.clear()
+            with self._lock:
+                records, num_dropped = list(self._unwritten), self.num_dropped
+                self._unwritten.clear()
+                self._left_bytes -= self._num_bytes
+                self._num_bytes = 0
+            if num_dropped > num_reported:
+                records.append(_packed(Tag.dropped, num_dropped - num_reported))
+                num_reported = num_dropped
+            try:
+                unwritten = memoryview(b"".join(records))
+                while unwritten:
+                    unwritten = unwritten[os.write(self._file, unwritten) :]
+            except OSError as error:
+                logger.warning("cannot write %s: %s; recording stops", self._path, error.strerror)
+                with self._lock:
+                    self._has_failed = True
+                break
+            self._ends.wait(_WRITE_EVERY_S)
+        os.close(self._file)
 
 
 _recorder: Recorder | None = None
@@ -389,28 +396,9 @@ def current() -> Recorder | None:
     return _recorder
 
 
-def span(
-    kind: str,
-    *,
-    lane: str = "",
-    version: int = NONE,
-    step: int = NONE,
-    group: int = NONE,
-    cause: str = "",
-) -> OpenSpan:
-    """Begin a span; leaving its block or `OpenSpan.close` ends it.
-
-    Args:
-        kind: A `SpanKind`.
-        lane: Empty: the process's lane. A leading slash means a part of the process's lane. Example: ``/reward``.
-        version: Related policy version.
-        step: Related learner step.
-        group: Related prompt group.
-        cause: Further detail of the kind.
-    """
-    if _recorder is None:
-        return NO_SPAN
-    return _recorder.span(kind, lane=lane, version=version, step=step, group=group, cause=cause)
+def span(kind: str, **of: Any) -> OpenSpan:
+    """Begin a span as `Recorder.span`; leaving its block or `OpenSpan.close` ends it."""
+    return NO_SPAN if _recorder is None else _recorder.span(kind, **of)
 
 
 def level(name: str, value: int, *, lane: str = "") -> None:
@@ -424,25 +412,10 @@ def cpu() -> None:
     level(LevelName.cpu, time.process_time_ns() // 1000)
 
 
-def stamp(event: str, group: int, *, attempt: int = 0, version: int = NONE, lane: str = "", **details: Any) -> None:
-    """Record an event of a prompt group; ``details`` are msgpack values.
-
-    Details per `GroupEvent`:
-
-    - lease: ``version`` of the admission, ``deadline`` the last version that may consume the group, ``inherited``
-      tokens of a saved prefix.
-    - first_token, last_token, reward: ``version`` of the engine, on the engine's lane. For a continued group,
-      first_token is the first token of this attempt.
-    - stored: ``version`` of the oldest token, ``newest`` of the newest, ``learner`` the learner's version, ``tokens``
-      of the policy, ``prompt_tokens``, ``lengths`` [G] of the responses, ``rewards`` [G], ``bytes``.
-    - planned, trained: ``version`` of the step.
-    - requeued, dropped: ``reason``; for a finished group also the details of ``stored``, for a released group
-      ``tokens``.
-
-    ``attempt`` is -1 if the event does not belong to one attempt.
-    """
+def stamp(event: str, group: int, **of: Any) -> None:
+    """Record an event of a prompt group, as `Recorder.stamp`."""
     if _recorder is not None:
-        _recorder.stamp(event, group, attempt=attempt, version=version, lane=lane, **details)
+        _recorder.stamp(event, group, **of)
 
 
 def clock(reference: str, *, offset_ns: int, error_ns: int) -> None:
@@ -467,9 +440,3 @@ def clock_id() -> str:
 
 def _packed(tag: Tag, *items: Any) -> bytes:
     return cast("bytes", msgpack.packb([int(tag), *items]))
-
-
-def _free_path(directory: Path, name: str) -> Path:
-    """A path without a file: a process may start and stop recording several times."""
-    paths = (directory / f"{name}{suffix}.msgpack" for suffix in ("", *(f"-{count}" for count in range(2, 10_000))))
-    return next(path for path in paths if not path.exists())

@@ -24,7 +24,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from asyncrl.core.visible_gpus import visible_gpus
+from asyncrl.core.host import visible_gpus
 from asyncrl.gpu_check.run_checks import quickstart
 from asyncrl.gpu_check.tasks import FULL, TOY, Setup, run_task
 

@@ -23,8 +23,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from asyncrl.checks import check_placement, resolve_devices
 from asyncrl.config import LOOPBACK, RunConfig, learner_pools, learner_roles, requested_cpus
 from asyncrl.core.errors import ClusterDiedError, DeadlineError
+from asyncrl.core.host import visible_gpus
 from asyncrl.core.remote import within
-from asyncrl.core.visible_gpus import visible_gpus
 from asyncrl.placement_config import RAY_SETS_DEVICES, WORKER_ENV, Strategy
 from asyncrl.single_controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, ResourcePoolManager, Role
 from asyncrl.single_controller.resource_pool import NODE_ID_LABEL, can_place
@@ -79,7 +79,7 @@ async def ray_cluster(config: RunConfig, say: Callable[[str], None] = logger.inf
         # If Ray is shut down while a thread still starts it, Ray ends this process.
         await asyncio.wait([starting], timeout=config.stop_timeout_s / 2)
         # Ray would send SIGTERM to each daemon and wait a second. The daemons of a run block SIGTERM
-        # (`asyncrl.core.stop_signals`), so they get SIGKILL at once.
+        # (`asyncrl.core.host`), so they get SIGKILL at once.
         if (node := cast("Any", ray_worker._global_node)) is not None:
             node.kill_all_processes = partial(node.kill_all_processes, allow_graceful=False)
         await asyncio.to_thread(ray.shutdown)

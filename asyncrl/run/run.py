@@ -46,6 +46,7 @@ from asyncrl.run.host_stores import HostStores, ray_actors
 from asyncrl.run.learner_group import LearnerGroup
 from asyncrl.run.learner_restarts import AnyController, LearnerRestarts
 from asyncrl.run.node_folders import NodeFolders, node_folders
+from asyncrl.run.reporting import Watching
 from asyncrl.run.resume import (
     RepeatedPrompts,
     Resumed,
@@ -54,7 +55,6 @@ from asyncrl.run.resume import (
     find_checkpoint,
 )
 from asyncrl.run.run_folder import SHARED_MEMORY, RunPaths, shared_folder
-from asyncrl.run.watching import Watching
 from asyncrl.samples import NewSamples, sample_line
 from asyncrl.sft.warm_start import WarmStart, needs_fine_tuning, policy_path
 from asyncrl.single_controller import ray_death

@@ -20,8 +20,8 @@ from transformers import AutoTokenizer
 
 from asyncrl.config import RunConfig, StopMetric, WarmStartConfig, num_positions, why_positions_end
 from asyncrl.core.errors import RewardError
+from asyncrl.core.host import visible_gpus
 from asyncrl.core.types import Prompt
-from asyncrl.core.visible_gpus import visible_gpus
 from asyncrl.data.demonstrations import Demonstration, DemonstrationFormat, load_demonstrations
 from asyncrl.data.prompts import load_eval_prompts
 from asyncrl.sft.warm_start import finished_warm_start, warm_start_path, write_warm_start

@@ -26,7 +26,7 @@ from typing import Any
 
 from asyncrl.config import RunConfig
 from asyncrl.core.errors import DeadlineError, WorkerDiedError
-from asyncrl.core.visible_gpus import NO_GPUS
+from asyncrl.core.host import NO_GPUS
 
 _COMMAND = ("-m", "asyncrl", "sft")
 _END_TIMEOUT_S = 30.0

@@ -12,7 +12,7 @@ from typing import Any
 import ray
 
 from asyncrl.core.errors import UsageError
-from asyncrl.core.stop_signals import keep_stop_blocked
+from asyncrl.core.host import keep_stop_blocked
 
 from .calls import FUSED_METHOD_SEPARATOR, attach_results
 from .dispatch import MAGIC_ATTR, Dispatch, Execute, materialize_async, register

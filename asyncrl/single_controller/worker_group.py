@@ -18,8 +18,8 @@ import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from asyncrl.core.errors import ClusterDiedError, UsageError, WorkerDiedError
+from asyncrl.core.host import NO_GPUS
 from asyncrl.core.remote import WorkerIdentity, death_of, fetch, identities
-from asyncrl.core.visible_gpus import NO_GPUS
 
 from .calls import PendingResult, PendingResults, Route, deadline_s, func_generator, shared
 from .dispatch import MAGIC_ATTR, Dispatch, Execute, get_predefined_dispatch_fn, get_predefined_execute_fn

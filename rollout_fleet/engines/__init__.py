@@ -6,7 +6,7 @@ import importlib.util
 import logging
 import pkgutil
 
-from asyncrl.core.visible_gpus import visible_gpus
+from asyncrl.core.host import visible_gpus
 from rollout_fleet.config import EngineDevice, EngineKind, RolloutFleetConfig
 
 from .engine import Engine

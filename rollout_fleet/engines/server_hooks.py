@@ -28,7 +28,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from asyncrl.core.stop_signals import keep_stop_blocked
+from asyncrl.core.host import keep_stop_blocked
 from asyncrl.core.types import WeightOffer
 
 PLUGIN = "asyncrl"

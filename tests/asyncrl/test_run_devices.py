@@ -16,8 +16,8 @@ from asyncrl.cli import dry_run, train_command
 from asyncrl.cli.compose import compose_run
 from asyncrl.config import learner_pools
 from asyncrl.core.errors import DeadlineError
+from asyncrl.core.host import visible_gpus
 from asyncrl.core.types import Prompt
-from asyncrl.core.visible_gpus import visible_gpus
 from asyncrl.metrics import TerminalView
 from asyncrl.run.cluster import EnginePlaces, gpu_of_this_node, learner_layout, pool_of_one, ray_cluster, worker_env
 from asyncrl.run.run import Run
@@ -262,7 +262,7 @@ def test_a_hanging_driver_is_an_error_with_tool_and_deadline(monkeypatch, tmp_pa
     tool.write_text("#!/bin/sh\nexec sleep 60\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setattr("asyncrl.core.visible_gpus._DRIVER_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("asyncrl.core.host._DRIVER_TIMEOUT_S", 0.1)
     with pytest.raises(DeadlineError, match=r"nvidia-smi -L .* within 0\.1 s.*driver hangs; reset"):
         visible_gpus()
     assert train_command.main([f"output_dir={tmp_path}", "dry_run=true"]) == 1

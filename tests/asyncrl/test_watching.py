@@ -10,8 +10,8 @@ from rich.console import Console
 
 from asyncrl.cli.compose import compose_run
 from asyncrl.metrics import TerminalView, Trackers
-from asyncrl.run import watching
-from asyncrl.run.watching import Watching
+from asyncrl.run import reporting
+from asyncrl.run.reporting import Watching
 from tests.asyncrl.test_metrics import make_record
 from tests.support.traces import record_run
 
@@ -56,7 +56,7 @@ async def test_a_run_that_records_nothing_is_watched_all_the_same(watched):
 
 
 async def test_trackers_that_do_not_end_are_left(watched, monkeypatch):
-    monkeypatch.setattr(watching, "_CLOSE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(reporting, "_CLOSE_TIMEOUT_S", 0.05)
     watched_run, said = watched()
     async with watched_run:
         watched_run._trackers = Trackers({"slow": SimpleNamespace(close=lambda: time.sleep(0.5))})
@@ -71,7 +71,7 @@ def looks(monkeypatch):
     async def look(run_dir):
         found.append(run_dir)
 
-    monkeypatch.setattr(watching, "look_for_advice", look)
+    monkeypatch.setattr(reporting, "look_for_advice", look)
     return found
 
 
@@ -92,13 +92,13 @@ async def test_a_run_of_thirty_steps_looks_for_advice_when_it_ends(
 
 async def test_a_look_for_advice_that_fails_or_hangs_is_logged_and_ends(tmp_path, monkeypatch, caplog):
     (tmp_path / "logs").mkdir()
-    monkeypatch.setattr(watching.sys, "executable", "/bin/false")
-    await watching.look_for_advice(tmp_path)
+    monkeypatch.setattr(reporting.sys, "executable", "/bin/false")
+    await reporting.look_for_advice(tmp_path)
     assert "no advice was found (status 1); see logs/advice.log" in caplog.text
     hanging = tmp_path / "python"
     hanging.write_text("#!/bin/sh\nsleep 60\n")
     hanging.chmod(0o755)
-    monkeypatch.setattr(watching.sys, "executable", str(hanging))
-    monkeypatch.setattr(watching, "_ADVICE_S", 0.2)
-    await watching.look_for_advice(tmp_path)
+    monkeypatch.setattr(reporting.sys, "executable", str(hanging))
+    monkeypatch.setattr(reporting, "_ADVICE_S", 0.2)
+    await reporting.look_for_advice(tmp_path)
     assert "no advice was found (status None)" in caplog.text

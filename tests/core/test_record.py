@@ -9,7 +9,7 @@ import msgpack
 import pytest
 
 from asyncrl.core import record
-from asyncrl.core.record import Pool, ProfileConfig, Recorder, RecordFile, Tag
+from asyncrl.core.record import Pool, ProfileConfig, Recorder, Tag
 
 
 def written(folder):
@@ -117,7 +117,7 @@ def test_records_beyond_the_file_limit_are_dropped_and_counted(tmp_path):
 def test_a_dropped_level_is_recorded_at_the_next_call(tmp_path, monkeypatch):
     recorder = Recorder(tmp_path, process="p", pool=Pool.learner)
     with monkeypatch.context() as patched:
-        patched.setattr(RecordFile, "add", lambda self, data: False)
+        patched.setattr(recorder, "_add", lambda *_: False)
         recorder.level("running", 1)
     recorder.level("running", 1)
     recorder.close()
@@ -125,14 +125,14 @@ def test_a_dropped_level_is_recorded_at_the_next_call(tmp_path, monkeypatch):
 
 
 def test_a_failing_disk_is_logged_once_and_later_records_are_dropped(tmp_path, monkeypatch, caplog):
-    file = RecordFile(tmp_path / "f", max_bytes=1 << 20)
+    recorder = Recorder(tmp_path, process="p", pool=Pool.learner)
     with monkeypatch.context() as patched:
         patched.setattr(os, "write", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
-        file.add(b"x")
-        file._thread.join(5)
-    assert not file.add(b"y")
-    file.close()
-    assert file.num_dropped == 1
+        recorder.level("running", 1)
+        recorder._thread.join(5)
+    recorder.level("running", 2)
+    recorder.close()
+    assert recorder.num_dropped == 1
     assert "No space left on device" in caplog.text
 
 

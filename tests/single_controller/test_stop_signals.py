@@ -9,7 +9,7 @@ import pytest
 LEFT = """
 import os, signal, subprocess, sys, threading
 from multiprocessing import get_context
-from asyncrl.core.stop_signals import keep_stop_blocked, leave_stop_to_owner, outlive_stop
+from asyncrl.core.host import keep_stop_blocked, leave_stop_to_owner, outlive_stop
 """
 SLEEPER = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(60)"]
 
