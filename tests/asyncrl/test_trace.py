@@ -138,7 +138,7 @@ def test_the_reader_stops_at_invalid_bytes_and_keeps_the_records_before_them(tmp
 def test_a_reader_reads_added_records(tmp_path):
     recording, reader = recorder(tmp_path), TraceReader(tmp_path)
     recording.stamp("lease", 1)
-    recording._file.close()
+    recording.close()
     assert [stamp.group for stamp in reader.read().stamps] == [1]
     other = recorder(tmp_path, process="learner-1")
     other.stamp("lease", 2)
@@ -207,7 +207,7 @@ def test_a_reader_that_forgets_keeps_unfinished_records(tmp_path):
     old.close()
     now = 100
     recording.stamp("lease", 2)
-    recording._file.close()
+    recording.close()
     assert len(reader.read().spans) == 2
     reader.forget(before=50)
     trace = reader.read()
