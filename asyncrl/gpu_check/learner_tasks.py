@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from asyncrl.gpu_check.tasks import Scale, Setup
+from asyncrl.gpu_check.tasks import Setup, Sizes
 from learner.attention_kernels import AttentionShape, attention_kernel, call_kernel, check_kernel
 from learner.checkpoint import ShardedCheckpointer
 from learner.config import AlgorithmConfig, AttentionKernel, Device, LearnerConfig
@@ -29,30 +29,30 @@ _REFERENCE_TOKENS = 128
 Measured = Iterator[dict[str, Any]]
 
 
-def save_model(directory: Path, scale: Scale, *, experts: bool, dtype: str) -> str:
-    """Save a random model of this scale; returns its folder."""
+def save_model(directory: Path, sizes: Sizes, *, experts: bool, dtype: str) -> str:
+    """Save a random model of these sizes; returns its folder."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     shape: dict[str, Any] = {
-        "hidden_size": scale.moe_hidden if experts else scale.hidden,
-        "intermediate_size": scale.mlp,
-        "num_hidden_layers": scale.layers,
-        "num_attention_heads": scale.heads,
-        "num_key_value_heads": scale.kv_heads,
-        "head_dim": scale.head_dim,
-        "vocab_size": scale.vocabulary,
+        "hidden_size": sizes.moe_hidden if experts else sizes.hidden,
+        "intermediate_size": sizes.mlp,
+        "num_hidden_layers": sizes.layers,
+        "num_attention_heads": sizes.heads,
+        "num_key_value_heads": sizes.kv_heads,
+        "head_dim": sizes.head_dim,
+        "vocab_size": sizes.vocabulary,
         "max_position_embeddings": 32768,
         "eos_token_id": 1,
         "bos_token_id": 2,
         "pad_token_id": 0,
         "tie_word_embeddings": False,
-        "initializer_range": 0.02 if scale.hidden > 1000 else 0.2,
+        "initializer_range": 0.02 if sizes.hidden > 1000 else 0.2,
     }
     if experts:
         shape |= {
-            "num_experts": scale.experts,
-            "num_experts_per_tok": min(8, scale.experts // 2),
-            "moe_intermediate_size": scale.expert_mlp,
+            "num_experts": sizes.experts,
+            "num_experts_per_tok": min(8, sizes.experts // 2),
+            "moe_intermediate_size": sizes.expert_mlp,
         }
     config = AutoConfig.for_model("qwen3_moe" if experts else "qwen3", **shape)
     torch.manual_seed(0)
@@ -63,7 +63,7 @@ def save_model(directory: Path, scale: Scale, *, experts: bool, dtype: str) -> s
 def models(setup: Setup, *, experts: bool) -> Measured:
     """Save the random model that later tasks load."""
     folder = Path(setup.folder, "mixture" if experts else "dense")
-    path = save_model(folder, setup.scale, experts=experts, dtype=setup.dtype)
+    path = save_model(folder, setup.sizes, experts=experts, dtype=setup.dtype)
     yield {"path": path, "bytes": sum(file.stat().st_size for file in folder.glob("*.safetensors"))}
 
 
@@ -72,9 +72,9 @@ def models(setup: Setup, *, experts: bool) -> Measured:
 
 def kernels(setup: Setup) -> Measured:
     """Compare each attention kernel with float32 attention, and time it; on the CPU only the selected one."""
-    device, scale = torch.device(setup.device), setup.scale
+    device, sizes = torch.device(setup.device), setup.sizes
     dtype = getattr(torch, setup.dtype)
-    shape = AttentionShape(head_dim=scale.head_dim, heads_per_kv_head=scale.heads // scale.kv_heads)
+    shape = AttentionShape(head_dim=sizes.head_dim, heads_per_kv_head=sizes.heads // sizes.kv_heads)
     if setup.device == "cuda":
         for kernel in AttentionKernel:
             if kernel not in (AttentionKernel.auto, AttentionKernel.sdpa):
@@ -83,22 +83,22 @@ def kernels(setup: Setup) -> Measured:
                 except ValueError as error:
                     yield {"kernel": kernel.value, "error": str(error)}
                 else:
-                    yield {"kernel": kernel.value, "tflops": _kernel_tflops(kernel, device, dtype, scale)}
+                    yield {"kernel": kernel.value, "tflops": _kernel_tflops(kernel, device, dtype, sizes)}
     yield {"selected": attention_kernel(AttentionKernel.auto, device, dtype, shape).value}
 
 
-def _kernel_tflops(kernel: AttentionKernel, device: torch.device, dtype: torch.dtype, scale: Scale) -> float:
+def _kernel_tflops(kernel: AttentionKernel, device: torch.device, dtype: torch.dtype, sizes: Sizes) -> float:
     """Speed of forward and backward on a batch of packed sequences, in TFLOP/s of causal attention."""
-    lengths = [scale.length] * scale.num_sequences
-    sizes = [(sum(lengths), heads, scale.head_dim) for heads in (scale.heads, scale.kv_heads, scale.kv_heads)]
-    q, k, v = (torch.randn(size, device=device, dtype=dtype, requires_grad=True) for size in sizes)
+    lengths = [sizes.length] * sizes.num_sequences
+    shapes = [(sum(lengths), heads, sizes.head_dim) for heads in (sizes.heads, sizes.kv_heads, sizes.kv_heads)]
+    q, k, v = (torch.randn(size, device=device, dtype=dtype, requires_grad=True) for size in shapes)
     starts = torch.tensor([0, *lengths], device=device).cumsum(0).int()
 
     def step() -> None:
-        options = {"starts": starts, "longest": scale.length, "scale": None, "window": None, "soft_cap": None}
+        options = {"starts": starts, "longest": sizes.length, "scale": None, "window": None, "soft_cap": None}
         call_kernel(kernel, q, k, v, **options).sum().backward()
 
-    flops = 3.5 * sum(2 * length**2 for length in lengths) * scale.heads * scale.head_dim  # backward: 2.5 x forward
+    flops = 3.5 * sum(2 * length**2 for length in lengths) * sizes.heads * sizes.head_dim  # backward: 2.5 x forward
     return flops / _median_s(step, device) / 1e12
 
 
@@ -121,12 +121,12 @@ def _synchronize(device: torch.device) -> None:
 
 def log_probs(setup: Setup) -> Measured:
     """Compare chunked log-probs and their gradients with float64, and measure time and peak memory."""
-    device, scale = torch.device(setup.device), setup.scale
-    num_tokens = scale.num_sequences * scale.length // 4
+    device, sizes = torch.device(setup.device), setup.sizes
+    num_tokens = sizes.num_sequences * sizes.length // 4
     torch.manual_seed(0)
-    hidden = torch.randn(num_tokens, scale.hidden, device=device, dtype=getattr(torch, setup.dtype))
-    weight = (torch.randn(scale.head_vocabulary, scale.hidden, device=device) * scale.hidden**-0.5).to(hidden.dtype)
-    targets = torch.randint(scale.head_vocabulary, (num_tokens,), device=device)
+    hidden = torch.randn(num_tokens, sizes.hidden, device=device, dtype=getattr(torch, setup.dtype))
+    weight = (torch.randn(sizes.head_vocabulary, sizes.hidden, device=device) * sizes.hidden**-0.5).to(hidden.dtype)
+    targets = torch.randint(sizes.head_vocabulary, (num_tokens,), device=device)
     hidden.requires_grad_()
     weight.requires_grad_()
     before = torch.cuda.memory_allocated(device) if setup.device == "cuda" else 0
@@ -156,29 +156,29 @@ def log_probs(setup: Setup) -> Measured:
 # Learner steps
 
 
-def sequences_of(scale: Scale, *, part: int = 0, parts: int = 1) -> list[TokenSequence]:
+def sequences_of(sizes: Sizes, *, part: int = 0, parts: int = 1) -> list[TokenSequence]:
     """This rank's share of a random batch with four samples per prompt; a fourth of each sequence is its prompt."""
     rng = np.random.default_rng(0)
-    num_prompt, batch = scale.length // 4, []
-    for index in range(scale.num_sequences):
-        ids = rng.integers(scale.vocabulary // 2, scale.vocabulary, scale.length).astype(np.int32)
+    num_prompt, batch = sizes.length // 4, []
+    for index in range(sizes.num_sequences):
+        ids = rng.integers(sizes.vocabulary // 2, sizes.vocabulary, sizes.length).astype(np.int32)
         if index % 4:
             ids[:num_prompt] = batch[index - index % 4].input_ids[:num_prompt]
         columns = {
-            "behavior_logprobs": np.full(scale.length, -np.log(scale.vocabulary), dtype=np.float32),
-            "advantages": np.full(scale.length, rng.normal(), dtype=np.float32),
+            "behavior_logprobs": np.full(sizes.length, -np.log(sizes.vocabulary), dtype=np.float32),
+            "advantages": np.full(sizes.length, rng.normal(), dtype=np.float32),
         }
-        mask = np.arange(scale.length) >= num_prompt
+        mask = np.arange(sizes.length) >= num_prompt
         batch.append(TokenSequence(input_ids=ids, loss_mask=mask, columns=columns))
     return batch[part::parts]
 
 
 def _trainer(setup: Setup, model: str, *, num_ranks: int = 1, **options: Any) -> Trainer:
-    budget = setup.scale.num_sequences * setup.scale.length // num_ranks // 2
+    budget = setup.sizes.num_sequences * setup.sizes.length // num_ranks // 2
     config = LearnerConfig(
         device=Device(setup.device),
         num_ranks=num_ranks,
-        max_tokens_per_micro_batch=max(budget, setup.scale.length),
+        max_tokens_per_micro_batch=max(budget, setup.sizes.length),
         step_timeout_s=setup.timeout_s,
         **options,
     )
@@ -197,13 +197,13 @@ def train(setup: Setup, *, model: str, sp_size: int, activation_checkpointing: b
         torch_compile=torch_compile,
     )
     mesh = trainer.mesh
-    sequences = sequences_of(setup.scale, part=mesh.dp_rank, parts=num_ranks // sp_size)
+    sequences = sequences_of(setup.sizes, part=mesh.dp_rank, parts=num_ranks // sp_size)
     step = LearnerStep(trainer, policy_objective(AlgorithmConfig(report_entropy=False)))
     first = step.run(sequences)
     if setup.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    seconds = _median_s(lambda: step.run(sequences), mesh.device, num_runs=setup.scale.num_steps)
-    num_tokens = setup.scale.num_sequences * setup.scale.length
+    seconds = _median_s(lambda: step.run(sequences), mesh.device, num_runs=setup.sizes.num_steps)
+    num_tokens = setup.sizes.num_sequences * setup.sizes.length
     peak = torch.cuda.max_memory_allocated() if setup.device == "cuda" else 0
     parameters = sum(parameter.numel() for parameter in trainer.head.parameters())
     yield {
@@ -219,7 +219,7 @@ def train(setup: Setup, *, model: str, sp_size: int, activation_checkpointing: b
 def offload(setup: Setup, *, model: str) -> Measured:
     """Move model and optimizer to the host and back; the values must stay the same."""
     trainer = _trainer(setup, model, offload_at_transition_only=True)
-    LearnerStep(trainer, policy_objective(AlgorithmConfig())).run(sequences_of(setup.scale))
+    LearnerStep(trainer, policy_objective(AlgorithmConfig())).run(sequences_of(setup.sizes))
     policy = OffloadPolicy(trainer.config, trainer.head, trainer.optimizer)
     before, seconds = _sums(trainer), []
     for _ in range(NUM_ROUND_TRIPS):
@@ -236,7 +236,7 @@ def offload(setup: Setup, *, model: str) -> Measured:
 def checkpoint(setup: Setup, *, model: str) -> Measured:
     """Save in the background and load again; ``stall_s`` is the time that training waits."""
     trainer = _trainer(setup, model)
-    LearnerStep(trainer, policy_objective(AlgorithmConfig())).run(sequences_of(setup.scale))
+    LearnerStep(trainer, policy_objective(AlgorithmConfig())).run(sequences_of(setup.sizes))
     checkpointer = ShardedCheckpointer(trainer, str(Path(setup.folder, "checkpoints")), keep=1)
     saved, began = _sums(trainer), time.perf_counter()
     path = checkpointer.save(1, wait=False)

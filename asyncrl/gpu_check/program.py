@@ -342,7 +342,7 @@ def main() -> int:
     setup = Setup(
         device=device,
         num_gpus=arguments.gpus or gpus or 1,
-        scale=FULL if device == "cuda" else TOY,
+        sizes=FULL if device == "cuda" else TOY,
         model=arguments.model,
         folder=str(folder.resolve()),
         timeout_s=arguments.timeout_s,

@@ -28,7 +28,7 @@ def quickstart(setup: Setup, name: str, *overrides: str, kill_engine: bool = Fal
         TaskFailed: the run failed or missed its deadline.
     """
     folder, log = Path(setup.folder, name), Path(setup.folder, f"{name}.log")
-    num_steps = _NUM_STEPS[setup.device]
+    metrics, num_steps = folder / "metrics.jsonl", _NUM_STEPS[setup.device]
     options = [
         f"run_dir={folder}",
         f"output_dir={setup.folder}/quickstart",
@@ -49,7 +49,7 @@ def quickstart(setup: Setup, name: str, *overrides: str, kill_engine: bool = Fal
         while process.poll() is None:
             if time.monotonic() > ends_at:
                 raise TaskFailed(f"missed the deadline of {setup.timeout_s:g} s (--timeout-s); log: {log}")
-            if not is_killed and _num_records(folder):
+            if not is_killed and metrics.exists() and metrics.stat().st_size:
                 is_killed = _kill_a_server(process.pid)
             time.sleep(0.2)
         if process.returncode:
@@ -62,11 +62,6 @@ def quickstart(setup: Setup, name: str, *overrides: str, kill_engine: bool = Fal
     if not is_killed:
         raise TaskFailed("the run ended before its engine could be killed")
     yield {"steps": num_steps, **json.loads((folder / "summary.json").read_text())}
-
-
-def _num_records(folder: Path) -> int:
-    path = folder / "metrics.jsonl"
-    return path.read_text().count("\n") if path.exists() else 0
 
 
 def _kill_a_server(pid: int) -> bool:

@@ -68,11 +68,11 @@ class _Pair:
 
     async def sample(self) -> list[tuple[SampleRequest, SampleOutput]]:
         """Sample responses to random prompts."""
-        rng, scale = np.random.default_rng(self._count), self.setup.scale
+        rng, sizes = np.random.default_rng(self._count), self.setup.sizes
         self._count += 1
-        low = scale.vocabulary // 2
-        prompts = [rng.integers(low, scale.vocabulary, 16).astype(np.int32) for _ in range(NUM_SAMPLES)]
-        sampling = SamplingConfig(max_new_tokens=scale.num_new_tokens, temperature=1.0)
+        low = sizes.vocabulary // 2
+        prompts = [rng.integers(low, sizes.vocabulary, 16).astype(np.int32) for _ in range(NUM_SAMPLES)]
+        sampling = SamplingConfig(max_new_tokens=sizes.num_new_tokens, temperature=1.0)
         requests = [
             SampleRequest(id=f"check{self._count}-{index}", prompt_ids=prompt, sampling=sampling)
             for index, prompt in enumerate(prompts)

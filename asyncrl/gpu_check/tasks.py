@@ -31,7 +31,7 @@ class TaskFailed(Exception):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scale:
+class Sizes:
     """Sizes of the models and batches.
 
     Attributes:
@@ -61,7 +61,7 @@ class Scale:
     num_new_tokens: int
 
 
-FULL = Scale(
+FULL = Sizes(
     hidden=4096,
     mlp=12288,
     heads=32,
@@ -80,7 +80,7 @@ FULL = Scale(
 )
 """The widths of Qwen3-8B and Qwen3-30B-A3B with four layers."""
 
-TOY = Scale(
+TOY = Sizes(
     hidden=64,
     mlp=128,
     heads=4,
@@ -107,7 +107,7 @@ class Setup:
     Attributes:
         device: ``cpu`` or ``cuda``.
         num_gpus: GPUs to use; on the CPU the number of pretended ones, which bounds the ranks.
-        scale: Sizes.
+        sizes: Sizes.
         model: Folder of the user's model, or empty.
         folder: Models, logs and results.
         timeout_s: Deadline of each task.
@@ -115,7 +115,7 @@ class Setup:
 
     device: str
     num_gpus: int
-    scale: Scale
+    sizes: Sizes
     model: str
     folder: str
     timeout_s: float
@@ -132,32 +132,8 @@ def run_task(setup: Setup, name: str, *, num_ranks: int = 1, **options: Any) -> 
     Raises:
         TaskFailed: a rank failed, or the task missed its deadline. All its processes have ended.
     """
-    folder = Path(setup.folder)
-    slug = "-".join([name.partition(":")[2], *(f"{key}={Path(str(value)).name}" for key, value in options.items())])
-    task = json.dumps({"name": name, "setup": asdict(setup), "options": options})
-    rendezvous = folder / f"rendezvous-{slug}-{os.urandom(4).hex()}"
     lines: Queue[str | None] = Queue()
-    ranks, logs = [], []
-    for rank in range(num_ranks):
-        environment = os.environ | {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(num_ranks),
-            "LOCAL_WORLD_SIZE": str(num_ranks),
-            _RENDEZVOUS_FILE: str(rendezvous),
-        }
-        if setup.device == "cpu":
-            environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-        logs.append(folder / f"{slug}-{rank}.log")
-        with logs[-1].open("w") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "asyncrl.gpu_check.tasks", task],
-                env=environment,
-                stdout=subprocess.PIPE if rank == 0 else log,
-                stderr=log,
-                text=True,
-            )
-        ranks.append(process)
+    ranks, logs = _start_ranks(setup, name, num_ranks, options)
     threading.Thread(target=_read, args=(ranks[0], logs[0], lines), daemon=True).start()
     for process in ranks:
         threading.Thread(target=_end_all_after, args=(process, ranks), daemon=True).start()
@@ -179,6 +155,38 @@ def run_task(setup: Setup, name: str, *, num_ranks: int = 1, **options: Any) -> 
         for process in ranks:
             process.kill()
             process.wait()
+
+
+def _start_ranks(
+    setup: Setup, name: str, num_ranks: int, options: dict[str, Any]
+) -> tuple[list[subprocess.Popen[str]], list[Path]]:
+    """Start the processes of a task; returns them and their logs."""
+    folder = Path(setup.folder)
+    slug = "-".join([name.partition(":")[2], *(f"{key}={Path(str(value)).name}" for key, value in options.items())])
+    task = json.dumps({"name": name, "setup": asdict(setup), "options": options})
+    rendezvous = folder / f"rendezvous-{os.urandom(4).hex()}"
+    ranks, logs = [], []
+    for rank in range(num_ranks):
+        environment = os.environ | {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(num_ranks),
+            "LOCAL_WORLD_SIZE": str(num_ranks),
+            _RENDEZVOUS_FILE: str(rendezvous),
+        }
+        if setup.device == "cpu":
+            environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        logs.append(folder / f"{slug}-{rank}.log")
+        with logs[-1].open("w") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "asyncrl.gpu_check.tasks", task],
+                env=environment,
+                stdout=subprocess.PIPE if rank == 0 else log,
+                stderr=log,
+                text=True,
+            )
+        ranks.append(process)
+    return ranks, logs
 
 
 def _end_all_after(process: subprocess.Popen[str], ranks: list[subprocess.Popen[str]]) -> None:
@@ -204,7 +212,7 @@ def main() -> None:
     """Entry point of one rank."""
     end_with_parent()
     task = json.loads(sys.argv[1])
-    setup = Setup(**{**task["setup"], "scale": Scale(**task["setup"]["scale"])})
+    setup = Setup(**{**task["setup"], "sizes": Sizes(**task["setup"]["sizes"])})
     module, _, name = task["name"].partition(":")
     function = getattr(import_module(f"asyncrl.gpu_check.{module}"), name)
     if inspect.isasyncgenfunction(function):

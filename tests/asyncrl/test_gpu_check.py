@@ -14,7 +14,7 @@ from asyncrl.gpu_check.tasks import TOY, Setup, TaskFailed, run_task
 
 @pytest.fixture
 def setup(tmp_path):
-    return Setup(device="cpu", num_gpus=1, scale=TOY, model="", folder=str(tmp_path), timeout_s=120.0)
+    return Setup(device="cpu", num_gpus=1, sizes=TOY, model="", folder=str(tmp_path), timeout_s=120.0)
 
 
 def right(name):
