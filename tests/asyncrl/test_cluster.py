@@ -1,6 +1,10 @@
-"""A run whose Ray does not start, is stopped meanwhile, or loses a part."""
+"""The Ray of a run: it does not start, is stopped meanwhile, loses a part, or a stranger wants to connect."""
 
 import asyncio
+import os
+import subprocess
+import sys
+import textwrap
 import threading
 
 import pytest
@@ -8,6 +12,7 @@ import pytest
 from asyncrl.cli.compose import compose_run
 from asyncrl.core.errors import ClusterDiedError, WorkerDiedError
 from asyncrl.run import cluster, run
+from asyncrl.run.cluster import warning_of_open_cluster
 
 
 @pytest.mark.parametrize(
@@ -69,3 +74,93 @@ async def test_a_part_that_dies_cancels_the_work_and_its_error_is_raised():
     with pytest.raises(WorkerDiedError, match="the buffer server died"):
         await run.unless(work(), [watch()])
     assert ended.is_set()
+
+
+DAEMON_DIES = """
+import asyncio, os, signal, sys, psutil
+from asyncrl.cli.compose import compose_run
+from asyncrl.run.cluster import ray_cluster
+from asyncrl.single_controller import ray_death
+async def run():
+    loop, seen = asyncio.get_running_loop(), []
+    loop.add_signal_handler(signal.SIGTERM, seen.append, "SIGTERM")
+    async with ray_cluster(compose_run([])):
+        os.kill(os.getpid(), signal.SIGTERM)
+        while not seen:
+            await asyncio.sleep(0.01)
+        print(*seen, flush=True)
+        watch = asyncio.ensure_future(ray_death())
+        await asyncio.sleep(0.5)
+        next(child for child in psutil.Process().children() if child.name() == sys.argv[1]).kill()
+        try:
+            await watch
+        except Exception as error:
+            print(type(error).__name__, str(error).splitlines()[0], flush=True)
+        os._exit(0)
+asyncio.run(run())
+"""
+
+
+@pytest.mark.parametrize("daemon", ["gcs_server", pytest.param("raylet", marks=pytest.mark.slow)])
+def test_a_daemon_that_dies_is_named_and_a_signal_is_the_runs_own(daemon):
+    command = [sys.executable, "-c", textwrap.dedent(DAEMON_DIES), daemon]
+    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    output, errors = run.communicate(timeout=200)
+    assert output.splitlines()[0] == "SIGTERM", errors
+    assert "ClusterDiedError Ray's " in output
+    assert f"({daemon}, pid " in output
+    assert "SIGTERM received" not in errors
+
+
+TOKENS = """
+import asyncio, os, subprocess, sys
+from asyncrl.run import protect_own_cluster
+protect_own_cluster()
+from asyncrl.cli.compose import compose_run
+from asyncrl.run.cluster import ray_cluster
+import ray
+CONNECT = "import ray, sys; ray.init(address=sys.argv[1], log_to_driver=False); print(ray.cluster_resources()['CPU'])"
+async def run():
+    async with ray_cluster(compose_run([])):
+        address = ray.get_runtime_context().gcs_address
+        for token in (os.environ["RAY_AUTH_TOKEN"], "0" * 64):
+            command = [sys.executable, "-c", CONNECT, address]
+            environment = os.environ | {"RAY_AUTH_TOKEN": token, "RAY_NUM_REDIS_GET_RETRIES": "2"}
+            done = await asyncio.to_thread(subprocess.run, command, env=environment, capture_output=True, timeout=100)
+            print(done.returncode == 0, flush=True)
+asyncio.run(run())
+"""
+
+
+def test_a_cluster_of_a_runs_own_has_a_token_that_is_not_in_the_home_folder(tmp_path):
+    home = tmp_path / "home"
+    home.mkdir()
+    stranger = home / ".ray"
+    stranger.write_text("no folder can be made here")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(TOKENS)],
+        env=environment | {"HOME": str(home)},
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
+    assert done.stdout.split() == ["True", "False"], done.stderr
+    assert [path.name for path in home.iterdir()] == [".ray"]
+
+
+@pytest.mark.parametrize(
+    ("mode", "overrides", "is_warned"),
+    [
+        ("", ["ray.address=auto", "placement.num_nodes=2"], True),
+        ("disabled", ["ray.address=auto", "placement.num_nodes=2"], True),
+        ("token", ["ray.address=auto", "placement.num_nodes=2"], False),
+        ("", ["ray.address=auto"], False),
+        ("", [], False),
+    ],
+)
+def test_a_joined_cluster_of_several_nodes_without_a_token_gets_a_warning(monkeypatch, mode, overrides, is_warned):
+    monkeypatch.setenv("RAY_AUTH_MODE", mode)
+    warning = warning_of_open_cluster(compose_run(overrides))
+    assert ("RAY_AUTH_TOKEN" in warning) == is_warned

@@ -1,4 +1,4 @@
-"""The benchmarks of predictions: small cases of what each of them does at length."""
+"""The benchmarks of predictions and of the buffer: small cases of what each of them does at length."""
 
 import json
 from dataclasses import replace
@@ -10,8 +10,10 @@ from asyncrl.cli.compose import compose_run
 from asyncrl.planner.scenario import EngineModel, Scenario
 from asyncrl.planner.simulator import simulate
 from benchmarks import scale
+from benchmarks.fleet_leases import WARM_UP_STEPS, measure_leases
 from benchmarks.overlap import NUM_WARM_UP, WORKS
 from benchmarks.plan import CASES, RECORDED, order_of_runs
+from benchmarks.publish_log import measure_log
 from benchmarks.published_tables import LAGS, fit, lag_scenario, spread_of, verl_scenario
 
 
@@ -69,3 +71,16 @@ def test_the_work_of_a_step_is_generated_and_trained_whole(engine, tmp_path):
     assert config.algorithm.groups_per_step % config.rollout_fleet.groups_in_flight == 0
     assert WORKS[engine].steps >= NUM_WARM_UP + 5
     assert not config.quickstart
+
+
+@pytest.mark.timeout(60)
+def test_every_lease_that_a_commit_admits_is_heard_of_once():
+    waits = measure_leases(4, num_workers=8, num_steps=WARM_UP_STEPS + 2)
+    assert len(waits) == 2 * 4
+    assert all(0 < wait < 10 for wait in waits)
+
+
+def test_every_simulated_engine_follows_every_publish():
+    [(name, cost_ms)] = measure_log(num_engines=5, num_publishes=2).items()
+    assert name == "controller_ms_per_publish_5_engines"
+    assert 0 < cost_ms < 1000

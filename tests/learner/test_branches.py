@@ -22,6 +22,7 @@ from learner.types import GroupShare, RankBatch, TokenSequence, group_sequences
 from learner.verl_api import RewardModelWorker
 from tests.support.policy_step import policy_step
 from tests.support.tiny_models import VOCABULARY, plain_log_probs, save_tiny_model
+from tests.support.trajectories import sampled_turn
 
 RNG = np.random.default_rng(0)
 PROMPT = Turn.given(np.array([3, 4], dtype=np.int32))
@@ -29,14 +30,7 @@ CONFIG = LearnerConfig(device=Device.cpu, max_tokens_per_micro_batch=60, optimiz
 
 
 def sampled(length: int, parent: int, reason: FinishReason = FinishReason.stop) -> Turn:
-    return Turn(
-        token_ids=RNG.integers(0, VOCABULARY, length).astype(np.int32),
-        parent=parent,
-        sampled=True,
-        logprobs=-RNG.uniform(1.0, 4.0, length).astype(np.float32),
-        versions=np.zeros(length, dtype=np.int32),
-        finish_reason=reason,
-    )
+    return sampled_turn(RNG, length, parent, vocabulary=VOCABULARY, finish_reason=reason)
 
 
 def observed(length: int, parent: int) -> Turn:

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from learner.batching import karmarkar_karp
 from learner.checkpoint import ShardedCheckpointer, export
 from learner.config import AlgorithmConfig, Device, LearnerConfig, LoraConfig, OptimizerConfig
-from learner.lora import adapters_off, add_adapters, merged_weights
+from learner.lora import add_adapters, merged_weights
 from learner.model_folder import save_policy
 from learner.trainer import Trainer
 from tests.support.policy_step import policy_step
@@ -97,21 +97,6 @@ def test_weights_merged_while_adapters_are_off_include_the_adapters(tmp_path):
         with trainer.frozen():
             meanwhile = merged_weights(trainer.pretrained, weights)
     assert all(torch.equal(meanwhile[name], tensor) for name, tensor in before.items())
-
-
-def test_a_model_without_adapters_cannot_switch_them_off(tmp_path):
-    model = AutoModelForCausalLM.from_pretrained(save_tiny_model(tmp_path))
-    with (
-        pytest.raises(ValueError, match=r"adapters to switch off, got none; set learner\.lora\.rank"),
-        adapters_off(model),
-    ):
-        pass
-
-
-def test_modules_that_are_not_there_are_named(tmp_path):
-    model = AutoModelForCausalLM.from_pretrained(save_tiny_model(tmp_path))
-    with pytest.raises(ValueError, match=r"target_modules=\['nothing'\] .* 'nothing'"):
-        add_adapters(model, LoraConfig(rank=2, target_modules=["nothing"]))
 
 
 def adapted(model: PreTrainedModel) -> set[str]:

@@ -287,6 +287,7 @@ def test_a_bad_option_is_named(options, message):
 def test_the_example_of_a_users_own_loss_works(tmp_path):
     page = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
     (tmp_path / "my_losses.py").write_text(page.split("```python\n")[1].split("```")[0])
-    objective = policy_objective(AlgorithmConfig(loss=f"{tmp_path}/my_losses.py:bounded_reinforce")).loss
+    objective = policy_objective(AlgorithmConfig(loss=f"{tmp_path}/my_losses.py:bounded_reinforce"))
+    assert not objective.needs_trajectories, "it is a loss by token"
     given_inputs = inputs([-2.0, -2.0], behavior_logprobs=[-2.0, -2.0], advantages=[5.0, -0.5])
-    assert objective(given_inputs).per_token.tolist() == [2.0, -1.0]
+    assert objective.loss(given_inputs).per_token.tolist() == [2.0, -1.0]

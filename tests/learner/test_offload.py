@@ -15,7 +15,7 @@ from tests.support.ranks import run_on_ranks
 from tests.support.tiny_models import random_sequences
 from tests.support.whole_weights import gather_weights
 
-PLAIN = LearnerConfig(device=Device.cpu)
+PLAIN = LearnerConfig(device=Device.cpu, skip_selftest="test_selftest.py is about it")
 PARAM = replace(PLAIN, param_offload=True)
 OPTIMIZER = replace(PLAIN, optimizer_offload=True)
 TRANSITION = replace(PLAIN, offload_at_transition_only=True)

@@ -1,20 +1,19 @@
 """A user's own loss: its token columns, its options, the proximal policy, and the decorator `by_token`."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from asyncrl.cli.compose import compose_run
 from asyncrl.core.trajectory import Trajectory, TrajectoryGroup, Turn
-from asyncrl.core.types import FinishReason
 from learner.config import AlgorithmConfig, Anchor, Device, LearnerConfig, OptimizerConfig
-from learner.losses import LOSSES, LossTerms, by_token, policy_objective
+from learner.losses import LOSSES, LossTerms, by_token
 from learner.trainer import Trainer
 from learner.types import TokenSequence, group_sequences
 from tests.support.policy_step import policy_step
 from tests.support.tiny_models import VOCABULARY
+from tests.support.trajectories import sampled_turn
 
 RNG = np.random.default_rng(3)
 PROMPT = Turn.given(np.array([3, 4], dtype=np.int32))
@@ -37,15 +36,7 @@ def anchored(inputs, config):
 
 
 def sampled(length: int, parent: int, **columns: np.ndarray) -> Turn:
-    return Turn(
-        token_ids=RNG.integers(0, VOCABULARY, length).astype(np.int32),
-        parent=parent,
-        sampled=True,
-        logprobs=-RNG.uniform(1.0, 4.0, length).astype(np.float32),
-        versions=np.full(length, 5, dtype=np.int32),
-        finish_reason=FinishReason.stop,
-        columns=columns,
-    )
+    return sampled_turn(RNG, length, parent, vocabulary=VOCABULARY, version=5, columns=columns)
 
 
 def group_of(group_id: int, *turns: Turn) -> TrajectoryGroup:
@@ -138,9 +129,3 @@ def test_the_proximal_log_probs_of_an_own_loss_are_those_before_the_step(model_p
     assert abs(moved(halves, num_mini_batches=2, anchor=Anchor.proximal)) > 1e-3, "the second update sees the first"
     with pytest.raises(ValueError, match=r"algorithm.anchor must be proximal .* several updates, got behavior"):
         moved(halves, num_mini_batches=2)
-
-
-def test_the_example_of_the_page_is_a_loss_by_token(tmp_path):
-    page = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
-    (tmp_path / "my_losses.py").write_text(page.split("```python\n")[1].split("```")[0])
-    assert not policy_objective(AlgorithmConfig(loss=f"{tmp_path}/my_losses.py:bounded_reinforce")).needs_trajectories

@@ -60,17 +60,14 @@ def assert_right(model: PackedModel, path: str) -> None:
 def test_if_packed_sequences_leak_each_gets_its_own_micro_batch(hybrid, monkeypatch, caplog):
     without_help(monkeypatch)
     model = load(hybrid)
-    assert model.selftest is not None
     assert not model.selftest.packs
     assert NAMED in caplog.text
     assert_right(model, hybrid)
 
 
-@pytest.mark.parametrize("family", ["rwkv"])
-def test_layers_that_only_run_alone_get_a_micro_batch_per_sequence(family, tmp_path):
-    path = saved(tmp_path, family)
+def test_layers_that_only_run_alone_get_a_micro_batch_per_sequence(tmp_path):
+    path = saved(tmp_path, "rwkv")
     model = load(path)
-    assert model.selftest is not None
     assert not model.selftest.packs
     assert_right(model, path)
 
@@ -99,9 +96,9 @@ def test_layers_that_get_only_part_of_the_tokens_are_refused_with_the_remedy(hyb
 )
 def test_a_model_that_the_learner_computes_wrongly_is_refused_by_name(family, culprit, tmp_path):
     path = saved(tmp_path, family)
-    with pytest.raises(ValueError, match=r".") as refused:
-        load(path)
-    assert culprit in str(refused.value)
+    for role in (REFERENCE, CRITIC):
+        with pytest.raises(ValueError, match=re.escape(culprit)):
+            PackedModel(CPU, role, model_path=path)
 
 
 @pytest.mark.parametrize("family", ["granite", "cohere", "gemma2"])
@@ -145,7 +142,6 @@ def test_the_tolerance_of_half_precision_tells_leaks_from_rounding(hybrid, leaks
     if leaks:
         without_help(monkeypatch)
     found = load(hybrid, dtype="bfloat16").selftest
-    assert found is not None
     assert found.packs is not leaks
 
 
@@ -173,14 +169,7 @@ def test_the_self_test_is_skipped_with_a_reason(hybrid, monkeypatch, caplog):
 def test_the_self_test_is_the_same_for_all_frozen_roles(hybrid):
     for role in (ACTOR, CRITIC):
         found = PackedModel(CPU, role, model_path=hybrid).selftest
-        assert found is not None
         assert found.packs
-
-
-@pytest.mark.parametrize(("family", "culprit"), [("bloom", "BloomAttention"), ("nemotron", "AttentionInterface")])
-def test_an_incorrect_critic_is_refused_by_name(family, culprit, tmp_path):
-    with pytest.raises(ValueError, match=culprit):
-        PackedModel(CPU, CRITIC, model_path=saved(tmp_path, family))
 
 
 def test_a_model_type_without_the_head_is_refused_by_name(tmp_path):
@@ -232,7 +221,6 @@ def test_kernels_with_sequence_boundaries_get_them_and_are_checked(hybrid, honou
     monkeypatch.setattr(modeling_qwen3_next, "chunk_gated_delta_rule", with_reference if honours else deaf)
     monkeypatch.setattr(modeling_qwen3_next, "is_fast_path_available", True)
     model = load(hybrid)
-    assert model.selftest is not None
     assert model.selftest.packs
     assert model.head.recurrent.takes_boundaries is honours
 
@@ -240,7 +228,6 @@ def test_kernels_with_sequence_boundaries_get_them_and_are_checked(hybrid, honou
 def test_samples_share_their_prompt_if_no_layer_carries_a_state(hybrid, tmp_path):
     for path, shares in ((saved(tmp_path, "qwen3"), True), (hybrid, False)):
         found = load(path).selftest
-        assert found is not None
         assert found.packs
         assert found.shares is shares
         untested = load(path, skip_selftest="checked by hand")

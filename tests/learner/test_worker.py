@@ -20,7 +20,7 @@ from asyncrl.core.trajectory import TrajectoryGroup
 from asyncrl.core.types import FinishReason, WeightOffer
 from asyncrl.weights.manifest import read_manifest
 from learner.config import AlgorithmConfig, Device, LearnerConfig, OptimizerConfig
-from learner.trajectory_log import TokenLogOptions
+from learner.trajectory_log import SCHEMA, TokenLogOptions, TrajectoryLog
 from learner.types import GroupShare, RankBatch
 from learner.verl_api import ActorWorker
 from learner.worker import PER_DP_RANK
@@ -261,3 +261,20 @@ def test_every_sp_rank_of_a_group_gets_its_shard():
     assert (parts, kwargs) == (["first", "first", "second", "second"], {})
     with pytest.raises(ValueError, match=r"got \[2\] entries for 3 ranks"):
         PER_DP_RANK["dispatch_fn"](SimpleNamespace(world_size=3), shards)
+
+
+def test_an_incomplete_log_file_is_not_visible(tmp_path, monkeypatch):
+    log, batch = TrajectoryLog(str(tmp_path)), RankBatch(version=7, shares=(), max_lag=1)
+    whole = log.write(batch, {}, [], rank=0)
+    assert pq.read_schema(whole) == SCHEMA
+
+    def torn(table, path):
+        path.write_bytes(b"PAR1")
+        raise OSError("killed")
+
+    monkeypatch.setattr(pq, "write_table", torn)
+    for rank in (0, 1):
+        with pytest.raises(OSError, match="killed"):
+            log.write(batch, {}, [], rank=rank)
+    assert list(tmp_path.glob("*.parquet")) == [whole]
+    assert pq.read_schema(whole) == SCHEMA

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -47,6 +48,20 @@ def make_group(
         trajectories.append(Trajectory(turns=tuple(turns), reward=reward))
         start += length
     return TrajectoryGroup.from_trajectories(trajectories, group_id=group_id, attempt=attempt)
+
+
+def sampled_turn(
+    rng: np.random.Generator, length: int, parent: int, *, vocabulary: int, version: int = 0, **fields: Any
+) -> Turn:
+    """A turn of random tokens that the policy sampled; ``fields`` are further ones of `Turn`."""
+    return Turn(
+        token_ids=rng.integers(0, vocabulary, length).astype(np.int32),
+        parent=parent,
+        sampled=True,
+        logprobs=-rng.uniform(1.0, 4.0, length).astype(np.float32),
+        versions=np.full(length, version, dtype=np.int32),
+        **{"finish_reason": FinishReason.stop, **fields},
+    )
 
 
 def runs(mask: np.ndarray) -> list[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""docs/metrics.md, tuning.md and troubleshooting.md say what the code says."""
+"""The pages in docs/ say what the code says; docs/guarantees.md names tests that are there."""
 
 import ast
 import re
@@ -19,6 +19,7 @@ PAGES = {
     name: (ROOT / "docs" / f"{name}.md").read_text()
     for name in ("metrics", "tuning", "troubleshooting", "profiling", "several_hosts", "gpus")
 }
+GUARANTEES = (ROOT / "docs" / "guarantees.md").read_text()
 
 
 def messages_of(page):
@@ -80,3 +81,19 @@ def test_every_option_on_a_page_exists(page):
 def test_every_link_between_pages_works(page):
     links = re.findall(r"\]\((\w+\.md)\)", PAGES[page])
     assert [link for link in links if not (ROOT / "docs" / link).is_file()] == []
+
+
+def test_every_test_in_the_guarantees_exists():
+    sources = [path.read_text() for path in (ROOT / "tests").rglob("test_*.py")]
+    defined = {name for source in sources for name in re.findall(r"(?:def |^)(test_\w+)", source, re.MULTILINE)}
+    named = set(re.findall(r"`(test_\w+)`", GUARANTEES))
+    assert len(named) > 20
+    assert named <= defined, sorted(named - defined)
+
+
+def test_every_file_in_the_guarantees_exists():
+    named = set(re.findall(r"`(tests/[\w/]+\.py)`", GUARANTEES)) | {
+        f"docs/{name}" for name in re.findall(r"\]\((\w+\.md)\)", GUARANTEES)
+    }
+    assert len(named) >= 8
+    assert [name for name in sorted(named) if not (ROOT / name).is_file()] == []
