@@ -29,7 +29,7 @@ from learner.model_shards import PretrainedShards
 from learner.trainer import LearnerStep, Trainer
 from learner.types import group_sequences
 from rollout_fleet.engines.engine import RunningSample, SampleOutput, SampleRequest, read_model_facts
-from rollout_fleet.engines.transformers_model import GenerationModel
+from rollout_fleet.engines.transformers import GenerationModel
 from rollout_fleet.inflight import to_trajectory_group
 from rollout_fleet.rewards import REWARDS
 from rollout_fleet.sample_log import load_decoder

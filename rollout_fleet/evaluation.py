@@ -84,17 +84,18 @@ class HeldOutAnswers:
     async def _sample(self, prompts: Sequence[Prompt], each: Sequence[SamplingConfig]) -> dict[int, list[SampleOutput]]:
         """The answers to each prompt by its group id, the greedy one last."""
         self._num_rounds += 1
-        places: dict[str, tuple[int, int]] = {}
-        requests: list[SampleRequest] = []
-        for prompt in prompts:
-            for index, sampling in enumerate(each):
-                name = f"evaluation-{self._num_rounds}-{prompt.group_id}-{index}"
-                places[name] = prompt.group_id, index
-                requests.append(SampleRequest(id=name, prompt_ids=prompt.prompt_ids, sampling=sampling))
-        outputs: dict[tuple[int, int], SampleOutput] = {}
-        async for request, output in self._engine.generate(requests):
-            outputs[places[request.id]] = output
-        return {one.group_id: [outputs[one.group_id, i] for i in range(len(each))] for one in prompts}
+        requests = [
+            SampleRequest(
+                id=f"evaluation-{self._num_rounds}-{prompt.group_id}-{index}",
+                prompt_ids=prompt.prompt_ids,
+                sampling=sampling,
+            )
+            for prompt in prompts
+            for index, sampling in enumerate(each)
+        ]
+        outputs = {request.id: output async for request, output in self._engine.generate(requests)}
+        ids = iter(requests)
+        return {prompt.group_id: [outputs[next(ids).id] for _ in each] for prompt in prompts}
 
     async def _score(
         self, prompts: Sequence[Prompt], outputs: Mapping[int, list[SampleOutput]], version: int

@@ -181,14 +181,15 @@ class RolloutLoop:
         """Wait for the end of `run`; returns at once if it does not run."""
         await self._until(lambda: self._state not in (LoopState.running, LoopState.stopping))
 
-    async def stop(self) -> None:
-        """End `run`; returns when all leases are released. May be called more than once, or before `run`."""
+    async def stop(self) -> FleetCounters:
+        """End `run`; returns the counters when all leases are released. May be called again, or before `run`."""
         never_ran = self._state is LoopState.idle
         if self._state in (LoopState.idle, LoopState.running):
             self._state = LoopState.stopping
             await self._notify()
         if not never_ran:
             await self._until(lambda: self._state is LoopState.ended)
+        return self._meter.counters()
 
     async def load_next(self, after: int, *, keeps_on: bool = False) -> None:
         """Wait for weights newer than version ``after`` (-1 for any), load them, and report the version.

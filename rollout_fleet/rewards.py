@@ -20,7 +20,7 @@ import signal
 import struct
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO, Protocol
@@ -37,6 +37,7 @@ from .engines.process_guard import signal_at_parent_death, without_secrets
 
 logger = logging.getLogger(__name__)
 
+START_TIMEOUT_S = 60.0  # of a scoring process
 _LENGTH = struct.Struct("<Q")
 _LARGEST = float(np.finfo(np.float32).max)
 
@@ -99,25 +100,13 @@ def _as_number(text: str) -> float | None:
 class RewardProcesses:
     """Scores groups with one reward function: a built-in's name or ``module:function``.
 
-    A user's function gets ``num_processes`` processes. Each starts within ``start_timeout_s`` and scores a prompt group
-    within ``timeout_s``. Of the secrets in the environment they get only those named in ``pass_secrets``.
-    Raises `ValueError` if the function does not exist.
+    A user's function gets ``reward_processes`` processes. Of the secrets in the environment they get only those that
+    ``pass_secrets`` names. Raises `ValueError` if the function does not exist.
     """
 
-    def __init__(
-        self,
-        name: str,
-        *,
-        num_processes: int,
-        timeout_s: float,
-        start_timeout_s: float = 60.0,
-        pass_secrets: Collection[str] = (),
-    ) -> None:
+    def __init__(self, name: str, config: RolloutFleetConfig) -> None:
         self._name = name
-        self._num_processes = num_processes
-        self._timeout_s = timeout_s
-        self._start_timeout_s = start_timeout_s
-        self._pass_secrets = pass_secrets
+        self._config = config
         self._reward = REWARDS.get(name)
         self._free: asyncio.Queue[Process | None] = asyncio.Queue()  # None: start one
         self._processes: dict[Process, asyncio.Task[None]] = {}  # each with the task that ends its children
@@ -125,7 +114,7 @@ class RewardProcesses:
     async def start(self) -> None:
         """Start the processes of a user's function. Raises `WorkerDiedError` or `DeadlineError` if one does not."""
         if self._name not in REWARDS.names():
-            for process in await asyncio.gather(*(self._start_process() for _ in range(self._num_processes))):
+            for process in await asyncio.gather(*(self._start_process() for _ in range(self._config.reward_processes))):
                 self._free.put_nowait(process)
 
     async def score(self, prompt: Prompt, texts: Sequence[str], *, may_fail: bool = False) -> np.ndarray:
@@ -159,7 +148,7 @@ class RewardProcesses:
             back: Process | None = None
             try:
                 process = process or await self._start_process()
-                async with asyncio.timeout(self._timeout_s):
+                async with asyncio.timeout(self._config.reward_timeout_s):
                     await _ask(process, (prompt, list(texts[len(answers) :]), may_fail), answers)
                 back = process
             except BaseException as error:
@@ -170,8 +159,8 @@ class RewardProcesses:
                     raise self._failure(prompt, what) from None
                 if isinstance(error, TimeoutError):
                     answers.append(
-                        f"did not score it within rollout_fleet.reward_timeout_s = {self._timeout_s:g} s; make it "
-                        "faster or raise the option"
+                        "did not score it within rollout_fleet.reward_timeout_s = "
+                        f"{self._config.reward_timeout_s:g} s; make it faster or raise the option"
                     )
                 elif isinstance(error, (asyncio.IncompleteReadError, ConnectionError)):
                     answers.append("ended its process; it must not exit or crash")
@@ -193,7 +182,7 @@ class RewardProcesses:
             stdin=PIPE,
             stdout=PIPE,
             env={
-                **without_secrets(self._pass_secrets),
+                **without_secrets(self._config.pass_secrets),
                 **NO_GPUS,
                 "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
             },
@@ -208,12 +197,12 @@ class RewardProcesses:
 
         self._processes[process] = asyncio.create_task(clear_up())
         try:
-            async with asyncio.timeout(self._start_timeout_s):
+            async with asyncio.timeout(START_TIMEOUT_S):
                 await _read(process)
         except TimeoutError:
             await self._kill(process)
             raise DeadlineError(
-                f"a scoring process of reward {self._name!r} was not up within {self._start_timeout_s:g} s"
+                f"a scoring process of reward {self._name!r} was not up within {START_TIMEOUT_S:g} s"
             ) from None
         except asyncio.IncompleteReadError:
             with suppress(TimeoutError):
@@ -233,7 +222,7 @@ class RewardProcesses:
             await asyncio.shield(clearing_up)
 
     def _failure(self, prompt: Prompt, what: str) -> RewardError:
-        withheld = sorted(os.environ.keys() - without_secrets(self._pass_secrets).keys())
+        withheld = sorted(os.environ.keys() - without_secrets(self._config.pass_secrets).keys())
         missed = next((name for name in withheld if name in what), None)
         remedy = f"; reward processes get {missed} with rollout_fleet.pass_secrets=[{missed}]" if missed else ""
         return RewardError(f"reward {self._name!r} on prompt group {prompt.group_id} {what}{remedy}")
@@ -265,15 +254,7 @@ class WeightedRewards:
     def __init__(self, config: RolloutFleetConfig) -> None:
         self._weights = list(config.reward_weights.values())
         self._labels = [reward_label(name) for name in config.reward_weights]
-        self._rewards = [
-            RewardProcesses(
-                name,
-                num_processes=config.reward_processes,
-                timeout_s=config.reward_timeout_s,
-                pass_secrets=config.pass_secrets,
-            )
-            for name in config.reward_weights
-        ]
+        self._rewards = [RewardProcesses(name, config) for name in config.reward_weights]
 
     async def start(self) -> None:
         """Start the scoring processes; raises as `RewardProcesses.start` does."""

@@ -176,8 +176,7 @@ class RolloutWorker(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def drain(self) -> FleetCounters:
         """End `run` and release all leases; the engine stays up for `answer`. Returns the final counters."""
-        await self._started().stop()
-        return self._started().counters()
+        return await self._started().stop()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def leave(self) -> FleetCounters | None:

@@ -2,29 +2,423 @@
 
 One task takes waiting samples, up to a budget of rows, and generates them in a thread, so that the event loop stays
 free. New samples wake the task. A batch is answered when its longest sample ends; rows that end earlier are dropped
-from the computation. Weights are swapped between two batches.
+from the computation. Weights are swapped between two batches. Log-probs are taken at each step, so that only one step's
+[B, V] is in memory.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-from asyncrl.core.errors import EngineError, WorkerDiedError
-from asyncrl.core.types import WeightOffer
-from rollout_fleet.config import EngineDevice, RolloutFleetConfig
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, Cache, DynamicCache, GenerationConfig
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.core_model_loading import revert_weight_conversion
 
-from .engine import Answers, Engine, EngineLoad, RunningSample, check_output, read_model_facts
-from .transformers_model import GenerationModel
+from asyncrl.core.errors import EngineError, WeightsError, WorkerDiedError
+from asyncrl.core.types import FinishReason, WeightOffer
+from asyncrl.weights.load import AdaptedModules, ComparedWrites, PublishedAdapter, WeightSource, load_from
+from rollout_fleet.config import EngineDevice, RolloutFleetConfig, SamplingConfig
+
+from .engine import (
+    Answers,
+    Engine,
+    EngineLoad,
+    ModelFacts,
+    RunningSample,
+    SampleOutput,
+    SampleRequest,
+    check_output,
+    read_model_facts,
+)
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
+
+_TRIED_LENGTHS = (3, 11, 11)
+_TRIED_TOKENS = 4
+
+
+class StepRecorder:
+    """Records the log-probs before sampling and the tokens after it, at every step of a batch, and ends rows.
+
+    A row ends with one of ``eos_ids``, at its ``max_new_tokens``, or at the next token after its sample is aborted. A
+    batch is written in rounds (`begin_round`); each round has the unfinished rows. With ``drops_rows`` a round ends
+    when half of its rows have ended. At temperature 0 (greedy) log-probs are those of temperature 1. ``on_step`` is
+    called after every step. The recorder is itself the logits processor: transformers inspects the signature of a
+    plain function at every step.
+    """
+
+    def __init__(
+        self,
+        samples: Sequence[RunningSample],
+        *,
+        eos_ids: Sequence[int],
+        drops_rows: bool = False,
+        on_step: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._samples = samples
+        self._max_new_tokens = torch.tensor([sample.request.sampling.max_new_tokens for sample in samples])
+        self._eos_ids = torch.tensor(eos_ids, dtype=torch.int64)
+        self._temperature = samples[0].request.sampling.temperature or 1.0
+        self._drops_rows = drops_rows
+        self._on_step = on_step
+        self._step_logprobs: Tensor | None = None
+        self._token_ids: list[Tensor] = []
+        self._logprobs: list[Tensor] = []
+        self._rows = torch.arange(len(samples))
+        self._is_left = torch.ones(len(samples), dtype=torch.bool)
+        self._is_stopped = torch.zeros(len(samples), dtype=torch.bool)
+
+    @property
+    def num_steps(self) -> int:
+        """T, steps so far."""
+        return len(self._token_ids)
+
+    def begin_round(self) -> Tensor:
+        """Begin a round with the unfinished rows; returns [b] int64, their indices in the previous round."""
+        is_left = self._is_left[self._rows]
+        self._rows = self._rows[is_left]
+        return is_left.nonzero().squeeze(1)
+
+    def __call__(self, input_ids: Tensor, logits: Tensor) -> Tensor:
+        """Keep the log-probs under the temperature for `after_sampling`; returns the [b, V] logits."""
+        scaled = logits.float() if self._temperature == 1.0 else logits.float() / self._temperature
+        self._step_logprobs = scaled.log_softmax(-1)
+        return logits
+
+    def after_sampling(self, token_ids: Tensor) -> Tensor:
+        """Record the [b, 1] sampled tokens and their log-probs; returns [b] bool, True where a row ends."""
+        assert self._step_logprobs is not None
+        rows, new_ids, num_rows = self._rows, token_ids.squeeze(1).cpu(), len(self._samples)
+        self._token_ids.append(new_ids.new_zeros(num_rows).index_copy_(0, rows, new_ids))
+        logprobs = self._step_logprobs.gather(1, token_ids).squeeze(1).cpu()
+        self._logprobs.append(logprobs.new_zeros(num_rows).index_copy_(0, rows, logprobs))
+        self._on_step()
+        if self.num_steps == 1:  # every row of a batch has its first token in the same moment
+            for sample in self._samples:
+                if sample.request.on_first_token is not None:
+                    sample.request.on_first_token()
+        was_left = self._is_left[rows]
+        is_eos = torch.isin(new_ids, self._eos_ids) & was_left
+        self._is_stopped[rows] |= is_eos
+        samples = [self._samples[row] for row in rows.tolist()]
+        for sample, is_writing in zip(samples, was_left.tolist(), strict=True):
+            sample.num_tokens += is_writing
+        is_aborted = torch.tensor([sample.is_aborted for sample in samples])
+        is_left = was_left & ~(is_eos | is_aborted | (self._max_new_tokens[rows] <= self.num_steps))
+        self._is_left[rows] = is_left
+        if self._drops_rows and 2 * int(is_left.sum()) <= len(rows):
+            is_left = torch.zeros_like(is_left)
+        return ~is_left.to(token_ids.device)
+
+    def outputs(self, version: int) -> list[SampleOutput]:
+        """The samples after all rows have ended; every token carries ``version``."""
+        token_ids = torch.stack(self._token_ids, dim=1).to(torch.int32).numpy()
+        logprobs = torch.stack(self._logprobs, dim=1).numpy()
+        versions = np.full(self.num_steps, version, dtype=np.int32)
+        outputs = []
+        for row, sample in enumerate(self._samples):
+            length = sample.num_tokens
+            is_whole = length == sample.request.sampling.max_new_tokens
+            output = SampleOutput(
+                token_ids=token_ids[row, :length],
+                logprobs=logprobs[row, :length],
+                versions=versions[:length],
+                finish_reason=FinishReason.stop if self._is_stopped[row] else FinishReason.length if is_whole else None,
+            )
+            outputs.append(output)
+        return outputs
+
+
+class GenerationModel:
+    """The model, its weights in place, and batches of samples; `load` reads the model.
+
+    ``dtype`` is a torch dtype's name, or ``auto`` for the stored one; ``device`` is ``cpu`` or ``cuda``. ``seed`` seeds
+    torch in this process. The generating thread calls ``on_step`` after every token of a batch.
+    """
+
+    def __init__(
+        self,
+        model_path: str,
+        *,
+        facts: ModelFacts,
+        dtype: str,
+        device: str,
+        seed: int,
+        on_step: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._model_path = model_path
+        self._facts = facts
+        self._dtype = dtype
+        self._device = device
+        self._seed = seed
+        self._on_step = on_step
+        self._model: Any = None
+        self._may_pad, self._cuts_cache = True, False
+        self._eos_ids: tuple[int, ...] = ()  # empty during `_check_logprobs`, where no token ends a row
+        self._held: dict[str, Tensor] = {}
+        self._released: dict[torch.nn.Parameter, torch.Size] = {}
+        self._adapted = AdaptedModules()
+        self._frozen = ""  # digest of the loaded frozen weights below adapters
+
+    def load(self) -> None:
+        """Read the model from disk. Raises `EngineError` if transformers does not generate correctly with it."""
+        torch.manual_seed(self._seed)
+        model: Any = AutoModelForCausalLM.from_pretrained(self._model_path, dtype=self._dtype)
+        # What a call leaves at transformers' defaults, generate takes from here: a model's own top_k, for one.
+        model.generation_config = GenerationConfig()
+        self._model = model.to(self._device).eval().requires_grad_(False)
+        self._check_logprobs()
+        self._eos_ids = self._facts.eos_ids
+
+    def release(self) -> None:
+        """Free the memory of the parameters on the device; `load_weights` allocates and fills it again."""
+        for parameter in self._model.parameters():
+            self._released.setdefault(parameter, parameter.shape)
+            parameter.data = parameter.data.new_empty(0)
+        self._held.clear()
+        self._adapted.remove()
+        self._frozen = ""
+        if self._device == "cuda":
+            torch.cuda.empty_cache()
+
+    def load_weights(self, offer: WeightOffer, *, timeout_s: float) -> None:
+        """Load offered weights and compare each write with its source.
+
+        Frozen weights below adapters are loaded once; adapters are computed beside them, not merged.
+        ``timeout_s`` is `RolloutFleetConfig.load_timeout_s`.
+
+        Raises:
+            WeightsError: tensors are missing, unknown, of another shape, or differ from the published digests.
+            DeadlineError: the weights from the learner ranks did not arrive.
+        """
+        adapter = PublishedAdapter(offer) if offer.kind == "adapter" else None
+        if adapter is None or adapter.base.digest != self._frozen:
+            self._frozen = ""
+            self._adapted.remove()
+            base = offer if adapter is None else adapter.base
+            load_from(base, torch.device(self._device), partial(self._load_full, base.version), timeout_s=timeout_s)
+        if adapter is not None:
+            self._frozen = adapter.base.digest
+            self._adapted.load(adapter, offer.version, self._linear_layers())
+
+    def _linear_layers(self) -> dict[str, torch.nn.Module]:
+        """Every linear layer, by the name of its weight in a checkpoint."""
+        layers = {
+            (module.weight.data_ptr(), module.weight.shape): module
+            for module in self._model.modules()
+            if isinstance(module, torch.nn.Linear)
+        }
+        held = {name: layers.get((tensor.data_ptr(), tensor.shape)) for name, tensor in self._checkpoint().items()}
+        return {name: module for name, module in held.items() if module is not None}
+
+    def _checkpoint(self) -> dict[str, Tensor]:
+        """The parameters by the names of the checkpoint, which fuses or splits some tensors differently."""
+        if not self._held:
+            self._held = revert_weight_conversion(self._model, dict(self._model.named_parameters()))
+        return self._held
+
+    def _load_full(self, version: int, weights: WeightSource) -> None:
+        """Copy weights into the model's tensors.
+
+        Raises:
+            WeightsError: tensors are missing, unknown, of another shape, or differ from the published digests.
+        """
+        while self._released:
+            parameter, shape = self._released.popitem()
+            parameter.data = parameter.data.new_empty(shape)
+        stored = {tensor.name: tensor.shape for tensor in weights.manifest.tensors}
+        held = self._checkpoint()
+        where = weights.manifest.directory
+        tied = {"lm_head.weight"} if self._model.config.tie_word_embeddings else set()
+        if stored.keys() - tied != held.keys() - tied:
+            odd = sorted((stored.keys() - tied) ^ (held.keys() - tied))
+            raise WeightsError(f"{where} and the model differ in {len(odd)} tensor names, first {odd[0]}")
+        for name in held.keys() & stored.keys():
+            if tuple(held[name].shape) != stored[name]:
+                raise WeightsError(f"{where}: {name} must be {tuple(held[name].shape)}, got {stored[name]}")
+        with ComparedWrites(dict(self._model.named_parameters()), weights) as writes:
+            for name, tensor in weights.tensors():
+                if name in held:
+                    held[name].data.copy_(tensor)
+        writes.check(version)
+
+    @torch.inference_mode()
+    def generate(self, samples: Sequence[RunningSample], version: int) -> list[SampleOutput]:
+        """Generate new samples in one batch; their sampling options may differ in ``max_new_tokens`` only.
+
+        The result is in the order of the samples; ``on_first_token`` is called in this thread. Every token carries
+        ``version``, the policy version of the weights. If padding changes the model's log-probs, prompts of each length
+        get their own batch. With a fixed seed, the samples also depend on which requests share a batch and when each of
+        them ends.
+        """
+        outputs: dict[int, SampleOutput] = {}
+        for rows in self._batches([sample.request for sample in samples]):
+            outputs.update(zip(rows, self._generate_batch([samples[row] for row in rows], version), strict=True))
+        return [outputs[row] for row in range(len(samples))]
+
+    def _batches(self, requests: Sequence[SampleRequest]) -> Iterator[list[int]]:
+        """Yield indices of requests that may share a batch.
+
+        An ended row is computed until its round ends; it must not need a position beyond the model's limit.
+        """
+        left: dict[int, list[int]] = defaultdict(list)
+        for row, request in enumerate(requests):
+            left[0 if self._may_pad else len(request.prompt_ids)].append(row)
+        limit = getattr(self._model.config.get_text_config(), "max_position_embeddings", None) or math.inf
+        for rows in left.values():
+            while rows:
+                longest = max(requests[row].sampling.max_new_tokens for row in rows)
+                fit = [row for row in rows if len(requests[row].prompt_ids) + longest <= limit]
+                yield fit or rows
+                rows = [row for row in rows if row not in fit] if fit else []
+
+    def _generate_batch(self, samples: Sequence[RunningSample], version: int) -> list[SampleOutput]:
+        """Generate a batch. If the cache can be cut, ended rows are dropped when half of the rows have ended."""
+        sampling = samples[0].request.sampling
+        longest = max(sample.request.sampling.max_new_tokens for sample in samples)
+        prompts = [sample.request.prompt_ids for sample in samples]
+        recorder = StepRecorder(samples, eos_ids=self._eos_ids, drops_rows=self._cuts_cache, on_step=self._on_step)
+        (ids, mask), cache = self._left_padded(prompts), self._shared_prefill(prompts)
+        while len(rows := recorder.begin_round()):
+            if recorder.num_steps:
+                assert cache is not None
+                rows = rows.to(self._device)
+                mask = torch.nn.functional.pad(mask, (0, ids.shape[1] - mask.shape[1]), value=1)
+                ids, mask = ids[rows], mask[rows]
+                cache.batch_select_indices(rows)
+            written = self._model.generate(
+                ids,
+                attention_mask=mask,
+                past_key_values=cache,
+                generation_config=self._generation_config(sampling, longest - recorder.num_steps),
+                logits_processor=[recorder],
+                stopping_criteria=[lambda ids, _, **__: recorder.after_sampling(ids[:, -1:])],
+            )
+            ids, cache = written.sequences, written.past_key_values
+        return recorder.outputs(version)
+
+    @torch.inference_mode()
+    def _check_logprobs(self) -> None:
+        """Compare the log-probs of generated tokens with those of a forward pass, with padding and without.
+
+        Then compare with shared prefills and dropped rows, and enable these if they agree. Raises `EngineError` if
+        generation without padding does not agree.
+        """
+        rng = np.random.default_rng(0)
+        prompts = [rng.integers(0, self._facts.vocab_size, length) for length in _TRIED_LENGTHS]
+        requests = [_greedy(prompt, _TRIED_TOKENS) for prompt in prompts]
+        name = type(self._model).__name__
+        if "chunked_attention" in (getattr(self._model.config, "layer_types", None) or ()):
+            self._may_pad = False  # the chunk of a token would depend on the padding
+        bound = 1e-3 if self._model.dtype == torch.float32 else 0.1
+        try:
+            difference = self._difference(requests)
+            if difference > bound and self._may_pad:
+                logger.warning(
+                    "%s: log-probs of padded prompts differ by %.3g; prompts of each length get their own batch",
+                    name,
+                    difference,
+                )
+                self._may_pad = False
+                difference = self._difference(requests)
+            if difference <= bound and self._can_cut_cache(requests[0]):
+                self._cuts_cache = True
+                twice = [_greedy(prompt, 1 + row % _TRIED_TOKENS) for row, prompt in enumerate(2 * prompts)]
+                if (cut := self._difference(twice)) > bound:
+                    logger.warning(
+                        "%s: log-probs differ by %.3g if rows of its cache are moved; they are not moved", name, cut
+                    )
+                    self._cuts_cache = False
+        except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
+            raise EngineError(
+                f"transformers cannot generate with {name}: {error!r}; use another engine, or another model"
+            ) from error
+        if difference > bound:
+            raise EngineError(
+                f"log-probs of tokens that {name} generates must be within {bound} of its forward pass, got a "
+                f"difference of {difference:.3g}: transformers' generate does not carry "
+                "its state; use another engine or model"
+            )
+
+    def _difference(self, requests: Sequence[SampleRequest]) -> float:
+        """Largest difference, in nats, between log-probs of generation and of a forward pass."""
+        largest = 0.0
+        outputs = self.generate([RunningSample(request) for request in requests], 0)
+        for request, output in zip(requests, outputs, strict=True):
+            tokens = torch.from_numpy(output.token_ids).to(self._device, torch.int64)
+            prompt = torch.from_numpy(request.prompt_ids).to(self._device)
+            logits = self._model(torch.cat([prompt, tokens])[None]).logits[0, len(prompt) - 1 : -1]
+            expected = logits.float().log_softmax(-1).gather(1, tokens[:, None])[:, 0].cpu()
+            largest = max(largest, float((expected - torch.from_numpy(output.logprobs)).abs().max()))
+        return largest
+
+    def _can_cut_cache(self, request: SampleRequest) -> bool:
+        """Whether rows of the model's cache can be dropped and copied: it holds keys and values only."""
+        ids, mask = self._left_padded([request.prompt_ids])
+        config = self._generation_config(request.sampling, 1)
+        cache = self._model.generate(ids, attention_mask=mask, generation_config=config).past_key_values
+        return (
+            isinstance(cache, DynamicCache)
+            and all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers)
+            and cache.is_initialized
+        )
+
+    def _left_padded(self, prompts: Sequence[np.ndarray]) -> tuple[Tensor, Tensor]:
+        """Return [B, P] int64 ids and mask, padded on the left."""
+        longest = max(map(len, prompts))
+        ids = np.full((len(prompts), longest), self._facts.pad_id, dtype=np.int64)
+        mask = np.zeros_like(ids)
+        for row, prompt in enumerate(prompts):
+            ids[row, longest - len(prompt) :] = prompt
+            mask[row, longest - len(prompt) :] = 1
+        return torch.from_numpy(ids).to(self._device), torch.from_numpy(mask).to(self._device)
+
+    def _shared_prefill(self, prompts: Sequence[np.ndarray]) -> Cache | None:
+        """The KV cache of [B] prompts without their last token; equal prompts are computed once.
+
+        None if this saves little, or if the model keeps other state than keys and values.
+        """
+        rows = {prompt.tobytes(): row for row, prompt in enumerate(prompts)}
+        if not self._cuts_cache or 2 * len(rows) > len(prompts) or min(map(len, prompts)) == 1:
+            return None
+        distinct = {key: place for place, key in enumerate(rows)}
+        ids, mask = self._left_padded([prompts[row] for row in rows.values()])
+        config = self._generation_config(SamplingConfig(temperature=0.0), 1)
+        cache = self._model.generate(ids[:, :-1], attention_mask=mask[:, :-1], generation_config=config).past_key_values
+        cache.batch_select_indices(torch.tensor([distinct[prompt.tobytes()] for prompt in prompts]).to(self._device))
+        return cache
+
+    def _generation_config(self, sampling: SamplingConfig, max_new_tokens: int) -> GenerationConfig:
+        greedy = sampling.temperature == 0
+        options: dict[str, Any] = {} if greedy else {"temperature": sampling.temperature, "top_p": sampling.top_p}
+        if not greedy:
+            options["top_k"] = 0 if sampling.top_k == -1 else sampling.top_k
+            options["min_p"] = sampling.min_p or None
+        return GenerationConfig(
+            do_sample=not greedy,
+            max_new_tokens=max_new_tokens,
+            pad_token_id=self._facts.pad_id,
+            return_dict_in_generate=True,
+            **options,
+        )
+
+
+def _greedy(prompt: np.ndarray, max_new_tokens: int) -> SampleRequest:
+    sampling = SamplingConfig(temperature=0.0, max_new_tokens=max_new_tokens)
+    return SampleRequest(id="", prompt_ids=prompt, sampling=sampling)
 
 
 class _PendingSample(RunningSample):

@@ -5,7 +5,6 @@ import asyncio
 import pytest
 
 from asyncrl.core.errors import EngineError
-from rollout_fleet.config import EngineKind, RolloutFleetConfig
 from rollout_fleet.engines.engine import EngineLoad
 from rollout_fleet.inflight import GroupLimit
 from tests.support.rollout import running_loop, writes
@@ -98,14 +97,3 @@ async def test_a_load_that_cannot_be_read_ends_the_first_reading_and_no_later_on
         monkeypatch.setattr(engine, "read_load", no_load)
         with pytest.raises(EngineError, match="no load is reported here"):
             await run
-
-
-@pytest.mark.parametrize("bounds", [0, 2.5, True, {"min": 0, "max": 4}, {"min": 4, "max": 2}, {"min": 4}, {"most": 3}])
-def test_bounds_that_make_no_sense_are_refused(bounds):
-    with pytest.raises(ValueError, match=r"rollout_fleet\.groups_in_flight must be .*got"):
-        RolloutFleetConfig(groups_in_flight=bounds)
-
-
-def test_an_engine_that_reports_no_load_is_refused_by_name():
-    with pytest.raises(ValueError, match=r"must be a number with rollout_fleet\.engine=transformers.*reports no load"):
-        RolloutFleetConfig(engine=EngineKind.transformers, groups_in_flight={"min": 1, "max": 4})

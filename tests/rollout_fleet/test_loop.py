@@ -28,10 +28,9 @@ pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("virtual_time")]
 
 async def test_every_leased_group_is_generated_scored_and_stored(make_buffer):
     buffer = make_buffer(20)
-    async with running_loop(buffer, samples_per_prompt=3) as (loop, _, run):
+    async with running_loop(buffer, samples_per_prompt=3) as (loop, _, _):
         await buffer.stored(20)
-        await loop.stop()
-        counters = await run
+        counters = await loop.stop()
     assert sorted(group.group_id for group in buffer.groups) == list(range(20))
     assert all(group.rewards.tolist() == [1.0, 1.0, 1.0] for group in buffer.groups)
     assert all(group.summary.response_lengths == (1, 1, 1) for group in buffer.groups)
@@ -159,10 +158,9 @@ async def test_a_load_that_fails_ends_the_loop_with_the_engines_error(make_buffe
 
 async def test_stopping_gives_every_lease_back_with_its_tokens(make_buffer):
     buffer = make_buffer(40)
-    async with running_loop(buffer, writes(50, 0.005), groups_in_flight=8) as (loop, _, run):
+    async with running_loop(buffer, writes(50, 0.005), groups_in_flight=8) as (loop, _, _):
         await asyncio.sleep(0.1)
-        await loop.stop()
-        counters = await run
+        counters = await loop.stop()
     assert buffer.held == set()
     assert len(buffer.released) == 8
     assert {reason for _, _, reason in buffer.released} == {"stopped"}
@@ -198,12 +196,11 @@ async def test_a_load_that_does_not_end_holds_up_a_stop_for_its_deadline_only(ma
 
 async def test_a_revoked_group_is_aborted_and_its_tokens_reported(make_buffer):
     buffer = make_buffer(2)
-    async with running_loop(buffer, writes(40)) as (loop, _, run):
+    async with running_loop(buffer, writes(40)) as (loop, _, _):
         await asyncio.sleep(0.1)
         await buffer.revoke(1)
         await buffer.stored(1)
-        await loop.stop()
-        counters = await run
+        counters = await loop.stop()
     (group_id, num_tokens, reason), *_ = buffer.released
     assert (group_id, reason) == (1, "revoked")
     assert 0 < num_tokens < 80
@@ -217,8 +214,7 @@ async def test_a_refused_put_is_counted_and_does_not_end_the_loop(make_buffer):
         await buffer.expire(0)
         await buffer.stored(3)
         assert not run.done()
-        await loop.stop()
-        counters = await run
+        counters = await loop.stop()
     assert (counters.groups_refused, counters.groups_finished) == (1, 3)
     assert counters.tokens_generated == buffer.num_accounted
     assert counters.tokens_in_flight == 0
@@ -261,11 +257,10 @@ def nan_for_the_first_prompt(prompt, response_text):
 async def test_a_reward_that_fails_costs_its_group_after_some_attempts_and_the_run_goes_on(make_buffer, monkeypatch):
     monkeypatch.setitem(REWARDS._entries, "not a number for the first prompt", nan_for_the_first_prompt)
     buffer = make_buffer(5)
-    async with running_loop(buffer, reward="not a number for the first prompt", max_attempts=3) as (loop, _, run):
+    async with running_loop(buffer, reward="not a number for the first prompt", max_attempts=3) as (loop, _, _):
         await buffer.stored(4)
         await buffer.dropped(1)
-        await loop.stop()
-        counters = await run
+        counters = await loop.stop()
     assert sorted(group.group_id for group in buffer.groups) == [1, 2, 3, 4]
     assert buffer.released == [(0, 2, "reward")] * 3
     assert dict(buffer.ledger.account.groups_dropped) == {"reward": 1}
@@ -290,11 +285,10 @@ async def test_a_response_on_which_the_reward_fails_may_cost_only_itself_and_its
     monkeypatch.setitem(REWARDS._entries, "fails on some", reward)
     buffer = make_buffer(3)
     options = {"on_reward_failure": OnRewardFailure.drop_trajectory, "max_attempts": 2, "samples_per_prompt": 4}
-    async with running_loop(buffer, script, reward="fails on some", **options) as (loop, _, run):
+    async with running_loop(buffer, script, reward="fails on some", **options) as (loop, _, _):
         await buffer.stored(2)
         await buffer.dropped(1)
-        await loop.stop()
-        counters = await run
+        counters = await loop.stop()
     assert {group.group_id: group.num_trajectories for group in buffer.groups} == {0: 3, 2: 4}
     assert counters.groups_failed == {"reward_trajectory": 1, "reward": 2}, "with one response left the group fails"
     assert dict(buffer.ledger.account.groups_dropped) == {"reward": 1}
@@ -372,11 +366,10 @@ async def test_a_group_that_the_engine_keeps_aborting_is_dropped_and_counted(mak
         return ScriptedAnswer(response=[14] * 30, cut_off=2 if is_first else -1)
 
     buffer = make_buffer(3)
-    async with running_loop(buffer, script, max_attempts=4) as (loop, _, run):
+    async with running_loop(buffer, script, max_attempts=4) as (loop, _, _):
         await buffer.stored(2)
         await buffer.dropped(1)
-        await loop.stop()
-        counters = await run
+        counters = await loop.stop()
     assert sorted(group.group_id for group in buffer.groups) == [1, 2]
     assert dict(buffer.ledger.account.groups_dropped) == {"aborted": 1}
     assert buffer.ledger.account.tokens_dropped["aborted"] == 4 * 2 * 2

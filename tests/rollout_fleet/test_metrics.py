@@ -1,4 +1,82 @@
-from rollout_fleet.metrics import FleetMeter
+"""What a rollout worker counts, and what it notes of its engine for the run's profile."""
+
+import pytest
+
+from rollout_fleet.engines.engine import SilenceWatch
+from rollout_fleet.member import Member, MemberLimits
+from rollout_fleet.metrics import FleetMeter, note_member
+from tests.support.rollout import running_loop, writes
+
+pytestmark = pytest.mark.usefixtures("virtual_time")
+
+
+async def probe():
+    raise AssertionError
+
+
+async def test_a_pause_that_loses_the_cache_is_followed_by_its_computation_until_the_next_token(recorded):
+    watch = SilenceWatch("engine", timeout_s=10, probe=probe)
+    with watch.running(2):
+        with watch.paused(recomputes=True) as stands_still:
+            stands_still()
+        watch.token()
+    trace = recorded()
+    (pause,), (again,) = trace.spans_of("pause"), trace.spans_of("re_prefill")
+    assert pause.lane == again.lane == "engine-0"
+    assert again.start >= pause.end
+    assert not again.is_open
+
+
+async def test_an_engine_that_finishes_its_step_before_it_loads_does_not_stand_still_yet(recorded):
+    watch = SilenceWatch("engine", timeout_s=10, probe=probe)
+    with watch.running(1), watch.paused():
+        pass
+    assert recorded().spans_of("pause") == ()
+
+
+async def test_nothing_is_computed_again_where_nothing_runs_or_the_cache_is_kept(recorded):
+    watch = SilenceWatch("engine", timeout_s=10, probe=probe)
+    with watch.paused(recomputes=True) as stands_still:
+        stands_still()
+    with watch.running(1), watch.paused() as stands_still:
+        stands_still()
+    assert recorded().spans_of("re_prefill") == ()
+
+
+async def test_the_places_of_an_engine_are_noted_as_groups_begin_run_and_are_stored(recorded, make_buffer):
+    buffer = make_buffer(12)
+    async with running_loop(buffer, writes(3), groups_in_flight=4, samples_per_prompt=3):
+        await buffer.stored(12)
+    trace = recorded()
+    levels = {name: trace.levels_of(name, "engine-0") for name in ("capacity", "running", "tail", "settling")}
+    assert [level.value for level in levels["capacity"]] == [12]
+    assert max(level.value for level in levels["running"]) == 12
+    assert max(level.value for level in levels["settling"]) > 0
+    for time in {level.time for level in trace.levels}:
+        assert sum(trace.level_at(name, "engine-0", time) for name in ("running", "tail")) <= 12
+    for settling in levels["settling"]:  # noted last: what is free, at most
+        assert sum(trace.level_at(name, "engine-0", settling.time) for name in ("running", "tail", "settling")) <= 12
+    assert [level.value for name in ("running", "tail", "settling") for level in levels[name][-1:]] == [0, 0, 0]
+    for group in range(12):
+        assert [stamp.event for stamp in trace.groups[group].stamps] == ["first_token", "last_token", "reward"]
+    assert len(trace.spans_of("reward", "engine-0/reward")) == 12
+
+
+async def test_every_state_of_a_member_and_its_epochs_are_noted(recorded):
+    limits = MemberLimits(start_s=9, stop_s=9, drain_s=9, restarts=1, window_s=99, backoff_s=1, longest_backoff_s=9)
+    member = Member("engine-0", limits, 0.0)
+    note_member(member, "/member")
+    member.started(0)
+    member.offered(0, 3, 1.0, within_s=5)
+    member.verified(0, 3)
+    member.fault(0, "it died", 2.0)
+    member.stopped(3.0)
+    trace = recorded()
+    spans = trace.spans_of("member", "engine-0/member")
+    states = ["starting", "catching_up", "catching_up", "ready", "fenced", "backoff"]
+    assert [span.cause for span in spans] == states
+    assert [span.is_open for span in spans] == [False] * 5 + [True]
+    assert [level.value for level in trace.levels_of("epoch", "engine-0/member")] == [0, 1]
 
 
 class Clock:

@@ -7,10 +7,11 @@ import asyncio
 import numpy as np
 import pytest
 
-from asyncrl.core.errors import EngineError, StoreFull
+from asyncrl.core.errors import EngineError, StoreFull, WorkerDiedError
 from asyncrl.core.types import FinishReason
 from rollout_fleet.config import SaveProgress
 from rollout_fleet.inflight import GroupPhase
+from rollout_fleet.rewards import WeightedRewards
 from tests.support.offers import bare_offer
 from tests.support.rollout import running_loop, update, writes
 
@@ -24,20 +25,18 @@ def writes_long_for_the_first_prompt(request, version):
 
 async def test_the_next_worker_continues_the_groups_of_a_stopped_one(make_buffer):
     buffer = make_buffer(2, groups_per_step=1, max_lag=1)
-    async with running_loop(buffer, writes_long_for_the_first_prompt) as (loop, _, run):
+    async with running_loop(buffer, writes_long_for_the_first_prompt) as (loop, _, _):
         await buffer.stored(1)
         await buffer.commit()
         await asyncio.sleep(0.1)
-        await loop.stop()
-        first = await run
+        first = await loop.stop()
     assert 2 < first.tokens_generated < 82
     assert first.tokens_in_flight == 0
     assert buffer.progress[0].summary.num_tokens == first.tokens_generated - 2
     assert {t.turns[1].finish_reason for t in buffer.progress[0].trajectories()} == {FinishReason.unfinished}
-    async with running_loop(buffer, writes_long_for_the_first_prompt, version=1) as (loop, _, run):
+    async with running_loop(buffer, writes_long_for_the_first_prompt, version=1) as (loop, _, _):
         await buffer.stored(2)
-        await loop.stop()
-        second = await run
+        second = await loop.stop()
     group = buffer.groups[1]
     assert (group.group_id, group.attempt) == (0, 1)
     assert group.summary.num_tokens == 80 == first.tokens_generated - 2 + second.tokens_generated
@@ -56,7 +55,7 @@ async def test_progress_is_dropped_where_the_config_says_so(make_buffer):
 
 async def test_at_an_update_running_groups_are_saved_and_continue_under_the_new_weights(make_buffer):
     buffer = make_buffer(3, groups_per_step=1, max_lag=6)
-    async with running_loop(buffer, writes(60), save_progress=SaveProgress.at_updates) as (loop, engine, run):
+    async with running_loop(buffer, writes(60), save_progress=SaveProgress.at_updates) as (loop, engine, _):
         saved = []
         for _ in range(2):
             await asyncio.sleep(0.1)
@@ -64,8 +63,7 @@ async def test_at_an_update_running_groups_are_saved_and_continue_under_the_new_
             await asyncio.sleep(0.02)
             saved.append([buffer.progress[index].summary.num_tokens for index in range(3)])
         await buffer.stored(3)
-        await loop.stop()
-        counters = await run
+        counters = await loop.stop()
     assert all(0 < before < after < 120 for before, after in zip(*saved, strict=True))
     assert counters.tokens_generated == 360 == buffer.num_tokens
     for group in buffer.groups:
@@ -130,12 +128,11 @@ async def test_a_group_that_finds_no_room_for_its_progress_goes_on_all_the_same(
 async def test_a_greedy_baseline_is_continued_after_an_update_and_in_no_account(make_buffer):
     buffer = make_buffer(1, groups_per_step=1, max_lag=6)
     options = {"save_progress": SaveProgress.at_updates, "greedy_baseline": True}
-    async with running_loop(buffer, writes(40), **options) as (loop, engine, run):
+    async with running_loop(buffer, writes(40), **options) as (loop, engine, _):
         await asyncio.sleep(0.1)
         await update(loop, buffer)
         await buffer.stored(1)
-        await loop.stop()
-        counters = await run
+        counters = await loop.stop()
     [group] = buffer.groups
     assert group.summary.response_lengths == (40, 40, 40)
     assert group.is_baseline.tolist() == [False, False, True]
@@ -161,7 +158,7 @@ async def test_after_a_failed_update_aborted_groups_are_released_and_not_continu
 
 async def test_groups_are_handed_on_with_their_tokens_so_far(make_buffer):
     buffer = make_buffer(3)
-    async with running_loop(buffer, writes(60, 0.01), groups_in_flight=3) as (loop, _, run):
+    async with running_loop(buffer, writes(60, 0.01), groups_in_flight=3) as (loop, _, _):
         await asyncio.sleep(0.3)
         buffer.hand_on_requests.put_nowait([(1, 0), (2, 0), (7, 0)])  # the last is not there any more
         await asyncio.sleep(0.1)
@@ -172,14 +169,13 @@ async def test_groups_are_handed_on_with_their_tokens_so_far(make_buffer):
         assert sorted(buffer.progress) == [1, 2]
         assert dict(buffer.ledger.account.tokens_dropped) == {}
         await buffer.stored(3)
-        await loop.stop()
-        counters = await run
+        counters = await loop.stop()
     assert counters.tokens_generated == 3 * 2 * 60 == buffer.num_accounted
 
 
 async def test_a_group_that_is_cut_off_for_an_update_is_handed_on_all_the_same(make_buffer):
     buffer = make_buffer(2, groups_per_step=1, max_lag=6)
-    async with running_loop(buffer, writes(60), save_progress=SaveProgress.at_updates) as (loop, engine, run):
+    async with running_loop(buffer, writes(60), save_progress=SaveProgress.at_updates) as (loop, engine, _):
         await asyncio.sleep(0.1)
         may_abort, abort = asyncio.Event(), engine.abort
 
@@ -196,20 +192,18 @@ async def test_a_group_that_is_cut_off_for_an_update_is_handed_on_all_the_same(m
         may_abort.set()
         await updating
         await buffer.stored(2)
-        await loop.stop()
-        counters = await run
+        counters = await loop.stop()
     assert [(group_id, reason) for group_id, _, reason in buffer.released] == [(0, "handed_on")]
     assert counters.tokens_generated == 2 * 2 * 60 == buffer.num_accounted
 
 
 async def test_a_leaving_worker_asks_for_no_more_work_and_hands_on_its_tokens(make_buffer):
     buffer = make_buffer(6)
-    async with running_loop(buffer, writes(40), groups_in_flight=2) as (loop, _, run):
+    async with running_loop(buffer, writes(40), groups_in_flight=2) as (loop, _, _):
         await asyncio.sleep(0.1)
         loop._member.drain(0.0)
         await loop.let_end()
-        await loop.stop()
-        counters = await run
+        counters = await loop.stop()
     assert len(buffer.leases_asked) == 1
     assert (buffer.groups, buffer.held, counters.tokens_in_flight) == ([], set(), 0)
     assert sum(group.summary.num_tokens for group in buffer.progress.values()) == counters.tokens_generated > 0
@@ -218,12 +212,11 @@ async def test_a_leaving_worker_asks_for_no_more_work_and_hands_on_its_tokens(ma
 async def test_without_saved_progress_running_groups_may_end_before_their_worker_leaves(make_buffer):
     buffer = make_buffer(6)
     options = {"save_progress": SaveProgress.never, "groups_in_flight": 2}
-    async with running_loop(buffer, writes(40), **options) as (loop, _, run):
+    async with running_loop(buffer, writes(40), **options) as (loop, _, _):
         await asyncio.sleep(0.1)
         loop._member.drain(0.0)
         await loop.let_end()
-        await loop.stop()
-        counters = await run
+        counters = await loop.stop()
     assert (len(buffer.groups), counters.tokens_generated) == (2, 160)
     assert (buffer.held, buffer.released) == (set(), [])
 
@@ -238,3 +231,57 @@ async def test_a_worker_that_leaves_withdraws_the_request_that_waits_for_admissi
         await loop.let_end()
         await asyncio.sleep(0.1)
         assert not loop._is_asking
+
+
+@pytest.fixture
+def slow_rewards(monkeypatch):
+    """Rewards that take an hour, until the test calls what this returns."""
+    score, is_slow = WeightedRewards.score, [True]
+
+    async def hour_long(self, *arguments, **options):
+        if is_slow[0]:
+            await asyncio.sleep(3600)
+        return await score(self, *arguments, **options)
+
+    monkeypatch.setattr(WeightedRewards, "score", hour_long)
+    return lambda: is_slow.__setitem__(0, False)
+
+
+async def test_finished_groups_that_are_still_scored_at_a_stop_are_saved_and_scored_by_the_next_worker(
+    slow_rewards, make_buffer
+):
+    buffer = make_buffer(3)
+    async with running_loop(buffer, writes(20)) as (loop, _, _):
+        await asyncio.sleep(5)
+        first = await loop.stop()
+    assert (first.tokens_generated, first.tokens_in_flight) == (3 * 2 * 20, 0)
+    assert buffer.held == set()
+    assert {group_id: group.summary.num_tokens for group_id, group in buffer.progress.items()} == {0: 40, 1: 40, 2: 40}
+    slow_rewards()
+    async with running_loop(buffer, writes(20)) as (loop, engine, _):
+        await buffer.stored(3)
+        second = await loop.stop()
+    assert (second.tokens_generated, engine.requests) == (0, []), "nothing is sampled again"
+    assert sum(buffer.ledger.account.tokens_dropped.values()) == 0
+    assert buffer.num_accounted == first.tokens_generated
+
+
+async def test_groups_whose_engine_fails_while_they_are_scored_are_saved_too(slow_rewards, make_buffer):
+    buffer = make_buffer(2)
+    async with running_loop(buffer, writes(20)) as (_, engine, run):
+        await asyncio.sleep(5)
+        engine.die("killed")
+        with pytest.raises(WorkerDiedError, match="killed"):
+            await run
+    assert set(buffer.progress) == {0, 1}
+    assert sum(buffer.ledger.account.tokens_dropped.values()) == 0
+
+
+async def test_where_nothing_is_saved_finished_groups_are_dropped_with_their_tokens_counted(slow_rewards, make_buffer):
+    buffer = make_buffer(2)
+    async with running_loop(buffer, writes(20), save_progress=SaveProgress.never) as (loop, _, run):
+        await asyncio.sleep(5)
+        await loop.stop()
+        await run
+    assert buffer.progress == {}
+    assert dict(buffer.ledger.account.tokens_dropped) == {"stopped": 80}

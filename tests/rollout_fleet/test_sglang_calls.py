@@ -1,4 +1,4 @@
-"""What the SGLang engine asks of its server, and in which order, against a server that only writes it down."""
+"""What the SGLang engine asks of its server, and in which order, on a server that only records the calls."""
 
 from __future__ import annotations
 
@@ -87,12 +87,11 @@ async def server(tmp_path):
     return RecordedServer(tmp_path)
 
 
-@pytest.fixture
-async def engine(server, tmp_path):
-    (tmp_path / "config.json").write_text('{"vocab_size": 50, "eos_token_id": 1}')
+def new_engine(server, folder, *, vocab_size=50, **options):
+    (folder / "config.json").write_text(json.dumps({"vocab_size": vocab_size, "eos_token_id": 1}))
     engine = SGLangEngine(
-        RolloutFleetConfig(sglang=SGLangConfig(samples_per_request=2)),
-        model_path=str(tmp_path),
+        RolloutFleetConfig(sglang=SGLangConfig(samples_per_request=2), **options),
+        model_path=str(folder),
         device=EngineDevice.cuda,
         rank=0,
         log_dir="",
@@ -100,6 +99,12 @@ async def engine(server, tmp_path):
         server=server,
     )
     engine._client = server
+    return engine
+
+
+@pytest.fixture
+async def engine(server, tmp_path):
+    engine = new_engine(server, tmp_path)
     server.events = []
     await engine.start()
     server.events = None
@@ -115,6 +120,36 @@ def requests_of(num_requests):
 
 async def answers_of(engine, num_requests):
     return [answer async for answer in engine.generate(requests_of(num_requests))]
+
+
+async def test_an_engine_generates_as_training_does_before_it_is_ready(server, tmp_path):
+    sampling = SamplingConfig(temperature=0.7, top_p=0.9, max_new_tokens=4096)
+    engine = new_engine(server, tmp_path, vocab_size=7, sampling=sampling)
+    server.events = [[{"meta_info": {}}]]
+    await engine.start()
+    await engine.stop()
+    bodies = [body for path, body in server.calls if path == "/generate"]
+    assert [len(body["input_ids"][0]) for body in bodies] == [1, 16]
+    for body in bodies:
+        assert (body["return_logprob"], body["stream"]) == (True, True)
+        assert max(max(ids) for ids in body["input_ids"]) < 7, "an id outside the vocabulary kills the server"
+        assert all(1 <= options["max_new_tokens"] <= 4 for options in body["sampling_params"])
+        assert body["sampling_params"][0]["temperature"] == 0.7
+
+
+@pytest.mark.parametrize(
+    ("events", "error", "message"),
+    [
+        (None, DeadlineError, "sglang-0 did not generate within rollout_fleet.start_timeout_s = 0.5 s"),
+        ([[{"error": {"message": "no kernel"}}]], EngineError, "sglang-0 cannot generate: .*no kernel"),
+    ],
+)
+async def test_an_engine_that_does_not_generate_does_not_start(server, tmp_path, events, error, message):
+    engine = new_engine(server, tmp_path, start_timeout_s=0.5)
+    server.events = events
+    with pytest.raises(error, match=message):
+        await engine.start()
+    await engine.stop()
 
 
 @pytest.mark.parametrize(
@@ -169,11 +204,7 @@ async def test_an_update_recomputes_or_keeps_the_kv_cache_of_running_samples(
 async def test_a_load_pauses_updates_verifies_and_continues(engine, server):
     await engine.load_weights(bare_offer(1))
     assert (engine.version, engine._verified) == (1, {0, 1})
-    assert server.paths == [
-        "/pause_generation",
-        *LOAD,
-        "/continue_generation",
-    ]
+    assert server.paths == ["/pause_generation", *LOAD, "/continue_generation"]
     load = dict(server.calls)["/update_weights_from_tensor"]
     assert (load["flush_cache"], len(load["serialized_named_tensors"])) == (True, 2)
 
@@ -337,10 +368,8 @@ def finished(index, token_ids):
 async def test_samples_that_end_in_one_read_are_answered_in_it(engine, server):
     server.events = [[finished(1, [5, 1]), finished(0, [1])]]
     answers = await answers_of(engine, 2)
-    assert [(request.id, output.token_ids.tolist()) for request, output in answers] == [
-        ("7-0-1", [5, 1]),
-        ("7-0-0", [1]),
-    ]
+    told = [(request.id, output.token_ids.tolist()) for request, output in answers]
+    assert told == [("7-0-1", [5, 1]), ("7-0-0", [1])]
     (body,) = [body for path, body in server.calls if path == "/generate"]
     assert [ids.tolist() for ids in body["input_ids"]] == [[3, 4], [3, 4]]
     assert [options["max_new_tokens"] for options in body["sampling_params"]] == [4, 4]

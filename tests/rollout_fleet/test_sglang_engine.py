@@ -171,8 +171,7 @@ async def test_a_refused_request_says_why_and_the_server_lives(engine):
     assert len((await answer(engine, requests_of(1)))[0].token_ids) > 0
 
 
-def change_one_bit(tensors):
-    return {**tensors, "model.norm.weight": tensors["model.norm.weight"] + 1e-6}
+CHANGES = {"differs": lambda tensors: {**tensors, "model.norm.weight": tensors["model.norm.weight"] + 1e-6}}
 
 
 @pytest_asyncio.fixture(loop_scope="module")
@@ -203,27 +202,17 @@ async def assert_failed(engine, running, match):
             await asyncio.wait_for(refused, 30)
 
 
-async def test_an_engine_with_other_weights_than_published_never_answers_again(failing_engine, publish):
-    offer = publish(change=change_one_bit)
-    running = asyncio.create_task(answer(failing_engine, requests_of(2, name="failing", max_new_tokens=400, top_k=3)))
-    await until_writing(failing_engine)
-    match = "1 of 24 tensors differ, first model.norm.weight"
-    with pytest.raises(EngineError, match=match):
-        await failing_engine.load_weights(offer)
-    await assert_failed(failing_engine, running, match)
-
-
-async def test_an_engine_whose_load_fails_never_answers_again(failing_engine, tmp_path):
-    offer = bare_offer(failing_engine.version + 1)
-    running = asyncio.create_task(answer(failing_engine, requests_of(2, name="failing", max_new_tokens=400, top_k=3)))
-    await until_writing(failing_engine)
-    match = "rank 0 did not load .*FileNotFoundError"
-    with pytest.raises(EngineError, match=match):
-        await failing_engine.load_weights(offer)
-    await assert_failed(failing_engine, running, match)
-
-
-async def test_an_engine_whose_load_takes_too_long_never_answers_again(failing_engine, publish, monkeypatch):
+@pytest.mark.parametrize(
+    ("how", "error", "match"),
+    [
+        ("differs", EngineError, "1 of 24 tensors differ, first model.norm.weight"),
+        ("fails", EngineError, "rank 0 did not load .*FileNotFoundError"),
+        ("hangs", DeadlineError, r"(?s)load_timeout_s = 0.3 s. Last lines of .*sglang-0.log"),
+    ],
+)
+async def test_an_engine_whose_load_differs_or_fails_or_hangs_never_answers_again(
+    failing_engine, publish, monkeypatch, how, error, match
+):
     call = failing_engine._client.call
 
     async def hang_in_the_update(method, path, *args, **options):
@@ -231,13 +220,13 @@ async def test_an_engine_whose_load_takes_too_long_never_answers_again(failing_e
             await asyncio.sleep(60)
         return await call(method, path, *args, **options)
 
-    monkeypatch.setattr(failing_engine._client, "call", hang_in_the_update)
-    monkeypatch.setattr(failing_engine, "_config", RolloutFleetConfig(load_timeout_s=0.3))
-    offer = publish()
+    if how == "hangs":
+        monkeypatch.setattr(failing_engine._client, "call", hang_in_the_update)
+        monkeypatch.setattr(failing_engine, "_config", RolloutFleetConfig(load_timeout_s=0.3))
+    offer = bare_offer(failing_engine.version + 1) if how == "fails" else publish(change=CHANGES.get(how))
     running = asyncio.create_task(answer(failing_engine, requests_of(2, name="failing", max_new_tokens=400, top_k=3)))
     await until_writing(failing_engine)
-    match = r"(?s)load_timeout_s = 0.3 s. Last lines of .*sglang-0.log"
-    with pytest.raises(DeadlineError, match=match):
+    with pytest.raises(error, match=match):
         await failing_engine.load_weights(offer)
     await assert_failed(failing_engine, running, match)
 

@@ -45,12 +45,11 @@ async def test_a_buffer_that_stands_still_while_a_worker_stops_leaves_a_balanced
         await control.enqueue(make_prompts(4))
         worker = AnyRole(process.address, request_timeout_s=20.0)
         options = {"stop_timeout_s": 0.5, "groups_in_flight": 4, "save_progress": SaveProgress.never}
-        async with running_loop(worker, writes(200), **options) as (loop, _, run):
+        async with running_loop(worker, writes(200), **options) as (loop, _, _):
             name = await worker.enter()
             await until_written(loop, 40)
             process.process.send_signal(signal.SIGSTOP)
-            await loop.stop()
-            counters = await run
+            counters = await loop.stop()
             assert counters.tokens_in_flight > 0, "the releases were not answered in time"
             process.process.send_signal(signal.SIGCONT)
             await control.stats()

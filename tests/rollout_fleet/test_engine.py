@@ -1,15 +1,18 @@
-"""Checks that every engine's prompts and answers pass, and how an answer becomes a trajectory."""
+"""What all engines share: the checks of prompts and answers, and when an engine counts as silent."""
 
+import asyncio
 from contextlib import nullcontext
 
 import numpy as np
 import pytest
 
-from asyncrl.core.errors import EngineError
+from asyncrl.core.errors import DeadlineError, EngineError
 from asyncrl.core.types import FinishReason, Lease, Prompt
 from rollout_fleet.config import SamplingConfig
-from rollout_fleet.engines.engine import SampleOutput, SampleRequest, check_output, check_prompt
+from rollout_fleet.engines.engine import SampleOutput, SampleRequest, SilenceWatch, check_output, check_prompt
 from rollout_fleet.inflight import to_trajectory_group
+
+pytestmark = [pytest.mark.timeout(30), pytest.mark.usefixtures("virtual_time")]
 
 
 def request_of(prompt_ids):
@@ -90,3 +93,54 @@ def test_a_trajectory_lays_the_samples_end_to_end():
     assert [group.is_truncated(branch) for branch in group.branches] == [False, True]
     assert group.summary.num_truncated == 1
     assert (group.summary.oldest_version, group.summary.newest_version, group.summary.num_tokens) == (4, 5, 5)
+
+
+async def answers() -> None:
+    return
+
+
+async def hangs() -> None:
+    await asyncio.Event().wait()
+
+
+async def refuses() -> None:
+    raise EngineError("refused")
+
+
+async def test_an_engine_without_running_requests_is_not_silent():
+    watch = SilenceWatch("engine", timeout_s=0.05, probe=hangs)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(watch.wait(), 0.3)
+
+
+async def test_tokens_of_any_request_keep_an_engine_alive():
+    watch = SilenceWatch("engine", timeout_s=0.4, probe=hangs)
+    waiting = asyncio.create_task(watch.wait())
+    with watch.running(1):
+        for _ in range(10):
+            await asyncio.sleep(0.1)
+            watch.token()
+    assert not waiting.done()
+    waiting.cancel()
+
+
+@pytest.mark.parametrize(("probe", "what"), [(hangs, "did not answer a probe"), (refuses, "probe failed: refused")])
+async def test_silence_without_an_answer_to_the_probe_is_a_failure_within_the_deadline(probe, what):
+    watch = SilenceWatch("engine", timeout_s=0.2, probe=probe)
+    with watch.running(3), pytest.raises(DeadlineError, match=f"no token of its 3 running requests.*{what}"):
+        await asyncio.wait_for(watch.wait(), 5)
+
+
+async def test_an_engine_that_answers_probes_but_writes_nothing_fails_in_the_end():
+    watch = SilenceWatch("engine", timeout_s=0.1, probe=answers)
+    with watch.running(1), pytest.raises(DeadlineError, match="answered 3 probes, but produced no token"):
+        await asyncio.wait_for(watch.wait(), 5)
+
+
+async def test_an_intended_pause_does_not_count_as_silence():
+    watch = SilenceWatch("engine", timeout_s=0.1, probe=hangs)
+    waiting = asyncio.create_task(watch.wait())
+    with watch.running(1), watch.paused():
+        await asyncio.sleep(0.4)
+        assert not waiting.done()
+    waiting.cancel()
