@@ -47,19 +47,13 @@ class HeldOutAnswers:
         self._num_rounds = 0
 
     async def answer(self, prompts: Sequence[Prompt], *, version: int, num_samples: int) -> list[AnsweredPrompt]:
-        """Answer prompts with the policy of ``version``; several calls may run at a time.
+        """Answer prompts with distinct group ids; several calls may run at a time.
 
-        Args:
-            prompts: With distinct group ids.
-            version: Policy version.
-            num_samples: Samples of each prompt beside the greedy answer. Example: 0 for the greedy answer only.
+        Each prompt gets ``num_samples`` samples and a greedy answer. Returns one entry per prompt whose tokens were all
+        sampled under ``version``; the entry of a prompt whose reward fails has the failure. The other prompts are left
+        out, because the engine serves another version.
 
-        Returns:
-            One entry per prompt whose tokens were all sampled under ``version``; the entry of a prompt whose reward
-            fails has the failure. The other prompts are left out, because the engine serves another version.
-
-        Raises:
-            EngineError: the engine serves another version from the beginning; or as `Engine.generate`.
+        Raises `EngineError` if the engine serves another version from the beginning; or as `Engine.generate`.
         """
         if self._engine.version != version:
             raise EngineError(f"the engine serves policy version {self._engine.version}, not {version}")

@@ -80,12 +80,8 @@ class RolloutLoop:
     """Rolls prompt groups out on one engine. Call `run` once; the other methods may be called while it runs.
 
     Args:
-        config: Options of the fleet.
         engine: A started engine. The loop closes none of its collaborators.
         member: Told of loaded weights; says whether the loop may ask for leases.
-        buffer: The replay buffer.
-        rewards: Score finished groups.
-        decode: Turns response tokens into the text that rewards read.
         samples_per_prompt: G.
         greedy_baseline: Sample one more response per prompt greedily, which is not trained on.
         samples: Keeps some scored samples for reading.

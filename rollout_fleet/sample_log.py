@@ -57,14 +57,7 @@ class SampleKind(StrEnum):
 
 
 class SampleLog:
-    """Writes ``KIND-vVERSION-rolloutRANK.parquet`` files; names of evaluation files end with ``-PART``.
-
-    Args:
-        directory: Created with the first file.
-        rank: Rank of the rollout worker.
-        config: Which training samples are kept.
-        decode: Turns prompt tokens into text.
-    """
+    """Writes ``KIND-vVERSION-rolloutRANK.parquet`` files; names of evaluation files end with ``-PART``."""
 
     def __init__(self, directory: Path, *, rank: int, config: SamplesConfig, decode: Decode) -> None:
         self._directory = directory

@@ -41,13 +41,9 @@ class RolloutWorker(Worker):
     """Generates training rollouts on its own engine, which has the worker's rank; `start` brings everything up.
 
     Args:
-        config: Options of the fleet.
         model_path: Holds the policy of version 0, tokenizer included.
         samples_per_prompt: G.
         connect_buffer: Called in `start` with the engine's name in the buffer.
-        log_dir: Folder of the engine's log.
-        staging_dir: Folder of staged weights.
-        seed: The run's seed.
         copy_weights: Stage copies of full versions too, not only images of deltas.
         greedy_baseline: Sample one more response per prompt greedily, which is not trained on.
         sample_dir: Folder of decoded samples; empty to keep none.

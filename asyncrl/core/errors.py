@@ -60,6 +60,10 @@ class RequestRefused(EngineError):
     """Every engine would refuse this request: the prompt or an option is wrong. A restart does not help."""
 
 
+class EpisodeOverflow(AsyncRLError):
+    """An episode has used its budget of turns, tokens or context. The message names the budget."""
+
+
 class WeightsError(AsyncRLError):
     """Published weights are incomplete, or an engine's weights differ from the published ones."""
 

@@ -2,17 +2,12 @@
 
 Usage of the guard: ``process_guard.py OWNER_PID SCRATCH_DIR COMMAND...``
 
-SGLang's children die with the server only after they have finished importing. With the kernel's parent-death signal on
-the server alone, earlier children would leak. Therefore the guard, a process with the standard library only, gets that
-signal and kills the server's process group. Then it removes SCRATCH_DIR and the shared memory of the group. The guard
-waits in ``wait``. It is woken by the exit of the server, by SIGHUP (kill the server) from its owner or from the kernel
-when the owner dies, and by SIGUSR1 (record the shared memory that the server has now). The guard sends SIGKILL: the
-state of a server is useless without its owner, and SGLang checks for a SIGTERM only every five seconds. Guard and
-server ignore SIGINT and SIGTERM, which a scheduler sends to all processes at once; the owner decides when they end.
-
-Rewards run code on text that a model wrote, and may print their environment. Neither they nor servers need the user's
-keys of trackers, hubs and clouds. This protects against accidents only: a process of the same user can read the
-environment of another.
+SGLang's children die with the server only after they have finished importing. Therefore the guard, a process with the
+standard library only, gets the kernel's parent-death signal and kills the server's process group, with SIGKILL: the
+state of a server is useless without its owner. Then it removes SCRATCH_DIR and the shared memory of the group. The
+guard waits in ``wait``. It is woken by the exit of the server, by SIGHUP (kill the server) from its owner or from the
+kernel when the owner dies, and by SIGUSR1 (record the shared memory that the server has now). Guard and server ignore
+SIGINT and SIGTERM, which a scheduler sends to all processes at once; the owner decides when they end.
 """
 
 import contextlib
@@ -50,7 +45,11 @@ def is_secret(name: str, value: str = "...") -> bool:
 
 
 def without_secrets(passed: Collection[str], environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Copy an environment without its secrets, except the variables named in ``passed``."""
+    """Copy an environment without its secrets, except the variables named in ``passed``.
+
+    Rewards run code on text that a model wrote. This protects against accidents only: a process of the same user can
+    read the environment of another.
+    """
     return {name: value for name, value in environment.items() if name in passed or not is_secret(name, value)}
 
 

@@ -1,22 +1,7 @@
 """Code of ours inside an SGLang server: how its processes start, what a pause and an update cost, how weights load.
 
-SGLang spawns its scheduler and its detokenizer, and each imports everything again. On a CPU that is half of the time
-until a server is up, so there they are forked. On a GPU they stay spawned, because CUDA does not survive a fork.
-
-SGLang's loop spins while generation is paused, also with ``--sleep-on-idle``. On a CPU the loop takes the core from the
-server's other processes, which handle the calls of a weight update, and from a colocated learner.
-
-After an update SGLang computes a running request again, up to its last token, with the logits and log-probs of all
-written tokens, and discards these. For 32,000 tokens and a vocabulary of 152,000 they take 19 GB in float32. Only the
-last token's are needed.
-
-A weight update calls `load` on each tensor-parallel rank, between two steps of the model. SGLang does not return the
-result, so each rank writes it to a file.
-
-A server leaves SIGINT and SIGTERM to its owner, which kills it.
-
 SGLang finds `register` through the entry point that `write_plugin` puts into a folder of the server's import path. No
-other server of the environment sees that folder.
+other server of the environment sees that folder. A server leaves SIGINT and SIGTERM to its owner, which kills it.
 """
 
 from __future__ import annotations
@@ -85,27 +70,39 @@ def register() -> None:
 
 
 def fork_on_cpu(_result: None, *_arguments: Any) -> None:
-    """Fork the server's processes on a CPU. Only with one thread: locks of other threads would stay locked."""
+    """Fork the scheduler and the detokenizer on a CPU. Only with one thread: locks of other threads would stay locked.
+
+    SGLang spawns them, and each imports everything again: half of the time until a server is up. On a GPU they stay
+    spawned, because CUDA does not survive a fork.
+    """
     if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1" and len(os.listdir("/proc/self/task")) == 1:
         multiprocessing.set_start_method("fork", force=True)
 
 
 def rest_while_paused(_result: None, scheduler: Any) -> None:
-    """Sleep until a call arrives. Ranks without a socket of their own wait for the first rank anyway."""
+    """Sleep until a call arrives. Ranks without a socket of their own wait for the first rank anyway.
+
+    SGLang's loop spins while generation is paused, also with ``--sleep-on-idle``, and takes the core from the processes
+    that handle a weight update, and from a colocated learner.
+    """
     if scheduler.idle_sleeper is not None:
         scheduler.idle_sleeper.maybe_sleep()
 
 
 def skip_known_logprobs(_result: None, request: Any) -> None:
-    """Compute no log-probs of the tokens that a retracted request has written, unless it wants those of its prompt."""
+    """Compute no log-probs of the tokens that a retracted request has written, unless it wants those of its prompt.
+
+    SGLang computes the logits of all written tokens again, and discards them: 19 GB in float32 for 32,000 tokens and a
+    vocabulary of 152,000. Only the last token's are needed.
+    """
     if request.logprob_start_len >= len(request.origin_input_ids):
         request.logprob_start_len = len(request.origin_input_ids) + len(request.output_ids)
 
 
 def load(model: Any, _named_tensors: Any) -> None:
-    """Load the weights that the worker's order file names, and report the result.
+    """Load the weights that the worker's order file names, on each tensor-parallel rank, between two model steps.
 
-    SGLang calls this function (``--custom-weight-loader``).
+    SGLang calls this function (``--custom-weight-loader``) and does not return its result: each rank writes a report.
     """
     import torch  # here, because the server's other processes need neither torch nor the loader
 

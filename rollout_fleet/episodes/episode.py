@@ -1,0 +1,331 @@
+"""An episode: the forest of turns of one rollout, its requests to the engine, its budget, and its replay.
+
+::
+
+    prompt (0) ──sample──▶ call (1) ──give──▶ result (2) ─┬─sample──▶ answer (3)
+                                                          └─sample──▶ answer (4)      a sibling
+    summary (5) ──sample──▶ answer (6)                                                a new root: sample(ROOT, …)
+
+The life of a sampled turn::
+
+    recorded ──sample──▶ running ──take──▶ finished          next_requests asks the engine for a running turn, again
+        └──sample of another request──▶ dropped              after each abort, with its tokens so far as prompt
+
+The forest is append only, and turns are known by their indices, parents before children. The engine's prompt of a turn
+is exactly the tokens on the path to it: no token is ever decoded and encoded again. Pure and synchronous; the caller
+sends the requests and runs the environment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from asyncrl.core.errors import EpisodeOverflow
+from asyncrl.core.trajectory import ROOT, Trajectory, Turn
+from asyncrl.core.types import FinishReason
+from rollout_fleet.config import SamplingConfig
+from rollout_fleet.engines.engine import SampleOutput, SampleRequest
+
+PROMPT = 0
+"""Index of the prompt's turn."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpisodeBudget:
+    """What one episode may use.
+
+    Attributes:
+        max_turns: Sampled turns. Example: 32.
+        max_tokens: Sampled tokens of all turns; a running turn counts with all tokens that it may still write.
+        max_context: Tokens on any path, the prompt and the answer included; at most the model's context length.
+    """
+
+    max_turns: int
+    max_tokens: int
+    max_context: int
+
+
+@dataclass(kw_only=True, slots=True)
+class _Node:
+    """A turn in the forest.
+
+    Attributes:
+        turn: Without a finish reason while it is not finished.
+        depth: Tokens on the path, from the root to the end of this turn.
+        is_live: It was given or asked for in this life of the episode; otherwise it waits for its replay.
+        is_dropped: It was recorded, and another request came.
+        sampling: How the turn is sampled; ``max_new_tokens`` bounds the whole turn. None before it is asked for.
+    """
+
+    turn: Turn
+    depth: int
+    is_live: bool
+    is_dropped: bool = False
+    sampling: SamplingConfig | None = None
+
+    @property
+    def is_running(self) -> bool:
+        return self.turn.sampled and self.is_live and self.turn.finish_reason is None
+
+
+class Episode:
+    """One rollout of a prompt, turn by turn: what was sampled is what is trained.
+
+    With ``recorded``, the `progress` of an earlier life, the environment runs again: `sample` answers from the recorded
+    turns until a request differs or they end.
+
+    Attributes:
+        name: Begins the ids of its requests; without ``/``. Example: ``"4711-0-3"``: group, attempt, sample.
+        num_replayed: Recorded tokens that a request of this life has asked for.
+        num_dropped: Recorded tokens that were dropped because another request came.
+
+    Raises:
+        ValueError: the record is of another prompt.
+    """
+
+    def __init__(
+        self, name: str, prompt_ids: np.ndarray, budget: EpisodeBudget, *, recorded: Trajectory | None = None
+    ) -> None:
+        self.name = name
+        self.num_replayed = 0
+        self.num_dropped = 0
+        self._budget = budget
+        self._nodes: list[_Node] = []
+        self._given: dict[tuple[int, bytes], int] = {}
+        self._outstanding: dict[str, int] = {}
+        self._num_requests = 0
+        for turn in recorded.turns if recorded is not None else (Turn.given(_int32(prompt_ids)),):
+            if turn.finish_reason is FinishReason.unfinished:
+                turn = replace(turn, finish_reason=None)
+            self._append(turn, is_live=False)
+        if not np.array_equal(self.turn(PROMPT).token_ids, prompt_ids):
+            raise ValueError(f"episode {name}: the recorded turns belong to another prompt; replay them with their own")
+        self._nodes[PROMPT].is_live = True
+
+    @property
+    def num_turns(self) -> int:
+        """Turns sampled or being sampled in this life."""
+        return sum(node.turn.sampled and node.is_live for node in self._nodes)
+
+    @property
+    def num_tokens(self) -> int:
+        """Sampled tokens of this life, the replayed included."""
+        return sum(len(node.turn.token_ids) for node in self._nodes if node.turn.sampled and node.is_live)
+
+    @property
+    def num_waiting(self) -> int:
+        """Recorded tokens that no request has asked for yet."""
+        return sum(len(node.turn.token_ids) for node in self._nodes if self._waits(node))
+
+    @property
+    def running(self) -> list[int]:
+        """The turns that are being sampled."""
+        return [index for index, node in enumerate(self._nodes) if node.is_running]
+
+    def turn(self, index: int) -> Turn:
+        """Return a turn; a turn without a finish reason is running, or was given."""
+        return self._nodes[index].turn
+
+    def path(self, index: int) -> np.ndarray:
+        """[T] int32, the tokens from the root to the end of a turn; empty for `ROOT`."""
+        parts: list[np.ndarray] = []
+        while index != ROOT:
+            parts.append(self._nodes[index].turn.token_ids)
+            index = self._nodes[index].turn.parent
+        return np.concatenate(parts[::-1], dtype=np.int32) if parts else np.empty(0, dtype=np.int32)
+
+    def give(self, parent: int, tokens: Sequence[int] | np.ndarray) -> int:
+        """Append tokens that the policy did not sample; returns the turn.
+
+        Equal tokens below the same parent are one turn: what branches share, they share. ``parent`` is a turn of this
+        life, or `ROOT` for a new root.
+
+        Raises:
+            ValueError: there are no tokens, or the parent is running or not of this life.
+        """
+        self._check_parent(parent)
+        ids = _int32(tokens)
+        if not len(ids):
+            raise ValueError(f"episode {self.name}: a given turn needs at least one token")
+        index = self._given.get((parent, ids.tobytes()))
+        if index is None:
+            index = self._append(Turn.given(ids, parent=parent), is_live=True)
+        self._nodes[index].is_live = True
+        return index
+
+    def sample(self, parent: int, new_tokens: Sequence[int] | np.ndarray, sampling: SamplingConfig) -> int:
+        """Ask the policy to continue the path of ``parent`` and ``new_tokens``; returns the turn, which then runs.
+
+        A recorded turn that answers this request is returned instead of a new one: finished, or running with its tokens
+        so far. If there is none, the recorded turns that other requests from this parent asked for are dropped, with
+        all turns below them. Equal requests are siblings: each gets its own turn.
+
+        Raises:
+            EpisodeOverflow: the budget has no turn, no token or no context left; the forest is as before.
+            ValueError: as `give`; ``new_tokens`` may be empty below a turn.
+        """
+        self._check_parent(parent)
+        depth = (0 if parent == ROOT else self._nodes[parent].depth) + len(new_tokens)
+        if depth == 0:
+            raise ValueError(f"episode {self.name}: a new root needs at least one token")
+        most = min(sampling.max_new_tokens, self._room(depth))
+        context = self.give(parent, new_tokens) if len(new_tokens) else parent
+        index = self._replayed(context, most)
+        if index is None:
+            self._drop_others(parent, context)
+            nothing = Turn.given(np.empty(0, dtype=np.int32), parent=context)
+            index = self._append(replace(nothing, sampled=True), is_live=True)
+        node = self._nodes[index]
+        node.sampling = replace(sampling, max_new_tokens=most)
+        self._end_if_full(node)
+        return index
+
+    def next_requests(self) -> list[SampleRequest]:
+        """Make a request for each running turn without one; `take` gets the answers."""
+        requests = []
+        for index in sorted(set(self.running).difference(self._outstanding.values())):
+            node = self._nodes[index]
+            assert node.sampling is not None
+            num_left = node.sampling.max_new_tokens - len(node.turn.token_ids)
+            request = SampleRequest(
+                id=f"{self.name}-{index}-{self._num_requests}",
+                prompt_ids=self.path(index),
+                sampling=replace(node.sampling, max_new_tokens=num_left),
+            )
+            self._num_requests += 1
+            self._outstanding[request.id] = index
+            requests.append(request)
+        return requests
+
+    def take(self, request_id: str, output: SampleOutput) -> int:
+        """Append the engine's answer to its turn, and return the turn. It runs on if the engine aborted the sample."""
+        index = self._outstanding.pop(request_id)
+        node = self._nodes[index]
+        before = node.turn
+        node.turn = replace(
+            before,
+            token_ids=np.concatenate([before.token_ids, output.token_ids], dtype=np.int32),
+            logprobs=np.concatenate([before.logprobs, output.logprobs], dtype=np.float32),
+            versions=np.concatenate([before.versions, output.versions], dtype=np.int32),
+            finish_reason=output.finish_reason,
+            columns={},
+        )
+        node.depth += len(output.token_ids)
+        self._end_if_full(node)
+        return index
+
+    def trajectory(
+        self,
+        reward: float,
+        *,
+        turn_rewards: Mapping[int, float] | None = None,
+        metrics: Mapping[str, float] | None = None,
+    ) -> Trajectory:
+        """Convert the finished episode; ``turn_rewards`` are by the indices of this episode.
+
+        Left out are recorded turns that no request asked for, and given turns that no sampled turn follows, unless they
+        have a reward.
+
+        Raises:
+            ValueError: a turn is still running.
+        """
+        if self.running:
+            raise ValueError(f"episode {self.name}: turns {self.running} are still running; let them finish first")
+        earned = turn_rewards or {}
+        sampled = [index for index, node in enumerate(self._nodes) if node.turn.sampled and node.is_live]
+        turns, places = self._subforest([*sampled, *earned])
+        return Trajectory(
+            turns=turns,
+            reward=reward,
+            turn_rewards={places[index]: value for index, value in earned.items()},
+            metrics=metrics or {},
+        )
+
+    def progress(self) -> Trajectory:
+        """The turns to save, for another life of this episode: unfinished ones and those not replayed yet too."""
+        kept = (node.turn.sampled and not node.is_dropped and len(node.turn.token_ids) > 0 for node in self._nodes)
+        turns, _ = self._subforest([index for index, is_kept in enumerate(kept) if is_kept])
+        return Trajectory(turns=turns, reward=0.0)
+
+    def _append(self, turn: Turn, *, is_live: bool) -> int:
+        depth = len(turn.token_ids) + (0 if turn.parent == ROOT else self._nodes[turn.parent].depth)
+        self._nodes.append(_Node(turn=turn, depth=depth, is_live=is_live))
+        index = len(self._nodes) - 1
+        if not turn.sampled:
+            self._given[turn.parent, turn.token_ids.tobytes()] = index
+        return index
+
+    def _check_parent(self, parent: int) -> None:
+        if parent == ROOT:
+            return
+        if not 0 <= parent < len(self._nodes) or not self._nodes[parent].is_live:
+            raise ValueError(f"episode {self.name}: turn {parent} was neither given nor sampled")
+        if self._nodes[parent].is_running:
+            raise ValueError(f"episode {self.name}: turn {parent} is still running; take its answer first")
+
+    def _room(self, depth: int) -> int:
+        """Tokens that a new turn below a path of ``depth`` tokens may write. Raises `EpisodeOverflow` for none."""
+        budget = self._budget
+        asked = [node for node in self._nodes if node.sampling is not None]
+        spent = sum(
+            node.sampling.max_new_tokens if node.is_running and node.sampling else len(node.turn.token_ids)
+            for node in asked
+        )
+        for what, used, most in (
+            ("max_turns", len(asked), budget.max_turns),
+            ("max_tokens", spent, budget.max_tokens),
+            ("max_context", depth, budget.max_context),
+        ):
+            if used >= most:
+                raise EpisodeOverflow(f"episode {self.name} has used {used} of {what} = {most}")
+        return min(budget.max_tokens - spent, budget.max_context - depth)
+
+    def _waits(self, node: _Node) -> bool:
+        return node.turn.sampled and not node.is_live and not node.is_dropped
+
+    def _replayed(self, context: int, most: int) -> int | None:
+        """Take the next recorded turn below a path, if it has at most ``most`` tokens."""
+        for index, node in enumerate(self._nodes):
+            if node.turn.parent == context and self._waits(node) and len(node.turn.token_ids) <= most:
+                node.is_live = True
+                self.num_replayed += len(node.turn.token_ids)
+                return index
+        return None
+
+    def _drop_others(self, parent: int, context: int) -> None:
+        """Drop the recorded turns that other requests from ``parent`` asked for, and all recorded turns below them."""
+        for node in filter(self._waits, self._nodes):
+            above = node.turn.parent  # up to the turn from which this one was asked for
+            while above not in (ROOT, context) and not (self._nodes[above].turn.sampled or self._nodes[above].is_live):
+                above = self._nodes[above].turn.parent
+            if above != ROOT and (above in (parent, context) or self._nodes[above].is_dropped):
+                node.is_dropped = True
+                self.num_dropped += len(node.turn.token_ids)
+
+    def _end_if_full(self, node: _Node) -> None:
+        """End a running turn that has all the tokens that it may write."""
+        assert node.sampling is not None
+        if node.turn.finish_reason is None and len(node.turn.token_ids) >= node.sampling.max_new_tokens:
+            node.turn = replace(node.turn, finish_reason=FinishReason.length)
+
+    def _subforest(self, indices: Sequence[int]) -> tuple[tuple[Turn, ...], dict[int, int]]:
+        """These turns with the prompt and all turns above them, and the place of each by its index."""
+        kept = {PROMPT}
+        for index in indices:
+            while index != ROOT and index not in kept:
+                kept.add(index)
+                index = self._nodes[index].turn.parent
+        places = {index: place for place, index in enumerate(sorted(kept))}
+        turns = []
+        for index in places:
+            turn = self._nodes[index].turn
+            reason = turn.finish_reason or (FinishReason.unfinished if turn.sampled else None)
+            turns.append(replace(turn, parent=places.get(turn.parent, ROOT), finish_reason=reason))
+        return tuple(turns), places
+
+
+def _int32(tokens: Sequence[int] | np.ndarray) -> np.ndarray:
+    return np.asarray(tokens, dtype=np.int32)

@@ -1,0 +1,316 @@
+"""Episodes against an engine whose every token is a function of its context, so that a wrong context shows."""
+
+from __future__ import annotations
+
+import zlib
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl.core.errors import EpisodeOverflow
+from asyncrl.core.trajectory import ROOT, Trajectory, TrajectoryGroup
+from asyncrl.core.types import FinishReason
+from rollout_fleet.config import SamplingConfig
+from rollout_fleet.engines.engine import SampleOutput
+from rollout_fleet.episodes import PROMPT, Episode, EpisodeBudget
+
+PROMPT_IDS = np.array([7, 8], dtype=np.int32)
+AMPLE = EpisodeBudget(max_turns=1000, max_tokens=100_000, max_context=10_000)
+
+
+def next_token(context: np.ndarray) -> tuple[int, float, bool]:
+    """The token after a context, its log-prob, and whether it ends the turn."""
+    number = zlib.crc32(np.ascontiguousarray(context, dtype=np.int32).tobytes())
+    return number % 50, -float(number % 97 + 1), number % 5 == 0
+
+
+class Died(Exception):
+    """The engine has died."""
+
+
+@dataclass
+class Engine:
+    """Writes at most ``most_at_once`` tokens per request, then aborts it; dies after ``dies_after`` tokens.
+
+    ``written`` has the versions of the tokens written after each context.
+    """
+
+    version: int = 0
+    most_at_once: int = 1000
+    dies_after: int = 1 << 30
+    written: dict[bytes, set[int]] = field(default_factory=dict)
+    num_written: int = 0
+
+    def finish(self, episode: Episode) -> None:
+        """Answer until no turn runs."""
+        while requests := episode.next_requests():
+            for request in requests:
+                episode.take(request.id, self.answer(request.prompt_ids, request.sampling.max_new_tokens))
+                if not self.dies_after:
+                    raise Died
+
+    def answer(self, context: np.ndarray, max_new_tokens: int) -> SampleOutput:
+        assert max_new_tokens >= 1
+        ids, logprobs, reason = [], [], None
+        while reason is None and len(ids) < self.most_at_once and self.dies_after:
+            token, logprob, ends = next_token(context)
+            self.written.setdefault(context.tobytes(), set()).add(self.version)
+            self.num_written += 1
+            context = np.append(context, token).astype(np.int32)
+            ids.append(token)
+            logprobs.append(logprob)
+            reason = FinishReason.stop if ends else FinishReason.length if len(ids) == max_new_tokens else None
+            self.dies_after -= 1
+        return SampleOutput(
+            token_ids=np.array(ids, dtype=np.int32),
+            logprobs=np.array(logprobs, dtype=np.float32),
+            versions=np.full(len(ids), self.version, dtype=np.int32),
+            finish_reason=reason,
+        )
+
+
+@dataclass
+class Environment:
+    """Runs a program of steps on an episode: a program is the control flow of a user's environment.
+
+    A step is (kind, choice of a parent, tokens, most new tokens); after ``wait`` all running turns finish and may be
+    parents. ``paths`` has the tokens that the environment sent and got, by turn.
+    """
+
+    episode: Episode
+    engine: Engine
+    parents: list[int] = field(default_factory=lambda: [PROMPT, ROOT])
+    paths: dict[int, list[int]] = field(default_factory=lambda: {PROMPT: PROMPT_IDS.tolist(), ROOT: []})
+    asked: list[int] = field(default_factory=list)
+    num_overflows: int = 0
+
+    def run(self, program):
+        for kind, choice, tokens, most in program:
+            parent = self.parents[choice % len(self.parents)]
+            if kind == "wait":
+                self.wait()
+            elif kind == "give" and tokens:
+                turn = self.episode.give(parent, tokens)
+                self.paths[turn] = [*self.paths[parent], *tokens]
+                self.parents.append(turn)
+            elif kind == "sample" and (tokens or parent != ROOT):
+                self.sample(parent, tokens, most)
+        self.wait()
+
+    def sample(self, parent, tokens, most):
+        before = self.episode.progress()
+        try:
+            turn = self.episode.sample(parent, tokens, SamplingConfig(max_new_tokens=most))
+        except EpisodeOverflow:
+            self.num_overflows += 1
+            assert same(before, self.episode.progress()), "the forest is as before"
+        else:
+            self.paths[turn] = [*self.paths[parent], *tokens]
+            self.asked.append(turn)
+
+    def wait(self):
+        for request in self.episode.next_requests():
+            turn = int(request.id.split("-")[1])
+            so_far = self.episode.turn(turn).token_ids.tolist()
+            assert request.prompt_ids.tolist() == [*self.paths[turn], *so_far], "exactly path and new tokens"
+            self.episode.take(request.id, self.engine.answer(request.prompt_ids, request.sampling.max_new_tokens))
+            if not self.engine.dies_after:
+                raise Died
+        self.engine.finish(self.episode)
+        for turn in self.asked:
+            self.paths[turn] += self.episode.turn(turn).token_ids.tolist()
+            self.parents.append(turn)
+            assert self.episode.path(turn).tolist() == self.paths[turn]
+        self.asked.clear()
+
+
+def same(one: Trajectory, other: Trajectory) -> bool:
+    return [(turn.parent, turn.token_ids.tolist(), turn.finish_reason) for turn in one.turns] == [
+        (turn.parent, turn.token_ids.tolist(), turn.finish_reason) for turn in other.turns
+    ]
+
+
+def as_stored(trajectory: Trajectory) -> Trajectory | None:
+    """A trajectory after its way through a group's columns, as the buffer keeps it; None without sampled tokens."""
+    if not any(turn.sampled for turn in trajectory.turns):
+        return None
+    group = TrajectoryGroup.from_trajectories([trajectory], group_id=4, attempt=0)
+    return group.trajectories()[0]
+
+
+def check(episode: Episode, engine: Engine) -> None:
+    """Every trained token is one that was sampled in exactly its context, and each is trained once."""
+    trajectory = episode.trajectory(1.0)
+    if not any(turn.sampled for turn in trajectory.turns):
+        assert episode.num_tokens == 0
+        return
+    group = TrajectoryGroup.from_trajectories([trajectory], group_id=4, attempt=0)
+    assert group.summary.num_tokens == episode.num_tokens
+    num_trained = 0
+    for branch in group.branches:
+        ids, logprobs, versions = (group.along(branch, name) for name in ("token_ids", "logprobs", "versions"))
+        for place in np.flatnonzero(group.trained_mask(branch)).tolist():
+            token, logprob, _ = next_token(ids[:place])
+            assert (ids[place], logprobs[place]) == (token, logprob)
+            assert int(versions[place]) in engine.written[ids[:place].tobytes()]
+            num_trained += 1
+    assert num_trained == episode.num_tokens
+
+
+tokens = st.lists(st.integers(0, 3), max_size=3)
+steps = st.tuples(st.sampled_from(["give", "sample", "sample", "wait"]), st.integers(0, 9), tokens, st.integers(1, 9))
+programs = st.lists(steps, max_size=20)
+
+
+@given(programs, st.integers(1, 4))
+def test_every_trained_token_of_an_episode_was_sampled_in_exactly_its_context(program, most_at_once):
+    episode, engine = Episode("e", PROMPT_IDS, AMPLE), Engine(most_at_once=most_at_once)
+    Environment(episode, engine).run(program)
+    check(episode, engine)
+    assert engine.num_written == episode.num_tokens
+
+
+@given(
+    programs,
+    st.builds(
+        EpisodeBudget, max_turns=st.integers(0, 4), max_tokens=st.integers(0, 20), max_context=st.integers(2, 20)
+    ),
+)
+def test_an_episode_never_exceeds_its_budget(program, budget):
+    episode, engine = Episode("e", PROMPT_IDS, budget), Engine(most_at_once=3)
+    Environment(episode, engine).run(program)
+    check(episode, engine)
+    turns = episode.trajectory(0.0).turns
+    assert episode.num_turns == sum(turn.sampled for turn in turns) <= budget.max_turns
+    assert episode.num_tokens <= budget.max_tokens
+    sampled = [path for path, turn in zip(paths_of(episode), turns, strict=True) if turn.sampled]
+    assert all(len(path) <= budget.max_context for path in sampled)
+
+
+@given(programs, st.lists(st.integers(1, 12), max_size=5), st.integers(1, 4))
+def test_a_replayed_episode_equals_one_that_never_died_and_no_token_is_sampled_twice(program, lives, most_at_once):
+    whole, engine = Episode("e", PROMPT_IDS, AMPLE), Engine()
+    Environment(whole, engine).run(program)
+    engine, recorded = Engine(most_at_once=most_at_once), None
+    for dies_after in [*lives, 1 << 30]:
+        engine.version += 1
+        engine.dies_after = dies_after
+        episode = Episode("e", PROMPT_IDS, AMPLE, recorded=recorded)
+        try:
+            Environment(episode, engine).run(program)
+        except Died:
+            recorded = as_stored(episode.progress())
+        else:
+            break
+        assert sum(len(turn.token_ids) for turn in episode.progress().turns if turn.sampled) == engine.num_written
+    assert (episode.num_dropped, episode.num_waiting) == (0, 0)
+    assert engine.num_written == episode.num_tokens == whole.num_tokens
+    check(episode, engine)
+    assert sorted(paths_of(episode)) == sorted(paths_of(whole))
+
+
+def paths_of(episode: Episode) -> list[list[int]]:
+    turns = episode.trajectory(0.0).turns
+    paths: list[list[int]] = []
+    for turn in turns:
+        paths.append([*(paths[turn.parent] if turn.parent != ROOT else []), *turn.token_ids.tolist()])
+    return paths
+
+
+@given(programs, programs, st.integers(1, 40))
+def test_recorded_tokens_of_another_course_are_dropped_or_left_and_all_are_counted(before, after, dies_after):
+    engine = Engine(dies_after=dies_after)
+    first = Episode("e", PROMPT_IDS, AMPLE)
+    with suppress(Died):
+        Environment(first, engine).run(before)
+    engine.dies_after = 1 << 30
+    num_recorded = engine.num_written
+    engine.version += 1
+    second = Episode("e", PROMPT_IDS, AMPLE, recorded=as_stored(first.progress()))
+    Environment(second, engine).run(after)
+    check(second, engine)
+    assert second.num_replayed + second.num_dropped + second.num_waiting == num_recorded
+    assert second.num_tokens == second.num_replayed + engine.num_written - num_recorded
+
+
+def sample_whole(episode: Episode, parent: int, new_tokens: list[int]) -> int:
+    turn = episode.sample(parent, new_tokens, SamplingConfig(max_new_tokens=4))
+    Engine().finish(episode)
+    return turn
+
+
+def test_siblings_share_what_was_given_and_a_new_root_begins_without_the_prompt():
+    episode = Episode("4-0-1", PROMPT_IDS, AMPLE)
+    call = sample_whole(episode, PROMPT, [])
+    first, second = (sample_whole(episode, call, [30, 31]) for _ in range(2))
+    again = sample_whole(episode, ROOT, [9])
+    assert first != second
+    assert episode.turn(first).parent == episode.turn(second).parent == episode.give(call, [30, 31])
+    assert episode.path(again)[0] == 9
+    turns = episode.trajectory(2.0, turn_rewards={second: 0.5}, metrics={"calls": 1.0}).turns
+    assert [turn.sampled for turn in turns] == [False, True, False, True, True, False, True]
+    assert [turn.parent for turn in turns] == [ROOT, 0, 1, 2, 2, ROOT, 5]
+    assert episode.trajectory(2.0, turn_rewards={second: 0.5}).turn_rewards == {4: 0.5}
+
+
+def test_given_turns_that_nothing_follows_are_left_out_unless_they_have_a_reward():
+    episode = Episode("e", PROMPT_IDS, AMPLE)
+    call = sample_whole(episode, PROMPT, [])
+    result = episode.give(call, [30])
+    assert len(episode.trajectory(0.0).turns) == 2
+    assert episode.trajectory(0.0, turn_rewards={result: 1.0}).turn_rewards == {2: 1.0}
+
+
+def test_a_request_that_differs_drops_what_follows_it_and_not_what_other_branches_recorded():
+    first = Episode("e", PROMPT_IDS, AMPLE)
+    left, right = (sample_whole(first, PROMPT, [token]) for token in (1, 2))
+    for parent in (left, right):
+        sample_whole(first, sample_whole(first, parent, [3]), [4])
+    second = Episode("e", PROMPT_IDS, AMPLE, recorded=as_stored(first.progress()))
+    left, right = (second.sample(PROMPT, [token], SamplingConfig(max_new_tokens=4)) for token in (1, 2))
+    assert second.running == [], "both were answered from the record"
+    other = second.sample(left, [5], SamplingConfig(max_new_tokens=4))
+    dropped = second.num_dropped
+    assert (second.running, dropped > 0, second.num_waiting > 0) == ([other], True, True)
+    Engine().finish(second)
+    late = second.sample(left, [3], SamplingConfig(max_new_tokens=4))
+    assert second.running == [late], "what was dropped is sampled again"
+    Engine().finish(second)
+    follow = second.sample(second.sample(right, [3], SamplingConfig(max_new_tokens=4)), [4], SamplingConfig())
+    assert (second.running, second.num_dropped, second.num_waiting) == ([], dropped, 0)
+    assert second.turn(follow).finish_reason is not None
+
+
+@pytest.mark.parametrize(
+    ("budget", "message"),
+    [
+        (EpisodeBudget(max_turns=1, max_tokens=99, max_context=99), "episode 4-0-1 has used 1 of max_turns = 1"),
+        (EpisodeBudget(max_turns=9, max_tokens=4, max_context=99), "used 4 of max_tokens = 4"),
+        (EpisodeBudget(max_turns=9, max_tokens=99, max_context=7), "used 7 of max_context = 7"),
+    ],
+)
+def test_a_request_beyond_the_budget_is_refused_by_name_before_it_is_sent(budget, message):
+    episode = Episode("4-0-1", PROMPT_IDS, budget)
+    episode.sample(PROMPT, [], SamplingConfig(max_new_tokens=4))
+    with pytest.raises(EpisodeOverflow, match=message):
+        episode.sample(PROMPT, [1, 2, 3, 4, 5], SamplingConfig(max_new_tokens=4))
+    assert len(episode.next_requests()) == 1
+
+
+def test_what_makes_no_sense_is_refused_with_the_name_of_the_episode():
+    episode = Episode("4-0-1", PROMPT_IDS, AMPLE)
+    running = episode.sample(PROMPT, [], SamplingConfig(max_new_tokens=4))
+    for call, message in (
+        (lambda: episode.give(PROMPT, []), "episode 4-0-1: a given turn needs at least one token"),
+        (lambda: episode.sample(ROOT, [], SamplingConfig()), "a new root needs at least one token"),
+        (lambda: episode.give(running, [1]), "turn 1 is still running; take its answer first"),
+        (lambda: episode.give(7, [1]), "turn 7 was neither given nor sampled"),
+        (lambda: episode.trajectory(0.0), r"turns \[1\] are still running; let them finish first"),
+        (lambda: Episode("e", PROMPT_IDS[:1], AMPLE, recorded=episode.progress()), "belong to another prompt"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
