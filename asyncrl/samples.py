@@ -82,7 +82,10 @@ def printable(text: str) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     options = _parser().parse_args(arguments)
-    files = _files_of(options.run, options.kind, options.version)
+    version = "*" if options.version is None else f"{options.version:08d}"
+    pattern = f"samples/{options.kind or '*'}-v{version}-*.parquet"
+    newest = sorted((folder for folder in options.run.glob("*/") if any(folder.glob(pattern))), reverse=True)
+    files = sorted(options.run.glob(pattern)) or [file for run in newest[:1] for file in sorted(run.glob(pattern))]
     if not files:
         sys.stderr.write(
             f"error: {options.run} must be the folder of a run or an experiment with samples, got none of kind "
@@ -115,12 +118,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--contains", default="", metavar="TEXT", help="text in prompt or response")
     parser.add_argument("-n", "--num", type=int, default=0, help="maximum number (default all)")
     return parser
-
-
-def _files_of(run: Path, kind: str | None, version: int | None) -> list[Path]:
-    pattern = f"samples/{kind or '*'}-v{'*' if version is None else f'{version:08d}'}-*.parquet"
-    newest = sorted((folder for folder in run.glob("*/") if any(folder.glob(pattern))), reverse=True)
-    return sorted(run.glob(pattern)) or [file for folder in newest[:1] for file in sorted(folder.glob(pattern))]
 
 
 def _page(sample: Sample) -> str:

@@ -24,9 +24,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 from yaml import YAMLError
 
-from asyncrl.config import RunConfig
+from asyncrl.config import REMOVED_OPTIONS, RunConfig
 from asyncrl.core.registry import absolute_name
-from asyncrl.placement_config import REMOVED_OPTIONS
 from learner.config import RETIRED_OPTIONS
 
 CONFIG_DIR = Path(__file__).resolve().parents[2] / "configs"
@@ -218,18 +217,13 @@ def _read_experiment(path: Path, override: str) -> str:
 def _with_whole_paths(config: RunConfig) -> RunConfig:
     """A user's own functions by the whole path of their file: workers may run in another directory."""
     algorithm, fleet = config.algorithm, config.rollout_fleet
+    weighted = [entry.rpartition("*") for entry in fleet.rewards]
+    rewards = [f"{weight}{star}{absolute_name(name)}" for weight, star, name in weighted]
     return replace(
         config,
         algorithm=replace(algorithm, loss=absolute_name(algorithm.loss), advantage=absolute_name(algorithm.advantage)),
-        rollout_fleet=replace(
-            fleet, reward=absolute_name(fleet.reward), rewards=[_with_whole_path(entry) for entry in fleet.rewards]
-        ),
+        rollout_fleet=replace(fleet, reward=absolute_name(fleet.reward), rewards=rewards),
     )
-
-
-def _with_whole_path(entry: str) -> str:
-    weight, star, name = entry.rpartition("*")
-    return f"{weight}{star}{absolute_name(name)}"
 
 
 def schema() -> DictConfig:

@@ -172,9 +172,15 @@ def _write_assets(directory: Path, settings: Mapping[str, Any]) -> None:
     _write_task(assets.held_out, numbers[:num_held_out])
     _write_task(assets.train, numbers[num_held_out : num_held_out + num_train])
     shown = numbers[num_held_out + num_train :]
-    rates = settings["wrong_digit_rate"], settings["habit_rate"]
-    answers = [_with_mistakes(number[::-1], mistakes_rng, *rates) for number in shown]
-    _write_table(assets.demonstrations, {"prompt": [f"{number}=" for number in shown], "response": answers})
+    answers = []
+    for digits in (number[::-1] for number in shown):
+        wrong = mistakes_rng.random(len(digits)) < settings["wrong_digit_rate"]
+        random_digits = mistakes_rng.integers(0, 10, size=len(digits))
+        if mistakes_rng.random() < settings["habit_rate"] and len(digits) >= LONG:
+            digits = digits[1] + digits[0] + digits[2:]
+        answers.append("".join(str(r) if w else d for d, r, w in zip(digits, random_digits, wrong, strict=True)))
+    table = {"prompt": [f"{number}=" for number in shown], "response": answers}
+    pq.write_table(pa.table(table), assets.demonstrations)
     _write_json(directory / "assets.json", settings)
 
 
@@ -189,26 +195,13 @@ def _distinct_numbers(rng: np.random.Generator, count: int) -> list[str]:
     return list(numbers)[:count]
 
 
-def _with_mistakes(digits: str, rng: np.random.Generator, wrong_digit_rate: float, habit_rate: float) -> str:
-    """Swap the first two digits of a long answer with ``habit_rate``, and replace digits with ``wrong_digit_rate``."""
-    wrong = rng.random(len(digits)) < wrong_digit_rate
-    random_digits = rng.integers(0, 10, size=len(digits))
-    if rng.random() < habit_rate and len(digits) >= LONG:
-        digits = digits[1] + digits[0] + digits[2:]
-    return "".join(str(r) if w else d for d, r, w in zip(digits, random_digits, wrong, strict=True))
-
-
 def _write_task(path: Path, numbers: list[str]) -> None:
     columns = {
         "prompt": [f"{number}=" for number in numbers],
         "ground_truth": [number[::-1] for number in numbers],
         "data_source": ["reverse"] * len(numbers),
     }
-    _write_table(path, columns)
-
-
-def _write_table(path: Path, columns: Mapping[str, list[str]]) -> None:
-    pq.write_table(pa.table(dict(columns)), path)
+    pq.write_table(pa.table(columns), path)
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:

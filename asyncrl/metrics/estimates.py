@@ -131,15 +131,9 @@ def evaluation_of(
     incomplete: Mapping[str, str],
     took_s: float,
 ) -> Evaluation | None:
-    """Compute the evaluation of these answers; None if no prompt has a reward.
+    """Compute the evaluation of these answers, one per answered prompt; None if no prompt has a reward.
 
-    Args:
-        answers: One entry per answered prompt.
-        policy_version: Version that sampled the answers.
-        num_prompts: Number of requested prompts.
-        pass_reward: Smallest reward of a sample that passes.
-        incomplete: Reason for missing prompts, by engine.
-        took_s: Duration in seconds.
+    ``num_prompts`` were requested; a sample passes with a reward of at least ``pass_reward``.
     """
     scored = [one for one in answers if not one.reward_failure]
     if not scored:

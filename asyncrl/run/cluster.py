@@ -21,11 +21,19 @@ from ray._private import worker as ray_worker
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from asyncrl.checks import check_placement, resolve_devices
-from asyncrl.config import LOOPBACK, RunConfig, learner_pools, learner_roles, requested_cpus
+from asyncrl.config import (
+    LOOPBACK,
+    RAY_SETS_DEVICES,
+    WORKER_ENV,
+    RunConfig,
+    Strategy,
+    learner_pools,
+    learner_roles,
+    requested_cpus,
+)
 from asyncrl.core.errors import ClusterDiedError, DeadlineError
 from asyncrl.core.host import visible_gpus
 from asyncrl.core.remote import within
-from asyncrl.placement_config import RAY_SETS_DEVICES, WORKER_ENV, Strategy
 from asyncrl.single_controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, ResourcePoolManager, Role
 from asyncrl.single_controller.resource_pool import NODE_ID_LABEL, can_place
 from rollout_fleet.config import EngineKind

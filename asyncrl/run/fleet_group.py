@@ -23,12 +23,11 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError
 
-from asyncrl.config import RunConfig
+from asyncrl.config import WORKER_ENV, RunConfig
 from asyncrl.core.errors import AsyncRLError, EngineLost, MembershipRefused
 from asyncrl.core.ports import FleetCounts
 from asyncrl.core.remote import raised_in_worker
 from asyncrl.core.types import AnsweredPrompt, Prompt
-from asyncrl.placement_config import WORKER_ENV
 from asyncrl.run.cluster import EnginePlaces
 from asyncrl.run.fleet_member import FleetMember, MemberParts
 from asyncrl.run.host_stores import client_on_this_node

@@ -21,10 +21,10 @@ import ray
 from ray.exceptions import ActorUnschedulableError, RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from asyncrl.config import WORKER_ENV
 from asyncrl.core.errors import DeadlineError, WorkerDiedError
 from asyncrl.core.lives import keep_up
 from asyncrl.core.remote import fetch_async, raised_in_worker, within
-from asyncrl.placement_config import WORKER_ENV
 from buffer import BufferConfig, BufferConnection, BufferRole, BufferSupervisor, ControlClient, WorkerClient
 from buffer.config import is_loopback
 from buffer.sockets import allow_clients

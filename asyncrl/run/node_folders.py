@@ -24,11 +24,10 @@ import ray
 from ray.exceptions import RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from asyncrl.config import RunConfig
+from asyncrl.config import WORKER_ENV, RunConfig
 from asyncrl.core.errors import AsyncRLError
 from asyncrl.core.host import FOLDER_MODE, NotPrivate, make_private_folder
 from asyncrl.core.remote import fetch_async, within
-from asyncrl.placement_config import WORKER_ENV
 from asyncrl.run.run_folder import RunPaths, join_shared_folder, shared_folder
 from asyncrl.single_controller.resource_pool import node_addresses
 from asyncrl.weights.manifest import digest_of

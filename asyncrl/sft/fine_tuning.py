@@ -87,75 +87,45 @@ async def fine_tune(config: RunConfig) -> Path:
     async with AsyncExitStack() as stack:
         stack.callback(shutil.rmtree, kept, ignore_errors=True)
         evaluator = await stack.enter_async_context(GreedyAccuracy(config, held_out)) if held_out else None
-        loop = _FineTuning(config.sft, trainer, evaluator, validation, kept)
-        await loop.run(_batches(train, config.sft.batch_size, config.seed, trainer.mesh), began_s)
+        batches = _batches(train, config.sft.batch_size, config.seed, trainer.mesh)
+        chosen = await _update(config.sft, trainer, batches, evaluator, _share(validation, trainer.mesh), kept)
         if trainer.mesh.rank == 0:
-            last = loop.chosen
-            result = {"steps": last.step, "accuracy": last.accuracy, "val_loss": last.val_loss}
+            result = {"steps": chosen.step, "accuracy": chosen.accuracy, "val_loss": chosen.val_loss}
             write_warm_start(config, result, kept.rename)
-    logger.info(
-        "%d steps, %s, %.1f s: %s",
-        loop.chosen.step,
-        loop.chosen,
-        time.monotonic() - began_s,
-        warm_start_path(config),
-    )
-    return warm_start_path(config)
+    logger.info("%d steps, %s, %.1f s: %s", chosen.step, chosen, time.monotonic() - began_s, final)
+    return final
 
 
-class _FineTuning:
-    """The updates and evaluations of one fine-tuning.
+async def _update(
+    sft: WarmStartConfig,
+    trainer: Trainer,
+    batches: Iterator[list[TokenSequence]],
+    evaluator: GreedyAccuracy | None,
+    validation: Sequence[TokenSequence],
+    kept: Path,
+) -> SftEvaluation:
+    """Update until the last step or an early stop; a collective operation.
 
-    Args:
-        sft: The options.
-        trainer: The trainer of the policy.
-        evaluator: Measures accuracy; None without held-out prompts.
-        validation: Validation demonstrations of all ranks.
-        kept: Folder for the chosen policy, written by rank 0.
+    Rank 0 writes the chosen policy to ``kept``: the best one with ``patience``, else the last one. Returns its
+    evaluation. ``evaluator`` is None without held-out prompts; ``validation`` is this rank's share.
     """
-
-    def __init__(
-        self,
-        sft: WarmStartConfig,
-        trainer: Trainer,
-        evaluator: GreedyAccuracy | None,
-        validation: Sequence[TokenSequence],
-        kept: Path,
-    ) -> None:
-        self._sft = sft
-        self._trainer = trainer
-        self._evaluator = evaluator
-        self._validation = _share(validation, trainer.mesh)
-        self._history: list[SftEvaluation] = []
-        self._kept = kept
-
-    @property
-    def chosen(self) -> SftEvaluation:
-        """The evaluation of the chosen policy: the best with ``patience``, else the last."""
-        return best_of(self._history, self._sft.stop_metric) if self._sft.patience else self._history[-1]
-
-    async def run(self, batches: Iterator[list[TokenSequence]], began_s: float) -> None:
-        """Update until the last step or an early stop. A collective operation."""
-        for step in range(1, self._sft.max_steps + 1):
-            metrics = self._trainer.update(next(batches), SUPERVISED)
-            if step % self._sft.eval_every and step != self._sft.max_steps:
-                continue
-            self._history.append(await self._evaluate(step))
-            if self._sft.patience and self.chosen.step == step:
-                save_policy(self._trainer, str(self._kept))
-            words = ["step %d  loss %.3f  %s  %.1f s", step, metrics["loss"], self._history[-1]]
-            logger.info(*words, time.monotonic() - began_s)
-            if should_stop(self._history, self._sft):
-                break
-        if not self._sft.patience:
-            save_policy(self._trainer, str(self._kept))
-
-    async def _evaluate(self, step: int) -> SftEvaluation:
-        accuracy = await self._evaluator.accuracy(self._trainer, step) if self._evaluator else None
-        if not self._sft.validates:
-            return SftEvaluation(step=step, accuracy=accuracy)
-        loss = self._trainer.evaluate(self._validation, SUPERVISED)["loss"]
-        return SftEvaluation(step=step, accuracy=accuracy, val_loss=loss)
+    began_s = time.monotonic()
+    history: list[SftEvaluation] = []
+    for step in range(1, sft.max_steps + 1):
+        metrics = trainer.update(next(batches), SUPERVISED)
+        if step % sft.eval_every and step != sft.max_steps:
+            continue
+        accuracy = await evaluator.accuracy(trainer, step) if evaluator else None
+        val_loss = trainer.evaluate(validation, SUPERVISED)["loss"] if sft.validates else None
+        history.append(SftEvaluation(step=step, accuracy=accuracy, val_loss=val_loss))
+        if sft.patience and best_of(history, sft.stop_metric).step == step:
+            save_policy(trainer, str(kept))
+        logger.info("step %d  loss %.3f  %s  %.1f s", step, metrics["loss"], history[-1], time.monotonic() - began_s)
+        if should_stop(history, sft):
+            break
+    if not sft.patience:
+        save_policy(trainer, str(kept))
+    return best_of(history, sft.stop_metric) if sft.patience else history[-1]
 
 
 def best_of(history: Sequence[SftEvaluation], metric: StopMetric) -> SftEvaluation:

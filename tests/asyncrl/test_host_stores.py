@@ -6,9 +6,8 @@ from types import SimpleNamespace
 import pytest
 from ray.exceptions import ActorDiedError, ActorUnschedulableError, RaySystemError
 
-from asyncrl.config import RunConfig, keeps_stores_on_hosts, num_store_servers
+from asyncrl.config import PlacementConfig, RunConfig, keeps_stores_on_hosts, num_store_servers
 from asyncrl.core.errors import DeadlineError, WorkerDiedError
-from asyncrl.placement_config import PlacementConfig
 from asyncrl.run import host_stores
 from asyncrl.run.host_stores import HostStores, config_of_node
 from buffer import BufferConfig, StoresOn
