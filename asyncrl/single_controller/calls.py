@@ -22,10 +22,12 @@ from asyncrl.core.remote import fetch, fetch_async
 
 from .dispatch import (
     MAGIC_ATTR,
+    Arguments,
     DataProtoFuture,
     _padding_size_key,
     collect_all_to_all,
     collect_dp_compute,
+    mapped,
     silent_ranks,
 )
 
@@ -82,9 +84,6 @@ def _same(ref: ray.ObjectRef) -> ray.ObjectRef:
     return ref
 
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-
-
 def detach_references(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Arguments, list[Any]]:
     """The arguments without the references of their futures, and these references in order."""
     references: list[Any] = []
@@ -95,7 +94,7 @@ def detach_references(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Ar
         references.extend(value.futures)
         return replace(value, futures=[None] * len(value.futures))
 
-    return (tuple(map(blank, args)), {key: blank(value) for key, value in kwargs.items()}), references
+    return mapped(blank, args, kwargs), references
 
 
 def attach_results(args: tuple[Any, ...], kwargs: dict[str, Any], results: tuple[Any, ...]) -> Arguments:
@@ -103,11 +102,10 @@ def attach_results(args: tuple[Any, ...], kwargs: dict[str, Any], results: tuple
     remaining = iter(results)
 
     def resolved(value: Any) -> Any:
-        if not isinstance(value, DataProtoFuture):
-            return value
-        return value.resolve([next(remaining) for _ in value.futures])
+        is_future = isinstance(value, DataProtoFuture)
+        return value.resolve([next(remaining) for _ in value.futures]) if is_future else value
 
-    return tuple(map(resolved, args)), {key: resolved(value) for key, value in kwargs.items()}
+    return mapped(resolved, args, kwargs)
 
 
 FUSED_METHOD_SEPARATOR = "_fwmn_"

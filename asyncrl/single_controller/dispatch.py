@@ -326,22 +326,24 @@ def _check_execute_mode(execute_mode: Any) -> None:
         raise UsageError(f"execute_mode must be an Execute, got {execute_mode!r}")
 
 
-def _materialize_futures(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def mapped(change: Callable[[Any], Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Arguments:
+    """The arguments of a call after ``change``, each on its own."""
+    return tuple(map(change, args)), {key: change(value) for key, value in kwargs.items()}
+
+
+def _materialize_futures(*args: Any, **kwargs: Any) -> Arguments:
     """Fetch the futures among the arguments."""
-
-    def fetched(value: Any) -> Any:
-        return value.get() if isinstance(value, DataProtoFuture) else value
-
-    return tuple(fetched(arg) for arg in args), {key: fetched(value) for key, value in kwargs.items()}
+    return mapped(lambda value: value.get() if isinstance(value, DataProtoFuture) else value, args, kwargs)
 
 
-async def materialize_async(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+async def materialize_async(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     """Fetch the futures among the arguments without blocking the event loop."""
-
-    async def fetched(value: Any) -> Any:
-        return await value if isinstance(value, DataProtoFuture) else value
-
-    return tuple([await fetched(arg) for arg in args]), {key: await fetched(value) for key, value in kwargs.items()}
+    futures = [value for value in (*args, *kwargs.values()) if isinstance(value, DataProtoFuture)]
+    results = {id(future): await future for future in futures}
+    return mapped(lambda value: results.get(id(value), value), args, kwargs)
 
 
 Dispatched = tuple[Any, dict[str, Any]]
@@ -349,8 +351,7 @@ Dispatched = tuple[Any, dict[str, Any]]
 
 def dispatch_one_to_all(worker_group: Any, *args: Any, **kwargs: Any) -> Dispatched:
     """The same arguments for every rank."""
-    num_workers = worker_group.world_size
-    return tuple([arg] * num_workers for arg in args), {key: [value] * num_workers for key, value in kwargs.items()}
+    return mapped(lambda value: [value] * worker_group.world_size, args, kwargs)
 
 
 def dispatch_all_to_all(worker_group: Any, *args: Any, **kwargs: Any) -> Dispatched:
@@ -371,7 +372,7 @@ def dispatch_dp_compute(worker_group: Any, *args: Any, **kwargs: Any) -> Dispatc
                 f"argument {name!r} must be a list with one entry for each of {worker_group.world_size} ranks, "
                 f"got {type(value).__name__}; use Dispatch.ONE_TO_ALL to send the same to all"
             )
-    return tuple(list(arg) for arg in args), {key: list(value) for key, value in kwargs.items()}
+    return mapped(list, args, kwargs)
 
 
 def collect_dp_compute(worker_group: Any, output: Any) -> Any:
@@ -547,11 +548,8 @@ def _split_args_kwargs_data_proto_with_auto_padding(chunks: int, *args: Any, **k
     if len(lengths) > 1:
         raise UsageError(f"padded arguments must have the same length, got {sorted(lengths)}")
     padding_size = -lengths.pop() % chunks
-    split_args, split_kwargs = _split_args_kwargs_data_proto(
-        chunks,
-        *(_padded(arg, padding_size) for arg in args),
-        **{key: _padded(value, padding_size) for key, value in kwargs.items()},
-    )
+    args, kwargs = mapped(partial(_padded, padding_size=padding_size), args, kwargs)
+    split_args, split_kwargs = _split_args_kwargs_data_proto(chunks, *args, **kwargs)
     return split_args, {**split_kwargs, _padding_size_key: padding_size}
 
 

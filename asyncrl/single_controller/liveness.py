@@ -43,7 +43,16 @@ async def ray_death() -> NoReturn:
     death after some 15 s, and ends this process without an error some seconds after the control service died.
     """
     node: Any = ray_worker._global_node
-    daemons = await asyncio.to_thread(_ray_daemons, node)
+    marks = {
+        "raylet": f"--raylet_socket_name={node.raylet_socket_name}",
+        "gcs_server": f"--session-name={node.session_name}",
+    }
+    processes = await asyncio.to_thread(lambda: list(psutil.process_iter(["name", "cmdline"])))
+    daemons = {  # those that this driver uses, if they run here
+        process.pid: process.info["name"]
+        for process in processes
+        if marks.get(process.info["name"], "\0") in (process.info["cmdline"] or [])
+    }
     never = asyncio.get_running_loop().create_future()  # for a cluster without daemons on this machine
     waiting: dict[Any, int] = {asyncio.ensure_future(process_end(pid)): pid for pid in daemons}
     try:
@@ -61,20 +70,6 @@ async def ray_death() -> NoReturn:
 
 
 _DAEMONS = {"raylet": "node manager", "gcs_server": "control service"}
-
-
-def _ray_daemons(node: Any) -> dict[int, str]:
-    """Process ids and names of the raylet and the control service that this driver uses, if they run here."""
-    marks = {
-        "raylet": f"--raylet_socket_name={node.raylet_socket_name}",
-        "gcs_server": f"--session-name={node.session_name}",
-    }
-    return {
-        process.pid: name
-        for process in psutil.process_iter(["name", "cmdline"])
-        for name, mark in marks.items()
-        if process.info["name"] == name and mark in (process.info["cmdline"] or [])
-    }
 
 
 async def first_death(workers: Sequence[Any], is_alive: Callable[[Any], bool], every_s: float = 5.0) -> int | None:

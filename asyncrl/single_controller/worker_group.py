@@ -221,9 +221,18 @@ class RayWorkerGroup(WorkerGroup):
         self.sub_cls_name = ""
         self.fused_worker_used = ray_cls_with_init is not None and ray_cls_with_init.fused_worker_used
         self.wg_dict: dict[str, RayWorkerGroup] | None = None
-        self.master_address, self.master_port = _both_or_neither(master_addr, master_port)
+        if (master_addr is None) != (master_port is None):
+            given = f"master_addr is {master_addr!r} and master_port {master_port!r}"
+            raise UsageError(f"{given}; give both, or neither, and they are chosen")
+        self.master_address = master_addr
+        self.master_port = None if master_port is None else str(master_port)
         if resource_pool is None:
-            self._attach(worker_names, worker_handles)
+            if not worker_names and not worker_handles:
+                raise UsageError("a group needs a resource_pool to start workers in, or worker_names to attach to")
+            self._worker_names = list(worker_names or [])
+            self._workers = list(worker_handles or [ray.get_actor(name) for name in self._worker_names])
+            for rank, worker in enumerate(self._workers):
+                self._introduce(worker, rank, address_of(worker))
         else:
             self._start(resource_pool, bin_pack, detached, master_port_range, ray_wait_register_center_timeout)
         if ray_cls_with_init is not None:
@@ -256,14 +265,6 @@ class RayWorkerGroup(WorkerGroup):
     def workers(self) -> list[Any]:
         """Actor handles, in the order of the ranks."""
         return self._workers
-
-    def _attach(self, worker_names: list[str] | None, worker_handles: list[Any] | None) -> None:
-        if not worker_names and not worker_handles:
-            raise UsageError("a group needs a resource_pool to start workers in, or worker_names to attach to")
-        self._worker_names = list(worker_names or [])
-        self._workers = list(worker_handles or [ray.get_actor(name) for name in self._worker_names])
-        for rank, worker in enumerate(self._workers):
-            self._introduce(worker, rank, address_of(worker))
 
     def _introduce(self, worker: Any, rank: int, node: str, log_file: str | None = None) -> None:
         """Let errors name a worker; one that is known keeps its description."""
@@ -484,11 +485,3 @@ class RayWorkerGroup(WorkerGroup):
 
     def _fetch(self, pending: PendingResult | PendingResults) -> Any:
         return pending.get(deadline_s.get() or self.timeout_s)
-
-
-def _both_or_neither(master_addr: str | None, master_port: str | None) -> tuple[str | None, str | None]:
-    """A rendezvous as it was given. Raises `UsageError` for half of one."""
-    if (master_addr is None) != (master_port is None):
-        given = f"master_addr is {master_addr!r} and master_port {master_port!r}"
-        raise UsageError(f"{given}; give both, or neither, and they are chosen")
-    return master_addr, None if master_port is None else str(master_port)
