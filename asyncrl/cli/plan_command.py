@@ -12,7 +12,7 @@ import json
 import resource
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -91,9 +91,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--batch", type=int, nargs="+", default=[], help="groups per step; default: the run's value")
     parser.add_argument("--on-stale", nargs="+", choices=list(OnStale), default=["wait", "requeue"], type=OnStale)
     parser.add_argument("--keep-split", action="store_true", help="keep the numbers of engines and ranks")
-    parser.add_argument("--replicates", type=_positive, default=NUM_REPLICATES, help="simulations per interval")
+    parser.add_argument("--replicates", type=_at_least(1), default=NUM_REPLICATES, help="simulations per interval")
     parser.add_argument("--steps", type=int, help="learner steps to simulate")
-    parser.add_argument("--seed", type=_natural, default=0, help="seed of the response lengths")
+    parser.add_argument("--seed", type=_at_least(0), default=0, help="seed of the response lengths")
     parser.add_argument(
         "--out", help="folder for plan.json and plan.png; default: the run's folder, or the folder of the scenario"
     )
@@ -107,15 +107,12 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _natural(text: str) -> int:
-    if (number := int(text)) < 0:
-        raise argparse.ArgumentTypeError(f"must be >= 0, got {number}")
-    return number
+def _at_least(low: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        if int(text) < low:
+            raise argparse.ArgumentTypeError(f"must be >= {low}, got {int(text)}")
+        return int(text)
 
-
-def _positive(text: str) -> int:
-    if (number := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"must be >= 1, got {number}")
     return number
 
 

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib import import_module
 from itertools import chain
 from math import prod
 from typing import Any
@@ -324,9 +325,7 @@ def _torch_side() -> Any:
     """The torch part of the codec. Decoding never imports torch into a process that has not loaded it."""
     if "torch" not in sys.modules:
         raise WireError("the message holds torch tensors, and this process has not imported torch; do that first")
-    from asyncrl.single_controller import columns
-
-    return columns
+    return import_module("asyncrl.single_controller.columns")  # by name: this module does not depend on torch
 
 
 def _path_to(target: Any, value: Any, path: str = "value") -> str | None:

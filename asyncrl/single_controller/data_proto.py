@@ -102,8 +102,14 @@ class DataProto:
     else:
 
         def __getattr__(self, name: str) -> Any:
-            """Decode a received batch when its first attribute is read."""
-            serialization.unfold(self)
+            """Decode a received batch when its first attribute is read. Attributes set since then are kept."""
+            message = vars(self).get("_arrived")
+            if message is not None:  # otherwise it was made here, or another thread has read it
+                header, buffers, foreign = message
+                parts = decode([header, *buffers], foreign=foreign, writable=True)
+                for field_name, value in vars(serialization.from_parts(type(self), parts)).items():
+                    vars(self).setdefault(field_name, value)
+                vars(self).pop("_arrived", None)
             if name not in self.__dict__:
                 raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
             return self.__dict__[name]

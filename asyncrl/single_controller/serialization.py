@@ -23,22 +23,10 @@ Message = tuple[Frame, Sequence[Any], Sequence[Any]]
 
 
 def rebuild(kind: Any, header: Frame, buffers: Sequence[Any], foreign: Sequence[Any]) -> Any:
-    """Unpickle a batch; `unfold` decodes the message when an attribute of the batch is first read."""
+    """Unpickle a batch. The message is decoded when an attribute of the batch is first read."""
     data = kind.__new__(kind)
     data.__setstate__((header, buffers, foreign))
     return data
-
-
-def unfold(data: Any) -> None:
-    """Decode the message of a received batch. Attributes set since then are kept; tensors are views of the buffers."""
-    message = vars(data).get("_arrived")
-    if message is None:  # it was made here, or another thread has read it
-        return
-    header, buffers, foreign = message
-    arrived = from_parts(type(data), decode([header, *buffers], foreign=foreign, writable=True))
-    for name, value in vars(arrived).items():
-        vars(data).setdefault(name, value)
-    vars(data).pop("_arrived", None)
 
 
 def parts_of(data: Any) -> dict[str, Any]:

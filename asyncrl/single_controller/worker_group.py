@@ -212,20 +212,12 @@ class RayWorkerGroup(WorkerGroup):
             raise UsageError("use_gpu is True, but the pool reserved no devices; make it with use_gpu=True")
         self.use_gpu = use_gpu if use_gpu is not None else resource_pool is None or resource_pool.use_gpu
         self.customized_worker_env = worker_env or {}
-        self.profile_steps = profile_steps
-        self.worker_nsight_options = worker_nsight_options
-        self.log_dir = log_dir
-        self.timeout_s = timeout_s
-        self.first_rank = first_rank
-        self.python = python
+        self.profile_steps, self.worker_nsight_options = profile_steps, worker_nsight_options
+        self.log_dir, self.timeout_s, self.first_rank, self.python = log_dir, timeout_s, first_rank, python
         self.sub_cls_name = ""
         self.fused_worker_used = ray_cls_with_init is not None and ray_cls_with_init.fused_worker_used
         self.wg_dict: dict[str, RayWorkerGroup] | None = None
-        if (master_addr is None) != (master_port is None):
-            given = f"master_addr is {master_addr!r} and master_port {master_port!r}"
-            raise UsageError(f"{given}; give both, or neither, and they are chosen")
-        self.master_address = master_addr
-        self.master_port = None if master_port is None else str(master_port)
+        self.master_address, self.master_port = master_addr, None if master_port is None else str(master_port)
         if resource_pool is None:
             if not worker_names and not worker_handles:
                 raise UsageError("a group needs a resource_pool to start workers in, or worker_names to attach to")
@@ -282,6 +274,9 @@ class RayWorkerGroup(WorkerGroup):
     ) -> None:
         if self.ray_cls_with_init is None:
             raise UsageError("a group needs ray_cls_with_init, the class of its workers")
+        if (self.master_address is None) != (self.master_port is None):
+            given = f"master_addr is {self.master_address!r} and master_port {self.master_port!r}"
+            raise UsageError(f"{given}; give both, or neither, and they are chosen")
         if pool.world_size < 1:
             raise UsageError(f"pool {pool.name_prefix!r} has no processes; name some in process_on_nodes")
         if detached and not pool.detached:
