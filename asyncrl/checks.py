@@ -334,10 +334,8 @@ def resolve_devices(config: RunConfig, num_gpus: float, say: Callable[[str], Non
     ``auto`` becomes ``cuda`` if there are enough GPUs for the whole run, else ``cpu``. Colocated ranks and engines
     share a device: there, ``auto`` becomes the device that the other option names.
 
-    Args:
-        config: The run.
-        num_gpus: GPUs that the run may use: those visible on this machine, or those of the cluster that the run joined.
-        say: Shows the user a line if ``auto`` leaves GPUs unused.
+    ``num_gpus`` are visible on this machine, or are those of the cluster that the run joined. ``say`` tells the user if
+    ``auto`` leaves GPUs unused.
 
     Raises:
         ValueError: the resolved devices contradict another option.

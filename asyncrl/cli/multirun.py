@@ -42,11 +42,8 @@ _TABLE_WIDTH = 160
 def multirun(overrides: Sequence[str]) -> int:
     """Run all combinations of the values in ``overrides``, and print a table of the runs at the end.
 
-    Args:
-        overrides: In Hydra's override grammar. Example: ``["buffer.max_lag=0,2,4", "seed=0,1"]`` gives six runs.
-
-    Returns:
-        The exit status: 0, 1 if a run failed, or 128 plus the number of the signal that stopped the sweep.
+    Returns the exit status: 0, 1 if a run failed, or 128 plus the number of the signal that stopped the sweep. Example:
+    ``["buffer.max_lag=0,2,4", "seed=0,1"]`` gives six runs.
 
     Raises:
         ValueError: an option of a combination is wrong; no run was started.
@@ -114,11 +111,8 @@ def _run_hydra(arguments: Sequence[str], task: TaskFunction) -> int:
 def run_one(own_experiments: dict[str, str]) -> float | None:
     """Run the combination that Hydra's launcher requests; forward SIGINT and SIGTERM to the run.
 
-    Args:
-        own_experiments: Paths of the user's experiment files, by name.
-
-    Returns:
-        The final sampled reward, which sweepers maximise or minimise; None if the run was not evaluated.
+    Returns the final sampled reward, which sweepers maximise or minimise; None if the run was not evaluated.
+    ``own_experiments`` are the paths of the user's experiment files, by name.
 
     Raises:
         RuntimeError: the run failed; the message names the options and the folder.

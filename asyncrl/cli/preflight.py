@@ -52,12 +52,8 @@ _BYTES_PER_TOKEN = 14
 async def preflight(config: RunConfig, say: Callable[[str], None]) -> tuple[PromptStream, list[Prompt]]:
     """Check all but the folders, and read the prompts. `check_folders` runs earlier, before the run has a folder.
 
-    Args:
-        config: The run, with its assets; with resolved devices unless it joins a cluster.
-        say: Shows the user a line.
-
-    Returns:
-        The training prompts and the held-out prompts.
+    The devices of ``config`` are resolved, unless the run joins a cluster. Returns the training and the held-out
+    prompts.
     """
     if not config.ray.address:  # a cluster that the run joins may have other devices and packages
         check_placement(config, num_cpus=os.cpu_count() or 1, num_gpus=visible_gpus())

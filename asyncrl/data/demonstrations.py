@@ -42,12 +42,7 @@ def load_demonstrations(files: Sequence[str], form: DemonstrationFormat, tokeniz
 
     A plain row becomes prompt, response and end-of-sequence token. The template renders a conversation up to each
     assistant turn, and the text that the turn adds is learned. Learned and other parts are tokenized separately, as in
-    generation.
-
-    Args:
-        files: Paths.
-        form: Columns and format.
-        tokenizer: The policy's tokenizer of transformers.
+    generation. ``tokenizer`` is the policy's, of transformers.
 
     Raises:
         ValueError: a file, row or column does not match ``form``; the message names it.

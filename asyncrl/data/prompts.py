@@ -32,16 +32,7 @@ class PromptStream:
     """
 
     def __init__(self, config: DataConfig, tokenizer: Tokenizer, *, seed: int) -> None:
-        """Read and tokenize the training files.
-
-        Args:
-            config: Files, columns and limits.
-            tokenizer: The policy's tokenizer.
-            seed: Seed of the order; >= 0.
-
-        Raises:
-            ValueError: a file, row or column does not match the options; the message names it.
-        """
+        """Read and tokenize the training files. Raises `ValueError` that names a wrong file, row or column."""
         if not config.train_files:
             raise ValueError("data.train_files must name at least one parquet or jsonl file, got none; name one")
         self._prompts, self._files, self.num_filtered = _read_prompts(config.train_files, config, tokenizer)
@@ -108,11 +99,7 @@ class PromptStream:
 
 
 def load_eval_prompts(config: DataConfig, tokenizer: Tokenizer) -> list[Prompt]:
-    """Read the first ``eval_max_prompts`` held-out prompts (0: all); the group id is the index in the list.
-
-    Raises:
-        ValueError: as `PromptStream`.
-    """
+    """Read the first ``eval_max_prompts`` held-out prompts (0: all); the group id is the index in the list."""
     if not config.eval_files:
         return []
     prompts, _, _ = _read_prompts(config.eval_files, config, tokenizer)
@@ -190,14 +177,9 @@ class Tokenizer(Protocol):
 
 
 def load_tokenizer(model_path: str, *, chat_template: bool) -> Tokenizer:
-    """Return the tokenizer of a model directory.
+    """Return the tokenizer of a model directory; with ``chat_template`` it can render conversations.
 
-    Args:
-        model_path: Directory in Hugging Face layout.
-        chat_template: Whether the caller renders conversations, which needs transformers.
-
-    Returns:
-        A tokenizer of the ``tokenizers`` library if ``tokenizer.json`` defines it completely; else of transformers.
+    It is a tokenizer of the ``tokenizers`` library if ``tokenizer.json`` defines it completely, else of transformers.
     """
     file = Path(model_path, "tokenizer.json")
     settings = json.loads(Path(model_path, "tokenizer_config.json").read_text())
@@ -270,14 +252,7 @@ def render_chat(
     *,
     add_generation_prompt: bool,
 ) -> str:
-    """Render one conversation to text.
-
-    Args:
-        messages: Messages with role and content, as read from a file.
-        where: File and row, for messages.
-        tokenizer: A tokenizer with a chat template.
-        template_kwargs: Further arguments of the template.
-        add_generation_prompt: Add the beginning of the assistant's turn at the end.
+    """Render one conversation, as read from a file, to text; ``where`` names its file and row in errors.
 
     Raises:
         ValueError: a message is not a mapping of role and content, or the template refuses the conversation.

@@ -17,13 +17,7 @@ _NUM_RESAMPLES = 1000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Estimate:
-    """A mean over prompts, with its 95% confidence interval.
-
-    Attributes:
-        mean: Mean over the prompts.
-        low: Lower end of the interval.
-        high: Upper end of the interval.
-    """
+    """A mean over prompts, with the ends of its 95% confidence interval."""
 
     mean: float
     low: float

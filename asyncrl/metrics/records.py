@@ -387,15 +387,9 @@ def read_json(path: Path, *keys: str) -> dict[str, Any] | None:
 
 
 def json_object(text: str, place: str, *keys: str) -> dict[str, Any]:
-    """Parse a JSON object of a run.
+    """Parse a JSON object of a run. Raises `ValueError` that names the place if it is not one with these keys.
 
-    Args:
-        text: The JSON text.
-        place: Its place, for the error. Example: ``line 3 of RUN/metrics.jsonl``.
-        keys: Required keys.
-
-    Raises:
-        ValueError: the text is not a JSON object with these keys.
+    Example of a place: ``line 3 of RUN/metrics.jsonl``.
     """
     try:
         document = json.loads(text)

@@ -227,16 +227,7 @@ class MlflowTracker:
 
 
 class PrometheusTracker:
-    """Serves ``http://ADDRESS/metrics``.
-
-    Args:
-        address: ``host:port``; with port 0 the system chooses ``port``. The page has no password.
-        experiment: Name of the experiment, for ``asyncrl_run_info``.
-
-    Attributes:
-        registry: The collectors of the page.
-        port: The port.
-        place: The URL.
+    """Serves ``http://ADDRESS/metrics``, without a password; with port 0 the system chooses ``port``.
 
     Raises:
         ValueError: the address is invalid or not available.

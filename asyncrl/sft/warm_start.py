@@ -74,10 +74,7 @@ def finished_warm_start(config: RunConfig) -> dict[str, Any] | None:
 def write_warm_start(config: RunConfig, result: dict[str, Any], write_policy: Callable[[Path], object]) -> Path:
     """Create the policy's folder atomically and return it.
 
-    Args:
-        config: The run.
-        result: Content of `RESULT`; the digest of the settings is added.
-        write_policy: Creates the given directory and writes model and tokenizer into it.
+    ``result`` and the digest of the settings go to `RESULT`; ``write_policy`` creates the directory of the policy.
     """
     folder = warm_start_path(config)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -132,11 +129,7 @@ def _digest(files: Sequence[Path]) -> str:
 
 
 class WarmStart:
-    """The warm start of one run; it begins when its device is known.
-
-    Args:
-        warm_start: The function `warm_start` with all arguments but ``config`` and ``visible_devices``.
-    """
+    """The warm start of one run; it begins when its device is known. ``warm_start`` is the function of this name."""
 
     def __init__(self, warm_start: Callable[..., Coroutine[Any, Any, Path]]) -> None:
         self._warm_start = warm_start
@@ -181,12 +174,8 @@ async def warm_start(
 ) -> Path:
     """Return the directory of the policy that training starts from; fine-tune it first if ``sft.enabled``.
 
-    Args:
-        config: The run, with its assets.
-        overrides: Command line of the run; ``asyncrl sft`` gets the same.
-        log_path: Log file of ``asyncrl sft``.
-        say: Shows the user a line.
-        visible_devices: GPUs for ``asyncrl sft``, in the notation of ``CUDA_VISIBLE_DEVICES``; empty: none.
+    ``asyncrl sft`` gets ``overrides``, the command line of the run. It sees the GPUs ``visible_devices``, in the
+    notation of ``CUDA_VISIBLE_DEVICES``; empty: none. Its output goes to ``log_path``.
 
     Raises:
         WorkerDiedError: ``asyncrl sft`` failed; the message ends with its last lines.
