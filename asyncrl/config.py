@@ -13,9 +13,10 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from asyncrl.core.errors import check_bounds
 from asyncrl.core.record import ProfileConfig
 from asyncrl.core.types import Carrier
-from asyncrl.data.config import DataConfig
+from asyncrl.data.config import DataConfig, check_prompt_format
 from asyncrl.weights.carriers import CARRIERS, SLOWEST_LOAD, CarrierRules
 from buffer.config import BufferConfig, StoresOn
 from learner.config import AlgorithmConfig, LearnerConfig
@@ -75,14 +76,11 @@ class EvaluationConfig:
     pass_reward: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.every_steps < 0:
-            raise ValueError(
-                f"evaluation.every_steps must be >= 0, got {self.every_steps}; 0 means none during training"
-            )
+        check_bounds(
+            "evaluation.", self, every_steps=">= 0; 0 means none during training", num_samples=">= 1; 4 is usual"
+        )
         if not 0 < self.share <= 1:
             raise ValueError(f"evaluation.share must be in (0, 1], got {self.share}; 0.25 is usual")
-        if self.num_samples < 1:
-            raise ValueError(f"evaluation.num_samples must be >= 1, got {self.num_samples}; 4 is usual")
 
 
 class StopMetric(StrEnum):
@@ -152,35 +150,18 @@ class WarmStartConfig:
         return bool(self.val_files) or self.val_rows > 0
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "max_steps", "eval_every"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"sft.{name} must be >= 1, got {getattr(self, name)}")
-        for name in ("val_rows", "eval_prompts", "warmup_steps", "patience", "target_val_loss", "weight_decay"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"sft.{name} must be >= 0, got {getattr(self, name)}; 0 switches it off")
-        for name in ("lr", "progress_timeout_s"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"sft.{name} must be > 0, got {getattr(self, name)}")
-        self._check_form()
-        self._check_stop()
-
-    def _check_form(self) -> None:
-        if not self.prompt_key:
-            raise ValueError("sft.prompt_key must name a column, got an empty string; 'prompt' is usual")
+        check_bounds("sft.", self, **dict.fromkeys(("batch_size", "max_steps", "eval_every"), ">= 1"))
+        may_be_off = ("val_rows", "eval_prompts", "warmup_steps", "patience", "target_val_loss", "weight_decay")
+        check_bounds("sft.", self, **dict.fromkeys(may_be_off, ">= 0; 0 switches it off"))
+        check_bounds("sft.", self, lr="> 0", progress_timeout_s="> 0")
+        check_prompt_format("sft", self)
         if not self.response_key and not self.chat_template:
             raise ValueError(
                 "sft.response_key must name a column while sft.chat_template is false, got an empty string; 'response' "
                 "is usual"
             )
-        if self.chat_template_kwargs and not self.chat_template:
-            raise ValueError(
-                f"sft.chat_template_kwargs is set to {dict(self.chat_template_kwargs)} but sft.chat_template is false; "
-                "set sft.chat_template=true, or leave the arguments out"
-            )
         if self.val_files and self.val_rows:
             raise ValueError(f"sft.val_rows must be 0 with sft.val_files, got {self.val_rows}; leave one of them out")
-
-    def _check_stop(self) -> None:
         needs_loss = self.target_val_loss > 0 or (self.patience > 0 and self.stop_metric is StopMetric.val_loss)
         if needs_loss and not self.validates:
             raise ValueError(
@@ -213,8 +194,7 @@ class CheckpointConfig:
     resume: str = "never"
 
     def __post_init__(self) -> None:
-        if self.every_steps < 0:
-            raise ValueError(f"checkpoint.every_steps must be >= 0, got {self.every_steps}; 0 saves no checkpoint")
+        check_bounds("checkpoint.", self, every_steps=">= 0; 0 saves no checkpoint")
         if not self.resume:
             raise ValueError("checkpoint.resume must be never, auto or a path, got an empty string; never is usual")
 
@@ -276,10 +256,15 @@ class PlacementConfig:
     colocated: bool = False
 
     def __post_init__(self) -> None:
-        self._check_nodes()
-        for name in ("cpus_per_learner_rank", "cpus_per_engine"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"placement.{name} must be > 0, got {getattr(self, name)}")
+        check_bounds("placement.", self, num_nodes=">= 1", ranks_per_node=">= 0", engines_per_node=">= 0")
+        default = {"ranks_per_node": 0, "engines_per_node": 0, "learner_labels": {}, "engine_labels": {}}
+        for name, value in (default | {"strategy": Strategy.pack}).items():
+            if self.num_nodes == 1 and getattr(self, name) != value:
+                raise ValueError(
+                    f"placement.{name} is for several nodes only, got {getattr(self, name)} with num_nodes=1; set "
+                    "placement.num_nodes, or leave it out"
+                )
+        check_bounds("placement.", self, cpus_per_learner_rank="> 0", cpus_per_engine="> 0")
         for name, count in self.pools.items():
             if name == LEARNER_POOL:
                 raise ValueError(f"placement.pools must not name {LEARNER_POOL!r}; learner.num_ranks is its size")
@@ -290,18 +275,6 @@ class PlacementConfig:
                 raise ValueError(
                     f"placement.{role} must name one of the pools {[LEARNER_POOL, *self.pools]}, "
                     f"got {getattr(self, role)!r}; add it to placement.pools with its processes"
-                )
-
-    def _check_nodes(self) -> None:
-        for name, low in (("num_nodes", 1), ("ranks_per_node", 0), ("engines_per_node", 0)):
-            if getattr(self, name) < low:
-                raise ValueError(f"placement.{name} must be >= {low}, got {getattr(self, name)}")
-        default = {"ranks_per_node": 0, "engines_per_node": 0, "learner_labels": {}, "engine_labels": {}}
-        for name, value in (default | {"strategy": Strategy.pack}).items():
-            if self.num_nodes == 1 and getattr(self, name) != value:
-                raise ValueError(
-                    f"placement.{name} is for several nodes only, got {getattr(self, name)} with num_nodes=1; set "
-                    "placement.num_nodes, or leave it out"
                 )
 
     def on_nodes(self, num_processes: int, per_node: int) -> list[int]:
@@ -421,10 +394,7 @@ class WeightsConfig:
                 "engine would have to see the GPUs of all learner ranks; use shared_memory on one host, or collective "
                 "with collective_into=engine between GPUs"
             )
-        if self.publish_every < 1:
-            raise ValueError(f"weights.publish_every must be >= 1 learner steps, got {self.publish_every}")
-        if self.full_every < 1:
-            raise ValueError(f"weights.full_every must be >= 1 versions, got {self.full_every}; 1 has no deltas")
+        check_bounds("weights.", self, publish_every=">= 1 learner steps", full_every=">= 1 versions; 1 has no deltas")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -483,18 +453,12 @@ class RunConfig:
         return self.weights.adapters and self.learner.lora.rank > 0
 
     def __post_init__(self) -> None:
-        if self.seed < 0:
-            raise ValueError(f"seed must be >= 0, got {self.seed}; 0 is usual")
-        if self.total_steps < 1:
-            raise ValueError(f"total_steps must be >= 1, got {self.total_steps}")
+        check_bounds("", self, seed=">= 0; 0 is usual", total_steps=">= 1", save_timeout_s="> 0", stop_timeout_s="> 0")
         if late := [step for step in self.profile.torch_steps if step >= self.total_steps]:
             raise ValueError(
                 f"profile.torch_steps must be below total_steps={self.total_steps}, got {late}; the last step is "
                 f"{self.total_steps - 1}; choose other steps, or raise total_steps"
             )
-        for name in ("save_timeout_s", "stop_timeout_s"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be > 0, got {getattr(self, name)}")
 
 
 @dataclass(frozen=True, kw_only=True)

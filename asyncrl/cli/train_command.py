@@ -126,10 +126,7 @@ def _why_it_ended(ending: Ending, config: RunConfig, run_dir: Path) -> str:
 
 
 def _run_to_the_end(config: RunConfig, run_dir: Path, overrides: Sequence[str]) -> int:
-    handler = _LogFile(run_dir / "logs" / "controller.log")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
-    logging.captureWarnings(True)
+    _log_to(run_dir / "logs" / "controller.log")
     view = TerminalView(title=f"asyncrl {config.experiment}", total_steps=config.total_steps)
     with view:
         view.say(f"writing to {run_dir}")
@@ -279,3 +276,10 @@ class _LogFile(logging.FileHandler):
         if not self._failed:
             self._failed = True
             sys.stderr.write(f"warning: the controller cannot write {self.baseFilename}: {sys.exc_info()[1]}\n")
+
+
+def _log_to(path: Path) -> None:
+    handler = _LogFile(path)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
+    logging.captureWarnings(True)

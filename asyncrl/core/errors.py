@@ -133,3 +133,15 @@ class UsageError(TypeError, ValueError, AssertionError):
 
 class BatchError(ValueError, AssertionError):
     """The parts of a `DataProto` do not match each other or the request. An AssertionError, as `UsageError` is."""
+
+
+def check_bounds(section: str, options: object, **bounds: str) -> None:
+    """Raise `ValueError` for an option out of its bound: ``>= LOW`` or ``> LOW``, perhaps a unit, and ``; REMEDY``.
+
+    Example: ``check_bounds("checkpoint.", self, every_steps=">= 0; 0 saves no checkpoint")``.
+    """
+    for name, bound in bounds.items():
+        value, (wanted, _, remedy) = getattr(options, name), bound.partition("; ")
+        relation, low = wanted.split()[:2]
+        if not (value >= float(low) if relation == ">=" else value > float(low)):
+            raise ValueError(f"{section}{name} must be {wanted}, got {value}" + (f"; {remedy}" if remedy else ""))

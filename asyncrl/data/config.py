@@ -4,6 +4,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from asyncrl.core.errors import check_bounds
+
 
 class OverlongPrompts(StrEnum):
     """What happens to a prompt longer than ``max_prompt_tokens``: an error, or leave it out and count it."""
@@ -48,26 +50,28 @@ class DataConfig:
         for name in ("train_files", "eval_files"):
             if isinstance(getattr(self, name), str):
                 raise ValueError(f"data.{name} must be a list of paths, got {getattr(self, name)!r}; write [path]")
-        if not self.prompt_key:
-            raise ValueError("data.prompt_key must name a column, got an empty string; 'prompt' is usual")
+        check_prompt_format("data", self)
         for name in ("prompt_key", "ground_truth_key", "data_source_key"):
             _check_key(f"data.{name}", getattr(self, name))
         for key in self.extra_keys:
             _check_key("data.extra_keys", key or ".")
-        if self.max_prompt_tokens < 1:
-            raise ValueError(f"data.max_prompt_tokens must be >= 1, got {self.max_prompt_tokens}; 1024 is the default")
+        check_bounds("data.", self, max_prompt_tokens=">= 1; 1024 is the default", eval_max_prompts=">= 0; 0 uses all")
         if self.overlong_prompts not in tuple(OverlongPrompts):
             raise ValueError(
                 f"data.overlong_prompts must be error or filter, got {self.overlong_prompts!r}; "
                 "filter leaves out long prompts and counts them"
             )
-        if self.eval_max_prompts < 0:
-            raise ValueError(f"data.eval_max_prompts must be >= 0, got {self.eval_max_prompts}; 0 uses all")
-        if self.chat_template_kwargs and not self.chat_template:
-            raise ValueError(
-                f"data.chat_template_kwargs is set to {dict(self.chat_template_kwargs)} but data.chat_template is "
-                "false; set data.chat_template=true, or leave the arguments out"
-            )
+
+
+def check_prompt_format(section: str, options: Any) -> None:
+    """Check ``prompt_key`` and ``chat_template_kwargs`` of the section of options. Raises `ValueError`."""
+    if not options.prompt_key:
+        raise ValueError(f"{section}.prompt_key must name a column, got an empty string; 'prompt' is usual")
+    if options.chat_template_kwargs and not options.chat_template:
+        raise ValueError(
+            f"{section}.chat_template_kwargs is set to {dict(options.chat_template_kwargs)} but "
+            f"{section}.chat_template is false; set {section}.chat_template=true, or leave the arguments out"
+        )
 
 
 def _check_key(option: str, key: str) -> None:
