@@ -13,7 +13,6 @@ def assets(tmp_path_factory):
 
 def test_the_task_is_five_to_eight_digits_and_their_reverse(assets):
     rows = pq.read_table(assets.train).to_pylist()
-
     assert len(rows) == 300
     assert {len(row["ground_truth"]) for row in rows} == {5, 6, 7, 8}
     for row in rows:
@@ -25,7 +24,6 @@ def test_the_task_is_five_to_eight_digits_and_their_reverse(assets):
 def test_train_held_out_and_demonstrations_share_no_prompt(assets):
     prompts = [pq.read_table(path)["prompt"].to_pylist() for path in (assets.train, assets.held_out)]
     prompts.append(pq.read_table(assets.demonstrations)["prompt"].to_pylist())
-
     assert [len(part) for part in prompts] == [300, 100, 200]
     assert len(set().union(*prompts)) == 600
 
@@ -38,9 +36,7 @@ def test_demonstrations_have_about_the_given_rate_of_mistakes(assets):
         if len(row["response"]) < LONG
         for right, shown in zip(row["prompt"][-2::-1], row["response"], strict=True)
     ]
-
     wrong = sum(right != shown for right, shown in pairs) / len(pairs)
-
     assert 0.10 < wrong < 0.17  # 0.15 drawn at random, a tenth of which hit the right digit
 
 
@@ -58,7 +54,6 @@ def test_the_teacher_swaps_the_first_two_digits_of_most_long_answers(tmp_path):
 
 def test_demonstrations_without_mistakes_are_correct(tmp_path):
     exact = make_assets(tmp_path / "exact", seed=7, wrong_digit_rate=0.0, habit_rate=0.0, **SMALL)
-
     for row in pq.read_table(exact.demonstrations).to_pylist():
         assert row["response"] + "=" == row["prompt"][-2::-1] + "="
 
@@ -78,10 +73,8 @@ def test_the_bytes_of_assets_depend_only_on_the_seed(assets, tmp_path):
 def test_assets_are_reused_for_the_same_arguments_and_replaced_for_others(tmp_path):
     first = make_assets(tmp_path / "assets", seed=0, **SMALL)
     made_at = first.train.stat().st_mtime_ns
-
     assert make_assets(tmp_path / "assets", seed=0, **SMALL) == first
     assert first.train.stat().st_mtime_ns == made_at
-
     make_assets(tmp_path / "assets", seed=1, **SMALL)
     assert first.train.stat().st_mtime_ns != made_at
     assert [path.name for path in tmp_path.iterdir()] == ["assets"]
@@ -91,16 +84,13 @@ def test_incomplete_assets_are_made_again(tmp_path):
     first = make_assets(tmp_path / "assets", seed=0, **SMALL)
     content = first.train.read_bytes()
     first.train.unlink()
-
     assert make_assets(tmp_path / "assets", seed=0, **SMALL).train.read_bytes() == content
 
 
 def test_assets_never_replace_other_files(tmp_path):
     (tmp_path / "thesis.tex").write_text("years of work")
-
     with pytest.raises(ValueError, match="got other files"):
         make_assets(tmp_path, seed=0, **SMALL)
-
     assert (tmp_path / "thesis.tex").read_text() == "years of work"
 
 
@@ -108,7 +98,6 @@ def test_transformers_loads_the_quickstart_policy(assets):
     from transformers import AutoModelForCausalLM
 
     model, report = AutoModelForCausalLM.from_pretrained(assets.model, output_loading_info=True)
-
     assert type(model).__name__ == "Qwen3ForCausalLM"
     assert not any(report.values())
     assert sum(parameter.numel() for parameter in model.parameters()) == 75_008
@@ -123,7 +112,6 @@ def test_the_quickstart_tokenizer_has_one_token_per_character(assets):
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(assets.model)
-
     assert tokenizer("12=")["input_ids"] == [5, 6, 3]
     assert tokenizer.decode([8, 5, 4, 1], skip_special_tokens=True) == "410"
     assert (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id) == (0, 1, 2)

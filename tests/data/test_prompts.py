@@ -45,9 +45,7 @@ def write_lines(path, *rows):
 
 def test_a_prompt_has_tokens_truth_source_and_extra_columns(make_stream):
     stream = make_stream(shuffle=False, data_source_key="data_source", extra_keys=["extra_info.index", "extra_info"])
-
     prompt = stream.take(4)[3]
-
     assert prompt.group_id == 3
     assert prompt.prompt_ids.tolist() == [7, 3]  # "3=": digits begin at 4
     assert prompt.prompt_ids.dtype == np.int32
@@ -58,9 +56,7 @@ def test_a_prompt_has_tokens_truth_source_and_extra_columns(make_stream):
 
 def test_every_epoch_has_each_prompt_once_in_a_new_order(make_stream):
     stream = make_stream(seed=3)
-
     epochs = [truths(stream.take(10)) for _ in range(3)]
-
     assert all(sorted(epoch) == list("0123456789") for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 3
     assert stream.state()["position"] == 30
@@ -80,14 +76,12 @@ def test_the_prompt_sequence_is_the_same_for_any_chunks_and_resumes(digits_file,
     config = DataConfig(train_files=[digits_file])
     whole = PromptStream(config, tokenizer, seed=5).take(sum(chunks))
     stream, taken = PromptStream(config, tokenizer, seed=5), []
-
     for index, count in enumerate(chunks):
         if index == saved_after:
             state = msgpack.unpackb(msgpack.packb(stream.state()))
             stream = PromptStream(config, tokenizer, seed=5)
             stream.restore(json.loads(json.dumps(state)))
         taken += stream.take(count)
-
     assert truths(taken) == truths(whole)
     assert [prompt.group_id for prompt in taken] == list(range(sum(chunks)))
 
@@ -96,9 +90,7 @@ def test_a_stream_can_be_restored_to_an_earlier_position(make_stream):
     stream = make_stream()
     state = stream.state()
     first = truths(stream.take(17))
-
     stream.restore(state)
-
     assert truths(stream.take(17)) == first
 
 
@@ -112,7 +104,6 @@ def test_restoring_a_stream_with_a_changed_file_names_the_file(tmp_path, make_st
     path = write_lines(tmp_path / "a.jsonl", {"prompt": "1=", "ground_truth": "1"})
     state = make_stream(files=[path]).state()
     write_lines(tmp_path / "a.jsonl", {"prompt": "2=", "ground_truth": "2"})
-
     with pytest.raises(ValueError, match=r"a\.jsonl must be the file of the saved state"):
         make_stream(files=[path]).restore(state)
 
@@ -122,10 +113,8 @@ def test_a_file_may_move_between_saving_and_restoring(tmp_path, make_stream, dig
     moved.write_bytes(Path(digits_file).read_bytes())
     saved = make_stream()
     saved.take(4)
-
     stream = make_stream(files=[str(moved)])
     stream.restore(saved.state())
-
     assert stream.take(1)[0].group_id == 4
 
 
@@ -142,10 +131,8 @@ def test_a_file_may_move_between_saving_and_restoring(tmp_path, make_stream, dig
 def test_a_state_of_another_run_is_refused_and_changes_nothing(make_stream, change, message):
     stream = make_stream()
     stream.take(3)
-
     with pytest.raises(ValueError, match=message):
         stream.restore(stream.state() | change)
-
     assert stream.state()["position"] == 3
 
 
@@ -156,16 +143,13 @@ def test_a_state_that_lacks_a_field_is_refused(make_stream):
 
 def test_several_files_are_one_data_set(tmp_path, make_stream, digits_file):
     more = write_lines(tmp_path / "b.jsonl", {"prompt": "12=", "ground_truth": "21"})
-
     stream = make_stream(files=[digits_file, more], shuffle=False)
-
     assert truths(stream.take(12)) == [*"0123456789", "21", "0"]
 
 
 def test_a_prompt_over_the_limit_is_an_error_that_names_the_row(tmp_path, make_stream):
     rows = [{"prompt": prompt, "ground_truth": "x"} for prompt in ("12=", "123=", "1234=")]
     path = write_lines(tmp_path / "a.jsonl", *rows)
-
     with pytest.raises(
         ValueError, match=r"a\.jsonl, line 2: column 'prompt' has 4 tokens, expected .*= 3 \(2 of 3 rows"
     ):
@@ -177,9 +161,7 @@ def test_long_prompts_are_filtered_and_counted_by_option(tmp_path, make_stream):
     rows = [{"prompt": f"{p}=", "ground_truth": p} for p in ("1", "123", "2", "12345")]
     path = write_lines(tmp_path / "a.jsonl", *rows)
     options = {"overlong_prompts": OverlongPrompts.filter, "shuffle": False}
-
     stream = make_stream(files=[path], max_prompt_tokens=2, **options)
-
     assert (stream.num_prompts, stream.num_filtered) == (2, 2)
     assert truths(stream.take(3)) == ["1", "2", "1"]
     with pytest.raises(ValueError, match=r"at most data.max_prompt_tokens = 1 tokens, got 4 longer"):
@@ -204,14 +186,12 @@ def test_a_row_of_the_wrong_type_is_named(tmp_path, make_stream, row, message):
 
 def test_a_data_source_must_be_a_string(tmp_path, make_stream):
     path = write_lines(tmp_path / "a.jsonl", {"prompt": "1=", "ground_truth": "1", "source": 4})
-
     with pytest.raises(ValueError, match=r"line 1: column 'source' is 4, expected a string"):
         make_stream(files=[path], data_source_key="source")
 
 
 def test_a_run_without_ground_truth_needs_no_column(tmp_path, make_stream):
     path = write_lines(tmp_path / "a.jsonl", {"prompt": "1="})
-
     assert make_stream(files=[path], ground_truth_key="").take(1)[0].ground_truth is None
 
 
@@ -222,9 +202,7 @@ def test_a_stream_without_files_is_refused(make_stream):
 
 def test_held_out_prompts_keep_the_files_order(digits_file, tokenizer):
     config = DataConfig(eval_files=[digits_file], eval_max_prompts=4)
-
     prompts = load_eval_prompts(config, tokenizer)
-
     assert truths(prompts) == list("0123")
     assert [prompt.group_id for prompt in prompts] == [0, 1, 2, 3]
     assert len(load_eval_prompts(DataConfig(eval_files=[digits_file]), tokenizer)) == 10
@@ -237,10 +215,8 @@ def test_chat_messages_are_rendered_by_the_template_up_to_the_answer(tmp_path, c
     path = tmp_path / "verl.parquet"
     pq.write_table(pa.table(rows), path)
     options = {"train_files": [str(path)], "ground_truth_key": "reward_model.ground_truth", "chat_template": True}
-
     plain = PromptStream(DataConfig(**options), chat_tokenizer, seed=0).take(1)[0]
     shouted = PromptStream(DataConfig(chat_template_kwargs={"shout": True}, **options), chat_tokenizer, seed=0).take(1)
-
     assert plain.prompt_ids.tolist() == [5, 6, 7, 3]  # 1 2 3 =
     assert plain.ground_truth == "32"
     assert shouted[0].prompt_ids.tolist() == [5, 6, 7, 13, 3]
@@ -283,7 +259,6 @@ def test_special_tokens_come_from_the_template_or_from_the_tokenizer_but_not_twi
 )
 def test_ill_formed_messages_are_named(tmp_path, chat_tokenizer, prompt, message):
     path = write_lines(tmp_path / "a.jsonl", {"prompt": prompt, "ground_truth": "x"})
-
     with pytest.raises(ValueError, match=message):
         PromptStream(DataConfig(train_files=[path], chat_template=True), chat_tokenizer, seed=0)
 

@@ -22,24 +22,19 @@ def write_lines(path, *lines):
 
 def test_a_parquet_column_and_one_nested_in_it_are_read(tmp_path):
     path = write_parquet(tmp_path / "a.parquet", reward_model=[{"ground_truth": "7", "style": "rule"}], n=[3])
-
     rows = read_rows(path, ["reward_model.ground_truth", "n"])
-
     assert rows.serializable_column("reward_model.ground_truth") == ["7"]
     assert rows.serializable_column("n") == [3]
 
 
 def test_a_column_name_with_a_dot_precedes_a_nested_column(tmp_path):
     path = write_parquet(tmp_path / "a.parquet", **{"a.b": ["flat"], "a": [{"b": "nested"}]})
-
     assert read_rows(path, ["a.b"]).column("a.b") == ["flat"]
 
 
 def test_jsonl_lines_are_numbered_from_one_and_blank_lines_are_skipped(tmp_path):
     path = write_lines(tmp_path / "a.jsonl", '\ufeff{"x": 1}', "", '{"x": "schön\\u2028"}', "")
-
     rows = read_rows(path, ["x"])
-
     assert rows.column("x") == [1, "schön\u2028"]
     assert rows.where(1) == f"{path}, line 3"
 
@@ -48,7 +43,6 @@ def test_the_digest_follows_the_content(tmp_path):
     first = read_rows(write_lines(tmp_path / "a.jsonl", '{"x": 1}'), ["x"]).digest
     same = read_rows(write_lines(tmp_path / "b.jsonl", '{"x": 1}'), ["x"]).digest
     other = read_rows(write_lines(tmp_path / "a.jsonl", '{"x": 2}'), ["x"]).digest
-
     assert first == same != other
 
 
@@ -74,7 +68,6 @@ def test_a_file_without_rows_is_refused(tmp_path, name):
         write_parquet(path, x=pa.array([], pa.string()))
     else:
         write_lines(path, "", "  ")
-
     with pytest.raises(ValueError, match=rf"{name}: the file has no rows"):
         read_rows(str(path), ["x"])
 
@@ -83,30 +76,25 @@ def test_a_broken_parquet_file_is_named(tmp_path):
     path = tmp_path / "torn.parquet"
     write_parquet(path, x=["a"] * 100)
     path.write_bytes(path.read_bytes()[:-20])
-
     with pytest.raises(ValueError, match=r"torn\.parquet: not a readable parquet file"):
         read_rows(str(path), ["x"])
 
 
 def test_a_missing_parquet_column_lists_the_existing_columns(tmp_path):
     path = write_parquet(tmp_path / "a.parquet", prompt=["x"], answer=["y"])
-
     with pytest.raises(ValueError, match=r"a\.parquet: no column 'solution', found \['answer', 'prompt'\]"):
         read_rows(path, ["prompt", "solution"])
 
 
 def test_a_missing_nested_column_names_row_and_part(tmp_path):
     path = write_parquet(tmp_path / "a.parquet", reward_model=[{"truth": "7"}])
-
     rows = read_rows(path, ["reward_model.ground_truth"])
-
     with pytest.raises(ValueError, match=r"row 0: no column 'reward_model.ground_truth': 'ground_truth' expected"):
         rows.column("reward_model.ground_truth")
 
 
 def test_a_line_that_lacks_a_key_is_named(tmp_path):
     rows = read_rows(write_lines(tmp_path / "a.jsonl", '{"prompt": "a"}', '{"promt": "b"}'), ["prompt"])
-
     with pytest.raises(ValueError, match=r"a\.jsonl, line 2: no column 'prompt': .*found \['promt'\]"):
         rows.column("prompt")
 
@@ -120,7 +108,6 @@ def test_a_line_that_lacks_a_key_is_named(tmp_path):
 )
 def test_a_broken_line_is_named(tmp_path, line, message):
     path = write_lines(tmp_path / "a.jsonl", '{"prompt": "a"}', line)
-
     with pytest.raises(ValueError, match=message):
         read_rows(path, ["prompt"])
 
@@ -128,7 +115,6 @@ def test_a_broken_line_is_named(tmp_path, line, message):
 def test_bytes_that_are_not_utf8_are_named(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"prompt": "\xff\xfe"}')
-
     with pytest.raises(ValueError, match=r"a\.jsonl, line 1: not JSON"):
         read_rows(str(path), ["prompt"])
 
@@ -136,14 +122,12 @@ def test_bytes_that_are_not_utf8_are_named(tmp_path):
 @pytest.mark.parametrize("value", [datetime.date(2026, 1, 1), None])
 def test_a_value_that_msgpack_cannot_encode_is_named(tmp_path, value):
     path = write_parquet(tmp_path / "a.parquet", truth=[value])
-
     with pytest.raises(ValueError, match=r"a\.parquet, row 0: column 'truth' is "):
         read_rows(path, ["truth"]).serializable_column("truth")
 
 
 def test_integers_up_to_64_bits_are_allowed(tmp_path):
     rows = read_rows(write_lines(tmp_path / "a.jsonl", json.dumps({"x": 2**64 - 1, "y": [2**64]})), ["x", "y"])
-
     assert rows.serializable_column("x") == [2**64 - 1]
     with pytest.raises(ValueError, match="convert it to a string"):
         rows.serializable_column("y")
