@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -75,6 +76,8 @@ class ShardedCheckpointer:
         # A background save needs its own group, so that its collectives do not mix with those of training.
         self._group = cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=trainer.mesh.timeout))
         self._pending: Future[None] | None = None
+        # On a GPU it keeps its page-locked memory for the next save: to lock it takes longer than the copy.
+        self._stager: DefaultStager | None = None
         what = f"a checkpoint under {self._directory} could not be written"
         self._unwritten = (what, "free space or repair the folder; the previous checkpoint is complete")
 
@@ -98,7 +101,11 @@ class ShardedCheckpointer:
         partial = partial_path(final)
         random_state = partial / f"random_{dist.get_rank()}.pt"
         self._together(lambda: torch.save(_random_state(), random_state), *self._unwritten)
-        written = state_dict_saver.async_save(_copied(self._state()), checkpoint_id=partial, process_group=self._group)
+        if self._stager is None or self._trainer.mesh.device.type == "cpu":
+            self._stager = _make_stager(self._trainer.mesh.device)
+        written = state_dict_saver.async_save(
+            self._state(), checkpoint_id=partial, process_group=self._group, async_stager=self._stager
+        )
         assert isinstance(written, Future)
         pending = self._pending = Future()
         written.add_done_callback(lambda done: self._conclude(done, final, pending))
@@ -216,14 +223,13 @@ class ShardedCheckpointer:
         return {"model": model, "optimizer": optimizer}
 
 
-def _copied(state: Any) -> Any:
-    """Copy the state's host tensors, so that training can continue while the state is written."""
-    if isinstance(state, Tensor):
-        # The saver copies GPU tensors to the host before it returns.
-        return state.detach().clone() if state.device.type == "cpu" else state.detach()
-    if isinstance(state, Mapping):
-        return {key: _copied(value) for key, value in state.items()}
-    return [_copied(value) for value in state] if isinstance(state, list) else state
+def _make_stager(device: torch.device) -> DefaultStager:
+    """Copies a state to the host before training continues. From a GPU, through page-locked memory."""
+    is_gpu = device.type == "cuda"
+    options = StagingOptions(
+        use_pinned_memory=is_gpu, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=is_gpu
+    )
+    return DefaultStager(options)
 
 
 def first_failure(fault: CheckpointException) -> str:
