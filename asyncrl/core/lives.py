@@ -17,7 +17,7 @@ from asyncrl.core.errors import WorkerDiedError
 T = TypeVar("T")
 
 
-class Part(Protocol):
+class Restartable(Protocol):
     """What `keep_up` keeps up; it calls one method at a time."""
 
     async def begin(self) -> None:
@@ -36,10 +36,10 @@ class Part(Protocol):
         ...
 
 
-async def keep_up(part: Part, *, has_begun: bool = True) -> None:
-    """Keep a part up until its work is done. Any exception of `Part.begin` or `Part.watch` ends a life.
+async def keep_up(part: Restartable, *, has_begun: bool = True) -> None:
+    """Keep a part up until its work is done. Any exception of `Restartable.begin` or `Restartable.watch` ends a life.
 
-    Raises what `Part.end` raises.
+    Raises what `Restartable.end` raises.
     """
     while True:
         try:

@@ -129,7 +129,8 @@ class TrajectoryGroup:
             raise ValueError(f"prompt group {group_id} has no trajectories; it needs at least one")
         prompt = trajectories[0].turns[0]
         skeleton = [_skeleton_of(prompt, SHARED, ROOT)]
-        turns = [prompt]
+        turns, earned = [prompt], [np.nan]  # NaN for a turn without a reward
+        is_earned = any(trajectory.turn_rewards for trajectory in trajectories)
         for index, trajectory in enumerate(trajectories):
             own = trajectory.turns[0]
             if own is not prompt and not np.array_equal(own.token_ids, prompt.token_ids):
@@ -141,9 +142,10 @@ class TrajectoryGroup:
                     f"turns from 1 to {len(trajectory.turns) - 1}; the prompt, turn 0, has no reward"
                 )
             offset = len(turns) - 1
-            for turn in trajectory.turns[1:]:
+            for place, turn in enumerate(trajectory.turns[1:], 1):
                 skeleton.append(_skeleton_of(turn, index, turn.parent + offset if turn.parent > 0 else turn.parent))
                 turns.append(turn)
+                earned.append(trajectory.turn_rewards.get(place, np.nan))
         trajectory_columns = {"rewards": np.array([each.reward for each in trajectories], dtype=np.float32)}
         if any(each.baseline for each in trajectories):
             trajectory_columns["baseline"] = np.array([each.baseline for each in trajectories])
@@ -156,7 +158,7 @@ class TrajectoryGroup:
             turns=np.array(skeleton, dtype=TURN_DTYPE),
             token_columns=_token_columns(turns),
             trajectory_columns=trajectory_columns,
-            turn_columns=_turn_columns(trajectories),
+            turn_columns={"turn_rewards": np.array(earned, dtype=np.float32)} if is_earned else {},
         )
         group.check()
         _ = group.summary  # computed while the columns are in the processor's cache; a put sends the summary
@@ -389,6 +391,11 @@ class TrajectoryGroup:
         if "baseline" in self.trajectory_columns:
             sampled = [row for row in sampled if not self.is_baseline[row[0]]]
         rewards = self.rewards + self.turn_sums if "turn_rewards" in self.turn_columns else self.rewards
+        cut = {row[0] for row in self._rows if row[4] == _TRUNCATED}
+        reported = [name for name in sorted(self.trajectory_columns) if name.startswith(_METRICS)]
+        known = {name: self.trajectory_columns[name][~self.is_baseline] for name in reported}
+        known = {name: values[~np.isnan(values)] for name, values in known.items()}
+        metrics = tuple((name.removeprefix(_METRICS), float(v.mean())) for name, v in known.items() if len(v))
         return GroupSummary(
             group_id=self.group_id,
             attempt=self.attempt,
@@ -400,21 +407,9 @@ class TrajectoryGroup:
             rewards=tuple(rewards.tolist()),
             branch_tokens=branch_tokens,
             num_branches=num_branches,
-            num_truncated=self._num_truncated(),
-            metrics=self._mean_metrics(),
+            num_truncated=sum(not self.is_baseline[trajectory] for trajectory in cut),
+            metrics=metrics,
         )
-
-    def _num_truncated(self) -> int:
-        cut = {row[0] for row in self._rows if row[4] == _TRUNCATED}
-        return sum(not self.is_baseline[trajectory] for trajectory in cut)
-
-    def _mean_metrics(self) -> tuple[tuple[str, float], ...]:
-        means = {}
-        for name, values in sorted(self.trajectory_columns.items()):
-            if name.startswith(_METRICS):
-                known = values[~self.is_baseline & ~np.isnan(values)]
-                means |= {name.removeprefix(_METRICS): float(known.mean())} if len(known) else {}
-        return tuple(means.items())
 
     @property
     def _single_turns(self) -> tuple[int, ...] | None:
@@ -481,13 +476,3 @@ def _token_columns(turns: Sequence[Turn]) -> dict[str, np.ndarray]:
             if name in turn.columns:
                 columns[name][end - len(turn.token_ids) : end] = turn.columns[name]
     return columns
-
-
-def _turn_columns(trajectories: Sequence[Trajectory]) -> dict[str, np.ndarray]:
-    """``turn_rewards`` [M] float32, NaN for a turn without a reward; empty if no turn has a reward."""
-    if not any(each.turn_rewards for each in trajectories):
-        return {}
-    earned = [np.nan]
-    for each in trajectories:
-        earned += [each.turn_rewards.get(index, np.nan) for index in range(1, len(each.turns))]
-    return {"turn_rewards": np.array(earned, dtype=np.float32)}

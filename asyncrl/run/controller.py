@@ -144,10 +144,18 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
         It may be called again after a `LearnerDiedError` and `rewind`, and after a `BatchLost` and `replan`.
         """
         self._reporter.begin()
+
+        async def feed() -> None:
+            """Queue the stream's prompts; first again what a cancelled call did not queue."""
+            while True:
+                self._unqueued = self._unqueued or self._prompts.take(self._prompts_per_call)
+                await self._buffer.enqueue(self._unqueued)
+                self._unqueued = ()
+
         async with asyncio.TaskGroup() as tasks:
-            feed = tasks.create_task(self._feed(), name="feed")
-            await asyncio.gather(*(tasks.create_task(loop()) for loop in self._loops()))
-            feed.cancel()
+            feeding = tasks.create_task(feed(), name="feed")
+            await asyncio.gather(*(tasks.create_task(loop()) for loop in self.loops()))
+            feeding.cancel()
 
     def newest_checkpoint(self, folder: Path) -> Resumed | None:
         """The newest complete checkpoint of this life of the run in ``folder``, or None."""
@@ -200,7 +208,7 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
         return self._reporter.result(await self._buffer.stats(), counts)
 
     @abstractmethod
-    def _loops(self) -> Sequence[Loop]:
+    def loops(self) -> Sequence[Loop]:
         """The loops that end with the last step."""
 
     async def _follow_fleet(self) -> None:
@@ -216,13 +224,6 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
         due = steps * (after // steps + 1)
         published = -(-due // self._publish_every) * self._publish_every
         return published if published < self._versions.stop else None
-
-    async def _feed(self) -> None:
-        """Queue the stream's prompts. The next call first sends again what a cancelled call did not queue."""
-        while True:
-            self._unqueued = self._unqueued or self._prompts.take(self._prompts_per_call)
-            await self._buffer.enqueue(self._unqueued)
-            self._unqueued = ()
 
     async def _planned(self, version: int) -> tuple[Plan, float]:
         """The batch of a step, and the seconds spent waiting for it."""
@@ -248,7 +249,8 @@ class Controller(_Training[LearnerPort, FleetPort]):
         self._steps, self._places = asyncio.Queue(), asyncio.Semaphore(_PIPELINE_STEPS)
         super()._go_on_from(version)
 
-    def _loops(self) -> Sequence[Loop]:
+    def loops(self) -> Sequence[Loop]:
+        """See `_Training.loops`."""
         return self._plan, self._complete, self._follow, self._examine
 
     async def _plan(self) -> None:
@@ -318,7 +320,8 @@ class Controller(_Training[LearnerPort, FleetPort]):
 class ColocatedController(_Training[ColocatedLearnerPort, ColocatedFleetPort]):
     """Lets both pools take turns on the same devices. At the start the learner is offloaded and the engines are up."""
 
-    def _loops(self) -> Sequence[Loop]:
+    def loops(self) -> Sequence[Loop]:
+        """See `_Training.loops`."""
         return (self._take_turns,)
 
     async def _take_turns(self) -> None:

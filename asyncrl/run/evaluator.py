@@ -152,18 +152,17 @@ class _Deal:
         """Deal until all prompts are answered or all engines are lost."""
         while True:
             self._changed.clear()
-            while self._left and (engine := self._free_engine()) is not None:
+            running = self._num_running
+            while self._left and (present := [name for name in running if name not in self.lost]):
+                engine = min(present, key=running.__getitem__)
+                if running[engine] >= self._calls:
+                    break
                 hand = [self._left.popleft() for _ in range(min(self._size, len(self._left)))]
-                self._num_running[engine] += 1
+                running[engine] += 1
                 tasks.create_task(self._play(engine, hand, answer))
-            if not any(self._num_running.values()):
+            if not any(running.values()):
                 return
             await self._changed.wait()
-
-    def _free_engine(self) -> str | None:
-        """The engine with the fewest running calls; None if all engines are full or lost."""
-        free = [name for name, count in self._num_running.items() if count < self._calls and name not in self.lost]
-        return min(free, key=self._num_running.__getitem__, default=None)
 
     async def _play(self, engine: str, prompts: Sequence[Prompt], answer: Answer) -> None:
         """Let an engine answer prompts; unanswered ones are dealt again."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
@@ -272,14 +271,15 @@ class FleetGroup:
             await asyncio.wait([self._coming[rank]])
             return f"{member.member.name} does not join"
         self._say(f"{member.member.name} is leaving")
-        self._leaving[rank] = asyncio.create_task(self._let_go(member))
+
+        async def let_go() -> None:
+            await member.leave()
+            self._forget(member)
+            self._say(f"{member.member.name} has left; {len(self._left)} engines are present")
+
+        self._leaving[rank] = asyncio.create_task(let_go())
         await asyncio.shield(self._leaving[rank])  # the member leaves even if the caller disconnects
         return f"{member.member.name} has left"
-
-    async def _let_go(self, member: FleetMember) -> None:
-        await member.leave()
-        self._forget(member)
-        self._say(f"{member.member.name} has left; {len(self._left)} engines are present")
 
     def _check_open(self) -> None:
         if not self._has_started:
@@ -451,8 +451,9 @@ def fleet_options(config: RunConfig) -> RolloutFleetConfig:
 
 
 def _total(workers: Sequence[FleetCounters]) -> FleetCounts:
+    total = FleetCounters.total(workers)
     return FleetCounts(
-        tokens_generated=sum(worker.tokens_generated for worker in workers),
-        tokens_in_flight=sum(worker.tokens_in_flight for worker in workers),
-        groups_failed=sum((worker.groups_failed for worker in workers), Counter()),
+        tokens_generated=total.tokens_generated,
+        tokens_in_flight=total.tokens_in_flight,
+        groups_failed=total.groups_failed,
     )

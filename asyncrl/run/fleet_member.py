@@ -18,7 +18,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from ray.exceptions import RayError, RayTaskError
 
@@ -36,7 +36,7 @@ from asyncrl.core.errors import (
 from asyncrl.core.lives import answered, keep_up
 from asyncrl.core.remote import raised_in_worker, within
 from asyncrl.core.types import AnsweredPrompt, Prompt
-from asyncrl.run.cluster import finished_in_thread
+from asyncrl.run.cluster import EnginePlaces, finished_in_thread
 from rollout_fleet.member import Member, MemberState, member_limits
 from rollout_fleet.metrics import FleetCounters, note_member
 
@@ -53,26 +53,6 @@ RUN_ERRORS = (RewardError, RequestRefused, AccountError, WrongEpoch, ClusterDied
 """Errors that every worker would raise: the reward's configuration, a request, the account or the epoch is wrong."""
 
 
-class WorkerPlaces(Protocol):
-    """The places of workers by rank; `EnginePlaces` implements it."""
-
-    def execute_rank_async(self, rank: int, method_name: str, *args: Any) -> Awaitable[Any]:
-        """Call a method of the worker of a rank."""
-        ...
-
-    def node_of(self, rank: int, wanted: str = "") -> Awaitable[str]:
-        """Wait for the place of a rank; returns the id of its node. A new place is on node ``wanted``, if given."""
-        ...
-
-    def replace_worker(self, rank: int, **changed: Any) -> None:
-        """Kill the worker of a rank, if there is one, and start another with these arguments of its class."""
-        ...
-
-    def close(self, rank: int) -> None:
-        """Kill the worker of a rank, and release its place."""
-        ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class MemberParts:
     """The collaborators of all members.
@@ -85,7 +65,7 @@ class MemberParts:
         say: Shows people a line.
     """
 
-    places: WorkerPlaces
+    places: EnginePlaces
     bury: Callable[[str, int], Awaitable[int]]
     supply: Callable[[str], Awaitable[str]]
     on_change: Callable[[], None]
@@ -107,11 +87,8 @@ class FleetMember:
         limits = replace(member_limits(fleet), restarts=restarts)
         self.member = Member(f"rollout worker {rank}", limits, time.monotonic())
         note_member(self.member, f"engine-{rank}/worker")
-        self._places = parts.places
-        self._bury = parts.bury
-        self._supply = parts.supply
-        self._say = parts.say
-        self._on_change = parts.on_change
+        self._parts = parts
+        self._fleet = fleet
         self._failure: Exception | None = None
         self._declared: asyncio.Queue[Exception] = asyncio.Queue()
         self._died_s = math.nan
@@ -120,9 +97,6 @@ class FleetMember:
         self._has_served = False
         self._answer_s = config.buffer.request_timeout_s
         self._start_s = fleet.start_timeout_s + START_MARGIN_S
-        self._stop_s = fleet.worker_stop_timeout_s
-        self._release_s = fleet.drain_timeout_s + 2 * fleet.load_timeout_s + 10
-        self._leave_s = fleet.drain_timeout_s + fleet.worker_stop_timeout_s
         self._has_process = True
         self._worker = ""
         self._before: list[FleetCounters] = []
@@ -171,7 +145,7 @@ class FleetMember:
             self.member.fail(str(raised_in_worker(error)))
             if isinstance(error, Exception):
                 await self._end_worker(error)
-            await asyncio.to_thread(self._places.close, self.rank)
+            await asyncio.to_thread(self._parts.places.close, self.rank)
             raise
         self._keeping = asyncio.create_task(self._keep())
         await self._notify()
@@ -226,10 +200,11 @@ class FleetMember:
     async def release_device(self) -> None:
         """Let running groups finish, and release the device. A worker that does not release it fails, and is killed."""
         what, option = "the engines to release their devices", "rollout_fleet.drain_timeout_s"
-        releasing = within(self._call("release_device"), self._release_s, what, option)
+        timeout_s = self._fleet.drain_timeout_s + 2 * self._fleet.load_timeout_s + 10
+        releasing = within(self._call("release_device"), timeout_s, what, option)
         if not await self._tried(self.member.epoch, releasing):
             await self._until(lambda member: member.has_ended)
-            await asyncio.to_thread(self._places.close, self.rank)
+            await asyncio.to_thread(self._parts.places.close, self.rank)
 
     async def drain(self) -> FleetCounters:
         """End `run` and release all leases; the worker stays up for `answer`. Returns the final counters."""
@@ -255,7 +230,7 @@ class FleetMember:
         if member.state is MemberState.draining:
             leaving = self._while_answering(self._call("leave"), f"{member.name}, which leaves")
             try:
-                async with asyncio.timeout(self._leave_s):
+                async with asyncio.timeout(self._fleet.drain_timeout_s + self._fleet.worker_stop_timeout_s):
                     if found := await self._tried(epoch, leaving):
                         self._before.append(await self._closed(found[0] or FleetCounters()))
                         self._last, self._worker = FleetCounters(), ""
@@ -267,7 +242,7 @@ class FleetMember:
                 member.due(member.deadline)
         await self._close()
         await self._end_worker(DeadlineError(f"{member.name} was asked to leave, and did not end"))
-        await asyncio.to_thread(self._places.close, self.rank)
+        await asyncio.to_thread(self._parts.places.close, self.rank)
         self._has_process = False
         await self._notify()
 
@@ -284,7 +259,7 @@ class FleetMember:
     # One life
 
     def _call(self, method: str, *arguments: Any) -> Awaitable[Any]:
-        return self._places.execute_rank_async(self.rank, method, *arguments)
+        return self._parts.places.execute_rank_async(self.rank, method, *arguments)
 
     async def _answer(self, method: str, what: str) -> Any:
         """Await a call that a worker answers at once unless it hangs."""
@@ -331,7 +306,7 @@ class FleetMember:
 
     async def _notify(self) -> None:
         """Report that the state of the member may have changed."""
-        self._on_change()
+        self._parts.on_change()
         async with self._changed:
             self._changed.notify_all()
 
@@ -389,7 +364,7 @@ class FleetMember:
         await self._notify()
         words = f"{member.name} has ended, epoch {member.epoch} begins: {raised_in_worker(fault)}"
         logger.warning(words)
-        self._say(words.partition("\n")[0])  # the rest is the end of a log, which ours holds
+        self._parts.say(words.partition("\n")[0])  # the rest is the end of a log, which ours holds
         await self._end_worker(fault)
         member.stopped(time.monotonic())
         if member.has_ended:
@@ -400,7 +375,7 @@ class FleetMember:
         """Start another worker and let it load the newest weights; see `keep_up`."""
         self.member.due(self.member.deadline)
         await self._come_up()
-        self._say(f"{self.member.name} is back after {time.monotonic() - self._died_s:.1f} s")
+        self._parts.say(f"{self.member.name} is back after {time.monotonic() - self._died_s:.1f} s")
         self._died_s = math.nan
         await self._notify()
 
@@ -408,7 +383,8 @@ class FleetMember:
         """Stop a worker that still answers and take its final counters; bury a worker that does not answer."""
         if isinstance(failure, EngineLost | RayTaskError):  # raised in a worker that lives
             try:
-                last = await within(self._call("stop"), self._stop_s, self.member.name, "rollout_fleet.stop_timeout_s")
+                timeout_s, option = self._fleet.worker_stop_timeout_s, "rollout_fleet.stop_timeout_s"
+                last = await within(self._call("stop"), timeout_s, self.member.name, option)
             except Exception as error:  # noqa: BLE001 - after any error the worker is buried
                 logger.warning("%s did not stop: %s", self.member.name, error)
             else:
@@ -430,7 +406,7 @@ class FleetMember:
         """
         while True:
             try:
-                num_tokens = await self._bury(self._worker, last.tokens_generated)
+                num_tokens = await self._parts.bury(self._worker, last.tokens_generated)
                 return replace(last, tokens_generated=num_tokens, tokens_in_flight=0)
             except DeadlineError as error:
                 logger.warning("%s is not buried yet: %s", self.member.name, error)
@@ -438,8 +414,8 @@ class FleetMember:
     async def _come_up(self, node: str = "", place_timeout_s: float = math.inf) -> str:
         """Take a place, start a worker there, and load the newest weights; returns the id of its node."""
         found = await self._place(node, place_timeout_s)
-        model_path = await self._supply(found)
-        make = partial(self._places.replace_worker, self.rank, model_path=model_path)
+        model_path = await self._parts.supply(found)
+        make = partial(self._parts.places.replace_worker, self.rank, model_path=model_path)
         await finished_in_thread(make, self._start_s)
         self._has_process = True
         await self.start()
@@ -450,11 +426,11 @@ class FleetMember:
         """Wait for a place; returns the id of its node. People are told of a long wait."""
         self.member.unplaced(self.member.epoch)
         await self._notify()
-        placing = asyncio.ensure_future(self._places.node_of(self.rank, wanted))
+        placing = asyncio.ensure_future(self._parts.places.node_of(self.rank, wanted))
         try:
             await asyncio.wait({placing}, timeout=min(PLACE_NOTICE_S, timeout_s))
             if not placing.done() and timeout_s > PLACE_NOTICE_S:
-                self._say(f"{self.member.name} waits for a place: no node has room for it")
+                self._parts.say(f"{self.member.name} waits for a place: no node has room for it")
             async with asyncio.timeout(None if math.isinf(timeout_s) else max(0.0, timeout_s - PLACE_NOTICE_S)):
                 node = await placing
         except TimeoutError:

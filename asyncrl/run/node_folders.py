@@ -76,10 +76,8 @@ class NodeFiles:
                 make_private_folder(Path(folder))
             else:
                 Path(folder).mkdir(mode=mode, parents=True, exist_ok=True)
-        except NotPrivate as error:
-            return str(error)
-        except OSError as error:
-            return f"{error.strerror} ({error.filename})"
+        except (NotPrivate, OSError) as error:
+            return f"{error.strerror} ({error.filename})" if isinstance(error, OSError) else str(error)
         return ""
 
     def hold(self, folder: str) -> str:
@@ -148,9 +146,7 @@ class NodeFolders:
         self._known = set(known)
         self._make = make or _node_actor
         self._admissions: dict[str, asyncio.Task[str]] = {}
-        self._weights = ""
-        self._model = ""
-        self._keys = ""
+        self._model = self._keys = self._weights = ""
         self._timeout_s = timeout_s
         self.apart: list[str] = []
         self._collected: dict[tuple[str, str], tuple[Path, int]] = {}
@@ -159,8 +155,7 @@ class NodeFolders:
 
     async def open(self) -> None:
         """Find out which nodes see the run's folder. Hold the run's folder in the shared memory of each node."""
-        self.apart = await self._blind_to(self._run_dir)
-        await self._hold_memory(self._nodes)
+        await self._enter(self._nodes)
 
     async def supply(self, config: RunConfig, *, keys: str, resumes: bool) -> RunConfig:
         """Send every node the models and keys that workers read, and check the folders that must be shared.
@@ -181,19 +176,17 @@ class NodeFolders:
             return config
         if config.checkpoint.every_steps or resumes:
             await self.check_shared("checkpoint.directory", RunPaths.checkpoints_of(config, self._run_dir))
-        if config.weights.directory:
-            await self.check_shared("weights.directory", _absolute(config.weights.directory))
-        if keys:
-            await self.bring_keys(Path(keys), _KEY_FILES)
-        model, learner = config.model, config.learner
-        critic, reward_model = learner.critic, learner.reward_model
+        await self._equip(self._nodes)
+        learner = config.learner
+        paths = {"critic": learner.critic.path, "reward_model": learner.reward_model.path, "model": config.model.path}
+        found = {name: str(await self.bring(_absolute(path), name)) if path else "" for name, path in paths.items()}
         learner = replace(
             learner,
-            critic=replace(critic, path=await self._bring_path(critic.path, "critic")),
-            reward_model=replace(reward_model, path=await self._bring_path(reward_model.path, "reward_model")),
+            critic=replace(learner.critic, path=found["critic"]),
+            reward_model=replace(learner.reward_model, path=found["reward_model"]),
         )
-        self._model = await self._bring_path(model.path, "model")
-        return replace(config, model=replace(model, path=self._model), learner=learner)
+        self._model = found["model"]
+        return replace(config, model=replace(config.model, path=self._model), learner=learner)
 
     async def admit(self, node_id: str) -> str:
         """Send a node what a rollout worker reads, unless it has that. The node may have come later.
@@ -214,18 +207,28 @@ class NodeFolders:
     async def _admit(self, node_id: str) -> str:
         address, self._nodes[address] = await asyncio.to_thread(self._make, node_id)
         self._collected = {key: value for key, value in self._collected.items() if key[0] != address}  # it came back
-        blind = await self._blind_to(self._run_dir, [address])
-        self.apart = sorted({*self.apart} - {address} | {*blind})
-        await self._hold_memory([address])
-        if self._weights:
-            await self.check_shared("weights.directory", _absolute(self._weights), by=[address])
-        if self._keys:
-            await self.bring_keys(Path(self._keys), _KEY_FILES, to=[address])
-        logger.info("node %s is used from now on; it %s the run's folder", address, "copies" if blind else "shares")
+        await self._enter([address])
+        await self._equip([address])
+        shares = "copies" if address in self.apart else "shares"
+        logger.info("node %s is used from now on; it %s the run's folder", address, shares)
         return str(await self.bring(_absolute(self._model), "model", to=[address]))
 
-    async def _bring_path(self, path: str, name: str) -> str:
-        return str(await self.bring(_absolute(path), name)) if path else path
+    async def _enter(self, addresses: Collection[str]) -> None:
+        """Find out which nodes see the run's folder, and prevent other runs there from sweeping shared memory."""
+        blind = await self._blind_to(self._run_dir, addresses)
+        self.apart = sorted({*self.apart} - {*addresses} | {*blind})
+        for address, reason in (await self._ask(addresses, "hold", str(shared_folder(self._run_dir)))).items():
+            if reason:
+                logger.warning("node %s does not hold the run's folder in shared memory: %s", address, reason)
+
+    async def _equip(self, addresses: Collection[str]) -> None:
+        """Check that the nodes see the folder of weights, and send keys to those that lack them."""
+        if self._weights:
+            await self.check_shared("weights.directory", _absolute(self._weights), by=addresses)
+        if self._keys:  # only their owner may read them
+            held = await self._ask(addresses, "prints", self._keys)
+            lacking = [address for address, prints in held.items() if not {*_KEY_FILES} <= prints.keys()]
+            await self._send(Path(self._keys), _KEY_FILES, to=lacking, mode=FOLDER_MODE)
 
     async def bring(self, folder: Path, name: str, *, to: Collection[str] | None = None) -> Path:
         """Make a folder of files, such as a model, available on every node, or on the nodes ``to``.
@@ -244,15 +247,9 @@ class NodeFolders:
         await self._send(target, sorted(file_prints(target)), to=apart, mode=0o755)
         return target
 
-    async def bring_keys(self, directory: Path, names: Sequence[str], *, to: Collection[str] | None = None) -> None:
-        """Copy key files to every node, or to the nodes ``to``, that lacks them. Only their owner may read them."""
-        held = await self._ask(self._nodes if to is None else to, "prints", str(directory))
-        lacking = [address for address, prints in held.items() if not set(names) <= prints.keys()]
-        await self._send(directory, names, to=lacking, mode=0o700)
-
     async def check_shared(self, option: str, folder: Path, *, by: Collection[str] | None = None) -> None:
         """Make a folder. Raise `ValueError` if a node, or one of the nodes ``by``, does not see it."""
-        if blind := await self._blind_to(folder, by):
+        if blind := await self._blind_to(folder, self._nodes if by is None else by):
             raise ValueError(
                 f"{option} must be on a file system that all nodes share, got {folder}, which {', '.join(blind)} "
                 "cannot see; name one that they mount under the same path"
@@ -291,27 +288,25 @@ class NodeFolders:
                     "node %s keeps what did not come back, in %s: %s", address, folders, str(error) or "too slow"
                 )
 
-    async def _hold_memory(self, addresses: Iterable[str]) -> None:
-        """Prevent other runs on these nodes from sweeping this run's folder in shared memory."""
-        for address, reason in (await self._ask(addresses, "hold", str(shared_folder(self._run_dir)))).items():
-            if reason:
-                logger.warning("node %s does not hold the run's folder in shared memory: %s", address, reason)
-
-    async def _blind_to(self, folder: Path, nodes: Collection[str] | None = None) -> list[str]:
-        """The nodes, by default of all nodes, that do not see a folder of this node."""
-        if not self._nodes:
+    async def _blind_to(self, folder: Path, nodes: Collection[str]) -> list[str]:
+        """The nodes that do not see a folder of this node."""
+        if not nodes:
             return []
         token, content = folder / f".seen-{uuid.uuid4().hex}", uuid.uuid4().hex
-        await asyncio.to_thread(_write_token, token, content)
+        await asyncio.to_thread(folder.mkdir, parents=True, exist_ok=True)
+        await asyncio.to_thread(token.write_text, content)
         try:
-            seen = await self._ask(self._nodes if nodes is None else nodes, "sees", str(token), content)
+            seen = await self._ask(nodes, "sees", str(token), content)
         finally:
             token.unlink()
         return sorted(address for address, sees in seen.items() if not sees)
 
     async def _collect_from(self, address: str) -> None:
         for name, size in (await self._sizes(address, COLLECTED)).items():
-            path, begin = self._collected.get((address, name)) or (_free_path(self._run_dir / name), 0)
+            path, begin = self._collected.get((address, name), (self._run_dir / name, 0))
+            if (address, name) not in self._collected:  # one worker may have logs of several nodes: rollout-0-2.log
+                others = (path.with_name(f"{path.stem}-{count}{path.suffix}") for count in count_from(2))
+                path = next(free for free in chain([path], others) if not free.exists())
             if size > begin:
                 await self._read(address, name, begin, size, path)
                 self._collected[address, name] = path, size
@@ -357,15 +352,12 @@ class NodeFolders:
         answers = dict(zip(asked, await within(ended, self._timeout_s, what, "ray.start_timeout_s"), strict=True))
         for address, answer in answers.items():
             if isinstance(answer, RayActorError):
-                self._lose(address, answer)
+                logger.warning("node %s is lost, with the logs that it has not sent back: %s", address, answer)
+                del self._nodes[address]
+                self.apart = [other for other in self.apart if other != address]
             elif isinstance(answer, BaseException):
                 raise answer
         return {address: answer[0] for address, answer in answers.items() if not isinstance(answer, BaseException)}
-
-    def _lose(self, address: str, error: RayActorError) -> None:
-        logger.warning("node %s is lost, with the logs that it has not sent back: %s", address, error)
-        del self._nodes[address]
-        self.apart = [other for other in self.apart if other != address]
 
 
 @asynccontextmanager
@@ -375,9 +367,10 @@ async def node_folders(config: RunConfig, run_dir: Path, say: Callable[[str], No
     Raises `DeadlineError` if a node does not answer.
     """
     own = ray.get_runtime_context().get_node_id()
-    actors = await asyncio.to_thread(_node_actors, own) if config.placement.num_nodes > 1 else {}
-    known = [own, *actors]
-    folders = NodeFolders(run_dir, dict(actors.values()), timeout_s=config.ray.start_timeout_s, known=known)
+    several = config.placement.num_nodes > 1
+    known = [node["NodeID"] for node in ray.nodes() if several and node["Alive"] and node["NodeID"] != own]
+    nodes = dict([await asyncio.to_thread(_node_actor, node_id) for node_id in known])
+    folders = NodeFolders(run_dir, nodes, timeout_s=config.ray.start_timeout_s, known=[own, *known])
     await folders.open()
     if folders.apart:
         say(f"nodes that do not share {run_dir} get copies, and send logs back: {', '.join(folders.apart)}")
@@ -387,25 +380,8 @@ async def node_folders(config: RunConfig, run_dir: Path, say: Callable[[str], No
         await folders.close()
 
 
-def _free_path(path: Path) -> Path:
-    """A path that does not exist: one worker may have logs of several nodes. Example: ``logs/rollout-0-2.log``."""
-    names = (path.with_name(f"{path.stem}-{count}{path.suffix}") for count in count_from(2))
-    return next(free for free in chain([path], names) if not free.exists())
-
-
 def _absolute(path: str) -> Path:
     return Path(path).absolute()
-
-
-def _write_token(path: Path, content: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(content)
-
-
-def _node_actors(own: str) -> dict[str, tuple[str, Any]]:
-    """Address and actor of every node except ``own``, by node id."""
-    others = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] != own]
-    return {node_id: _node_actor(node_id) for node_id in others}
 
 
 def _node_actor(node_id: str) -> tuple[str, Any]:

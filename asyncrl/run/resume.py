@@ -13,6 +13,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -84,15 +85,15 @@ class RunState:
 
     def to_dict(self) -> dict[str, Any]:
         """The state as JSON values."""
-        return asdict(self) | {"finished": [list(part) for part in self.finished]}
+        return asdict(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RunState:
         """The inverse of `to_dict`. Raises `ValueError` if the values are not the state of a run."""
-        names = set(cls.__dataclass_fields__)
-        if set(values) != names:
+        names = sorted(cls.__dataclass_fields__)
+        if sorted(values) != names:
             raise ValueError(
-                f"a checkpoint to resume must hold {sorted(names)} of its run, got {sorted(values)}; it was saved by "
+                f"a checkpoint to resume must hold {names} of its run, got {sorted(values)}; it was saved by "
                 "another version of asyncrl, or not by a run"
             )
         lags = {int(lag): count for lag, count in values["lag_histogram"].items()}
@@ -113,6 +114,7 @@ class RunState:
         planned: Iterable[Plan],
         tokens_generated: int,
         version: int,
+        options: Mapping[str, str],
     ) -> RunState:
         """The state at the checkpoint of ``version``, of a life that began with this state.
 
@@ -131,6 +133,7 @@ class RunState:
             tokens_trained=self.tokens_trained + stats.tokens_trained + sum(group.num_tokens for group in groups),
             tokens_dropped=dict(Counter(self.all_dropped()) + Counter(stats.tokens_dropped)),
             lag_histogram=dict(Counter(self.lag_histogram) + Counter(stats.lag_histogram) + lags),
+            options=options,
         )
 
 
@@ -184,15 +187,12 @@ class Checkpointer:
         prompts: PromptSource,
         resumed: RunState,
     ) -> None:
-        self._every_steps = config.checkpoint.every_steps
-        self._has_critic = "critic" in learner_roles(config)
-        self._total_steps = config.total_steps
+        self._config = config
         self._buffer = buffer
         self._learner = learner
         self._fleet = fleet
         self._prompts = prompts
         self._resumed = resumed
-        self._options = learning_options(config)
         self._uncommitted: dict[int, Plan] = {}
         self._queued: dict[int, RunState] = {}
 
@@ -206,32 +206,35 @@ class Checkpointer:
 
     async def save_if_due(self, version: int) -> Awaitable[str] | None:
         """Queue a checkpoint of ``version`` on the ranks if one is due. Its result is the folder, once written."""
-        is_last = version == self._total_steps
-        if self._every_steps == 0 or (version % self._every_steps != 0 and not is_last):
+        is_last, every = version == self._config.total_steps, self._config.checkpoint.every_steps
+        if every == 0 or (version % every != 0 and not is_last):
             return None
         planned = list(self._uncommitted.values())
         stats = await self._buffer.stats()
-        state = self._resumed.after(
+        state = self._queued[version] = self._resumed.after(
             prompts=self._prompts.state(),
             stats=stats,
             finished=await self._buffer.finished(),
             planned=planned,
             tokens_generated=(await self._fleet.counters()).tokens_generated,
             version=version,
+            options=learning_options(self._config),
         )
-        state = self._queued[version] = replace(state, options=self._options)
         return self._learner.save(version, state.to_dict(), wait=is_last)
 
     def newest(self, folder: Path) -> Resumed | None:
-        """The newest complete checkpoint that this life of the run has saved in ``folder``, or None."""
+        """The newest complete checkpoint that this life of the run has saved in ``folder``, or None.
+
+        Other runs may save into the same folder.
+        """
         for path in reversed(whole_checkpoints(folder)):
             state = self._queued.get(int(path.name[1:]))
-            if (
-                state is not None
-                and _is_of(path, state)
-                and (not self._has_critic or (folder / "critic" / path.name).is_dir())
-            ):
-                return Resumed(checkpoint=path, state=state)
+            if state is None or ("critic" in learner_roles(self._config) and not _has_critic(path)):
+                continue
+            with suppress(ValueError):
+                saved, own = read_progress(path).run, json.loads(json.dumps(state.to_dict()))
+                if RunState.from_dict(saved) == RunState.from_dict(own):
+                    return Resumed(checkpoint=path, state=state)
         return None
 
     def rewind(self, version: int) -> None:
@@ -248,7 +251,14 @@ def find_checkpoint(config: RunConfig) -> Resumed | None:
     choice = config.checkpoint.resume
     if choice == "never":
         return None
-    path = _newest_of_experiment(config) if choice == "auto" else _newest(Path(choice), config) or Path(choice)
+    path: Path | None = Path(choice)
+    if choice == "auto":
+        own, runs = config.checkpoint.directory, Path(config.output_dir, config.experiment).resolve().glob("*")
+        by_time = sorted(runs, key=lambda run: run.name, reverse=True)
+        folders = [Path(own).resolve()] if own else [run / "checkpoints" for run in by_time]
+        path = next(filter(None, (_newest(folder, config) for folder in folders)), None)
+    elif (newest := _newest(path, config)) is not None:
+        path = newest
     if path is None:
         return None
     progress = read_progress(path)
@@ -302,30 +312,15 @@ def begin_buffer_at(options: BufferConfig, version: int) -> BufferConfig:
     return replace(options, first_version=version)
 
 
-def _is_of(path: Path, state: RunState) -> bool:
-    """Whether a checkpoint holds this state. Other runs may save into the same folder."""
-    try:
-        return RunState.from_dict(read_progress(path).run) == RunState.from_dict(
-            json.loads(json.dumps(state.to_dict()))
-        )
-    except ValueError:
-        return False
-
-
-def _newest_of_experiment(config: RunConfig) -> Path | None:
-    if config.checkpoint.directory:
-        return _newest(Path(config.checkpoint.directory).resolve(), config)
-    folders = Path(config.output_dir, config.experiment).resolve().glob("*/checkpoints")
-    found = [_newest(folder, config) for folder in sorted(folders, key=lambda folder: folder.parent.name)]
-    return next((path for path in reversed(found) if path is not None), None)
-
-
 def _newest(path: Path, config: RunConfig) -> Path | None:
     """``path`` if it is a checkpoint, else the newest one in it that all roles have saved."""
     if (newest := newest_checkpoint(path)) in (None, path) or "critic" not in learner_roles(config):
         return newest
-    both = [found for found in whole_checkpoints(path) if (path / "critic" / found.name).is_dir()]
-    return both[-1] if both else newest
+    return next(filter(_has_critic, reversed(whole_checkpoints(path))), newest)
+
+
+def _has_critic(checkpoint: Path) -> bool:
+    return (checkpoint.parent / "critic" / checkpoint.name).is_dir()
 
 
 class RepeatedPrompts:

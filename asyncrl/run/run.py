@@ -12,12 +12,12 @@ import gc
 import logging
 import shutil
 import uuid
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 from asyncrl.config import RunConfig, keeps_stores_on_hosts, num_buffer_clients, stop_deadlines, with_time_to_read
 from asyncrl.core import record
@@ -65,17 +65,6 @@ from rollout_fleet.config import SaveProgress
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-U = TypeVar("U")
-Starter: TypeAlias = Callable[..., Coroutine[Any, Any, T]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Parts:
-    """The parts that a training needs, all started."""
-
-    buffer: ControlClient
-    learner: LearnerGroup
-    fleet: FleetGroup
 
 
 class Run:
@@ -143,7 +132,7 @@ class Run:
                 watchers = [keep_up(server), ray_death()]
                 if options.stores_on is StoresOn.hosts:
                     watchers.append(self._host_stores(stack, options, server.connection).watch())
-                summary = await unless(work, [self._noting_death(watcher) for watcher in watchers])
+                summary = await unless(work, watchers, on_death=partial(setattr, self, "_part_died", True))
             except BaseException as fault:
                 self._on_fault(fault)
                 raise
@@ -224,52 +213,47 @@ class Run:
         stack.push_async_callback(buffer.close)
         if not self._warming.has_begun:
             await self._warm_up()
-        if self._config.placement.colocated:
-            learner, fleet = await self._start_in_turn(stack, server.connection)
-        else:
-            learner, fleet = await self._start_groups(stack, server.connection)
-        return await self._train(_Parts(buffer=buffer, learner=learner, fleet=fleet), prompts)
-
-    async def _noting_death(self, watcher: Coroutine[Any, Any, Any]) -> None:
-        """Await a watcher. If it raises, note that a part of the run died."""
-        try:
-            await watcher
-        except Exception:
-            self._part_died = True
-            raise
+        learner, fleet = await self._start_groups(stack, server.connection)
+        return await self._train(buffer, learner, fleet, prompts)
 
     async def _start_groups(self, stack: AsyncExitStack, buffer: BufferConnection) -> tuple[LearnerGroup, FleetGroup]:
         """Start fleet and learner at the same time, while the policy is warm-started; the stack stops them.
 
         Engines take longest to start. They start on ``model.path``, which has the policy's shape. The learner then
         publishes its weights, warm-started or of a checkpoint, and the engines load them as they load later versions.
+        On shared devices the learner starts first and releases the devices to the engines.
         """
-        make = partial(_made, buffer=buffer, paths=RunPaths.of(self._config, self._run_dir))
-        return await _together(self._start_and_publish(stack, make), self._start_fleet(stack, make))
+        paths, timeout_s = RunPaths.of(self._config, self._run_dir), self._config.ray.start_timeout_s
 
-    async def _start_and_publish(self, stack: AsyncExitStack, make: Starter[LearnerGroup]) -> LearnerGroup:
-        learner = await self._start_learner(stack, make)
-        await learner.publish(self._state.version)
-        await learner.finish_publish()
-        return learner
+        def make(kind: Callable[..., T], config: RunConfig, **parts: Any) -> Awaitable[T]:
+            """Make a group in a thread. A cancellation waits for the thread."""
+            return finished_in_thread(partial(kind, config, buffer=buffer, paths=paths, **parts), timeout_s)
 
-    async def _start_in_turn(self, stack: AsyncExitStack, buffer: BufferConnection) -> tuple[LearnerGroup, FleetGroup]:
-        """Start both groups on the same devices. The learner starts first and releases the devices to the engines."""
-        make = partial(_made, buffer=buffer, paths=RunPaths.of(self._config, self._run_dir))
-        learner = await self._start_learner(stack, make)
-        await learner.rollout_mode(self._state.version)
-        fleet = await self._start_fleet(stack, partial(make, pool=learner.pool))
-        return learner, fleet
+        if self._config.placement.colocated:
+            learner = await self._start_learner(stack, make)
+            await learner.rollout_mode(self._state.version)
+            return learner, await self._start_fleet(stack, partial(make, pool=learner.pool))
 
-    async def _start_fleet(self, stack: AsyncExitStack, make: Starter[FleetGroup]) -> FleetGroup:
+        async def start_and_publish() -> LearnerGroup:
+            learner = await self._start_learner(stack, make)
+            await learner.publish(self._state.version)
+            await learner.finish_publish()
+            return learner
+
+        async with asyncio.TaskGroup() as tasks:  # a failure of one cancels the other
+            starting, fleet = tasks.create_task(start_and_publish()), tasks.create_task(self._start_fleet(stack, make))
+        return starting.result(), fleet.result()
+
+    async def _start_fleet(self, stack: AsyncExitStack, make: Callable[..., Awaitable[FleetGroup]]) -> FleetGroup:
         fleet = await make(FleetGroup, self._config, say=self._view.say, supply=self._nodes.admit)
         stack.push_async_callback(fleet.stop, stop_deadlines(self._config).fleet_s)
         await stack.enter_async_context(served_requests(fleet, self._config, self._run_dir))
         count, engine = self._config.rollout_fleet.fewest_engines, self._config.rollout_fleet.engine
-        await self._ready(f"rollout fleet ({count} {engine} engines)", fleet.start())
+        with self._view.waiting_for(f"rollout fleet ({count} {engine} engines)"):
+            await fleet.start()
         return fleet
 
-    async def _start_learner(self, stack: AsyncExitStack, make: Starter[LearnerGroup]) -> LearnerGroup:
+    async def _start_learner(self, stack: AsyncExitStack, make: Callable[..., Awaitable[LearnerGroup]]) -> LearnerGroup:
         """Start the ranks while the policy is warm-started. Then load the policy, or the checkpoint."""
         policy = await asyncio.to_thread(policy_path, self._config)
         if self._config.placement.num_nodes > 1:  # ranks on other nodes may need a copy of the policy
@@ -278,7 +262,8 @@ class Run:
         learner = await make(LearnerGroup, config)
         stack.push_async_callback(learner.stop, stop_deadlines(self._config).learner_s)
         await self._warmed()
-        await self._ready(f"learner ({config.learner.num_ranks} ranks)", learner.init())
+        with self._view.waiting_for(f"learner ({config.learner.num_ranks} ranks)"):
+            await learner.init()
         if self._resumed is not None:
             with self._view.waiting_for("checkpoint"):
                 await learner.load(self._resumed.checkpoint)
@@ -303,22 +288,20 @@ class Run:
         """The state in which the run begins."""
         return self._resumed.state if self._resumed is not None else RunState()
 
-    async def _ready(self, part: str, start: Coroutine[Any, Any, None]) -> None:
-        with self._view.waiting_for(part):
-            await start
-
-    async def _train(self, parts: _Parts, prompts: RepeatedPrompts) -> dict[str, Any]:
+    async def _train(
+        self, buffer: ControlClient, learner: LearnerGroup, fleet: FleetGroup, prompts: RepeatedPrompts
+    ) -> dict[str, Any]:
         writer = MetricsWriter(self._run_dir)
-        evaluator = HeldOutEvaluator(self._config, fleet=parts.fleet, prompts=self._held_out)
+        evaluator = HeldOutEvaluator(self._config, fleet=fleet, prompts=self._held_out)
         evaluate = partial(self._evaluate, evaluator, writer)
         before = await evaluate(self._state.version)
         self._start_s = self._view.elapsed_s
         kind = ColocatedController if self._config.placement.colocated else Controller
         controller = kind(
             self._config,
-            buffer=parts.buffer,
-            learner=parts.learner,
-            fleet=parts.fleet,
+            buffer=buffer,
+            learner=learner,
+            fleet=fleet,
             prompts=prompts,
             on_step=lambda record: self._on_step(writer, record),
             evaluate=evaluate,
@@ -327,31 +310,32 @@ class Run:
         self._restarts = LearnerRestarts(
             self._config,
             controller=controller,
-            learner=parts.learner,
+            learner=learner,
             prompts=prompts,
             resumed=self._resumed,
             say=self._view.say,
         )
-        work = self._restarts.through(partial(self._train_and_save, controller, parts.learner))
+
+        async def train_and_save() -> None:
+            """Save the policy at once, so that a later fault cannot lose it."""
+            gc.freeze()  # a collection of everything that was imported would stop training for a second
+            await unless(controller.train(), [learner.death()])
+            await self._save_policy(learner)
+
+        work = self._restarts.through(train_and_save)
         try:
-            await unless(work, [parts.fleet.run()])
+            await unless(work, [fleet.run()])
             result = await controller.account()
             after = await evaluate(result.policy_version)
             await self._watching.last_advice()  # the report shows the advice
             overlap = await self._explain(writer)
         except asyncio.CancelledError:
             if self._records and not self._part_died:  # after a death the other parts may not answer
-                await self._keep(controller, parts.learner, writer, before)
+                await self._keep(controller, learner, writer, before)
             raise
         finally:
             writer.close()
         return self._summarise(result, before, after, overlap)
-
-    async def _train_and_save(self, controller: AnyController, learner: LearnerGroup) -> None:
-        """Train, and save the policy at once, so that a later fault cannot lose it."""
-        gc.freeze()  # a collection of everything that was imported would stop training for a second
-        await unless(controller.train(), [learner.death()])
-        await self._save_policy(learner)
 
     async def _save_policy(self, learner: LearnerGroup) -> None:
         """Write ``policy/``; the folder appears when it is complete."""
@@ -460,14 +444,21 @@ class Run:
         return summary
 
 
-async def unless(work: Coroutine[Any, Any, T], watchers: Sequence[Coroutine[Any, Any, Any]]) -> T:
-    """Return the result of ``work``. The first error of a watcher cancels the work and is raised."""
+async def unless(
+    work: Coroutine[Any, Any, T],
+    watchers: Sequence[Coroutine[Any, Any, Any]],
+    *,
+    on_death: Callable[[], None] = lambda: None,
+) -> T:
+    """Return the result of ``work``. The first error of a watcher cancels it, after ``on_death``, and is raised."""
     task = asyncio.ensure_future(work)
     watching = {asyncio.ensure_future(watcher) for watcher in watchers}
     try:
         while not task.done():
             done, _ = await asyncio.wait({task, *watching}, return_when=asyncio.FIRST_COMPLETED)
             for watcher in done & watching:
+                if watcher.exception() is not None:
+                    on_death()
                 watcher.result()
                 watching.discard(watcher)
         return task.result()
@@ -475,15 +466,3 @@ async def unless(work: Coroutine[Any, Any, T], watchers: Sequence[Coroutine[Any,
         for left in {task, *watching}:
             left.cancel()
         await asyncio.gather(task, *watching, return_exceptions=True)
-
-
-async def _made(kind: Callable[..., T], config: RunConfig, **parts: Any) -> T:
-    """Make a group in a thread. A cancellation waits for the thread."""
-    return await finished_in_thread(partial(kind, config, **parts), config.ray.start_timeout_s)
-
-
-async def _together(first: Coroutine[Any, Any, T], second: Coroutine[Any, Any, U]) -> tuple[T, U]:
-    """The results of both. A failure of one cancels the other."""
-    async with asyncio.TaskGroup() as tasks:
-        left, right = tasks.create_task(first), tasks.create_task(second)
-    return left.result(), right.result()

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -250,7 +251,10 @@ async def test_what_no_new_life_of_a_member_can_mend_is_reported_to_the_run(flee
     async def fails(*_):
         raise ClusterDiedError("gcs_server has died") if place == "start" else RuntimeError("a bug")
 
-    setattr(*((workers, "start") if place == "start" else (fleet._members[1], "_bury")), fails)
+    if place == "start":
+        workers.start = fails
+    else:
+        fleet._members[1]._parts = replace(fleet._members[1]._parts, bury=fails)
     workers.die(1, WorkerDiedError("killed"))
     with pytest.raises(EngineLost, match=r"gcs_server has died|a bug"):
         await asyncio.wait_for(run, 5)
