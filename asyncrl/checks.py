@@ -236,18 +236,6 @@ def _check_budget(config: RunConfig) -> None:
         )
 
 
-def _check_carrier(config: RunConfig) -> None:
-    """Check that the carrier of weights declares what the run needs."""
-    use = CarrierUse(
-        full_every=config.weights.full_every,
-        adapters=config.publishes_adapters,
-        num_hosts=config.placement.num_nodes,
-        keeps_all=config.learner.keep_snapshots == -1,
-        given=config.weights.given,
-    )
-    check_carrier(config.weights.rules, use)
-
-
 def _check_colocation(config: RunConfig) -> None:
     if not config.placement.colocated:
         return
@@ -270,9 +258,16 @@ def _check_colocation(config: RunConfig) -> None:
 
 
 def check_devices(config: RunConfig) -> None:
-    """Check the devices of learner and engines; called before and after ``auto`` is resolved."""
+    """Check the carrier of weights and the devices; called before and after ``auto`` is resolved."""
     learner, fleet = config.learner, config.rollout_fleet
-    _check_carrier(config)
+    use = CarrierUse(
+        full_every=config.weights.full_every,
+        adapters=config.publishes_adapters,
+        num_hosts=config.placement.num_nodes,
+        keeps_all=config.learner.keep_snapshots == -1,
+        given=config.weights.given,
+    )
+    check_carrier(config.weights.rules, use)
     if not config.placement.colocated:
         return
     if learner.device == "cuda" and fleet.sglang.tp_size > 1:

@@ -21,25 +21,7 @@ from .terminal import TerminalView
 from .trackers import TrackedRun, Trackers, check_trackers
 
 __all__ = [
-    "BUSY",
-    "Estimate",
-    "Evaluation",
-    "LearningSignals",
-    "MetricsWriter",
-    "PoolUse",
-    "RunUse",
-    "StepRecord",
-    "TerminalView",
-    "TrackedRun",
-    "Trackers",
-    "TrainingResult",
-    "check_trackers",
-    "counted",
-    "evaluation_of",
-    "in_words",
-    "json_object",
-    "plot_reward",
-    "read_json",
-    "summary_document",
-    "write_json",
-]
+    "BUSY", "Estimate", "Evaluation", "LearningSignals", "MetricsWriter", "PoolUse", "RunUse", "StepRecord",
+    "TerminalView", "TrackedRun", "Trackers", "TrainingResult", "check_trackers", "counted", "evaluation_of",
+    "in_words", "json_object", "plot_reward", "read_json", "summary_document", "write_json",
+]  # fmt: skip

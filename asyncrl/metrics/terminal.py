@@ -87,7 +87,7 @@ class TerminalView:
         last = record.step + 1 == self._total_steps
         if not self._console.is_terminal and (now - self._last_line_s >= LINE_EVERY_S or record.step == 0 or last):
             self._last_line_s = now
-            self.say(self._line(record))
+            self.say("  ".join(f"{name} {value}" for name, value in self._cells(record)))
 
     def use(self, use: RunUse) -> None:
         """Show the use of the pools until the next call."""
@@ -134,9 +134,6 @@ class TerminalView:
         self._console.print(
             f"  time      {_duration(summary['wall_s'])}, training {_duration(summary['train_wall_s'])}"
         )
-
-    def _line(self, record: StepRecord) -> str:
-        return "  ".join(f"{name} {value}" for name, value in self._cells(record))
 
     def _cells(self, record: StepRecord) -> list[tuple[str, str]]:
         """What is shown of a step: names and values."""

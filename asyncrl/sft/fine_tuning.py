@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -156,12 +156,7 @@ def read_demonstrations(config: RunConfig, tokenizer: Any) -> tuple[list[TokenSe
     sft = config.sft
     if not sft.train_files:
         raise ValueError("sft.train_files must name at least one parquet or jsonl file, got none")
-    form = DemonstrationFormat(
-        prompt_key=sft.prompt_key,
-        response_key=sft.response_key,
-        chat_template=sft.chat_template,
-        chat_template_kwargs=sft.chat_template_kwargs,
-    )
+    form = DemonstrationFormat(**{field.name: getattr(sft, field.name) for field in fields(DemonstrationFormat)})
     train, validation = (
         _sequences(load_demonstrations(files, form, tokenizer), config) for files in (sft.train_files, sft.val_files)
     )

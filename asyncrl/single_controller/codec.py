@@ -295,7 +295,9 @@ class Decoder:
     def strings(self, parts: list[Any]) -> np.ndarray:
         """An array of strings of any length."""
         items, *dims = parts
-        shape = checked_items(dims, items, str)
+        shape = checked_items(dims, items)
+        if not {str}.issuperset(map(type, items)):
+            raise WireError("array of strings holds an item of another type")
         return np.array(items, dtype=np.dtypes.StringDType()).reshape(shape)
 
     def nested_tensor(self, parts: list[Any]) -> Any:
@@ -481,11 +483,9 @@ def checked_shape(shape: Any) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def checked_items(shape: Any, items: Any, *kinds: type) -> tuple[int, ...]:
-    """Check a shape against its items in the header, and their types. Raises `WireError` if they do not fit."""
+def checked_items(shape: Any, items: Any) -> tuple[int, ...]:
+    """Check a shape against its items in the header. Raises `WireError` if they do not fit."""
     shape = checked_shape(shape)
     if not isinstance(items, list) or prod(shape) != len(items):
         raise WireError(f"array of shape {shape} does not have its {prod(shape)} items")
-    if kinds and not set(kinds).issuperset(map(type, items)):
-        raise WireError(f"array of {kinds} holds an item of another type")
     return shape

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 
 from asyncrl.core.errors import BatchError, WireError
 from asyncrl.single_controller.codec import Unsupported, buffer_of, descriptor, parse
@@ -96,20 +96,6 @@ def object_array(values: Any) -> np.ndarray:
         return column
 
 
-def tensors_together(tensors: Mapping[str, Any], num_batch_dims: int) -> TensorDict | None:
-    """A TensorDict, or None without tensors. Raises `BatchError` unless their leading dimensions agree."""
-    sizes = {
-        key: (tensor.size(0),) if is_nested(tensor) else tuple(tensor.shape[:num_batch_dims])
-        for key, tensor in tensors.items()
-    }
-    for key, size in sizes.items():
-        if not size:
-            raise BatchError(f"tensor {key!r} has no dimension, and needs one for the rows; put it into meta_info")
-    if len(set(sizes.values())) > 1:
-        raise BatchError(f"tensors must have the same first dimension, got {sizes}")
-    return TensorDict(source=dict(tensors), batch_size=next(iter(sizes.values()))) if tensors else None
-
-
 def picked(entries: dict[str, Any], keys: Iterable[str] | None) -> dict[str, Any]:
     """The named entries; None returns the same dict."""
     if keys is None:
@@ -170,45 +156,6 @@ class UnbuiltBatch:
         """The TensorDict, copied."""
         copies = {key: tensor.clone() for key, tensor in self.tensors.items()}
         return TensorDict(copies, self.batch_size, device=self.device)
-
-
-def sort_tensordict(tensor_dict: TensorDict) -> tuple[dict[str, Any], dict[str, np.ndarray], dict[str, Any]]:
-    """Tensors, per-row values and values for all rows of a TensorDict."""
-    tensors: dict[str, Any] = {}
-    arrays: dict[str, np.ndarray] = {}
-    facts: dict[str, Any] = {}
-    for key in map(str, tensor_dict.keys()):
-        value = tensor_dict.get(key)
-        if isinstance(value, torch.Tensor):
-            tensors[key] = value
-        elif isinstance(value, NonTensorStack):
-            arrays[key] = object_array([item.tolist() for item in value])
-        elif isinstance(value, NonTensorData):
-            facts[key] = value.data
-        else:
-            raise BatchError(
-                f"entry {key!r} is a {type(value).__name__}; only tensors and non-tensor data have a place"
-            )
-    return tensors, arrays, facts
-
-
-def join_tensordict(
-    tensors: Mapping[str, torch.Tensor],
-    arrays: Mapping[str, np.ndarray],
-    facts: Mapping[str, Any],
-    batch_size: tuple[int, ...],
-) -> TensorDict:
-    """The inverse of `sort_tensordict`."""
-    names = [*tensors, *arrays, *facts]
-    if len(set(names)) < len(names):
-        raise BatchError(f"a name stands in more than one part: {sorted({n for n in names if names.count(n) > 1})}")
-    joined: Any = TensorDict(dict(tensors), batch_size=batch_size)
-    for key, array in arrays.items():
-        values: list[Any] = [NonTensorData(value) for value in array]
-        joined.set(key, NonTensorStack.from_list(values))
-    for key, value in facts.items():
-        joined.set(key, NonTensorData(value, batch_size=joined.batch_size))
-    return joined
 
 
 def chunk_tensordict(data: TensorDictBase, chunks: int) -> list[TensorDictBase]:

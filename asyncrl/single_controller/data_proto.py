@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
-from tensordict import TensorDict
+from tensordict import NonTensorData, NonTensorStack, TensorDict
 from torch.utils.data import DataLoader
 
 from asyncrl.core.errors import BatchError
@@ -161,7 +161,16 @@ class DataProto:
             raise BatchError(f"num_batch_dims must be positive, and 1 beside arrays; got {num_batch_dims}")
         if not isinstance(non_tensors, Mapping | None):
             raise BatchError(f"non_tensors must be a dict of arrays or lists, got {type(non_tensors).__name__}")
-        batch = columns.tensors_together({} if tensors is None else tensors, num_batch_dims)
+        sizes = {
+            key: (tensor.size(0),) if is_nested(tensor) else tuple(tensor.shape[:num_batch_dims])
+            for key, tensor in (tensors or {}).items()
+        }
+        for key, size in sizes.items():
+            if not size:
+                raise BatchError(f"tensor {key!r} has no dimension, and needs one for the rows; put it into meta_info")
+        if len(set(sizes.values())) > 1:
+            raise BatchError(f"tensors must have the same first dimension, got {sizes}")
+        batch = TensorDict(source=dict(tensors), batch_size=next(iter(sizes.values()))) if tensors else None
         arrays = {
             key: value if isinstance(value, np.ndarray) else object_array(value)
             for key, value in (non_tensors or {}).items()
@@ -176,8 +185,20 @@ class DataProto:
         cls, tensor_dict: TensorDict, meta_info: dict[str, Any] | None = None, num_batch_dims: int = 1
     ) -> DataProto:
         """Sort a TensorDict into tensors, per-row values (arrays) and values for all rows (meta information)."""
-        tensors, arrays, facts = columns.sort_tensordict(tensor_dict)
-        facts = {**(meta_info or {}), **facts}
+        tensors: dict[str, Any] = {}
+        arrays: dict[str, Any] = {}
+        facts = dict(meta_info or {})
+        for key in map(str, tensor_dict.keys()):
+            value = tensor_dict.get(key)
+            if isinstance(value, torch.Tensor):
+                tensors[key] = value
+            elif isinstance(value, NonTensorStack):
+                arrays[key] = object_array([item.tolist() for item in value])
+            elif isinstance(value, NonTensorData):
+                facts[key] = value.data
+            else:
+                kind = type(value).__name__
+                raise BatchError(f"entry {key!r} is a {kind}; only tensors and non-tensor data have a place")
         if not tensors and not arrays:
             return cls(TensorDict({}, tensor_dict.batch_size) if tensor_dict.batch_size else None, meta_info=facts)
         return cls.from_dict(tensors, arrays, facts, num_batch_dims)
@@ -185,7 +206,16 @@ class DataProto:
     def to_tensordict(self) -> TensorDict:
         """One TensorDict of all three parts. Raises `BatchError` if two of them share a name."""
         batch_size = (len(self),) if self.batch is not None or self.non_tensor_batch else ()
-        return columns.join_tensordict(self._columns(), self.non_tensor_batch, self.meta_info, batch_size)
+        names = [*self._columns(), *self.non_tensor_batch, *self.meta_info]
+        if len(set(names)) < len(names):
+            raise BatchError(f"a name stands in more than one part: {sorted({n for n in names if names.count(n) > 1})}")
+        joined: Any = TensorDict(self._columns(), batch_size=batch_size)
+        for key, array in self.non_tensor_batch.items():
+            values: list[Any] = [NonTensorData(value) for value in array]
+            joined.set(key, NonTensorStack.from_list(values))
+        for key, value in self.meta_info.items():
+            joined.set(key, NonTensorData(value, batch_size=joined.batch_size))
+        return joined
 
     def __getitem__(self, item: Any) -> Any:
         if isinstance(item, slice):

@@ -44,21 +44,20 @@ def from_parts(kind: type, parts: Any, *, is_borrowed: bool = True) -> Any:
         batch, arrays, meta_info = parts["batch"], parts["non_tensor_batch"], parts["meta_info"]
         if type(arrays) is not dict or type(meta_info) is not dict:
             raise TypeError("its parts are not maps")
-        tensors = None if batch is None else _batch_of(*batch, is_borrowed=is_borrowed)
-        return kind(batch=tensors, non_tensor_batch=arrays, meta_info=meta_info)  # type: ignore[arg-type]
+        if batch is None:
+            return kind(batch=None, non_tensor_batch=arrays, meta_info=meta_info)
+        num_rows, tensors = batch
+        if type(num_rows) is not int or not 0 <= num_rows < sys.maxsize or type(tensors) is not dict:
+            raise ValueError(f"its batch has {num_rows!r:.40} rows, or no map of tensors")
+        for name, tensor in tensors.items():
+            if type(name) is not str or not isinstance(tensor, torch.Tensor | TensorDict):
+                raise TypeError(f"its batch holds something other than tensors with names: {name!r:.40}")
+            if tensor.size(0) != num_rows:
+                raise ValueError(f"its batch has {num_rows} rows, and {name!r} has not")
+        unbuilt = UnbuiltBatch(tensors, num_rows, is_borrowed=is_borrowed)
+        return kind(batch=unbuilt, non_tensor_batch=arrays, meta_info=meta_info)
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise WireError(f"message is not a DataProto: {error}") from error
-
-
-def _batch_of(num_rows: Any, tensors: Any, *, is_borrowed: bool) -> UnbuiltBatch:
-    if type(num_rows) is not int or not 0 <= num_rows < sys.maxsize or type(tensors) is not dict:
-        raise ValueError(f"its batch has {num_rows!r:.40} rows, or no map of tensors")
-    for name, tensor in tensors.items():
-        if type(name) is not str or not isinstance(tensor, torch.Tensor | TensorDict):
-            raise TypeError(f"its batch holds something other than tensors with names: {name!r:.40}")
-        if tensor.size(0) != num_rows:
-            raise ValueError(f"its batch has {num_rows} rows, and {name!r} has not")
-    return UnbuiltBatch(tensors, num_rows, is_borrowed=is_borrowed)
 
 
 _FILE_MAGIC = b"aRLfile\x01"
