@@ -37,10 +37,28 @@ class AttentionKernel(StrEnum):
 
 
 class GradientSync(StrEnum):
-    """When the ranks sum their gradients."""
+    """When the ranks sum their gradients; ``auto`` decides by size (`sums_each_micro_batch`)."""
 
+    auto = "auto"
     update = "update"
     micro_batch = "micro_batch"
+
+
+WHOLE_GRADIENTS_SHARE = 0.15
+"""Largest share of a GPU's memory for whole gradients with ``gradient_sync=auto``: 3 billion parameters on 80 GB."""
+
+
+def sums_each_micro_batch(sync: GradientSync, num_trained: int, card_bytes: int) -> bool:
+    """Whether the ranks sum gradients after each micro-batch.
+
+    Args:
+        sync: ``learner.gradient_sync``.
+        num_trained: Number of trained parameters, of all ranks.
+        card_bytes: Memory of a rank's GPU; 0 on the CPU, where ``auto`` is ``update``.
+    """
+    if sync is GradientSync.auto:
+        return card_bytes > 0 and 4 * num_trained > WHOLE_GRADIENTS_SHARE * card_bytes
+    return sync is GradientSync.micro_batch
 
 
 class Resharding(StrEnum):
@@ -475,7 +493,7 @@ class LearnerConfig:
             self-test confirms it for the model. Models with layers that carry a state from token to token do not
             share prompts.
         logprob_chunk_tokens: Number of tokens per chunk of float32 logits; one chunk is in memory at a time.
-        activation_checkpointing: Recompute layers in the backward pass.
+        activation_checkpointing: Recompute layers in the backward pass. null: on CUDA only.
         torch_compile: Compile the decoder layers with ``torch.compile``; the first steps take longer.
         skip_selftest: Reason for skipping the self-test of loaded models; empty runs the self-test. Example:
             ``checked by hand``.
@@ -483,7 +501,8 @@ class LearnerConfig:
             fsdp_size copies, for example one copy per node.
         gradient_sync: ``update`` sums gradients over the ranks once per optimizer update; each rank holds whole
             gradients in float32 until then. ``micro_batch`` reduce-scatters them after each micro-batch, which needs
-            less memory. HSDP sums the gradients of its copies once per update in both cases.
+            less memory. ``auto`` is ``micro_batch`` if whole gradients take more than 15% of the GPU's memory, else
+            ``update``. HSDP sums the gradients of its copies once per update in all cases.
         resharding: ``layer`` frees a layer's gathered parameters after its forward pass and after its backward pass.
             ``update`` keeps them from the first micro-batch of an update to the last: faster, more memory.
         offload_policy: Keep parameters, gradients and optimizer state on the host all the time (FSDP's CPU offload
@@ -517,11 +536,11 @@ class LearnerConfig:
     max_tokens_per_micro_batch: int = 16384
     share_prompts: bool = True
     logprob_chunk_tokens: int = 1024
-    activation_checkpointing: bool = False
+    activation_checkpointing: bool | None = None
     torch_compile: bool = False
     skip_selftest: str = ""
     fsdp_size: int = -1
-    gradient_sync: GradientSync = GradientSync.update
+    gradient_sync: GradientSync = GradientSync.auto
     resharding: Resharding = Resharding.layer
     offload_policy: bool = False
     param_offload: bool = False

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property
 from typing import Any
@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 
-from .config import RENDEZVOUS_FILE, Device, Dtype, GradientSync, LearnerConfig, Resharding
+from .config import RENDEZVOUS_FILE, Device, Dtype, GradientSync, LearnerConfig, Resharding, sums_each_micro_batch
 
 MIN_UNIT_NUMEL = 1_000_000
 """A layer with fewer parameters joins the root unit: separate collectives would cost more than they overlap."""
@@ -66,6 +66,21 @@ def parameter_types(config: LearnerConfig, device: torch.device) -> ParameterTyp
         )
     frozen = compute if config.frozen_dtype is Dtype.auto else getattr(torch, config.frozen_dtype)
     return ParameterTypes(compute=compute, trained=torch.float32, frozen=frozen)
+
+
+def with_memory_options(config: LearnerConfig, model: nn.Module, device: torch.device) -> LearnerConfig:
+    """Replace the options that depend on the device and on the number of trained parameters by their values."""
+    on_cuda = device.type == "cuda"
+    card_bytes = torch.cuda.get_device_properties(device).total_memory if on_cuda else 0
+    num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    each = sums_each_micro_batch(config.gradient_sync, num_trained, card_bytes)
+    return replace(
+        config,
+        activation_checkpointing=on_cuda
+        if config.activation_checkpointing is None
+        else config.activation_checkpointing,
+        gradient_sync=GradientSync.micro_batch if each else GradientSync.update,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

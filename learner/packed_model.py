@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from .attention_kernels import AttentionShape, attention_kernel
 from .config import LearnerConfig
-from .fsdp import LearnerMesh, open_mesh, parameter_types, shard_model
+from .fsdp import LearnerMesh, open_mesh, parameter_types, shard_model, with_memory_options
 from .heads import LogProbHead, PackedHead
 from .lora import adapters_off, add_adapters, fill_adapters
 from .packing import MicroBatch, pack, tokens_in_loss
@@ -91,6 +91,7 @@ class PackedModel:
         shape = AttentionShape.of(pretrained.config)
         self.head.attention = attention_kernel(config.attention, self.mesh.device, self.types.compute, shape)
         validate_ulysses_config(getattr(pretrained.config, "num_attention_heads", config.sp_size), config.sp_size)
+        config = self.config = with_memory_options(config, pretrained, self.mesh.device)
         if config.activation_checkpointing:
             pretrained.gradient_checkpointing_enable({"use_reentrant": False})
         self._rope_limit = rope_limit(pretrained.config.get_text_config().to_dict())

@@ -1,14 +1,16 @@
-"""``asyncrl plan RUN | SPEC.yaml``: predict throughput, idle time and lag of other options, and recommend a choice.
+"""``asyncrl plan RUN | SPEC.yaml | --fit MODEL``: predict the effect of other options, or what fits on some GPUs.
 
 RUN is the folder of a run, which may still be in progress. SPEC.yaml is a scenario (docs/planning.md). The command
 writes ``plan.json``, which the run's report shows, the chart ``plan.png`` and, for a run, ``advice.json``. A run starts
-this command after its last step with ``--only-advice`` (`asyncrl.run.reporting`).
+this command after its last step with ``--only-advice`` (`asyncrl.run.reporting`). ``--fit`` prints the divisions of
+GPUs between ranks and engines that fit into memory (`asyncrl.planner.fit`).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import resource
 import sys
 import time
@@ -17,7 +19,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from asyncrl.cli.compose import read_config
+from asyncrl.cli.compose import CONFIG_DIR, compose_run, read_config
+from asyncrl.config import RunConfig
 from asyncrl.core.errors import AsyncRLError
 from asyncrl.metrics.records import write_json
 from asyncrl.planner.calibration import Calibration, calibrate
@@ -32,6 +35,8 @@ from asyncrl.planner.choices import (
     misses,
     splits_of,
 )
+from asyncrl.planner.device_memory import GIB, longest_sample
+from asyncrl.planner.fit import CARDS, DeviceUse, card_bytes, check_memory_of_devices, layouts_that_fit, model_size
 from asyncrl.planner.scenario import Scenario, load_spec
 from asyncrl.profile.report import Advice, advice_file
 from asyncrl.profile.trace import FOLDER, Trace
@@ -49,7 +54,12 @@ _PROGRESS_EVERY_S = 3.0
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.fit:
+        return _print_fit(options)
+    if options.target is None:
+        parser.error("the folder of a run, a scenario or --fit MODEL is required")
     target = Path(options.target)
     if options.only_advice:
         return _write_advice_only(target, options)
@@ -85,7 +95,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="asyncrl plan", description=__doc__.partition("\n")[0] if __doc__ else "")
-    parser.add_argument("target", metavar="RUN|SPEC", help="folder of a run, or YAML file of a scenario")
+    parser.add_argument("target", metavar="RUN|SPEC", nargs="?", help="folder of a run, or YAML file of a scenario")
+    parser.add_argument("--fit", metavar="MODEL", help="folder with config.json, name of a model or of an experiment")
+    parser.add_argument("--gpu", metavar="NAME:COUNT", default="H100:8", help="the GPUs of --fit; default: H100:8")
     parser.add_argument("--max-lag", type=int, nargs="+", default=[0, 1, 2, 4], help="staleness bounds to predict")
     parser.add_argument("--publish-every", type=int, nargs="+", default=[1, 2], help="steps between published versions")
     parser.add_argument("--batch", type=int, nargs="+", default=[], help="groups per step; default: the run's value")
@@ -202,6 +214,80 @@ def _write_frontier(run_dir: Path, calibration: Calibration, options: argparse.N
         sys.stderr.write(f"the replay misses the measured step time by more than {MAX_REPLAY_ERROR:.0%}: no frontier\n")
         return
     write_json(run_dir / "plan.json", {**plan.to_dict(), "advice": None})
+
+
+# Memory
+
+
+def _print_fit(options: argparse.Namespace) -> int:
+    """Print the divisions of the GPUs between ranks and engines that fit, with the bytes of each kind."""
+    name, _, count = options.gpu.partition(":")
+    try:
+        if not (count or "1").isdecimal() or not int(count or "1"):
+            raise ValueError(f"--gpu must be NAME:COUNT, for example H100:8, got {options.gpu!r}")
+        card, num_gpus = card_bytes(name), int(count or "1")
+        config = experiment_or_model(options.fit)
+        model = model_size(config.model.path)
+    except (ValueError, AsyncRLError) as error:
+        sys.stderr.write(f"error: {error}\n")
+        return EXIT_USAGE
+    layouts = layouts_that_fit(config, model, card, num_gpus)
+    if options.json:
+        sys.stdout.write(json.dumps([asdict(layout) for layout in layouts]) + "\n")
+        return 0
+    experts = (
+        f", {model.num_experts} experts per layer, {model.experts_per_token} per token" if model.num_experts else ""
+    )
+    lines = [
+        f"{options.fit}: {model.num_parameters / 1e9:.2f} billion parameters{experts}; {num_gpus} x {name.upper()} of "
+        f"{card / GIB:.1f} GiB; samples of up to {longest_sample(config):,} tokens",
+        "",
+        f"{'ranks':>5} {'sp':>3} {'engines':>9} {'token budget':>12}  GiB of a rank, by kind",
+    ]
+    for layout in layouts:
+        engines = f"{layout.num_engines} x tp {layout.tp_size}"
+        lines.append(
+            f"{layout.num_ranks:>5} {layout.sp_size:>3} {engines:>9} {layout.budget:>12,}  {_kinds(layout.rank)}"
+        )
+    engine = _kinds(layouts[0].engine) if layouts else ""
+    lines += ["", f"GiB of an engine's GPU: {engine}"] if layouts else [NOTHING_FITS]
+    sys.stdout.write("\n".join([*lines, ""]))
+    return 0 if layouts else 1
+
+
+NOTHING_FITS = "nothing fits: use more GPUs, GPUs with more memory, or learner.lora.rank for adapters"
+
+
+def _kinds(use: DeviceUse) -> str:
+    parts = ", ".join(f"{kind} {size / GIB:.1f}" for kind, size in use.parts.items() if size >= GIB / 20)
+    return f"{use.total / GIB:.1f}: {parts}"
+
+
+def experiment_or_model(name: str) -> RunConfig:
+    """The configuration of a shipped experiment, or the default configuration with a model in a folder or by name."""
+    if (CONFIG_DIR / "experiment" / f"{name}.yaml").is_file():
+        return compose_run([f"experiment={name}"])
+    return compose_run(["experiment=custom", f"model.path={name}"])
+
+
+def experiments_that_fit() -> dict[str, str]:
+    """For each shipped experiment, why it does not fit on the GPUs that its file names; empty if it fits.
+
+    A file names its GPUs in the comment ``Hardware: ... GPUs of 80 GB``. An experiment without such a comment has no
+    requirement: the quickstart's model, or your own.
+    """
+    reasons = {}
+    for path in sorted((CONFIG_DIR / "experiment").glob("*.yaml")):
+        named = re.search(r"GPUs? of (\d+) GB", path.read_text())
+        config = compose_run([f"experiment={path.stem}"])
+        reasons[path.stem] = ""
+        if named:
+            smallest = min(size for size in map(card_bytes, CARDS) if size >= int(named[1]) * 0.93 * GIB)
+            try:
+                check_memory_of_devices(config, model_size(config.model.path), smallest)
+            except ValueError as error:
+                reasons[path.stem] = str(error)
+    return reasons
 
 
 # Output

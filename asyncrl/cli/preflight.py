@@ -29,12 +29,13 @@ from asyncrl.config import (
     with_time_to_read,
 )
 from asyncrl.core.errors import AsyncRLError
-from asyncrl.core.host import visible_gpus
+from asyncrl.core.host import gpu_memory_bytes, visible_gpus
 from asyncrl.core.types import Prompt
 from asyncrl.data.prompts import PromptStream, Tokenizer, load_eval_prompts, load_tokenizer
 from asyncrl.metrics import check_trackers, counted
 from asyncrl.metrics.trackers import split_address
-from asyncrl.planner.device_memory import GIB, ModelSize, engine_memory, kv_tokens, rank_memory
+from asyncrl.planner.device_memory import GIB, kv_tokens
+from asyncrl.planner.fit import CARDS, card_bytes, check_memory_of_devices, device_uses, model_size
 from asyncrl.run.run_folder import SHARED_MEMORY, check_memory
 from asyncrl.sft.warm_start import finished_warm_start
 from buffer.config import Durability
@@ -58,6 +59,7 @@ async def preflight(config: RunConfig, say: Callable[[str], None]) -> tuple[Prom
     if not config.ray.address:  # a cluster that the run joins may have other devices and packages
         check_placement(config, num_cpus=os.cpu_count() or 1, num_gpus=visible_gpus())
         check_engine_installed(config.rollout_fleet)
+        check_gpu_memory(config, gpu_memory_bytes())
     check_files(config)
     for oddity in odd_options(config):
         say(f"warning: {oddity}")
@@ -77,6 +79,20 @@ async def preflight(config: RunConfig, say: Callable[[str], None]) -> tuple[Prom
     if not config.ray.address:
         await try_reward(config, first)
     return prompts, held_out
+
+
+def check_gpu_memory(config: RunConfig, card: int) -> None:
+    """Refuse a run that does not fit on its GPUs. A model whose sizes have unusual names is not checked.
+
+    Raises:
+        ValueError: the message has the bytes of each device by kind, and the options that make the run fit.
+    """
+    try:
+        model = model_size(config.model.path)
+    except ValueError:  # the dry run shows this error; `check_files` names a missing folder
+        return
+    if card:
+        check_memory_of_devices(config, model, card)
 
 
 def check_folders(config: RunConfig) -> None:
@@ -219,12 +235,12 @@ class DryRun:
 
     Attributes:
         problems: Errors of the checks; empty if the run can start.
-        memory: Bytes by device and part; empty without a model.
+        memory: Lines with the bytes of each kind of device by kind; empty without a model.
         page: The text for the user.
     """
 
     problems: list[str]
-    memory: dict[str, dict[str, int]]
+    memory: list[str]
     page: str
 
 
@@ -246,14 +262,10 @@ def dry_run(config: RunConfig) -> DryRun:
             asyncio.run(preflight(with_assets, notes.append))
         except ValueError as error:
             problems.append(str(error))
-        memory = _memory(with_assets, problems)
-    table: list[str] = []
-    for device, parts in memory.items():
-        table += [f"{device}: {_amount(sum(parts.values()))}"]
-        table += [f"  {part:20} {_amount(size):>12}" for part, size in parts.items()]
+        memory = list(_memory(with_assets, problems))
     sections: dict[str, Iterable[str]] = {
         "placement": _placement(config, with_assets),
-        "memory per device (activations, logits and KV cache are estimates)": table,
+        "memory per device": memory,
         "tokens of a learner step": _tokens(config),
         "staleness": _staleness(config),
         "waits for, in this order": _waits(with_time_to_read(with_assets)),
@@ -267,18 +279,25 @@ def dry_run(config: RunConfig) -> DryRun:
     return DryRun(problems=problems, memory=memory, page=page if problems else f"{page}\nevery check passed\n")
 
 
-def _memory(config: RunConfig, problems: list[str]) -> dict[str, dict[str, int]]:
-    """Memory per kind of device; colocated ranks and engines share a device."""
+def _memory(config: RunConfig, problems: list[str]) -> Iterator[str]:
+    """The memory of each kind of device by kind, held against the smallest visible GPU, or against the known GPUs."""
     try:
-        model = ModelSize.of(config.model.path)
+        model = model_size(config.model.path)
     except ValueError as error:
         problems.append(str(error))
-        return {}
-    ranks = {f"learner rank ({pool})": parts for pool, parts in rank_memory(config, model).items()}
-    engine = engine_memory(config, model)
-    if not config.placement.colocated:
-        return {**ranks, "engine": engine}
-    return {f"{name} and engine, in turns": {**parts, **engine} for name, parts in ranks.items()}
+        return
+    card = 0 if config.ray.address else gpu_memory_bytes()
+    on_cards = {name: device_uses(config, model, card_bytes(name)) for name in CARDS}
+    for number, use in enumerate(device_uses(config, model, card)):
+        on_cuda = use.card_bytes or on_cards["H100"][number].card_bytes
+        fitting = [name for name, uses in on_cards.items() if uses[number].fits]
+        against = f"; fits on {', '.join(fitting) or 'none of ' + ', '.join(CARDS)}" if on_cuda else ""
+        if "kv cache" in use.parts:
+            against += " (SGLang limits the KV cache to the free memory)" if on_cuda else ""
+        if use.card_bytes:
+            against = f" of {_amount(use.usable)}" + ("" if use.fits else ": does not fit")
+        yield f"{use.name}: {_amount(use.total)}{against}"
+        yield from (f"  {part:22} {_amount(size):>12}" for part, size in use.parts.items())
 
 
 def _placement(asked: RunConfig, config: RunConfig) -> Iterator[str]:

@@ -123,35 +123,63 @@ def visible_gpus(environment: Mapping[str, str] = os.environ) -> int:
         DeadlineError: the NVIDIA driver does not answer.
     """
     tool = shutil.which("nvidia-smi")
-    listed = _listed_uuids(tool) if tool is not None else []
+    return len(_visible(_listed_uuids(tool), environment)) if tool is not None else 0
+
+
+def gpu_memory_bytes(environment: Mapping[str, str] = os.environ) -> int:
+    """Return the memory of the smallest GPU that CUDA shows to a process with this environment.
+
+    Returns 0 without a GPU, with a MIG instance, or if the driver does not tell. The errors are those of
+    `visible_gpus`.
+    """
+    tool = shutil.which("nvidia-smi")
+    uuids = _visible(_listed_uuids(tool), environment) if tool is not None else []
+    if tool is None or not uuids:
+        return 0
+    listed = _answer(tool, "--query-gpu=uuid,memory.total", "--format=csv,noheader,nounits")
+    rows = (line.partition(",") for line in listed)
+    mib = {uuid.strip(): int(size) for uuid, _, size in rows if size.strip().isdecimal()}
+    return min(mib.get(uuid, 0) for uuid in uuids) << 20
+
+
+def _visible(listed: list[str], environment: Mapping[str, str]) -> list[str]:
+    """The UUIDs of the visible GPUs; a MIG instance has its own, which ``listed`` lacks."""
     chosen = environment.get("CUDA_VISIBLE_DEVICES")
     if chosen is None:
-        return len(listed)
-    count = 0
+        return listed
+    found = []
     for entry in map(str.strip, chosen.split(",")):
-        is_index = entry.isdecimal() and int(entry) < len(listed)
-        is_uuid = entry.startswith(("GPU-", "MIG-")) and any(uuid.startswith(entry) for uuid in listed)
-        is_instance = entry.startswith("MIG-") and bool(listed)  # nvidia-smi -L lists instances below their GPU
-        if not (is_index or is_uuid or is_instance):
+        if entry.isdecimal() and int(entry) < len(listed):
+            found.append(listed[int(entry)])
+        elif entry.startswith("MIG-") and listed:  # nvidia-smi -L lists instances below their GPU
+            found.append(entry)
+        elif entry.startswith("GPU-") and any(uuid.startswith(entry) for uuid in listed):
+            found.append(next(uuid for uuid in listed if uuid.startswith(entry)))
+        else:
             break
-        count += 1
-    return count
+    return found
 
 
 @cache
 def _listed_uuids(tool: str) -> list[str]:
     """UUIDs of this machine's GPUs, in the order of the NVIDIA driver."""
-    process = subprocess.Popen([tool, "-L"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    lines = [line for line in _answer(tool, "-L") if line.startswith("GPU ")]
+    return [line.rpartition("UUID: ")[2].rstrip(")") for line in lines]
+
+
+@cache
+def _answer(tool: str, *arguments: str) -> list[str]:
+    """The lines that the tool prints. Raises `DeadlineError` if the NVIDIA driver does not answer."""
+    process = subprocess.Popen([tool, *arguments], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
         listed, _ = process.communicate(timeout=_DRIVER_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         process.kill()  # and do not wait: a process that hangs in the driver does not die
         raise DeadlineError(
-            f"{tool} -L must list the GPUs of this machine within {_DRIVER_TIMEOUT_S:g} s, got no answer: the NVIDIA "
-            "driver hangs; reset the GPUs or restart the machine, or run on another machine"
+            f"{tool} {' '.join(arguments)} must list the GPUs of this machine within {_DRIVER_TIMEOUT_S:g} s, got no "
+            "answer: the NVIDIA driver hangs; reset the GPUs or restart the machine, or run on another machine"
         ) from None
-    lines = [line for line in listed.splitlines() if line.startswith("GPU ")]
-    return [line.rpartition("UUID: ")[2].rstrip(")") for line in lines]
+    return listed.splitlines()
 
 
 def leave_stop_to_owner() -> None:

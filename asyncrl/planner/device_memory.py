@@ -1,25 +1,31 @@
-"""Estimates the memory of each device by part from the options and ``config.json``, before the run starts.
+"""Computes the memory of each device by kind from the options and ``config.json``, before the run starts.
 
-The memory of parameters, gradients and optimizer state follows from the way the learner stores them (docs/learner.md).
-Activations and logits are estimates from the tensors that a layer keeps for its backward pass. The KV cache is the
-cache of the longest possible samples.
+`rank_bytes` follows the way in which the learner stores, gathers and reduces a model; docs/gpus.md has the formula term
+by term. `engine_memory` follows SGLang's own division of a card.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from asyncrl.config import LEARNER_POOL, RunConfig, learner_pools, learner_roles, model_settings
-from learner.config import Device, Dtype, GradientSync, Resharding
-from rollout_fleet.config import FLOAT32_NAMES
+from learner.config import Device, Dtype, Resharding, sums_each_micro_batch
+from rollout_fleet.config import FLOAT32_NAMES, EngineDevice, EngineKind
 
-_FLOAT32_BYTES = 4
-_ADAM_STATES = 2
-_LOGITS_COPIES = 3
-"""Float32 tensors in the shape of a chunk's logits at the same time: logits, log-softmax and gradient."""
 GIB = 1 << 30
+_MIB = 1 << 20
+_FLOAT32_BYTES = 4
+CONTEXT_BYTES = 2 * GIB
+"""CUDA context, kernels, and the buffers of NCCL and cuBLAS: on a rank, outside of what torch allocates."""
+_PLAIN_HEADS = frozenset({"gemma", "gemma2", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen2_moe"})
+"""Types of models that do not normalize queries and keys; other types are assumed to do so."""
+_GRAPH_SIZES = 58
+"""CUDA graphs that SGLang captures for prefill, at 8 MiB each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +41,10 @@ class ModelSize:
         key: Key heads × head size.
         vocabulary: Number of tokens in the vocabulary.
         linear_rows: Sum of the input and output widths of all linear layers: the parameters of LoRA adapters of rank 1.
+        is_tied: Whether the output layer is the input embedding.
+        num_experts: Number of experts per layer; 0 for a dense model.
+        experts_per_token: Number of experts that compute a token; 0 for a dense model.
+        norms_heads: Whether queries and keys are normalized, as in Qwen3.
     """
 
     num_parameters: int
@@ -45,6 +55,20 @@ class ModelSize:
     key: int
     vocabulary: int
     linear_rows: int
+    is_tied: bool = False
+    num_experts: int = 0
+    experts_per_token: int = 0
+    norms_heads: bool = True
+
+    @property
+    def root(self) -> int:
+        """Parameters outside the layers, which FSDP gathers as one unit: embeddings, output layer and last norm."""
+        return self.vocabulary * self.hidden * (1 if self.is_tied else 2) + self.hidden
+
+    @property
+    def layer(self) -> int:
+        """Parameters of one layer."""
+        return max(0, self.num_parameters - self.root) // max(1, self.num_layers)
 
     @classmethod
     def of(cls, path: str) -> ModelSize:
@@ -55,34 +79,46 @@ class ModelSize:
         """
         if not Path(path, "config.json").is_file():
             raise ValueError(f"model.path={path} holds no config.json: the memory of its model cannot be estimated")
+        return cls.from_settings(model_settings(path), path, num_stored=_stored_parameters(Path(path)))
+
+    @classmethod
+    def from_settings(cls, settings: Mapping[str, Any], name: str, *, num_stored: int = 0) -> ModelSize:
+        """Compute the sizes from the settings of ``config.json``; ``num_stored`` replaces the computed parameters.
+
+        Raises:
+            ValueError: the settings lack the usual names of a decoder's sizes; the message has the model's name.
+        """
         try:
-            settings = model_settings(path)
             hidden, num_layers = settings["hidden_size"], settings["num_hidden_layers"]
             heads = settings["num_attention_heads"]
             head_dim = settings.get("head_dim") or hidden // heads
             query, key = heads * head_dim, settings.get("num_key_value_heads", heads) * head_dim
             num_experts = settings.get("num_experts") or settings.get("num_local_experts") or 0
             width = settings.get("moe_intermediate_size") or settings["intermediate_size"]
-            visited = settings.get("num_experts_per_tok", 1) if num_experts else 1
+            visited = settings.get("num_experts_per_tok", 1) if num_experts else 0
             vocabulary = settings["vocab_size"]
         except KeyError as error:
             raise ValueError(
-                f"model.path={path}: the memory of its model cannot be estimated, config.json lacks {error}"
+                f"model.path={name}: the memory of its model cannot be estimated, config.json lacks {error}"
             ) from error
+        is_tied = bool(settings.get("tie_word_embeddings"))
         attention = hidden * (2 * query + 2 * key)
         mlp = 3 * hidden * width * max(1, num_experts) + hidden * num_experts
-        embeddings = vocabulary * hidden * (1 if settings.get("tie_word_embeddings") else 2)
-        counted = _stored_parameters(Path(path))
+        embeddings = vocabulary * hidden * (1 if is_tied else 2)
         linear = num_layers * (4 * hidden + 2 * query + 2 * key + 3 * (hidden + width) * max(1, num_experts))
         return cls(
-            num_parameters=counted or num_layers * (attention + mlp + 2 * hidden) + embeddings + hidden,
+            num_parameters=num_stored or num_layers * (attention + mlp + 2 * hidden) + embeddings + hidden,
             num_layers=num_layers,
             hidden=hidden,
-            intermediate=width * visited,
+            intermediate=width * max(1, visited),
             query=query,
             key=key,
             vocabulary=vocabulary,
             linear_rows=linear,
+            is_tied=is_tied,
+            num_experts=num_experts,
+            experts_per_token=visited,
+            norms_heads=settings.get("model_type") not in _PLAIN_HEADS,
         )
 
 
@@ -92,106 +128,238 @@ def _stored_parameters(path: Path) -> int:
     for file in path.glob("*.safetensors"):
         with file.open("rb") as stream:
             header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
-        for name, tensor in header.items():
-            if name != "__metadata__":
-                size = 1
-                for length in tensor["shape"]:
-                    size *= length
-                total += size
+        total += sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
     return total
 
 
-def rank_memory(config: RunConfig, model: ModelSize) -> dict[str, dict[str, int]]:
-    """Peak memory of one rank, as learner pool → part → bytes."""
-    parts: dict[str, dict[str, int]] = {}
+# Learner ranks
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankSetup:
+    """The options of a learner rank that determine its memory.
+
+    Attributes:
+        num_shards: Ranks that share one copy of the parameters.
+        tokens: Tokens of a micro-batch on this rank. ``sp_size`` ranks share sequences, with so many tokens each.
+        checkpointing: Layers are recomputed in the backward pass.
+        whole_gradients: Gradients stay whole, in float32, until the update (``gradient_sync=update``).
+        compute_bytes: Bytes of a number in the computation: 2 in bfloat16, 4 in float32.
+        frozen_bytes: Bytes of a stored frozen parameter.
+        chunk_tokens: Tokens whose logits are in memory at the same time.
+        keeps_gathered: Gathered parameters stay from the first to the last micro-batch (``resharding=update``).
+        lora_rank: Rank of the adapters; 0 trains all parameters.
+        has_entropy_bonus: The loss has a gradient of the entropy.
+        offloaded: Parameters, gradients and optimizer state stay on the host (``offload_policy``).
+    """
+
+    num_shards: int
+    tokens: int
+    checkpointing: bool = True
+    whole_gradients: bool = False
+    compute_bytes: int = 2
+    frozen_bytes: int = 2
+    chunk_tokens: int = 1024
+    keeps_gathered: bool = False
+    lora_rank: int = 0
+    has_entropy_bonus: bool = False
+    offloaded: bool = False
+
+    @property
+    def gathers(self) -> bool:
+        """Whether FSDP makes gathered copies. A single rank that computes in float32 uses the stored parameters."""
+        return self.num_shards > 1 or self.compute_bytes != _FLOAT32_BYTES or self.offloaded
+
+
+def rank_bytes(model: ModelSize, setup: RankSetup) -> dict[str, int]:
+    """Peak memory of a rank that trains a model, as kind → bytes; the sum is the peak of what torch allocates.
+
+    The first five kinds stay during an update. The others are those of the largest of three moments of the backward
+    pass: the output layer, a decoder layer, and the end, when FSDP reduces the root unit.
+    """
+    size, shards, gathers = setup.compute_bytes, setup.num_shards, int(setup.gathers)
+    trained = setup.lora_rank * model.linear_rows or model.num_parameters
+    on_device = _FLOAT32_BYTES * trained // shards * (not setup.offloaded)
+    root, layer = (0, 0) if setup.lora_rank else (model.root, model.layer)  # parameters whose gradients a unit reduces
+    head = 0 if setup.lora_rank else model.vocabulary * model.hidden
+    gathered = model.num_parameters if setup.keeps_gathered else model.root
+    held = {
+        "parameters": on_device,
+        "frozen parameters": setup.frozen_bytes * model.num_parameters // shards if setup.lora_rank else 0,
+        "optimizer": 2 * on_device,
+        "gradients": _FLOAT32_BYTES * trained if setup.whole_gradients else on_device,
+        "gathered root unit": gathers * size * gathered,
+    }
+    prefetched = 0 if setup.keeps_gathered else gathers * size * model.layer
+    reduced = gathers * (not setup.whole_gradients) * _FLOAT32_BYTES
+    kept = setup.tokens * _kept_per_token(model, setup)
+    chunk, of_logits = setup.chunk_tokens * model.vocabulary, 22 if setup.has_entropy_bonus else 14
+    moments = (
+        {
+            "gathered layers": prefetched,
+            "activations": kept + setup.tokens * (size + 2 * _FLOAT32_BYTES) * model.hidden,  # last norm, its input
+            "output layer": _FLOAT32_BYTES * head + max(_FLOAT32_BYTES * head + 6 * chunk, of_logits * chunk),
+        },
+        {
+            "gathered layers": 2 * prefetched,
+            "activations": kept + setup.tokens * _layer_backward_per_token(model, setup),
+            "gradients in transit": size * head * gathers + (size * gathers + reduced) * layer,
+        },
+        {"gradients in transit": reduced * root},  # the gathered root unit is freed before
+    )
+    largest = max(moments, key=lambda moment: sum(moment.values()))
+    return {name: number for name, number in {**held, **largest}.items() if number}
+
+
+def _kept_per_token(model: ModelSize, setup: RankSetup) -> int:
+    """Bytes per token that all layers keep for the backward pass: their inputs, or all that a layer computes."""
+    if setup.checkpointing:
+        return setup.compute_bytes * model.hidden * model.num_layers
+    return model.num_layers * _layer_per_token(model, setup.compute_bytes)
+
+
+def _layer_per_token(model: ModelSize, size: int, *, in_backward: bool = False) -> int:
+    """Bytes per token that one layer keeps; ``in_backward`` adds the gradients of its widest part.
+
+    Norms compute in float32: each keeps its input in float32, and twice in the dtype of the computation. The MLP keeps
+    gate, activation, up and product, and a mixture the input and the output of each expert. Queries, keys, values and
+    the output of attention are kept once, and normalized queries and keys in float32 and before the rotation.
+    """
+    norm = _FLOAT32_BYTES + 2 * size
+    heads = model.query + model.key
+    attention = (norm + size if model.norms_heads else 2 * size) * heads
+    mlp = 4 * size * model.intermediate + 2 * size * model.hidden * model.experts_per_token
+    if in_backward:
+        mlp = max(mlp + 2 * size * model.intermediate, 4 * _FLOAT32_BYTES * model.hidden)  # of the MLP, or of a norm
+    return 2 * norm * model.hidden + attention + mlp
+
+
+def _layer_backward_per_token(model: ModelSize, setup: RankSetup) -> int:
+    """Bytes per token while the backward pass is in a layer, besides what the layers keep."""
+    whole = _layer_per_token(model, setup.compute_bytes, in_backward=True)
+    return whole if setup.checkpointing else whole - _layer_per_token(model, setup.compute_bytes)
+
+
+def rank_setup(config: RunConfig, pool: str, model: ModelSize, *, card_bytes: int = 0) -> RankSetup:
+    """The setup of the ranks of a pool that train the policy; without a card, ``gradient_sync=auto`` is ``update``."""
+    learner = config.learner
+    on_cuda, size = learner.device is Device.cuda, learner_pools(config)[pool]
+    half = 2 if learner.dtype is Dtype.bfloat16 or (learner.dtype is Dtype.auto and on_cuda) else _FLOAT32_BYTES
+    frozen = {Dtype.auto: half, Dtype.bfloat16: 2, Dtype.float32: _FLOAT32_BYTES}[learner.frozen_dtype]
+    trained = learner.lora.rank * model.linear_rows or model.num_parameters
+    in_step = config.algorithm.groups_per_step * config.algorithm.samples_per_prompt * longest_sample(config)
+    return RankSetup(
+        num_shards=learner.fsdp_size if pool == LEARNER_POOL and learner.fsdp_size > 0 else size,
+        tokens=min(learner.max_tokens_per_micro_batch, -(-in_step // learner.num_ranks)),
+        checkpointing=on_cuda if learner.activation_checkpointing is None else learner.activation_checkpointing,
+        whole_gradients=not sums_each_micro_batch(learner.gradient_sync, trained, card_bytes if on_cuda else 0),
+        compute_bytes=half,
+        frozen_bytes=frozen,
+        chunk_tokens=learner.logprob_chunk_tokens,
+        keeps_gathered=learner.resharding is Resharding.update,
+        lora_rank=learner.lora.rank,
+        has_entropy_bonus=config.algorithm.entropy_coef > 0,
+        offloaded=learner.offload_policy,
+    )
+
+
+def rank_memory(config: RunConfig, model: ModelSize, *, card_bytes: int = 0) -> dict[str, dict[str, int]]:
+    """Peak memory of one rank of each learner pool, as pool → kind → bytes.
+
+    The roles of a pool take turns: what they store adds up, and what they compute with counts once.
+    """
+    pools: dict[str, dict[str, int]] = {}
     for role, pool in learner_roles(config).items():
-        is_trained = role in ("actor", "critic")
-        of_role = _trained(config, model, role, pool) if is_trained else _frozen(config, model, pool)
-        found = parts.setdefault(pool, {})
-        # The roles of a pool take turns, so they share the memory of activations and logits. The other parts add up.
-        for part, size in of_role.items():
-            takes_turns = part in ("activations", "logits")
-            found[part] = max(found.get(part, 0), size) if takes_turns else found.get(part, 0) + size
-    return parts
+        setup = rank_setup(config, pool, model, card_bytes=card_bytes)
+        if role == "actor":
+            parts = rank_bytes(model, setup)
+        elif role == "critic":
+            parts = rank_bytes(model, replace(setup, lora_rank=0))
+        else:
+            parts = frozen_bytes(model, setup)
+        found = pools.setdefault(pool, {"CUDA context": CONTEXT_BYTES} if config.learner.device is Device.cuda else {})
+        for kind, size in parts.items():
+            found[kind] = found.get(kind, 0) + size if kind in _STORED else max(found.get(kind, 0), size)
+    return pools
 
 
-def _trained(config: RunConfig, model: ModelSize, role: str, pool: str) -> dict[str, int]:
-    learner = config.learner
-    rank = learner.lora.rank if role == "actor" else 0
-    num_trained = rank * model.linear_rows if rank else model.num_parameters
-    shards = _shards(config, pool)
-    is_kept_on_host = learner.offload_policy
-    # A rank gathers the layer that computes and prefetches the next one.
-    two_layers = 2 * (model.num_parameters - model.vocabulary * model.hidden) // max(1, model.num_layers)
-    gathered = model.num_parameters if learner.resharding is Resharding.update else two_layers
-    whole = learner.gradient_sync is GradientSync.update
+_STORED = ("parameters", "frozen parameters", "optimizer", "gradients")
+
+
+def frozen_bytes(model: ModelSize, setup: RankSetup) -> dict[str, int]:
+    """Peak memory of a frozen model, such as the reference: shards, gathered units, and one layer's forward pass."""
+    size, gathers = setup.compute_bytes, int(setup.num_shards > 1)
     parts = {
-        "parameters": 0 if is_kept_on_host else _FLOAT32_BYTES * num_trained // shards,
-        "frozen parameters": _frozen_bytes(config) * model.num_parameters // shards if rank else 0,
-        "gathered parameters": _compute_bytes(config) * gathered if shards > 1 or _compute_bytes(config) == 2 else 0,
-        "gradients": _FLOAT32_BYTES * num_trained // (1 if whole else shards),
-        "optimizer": 0 if is_kept_on_host else _ADAM_STATES * _FLOAT32_BYTES * num_trained // shards,
+        "frozen parameters": setup.frozen_bytes * model.num_parameters // setup.num_shards,
+        "gathered root unit": gathers * size * model.root,
+        "gathered layers": 2 * gathers * size * model.layer,
+        "activations": setup.tokens * (_layer_per_token(model, size) + size * model.hidden),
+        "output layer": 12 * setup.chunk_tokens * model.vocabulary,
     }
-    return {name: size for name, size in {**parts, **_working(config, model)}.items() if size}
+    return {kind: number for kind, number in parts.items() if number}
 
 
-def _frozen(config: RunConfig, model: ModelSize, pool: str) -> dict[str, int]:
-    return {
-        "frozen parameters": _frozen_bytes(config) * model.num_parameters // _shards(config, pool),
-        "logits": _working(config, model)["logits"],
-    }
+# Engines
 
 
-def _working(config: RunConfig, model: ModelSize) -> dict[str, int]:
-    """Memory of the forward and backward pass of a full micro-batch. The token budget is per rank."""
-    learner = config.learner
-    longest = config.data.max_prompt_tokens + config.rollout_fleet.sampling.max_new_tokens
-    in_step = config.algorithm.groups_per_step * config.algorithm.samples_per_prompt * longest
-    tokens, size = min(learner.max_tokens_per_micro_batch, -(-in_step // learner.num_ranks)), _compute_bytes(config)
-    kept = 5 * model.hidden + 2 * model.query + 2 * model.key + 3 * model.intermediate
-    layers = kept + model.num_layers * model.hidden if learner.activation_checkpointing else model.num_layers * kept
-    logits = _LOGITS_COPIES * learner.logprob_chunk_tokens * model.vocabulary * _FLOAT32_BYTES
-    return {"activations": size * tokens * layers, "logits": logits}
-
-
-def engine_memory(config: RunConfig, model: ModelSize) -> dict[str, int]:
-    """Memory of one device of an engine, as part → bytes.
+def engine_memory(config: RunConfig, model: ModelSize, *, card_bytes: int = 0) -> dict[str, int]:
+    """Memory of one device of an engine, as kind → bytes.
 
     ``kv cache`` is the cache for the full length of all samples that one worker may run, limited to
-    ``rollout_fleet.sglang.max_total_tokens``.
+    ``rollout_fleet.sglang.max_total_tokens``, and on a card to what SGLang's memory fraction leaves. The rest of the
+    card is for ``activations and graphs``.
     """
     fleet = config.rollout_fleet
     size = _FLOAT32_BYTES if fleet.sglang.dtype_on(fleet.device) in FLOAT32_NAMES else 2
-    num_devices = fleet.sglang.tp_size
-    return {
-        "weights": size * model.num_parameters // num_devices,
-        "kv cache": kv_tokens(config) * 2 * model.num_layers * model.key * size // num_devices,
-    }
+    devices = fleet.sglang.tp_size
+    # The float32 output layer (`--enable-fp32-lm-head`) multiplies in float32 without a float32 copy of its weight.
+    weights = size * model.num_parameters // devices
+    cache = kv_tokens(config) * kv_bytes_per_token(model, size) // devices
+    if fleet.engine is not EngineKind.sglang or fleet.device is not EngineDevice.cuda or not card_bytes:
+        return {"weights": weights, "kv cache": cache}
+    reserved = engine_reserve(card_bytes, devices, fleet.sglang.extra_args)
+    room = max(card_bytes - reserved - weights, 0)
+    least = longest_sample(config) * kv_bytes_per_token(model, size) // devices
+    return {"weights": weights, "kv cache": max(least, min(cache, room)), "activations and graphs": reserved}
+
+
+def engine_reserve(card_bytes: int, tp_size: int, extra_args: Sequence[str] = ()) -> int:
+    """Bytes of a card that SGLang keeps free of weights and KV cache, for activations and CUDA graphs.
+
+    The formula is that of SGLang 0.5.21 (``arg_groups/memory_hook.py``): 1.5 MiB per token of a prefill chunk, 2 MiB
+    per sample of the largest decode graph, 8 MiB per prefill graph. ``--mem-fraction-static`` in
+    ``rollout_fleet.sglang.extra_args`` takes precedence.
+    """
+    words = [word for argument in extra_args for word in argument.split("=", 1)]
+    if "--mem-fraction-static" in words:
+        return round(card_bytes * (1 - float(words[words.index("--mem-fraction-static") + 1])))
+    mib = card_bytes / _MIB
+    sizes = (
+        (20, 2048, 8, 8),
+        (35, 4096, 48, 160),
+        (60, 4096, 32, 160),
+        (160, 8192, 256, 512),
+        (math.inf, 16384, 512, 512),
+    )
+    _, chunk, samples, samples_tp4 = next(row for row in sizes if mib < row[0] * 1024)
+    samples = samples if tp_size < 4 else samples_tp4
+    reserved = 512 + 1.5 * chunk + tp_size / 8 * 1024 + 2 * samples + 8 * _GRAPH_SIZES
+    return round(max(reserved, 10 * 1024 if mib > 60 * 1024 else 0) * _MIB)
+
+
+def kv_bytes_per_token(model: ModelSize, size: int) -> int:
+    """Bytes of one token in the KV caches of all layers."""
+    return 2 * model.num_layers * model.key * size
+
+
+def longest_sample(config: RunConfig) -> int:
+    """Tokens of the longest possible sample, including its prompt."""
+    return config.data.max_prompt_tokens + config.rollout_fleet.sampling.max_new_tokens
 
 
 def kv_tokens(config: RunConfig) -> int:
     """Largest number of KV cache tokens that one engine can use."""
     fleet = config.rollout_fleet
     num_samples = fleet.most_groups_in_flight * config.algorithm.samples_per_prompt
-    longest = config.data.max_prompt_tokens + fleet.sampling.max_new_tokens
-    wanted = min(num_samples, fleet.sglang.max_running_requests) * longest
+    wanted = min(num_samples, fleet.sglang.max_running_requests) * longest_sample(config)
     return min(wanted, fleet.sglang.max_total_tokens) if fleet.sglang.max_total_tokens else wanted
-
-
-def _shards(config: RunConfig, pool: str) -> int:
-    size = learner_pools(config)[pool]
-    return config.learner.fsdp_size if pool == LEARNER_POOL and config.learner.fsdp_size > 0 else size
-
-
-def _compute_bytes(config: RunConfig) -> int:
-    return _bytes_of(config.learner.dtype, config.learner.device)
-
-
-def _frozen_bytes(config: RunConfig) -> int:
-    dtype = config.learner.frozen_dtype
-    return _compute_bytes(config) if dtype is Dtype.auto else _bytes_of(dtype, config.learner.device)
-
-
-def _bytes_of(dtype: Dtype, device: Device) -> int:
-    is_half = dtype is Dtype.bfloat16 or (dtype is Dtype.auto and device is Device.cuda)
-    return 2 if is_half else _FLOAT32_BYTES

@@ -11,6 +11,7 @@ import pytest
 
 from asyncrl.cli.compose import CONFIG_DIR, compose_run
 from asyncrl.cli.quickstart import MODEL_CONFIG
+from asyncrl.planner.device_memory import engine_reserve
 from asyncrl.run.fleet_group import fleet_options
 from rollout_fleet.config import EngineDevice
 from rollout_fleet.engines.sglang import SGLangEngine
@@ -122,8 +123,11 @@ def test_the_attention_backend_of_each_experiment_supports_dtype_and_head_size(r
         assert backend == (CARDS[card] if head_dim == 128 else "triton"), name
 
 
-def test_each_experiment_decodes_with_graphs_overlap_and_float32_logits(resolved):
-    _, experiments = resolved
+GIB_OF_CARD = {"A100": 80, "H100": 80, "B200": 180}
+
+
+def test_each_experiment_decodes_with_graphs_overlap_float32_logits_and_the_planned_memory(resolved):
+    card, experiments = resolved
     for name, (config, _, made) in experiments.items():
         decode = made["cuda_graph_config"]["decode"]
         assert decode["backend"] == "full", name
@@ -131,7 +135,9 @@ def test_each_experiment_decodes_with_graphs_overlap_and_float32_logits(resolved
         assert made["disable_overlap_schedule"] is False, name
         assert made["enable_fp32_lm_head"] is True, name
         assert made["custom_weight_loader"] == [WEIGHT_LOADER], name
-        assert 0.6 < made["mem_fraction_static"] < 0.9, name
+        card_bytes = GIB_OF_CARD[card] << 30
+        reserved = engine_reserve(card_bytes, config.rollout_fleet.sglang.tp_size)
+        assert 1 - reserved / card_bytes == pytest.approx(made["mem_fraction_static"], abs=0.005), name
 
 
 def test_colocated_experiments_keep_the_memory_saver(resolved):

@@ -16,7 +16,7 @@ from asyncrl.cli import dry_run, train_command
 from asyncrl.cli.compose import compose_run
 from asyncrl.config import learner_pools
 from asyncrl.core.errors import DeadlineError
-from asyncrl.core.host import visible_gpus
+from asyncrl.core.host import gpu_memory_bytes, visible_gpus
 from asyncrl.core.types import Prompt
 from asyncrl.metrics import TerminalView
 from asyncrl.run.cluster import EnginePlaces, gpu_of_this_node, learner_layout, pool_of_one, ray_cluster, worker_env
@@ -50,7 +50,9 @@ def gpus(monkeypatch, tmp_path):
         tool = tmp_path / f"driver-{num_gpus}" / "nvidia-smi"
         tool.parent.mkdir(exist_ok=True)
         lines = [f"GPU {index}: NVIDIA H100 80GB HBM3 (UUID: GPU-{index:08d}-aa)" for index in range(num_gpus)]
-        tool.write_text("#!/bin/sh\n" + "".join(f"echo '{line}'\n" for line in lines))
+        listed = "".join(f"echo '{line}'\n" for line in lines)
+        sizes = "".join(f"echo 'GPU-{index:08d}-aa, {81559 - index}'\n" for index in range(num_gpus))
+        tool.write_text(f'#!/bin/sh\nif [ "$1" = -L ]; then\n{listed or ":"}\nelse\n{sizes or ":"}\nfi\n')
         tool.chmod(0o755)
         monkeypatch.setenv("PATH", f"{tool.parent}{os.pathsep}{os.environ['PATH']}")
         if visible is not None:
@@ -230,6 +232,14 @@ async def test_auto_in_a_joined_cluster_is_resolved_by_its_gpus(ray_with_8_gpus)
             _checked_against_cluster, run("learner.device=cuda", "rollout_fleet.device=cuda", "learner.num_ranks=8",
             f"ray.address={found}"), print,
         )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("visible", "mib"), [(None, 81552), ("", 0), ("2,5", 81554), ("GPU-00000003-aa", 81556), ("0,MIG-1a2b", 0)]
+)
+def test_the_memory_is_that_of_the_smallest_visible_gpu(gpus, visible, mib):
+    gpus(8, visible=visible)
+    assert gpu_memory_bytes() == mib << 20
 
 
 @pytest.mark.parametrize(

@@ -184,9 +184,10 @@ def test_gradients_are_summed_over_the_ranks_once_per_update(model_path):
     step = policy_step(alone, AlgorithmConfig())
     first, second = (step.run(random_sequences(12)) for _ in range(2))
     seen = run_on_ranks(2, reductions, model_path)[0]
-    assert set(seen) == {"update layer", "update update", "micro_batch layer", "micro_batch update"}
+    assert set(seen) == {f"{sync} {resharding}" for sync, resharding in itertools.product(GradientSync, Resharding)}
     for name, (count, metrics) in seen.items():
         assert metrics["num_micro_batches"] >= 3
         assert metrics["grad_norm"] == pytest.approx(first["grad_norm"], rel=1e-4), name
         assert metrics["again"] == pytest.approx(second["grad_norm"], rel=1e-4), name
-        assert count == 2 if name.startswith("update") else count >= 6, (name, count)  # one FSDP unit, two updates
+        once = not name.startswith("micro_batch")  # auto on a CPU too
+        assert count == 2 if once else count >= 6, (name, count)  # one FSDP unit, two updates

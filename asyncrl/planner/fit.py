@@ -1,0 +1,247 @@
+"""Compares the memory of ranks and engines with the memory of a GPU, and names the options that make a run fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from asyncrl.config import RunConfig
+from asyncrl.planner.device_memory import (
+    CONTEXT_BYTES,
+    GIB,
+    ModelSize,
+    engine_memory,
+    longest_sample,
+    rank_memory,
+)
+from learner.config import Device, GradientSync, Resharding
+from rollout_fleet.config import EngineDevice, EngineKind
+
+_MIB = 1 << 20
+USABLE_SHARE = 0.95
+"""Share of a GPU's memory that may be planned. torch's allocator keeps some bytes that no tensor uses."""
+CARDS = {
+    "A10": 23028, "A100": 81920, "A100-40": 40960, "B200": 183359, "H100": 81559, "H20": 97871, "H200": 143771,
+    "L4": 23034, "L40S": 46068, "RTX4090": 24564,
+}  # fmt: skip
+"""MiB of memory by the GPU's name, as ``nvidia-smi`` reports them."""
+
+_QWEN3 = {"model_type": "qwen3", "head_dim": 128, "num_key_value_heads": 8, "vocab_size": 151936}
+_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "tie_word_embeddings")
+_MIXTURE = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "num_key_value_heads": 4}
+MODELS: Mapping[str, dict[str, Any]] = {
+    "Qwen3-0.6B": _QWEN3 | dict(zip(_SIZES, (1024, 3072, 28, 16, True), strict=True)),
+    "Qwen3-4B": _QWEN3 | dict(zip(_SIZES, (2560, 9728, 36, 32, True), strict=True)),
+    "Qwen3-8B": _QWEN3 | dict(zip(_SIZES, (4096, 12288, 36, 32, False), strict=True)),
+    "Qwen3-14B": _QWEN3 | dict(zip(_SIZES, (5120, 17408, 40, 40, False), strict=True)),
+    "Qwen3-32B": _QWEN3 | dict(zip(_SIZES, (5120, 25600, 64, 64, False), strict=True)),
+    "Qwen3-30B-A3B": _QWEN3 | dict(zip(_SIZES, (2048, 6144, 48, 32, False), strict=True)) | _MIXTURE,
+    "Qwen2.5-7B": {"model_type": "qwen2", "num_key_value_heads": 4, "vocab_size": 152064}
+    | dict(zip(_SIZES, (3584, 18944, 28, 28, False), strict=True)),
+}
+"""Settings of ``config.json`` that determine the memory: the models of ``configs/experiment``, and their relatives."""
+
+
+def card_bytes(name: str) -> int:
+    """Memory of a GPU by its name. Raises `ValueError` for an unknown name; the message lists the known names."""
+    if name.upper() not in CARDS:
+        raise ValueError(f"the GPU must be one of {', '.join(CARDS)}, got {name!r}")
+    return CARDS[name.upper()] * _MIB
+
+
+def model_size(path: str) -> ModelSize:
+    """The sizes of the model in a folder, or of a model in `MODELS` by name. Raises the errors of `ModelSize.of`."""
+    known = MODELS.get(Path(path).name.removesuffix("-Base"))
+    if known is not None and not Path(path).is_dir():
+        return ModelSize.from_settings(known, path)
+    return ModelSize.of(path)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceUse:
+    """The memory of one kind of device.
+
+    Attributes:
+        name: ``learner rank (POOL)`` or ``engine``.
+        parts: Bytes by kind.
+        card_bytes: Memory of the GPU; 0 if there is no GPU, or if the GPU is not known.
+    """
+
+    name: str
+    parts: Mapping[str, int]
+    card_bytes: int = 0
+
+    @property
+    def total(self) -> int:
+        """Bytes of all kinds."""
+        return sum(self.parts.values())
+
+    @property
+    def usable(self) -> int:
+        """Bytes that the device may take. SGLang's own reserve is a part of an engine's bytes."""
+        return self.card_bytes if "activations and graphs" in self.parts else round(self.card_bytes * USABLE_SHARE)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the device fits; True without a GPU."""
+        return not self.card_bytes or self.total <= self.usable
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{kind} {size / GIB:.1f}" for kind, size in self.parts.items() if size >= GIB / 20)
+        return f"{self.name} needs {self.total / GIB:.1f} GiB ({parts})"
+
+
+def device_uses(config: RunConfig, model: ModelSize, card: int = 0) -> list[DeviceUse]:
+    """The memory of each kind of device of a run; ``card`` is the memory of a GPU in bytes, or 0.
+
+    Colocated ranks and engines take turns. While one computes, the other keeps what it does not move to the host.
+    """
+    learner, is_shared = config.learner, config.placement.colocated
+    on_card = card if learner.device is Device.cuda else 0
+    engines_on_card = card if config.rollout_fleet.device is EngineDevice.cuda else 0
+    uses, paused_rank = [], dict[str, int]()
+    for pool, parts in rank_memory(config, model, card_bytes=on_card).items():
+        paused_engine = {"paused engine": CONTEXT_BYTES} if is_shared and on_card else {}
+        uses.append(DeviceUse(name=f"learner rank ({pool})", parts={**parts, **paused_engine}, card_bytes=on_card))
+        if is_shared:
+            moves = learner.offload_at_transition_only
+            moved = [kind for kind in ("parameters", "frozen parameters") if moves or learner.param_offload]
+            moved += ["optimizer"] if moves or learner.optimizer_offload else []
+            kept = ("CUDA context", "parameters", "frozen parameters", "optimizer")
+            paused_rank = {"paused rank": sum(parts.get(kind, 0) for kind in kept if kind not in moved)}
+    left = max(1, engines_on_card - sum(paused_rank.values())) if engines_on_card else 0
+    engine = {**engine_memory(config, model, card_bytes=left), **paused_rank}
+    return [*uses, DeviceUse(name="engine", parts=engine, card_bytes=engines_on_card)]
+
+
+def check_memory_of_devices(config: RunConfig, model: ModelSize, card: int) -> None:
+    """Refuse a run whose ranks or engines do not fit on a GPU with ``card`` bytes.
+
+    Raises:
+        ValueError: the message has the bytes by kind, and the options that make the run fit.
+    """
+    misfits = [use for use in device_uses(config, model, card) if not use.fits]
+    if not misfits:
+        return
+    worst = "; ".join(f"{use}, expected at most {use.usable / GIB:.1f}" for use in misfits)
+    options = " ".join(f"{name}={str(value).lower()}" for name, value in remedies_of(config, model, card).items())
+    remedy = f"set {options}" if options else "use GPUs with more memory, or a smaller model"
+    raise ValueError(f"the run does not fit on GPUs of {card / GIB:.1f} GiB: {worst}; {remedy}")
+
+
+def remedies_of(config: RunConfig, model: ModelSize, card: int) -> dict[str, Any]:
+    """The options that make a run fit, in the order of their price in time; empty if they do not suffice."""
+    needed: dict[str, Any] = {}
+    for name, value in _remedies(config):
+        with_it = {**needed, name: value}
+        excess = _excess(with_options(config, with_it), model, card)
+        if excess < _excess(with_options(config, needed), model, card):
+            needed = with_it
+        if not excess:
+            break
+    else:
+        return {}
+    for name in list(needed):  # a later, stronger option may make an earlier one unnecessary
+        without = {other: value for other, value in needed.items() if other != name}
+        if not _excess(with_options(config, without), model, card):
+            needed = without
+    return needed
+
+
+def _excess(config: RunConfig, model: ModelSize, card: int) -> int:
+    """Bytes that do not fit, over all kinds of devices."""
+    return sum(max(0, use.total - use.usable) for use in device_uses(config, model, card) if use.card_bytes)
+
+
+def _remedies(config: RunConfig) -> Iterator[tuple[str, Any]]:
+    """Options that need less memory, in the order of their price in time."""
+    learner, tp_size = config.learner, config.rollout_fleet.sglang.tp_size
+    yield "learner.gradient_sync", GradientSync.micro_batch
+    yield "learner.activation_checkpointing", True
+    yield "learner.resharding", Resharding.layer
+    if config.placement.colocated:
+        yield "learner.offload_at_transition_only", True
+    budget, longest = learner.max_tokens_per_micro_batch, -(-longest_sample(config) // learner.sp_size)
+    while (budget := budget // 2) >= longest:
+        yield "learner.max_tokens_per_micro_batch", budget
+    yield "learner.logprob_chunk_tokens", min(256, learner.logprob_chunk_tokens)
+    yield from (("rollout_fleet.sglang.tp_size", size) for size in (2, 4, 8) if size > tp_size)
+    yield from (("learner.num_ranks", learner.num_ranks * factor) for factor in (2, 4, 8, 16))
+    yield "learner.offload_policy", True
+
+
+def with_options(config: RunConfig, options: Mapping[str, Any]) -> RunConfig:
+    """The run with other values of options of the learner and of SGLang, by their names."""
+    learner, fleet = config.learner, config.rollout_fleet
+    for name, value in options.items():
+        section, _, last = name.rpartition(".")
+        if section == "learner":
+            learner = replace(learner, **{last: value})
+        else:
+            fleet = replace(fleet, sglang=replace(fleet.sglang, **{last: value}))
+    return replace(config, learner=learner, rollout_fleet=fleet)
+
+
+# Layouts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """A way to divide GPUs between ranks and engines, with the largest token budget that fits.
+
+    Attributes:
+        num_ranks: Learner ranks.
+        sp_size: Sequence-parallel ranks.
+        num_engines: Engines on the other GPUs.
+        tp_size: GPUs per engine.
+        budget: Largest ``learner.max_tokens_per_micro_batch`` that fits.
+        rank: Memory of a rank with this budget.
+        engine: Memory of a device of an engine.
+    """
+
+    num_ranks: int
+    sp_size: int
+    num_engines: int
+    tp_size: int
+    budget: int
+    rank: DeviceUse
+    engine: DeviceUse
+
+
+def layouts_that_fit(config: RunConfig, model: ModelSize, card: int, num_gpus: int) -> list[Layout]:
+    """Every layout of a run on ``num_gpus`` GPUs of ``card`` bytes whose devices fit, by ranks and sp size.
+
+    The token budgets are powers of two from 1,024 to 131,072. ``sp_size`` ranks hold a sequence together, so that their
+    budgets together must hold the longest sample.
+    """
+    fleet, learner = config.rollout_fleet, config.learner
+    on_cuda = replace(
+        config,
+        learner=replace(learner, device=Device.cuda, num_ranks=1, sp_size=1, fsdp_size=-1),
+        rollout_fleet=replace(fleet, device=EngineDevice.cuda, engine=EngineKind.sglang),
+        placement=replace(config.placement, pools={}),
+        algorithm=replace(config.algorithm, groups_per_step=1 << 20),  # a budget is never larger than a step
+    )
+    tp_sizes = [size for size in (1, 2, 4, 8) if num_gpus > size and not model.key % size]
+    engines = ((size, device_uses(with_options(on_cuda, {_TP_SIZE: size}), model, card)[-1]) for size in tp_sizes)
+    tp_size, engine = next(((size, use) for size, use in engines if use.fits), (0, None))
+    if engine is None:
+        return []
+    found = []
+    for num_ranks in (count for count in range(1, num_gpus) if not (num_gpus - count) % tp_size):
+        for sp_size in (size for size in (1, 2, 4, 8) if not num_ranks % size and not model.query % size):
+            for budget in (1 << power for power in range(17, 9, -1)):
+                asked = {"num_ranks": num_ranks, "sp_size": sp_size, "max_tokens_per_micro_batch": budget}
+                options = {f"learner.{name}": value for name, value in asked.items()}
+                rank = device_uses(with_options(on_cuda, {**options, _TP_SIZE: tp_size}), model, card)[0]
+                if rank.fits and budget * sp_size >= longest_sample(config):
+                    num_engines = (num_gpus - num_ranks) // tp_size
+                    sizes = {"num_ranks": num_ranks, "sp_size": sp_size, "num_engines": num_engines, "tp_size": tp_size}
+                    found.append(Layout(**sizes, budget=budget, rank=rank, engine=engine))
+                    break
+    return found
+
+
+_TP_SIZE = "rollout_fleet.sglang.tp_size"

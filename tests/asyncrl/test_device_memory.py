@@ -1,0 +1,231 @@
+"""The memory of ranks and engines: by hand, against torch's memory tracker, and against the memory of GPUs."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from asyncrl.cli import plan_command
+from asyncrl.cli.compose import compose_run
+from asyncrl.cli.plan_command import experiments_that_fit
+from asyncrl.cli.preflight import check_gpu_memory
+from asyncrl.cli.quickstart import make_assets
+from asyncrl.planner.device_memory import (
+    GIB,
+    ModelSize,
+    RankSetup,
+    engine_memory,
+    kv_tokens,
+    rank_bytes,
+    rank_memory,
+)
+from asyncrl.planner.fit import MODELS, card_bytes, device_uses, model_size, remedies_of, with_options
+from learner.config import GradientSync, LearnerConfig, LoraConfig, sums_each_micro_batch
+from learner.fsdp import with_memory_options
+
+SMALL = model_size("Qwen3-0.6B")
+ON_CUDA = ["learner.device=cuda", "rollout_fleet.device=cuda"]
+
+
+def run(*options, model="Qwen3-0.6B", experiment="gsm8k"):
+    return compose_run([f"experiment={experiment}", f"model.path={model}", *options])
+
+
+# Models
+
+
+def test_parameters_are_counted_in_existing_weights(tmp_path):
+    """75,008, as the quickstart's own page counts them."""
+    assets = make_assets(tmp_path / "assets", seed=0, num_train=8, num_held_out=8, num_demonstrations=8)
+    assert ModelSize.of(str(assets.model)).num_parameters == 75_008
+
+
+def test_parameters_of_dense_and_mixture_models_follow_from_the_config(tmp_path):
+    assert SMALL.num_parameters == pytest.approx(596_049_920, rel=1e-3)
+    assert SMALL.root + 28 * SMALL.layer == pytest.approx(SMALL.num_parameters, rel=1e-6)
+    (tmp_path / "config.json").write_text(json.dumps(MODELS["Qwen3-30B-A3B"]))
+    mixture = model_size(str(tmp_path))
+    assert mixture.num_parameters == pytest.approx(30.5e9, rel=0.01)
+    assert (mixture.intermediate, mixture.experts_per_token) == (8 * 768, 8)
+    assert model_size("models/Qwen3-30B-A3B-Base") == mixture
+
+
+# Ranks
+
+GB = 10**9
+TRACKED = [
+    ("Qwen3-8B", 6, {"num_shards": 4, "tokens": 16384}, 20.135),
+    ("Qwen3-8B", 12, {"num_shards": 4, "tokens": 8192}, 24.173),
+    ("Qwen3-8B", 4, {"num_shards": 4, "tokens": 16384, "checkpointing": False}, 31.645),
+    ("Qwen3-8B", 4, {"num_shards": 4, "tokens": 16384, "whole_gradients": True}, 24.119),
+    ("Qwen3-0.6B", 8, {"num_shards": 2, "tokens": 16384, "whole_gradients": True}, 6.403),
+    ("Qwen3-0.6B", 8, {"num_shards": 2, "tokens": 16384, "whole_gradients": True, "checkpointing": False}, 15.551),
+    ("Qwen3-0.6B", 4, {"num_shards": 1, "tokens": 8192, "whole_gradients": True}, 6.763),
+    ("Qwen3-30B-A3B", 3, {"num_shards": 8, "tokens": 16384}, 16.845),
+]
+"""Model, layers, setup, and the peak in GB that torch's `FSDPMemTracker` gives for the learner's packed model, in the
+second of two micro-batches: on fake tensors with CUDA's matrix products, 1,024 tokens per chunk, and AdamW's state."""
+
+
+@pytest.mark.parametrize(("name", "num_layers", "setup", "tracked_gb"), TRACKED)
+def test_memory_of_a_rank_is_within_five_hundredths_of_the_tracked_peak(name, num_layers, setup, tracked_gb):
+    model = ModelSize.from_settings({**MODELS[name], "num_hidden_layers": num_layers}, name)
+    assert sum(rank_bytes(model, RankSetup(**setup)).values()) == pytest.approx(tracked_gb * GB, rel=0.05)
+
+
+def test_memory_of_a_rank_equals_a_calculation_by_hand():
+    """Four ranks: 4 bytes per parameter and 8 of Adam in quarters; gradients whole until the update, or in quarters."""
+    config = run("learner.num_ranks=4")
+    parts = rank_memory(config, SMALL)["learner"]
+    assert parts["parameters"] == SMALL.num_parameters
+    assert parts["optimizer"] == 2 * SMALL.num_parameters
+    assert parts["gradients"] == 4 * SMALL.num_parameters
+    scattered = with_options(config, {"learner.gradient_sync": GradientSync.micro_batch})
+    assert rank_memory(scattered, SMALL)["learner"]["gradients"] == SMALL.num_parameters
+    assert parts["gathered root unit"] == 2 * (151936 * 1024 + 1024)
+    # The tied output layer: its gradient in float32, and logits, probabilities and their gradients of a chunk.
+    assert parts["output layer"] == 4 * 151936 * 1024 + 14 * 1024 * 151936
+
+
+def test_adapters_and_offloading_reduce_memory_of_a_rank():
+    config = run()
+    whole = rank_memory(config, SMALL)["learner"]
+    adapters = with_options(config, {"learner.lora": LoraConfig(rank=8)})
+    parts = rank_memory(adapters, SMALL)["learner"]
+    assert parts["optimizer"] < whole["optimizer"] / 20
+    assert parts["frozen parameters"] == 2 * SMALL.num_parameters // 2
+    hosted = rank_memory(with_options(config, {"learner.offload_policy": True}), SMALL)["learner"]
+    assert "parameters" not in hosted
+    assert "optimizer" not in hosted
+
+
+def test_roles_of_a_pool_add_what_they_store_and_share_what_they_compute_with():
+    alone = rank_memory(run(), SMALL)["learner"]
+    both = rank_memory(run("algorithm.advantage=gae", "algorithm.kl_reward_coef=0.01"), SMALL)["learner"]
+    assert both["optimizer"] == 2 * alone["optimizer"]
+    assert both["frozen parameters"] == 2 * SMALL.num_parameters // 2
+    assert both["output layer"] == alone["output layer"]
+
+
+@pytest.mark.parametrize(
+    ("sync", "billions", "gib", "each"),
+    [("auto", 0.6, 80, False), ("auto", 8, 80, True), ("auto", 8, 0, False), ("update", 8, 80, False),
+     ("micro_batch", 0.6, 0, True)],
+)  # fmt: skip
+def test_gradient_sync_is_chosen_by_size_and_only_on_a_gpu(sync, billions, gib, each):
+    assert sums_each_micro_batch(GradientSync(sync), round(billions * 1e9), gib * GIB) is each
+
+
+def test_the_learner_recomputes_layers_on_cuda_and_sums_large_gradients_at_once(monkeypatch):
+    properties = type("Properties", (), {"total_memory": 80})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    model, config = nn.Linear(2, 2), LearnerConfig()
+    on_cpu = with_memory_options(config, model, torch.device("cpu"))
+    assert (on_cpu.activation_checkpointing, on_cpu.gradient_sync) == (False, GradientSync.update)
+    on_cuda = with_memory_options(config, model, torch.device("cuda"))  # 24 bytes of gradients: more than 15% of 80
+    assert (on_cuda.activation_checkpointing, on_cuda.gradient_sync) == (True, GradientSync.micro_batch)
+    named = replace(config, activation_checkpointing=False, gradient_sync=GradientSync.update)
+    assert with_memory_options(named, model, torch.device("cuda")) == named
+
+
+# Engines
+
+
+def test_the_kv_cache_holds_the_longest_samples_or_the_configured_tokens():
+    config = run()
+    assert kv_tokens(config) == 32 * 8 * (512 + 1024)
+    assert engine_memory(config, SMALL)["kv cache"] == kv_tokens(config) * 2 * 28 * 8 * 128 * 2
+    assert kv_tokens(run("rollout_fleet.sglang.max_total_tokens=1000")) == 1000
+
+
+def test_an_engine_fills_a_card_with_its_cache_up_to_the_memory_fraction():
+    card = card_bytes("H100")
+    parts = engine_memory(run(), model_size("Qwen3-8B"), card_bytes=card)
+    assert sum(parts.values()) == card
+    assert parts["activations and graphs"] == pytest.approx(0.17 * card, rel=0.01)
+    given = run("rollout_fleet.sglang.extra_args=['--mem-fraction-static=0.5']")
+    assert engine_memory(given, SMALL, card_bytes=card)["activations and graphs"] == card // 2
+
+
+# GPUs
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "card", "remedy"),
+    [
+        ("Qwen3-14B", ["learner.num_ranks=8", "learner.gradient_sync=update"], "H100",
+         "learner.gradient_sync=micro_batch"),
+        ("Qwen3-8B", ["learner.num_ranks=4", "learner.activation_checkpointing=false"], "H100",
+         "learner.activation_checkpointing=true"),
+        ("Qwen3-8B", ["learner.num_ranks=4", "learner.max_tokens_per_micro_batch=131072"], "H100",
+         "learner.max_tokens_per_micro_batch=65536"),
+        ("Qwen3-8B", ["learner.num_ranks=1"], "H200", "learner.max_tokens_per_micro_batch=2048"),
+        ("Qwen3-32B", ["learner.num_ranks=16"], "A100-40",
+         "learner.max_tokens_per_micro_batch=2048 rollout_fleet.sglang.tp_size=2 learner.num_ranks=32"),
+    ],
+)  # fmt: skip
+def test_a_run_that_does_not_fit_is_refused_with_bytes_and_the_option_that_helps(model, options, card, remedy):
+    config = run(*ON_CUDA, *options, model=model)
+    with pytest.raises(ValueError, match=r"needs \d+\.\d GiB \(.*\), expected at most") as refused:
+        check_gpu_memory(config, card_bytes(card))
+    assert str(refused.value).endswith(f"; set {remedy}")
+    size = model_size(model)
+    changed = with_options(config, remedies_of(config, size, card_bytes(card)))
+    assert all(use.fits for use in device_uses(changed, size, card_bytes(card)))
+    check_gpu_memory(run(*options, "learner.device=cpu", "rollout_fleet.device=cpu", model=model), card_bytes(card))
+
+
+def test_a_run_that_never_fits_is_refused_without_an_option():
+    with pytest.raises(ValueError, match=r"use GPUs with more memory, or a smaller model$"):
+        check_gpu_memory(run(*ON_CUDA, "rollout_fleet.sampling.max_new_tokens=100000000"), card_bytes("H100"))
+
+
+def test_a_model_with_unusual_sizes_is_not_held_against_the_gpus(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    check_gpu_memory(run(*ON_CUDA, model=str(tmp_path)), card_bytes("L4"))
+
+
+def test_colocated_devices_keep_what_the_other_side_does_not_move_to_the_host():
+    config = run(*ON_CUDA, experiment="gsm8k_colocated")
+    card = card_bytes("A10")
+    rank, engine = device_uses(config, SMALL, card)
+    assert rank.parts["paused engine"] == engine.parts["paused rank"] == 2 * GIB
+    assert engine.total == card
+    stays = with_options(config, {"learner.offload_at_transition_only": False})
+    kept = sum(rank.parts[kind] for kind in ("CUDA context", "parameters", "optimizer"))
+    assert device_uses(stays, SMALL, card)[1].parts["paused rank"] == kept
+
+
+def test_every_shipped_experiment_fits_on_the_gpus_that_its_file_names():
+    assert set(experiments_that_fit().values()) == {""}
+
+
+def test_the_plan_prints_what_fits_with_bytes_by_kind(capsys):
+    assert plan_command.main(["--fit", "Qwen3-8B", "--gpu", "H100:8"]) == 0
+    page = capsys.readouterr().out
+    assert "8.19 billion parameters; 8 x H100 of 79.6 GiB" in page
+    rows = [line.split() for line in page.splitlines() if " x tp " in line]
+    assert {(row[0], row[1]) for row in rows} >= {("2", "1"), ("4", "4"), ("6", "2")}
+    assert not any(row[0] == "1" for row in rows), "one rank cannot hold 131 GB"
+    assert "gradients 7.6" in page
+    assert "weights 15.3, kv cache 50.8, activations and graphs 13.6" in page
+    assert plan_command.main(["--fit", "dapo_math_30b_a3b", "--gpu", "H100:16", "--json"]) == 0
+    layouts = json.loads(capsys.readouterr().out)
+    assert {layout["num_ranks"] for layout in layouts} == set(range(8, 16))
+    assert all(layout["budget"] * layout["sp_size"] >= 2048 + 20480 for layout in layouts)
+
+
+def test_the_plan_says_if_nothing_fits_and_refuses_unknown_gpus_and_models(capsys):
+    assert plan_command.main(["--fit", "Qwen3-32B", "--gpu", "H100:8"]) == 1
+    assert "nothing fits" in capsys.readouterr().out
+    for arguments, named in (
+        (["gsm8k", "--gpu", "V100"], "the GPU must be one of A10, A100"),
+        (["gsm8k", "--gpu", "H100:0"], "--gpu must be NAME:COUNT"),
+        (["nowhere"], "nowhere holds no config.json"),
+    ):
+        assert plan_command.main(["--fit", *arguments]) == 2
+        assert named in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        plan_command.main([])
