@@ -48,7 +48,7 @@ def test_a_process_that_stands_still_for_five_seconds_costs_nothing_but_time(sta
         os.kill(pid, signal.SIGSTOP)
         time.sleep(PAUSE_S)
         os.kill(pid, signal.SIGCONT)
-        goes_on(run, before, f"{PAUSE_S:g} s without the {part}")
+        run.goes_on(f"{PAUSE_S:g} s without the {part}", before=before)
     assert_it_ends_right(run, num_steps=STEPS, timeout_s=RECOVERY_TIMEOUT_S)
     assert set(run.summary["restarts"].values()) == {0}
     assert "lost" not in run.summary["tokens"]["dropped_by_reason"]
@@ -91,10 +91,10 @@ def test_parts_that_die_together_cost_what_each_of_them_would(start, tmp_path):
     run.wait_for_line("the learner starts again from the newest checkpoint")
     os.kill(run.pid_at(PARTS["buffer"]), signal.SIGKILL)
     run.wait_for_line("the learner goes on from version")
-    goes_on(run, before, "the buffer died while the learner was started again")
+    run.goes_on("the buffer died while the learner was started again", before=before)
     for pid in run.pids_at("ray::RolloutWorker"):
         os.kill(pid, signal.SIGKILL)
-    goes_on(run, run.num_steps, "all workers died")
+    run.goes_on("all workers died")
     assert_it_ends_right(run, num_steps=STEPS, timeout_s=RECOVERY_TIMEOUT_S)
     assert run.summary["restarts"]["learner"] == 3
 
@@ -104,14 +104,7 @@ def strike_together(run: RunningTraining, *parts: str) -> None:
     before, pids = run.num_steps, [run.pid_at(part) for part in parts]
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
-    goes_on(run, before, f"{' and '.join(parts)} died")
-
-
-def goes_on(run: RunningTraining, before: int, what: str) -> None:
-    """Wait for two steps beyond ``before``, since the first may have been on its way; prints how long they took."""
-    began_s = time.monotonic()
-    run.wait_for_step(before + 2, timeout_s=RECOVERY_TIMEOUT_S)
-    print(f"{what} at step {before}: two steps in {time.monotonic() - began_s:.1f} s")  # noqa: T201
+    run.goes_on(f"{' and '.join(parts)} died", before=before)
 
 
 def test_a_run_is_right_whatever_dies_or_hangs_when(start, tmp_path):
@@ -143,7 +136,7 @@ def test_a_run_is_right_whatever_dies_or_hangs_when(start, tmp_path):
         if pids := run.pids_at(PARTS[part]):
             before = run.num_steps
             os.kill(draw.choice(pids), sent)
-            goes_on(run, before, f"fault {number}, {sent.name} of {part}")
+            run.goes_on(f"fault {number}, {sent.name} of {part}", before=before)
         else:
             print(f"fault {number}: no {part} to strike, it is being started again")  # noqa: T201
     assert_it_ends_right(run, num_steps=num_steps, timeout_s=RECOVERY_TIMEOUT_S)

@@ -60,7 +60,7 @@ def test_one_engine_leaves_and_another_joins_while_the_run_trains(start):
     steps = 600
     run = start(f"total_steps={steps}", "rollout_fleet.num_engines={min: 1, max: 2}", *OPTIONS)
     run.wait_for_line("rollout worker 1 has joined; 2 engines are present")
-    run.wait_for_steps(3)
+    run.wait_for_step(3)
     status, words = command("join", run.run_dir)
     assert (status, "allows 2 engines, and 2 are there" in words) == (1, True), words
     assert command("leave", run.run_dir, "0") == (0, "rollout worker 0 has left\n")
@@ -188,14 +188,14 @@ def test_a_node_brings_an_engine_and_dies_and_the_engine_goes_on_where_another_n
             *OPTIONS,
         )
         run.wait_for_line("rollout worker 1 waits for a place")
-        run.wait_for_steps(3)
+        run.wait_for_step(3)
         second = nodes.add_node(**node_at("127.0.0.22"))
         run.wait_for_line("rollout worker 1 has joined; 2 engines are present", timeout_s=JOINED_S)
-        run.wait_for_steps(len(run.records) + 3)
+        run.wait_for_step(run.num_steps + 3)
         kill_node(second)
         run.wait_for_line("rollout worker 1 waits for a place", timeout_s=JOINED_S)
-        step = len(run.records)
-        run.wait_for_steps(step + 20)
+        step = run.num_steps
+        run.wait_for_step(step + 20)
         nodes.add_node(**node_at("127.0.0.23"))
         run.wait_for_line("rollout worker 1 is back after", timeout_s=JOINED_S)
         (published,) = (tmp_path / "weights").iterdir()

@@ -73,13 +73,13 @@ def test_a_run_outlives_the_fault_and_ends_as_one_without(start, tmp_path, recov
     if recovery.moment:
         run.wait_for_line(recovery.moment)
     else:
-        run.wait_for_steps(recovery.after_steps)
+        run.wait_for_step(recovery.after_steps)
     os.kill(run.pid_at(recovery.part), recovery.signal)
     began_s = time.monotonic()
     if recovery.words:
         run.wait_for_line(recovery.words, timeout_s=120)
     elif recovery.after_steps < LAST:
-        run.wait_for_steps(len(run.records) + 3, timeout_s=120)
+        run.wait_for_step(run.num_steps + 3, timeout_s=120)
     print(f"recovered from {recovery} within {time.monotonic() - began_s:.1f} s")  # noqa: T201 - the time to recovery
     assert_it_ends_right(run, num_steps=STEPS, timeout_s=240, every=0)
     assert recovery.restarts.items() <= run.summary["restarts"].items()

@@ -26,7 +26,7 @@ def test_a_multirun_trains_each_value_in_its_folder_and_warm_starts_once(start, 
 
 def test_a_signal_stops_the_multirun_and_its_running_run(start, tmp_path):
     sweep = start("--multirun", *SMALL, "total_steps=500", f"hydra.sweep.dir={tmp_path}/sweep")
-    sweep.wait_for_line("warm start: ")
+    sweep.wait_for_line(" writing to ")
     sweep.remember_family()
     sweep.process.send_signal(signal.SIGTERM)
     assert sweep.finish(60) == 128 + signal.SIGTERM, sweep.output

@@ -111,7 +111,7 @@ def test_its_buffer_is_killed_and_started_again_and_training_goes_on(run):
     line = run.wait_for_line("it was started again at", timeout_s=60)
     assert "died with status -9" in line
     assert run.inspector[0] in line, "where it was"
-    run.wait_for_steps(len(run.records) + 5, timeout_s=60)
+    run.wait_for_step(run.num_steps + 5, timeout_s=60)
     steps = [record["step"] for record in run.records]
     assert steps == list(range(len(steps)))
     report = json.loads(inspect(*run.inspector, "--json").stdout)

@@ -1,6 +1,7 @@
 """A run that was ended, and another that goes on from its newest checkpoint."""
 
 import json
+import os
 import signal
 import time
 
@@ -55,10 +56,10 @@ def test_a_run_goes_on_where_the_newest_checkpoint_of_an_ended_one_stands(start,
         time.sleep(0.05)
     ended.remember_family()
     if number is signal.SIGKILL:
-        ended.kill("ray::ActorWorker")
+        os.kill(ended.pid_of("ray::ActorWorker"), number)
         ended.finish(60)
     else:
-        ended.signal(number)
+        os.killpg(ended.process.pid, number)  # as a terminal does on Ctrl-C
         assert ended.finish(60) == 130
         assert f"stopped by {number.name}" in ended.lines[-1]
     assert ended.survivors() == []

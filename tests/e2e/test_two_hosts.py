@@ -85,27 +85,27 @@ def test_a_run_goes_on_when_parts_of_the_other_host_die_and_its_link_is_cut(on_t
     for part, back in (("sglang::scheduler", "is back"), ("ray::RolloutWorker", "is back"), ("--store ", "")):
         os.kill(run.pids_on_second(part)[0], signal.SIGKILL)
         began_s = time.monotonic()
-        goes_on(run, f"{part} of the other host died")
+        run.goes_on(f"{part} of the other host died", timeout_s=300)
         if back:
             run.wait_for_line(back, timeout_s=300)
             print(f"{part} of the other host is back after {time.monotonic() - began_s:.1f} s")  # noqa: T201
     for pid in run.pids("buffer.server --groups-per-step 8"):
         os.kill(pid, signal.SIGKILL)
-    goes_on(run, "the buffer died alone")
+    run.goes_on("the buffer died alone", timeout_s=300)
     stores = run.pids("--store ")
     assert len(stores) == 2
     for pid in (*run.pids("buffer.server --groups-per-step 8"), *stores):
         os.kill(pid, signal.SIGKILL)
-    goes_on(run, "the buffer and both stores died at once")
+    run.goes_on("the buffer and both stores died at once", timeout_s=300)
     run.set_link("down")
     time.sleep(10.0)
     run.set_link("up")
-    goes_on(run, "the link was cut for 10 s")
+    run.goes_on("the link was cut for 10 s", timeout_s=300)
     run.set_link("down")
     began_s = time.monotonic()
     run.wait_for_line("rollout worker 1 waits for a place", timeout_s=300)
     print(f"the other host is given up {time.monotonic() - began_s:.1f} s after its link was cut")  # noqa: T201
-    goes_on(run, "the link is cut")
+    run.goes_on("the link is cut", timeout_s=300)
     assert run.finish(timeout_s=600) == 0, run.output
     summary = json.loads((out / transport / "summary.json").read_text())
     assert_the_account_closes(summary)
@@ -116,10 +116,3 @@ def test_a_run_goes_on_when_parts_of_the_other_host_die_and_its_link_is_cut(on_t
     versions = [record["engine_version"] for record in records]
     assert versions == sorted(versions)
     assert left_of(run.mark) == []
-
-
-def goes_on(run, what):
-    """Wait for two steps more, since the first may have been on its way; prints how long they took."""
-    began_s = time.monotonic()
-    run.wait_for_step(run.num_steps + 2, timeout_s=300)
-    print(f"{what}: two steps in {time.monotonic() - began_s:.1f} s")  # noqa: T201

@@ -4,6 +4,7 @@ import queue
 import subprocess
 import threading
 import time
+from collections.abc import Callable
 
 
 class ProcessOutput:
@@ -46,6 +47,29 @@ class ProcessOutput:
             self.lines.append(line)
             if words in line:
                 return line
+
+    def wait_until(self, is_true: Callable[[], bool], what: str, timeout_s: float) -> None:
+        """Wait for a condition, while the process runs."""
+        deadline = time.monotonic() + timeout_s
+        while not is_true():
+            if self.process.poll() is not None:
+                self.finish(5.0)
+                raise AssertionError(f"the run ended before {what}:\n{self.output}")
+            assert time.monotonic() < deadline, f"no {what} within {timeout_s} s"
+            time.sleep(0.05)
+
+    num_steps: int
+    """How many steps of its run are made, and not lost."""
+
+    def wait_for_step(self, number: int, timeout_s: float = 240.0) -> None:
+        """Wait until so many steps are made."""
+        self.wait_until(lambda: self.num_steps >= number, f"step {number}", timeout_s)
+
+    def goes_on(self, what: str, *, before: int | None = None, timeout_s: float = 240.0) -> None:
+        """Wait for two steps beyond ``before``, since the first may have been on its way; prints how long they took."""
+        before, began_s = self.num_steps if before is None else before, time.monotonic()
+        self.wait_for_step(before + 2, timeout_s)
+        print(f"{what} at step {before}: two steps in {time.monotonic() - began_s:.1f} s")  # noqa: T201
 
     def _check_end(self) -> None:
         """Called where it has ended too early, to skip the test where that must be."""

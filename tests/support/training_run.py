@@ -4,12 +4,10 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -67,19 +65,6 @@ class RunningTraining(ProcessOutput):
         """Wait until a line holds ``words``."""
         return super().wait_for_line(words, timeout_s)
 
-    def wait_for_steps(self, number: int, timeout_s: float = START_TIMEOUT_S) -> None:
-        """Wait until ``metrics.jsonl`` has so many records."""
-        self._wait_until(lambda: len(self.records) >= number, f"{number} records", timeout_s)
-
-    def _wait_until(self, is_true: Callable[[], bool], what: str, timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
-        while not is_true():
-            if self.process.poll() is not None:
-                self.finish(5.0)
-                raise AssertionError(f"the run ended before {what}:\n{self.output}")
-            assert time.monotonic() < deadline, f"no {what} within {timeout_s} s"
-            time.sleep(0.05)
-
     @property
     def run_dir(self) -> Path:
         """The run's folder, which is gone where nothing was started."""
@@ -121,7 +106,7 @@ class RunningTraining(ProcessOutput):
                 found.append(self.pid_of(words))
             return bool(found)
 
-        self._wait_until(is_there, f"process that is called {words!r}", timeout_s)
+        self.wait_until(is_there, f"process that is called {words!r}", timeout_s)
         return found[0]
 
     def pid_at(self, words: str) -> int:
@@ -139,18 +124,6 @@ class RunningTraining(ProcessOutput):
     def num_steps(self) -> int:
         """How many steps are made, and not lost."""
         return self.records[-1]["step"] + 1 if self.records else 0
-
-    def wait_for_step(self, number: int, timeout_s: float = START_TIMEOUT_S) -> None:
-        """Wait until so many steps are made."""
-        self._wait_until(lambda: self.num_steps >= number, f"step {number}", timeout_s)
-
-    def signal(self, number: signal.Signals) -> None:
-        """Signal the run's whole process group, as a terminal does on Ctrl-C."""
-        os.killpg(self.process.pid, number)
-
-    def kill(self, words: str) -> None:
-        """SIGKILL one process of the run."""
-        os.kill(self.pid_of(words), signal.SIGKILL)
 
     def survivors(self, timeout_s: float = 5.0) -> list[str]:
         """Processes of the run that outlive it."""

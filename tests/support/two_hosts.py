@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import time
 import uuid
 from contextlib import suppress
 from pathlib import Path
@@ -65,14 +64,6 @@ class RunOnTwoHosts(ProcessOutput):
         paths = list(Path(f"/proc/{first}/root/tmp/asyncrl/quickstart").glob("*/metrics.jsonl"))
         whole, _, _ = (paths[0].read_text() if paths else "").rpartition("\n")
         return json.loads(whole.splitlines()[-1])["step"] + 1 if whole else 0
-
-    def wait_for_step(self, number: int, timeout_s: float = 240.0) -> None:
-        """Wait until so many steps are made."""
-        deadline = time.monotonic() + timeout_s
-        while self.num_steps < number:
-            assert self.process.poll() is None, f"the run ended before step {number}:\n{self.output}"
-            assert time.monotonic() < deadline, f"no step {number} within {timeout_s} s"
-            time.sleep(0.1)
 
     def pids(self, words: str) -> list[int]:
         """Pids, here, of processes of both hosts with these words in their name or command line."""
