@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import logging
 import os
 import re
 import shutil
+import tempfile
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,7 +20,10 @@ from pathlib import Path
 from asyncrl.config import RunConfig, Transport
 from asyncrl.core.host import FOLDER_MODE, make_private_folder
 
+logger = logging.getLogger(__name__)
+
 SHARED_MEMORY = Path("/dev/shm")
+_PROBE_BYTES = 32 << 20
 _SHARED_PREFIX = "asyncrl-run-"
 _FOLDER_ITSELF = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 _VERSION = re.compile(r"v\d{8,}")
@@ -206,7 +211,27 @@ def _make_snapshot_folder(config: RunConfig, run_dir: Path) -> Path:
     if folder == shared_folder(run_dir):
         return make_private_folder(folder)  # it exists: the run has locked it, and the buffer's sockets may be in it
     folder.mkdir(mode=FOLDER_MODE)
+    if weights.transport is Transport.auto and missing:
+        _warn_of_disk(folder, missing, _weight_bytes(config))
     return folder
+
+
+def _warn_of_disk(folder: Path, missing: str, num_bytes: int) -> None:
+    """Warn that published weights go to a disk, with the seconds per version at the disk's measured speed."""
+    with tempfile.TemporaryFile(dir=folder) as probe:
+        began = time.monotonic()
+        probe.write(os.urandom(_PROBE_BYTES))
+        probe.flush()
+        os.fsync(probe.fileno())
+        seconds = (time.monotonic() - began) * num_bytes / _PROBE_BYTES
+    logger.warning(
+        "weights.transport=auto publishes to %s, because %s; one version of %d MB takes about %.1f s to write there. "
+        "Make room (docker run --shm-size), or set weights.transport=file and weights.directory on a faster disk",
+        folder,
+        missing,
+        num_bytes / 1e6,
+        seconds,
+    )
 
 
 def remove_published(snapshots: Path, *, after: int) -> None:
@@ -235,10 +260,13 @@ def _missing_memory(config: RunConfig, num_versions: int) -> str:
     """Why this number of versions does not fit into shared memory; empty if it fits."""
     if not SHARED_MEMORY.is_dir():
         return f"{SHARED_MEMORY} does not exist"
-    size = sum(file.stat().st_size for file in Path(config.model.path).glob("*.safetensors"))
-    wanted = 2 * size * num_versions
+    wanted = 2 * _weight_bytes(config) * num_versions
     free = shutil.disk_usage(SHARED_MEMORY).free
     return f"{SHARED_MEMORY} has {free >> 20} MiB free and {wanted >> 20} MiB are needed" if free <= wanted else ""
+
+
+def _weight_bytes(config: RunConfig) -> int:
+    return sum(file.stat().st_size for file in Path(config.model.path).glob("*.safetensors"))
 
 
 def _num_versions(config: RunConfig) -> int:

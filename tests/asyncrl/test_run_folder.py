@@ -58,6 +58,16 @@ def test_and_into_the_runs_folder_where_they_do_not_or_where_all_are_kept(run_di
         snapshots(run_dir, *in_memory, "weights.full_every=5", "rollout_fleet.num_engines=3")
 
 
+def test_a_fallback_to_the_disk_warns_with_its_seconds_per_version(run_dir, monkeypatch, caplog):
+    snapshots(run_dir, "weights.transport=file")
+    assert not caplog.records  # the user chose the disk
+    (run_dir / "snapshots").rmdir()
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(1 << 24, 0, 7 << 20))
+    snapshots(run_dir)
+    (record,) = caplog.records
+    assert re.search(r"7 MiB free.*one version of 1 MB takes about \d+\.\d s.*weights\.directory", record.getMessage())
+
+
 def test_the_engines_images_of_the_weights_need_room_whatever_the_transport(run_dir, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(1 << 24, 0, 7 << 20))
     options = ("weights.transport=file", "rollout_fleet.num_engines=4")
