@@ -237,15 +237,6 @@ async def test_the_death_of_the_engine_ends_the_run_with_its_cause_and_gives_lea
     assert buffer.held == set()
 
 
-async def test_a_refused_request_ends_the_run_and_gives_leases_back(make_buffer):
-    buffer = make_buffer(6)
-    async with running_loop(buffer, lambda request, version: ScriptedAnswer(error="too long")) as (_, _, run):
-        with pytest.raises(EngineError, match="too long"):
-            await asyncio.wait_for(run, 2)
-    assert buffer.held == set()
-    assert buffer.num_tokens == 0
-
-
 def nan_reward(prompt, response_text):
     return float("nan")
 

@@ -96,13 +96,6 @@ def test_the_death_of_the_owner_kills_the_whole_group_and_removes_what_it_left(s
     assert started.nothing_is_left()
 
 
-def test_a_server_that_ignores_sigterm_is_killed_at_once(start):
-    started = start("stubborn")
-    started.process.send_signal(signal.SIGHUP)
-    assert started.process.wait(10) == 128 + signal.SIGKILL
-    assert started.nothing_is_left()
-
-
 def test_a_server_that_is_stopped_is_killed_and_leaves_nothing(start):
     started = start("stubborn")
     started.process.send_signal(signal.SIGUSR1)
@@ -113,8 +106,9 @@ def test_a_server_that_is_stopped_is_killed_and_leaves_nothing(start):
     assert started.nothing_is_left()
 
 
-def test_a_server_that_is_killed_leaves_no_child_either(start):
-    started = start()
+@pytest.mark.parametrize("words", [(), ("stubborn",)], ids=["", "a server that ignores SIGTERM"])
+def test_a_server_that_is_killed_leaves_no_child_either(start, words):
+    started = start(*words)
     started.process.send_signal(signal.SIGHUP)
     assert started.process.wait(10) == 128 + signal.SIGKILL
     assert not any(psutil.pid_exists(pid) for pid in started.pids.values()), "not even a zombie"

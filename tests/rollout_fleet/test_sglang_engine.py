@@ -343,44 +343,6 @@ async def test_stopping_a_dead_engine_is_harmless(engine):
     await asyncio.wait_for(engine.stop(), 30)
 
 
-PRETENDED_SERVER = """
-import sys, time
-if "--no-such-option" in sys.argv:
-    print("launch_server.py: error: unrecognized arguments: --no-such-option", flush=True)
-    sys.exit(2)
-time.sleep(600)
-"""
-
-
-@pytest.fixture
-def pretended_server(tmp_path, monkeypatch):
-    """``sglang.launch_server`` is a script: `tests.e2e.test_endings` has the words of the real one."""
-    (tmp_path / "sglang").mkdir()
-    (tmp_path / "sglang" / "__init__.py").touch()
-    (tmp_path / "sglang" / "launch_server.py").write_text(PRETENDED_SERVER)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-
-
-@pytest.mark.usefixtures("pretended_server")
-async def test_a_server_that_does_not_come_up_shows_the_tail_of_its_log(model_path, tmp_path):
-    config = RolloutFleetConfig(stop_timeout_s=1.0)
-    config.sglang.extra_args.append("--no-such-option")
-    engine = SGLangEngine(config, model_path=model_path, device=EngineDevice.cpu, rank=3, log_dir=str(tmp_path), seed=0)
-    with pytest.raises(WorkerDiedError, match=r"(?s)sglang-3 died with exit status 2.*sglang-3.log.*--no-such-option"):
-        await engine.start()
-    await engine.stop()
-    assert "--no-such-option" in (tmp_path / "sglang-3.log").read_text()
-
-
-@pytest.mark.usefixtures("pretended_server")
-async def test_a_server_that_is_too_slow_is_stopped_and_named(model_path, tmp_path):
-    config = RolloutFleetConfig(start_timeout_s=0.5, stop_timeout_s=0.5)
-    engine = SGLangEngine(config, model_path=model_path, device=EngineDevice.cpu, rank=4, log_dir=str(tmp_path), seed=0)
-    with pytest.raises(DeadlineError, match=r"sglang-4 was not up within 0.5 s; raise rollout_fleet.start_timeout_s"):
-        await engine.start()
-    assert engine._server._guard.returncode is not None
-
-
 OWNER = """
     import asyncio, sys
     from rollout_fleet.config import EngineDevice, RolloutFleetConfig

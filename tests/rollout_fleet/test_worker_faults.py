@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 
 import pytest
 
@@ -11,6 +11,7 @@ from asyncrl.core.errors import DeadlineError, EngineLost, RequestRefused
 from rollout_fleet import worker as worker_module
 from rollout_fleet.config import EngineKind, RolloutFleetConfig
 from rollout_fleet.engines.scripted import ScriptedAnswer, ScriptedEngine
+from rollout_fleet.rewards import REWARDS
 from rollout_fleet.worker import RolloutWorker
 from tests.support.offers import bare_offer
 from tests.support.rollout import InMemoryBuffer, make_prompts, writes
@@ -18,53 +19,47 @@ from tests.support.rollout import InMemoryBuffer, make_prompts, writes
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("virtual_time")]
 
 
-@asynccontextmanager
-async def working(monkeypatch, tmp_path, buffer, engine, **options):
-    """A worker that runs on this engine."""
+@pytest.fixture
+def working(monkeypatch, tmp_path):
+    """Return a context of a worker that runs on a buffer and an engine."""
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
-    monkeypatch.setattr(worker_module, "make_engine", lambda *_, **__: engine)
     monkeypatch.setattr(worker_module, "load_decoder", lambda path: str)
-    monkeypatch.setattr(worker_module.WeightStager, "staged", lambda self, offer: bare(offer))
-    worker = RolloutWorker(
-        RolloutFleetConfig(**{"engine": EngineKind.scripted, "reward": "constant", **options}),
-        model_path="",
-        samples_per_prompt=2,
-        connect_buffer=lambda name: buffer,
-        log_dir=str(tmp_path),
-        staging_dir=str(tmp_path / "staging"),
-        seed=0,
-    )
-    await worker.start()
-    await buffer.offer(bare_offer(buffer.ledger.learner_version))
-    await worker.load_first()
-    run = asyncio.create_task(worker.run())
-    try:
-        yield worker, run
-    finally:
-        await worker.stop()
-        await asyncio.gather(run, return_exceptions=True)
-
-
-@asynccontextmanager
-async def bare(offer):
-    yield offer
-
-
-@pytest.fixture(autouse=True)
-def constant_reward(monkeypatch):
-    from rollout_fleet.rewards import REWARDS
-
+    monkeypatch.setattr(worker_module.WeightStager, "staged", lambda self, offer: nullcontext(offer))
     monkeypatch.setitem(REWARDS._entries, "constant", lambda prompt, response_text: 1.0)
+
+    @asynccontextmanager
+    async def work(buffer, engine, **options):
+        monkeypatch.setattr(worker_module, "make_engine", lambda *_, **__: engine)
+        worker = RolloutWorker(
+            RolloutFleetConfig(**{"engine": EngineKind.scripted, "reward": "constant", **options}),
+            model_path="",
+            samples_per_prompt=2,
+            connect_buffer=lambda name: buffer,
+            log_dir=str(tmp_path),
+            staging_dir=str(tmp_path / "staging"),
+            seed=0,
+        )
+        await worker.start()
+        await buffer.offer(bare_offer(buffer.ledger.learner_version))
+        await worker.load_first()
+        run = asyncio.create_task(worker.run())
+        try:
+            yield worker, run
+        finally:
+            await worker.stop()
+            await asyncio.gather(run, return_exceptions=True)
+
+    return work
 
 
 def buffer_of(num_prompts):
     return InMemoryBuffer(make_prompts(num_prompts), groups_per_step=1, max_lag=8)
 
 
-async def test_a_worker_ends_with_its_engine_and_another_goes_on_with_its_groups(monkeypatch, tmp_path, recorded):
+async def test_a_worker_ends_with_its_engine_and_another_goes_on_with_its_groups(working, recorded):
     buffer, engine = buffer_of(4), ScriptedEngine(writes(40))
-    async with working(monkeypatch, tmp_path, buffer, engine) as (worker, run):
+    async with working(buffer, engine) as (worker, run):
         await asyncio.sleep(0.2)
         failing = asyncio.create_task(worker.wait_failed())
         await asyncio.sleep(0)
@@ -79,7 +74,7 @@ async def test_a_worker_ends_with_its_engine_and_another_goes_on_with_its_groups
     assert first.groups_failed == {"engine_failed": 4}
     assert first.tokens_in_flight == 0
     after = ScriptedEngine(writes(40))
-    async with working(monkeypatch, tmp_path, buffer, after) as (worker, run):
+    async with working(buffer, after) as (worker, run):
         await buffer.stored(4)
         second = await worker.drain()
         assert await run == second
@@ -89,21 +84,9 @@ async def test_a_worker_ends_with_its_engine_and_another_goes_on_with_its_groups
     assert (down.cause, down.is_open) == ("WorkerDiedError", False)
 
 
-async def test_an_engine_that_fails_an_activation_ends_its_worker(monkeypatch, tmp_path):
+async def test_an_engine_whose_stop_raises_costs_no_counters(working, caplog):
     buffer, engine = buffer_of(2), ScriptedEngine(writes(100))
-    async with working(monkeypatch, tmp_path, buffer, engine) as (_, run):
-        await asyncio.sleep(0.2)
-        engine.load_error = "other weights"
-        await buffer.advance()
-        await buffer.offer(bare_offer(1))
-        with pytest.raises(EngineLost, match="other weights"):
-            await asyncio.wait_for(run, 60)
-    assert buffer.held == set()
-
-
-async def test_an_engine_whose_stop_raises_costs_no_counters(monkeypatch, tmp_path, caplog):
-    buffer, engine = buffer_of(2), ScriptedEngine(writes(100))
-    async with working(monkeypatch, tmp_path, buffer, engine) as (worker, _):
+    async with working(buffer, engine) as (worker, _):
         await asyncio.sleep(0.2)
 
         async def failing_stop():
@@ -115,14 +98,14 @@ async def test_an_engine_whose_stop_raises_costs_no_counters(monkeypatch, tmp_pa
     assert "engine-0 was not stopped; its processes end with this one" in caplog.text
 
 
-async def test_an_engine_that_fails_while_the_buffer_is_gone_ends_its_worker_all_the_same(monkeypatch, tmp_path):
+async def test_an_engine_that_fails_while_the_buffer_is_gone_ends_its_worker_all_the_same(working):
     buffer, engine = buffer_of(2), ScriptedEngine(writes(100))
 
     async def unheard():
         await asyncio.sleep(30)
         raise DeadlineError("buffer.fenced: no answer within 30.0 s")
 
-    async with working(monkeypatch, tmp_path, buffer, engine) as (worker, run):
+    async with working(buffer, engine) as (worker, run):
         await asyncio.sleep(0.2)
         buffer.fenced = unheard
         engine.die("killed")
@@ -131,23 +114,23 @@ async def test_an_engine_that_fails_while_the_buffer_is_gone_ends_its_worker_all
         assert run.done()
 
 
-async def test_a_prompt_that_kills_engines_is_dropped_after_some_attempts(monkeypatch, tmp_path):
+async def test_a_prompt_that_kills_engines_is_dropped_after_some_attempts(working):
     def script(request, version):
         return ScriptedAnswer(die="poisoned") if request.id.startswith("0-") else ScriptedAnswer(response=[5])
 
     buffer, options = buffer_of(3), {"max_attempts": 2, "groups_in_flight": 1}
     for _ in range(2):
-        async with working(monkeypatch, tmp_path, buffer, ScriptedEngine(script), **options) as (_, run):
+        async with working(buffer, ScriptedEngine(script), **options) as (_, run):
             with pytest.raises(EngineLost, match="poisoned"):
                 await asyncio.wait_for(run, 60)
-    async with working(monkeypatch, tmp_path, buffer, ScriptedEngine(script), **options):
+    async with working(buffer, ScriptedEngine(script), **options):
         await buffer.stored(2)
     assert dict(buffer.ledger.account.groups_dropped) == {"engine_failed": 1}
 
 
-async def test_no_room_on_the_workers_host_ends_its_loop_with_that_error(monkeypatch, tmp_path):
+async def test_no_room_on_the_workers_host_ends_its_loop_with_that_error(working):
     buffer, engine = buffer_of(2), ScriptedEngine(writes(400))
-    async with working(monkeypatch, tmp_path, buffer, engine) as (worker, run):
+    async with working(buffer, engine) as (worker, run):
         await asyncio.sleep(0.2)
 
         @asynccontextmanager
@@ -163,8 +146,9 @@ async def test_no_room_on_the_workers_host_ends_its_loop_with_that_error(monkeyp
     assert buffer.held == set(), "all leases went back"
 
 
-async def test_a_request_that_every_engine_would_refuse_ends_the_worker_with_that_error(monkeypatch, tmp_path):
+async def test_a_request_that_every_engine_would_refuse_ends_the_worker_with_that_error(working):
     buffer, engine = buffer_of(2), ScriptedEngine(lambda request, version: ScriptedAnswer(error="too long"))
-    async with working(monkeypatch, tmp_path, buffer, engine) as (_, run):
+    async with working(buffer, engine) as (_, run):
         with pytest.raises(RequestRefused, match="too long"):
             await asyncio.wait_for(run, 5)
+    assert (buffer.held, buffer.num_tokens) == (set(), 0)
