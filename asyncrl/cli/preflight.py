@@ -63,7 +63,12 @@ async def preflight(config: RunConfig, say: Callable[[str], None]) -> tuple[Prom
     check_files(config)
     for oddity in odd_options(config):
         say(f"warning: {oddity}")
-    check_watchers(config)
+    check_trackers(config.tracker)
+    split_address(config.prometheus_address, "prometheus_address")
+    if config.dashboard:
+        from asyncrl.profile.dashboard import TOKEN_VARIABLE, check_dashboard  # imports a web server
+
+        check_dashboard(config.dashboard_address, os.environ.get(TOKEN_VARIABLE, ""))
     check_heads(config)
     check_memory(config)
     allow_clients(num_buffer_clients(config), num_links=num_store_servers(config))
@@ -118,16 +123,6 @@ def check_folders(config: RunConfig) -> None:
             f"weights.transport={config.weights.transport} needs shared memory in a writable {SHARED_MEMORY}, got: "
             f"{reason}; change its permissions, or publish to a folder with weights.transport=file"
         )
-
-
-def check_watchers(config: RunConfig) -> None:
-    """Check that trackers and dashboard are installed, and check their addresses."""
-    check_trackers(config.tracker)
-    split_address(config.prometheus_address, "prometheus_address")
-    if config.dashboard:
-        from asyncrl.profile.dashboard import TOKEN_VARIABLE, check_dashboard  # imports a web server
-
-        check_dashboard(config.dashboard_address, os.environ.get(TOKEN_VARIABLE, ""))
 
 
 def check_folder(option: str, folder: str) -> None:

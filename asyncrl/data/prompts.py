@@ -77,7 +77,18 @@ class PromptStream:
         now = self.state()
         if missing := sorted(set(now) - set(state)):
             raise ValueError(f"prompt stream: the saved state must have {missing}, got none; use the result of state()")
-        _check_files(state["files"], now["files"])
+        saved, files = state["files"], now["files"]
+        if len(saved) != len(files):
+            raise ValueError(
+                f"prompt stream: the saved state has {len(saved)} files ({', '.join(path for path, _ in saved)}), got "
+                f"{len(files)} ({', '.join(path for path, _ in files)}); set data.train_files to the same files"
+            )
+        for (saved_path, saved_digest), (path, digest) in zip(saved, files, strict=True):
+            if saved_digest != digest:
+                raise ValueError(
+                    f"prompt stream: {path} must be the file of the saved state ({saved_path}, digest {saved_digest}), "
+                    f"got digest {digest}; restore the old file, or start a new run"
+                )
         for key, option in (
             ("seed", "the seed"),
             ("shuffle", "data.shuffle"),
@@ -142,20 +153,6 @@ def _read_prompts(
             f"{config.max_prompt_tokens} tokens, got {num_filtered} longer prompts; raise the limit"
         )
     return prompts, files, num_filtered
-
-
-def _check_files(saved: Sequence[Sequence[str]], now: Sequence[Sequence[str]]) -> None:
-    if len(saved) != len(now):
-        raise ValueError(
-            f"prompt stream: the saved state has {len(saved)} files ({', '.join(path for path, _ in saved)}), got "
-            f"{len(now)} ({', '.join(path for path, _ in now)}); set data.train_files to the same files"
-        )
-    for (saved_path, saved_digest), (path, digest) in zip(saved, now, strict=True):
-        if saved_digest != digest:
-            raise ValueError(
-                f"prompt stream: {path} must be the file of the saved state ({saved_path}, digest {saved_digest}), got "
-                f"digest {digest}; restore the old file, or start a new run"
-            )
 
 
 class Tokenizer(Protocol):

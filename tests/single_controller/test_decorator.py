@@ -144,29 +144,10 @@ def test_roles_can_be_added():
         Role.remove("MyWorker")
 
 
-def test_execute_modes_name_the_groups_methods():
-    assert get_predefined_execute_fn(Execute.ALL) == {"execute_fn_name": "execute_all"}
-    assert get_predefined_execute_fn(Execute.RANK_ZERO) == {"execute_fn_name": "execute_rank_zero"}
-
-
-def test_one_to_all_repeats_each_argument():
-    assert dispatch_one_to_all(Group(), 1, k="x") == (([1, 1],), {"k": ["x", "x"]})
-
-
 def test_the_collect_mask_selects_ranks():
     assert collect_nd_compute([False, True], Group(), ["a", "b"]) == ["b"]
     with pytest.raises(ValueError, match="2 results"):
         collect_nd_compute([True], Group(), ["a"])
-
-
-def test_the_first_argument_with_func_must_be_a_function():
-    with pytest.raises(TypeError, match="function"):
-        dispatch_dp_compute_data_proto_with_func(Group(), 1)
-
-
-def test_a_direct_rollout_method_is_not_called_through_the_group():
-    with pytest.raises(TypeError, match="worker itself"):
-        dummy_direct_rollout_call(Group())
 
 
 def test_a_pool_counts_processes_by_node():
@@ -176,11 +157,6 @@ def test_a_pool_counts_processes_by_node():
     assert pool.local_world_size_list() == [2, 2, 1, 1]
     assert pool.local_rank_list() == [0, 1, 0, 0]
     assert (pool.max_colocate_count, pool.n_gpus_per_node) == (10, 8)
-
-
-def test_parallel_put_of_nothing_is_refused():
-    with pytest.raises(AssertionError, match="at least one"):
-        parallel_put([])
 
 
 def test_an_enumeration_of_ones_own_counts_up_and_writes_in_capitals():
@@ -211,11 +187,6 @@ def test_demands_are_placed_wherever_there_is_a_way():
     assert not can_place([{"GPU": 8.0}] * 65, [dict(eight, **{f"node:{i}": 1.0}) for i in range(64)])
 
 
-def test_a_random_name_has_the_length_asked_for():
-    assert len(get_random_string(6)) == 6
-    assert get_random_string(length=12).isalnum()
-
-
 def test_a_dispatch_function_may_use_the_splitting_of_the_others():
     data = DataProto.from_dict({"a": torch.arange(5.0)}, auto_padding=True)
     (parts,), kwargs = _split_args_kwargs_data_proto_with_auto_padding(4, data)
@@ -237,18 +208,6 @@ def test_parts_of_a_pool_have_at_least_one_process(split_size):
         split_resource_pool(RayResourcePool([2], use_gpu=False), split_size)
 
 
-def test_a_part_of_a_pool_is_not_merged_as_if_it_were_the_whole():
-    half = SubRayResourcePool([], 0, 1, process_on_nodes=[2], use_gpu=False, name_prefix="half")
-    for pools in ((half, RayResourcePool([1], use_gpu=False)), (RayResourcePool([1], use_gpu=False), half)):
-        with pytest.raises(UsageError, match="'half' is a part of a pool"):
-            merge_resource_pool(*pools)
-
-
-def test_a_group_on_a_pool_without_processes_is_refused():
-    with pytest.raises(UsageError, match="'empty' has no processes"):
-        RayWorkerGroup(RayResourcePool([], use_gpu=False, name_prefix="empty"), RayClassWithInitArgs(Worker))
-
-
 def test_a_worker_takes_over_variables_of_its_own(monkeypatch):
     class Described(Worker):
         @classmethod
@@ -265,3 +224,38 @@ def test_a_worker_takes_over_variables_of_its_own(monkeypatch):
     assert (worker._local_rank, worker._local_world_size) == (0, 2)
     worker._configure_with_store({"_rank": 1, "_my_rack": "r8"})
     assert (worker.rank, worker._my_rack) == (1, "r8")
+
+
+def without_devices(processes, name="pool"):
+    return RayResourcePool(processes, use_gpu=False, name_prefix=name)
+
+
+HALF = SubRayResourcePool([], 0, 1, process_on_nodes=[2], use_gpu=False, name_prefix="half")
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda: dispatch_dp_compute_data_proto_with_func(Group(), 1), TypeError, "function"),
+        (lambda: dummy_direct_rollout_call(Group()), TypeError, "worker itself"),
+        (lambda: parallel_put([]), AssertionError, "at least one"),
+        (lambda: merge_resource_pool(HALF, without_devices([1])), UsageError, "'half' is a part of a pool"),
+        (lambda: merge_resource_pool(without_devices([1]), HALF), UsageError, "'half' is a part of a pool"),
+        (
+            lambda: RayWorkerGroup(without_devices([], "empty"), RayClassWithInitArgs(Worker)),
+            UsageError,
+            "'empty' has no processes",
+        ),
+    ],
+)
+def test_calls_without_sense_are_refused(call, error, words):
+    with pytest.raises(error, match=words):
+        call()
+
+
+def test_small_functions_of_verl():
+    assert get_predefined_execute_fn(Execute.ALL) == {"execute_fn_name": "execute_all"}
+    assert get_predefined_execute_fn(Execute.RANK_ZERO) == {"execute_fn_name": "execute_rank_zero"}
+    assert dispatch_one_to_all(Group(), 1, k="x") == (([1, 1],), {"k": ["x", "x"]})
+    assert len(get_random_string(6)) == 6
+    assert get_random_string(length=12).isalnum()
