@@ -16,8 +16,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,20 @@ import zmq
 from asyncrl.core.types import Lease, Prompt, WeightOffer
 from benchmarks.buffer import group_of
 from buffer import BufferClient, BufferConfig, BufferProcess, ControlClient, LearnerClient
-from buffer.encoding import group_frames
-from buffer.messages import ACKS, OK, PUSHES, Message, batch, error_of, parse_reply, summary_fields
+from buffer.commands import (
+    Cancel,
+    Failure,
+    Hello,
+    Leased,
+    LeasedGroup,
+    LeaseGroups,
+    Loaded,
+    NextOffer,
+    Offered,
+    Operation,
+    Put,
+)
+from buffer.encoding import Message, error_of, frames_of, group_frames, parse_answers
 from buffer.sockets import Channel, client_context
 
 NUM_WORKERS = 1000
@@ -128,60 +141,59 @@ class SimulatedWorker:
         self._version = -1
         self._lease_id = 0
         self._channel = Channel(socket, self._on_message)
-        self._send(self._request("hello", produces=True), self._next_offer())
+        self._send(self._request(Hello(produces=True)), self._next_offer())
 
     def _next_offer(self) -> Message:
-        return self._request("next_offer", at_least=self._version + 1)
+        return self._request(NextOffer(self._version + 1))
 
-    def _request(self, name: str, payload: Any = (), **fields: Any) -> Message:
-        return Message(name=name, request_id=next(self._ids), fields=fields, payload=payload)
+    def _request(self, operation: Operation[Any], payload: Sequence[Any] = ()) -> Message:
+        return Message(request_id=next(self._ids), body=operation, payload=payload)
 
     def _send(self, *requests: Message) -> None:
-        message = requests[0] if len(requests) == 1 else batch(requests)
-        self._channel.send(message.frames(EPOCH))
+        self._channel.send(frames_of(EPOCH, requests))
 
     def _ask(self) -> Message:
-        request = self._request("lease", engine_version=self._version, max_groups=1)
+        request = self._request(LeaseGroups(engine_version=self._version, max_groups=1))
         self._lease_id = request.request_id
         return request
 
     def _on_message(self, frames: list[zmq.Frame]) -> None:
-        reply = parse_reply(frames)
-        if "offer" in reply.fields:
-            self._load(reply.fields["offer"]["version"])
-        elif "leases" in reply.fields:
-            self._on_leases(reply.request_id, reply.fields["leases"])
-        elif reply.name not in {OK, ACKS, *PUSHES}:
-            raise error_of(reply)
+        for answer in parse_answers(frames):
+            match answer.body:
+                case Offered(offer=offer):
+                    self._load(offer.version)
+                case Leased(leases=leases):
+                    self._on_leases(answer.request_id, leases)
+                case Failure() as failure:
+                    raise error_of(failure)
 
     def _load(self, version: int) -> None:
         """Serve the version; a request for leases at the one before is taken back."""
         before, self._version = self._lease_id, version
-        taken_back = [self._request("cancel", request=before)] if before else []
-        loaded = self._request("loaded", version=version, seconds=0.0, engine=self._name)
+        taken_back = [self._request(Cancel(before))] if before else []
+        loaded = self._request(Loaded(version=version, seconds=0.0, engine=self._name))
         self._send(*taken_back, loaded, self._ask(), self._next_offer())
 
-    def _on_leases(self, request_id: int, leases: list[list[int]]) -> None:
+    def _on_leases(self, request_id: int, leases: Sequence[LeasedGroup]) -> None:
         if request_id != self._lease_id:
             return
         self._lease_id = 0
         puts = []
-        for group_id, attempt, version, *_ in leases:
-            self._heard.append((version, time.monotonic_ns()))
-            puts.append(self._put(group_id, attempt, version))
+        for lease in leases:
+            self._heard.append((lease.engine_version, time.monotonic_ns()))
+            puts.append(self._put(*lease.key, lease.engine_version))
         self._send(*puts, self._ask())
 
     def _put(self, group_id: int, attempt: int, version: int) -> Message:
-        fields: Mapping[str, Any] = _SUMMARY | {"group_id": group_id, "attempt": attempt}
-        fields = {**fields, "oldest_version": version, "newest_version": version}
-        return self._request("put", _FRAMES, **fields)
+        versions = {"oldest_version": version, "newest_version": version}
+        return self._request(Put(summary=replace(_SUMMARY, group_id=group_id, attempt=attempt, **versions)), _FRAMES)
 
 
 _LEASE = Lease(
     prompt=Prompt(group_id=0, prompt_ids=np.arange(16, dtype=np.int32)), attempt=0, engine_version=0, deadline_version=0
 )
 _GROUP = group_of(_LEASE, 1000, num_samples=2)
-_SUMMARY, _FRAMES = summary_fields(_GROUP.summary), group_frames(_GROUP)
+_SUMMARY, _FRAMES = _GROUP.summary, group_frames(_GROUP)
 
 
 async def _work(address: str, first: int, number: int) -> None:

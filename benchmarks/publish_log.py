@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import zmq
@@ -24,7 +25,8 @@ import zmq
 from asyncrl.core.types import Prompt, WeightOffer
 from benchmarks.buffer import group_of
 from buffer import BufferClient, BufferConfig, BufferProcess, ControlClient, LearnerClient, WorkerClient
-from buffer.messages import ACKS, OK, PUSHES, Message, error_of, parse_reply
+from buffer.commands import Failure, Loaded, NextOffer, Offered, Operation
+from buffer.encoding import Message, error_of, frames_of, parse_answers
 from buffer.sockets import Channel, client_context
 
 NUM_ENGINES = 1000
@@ -103,19 +105,19 @@ class SimulatedReceiver:
         self._ask()
 
     def _ask(self) -> None:
-        self._send("next_offer", at_least=self._version + 1)
+        self._send(NextOffer(self._version + 1))
 
     def _on_message(self, frames: list[zmq.Frame]) -> None:
-        reply = parse_reply(frames)
-        if "offer" in reply.fields:
-            self._version = reply.fields["offer"]["version"]
-            self._send("loaded", version=self._version, seconds=0.0, engine=self._name)
-            self._ask()
-        elif reply.name not in {OK, ACKS, *PUSHES}:
-            raise error_of(reply)
+        for answer in parse_answers(frames):
+            if isinstance(answer.body, Offered):
+                self._version = answer.body.offer.version
+                self._send(Loaded(version=self._version, seconds=0.0, engine=self._name))
+                self._ask()
+            elif isinstance(answer.body, Failure):
+                raise error_of(answer.body)
 
-    def _send(self, name: str, **fields: float | str) -> None:
-        self._channel.send(Message(name=name, request_id=next(self._ids), fields=fields).frames("benchmark"))
+    def _send(self, operation: Operation[Any]) -> None:
+        self._channel.send(frames_of("benchmark", [Message(request_id=next(self._ids), body=operation)]))
 
 
 async def _receive(address: str, num_engines: int) -> None:

@@ -1,22 +1,455 @@
-"""The connection of one process to the buffer: requests to its server, and payloads to and from the store servers.
+"""The connections of one process to the buffer, on asyncio: requests, deadlines, resending after a reconnect.
 
-`buffer.roles` has the calls of a worker, of the learner and of the controller on top of it.
+The control socket requests the run's epoch and the bulk port. Then the bulk socket connects and greets, and the server
+answers. A request waits for the steps that it needs, under its own deadline. Each transferred chunk of the request
+restarts the deadline.
 """
 
 import asyncio
+import itertools
+import logging
+import struct
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import uuid
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
-from asyncrl.core import record
-from asyncrl.core.errors import ReplayBufferError, StoreFull
+import zmq
 
-from .client_socket import ClientSocket
-from .encoding import JOIN_BELOW_BYTES
-from .keys import ClientKeys
-from .messages import SPACE, Message
-from .sockets import allow_clients
+from asyncrl.core import record
+from asyncrl.core.errors import DeadlineError, NotAllowed, ReplayBufferError, StoreFull, WireError
+
+from .commands import (
+    Answer,
+    Connect,
+    Connected,
+    Failure,
+    Hello,
+    Key,
+    NothingYet,
+    Operation,
+    Payloads,
+    Push,
+    Reply,
+    Reserve,
+    Room,
+    Space,
+    Welcome,
+)
+from .encoding import JOIN_BELOW_BYTES, PUSH_ID, Message, error_of, frames_of, parse_answers
+from .heartbeats import Deadline, LoopClock
+from .keys import ClientKeys, secure_client
+from .sockets import Channel, Chunk, ChunkReceiver, ChunkSender, allow_clients, bulk_address, client_context, monitor_of
+
+logger = logging.getLogger(__name__)
+
+_RECONNECT_MS = 50
+_RECONNECT_MAX_MS = 2000
+_HEARTBEAT_MS = 5000
+_BATCH = 16
+_HELD_FACTOR = 1.5
+"""A server may hold some requests for half of the deadline, so their deadline is half longer. A server that dies at
+the end of the hold, and is restarted, then has the usual time to answer."""
+_MAX_REPLY_BYTES = 1 << 40
+_REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+"""The server does not know the key, or only one side has keys."""
+
+
+class Connection:
+    """A DEALER socket that reconnects by itself; the server knows it by ``identity``.
+
+    ``on_message`` gets the frames of each message, ``on_change`` whether the connection was made or lost. A connection
+    without a complete frame for ``silent_s`` seconds counts as lost. ``on_refused`` is called if the server refuses the
+    keys; ZMQ does not retry then. Raises `ValueError` if the address is malformed.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        identity: bytes,
+        keys: ClientKeys | None,
+        on_message: Callable[[list[zmq.Frame]], None],
+        on_change: Callable[[bool], None],
+        on_refused: Callable[[], None],
+        silent_s: float,
+    ) -> None:
+        socket: zmq.Socket[bytes] = client_context().socket(zmq.DEALER)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.IDENTITY, identity)
+        socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
+        socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(1000 * silent_s))
+        socket.setsockopt(zmq.SNDHWM, 0)
+        if keys is not None:
+            secure_client(socket, keys)
+        monitor = monitor_of(socket, zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | _REFUSED)
+        try:
+            socket.connect(address)
+        except zmq.ZMQError as error:
+            socket.disable_monitor()
+            monitor.close()
+            socket.close()
+            raise ValueError(
+                f"{address!r} is not the address of a buffer; use an address like ipc:///FOLDER/buffer or tcp://HOST:PORT"
+            ) from error
+        self._socket = socket
+        self._channel = Channel(socket, on_message)
+
+        def on_event(event: list[zmq.Frame]) -> None:
+            (number,) = struct.unpack_from("=H", event[0].bytes)
+            if number & _REFUSED:
+                on_refused()
+            else:
+                on_change(number == zmq.EVENT_HANDSHAKE_SUCCEEDED)
+
+        self._monitor = Channel(monitor, on_event)
+
+    def send(self, frames: Sequence[Any]) -> None:
+        """Hand a message to ZMQ."""
+        self._channel.send(frames)
+
+    def close(self) -> None:
+        """Close the connection at once."""
+        self._socket.disable_monitor()  # first: otherwise ZMQ's thread waits until its last events are read
+        self._monitor.close()
+        self._channel.close()
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class _UnansweredRequest:
+    """A request without a reply yet, with its deadline ``due``, ``seconds`` after it; errors name ``caller``.
+
+    A request that ``is_large`` travels in chunks. ``needs_bulk``: it, or its reply, may travel on the bulk socket.
+    """
+
+    caller: str
+    request: Message
+    is_large: bool
+    needs_bulk: bool
+    seconds: float
+    reply: asyncio.Future[Message]
+    due: float = 0.0
+
+
+class ClientSocket:
+    """The connections to one server; made on a running loop, and used on that loop only.
+
+    ``timeout_s`` is the deadline of each request, counted from its last progress. ``on_push`` gets each message that
+    answers no request; ``on_connected`` is called each time that the server is reached.
+
+    Attributes:
+        is_connected: Whether the server can be reached now.
+        num_read: Largest request id of a fetch whose reply has come, also if the fetch was cancelled.
+        loop: The event loop of the connections.
+        identity: The identity of this client on the server.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        timeout_s: float,
+        keys: ClientKeys | None,
+        on_push: Callable[[Any], None] = lambda push: None,
+        on_connected: Callable[[], None] = lambda: None,
+        epoch: str = "",
+    ) -> None:
+        self.address = address
+        self.is_connected = False
+        self.num_read = 0
+        self.loop = asyncio.get_running_loop()
+        self._timeout_s = timeout_s
+        self._keys = keys
+        self._epoch = epoch
+        self._on_push = on_push
+        self._when_connected = on_connected
+        self.identity = uuid.uuid4().bytes
+        self._unanswered: dict[int, _UnansweredRequest] = {}
+        self._outbox: list[Message] = []
+        self._flush_handle: asyncio.Handle | None = None
+        self._clock = LoopClock()
+        self._deadline = Deadline(self._miss_deadlines, self._clock)
+        self._ids = itertools.count(1)
+        self._connect_id = 0
+        self._refusal: Exception | None = None
+        self._closed = False
+        self._is_bulk_ready = False
+        self._bulk: Connection | None = None
+        self._bulk_port = 0
+        self._sender = ChunkSender(self._send_bulk)
+        self._receiver = ChunkReceiver(_MAX_REPLY_BYTES)
+        self._control = Connection(
+            address,
+            identity=self.identity,
+            keys=keys,
+            on_message=self._on_message,
+            on_change=self._on_control_change,
+            on_refused=self._on_refused,
+            silent_s=4 * _HEARTBEAT_MS / 1000,
+        )
+
+    def next_id(self) -> int:
+        """Return a request id, for a request that may be cancelled later."""
+        return next(self._ids)
+
+    async def request(
+        self, operation: Operation[Any], payload: Sequence[Any] = (), *, request_id: int | None = None, caller: str = ""
+    ) -> Message:
+        """Send a request and wait for its answer; errors name ``caller``, by default the operation.
+
+        Raises:
+            DeadlineError: No answer came in time.
+            ReplayBufferError: The answer is an error, or the connection was closed.
+        """
+        caller = caller or operation.name
+        if self._closed:
+            raise self._closed_error(caller)
+        request_id = next(self._ids) if request_id is None else request_id
+        try:
+            answer = await self._begin(Message(request_id=request_id, body=operation, payload=payload), caller)
+        finally:
+            self._unanswered.pop(request_id, None)
+        if isinstance(answer.body, Failure):
+            raise error_of(answer.body)
+        return answer
+
+    async def call(self, operation: Operation[Reply], payload: Sequence[Any] = (), *, caller: str = "") -> Reply:
+        """Send a request, again while the server answers `NothingYet`; returns the answer. Errors as `request`."""
+        while isinstance(answer := (await self.request(operation, payload, caller=caller)).body, NothingYet):
+            if answer.warning:
+                logger.warning("waiting for the next batch: %s", answer.warning)
+        return answer
+
+    def post(self, operation: Operation[Any], on_answer: Callable[[Any], None] = lambda answer: None) -> None:
+        """Send a request without waiting for its answer; it is repeated after a reconnect like every request.
+
+        ``on_answer`` gets the answer unless it is an error.
+        """
+        if self._closed:
+            return
+        request = Message(request_id=next(self._ids), body=operation)
+
+        def forget(answer: asyncio.Future[Message]) -> None:
+            self._unanswered.pop(request.request_id, None)
+            if not answer.cancelled() and answer.exception() is None and not isinstance(answer.result().body, Failure):
+                on_answer(answer.result().body)
+
+        self._begin(request, operation.name).add_done_callback(forget)
+
+    def _begin(self, request: Message, caller: str) -> asyncio.Future[Message]:
+        is_large = bool(request.payload) and sum(map(len, request.payload)) >= JOIN_BELOW_BYTES
+        unanswered = _UnansweredRequest(
+            caller=caller,
+            request=request,
+            is_large=is_large,
+            needs_bulk=is_large or request.body.has_large_answer,
+            seconds=self._timeout_s * (_HELD_FACTOR if request.body.is_held else 1.0),
+            reply=self.loop.create_future(),
+        )
+        unanswered.due = self._clock.time() + unanswered.seconds
+        self._unanswered[request.request_id] = unanswered
+        self._deadline.at(unanswered.due)
+        if self._refusal is not None:
+            unanswered.reply.set_exception(self._refusal)
+        self._send(unanswered)
+        return unanswered.reply
+
+    def _send(self, unanswered: _UnansweredRequest) -> None:
+        """Send a request if its connections are ready; small requests of one turn of the loop share a message."""
+        if not self.is_connected or (unanswered.needs_bulk and not self._is_bulk_ready):
+            return
+        request = unanswered.request
+        if unanswered.is_large:
+            self._sender.push(request.request_id, frames_of(self._epoch, [request]))
+        elif len(self._unanswered) == 1:
+            self._control.send(frames_of(self._epoch, [request]))
+        else:
+            self._outbox.append(request)
+            if len(self._outbox) == _BATCH:
+                self._flush()
+            elif self._flush_handle is None:
+                self._flush_handle = self.loop.call_soon(self._flush)
+
+    def _flush(self) -> None:
+        if self._flush_handle is not None:
+            self._flush_handle.cancel()
+            self._flush_handle = None
+        outbox, self._outbox = self._outbox, []
+        if outbox:
+            self._control.send(frames_of(self._epoch, outbox))
+
+    def _send_bulk(self, frames: list[Any]) -> None:
+        if self._bulk is not None:
+            self._bulk.send(frames)
+
+    # Deadlines
+
+    def _miss_deadlines(self) -> None:
+        """Fail overdue requests."""
+        now = self._clock.time()
+        earliest: float | None = None
+        for unanswered in self._unanswered.values():
+            if unanswered.reply.done():
+                continue
+            if unanswered.due <= now:
+                unanswered.reply.set_exception(
+                    DeadlineError(
+                        f"buffer.{unanswered.caller}: no answer from {self.address} within {unanswered.seconds:.1f} s; "
+                        "the server is gone or overloaded, or this client has the keys of another run; its log says "
+                        "more"
+                    )
+                )
+            elif earliest is None or unanswered.due < earliest:
+                earliest = unanswered.due
+        self._deadline.at(earliest)
+
+    def _note_progress(self, request_id: int | None = None) -> None:
+        """Note progress: a chunk of a reply came, or a chunk was acknowledged, which moves all queued requests."""
+        due = self._clock.time() + self._timeout_s
+        if request_id is None:
+            for unanswered in self._unanswered.values():
+                if unanswered.is_large:
+                    unanswered.due = due
+        elif (unanswered := self._unanswered.get(request_id)) is not None:
+            unanswered.due = due
+
+    def fail_all(self, error: Exception) -> None:
+        """Fail every pending request with ``error``."""
+        for unanswered in self._unanswered.values():
+            if not unanswered.reply.done():
+                unanswered.reply.set_exception(error)
+
+    def close(self) -> None:
+        """Close the connections; pending requests raise at once."""
+        if self._closed:
+            return
+        self._closed = True
+        self.fail_all(self._closed_error("a call"))
+        self._deadline.close()
+        self._clock.close()
+        if self._flush_handle is not None:
+            self._flush_handle.cancel()
+        for connection in (self._control, self._bulk):
+            if connection is not None:
+                connection.close()
+
+    def _closed_error(self, what: str) -> ReplayBufferError:
+        return ReplayBufferError(f"the client of the buffer at {self.address} was closed while {what} waited")
+
+    # Connecting
+
+    def _on_control_change(self, is_connected: bool) -> None:
+        """Greet the server; pending requests are repeated when the server has answered."""
+        self.is_connected = False
+        if is_connected:
+            self._refusal = None
+            self._connect_id = next(self._ids)
+            self._control.send(frames_of(self._epoch, [Message(request_id=self._connect_id, body=Connect())]))
+
+    def _on_refused(self) -> None:
+        self._refuse(
+            NotAllowed(
+                f"the buffer at {self.address} refuses this client's key; pass the keys of its run (buffer.keys, or "
+                "--keys), or no keys to a run without keys"
+            )
+        )
+
+    def _refuse(self, refusal: Exception) -> None:
+        """Fail every request until another server answers."""
+        self._refusal = refusal
+        self.fail_all(refusal)
+
+    def _on_connected(self, answer: Answer) -> None:
+        """Note the run and the bulk port that the server named."""
+        if not isinstance(answer, Connected):
+            self._refuse(error_of(answer) if isinstance(answer, Failure) else WireError(f"{answer} names no run"))
+            return
+        self._epoch, port = answer.epoch, answer.bulk_port
+        self.is_connected = True
+        self._resend(needs_bulk=False)
+        self._when_connected()
+        if self._bulk is not None and port != self._bulk_port:  # of a server that was restarted without a journal
+            self._bulk.close()
+            self._bulk = None
+            self._on_bulk_change(False)
+        if self._bulk is None:
+            self._bulk_port = port
+            self._bulk = Connection(
+                bulk_address(self.address, port),
+                identity=self.identity,
+                keys=self._keys,
+                on_message=self._on_chunk,
+                on_change=self._on_bulk_change,
+                on_refused=self._on_refused,
+                silent_s=max(self._timeout_s, 4 * _HEARTBEAT_MS / 1000),
+            )
+        elif self._is_bulk_ready:
+            self._resend(needs_bulk=True)
+
+    def _on_bulk_change(self, is_connected: bool) -> None:
+        """Greet the server on the bulk socket; it answers when it can reach this client there."""
+        self._is_bulk_ready = False
+        self._sender.reset()
+        self._receiver.reset()
+        if is_connected:
+            self._send_bulk([b""])
+
+    def _resend(self, *, needs_bulk: bool) -> None:
+        """Repeat every request without a reply: a lost connection may have lost it.
+
+        Its deadline starts again, because a restarted server may hold it as long as a new request.
+        """
+        now = self._clock.time()
+        for unanswered in list(self._unanswered.values()):
+            if unanswered.needs_bulk == needs_bulk and not unanswered.reply.done():
+                unanswered.due = now + unanswered.seconds
+                self._send(unanswered)
+
+    # Incoming messages
+
+    def _on_chunk(self, frames: list[zmq.Frame]) -> None:
+        if len(frames) == 1 and not len(frames[0]):
+            self._is_bulk_ready = True
+            self._resend(needs_bulk=True)
+            return
+        try:
+            chunk = Chunk.parse(frames)
+            if not chunk.count:
+                self._sender.acknowledge(chunk)
+                self._note_progress()
+                return
+            whole = self._receiver.add(chunk)
+        except WireError as error:
+            self.fail_all(error)
+            return
+        self._send_bulk(Chunk(request_id=chunk.request_id, index=chunk.index).to_frames())
+        self._note_progress(chunk.request_id)
+        if whole is not None:
+            self._on_message(whole)
+
+    def _on_message(self, frames: Sequence[Any]) -> None:
+        try:
+            answers = parse_answers(frames)
+        except WireError as error:
+            self.fail_all(error)
+            return
+        for answer in answers:
+            if isinstance(answer.body, Push):
+                self._on_push(answer.body)
+            elif answer.request_id == PUSH_ID and isinstance(answer.body, Failure):
+                self.fail_all(error_of(answer.body))
+            elif answer.request_id == self._connect_id:
+                self._on_connected(answer.body)
+            else:
+                if isinstance(answer.body, Payloads):
+                    self.num_read = max(self.num_read, answer.request_id)
+                unanswered = self._unanswered.get(answer.request_id)
+                if unanswered is not None and not unanswered.reply.done():
+                    unanswered.reply.set_result(answer)
 
 
 class BufferClient:
@@ -33,7 +466,7 @@ class BufferClient:
         host: Host of this client, as `ControlClient.add_store` names it. Its puts go to the store there, if that has
             room.
         on_connected: Called each time that the server is reached.
-        on_push: Called with each message of this name that answers no request.
+        on_push: Called with each message of this type that answers no request.
     """
 
     def __init__(
@@ -52,7 +485,7 @@ class BufferClient:
         self.incarnation = incarnation
         self.is_closed = False
         self.on_connected: Callable[[], None] = lambda: None
-        self.on_push: dict[str, Callable[[Message], None]] = {SPACE: self._note_space}
+        self.on_push: dict[type, Callable[[Any], None]] = {}
         self._epoch = epoch
         self._keys = keys
         self._link: ClientSocket | None = None
@@ -98,13 +531,12 @@ class BufferClient:
             epoch=self._epoch,
         )
 
-    def _push(self, message: Message) -> None:
-        if (on_push := self.on_push.get(message.name)) is not None:
-            on_push(message)
-
-    def _note_space(self, _: Message) -> None:
-        self._space.set()
-        self._space = asyncio.Event()
+    def _push(self, push: Push) -> None:
+        if isinstance(push, Space):
+            self._space.set()
+            self._space = asyncio.Event()
+        elif (on_push := self.on_push.get(type(push))) is not None:
+            on_push(push)
 
     def closed_error(self) -> ReplayBufferError:
         """What calls of a closed client raise."""
@@ -126,70 +558,59 @@ class BufferClient:
 
     # Requests
 
-    async def request(self, name: str, fields: Mapping[str, Any], payload: Sequence[Any] = ()) -> Mapping[str, Any]:
-        """Send a request and return the fields of its reply. Errors as `ClientSocket.request`."""
-        return (await self.link.request(name, fields, payload)).fields
+    async def call(self, operation: Operation[Reply], payload: Sequence[Any] = ()) -> Reply:
+        """Send a request to the server and return its answer. Errors as `ClientSocket.request`."""
+        return await self.link.call(operation, payload)
 
-    async def request_until(self, name: str, fields: Mapping[str, Any], wanted: str) -> Mapping[str, Any]:
-        """Repeat a request until its reply has the field ``wanted``; the server may answer "nothing yet"."""
-        while wanted not in (reply := await self.request(name, fields)):
-            pass
-        return reply
-
-    async def request_with_space(
-        self, name: str, fields: Mapping[str, Any], payload: Sequence[Any]
-    ) -> Mapping[str, Any]:
+    async def call_with_space(self, operation: Operation[Reply], payload: Sequence[Any]) -> Reply:
         """Repeat a request while the buffer is full: each time that groups have left, or after half a deadline."""
         while True:
             space = self._space  # a push that comes during the request counts too
             try:
-                return await self.request(name, fields, payload)
+                return await self.call(operation, payload)
             except StoreFull:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(self.timeout_s / 2):
                         await space.wait()
 
-    async def request_with_payload(
-        self, link: ClientSocket, name: str, fields: Mapping[str, Any], payload: Sequence[Any]
-    ) -> Message:
+    async def call_with_payload(
+        self, operation: Operation[Reply], payload: Sequence[Any], key: Key, *, link: ClientSocket | None = None
+    ) -> Reply:
         """Reserve the bytes of a large payload, or of a refused small one, before it is sent.
 
         If the lease is lost, the request goes without its payload, and the server says what became of the lease.
         """
         is_reserved = sum(map(len, payload)) < JOIN_BELOW_BYTES
         while True:
-            if not is_reserved and not (await self.reserve(link, fields, payload))["is_held"]:
+            if not is_reserved and not (await self.reserve(key, payload, link=link)).is_held:
                 payload = ()
             try:
-                return await link.request(name, fields, payload)
+                return await (link or self.link).call(operation, payload)
             except StoreFull:
                 is_reserved = False
 
-    async def reserve(self, link: ClientSocket, fields: Mapping[str, Any], payload: Sequence[Any]) -> Mapping[str, Any]:
-        """Wait until a server has reserved the bytes of a payload."""
-        names = ("group_id", "attempt", "host")
-        asked = {name: fields[name] for name in names if name in fields} | {"num_bytes": sum(map(len, payload))}
-        while not (reply := await link.request("reserve", asked, caller="put")).fields.get("granted"):
-            pass
-        return reply.fields
+    async def reserve(self, key: Key, payload: Sequence[Any], *, link: ClientSocket | None = None) -> Room:
+        """Wait until a server has reserved the bytes of a payload, on the store of this host if possible."""
+        num_bytes, host = sum(map(len, payload)), "" if link is not None else self.host
+        reserve = Reserve(group_id=key[0], attempt=key[1], num_bytes=num_bytes, host=host)
+        return await (link or self.link).call(reserve, caller="put")
 
-    async def hello(self, fields: Mapping[str, Any], caller: str) -> Mapping[str, Any]:
+    async def hello(self, hello: Hello, caller: str) -> Welcome:
         """Greet the server; returns what every client must know. ``caller`` is the call that an error names."""
         sent_ns = time.monotonic_ns()
-        reply = await self.link.request("hello", fields, caller=caller)
-        self.note_clock(sent_ns, reply)
-        return reply.fields
+        welcome = await self.link.call(hello, caller=caller)
+        self.note_clock(sent_ns, welcome)
+        return welcome
 
     async def hello_for_clock(self, caller: str) -> None:
         """Compare this host's clock with the server's, if this process records and the clocks differ."""
         if record.current() is not None and self._has_other_clock is not False:
-            await self.hello({}, caller)
+            await self.hello(Hello(), caller)
 
-    def note_clock(self, sent_ns: int, reply: Message) -> None:
+    def note_clock(self, sent_ns: int, welcome: Welcome) -> None:
         """Record the offset of this host's clock from the server's, if they are on different hosts."""
-        clock = reply.fields["clock"]
-        self._has_other_clock = clock != record.clock_id()
+        self._has_other_clock = welcome.clock != record.clock_id()
         if self._has_other_clock:
             now_ns = time.monotonic_ns()
-            offset_ns = reply.fields["now_ns"] - (sent_ns + now_ns) // 2
-            record.clock(clock, offset_ns=offset_ns, error_ns=(now_ns - sent_ns) // 2)
+            offset_ns = welcome.now_ns - (sent_ns + now_ns) // 2
+            record.clock(welcome.clock, offset_ns=offset_ns, error_ns=(now_ns - sent_ns) // 2)

@@ -1,19 +1,51 @@
-"""The ledger's commands, and the outcome that the ledger decides for each command.
+"""Every record that clients and servers exchange: operations, answers, and pushes; and the ledger's commands.
 
-Both are frozen records of plain values. `buffer.journal` writes each command with its outcome. A restarted server
-applies the recorded outcomes and does not decide again.
+An operation is one record: a client sends it, the server allows it to its ``roles``. The ledger decides a `Command`,
+and `buffer.journal` keeps it with its outcome. A new operation is a record here, a method ``on_<name>`` of the service,
+and its caller.
 """
 
 import re
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
-from typing import Any, Generic, Protocol, TypeVar, Union
+from typing import Annotated, Any, ClassVar, Generic, Protocol, TypeVar, Union
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
-from asyncrl.core.types import GroupSummary
+from asyncrl.core.types import BufferStats, GroupSummary, WeightOffer
 
+MAX_COUNT = 1 << 40
+MAX_LEASES = 4096
+"""Leases that one request may name; the server's work grows with each of them."""
+MAX_REASON = 20_000
+
+Int64 = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
+"""At most 2**40, so that totals fit into 63 bits."""
+Seconds = Annotated[float, Meta(ge=0, le=1e18)]
+Text = Annotated[str, Meta(max_length=200)]
+Texts = tuple[Text, ...]
+Key = tuple[Int64, Int64]
+"""A group and an attempt."""
+Keys = Annotated[tuple[Key, ...], Meta(max_length=MAX_LEASES)]
 Result = TypeVar("Result", covariant=True)
+Reply = TypeVar("Reply", covariant=True)
+
+
+class BufferRole(StrEnum):
+    """The role of a client of the buffer; each role has its own key."""
+
+    rollout = "rollout"
+    learner = "learner"
+    controller = "controller"
+    inspector = "inspector"
+    ledger = "ledger"
+
+
+_ROLLOUT, _LEARNER, _CONTROLLER, _LEDGER = (
+    frozenset({role}) for role in (BufferRole.rollout, BufferRole.learner, BufferRole.controller, BufferRole.ledger)
+)
+_EVERY = frozenset(BufferRole)
 
 
 def _wire_name(name: str) -> str:
@@ -21,26 +53,59 @@ def _wire_name(name: str) -> str:
     return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
 
 
-class Row(Struct, frozen=True, kw_only=True, array_like=True, forbid_unknown_fields=True):
+class Row(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A part of a record; it is encoded as an array of its fields."""
 
 
-class Outcome(Row, frozen=True, tag=_wire_name):
-    """What the ledger decided."""
+class Answer(Row, frozen=True, tag=_wire_name):
+    """What a server sends: the answer to an operation, or a `Push`."""
 
 
-class Command(Row, Generic[Result], frozen=True, tag=_wire_name):
-    """A request to the ledger; ``Result`` is the type of its outcome."""
+class Outcome(Answer, frozen=True):
+    """What the ledger decided; some outcomes are answers."""
 
 
-def union_of(base: type) -> Any:
-    """The union of a class's subclasses without subclasses of their own."""
-    leaves, found = [], [base]
-    while found:
-        kind = found.pop()
-        leaves += [] if kind.__subclasses__() else [kind]
-        found += kind.__subclasses__()
-    return Union[tuple(leaves)]  # noqa: UP007 - the members are not known here
+class Push(Answer, frozen=True):
+    """A message that answers no request."""
+
+
+class Operation(Row, Generic[Reply], frozen=True, tag=_wire_name):
+    """A request of a client; ``Reply`` is the type of its answer.
+
+    Attributes:
+        roles: Roles whose keys allow the operation; empty if no client may send it.
+        is_held: The server may hold the request, and answers `NothingYet` after half of the client's deadline.
+        has_large_answer: The answer may be large, so it may come on the bulk connection.
+    """
+
+    roles: ClassVar[frozenset[BufferRole]] = frozenset()
+    is_held: ClassVar[bool] = False
+    has_large_answer: ClassVar[bool] = False
+
+    @property
+    def name(self) -> str:
+        """The name of the operation, for messages. Example: ``plan_batch``."""
+        return str(self.__struct_config__.tag)
+
+    @property
+    def num_parts(self) -> int:
+        """How often the operation counts for the limit of requests per second: once per lease that it names."""
+        return max(1, len(getattr(self, "leases", ())))
+
+
+class Command(Operation[Reply], Generic[Result, Reply], frozen=True):
+    """An operation that the ledger decides; ``Result`` is the type of its outcome."""
+
+
+def leaves(base: type) -> list[Any]:
+    """The subclasses of a class that have no subclasses."""
+    subclasses = base.__subclasses__()
+    return [leaf for kind in subclasses for leaf in leaves(kind)] if subclasses else [base]
+
+
+def union_of(kinds: Sequence[Any]) -> Any:
+    """The union of record types, for a decoder."""
+    return Union[tuple(kinds)]  # noqa: UP007 - the members are not known here
 
 
 class PutResult(StrEnum):
@@ -53,24 +118,24 @@ class PutResult(StrEnum):
     late = "late"
 
 
-class Progress(Row, frozen=True):
+class Progress(Row, frozen=True, kw_only=True):
     """The saved prefix of an unfinished group: the number of policy tokens, and their versions."""
 
-    num_tokens: int
-    oldest_version: int
-    newest_version: int
+    num_tokens: Count
+    oldest_version: Count
+    newest_version: Count
 
 
 # Outcomes
 
 
-class Queued(Outcome, frozen=True):
+class Queued(Outcome, frozen=True, kw_only=True):
     """The groups of the new prompts."""
 
     group_ids: tuple[int, ...]
 
 
-class GrantedLease(Row, frozen=True):
+class GrantedLease(Row, frozen=True, kw_only=True):
     """One granted lease on a group.
 
     Attributes:
@@ -99,30 +164,31 @@ class GrantedLease(Row, frozen=True):
         return 0 if self.progress is None else self.progress.num_tokens
 
 
-class Granted(Outcome, frozen=True):
+class Granted(Outcome, frozen=True, kw_only=True):
     """The leases of one request; empty if no group is admitted now."""
 
     leases: tuple[GrantedLease, ...]
 
 
-class Renewed(Outcome, frozen=True):
-    """When the renewed lease expires; None if the owner no longer holds it."""
+class Renewed(Outcome, frozen=True, kw_only=True):
+    """When the renewed leases expire; ``lost`` names the groups and attempts that their owner no longer holds."""
 
-    expires_at: float | None
+    expires_at: float
+    lost: tuple[Key, ...] = ()
 
 
-class Saved(Outcome, frozen=True):
+class Saved(Outcome, frozen=True, kw_only=True):
     """The progress was recorded."""
 
 
-class Reserved(Outcome, frozen=True):
+class Reserved(Outcome, frozen=True, kw_only=True):
     """The store that takes a group. Groups in ``evicted`` lose their stored trajectories, or their saved prefix."""
 
     store: int
     evicted: tuple[int, ...] = ()
 
 
-class PutOutcome(Outcome, frozen=True):
+class PutOutcome(Outcome, frozen=True, kw_only=True):
     """The result of a put.
 
     Attributes:
@@ -138,7 +204,7 @@ class PutOutcome(Outcome, frozen=True):
     refusal: str = ""
 
 
-class Released(Outcome, frozen=True):
+class Released(Outcome, frozen=True, kw_only=True):
     """Whether a release ended a running lease, or was the report that a revoked attempt owed.
 
     ``is_dropped``: the group reached its maximum number of failures.
@@ -149,7 +215,7 @@ class Released(Outcome, frozen=True):
     is_dropped: bool = False
 
 
-class TakenBack(Outcome, frozen=True):
+class TakenBack(Outcome, frozen=True, kw_only=True):
     """The groups whose leases were revoked; their prompts are queued again, except for ``dropped`` groups.
 
     A dropped group was on too many workers that died. ``num_lost`` is the number of tokens that a dead owner lost; None
@@ -161,7 +227,7 @@ class TakenBack(Outcome, frozen=True):
     dropped: tuple[int, ...] = ()
 
 
-class Lost(Outcome, frozen=True):
+class Lost(Outcome, frozen=True, kw_only=True):
     """The lost groups. The batches of the versions in ``dissolved`` are planned again.
 
     The running groups in ``unsent`` lose their reservations. The groups in ``missing`` are lost when their batch is
@@ -174,14 +240,14 @@ class Lost(Outcome, frozen=True):
     missing: tuple[int, ...] = ()
 
 
-class AddedStore(Outcome, frozen=True):
+class AddedStore(Outcome, frozen=True, kw_only=True):
     """The number of a store; ``is_new`` unless it was added before."""
 
     store: int
     is_new: bool
 
 
-class DroppedStore(Outcome, frozen=True):
+class DroppedStore(Outcome, frozen=True, kw_only=True):
     """The groups that a dropped store held.
 
     The stored groups in ``group_ids`` are generated again. The running groups in ``reserved`` lose their reservations.
@@ -193,7 +259,7 @@ class DroppedStore(Outcome, frozen=True):
     reserved: tuple[int, ...] = ()
 
 
-class Planned(Outcome, frozen=True):
+class Planned(Outcome, frozen=True, kw_only=True):
     """A batch: the groups that version ``version`` consumes, in order.
 
     ``given_up`` are running groups whose leases the plan revokes; they are dropped if ``is_dropped``, else queued.
@@ -205,81 +271,261 @@ class Planned(Outcome, frozen=True):
     is_dropped: bool = False
 
 
-class Committed(Outcome, frozen=True):
+class Committed(Outcome, frozen=True, kw_only=True):
     """The groups that the learner consumed."""
 
     version: int
     group_ids: tuple[int, ...]
 
 
-class Rewound(Outcome, frozen=True):
+class Rewound(Outcome, frozen=True, kw_only=True):
     """Whether this rewind is new. Groups in ``group_ids`` lost a running attempt, their trajectories or a prefix."""
 
     is_new: bool
     group_ids: tuple[int, ...] = ()
 
 
-class Enqueue(Command[Queued], frozen=True):
-    """Queue prompts; known prompts are ignored."""
+# Answers and pushes
+
+
+class Done(Answer, frozen=True):
+    """The operation is done."""
+
+
+class NothingYet(Answer, frozen=True):
+    """The operation has to wait longer; the client sends it again and logs the warning, if there is one."""
+
+    warning: str = ""
+
+
+class Failure(Answer, frozen=True):
+    """The client raises the error of `asyncrl.core.errors` with this name."""
+
+    name: str
+    message: str
+
+
+class Connected(Answer, frozen=True):
+    """The run of a server, and its port for large payloads; 0 for a Unix socket."""
+
+    epoch: Text
+    bulk_port: Int64
+
+
+class Welcome(Answer, frozen=True):
+    """What every client has to know, with the clock of the server's host.
+
+    ``is_elsewhere``: store servers hold the payloads.
+    """
+
+    max_lag: int
+    groups_per_step: int
+    heartbeat_s: float
+    is_elsewhere: bool
+    clock: str
+    now_ns: int
+
+
+class LeasedGroup(Row, frozen=True):
+    """A lease, and how many frames of its prompt and of its saved prefix follow.
+
+    ``num_prefix_frames`` is -1 if the prefix was evicted or lost after the grant: the worker has to start again.
+    """
+
+    group_id: int
+    attempt: int
+    engine_version: int
+    deadline: int
+    num_prompt_frames: int
+    num_prefix_frames: int
+
+    @property
+    def key(self) -> Key:
+        """Group and attempt."""
+        return self.group_id, self.attempt
+
+
+class Leased(Answer, frozen=True):
+    """The granted leases."""
+
+    leases: tuple[LeasedGroup, ...]
+
+
+class Room(Answer, frozen=True):
+    """The bytes are reserved, on the store at ``address`` if one holds them; not if the lease is lost."""
+
+    is_held: bool = True
+    address: str = ""
+
+
+class Batch(Answer, frozen=True):
+    """The groups of a batch."""
+
+    groups: tuple[GroupSummary, ...]
+
+
+class Totals(Answer, frozen=True):
+    """The ledger's counts."""
+
+    stats: BufferStats
+
+
+class Report(Answer, frozen=True):
+    """Everything that a server shows, for `buffer.inspect`."""
+
+    values: dict[str, Any]
+
+
+class Payloads(Answer, frozen=True):
+    """Numbers of frames of the groups; the frames follow."""
+
+    counts: tuple[Int64, ...]
+
+
+class Places(Answer, frozen=True):
+    """The store of each group, as an index of ``addresses``, with the attempt and the digest of its trajectories."""
+
+    addresses: tuple[str, ...]
+    groups: tuple[tuple[int, int, bytes], ...]
+
+
+class Offered(Answer, frozen=True):
+    """Weights that the engine should load."""
+
+    offer: WeightOffer
+
+
+class Serving(Answer, frozen=True):
+    """The oldest version that an engine serves, and the seconds of its slowest load."""
+
+    version: int
+    seconds: float
+
+
+class Names(Answer, frozen=True):
+    """Engines, or a host."""
+
+    names: tuple[str, ...]
+
+
+class Number(Answer, frozen=True):
+    """The oldest version that may still be offered, or the tokens that a worker generated."""
+
+    value: int
+
+
+class Missing(Answer, frozen=True):
+    """Groups that a store does not hold."""
 
     group_ids: tuple[int, ...]
 
 
-class LeaseGroups(Command[Granted], frozen=True):
-    """Admit up to ``max_groups`` from the head of the queue on an engine that serves ``engine_version``."""
-
-    engine_version: int
-    max_groups: int
-    request_id: int = 0
-
-
-class Renew(Command[Renewed], frozen=True):
-    """Extend a lease."""
+class Revoked(Push, frozen=True):
+    """The client no longer holds this lease."""
 
     group_id: int
     attempt: int
 
 
-class SavePrefix(Command[Saved], frozen=True):
+class HandOn(Push, frozen=True):
+    """A faster worker would finish these groups sooner."""
+
+    groups: tuple[Key, ...]
+
+
+class Space(Push, frozen=True):
+    """Groups have left: what did not fit may be sent again."""
+
+
+# Commands: operations that the ledger decides
+
+
+class Enqueue(Command[Queued, Done], frozen=True):
+    """Queue prompts; known prompts are ignored. ``counts`` are the frames of each prompt in the message."""
+
+    roles = _CONTROLLER
+    is_held = True
+    group_ids: tuple[Int64, ...]
+    counts: tuple[Int64, ...] = ()
+
+
+class LeaseGroups(Command[Granted, Leased], frozen=True, kw_only=True):
+    """Admit up to ``max_groups`` from the head of the queue on an engine that serves ``engine_version``.
+
+    ``incarnation`` is the learner's whose weights the engine serves. The server sets ``request_id``.
+    """
+
+    roles = _ROLLOUT
+    is_held = True
+    has_large_answer = True
+    engine_version: Int64
+    max_groups: Int64
+    incarnation: Int64 = 0
+    request_id: Int64 = 0
+
+
+class Renew(Command[Renewed, Done], frozen=True):
+    """Extend leases, named by group and attempt."""
+
+    roles = _ROLLOUT
+    leases: Keys
+
+
+class SavePrefix(Command[Saved, Done], frozen=True, kw_only=True):
     """Save the prefix of a running group; the group's next attempt may continue the prefix.
 
     Attributes:
         progress: The whole prefix, including the prefix that the attempt inherited.
         continued: False if the worker did not continue the inherited prefix but started again.
-        num_bytes: Size of the prefix's frames.
+        num_bytes: Size of the prefix's frames; the server sets it.
+        longest_response: Tokens of the longest sample; -1 if unknown.
     """
 
-    group_id: int
-    attempt: int
+    roles = _ROLLOUT
+    group_id: Int64
+    attempt: Int64
     progress: Progress
     continued: bool = True
-    num_bytes: int = 0
+    num_bytes: Int64 = 0
+    longest_response: Annotated[int, Meta(ge=-1, le=MAX_COUNT)] = -1
 
 
-class Reserve(Command[Reserved], frozen=True):
+class Reserve(Command[Reserved, Room], frozen=True, kw_only=True):
     """Reserve bytes for the trajectories of a running group before they are sent, on ``host`` if possible."""
 
-    group_id: int
-    attempt: int
-    num_bytes: int
-    host: str = ""
+    roles = _ROLLOUT
+    is_held = True
+    group_id: Int64
+    attempt: Int64
+    num_bytes: Int64
+    host: Text = ""
 
 
-class Put(Command[PutOutcome], frozen=True):
-    """Store a finished group; repeated puts store it once. ``continued`` and ``num_bytes`` are as in `SavePrefix`.
+class Put(Command[PutOutcome, Done], frozen=True, kw_only=True):
+    """Store a finished group; repeated puts store it once.
 
-    ``digest`` is the digest of the trajectories if a store server holds them. ``num_left_out`` is the number of tokens
-    in trajectories that the group leaves out because their reward failed.
+    Attributes:
+        summary: Metadata of the group.
+        continued: As in `SavePrefix`.
+        num_bytes: Size of the trajectories. The server sets it, unless a store server holds the trajectories.
+        digest: Digest of the trajectories if a store server holds them.
+        num_left_out: Tokens in trajectories that the group leaves out because their reward failed.
     """
 
+    roles = _ROLLOUT
     summary: GroupSummary
     continued: bool = True
-    num_bytes: int = 0
+    num_bytes: Int64 = 0
     digest: bytes = b""
-    num_left_out: int = 0
+    num_left_out: Count = 0
+
+    @property
+    def key(self) -> Key:
+        """Group and attempt."""
+        return self.summary.group_id, self.summary.attempt
 
 
-class Release(Command[Released], frozen=True):
+class Release(Command[Released, Released], frozen=True, kw_only=True):
     """Return an unfinished lease, or report the tokens of a revoked attempt. Each attempt is counted once.
 
     Attributes:
@@ -290,19 +536,20 @@ class Release(Command[Released], frozen=True):
             failed this many times on any workers; before that its prompt is queued again.
     """
 
-    group_id: int
-    attempt: int
-    num_tokens: int
-    reason: str
+    roles = _ROLLOUT
+    group_id: Int64
+    attempt: Int64
+    num_tokens: Count
+    reason: Text
     continued: bool = True
-    max_failures: int = 0
+    max_failures: Count = 0
 
 
-class Expire(Command[TakenBack], frozen=True):
+class Expire(Command[TakenBack, Done], frozen=True):
     """Revoke every expired lease."""
 
 
-class TakeBack(Command[TakenBack], frozen=True):
+class TakeBack(Command[TakenBack, Done], frozen=True):
     """Revoke every lease of an owner that is gone.
 
     ``num_generated`` is the number of tokens that a dead owner generated. The tokens that it did not report are lost,
@@ -313,45 +560,51 @@ class TakeBack(Command[TakenBack], frozen=True):
     num_generated: int | None = None
 
 
-class LoseGroups(Command[Lost], frozen=True):
+class LoseGroups(Command[Lost, Done], frozen=True, kw_only=True):
     """The trajectories of stored or planned groups, or saved prefixes, are lost; the prompts are queued again.
 
     ``unsent`` names running groups and attempts whose store does not have their trajectories; the workers send these
     again. ``missing`` names planned groups that their store does not have. Their batch stays, because the learner's
-    ranks may already have the groups.
+    ranks may already have the groups. Clients name planned groups in ``group_ids`` only.
     """
 
-    group_ids: tuple[int, ...]
-    unsent: tuple[tuple[int, int], ...] = ()
-    missing: tuple[int, ...] = ()
+    roles = _CONTROLLER
+    group_ids: tuple[Int64, ...]
+    unsent: tuple[Key, ...] = ()
+    missing: tuple[Int64, ...] = ()
 
 
-class AddStore(Command[AddedStore], frozen=True):
+class AddStore(Command[AddedStore, AddedStore], frozen=True):
     """A store server joins at ``address``; it serves the workers of ``host`` first."""
 
-    address: str
-    host: str
+    roles = _CONTROLLER
+    address: Text
+    host: Text
 
 
-class DropStore(Command[DroppedStore], frozen=True):
+class DropStore(Command[DroppedStore, DroppedStore], frozen=True):
     """A store is lost with its contents. A planned batch does not change: the learner's ranks may already have it."""
 
-    store: int
+    roles = _CONTROLLER
+    store: Int64
 
 
-class PlanBatch(Command[Planned], frozen=True):
+class PlanBatch(Command[Planned, Batch], frozen=True):
     """Make the batch of ``version``."""
 
-    version: int
+    roles = _CONTROLLER
+    is_held = True
+    version: Int64
 
 
-class Commit(Command[Committed], frozen=True):
+class Commit(Command[Committed, Totals], frozen=True):
     """Mark the batch of ``version`` consumed."""
 
-    version: int
+    roles = _CONTROLLER
+    version: Int64
 
 
-class Rewind(Command[Rewound], frozen=True):
+class Rewind(Command[Rewound, Done], frozen=True, kw_only=True):
     """Take the learner back to the checkpoint of ``version``; its weights of later versions are lost.
 
     The ledger revokes every running attempt and drops every stored group, because these may hold tokens of a lost
@@ -365,19 +618,186 @@ class Rewind(Command[Rewound], frozen=True):
         lag_histogram: Pairs of a lag in learner steps and the number of these groups with that lag.
     """
 
-    version: int
-    incarnation: int
-    finished: tuple[tuple[int, int], ...] = ()
-    tokens_trained: int = 0
-    lag_histogram: tuple[tuple[int, int], ...] = ()
+    roles = _CONTROLLER
+    version: Int64
+    incarnation: Int64
+    finished: tuple[Key, ...] = ()
+    tokens_trained: Count = 0
+    lag_histogram: tuple[Key, ...] = ()
 
 
-class Revocation(Row, frozen=True):
-    """A lease that its owner no longer holds."""
+# The other operations
 
-    owner: bytes
-    group_id: int
-    attempt: int
+
+class Connect(Operation[Connected], frozen=True):
+    """Request the run of a server, and its second port."""
+
+    roles = _EVERY
+
+
+class Hello(Operation[Welcome], frozen=True):
+    """Request what every client has to know. A producer is registered, and sends heartbeats from then on."""
+
+    roles = _EVERY
+    produces: bool = False
+    host: Text = ""
+
+
+class Stats(Operation[Totals], frozen=True):
+    """Request the ledger's counts."""
+
+    roles = _EVERY
+
+
+class Inspect(Operation[Report], frozen=True):
+    """Request everything that the server shows."""
+
+    roles = frozenset({BufferRole.inspector, BufferRole.controller})
+
+
+class Loaded(Operation[Done], frozen=True, kw_only=True):
+    """The engine of a worker serves ``version``, after a load of ``seconds``."""
+
+    roles = _ROLLOUT
+    version: Int64
+    seconds: Seconds
+    engine: Text
+    incarnation: Int64 = 0
+
+
+class Beat(Operation[Welcome], frozen=True, kw_only=True):
+    """A heartbeat of a producer: the version that its engine serves, if any, and the tokens that it has generated."""
+
+    roles = _ROLLOUT
+    serves: Loaded | None = None
+    host: Text = ""
+    generated: Count = 0
+
+
+class Cancel(Operation[Done], frozen=True):
+    """Cancel a request for leases. Groups that were granted meanwhile go back to the queue."""
+
+    roles = _ROLLOUT
+    request: Int64
+
+
+class Leave(Operation[Done], frozen=True):
+    """A producer leaves; the leases that it does not name were never received."""
+
+    roles = _ROLLOUT
+    leases: Keys
+
+
+class NextOffer(Operation[Offered], frozen=True):
+    """Wait for weights of version ``at_least`` or newer; for any if the engine's learner was replaced."""
+
+    roles = _ROLLOUT
+    is_held = True
+    at_least: Int64
+    incarnation: Int64 = 0
+
+
+class Fenced(Operation[Done], frozen=True):
+    """The engine of a worker serves no version."""
+
+    roles = _ROLLOUT
+
+
+class Offer(Operation[Number], frozen=True, kw_only=True):
+    """Offer weights to the engines, or report why a version could not be published."""
+
+    roles = _LEARNER
+    offer: WeightOffer | None = None
+    failure: Annotated[str, Meta(max_length=MAX_REASON)] = ""
+    incarnation: Int64 = 0
+
+    def __post_init__(self) -> None:
+        if (self.offer is None) == (not self.failure):
+            raise ValueError("an offer must have weights, or the reason why they could not be published")
+
+
+class Served(Operation[Serving], frozen=True):
+    """Wait until ``num_engines`` engines serve versions of ``at_least`` or newer."""
+
+    roles = _CONTROLLER
+    is_held = True
+    at_least: Int64
+    num_engines: Int64
+
+
+class Pin(Operation[Names], frozen=True):
+    """Keep engines on a version; wait until the set of engines that serve it differs from ``known``."""
+
+    roles = _CONTROLLER
+    is_held = True
+    version: Int64
+    num_engines: Int64
+    known: Texts = ()
+
+
+class Unpin(Operation[Done], frozen=True):
+    """Offer all engines the newest version again."""
+
+    roles = _CONTROLLER
+
+
+class Bury(Operation[Number], frozen=True):
+    """Declare a worker dead, by the hexadecimal digits of its identity."""
+
+    roles = _CONTROLLER
+    worker: Annotated[str, Meta(pattern="^([0-9a-f]{2})*$", max_length=200)]
+    generated: Count = 0
+
+
+class StoreWanted(Operation[Names], frozen=True):
+    """Wait until a worker enters from a host that is not in ``known``."""
+
+    roles = _CONTROLLER
+    is_held = True
+    known: Texts
+
+
+class Fetch(Operation[Payloads | Places], frozen=True):
+    """Fetch stored groups. ``attempts`` are named to store servers; ``read`` is the last fetch whose reply was read."""
+
+    roles = _LEARNER | _CONTROLLER
+    has_large_answer = True
+    group_ids: tuple[Int64, ...]
+    attempts: tuple[Int64, ...] = ()
+    read: Int64 = 0
+
+    def __post_init__(self) -> None:
+        if len(set(self.group_ids)) != len(self.group_ids):
+            raise ValueError("a fetch must name each group once")
+
+
+class PutPayload(Operation[Done], frozen=True):
+    """Store the payload of an attempt on a store server."""
+
+    roles = _ROLLOUT
+    group_id: Annotated[int, Meta(ge=0, lt=1 << 47)]
+    attempt: Annotated[int, Meta(ge=0, lt=1 << 16)]
+
+
+class Remove(Operation[Done], frozen=True):
+    """Drop finished groups, and the payloads of attempts up to the ``ended`` ones."""
+
+    roles = _LEDGER
+    group_ids: tuple[Int64, ...]
+    ended: tuple[Key, ...] = ()
+
+
+class Reconcile(Operation[Missing], frozen=True, kw_only=True):
+    """Drop payloads as `Remove`; ``finished`` are ranges. Request which of the expected ``attempts`` are missing."""
+
+    roles = _LEDGER
+    attempts: tuple[Key, ...]
+    finished: tuple[Key, ...] = ()
+    ended: tuple[Key, ...] = ()
+
+
+OPERATIONS = [kind for kind in leaves(Operation) if kind.roles]
+"""What clients may send."""
 
 
 Frames = Sequence[Any]
@@ -389,5 +809,5 @@ LoggedFrames = Mapping[tuple[str, int], Frames | int]
 class CommandLog(Protocol):
     """Records commands with their outcomes before they take effect."""
 
-    def record(self, command: Command[Any], outcome: Outcome, frames: LoggedFrames) -> None:
+    def record(self, command: Command[Any, Any], outcome: Outcome, frames: LoggedFrames) -> None:
         """Write one command, its outcome, and its frames."""

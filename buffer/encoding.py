@@ -1,4 +1,7 @@
-"""Prompts and trajectory groups as the parts of a message's payload.
+"""Messages, and prompts and trajectory groups as the parts of their payloads.
+
+A message is a msgpack header ``[PROTOCOL_VERSION, epoch, [[request_id, number of frames, record], …]]`` and the frames
+of its records (`buffer.commands`). The epoch names the run. Request id 0 is a push. The server does not decode frames.
 
 A prompt is encoded by the project's codec; a group as a head with the schema of its columns, then one buffer per
 column, in a third of the time. ZMQ's cost is per part, so `pack` joins small frames, and it cuts large ones so that
@@ -7,20 +10,32 @@ uint64. Inside a joined part every frame starts at a multiple of 16, so arrays c
 """
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 from typing import Any
 
 import msgpack
+import msgspec
 import numpy as np
 
-from asyncrl.core.errors import WireError
+from asyncrl.core import errors
+from asyncrl.core.errors import AsyncRLError, WireError
 from asyncrl.core.trajectory import TURN_DTYPE, TrajectoryGroup
 from asyncrl.core.types import Prompt
 from asyncrl.single_controller import codec
 from asyncrl.single_controller.codec import buffer_of, checked_shape, dtype_of
 
+from .commands import OPERATIONS, Answer, Failure, Int64, Operation, leaves, union_of
+
+PROTOCOL_VERSION = 7
+MAX_HEADER_BYTES = 1 << 20
+MAX_FRAMES = 4096
+MAX_BATCH = 64
+MAX_REPLY_HEADER_BYTES = 1 << 28
+MAX_REPLY_FRAMES = 1 << 20
+PUSH_ID = 0
 CHUNK_BYTES = 4 * 1024**2
 JOIN_BELOW_BYTES = 256 * 1024
 _SMALL_BYTES = 64 * 1024
@@ -35,6 +50,108 @@ _MALFORMED = (
     *(ValueError, TypeError, KeyError, IndexError, OverflowError, AttributeError, StopIteration, RuntimeError),
     *(struct.error, msgpack.exceptions.UnpackException),
 )
+
+_encode = msgspec.msgpack.Encoder().encode
+_read_header = msgspec.msgpack.Decoder(tuple[int, str, list[tuple[Int64, Int64, msgspec.Raw]]]).decode
+_read_operation = msgspec.msgpack.Decoder(union_of(OPERATIONS)).decode
+_read_answer = msgspec.msgpack.Decoder(union_of(leaves(Answer))).decode
+_UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Message:
+    """A record and its frames, as received. Not frozen: freezing doubles construction time.
+
+    Attributes:
+        request_id: Chosen by the client, repeated in the answer; `PUSH_ID` in a push.
+        body: An operation, or an answer. In a received request it is encoded until `operation_of` decodes it.
+        payload: Frames.
+        client: The client that sent the request; the server sets it.
+    """
+
+    request_id: int
+    body: Any
+    payload: Sequence[Any] = ()
+    client: bytes = b""
+
+
+Send = Callable[[bytes, Message], None]
+"""Sends one message to one client."""
+
+
+def frames_of(epoch: str, messages: Sequence[Message]) -> list[Any]:
+    """The frames of messages that travel together; that costs ZMQ and both event loops as much as one message."""
+    heads = [(message.request_id, len(message.payload), message.body) for message in messages]
+    return [_encode((PROTOCOL_VERSION, epoch, heads)), *(frame for message in messages for frame in message.payload)]
+
+
+def parse_requests(frames: Sequence[Any], *, max_frames: int = MAX_FRAMES) -> tuple[str, list[Message]]:
+    """The epoch of a client's message, and its requests with encoded bodies. Raises `WireError` if it is malformed."""
+    epoch, requests = _parse(frames, max_frames, MAX_HEADER_BYTES)
+    if len(requests) > MAX_BATCH:
+        raise WireError(f"a message must have at most {MAX_BATCH} requests, got {len(requests)}")
+    return epoch, requests
+
+
+def operation_of(request: Message) -> Operation[Any]:
+    """Decode the operation of a request. Raises `WireError` if it does not exist, or a field is out of range."""
+    try:
+        return _read_operation(request.body)
+    except _UNREADABLE as error:
+        raise WireError(f"not an operation of the buffer: {error}") from error
+
+
+def parse_answers(frames: Sequence[Any]) -> list[Message]:
+    """The messages from a server, under a client's wider limits. Raises `WireError` if they are malformed."""
+    _, messages = _parse(frames, MAX_REPLY_FRAMES, MAX_REPLY_HEADER_BYTES)
+    try:
+        for message in messages:
+            message.body = _read_answer(message.body)
+    except _UNREADABLE as error:
+        raise WireError(f"not an answer of the buffer: {error}") from error
+    return messages
+
+
+def _parse(frames: Sequence[Any], max_frames: int, max_header_bytes: int) -> tuple[str, list[Message]]:
+    if not 1 <= len(frames) <= max_frames:
+        raise WireError(f"a message must have 1 to {max_frames} frames, got {len(frames)}")
+    header = memoryview(frames[0])
+    if header.nbytes > max_header_bytes:
+        raise WireError(f"a header must have at most {max_header_bytes} bytes, got {header.nbytes}")
+    start = bytes(header[:2])
+    got = start[1] if len(start) == 2 and start[0] >> 4 == 9 and start[1] < 128 else "none"
+    if got != PROTOCOL_VERSION:
+        raise WireError(
+            f"expected a header of buffer protocol version {PROTOCOL_VERSION}, got version {got}; run the same release "
+            "of asyncrl on both sides"
+        )
+    try:
+        _, epoch, heads = _read_header(header)
+    except _UNREADABLE as error:
+        raise WireError(f"a header must be [version, epoch, [[request_id, frames, record], …]]: {error}") from error
+    messages, end = [], 1
+    for request_id, num_frames, body in heads:
+        messages.append(Message(request_id=request_id, body=body, payload=frames[end : end + num_frames]))
+        end += num_frames
+    if end != len(frames):
+        raise WireError(f"a message has {len(frames) - 1} frames after its header, but its records name {end - 1}")
+    return epoch, messages
+
+
+_ERRORS = {
+    kind.__name__: kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, AsyncRLError)
+}
+
+
+def failure_of(error: AsyncRLError) -> Failure:
+    """The answer that makes the client raise ``error``."""
+    return Failure(type(error).__name__, str(error))
+
+
+def error_of(failure: Failure) -> AsyncRLError:
+    """The error that a client raises."""
+    kind = _ERRORS.get(failure.name)
+    return WireError(f"unknown reply {failure.name!r}: {failure.message}") if kind is None else kind(failure.message)
 
 
 def prompt_frames(prompt: Prompt) -> list[Any]:

@@ -32,7 +32,7 @@ def render(report: dict[str, Any]) -> str:
         f"filters dropped the last {stats['filtered_in_a_row']} finished",
         f"tokens     {stats['tokens_trained']} trained, {stats['tokens_buffered']} buffered, dropped for "
         f"{_counts(stats['tokens_dropped'])}",
-        f"lags       consumed {_lags(dict(stats['lag_histogram']))}; "
+        f"lags       consumed {_lags(stats['lag_histogram'])}; "
         f"stored {_lags(_now(groups, 'stored', 'planned'))}; leased {_lags(_now(groups, 'leased'))}",
         f"rewards    {_spread(groups, 'mean_reward')} over stored groups",
         f"lengths    {_spread(groups, 'mean_length')} over stored groups; consumed samples mean "

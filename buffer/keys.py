@@ -10,14 +10,13 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 import zmq
 from zmq.utils import z85
 
-from .messages import CONNECT
+from .commands import BufferRole
 from .sockets import Channel
 
 logger = logging.getLogger(__name__)
@@ -26,35 +25,6 @@ STORE_KEYS = "store.json"
 """The file of the store servers' keys."""
 _ZAP_DOMAIN = "buffer"
 _ZAP_ADDRESS = "inproc://zeromq.zap.01"
-
-
-class BufferRole(StrEnum):
-    """The role of a client of the buffer; each role has its own key."""
-
-    rollout = "rollout"
-    learner = "learner"
-    controller = "controller"
-    inspector = "inspector"
-    ledger = "ledger"
-
-
-_COMMON = frozenset({CONNECT, "hello", "stats"})
-_ALLOWED = {
-    BufferRole.rollout: _COMMON
-    | {"lease", "cancel", "renew", "beat", "leave", "reserve", "put", "put_payload", "save", "release"}
-    | {"next_offer", "loaded", "fenced"},
-    BufferRole.learner: _COMMON | {"fetch", "offer"},
-    BufferRole.controller: _COMMON
-    | {"enqueue", "plan", "commit", "lose", "rewind", "fetch", "inspect", "served", "pin", "unpin", "bury"}
-    | {"store_wanted", "add_store", "drop_store"},
-    BufferRole.inspector: _COMMON | {"inspect"},
-    BufferRole.ledger: _COMMON | {"remove", "reconcile"},
-}
-
-
-def may(role: str, operation: str) -> bool:
-    """Whether a role's key allows an operation."""
-    return operation in _ALLOWED[BufferRole(role)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,11 +4,11 @@ A group moves ``queued → leased → stored → planned → consumed``. It can 
 head of the queue as its next attempt. Each operation is a pair of functions: ``_decide_*`` computes the outcome of a
 command and changes nothing, ``_enact_*`` applies that outcome. A server that starts again only enacts.
 
-The caller applies `Expire` at ``ledger.groups.leases.next_expiry()`` and sends the `Revocation`s to their owners.
+The caller applies `Expire` at ``ledger.groups.leases.next_expiry()`` and sends the `Revoked` messages to their owners.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 from asyncrl.core.errors import (
     LeaseExpired,
@@ -103,19 +103,19 @@ class Ledger:
             "num_stores": num_stores,
         }
         self.log: commands.CommandLog | None = None
-        self.on_applied: Callable[[commands.Command[Any], Any], None] | None = None
+        self.on_applied: Callable[[commands.Command[Any, Any], Any], None] | None = None
         self.prefer = find_order(order)
         self.filters = find_filters(filters)
         self.on_stale = on_stale
         self.lease_s = lease_s
         self.max_deaths = max_deaths
         self.suspect_deaths = max(1, max_deaths - 1) if max_deaths else 0  # the next death drops a group with so many
-        self.revocations: list[commands.Revocation] = []
+        self.revocations: list[tuple[bytes, commands.Revoked]] = []
         self.newly_finished: list[int] = []
 
     def apply(
         self,
-        command: commands.Command[commands.Result],
+        command: commands.Command[commands.Result, Any],
         now: float = 0.0,
         *,
         sender: bytes | None = None,
@@ -145,7 +145,7 @@ class Ledger:
             raise (VersionTooOld if outcome.result is commands.PutResult.too_old else LeaseExpired)(outcome.refusal)
         return outcome
 
-    def enact(self, command: commands.Command[Any], outcome: Any) -> None:
+    def enact(self, command: commands.Command[Any, Any], outcome: Any) -> None:
         """Apply an outcome that was decided, now or by an earlier server."""
         _ENACT[type(command)](self, command, outcome)
 
@@ -217,8 +217,8 @@ class Ledger:
         for group in self.groups.leases.all():
             self.groups.leases.extend(group, now + self.lease_s)
 
-    def drain_revocations(self) -> list[commands.Revocation]:
-        """Leases revoked since the last call."""
+    def drain_revocations(self) -> list[tuple[bytes, commands.Revoked]]:
+        """Leases revoked since the last call, each with its owner."""
         revocations, self.revocations = self.revocations, []
         return revocations
 
@@ -285,7 +285,7 @@ def _held(ledger: Ledger, group_id: int, attempt: int, sender: bytes | None) -> 
     owner = b"" if ended is None else ended.owner
     if sender is not None and owner and sender != owner:
         raise NotLeaseOwner(
-            f"a report on group {group_id} attempt {attempt} came from client {sender.hex()[:8]}, but its lease "
+            f"a report of group {group_id} attempt {attempt} came from client {sender.hex()[:8]}, but its lease "
             f"belongs to {owner.hex()[:8]}; only its owner may report it"
         )
     return group
@@ -331,8 +331,7 @@ def _settle_owed(ledger: Ledger, group_id: int, attempt: int) -> EndedAttempt | 
 def _revoke(ledger: Ledger, group: Group, reason: str) -> None:
     ended = EndedAttempt(owner=group.owner, owes_report=True, num_counted=group.num_saved, reason=reason)
     ledger.history.end(group.group_id, group.attempt, ended)
-    revocation = commands.Revocation(owner=group.owner, group_id=group.group_id, attempt=group.attempt)
-    ledger.revocations.append(revocation)
+    ledger.revocations.append((group.owner, commands.Revoked(group.group_id, group.attempt)))
 
 
 def _give_up(ledger: Ledger, group: Group, *, is_dropped: bool, reason: str) -> None:
@@ -427,14 +426,14 @@ def _enact_lease_groups(ledger: Ledger, command: commands.LeaseGroups, outcome: 
 
 
 def _decide_renew(ledger: Ledger, command: commands.Renew, call: Call) -> commands.Renewed:
-    group = _held(ledger, command.group_id, command.attempt, call.sender)
-    return commands.Renewed(expires_at=None if group is None else call.now + ledger.lease_s)
+    lost = tuple(key for key in command.leases if _held(ledger, *key, call.sender) is None)
+    return commands.Renewed(expires_at=call.now + ledger.lease_s, lost=lost)
 
 
 def _enact_renew(ledger: Ledger, command: commands.Renew, outcome: commands.Renewed) -> None:
-    group = ledger.groups.running(command.group_id, command.attempt)
-    if group is not None and outcome.expires_at is not None:
-        ledger.groups.leases.extend(group, outcome.expires_at)
+    for key in command.leases:
+        if (group := ledger.groups.running(*key)) is not None:
+            ledger.groups.leases.extend(group, outcome.expires_at)
 
 
 def _decide_save_prefix(ledger: Ledger, command: commands.SavePrefix, call: Call) -> commands.Saved:
@@ -781,7 +780,7 @@ def _enact_rewind(ledger: Ledger, command: commands.Rewind, outcome: commands.Re
 
 
 _DECIDE, _ENACT = (
-    {kind: globals()[f"_{verb}_{kind.__struct_config__.tag}"] for kind in get_args(commands.union_of(commands.Command))}
+    {kind: globals()[f"_{verb}_{kind.__struct_config__.tag}"] for kind in commands.leaves(commands.Command)}
     for verb in ("decide", "enact")
 )
 """Command type to the function that decides it, and to the function that enacts its outcome."""

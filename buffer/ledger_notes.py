@@ -24,7 +24,7 @@ class LedgerNotes:
         self._recorder = recorder
         self._planned: dict[int, tuple[int, ...]] = {}
 
-    def note(self, command: commands.Command[Any], outcome: Any) -> None:
+    def note(self, command: commands.Command[Any, Any], outcome: Any) -> None:
         """Stamp the groups that a command moved."""
         match outcome:
             case commands.Granted():

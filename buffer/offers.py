@@ -18,14 +18,18 @@ heartbeat reports this, and a client sends a heartbeat as soon as it reaches a r
 import asyncio
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
-from asyncrl.core.errors import AsyncRLError, WeightsError, WeightsGone, WireError, WrongEpoch
+from msgspec import convert, to_builtins
 
+from asyncrl.core.errors import WeightsError, WeightsGone, WrongEpoch
+from asyncrl.core.types import WeightOffer
+
+from .commands import Answer, Done, Loaded, Names, NextOffer, Number, Offer, Offered, Pin, Served, Serving, Unpin
+from .encoding import Message
 from .journal import Journal
-from .messages import MAX_REASON, Message, incarnation_of, integer, seconds, text
-from .waiting import Collaborators, PendingRequest
+from .waiting import Collaborators
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +47,7 @@ class OfferLog:
 
     def __init__(self) -> None:
         self.failure = ""
-        self._offers: dict[int, Mapping[str, Any]] = {}
+        self._offers: dict[int, WeightOffer] = {}
         self._pin: int | None = None
         self._num_wanted = 0
         self._pinned: set[bytes] = set()
@@ -52,9 +56,9 @@ class OfferLog:
         self._num_serving: Counter[int] = Counter()
         self._slowest_s: dict[int, float] = {}
 
-    def append(self, version: int, offer: Mapping[str, Any]) -> None:
+    def append(self, offer: WeightOffer) -> None:
         """Add an offer; it replaces an earlier offer of the same version."""
-        self._offers[version] = offer
+        self._offers[offer.version] = offer
         if len(self._offers) > _MAX_OFFERS:
             del self._offers[sorted(set(self._offers) - {self._pin})[1]]  # the first may be the shown one
 
@@ -98,7 +102,7 @@ class OfferLog:
                 del self._offers[version]
         return newest
 
-    def next_for(self, engine: bytes, at_least: int, learner_version: int) -> Mapping[str, Any] | None:
+    def next_for(self, engine: bytes, at_least: int, learner_version: int) -> WeightOffer | None:
         """The offer that an engine should load next; None if there is no offer of version ``at_least`` or newer.
 
         Raises:
@@ -165,14 +169,14 @@ class OfferLog:
     def snapshot(self) -> dict[str, Any]:
         """The state that a restarted server needs, as plain values."""
         return {
-            "offers": list(self._offers.values()),
+            "offers": to_builtins(list(self._offers.values())),
             "pin": [self._pin, self._num_wanted, sorted(self._pinned)],
             "failure": self.failure,
         }
 
     def restore(self, values: Mapping[str, Any]) -> None:
         """Load a snapshot into this new log."""
-        self._offers = {offer["version"]: offer for offer in values["offers"]}
+        self._offers = {offer.version: offer for offer in convert(values["offers"], list[WeightOffer])}
         self._pin, self._num_wanted, pinned = values["pin"]
         self._pinned, self.failure = set(pinned), values["failure"]
 
@@ -185,19 +189,9 @@ class OfferRequests:
         self._journal = journal
         self._log = OfferLog()
         self._shown: int | None = None
-        self._untold: deque[PendingRequest] = deque()
+        self._untold: deque[Message] = deque()
         self._next_turn: asyncio.TimerHandle | None = None
-        self._receivers = shared.pending()
-        self._followers = shared.pending()
-        self._evaluators = shared.pending()
-        self.operations: dict[str, Callable[[bytes, Message], None]] = {
-            "offer": self._offer,
-            "next_offer": self._next_offer,
-            "fenced": self._fenced,
-            "served": self._served,
-            "pin": self._pin,
-            "unpin": self._unpin,
-        }
+        self._receivers, self._followers, self._evaluators = shared.held(), shared.held(), shared.held()
 
     def recover(self, journal: Journal) -> None:
         """Load the log of an earlier server, if its offers are of the current incarnation in the recovered ledger."""
@@ -206,12 +200,12 @@ class OfferRequests:
             self._log.restore(values)
 
     def close(self) -> None:
-        """Cancel every pending request and timer."""
+        """Cancel every held request and timer."""
         self._untold.clear()
         if self._next_turn is not None:
             self._next_turn.cancel()
-        for pending in (self._receivers, self._followers, self._evaluators):
-            pending.close()
+        for held in (self._receivers, self._followers, self._evaluators):
+            held.close()
 
     def show(self) -> None:
         """Answer the requests for weights if newer weights are shown now."""
@@ -224,32 +218,21 @@ class OfferRequests:
 
     def _tell_receivers(self) -> None:
         """Answer some workers now and the others in later turns of the loop, so that the first can lease early."""
-        try:
-            for _ in range(min(_TOLD_AT_ONCE, len(self._untold))):
-                request = self._untold.popleft()
-                if request in self._receivers and self._answer_receiver(request):
-                    self._receivers.remove(request.client, request.request_id)
-        finally:
-            if self._untold and self._next_turn is None:
-                self._next_turn = asyncio.get_running_loop().call_later(0.0, self._tell_others)
-
-    def _tell_others(self) -> None:
         self._next_turn = None
-        try:
-            self._tell_receivers()
-        except AsyncRLError as error:
-            logger.error("some workers learn of newer weights only when they ask again: %s", error)
+        told = [self._untold.popleft() for _ in range(min(_TOLD_AT_ONCE, len(self._untold)))]
+        self._receivers.answer(self._answer_receiver, [request for request in told if request in self._receivers])
+        if self._untold:
+            self._next_turn = asyncio.get_running_loop().call_later(0.0, self._tell_receivers)
 
     @property
     def receivers(self) -> Container[bytes]:
         """Clients that wait for weights."""
         return self._receivers.clients
 
-    def note_beat(self, client: bytes, fields: Mapping[str, Any]) -> None:
-        """Record the version in a heartbeat; an engine whose worker was silent is known again."""
-        if "serves" in fields and self.is_current(fields):
-            took_s, name = seconds(fields, "seconds"), text(fields, "engine")
-            self._log.loaded(client, integer(fields, "serves"), took_s, name)
+    def note_loaded(self, client: bytes, loaded: Loaded) -> None:
+        """Record the version that an engine serves; an engine whose worker was silent is known again."""
+        if self.is_current(loaded):
+            self._log.loaded(client, loaded.version, loaded.seconds, loaded.engine)
             self._tell_controllers()
 
     def forget(self, client: bytes) -> None:
@@ -262,118 +245,77 @@ class OfferRequests:
         self._log = OfferLog()
         self._shown = None
 
-    def is_current(self, fields: Mapping[str, Any]) -> bool:
+    def is_current(self, message: Loaded | Offer | NextOffer) -> bool:
         """Whether a message comes from the current incarnation, or from an engine that serves its weights."""
-        return incarnation_of(fields) == self._ledger.incarnation
+        return message.incarnation == self._ledger.incarnation
 
-    def _offer(self, client: bytes, message: Message) -> None:
-        if not self.is_current(message.fields):
+    def on_offer(self, request: Message, offer: Offer) -> Answer:
+        """Add an offer to the log, or fail the requests for weights because a publish failed."""
+        if not self.is_current(offer):
             raise WrongEpoch(
-                f"an offer came from incarnation {incarnation_of(message.fields)} of the learner, this buffer serves "
+                f"an offer came from incarnation {offer.incarnation} of the learner, this buffer serves "
                 f"{self._ledger.incarnation}; a learner from a checkpoint replaced the sender, which must end"
             )
-        offer, reason = message.fields.get("offer"), message.fields.get("failure")
-        if isinstance(offer, dict):
-            self._log.append(integer(offer, "version"), offer)
+        if offer.offer is not None:
+            self._log.append(offer.offer)
             self._write()
             self.show()
-        elif isinstance(reason, str) and 0 < len(reason) <= MAX_REASON:
-            self._log.failure = reason
-            self._write()
-            for pending in (self._receivers, self._followers, self._evaluators):
-                pending.fail_all(WeightsError(reason))
         else:
-            got = str({name: message.fields[name] for name in ("offer", "failure") if name in message.fields})[:200]
-            raise WireError(
-                f"an offer must have the fields of weights, or a failure of 1 to {MAX_REASON} characters, got {got}"
-            )
-        self._replies.reply(client, message.request_id, {"oldest": self._log.oldest()})
+            self._log.failure = offer.failure
+            self._write()
+            for held in (self._receivers, self._followers, self._evaluators):
+                held.fail_all(WeightsError(offer.failure))
+        return Number(self._log.oldest())
 
     def _write(self) -> None:
         """Write the log to the journal before requests are answered. Raises `ReplayBufferError` if the disk is full."""
         if self._journal is not None:
             self._journal.write(_JOURNALED_AS, [self._ledger.incarnation, self._log.snapshot()])
 
-    def _next_offer(self, client: bytes, message: Message) -> None:
-        fields = {"at_least": integer(message.fields, "at_least"), "incarnation": incarnation_of(message.fields)}
-        request = _pending(client, message, fields)
-        if not self._answer_receiver(request):
-            self._receivers.add(request)
+    def on_next_offer(self, request: Message, wanted: NextOffer) -> Answer | None:
+        """Show newer weights, now or later."""
+        return self._answer_receiver(request) or self._receivers.hold(request)
 
-    def _answer_receiver(self, request: PendingRequest) -> bool:
-        is_new = request.fields["incarnation"] != self._ledger.incarnation  # its weights are outdated
-        at_least, num_pinned = 0 if is_new else request.fields["at_least"], self._log.num_pinned
+    def _answer_receiver(self, request: Message) -> Answer | None:
+        at_least = request.body.at_least if self.is_current(request.body) else 0  # weights of a replaced learner
+        num_pinned = self._log.num_pinned
         offer = self._log.next_for(request.client, at_least, self._ledger.learner_version)
         if self._log.num_pinned != num_pinned:
             self._write()
-        if offer is not None:
-            self._replies.reply(request.client, request.request_id, {"offer": offer})
-        return offer is not None
+        return None if offer is None else Offered(offer)
 
-    def loaded(self, client: bytes, message: Message) -> None:
-        """Handle ``loaded``: an engine serves a version."""
-        version, took_s = integer(message.fields, "version"), seconds(message.fields, "seconds")
-        name = text(message.fields, "engine")
-        if self.is_current(message.fields):
-            self._ledger.check_engine_version(version)
-            self._log.loaded(client, version, took_s, name)
-        self._replies.reply(client, message.request_id)
-        self._tell_controllers()
-
-    def _fenced(self, client: bytes, message: Message) -> None:
-        self.forget(client)
-        self._replies.reply(client, message.request_id)
-
-    def _served(self, client: bytes, message: Message) -> None:
-        fields = {name: integer(message.fields, name) for name in ("at_least", "num_engines")}
+    def on_served(self, request: Message, served: Served) -> Answer | None:
+        """Say which versions the engines serve, now or later."""
         self._log.check()
-        request = _pending(client, message, fields)
-        if not self._answer_follower(request):
-            self._followers.add(request)
+        return self._answer_follower(request) or self._followers.hold(request)
+
+    def _answer_follower(self, request: Message) -> Answer | None:
+        served = self._log.served(request.body.num_engines)
+        return None if served is None or served[0] < request.body.at_least else Serving(*served)
 
     def _tell_controllers(self) -> None:
         if not self._log.failure:
             self._followers.answer(self._answer_follower)
             self._evaluators.answer(self._answer_evaluator)
 
-    def _answer_follower(self, request: PendingRequest) -> bool:
-        served = self._log.served(request.fields["num_engines"])
-        if served is None or served[0] < request.fields["at_least"]:
-            return False
-        self._replies.reply(request.client, request.request_id, {"version": served[0], "seconds": served[1]})
-        return True
-
-    def _pin(self, client: bytes, message: Message) -> None:
-        fields = {name: integer(message.fields, name) for name in ("version", "num_engines")}
-        known = message.fields.get("known")
-        if not isinstance(known, list) or not all(isinstance(name, str) for name in known):
-            raise WireError("field 'known' must be a list of engine names")
+    def on_pin(self, request: Message, pin: Pin) -> Answer | None:
+        """Pin engines to a version; say which serve it, now or later."""
         self._log.check()
-        if self._log.pin(**fields):
+        if self._log.pin(pin.version, pin.num_engines):
             self._write()
             self._receivers.answer(self._answer_receiver)
-        request = _pending(client, message, {"version": fields["version"], "known": set(known)})
-        if not self._answer_evaluator(request):
-            self._evaluators.add(request)
+        return self._answer_evaluator(request) or self._evaluators.hold(request)
 
-    def _unpin(self, client: bytes, message: Message) -> None:
+    def on_unpin(self, request: Message, unpin: Unpin) -> Answer:
+        """Release the pinned engines."""
         self._log.unpin()
         self._write()
         if not self._log.failure:
             self._receivers.answer(self._answer_receiver)
-        self._replies.reply(client, message.request_id)
+        return Done()
 
-    def _answer_evaluator(self, request: PendingRequest) -> bool:
-        engines, version = self._log.pinned(), request.fields["version"]
+    def _answer_evaluator(self, request: Message) -> Answer | None:
+        engines = self._log.pinned()
         if self._log.is_pin_lost(self._ledger.learner_version):
-            error = WeightsGone(f"policy version {version} is no longer offered, and no engine serves it")
-            self._replies.fail(request.client, request.request_id, error)
-        elif set(engines) == request.fields["known"]:
-            return False
-        else:
-            self._replies.reply(request.client, request.request_id, {"engines": engines})
-        return True
-
-
-def _pending(client: bytes, message: Message, fields: dict[str, Any]) -> PendingRequest:
-    return PendingRequest(client=client, request_id=message.request_id, fields=fields)
+            raise WeightsGone(f"policy version {request.body.version} is no longer offered, and no engine serves it")
+        return None if set(engines) == set(request.body.known) else Names(tuple(engines))

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, replace
@@ -16,10 +17,12 @@ from pathlib import Path
 from typing import IO, NoReturn, Self
 
 from asyncrl.core.errors import DeadlineError, ReplayBufferError, WorkerDiedError
+from asyncrl.core.lives import keep_up
 from asyncrl.core.record import ProfileConfig
 from asyncrl.core.remote import last_lines, process_end
 
-from .client_socket import ClientSocket
+from .client import ClientSocket
+from .commands import Hello
 from .config import BufferConfig, Durability
 from .keys import BufferRole, client_keys, ensure_keys
 from .role_clients import BufferConnection
@@ -140,12 +143,12 @@ class BufferProcess:
         keys = client_keys(Path(self._config.keys), role) if self._config.keys else None
         if keys is not None and self._is_store:
             keys = keys.for_stores()
-        link = ClientSocket(self.address, timeout_s=timeout_s / 2, keys=keys, on_push=lambda message: None)
+        link = ClientSocket(self.address, timeout_s=timeout_s / 2, keys=keys)
         try:
             while True:
                 await asyncio.sleep(timeout_s / _PROBES_PER_DEADLINE)
                 with suppress(ReplayBufferError):  # an error is an answer too
-                    await link.request("hello", {})
+                    await link.call(Hello())
         except DeadlineError:
             return
         finally:
@@ -289,3 +292,59 @@ class BufferSupervisor:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+
+
+class StoreServers:
+    """``num_store_servers`` processes beside the ledger's server that hold the payloads; made on a running loop.
+
+    A store server that dies or hangs is restarted at its address, up to ``buffer.restarts`` times; without a journal it
+    is empty after the restart. ``on_lost`` is called when a server cannot be restarted any more. Raises `AsyncRLError`
+    if a server did not start.
+
+    Attributes:
+        addresses: Addresses of the servers, by the ledger's store number.
+    """
+
+    def __init__(
+        self, config: BufferConfig, *, groups_per_step: int, on_lost: Callable[[WorkerDiedError], None]
+    ) -> None:
+        self._on_lost = on_lost
+        self._servers: list[BufferSupervisor] = []
+        self._watches: list[asyncio.Task[None]] = []
+        own = store_config(config)
+        try:
+            for number in range(config.num_store_servers):
+                server = BufferSupervisor(
+                    own,
+                    groups_per_step=groups_per_step,
+                    log_path=None,
+                    store=number,
+                    waits=False,
+                )
+                self._servers.append(server)
+            self.addresses = [server.read_address() for server in self._servers]
+        except BaseException:
+            self.close()
+            raise
+        self._watches = [asyncio.get_running_loop().create_task(self._watch(server)) for server in self._servers]
+
+    def close(self) -> None:
+        """End the servers."""
+        for watch in self._watches:
+            watch.cancel()
+        for server in self._servers:
+            server.stop()
+
+    async def _watch(self, server: BufferSupervisor) -> None:
+        try:
+            await keep_up(server)
+        except Exception as error:  # noqa: BLE001 - whatever it is, this store is lost
+            self._on_lost(WorkerDiedError(str(error)))
+
+
+def store_config(config: BufferConfig) -> BufferConfig:
+    """The options of one store server. It begins empty if its journal has another epoch."""
+    own = replace(config, port=0, bulk_port=0, num_store_servers=0)
+    if config.durability is Durability.memory:  # a journal remembers the address
+        own = replace(own, epoch=config.epoch or uuid.uuid4().hex[:16])
+    return own

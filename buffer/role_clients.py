@@ -12,11 +12,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
+
+import msgspec
 
 from asyncrl.core.errors import (
     AsyncRLError,
@@ -32,26 +34,53 @@ from asyncrl.core.errors import (
 from asyncrl.core.trajectory import TrajectoryGroup
 from asyncrl.core.types import BufferStats, Lease, Plan, Prompt, WeightOffer
 
-from .client import BufferClient
-from .client_socket import ClientSocket
-from .encoding import CHUNK_BYTES, group_frames, group_of, prompt_frames, prompt_of
-from .keys import BufferRole, client_keys
-from .messages import (
-    HAND_ON,
+from .client import BufferClient, ClientSocket
+from .commands import (
     MAX_LEASES,
     MAX_REASON,
-    REVOKED,
-    Message,
-    flag,
-    integer,
-    integers,
-    offer_of,
-    seconds,
-    stats_of,
-    summary_fields,
-    summary_of,
+    AddStore,
+    Beat,
+    BufferRole,
+    Bury,
+    Cancel,
+    Command,
+    Commit,
+    DropStore,
+    Enqueue,
+    Fenced,
+    Fetch,
+    HandOn,
+    Hello,
+    Inspect,
+    Key,
+    Leased,
+    LeaseGroups,
+    Leave,
+    Loaded,
+    LoseGroups,
+    NextOffer,
+    Offer,
+    Payloads,
+    Pin,
+    Places,
+    PlanBatch,
+    Progress,
+    Put,
+    PutPayload,
+    Release,
+    Renew,
+    Reply,
+    Revoked,
+    Rewind,
+    SavePrefix,
+    Served,
+    Stats,
+    StoreWanted,
+    Unpin,
 )
-from .stores import Receipt
+from .encoding import CHUNK_BYTES, Message, group_frames, group_of, prompt_frames, prompt_of
+from .keys import client_keys
+from .stores import digest_of, size_of
 
 logger = logging.getLogger(__name__)
 
@@ -80,15 +109,18 @@ class WorkerClient:
         self._puts_elsewhere: bool | None = None  # whether store servers hold the payloads; None until it is known
         self._beat_s = 0.0
         self._beat: asyncio.TimerHandle | None = None
-        self._serves: Mapping[str, float | str] = {}
+        self._serves: Loaded | None = None
         self._held: set[tuple[int, int]] = set()
         self._prefixes: dict[tuple[int, int], TrajectoryGroup] = {}
         self._begun_afresh: set[tuple[int, int]] = set()  # leases whose prefix was gone before it was sent
         self._revocations: deque[tuple[int, int]] = deque()
         self._pushed = asyncio.Event()
-        self._hand_on: asyncio.Queue[list[tuple[int, int]]] = asyncio.Queue()
+        self._hand_on: asyncio.Queue[list[Key]] = asyncio.Queue()
         client.on_connected = self._say_beat
-        client.on_push |= {REVOKED: self._note_revoked, HAND_ON: self._note_hand_on}
+        client.on_push |= {
+            Revoked: self._note_revoked,
+            HandOn: lambda push: self._hand_on.put_nowait(list(push.groups)),
+        }
 
     async def enter(self) -> str:
         """Connect and start the heartbeats; return this worker's name for `ControlClient.bury`."""
@@ -101,25 +133,25 @@ class WorkerClient:
         """
         link = await self._entered("lease")
         request_id = link.next_id()
-        incarnation = self._client.incarnation
-        fields = {"engine_version": engine_version, "max_groups": max_groups, "incarnation": incarnation}
+        asked = LeaseGroups(engine_version=engine_version, max_groups=max_groups, incarnation=self._client.incarnation)
         try:
-            reply = await link.request("lease", fields, request_id=request_id)
+            answer = await link.request(asked, request_id=request_id, caller="lease")
         except asyncio.CancelledError:
-            link.post("cancel", {"request": request_id})
+            link.post(Cancel(request_id))
             raise
         if self._client.is_closed:  # during the call: `close` returns what came
             raise self._client.closed_error()
-        frames = iter(reply.payload)
+        frames = iter(answer.payload)
         leases = []
-        for group_id, attempt, version, deadline, num_prompt_frames, num_prefix_frames in reply.fields["leases"]:
-            prompt = prompt_of([next(frames) for _ in range(num_prompt_frames)])
-            leases.append(Lease(prompt=prompt, attempt=attempt, engine_version=version, deadline_version=deadline))
-            self._held.add((group_id, attempt))
-            if num_prefix_frames < 0:
-                self._begun_afresh.add((group_id, attempt))
-            elif num_prefix_frames:
-                self._prefixes[group_id, attempt] = group_of([next(frames) for _ in range(num_prefix_frames)])
+        for lease in answer.body.leases if isinstance(answer.body, Leased) else ():
+            prompt = prompt_of([next(frames) for _ in range(lease.num_prompt_frames)])
+            versions = {"engine_version": lease.engine_version, "deadline_version": lease.deadline}
+            leases.append(Lease(prompt=prompt, attempt=lease.attempt, **versions))
+            self._held.add(lease.key)
+            if lease.num_prefix_frames < 0:
+                self._begun_afresh.add(lease.key)
+            elif lease.num_prefix_frames:
+                self._prefixes[lease.key] = group_of([next(frames) for _ in range(lease.num_prefix_frames)])
         return leases
 
     def take_progress(self, lease: Lease) -> TrajectoryGroup | None:
@@ -129,57 +161,62 @@ class WorkerClient:
     async def save_progress(self, lease: Lease, group: TrajectoryGroup) -> None:
         """Save a running group with its lease."""
         key, summary = (lease.prompt.group_id, lease.attempt), group.summary
-        fields = {"group_id": key[0], "attempt": key[1], "continued": self._has_continued(key)}
-        fields |= {name: getattr(summary, name) for name in ("num_tokens", "oldest_version", "newest_version")}
-        fields["longest_response"] = max(summary.response_lengths, default=0)
-        await self._client.request("save", fields, group_frames(group))
+        progress = Progress(
+            num_tokens=summary.num_tokens, oldest_version=summary.oldest_version, newest_version=summary.newest_version
+        )
+        save = SavePrefix(
+            group_id=key[0],
+            attempt=key[1],
+            progress=progress,
+            continued=self._has_continued(key),
+            longest_response=max(summary.response_lengths, default=0),
+        )
+        await self._client.call(save, group_frames(group))
         self._prefixes.pop(key, None)
         self._begun_afresh.discard(key)
 
-    def _has_continued(self, key: tuple[int, int]) -> bool:
+    def _has_continued(self, key: Key) -> bool:
         """Whether the worker took the prefix that its lease was granted with, if there was one."""
         return key not in self._prefixes and key not in self._begun_afresh
 
     async def renew(self, leases: Sequence[Lease]) -> None:
         """Extend the leases that are still valid."""
-        for start in range(0, len(leases), MAX_LEASES):
-            some = leases[start : start + MAX_LEASES]
-            groups = [lease.prompt.group_id for lease in some]
-            await self._client.request("renew", {"groups": groups, "attempts": [lease.attempt for lease in some]})
+        keys = [(lease.prompt.group_id, lease.attempt) for lease in leases]
+        for start in range(0, len(keys), MAX_LEASES):
+            await self._client.call(Renew(tuple(keys[start : start + MAX_LEASES])))
 
     async def put(self, group: TrajectoryGroup, *, num_left_out: int = 0) -> None:
         """Store a finished group. While the store is full, the client waits until a batch leaves, and sends again."""
         async with self._window:
             payload: Sequence[Any] = group_frames(group)
-            key, fields = (group.group_id, group.attempt), summary_fields(group.summary)
-            fields |= {"num_left_out": num_left_out} if num_left_out else {}
+            key = group.group_id, group.attempt
+            put = Put(summary=group.summary, continued=self._has_continued(key), num_left_out=num_left_out)
             if self._puts_elsewhere is None:
-                self._puts_elsewhere = bool((await self._client.hello({}, "put"))["is_elsewhere"])
+                self._puts_elsewhere = (await self._client.hello(Hello(), "put")).is_elsewhere
             if not self._puts_elsewhere:
-                await self._report("put", key, fields, payload)
+                await self._report(put, key, payload)
                 return
-            receipt = [Receipt.of(payload).to_frame()]
+            put = msgspec.structs.replace(put, num_bytes=size_of(payload), digest=digest_of(payload))
             while True:
                 await self._put_in_store(key, payload)
                 try:
-                    await self._report("put", key, fields, receipt)
+                    await self._report(put, key)
                     return
                 except StoreLost as error:
                     logger.warning("%s", error)
 
-    async def _put_in_store(self, key: tuple[int, int], payload: Sequence[Any]) -> None:
+    async def _put_in_store(self, key: Key, payload: Sequence[Any]) -> None:
         """Send a payload to the store server that the ledger names, and to another one if that does not answer.
 
         If the lease is lost, no store gets the payload: the ledger says what becomes of the put.
         """
-        fields, address, failure = {"group_id": key[0], "attempt": key[1]}, "", None
-        client, asked = self._client, fields | self._where
-        while (reserved := await client.reserve(client.link, asked, payload))["is_held"]:
-            if failure is not None and reserved["address"] == address:
+        client, address, failure = self._client, "", None
+        while (room := await client.reserve(key, payload)).is_held:
+            if failure is not None and room.address == address:
                 raise failure
-            address = reserved["address"]
+            address = room.address
             try:
-                await client.request_with_payload(client.store_link(address), "put_payload", fields, payload)
+                await client.call_with_payload(PutPayload(*key), payload, key, link=client.store_link(address))
                 return
             except DeadlineError as error:
                 failure = error
@@ -187,25 +224,27 @@ class WorkerClient:
     async def release(self, lease: Lease, *, num_tokens: int, reason: str, max_failures: int = 0) -> bool:
         """Return a lease without a result, or report the tokens of a revoked lease; the buffer counts them once."""
         key = lease.prompt.group_id, lease.attempt
-        fields = {"group_id": key[0], "attempt": key[1], "num_tokens": num_tokens, "reason": reason}
-        reply = await self._report("release", key, fields | {"max_failures": max_failures})
-        return flag(reply.fields, "is_dropped", default=False)
+        release = Release(
+            group_id=key[0],
+            attempt=key[1],
+            num_tokens=num_tokens,
+            reason=reason,
+            continued=self._has_continued(key),
+            max_failures=max_failures,
+        )
+        return (await self._report(release, key)).is_dropped
 
-    async def _report(
-        self, name: str, key: tuple[int, int], fields: dict[str, Any], payload: Sequence[Any] = ()
-    ) -> Message:
+    async def _report(self, command: Command[Any, Reply], key: Key, payload: Sequence[Any] = ()) -> Reply:
         """Send the request that ends an attempt, and forget the attempt once the answer is final."""
-        if not self._has_continued(key):
-            fields["continued"] = False
         try:
-            reply = await self._client.request_with_payload(self._client.link, name, fields, payload)
+            answer = await self._client.call_with_payload(command, payload, key)
         except (LeaseExpired, VersionTooOld, UnknownGroup):
             self._forget(key)
             raise
         self._forget(key)
-        return reply
+        return answer
 
-    def _forget(self, key: tuple[int, int]) -> None:
+    def _forget(self, key: Key) -> None:
         self._held.discard(key)
         self._prefixes.pop(key, None)
         self._begun_afresh.discard(key)
@@ -220,39 +259,33 @@ class WorkerClient:
             await self._pushed.wait()
         return self._revocations.popleft()
 
-    def _note_revoked(self, message: Message) -> None:
-        self._revocations.append((integer(message.fields, "group_id"), integer(message.fields, "attempt")))
+    def _note_revoked(self, revoked: Revoked) -> None:
+        self._revocations.append((revoked.group_id, revoked.attempt))
         self._pushed.set()
 
-    async def hand_on_request(self) -> list[tuple[int, int]]:
+    async def hand_on_request(self) -> list[Key]:
         """Wait for groups that a faster worker would finish sooner."""
         await self._client.connect()
         return await self._hand_on.get()
 
-    def _note_hand_on(self, message: Message) -> None:
-        groups, attempts = integers(message.fields, "groups"), integers(message.fields, "attempts")
-        self._hand_on.put_nowait(list(zip(groups, attempts, strict=True)))
-
     async def next_offer(self, after: int) -> WeightOffer:
         """Wait for weights newer than ``after``, without a deadline while the server answers."""
-        await self._entered("next_offer")
-        fields = {"at_least": after + 1, "incarnation": self._offered_incarnation}
-        offer = offer_of((await self._client.request_until("next_offer", fields, "offer"))["offer"])
+        link = await self._entered("next_offer")
+        offer = (await link.call(NextOffer(after + 1, self._offered_incarnation), caller="next_offer")).offer
         self._offered_incarnation = offer.incarnation
         return offer
 
     async def loaded(self, version: int, took_s: float) -> None:
         """Report the version that the engine serves. Each heartbeat repeats the report."""
         await self._entered("loaded")
-        self._client.incarnation = self._offered_incarnation
-        fields = {"seconds": took_s, "engine": self._name, "incarnation": self._offered_incarnation}
-        self._serves = fields | {"serves": version}
-        await self._client.request("loaded", fields | {"version": version})
+        self._client.incarnation = incarnation = self._offered_incarnation
+        self._serves = Loaded(version=version, seconds=took_s, engine=self._name, incarnation=incarnation)
+        await self._client.call(self._serves)
 
     async def fenced(self) -> None:
         """Report that the engine serves no version."""
-        self._serves = {}
-        await (await self._entered("fenced")).request("fenced", {})
+        self._serves = None
+        await (await self._entered("fenced")).call(Fenced())
 
     async def close(self) -> None:
         """Close the connection; pending calls raise `ReplayBufferError`.
@@ -269,28 +302,23 @@ class WorkerClient:
     async def _say_goodbye(self, link: ClientSocket) -> None:
         with suppress(AsyncRLError, TimeoutError):
             async with asyncio.timeout(min(_GOODBYE_S, self._client.timeout_s)):
-                groups, attempts = zip(*self._held, strict=True) if self._held else ((), ())
-                await link.request("leave", {"groups": groups, "attempts": attempts})
+                await link.request(Leave(tuple(self._held)))
 
     async def _entered(self, caller: str) -> ClientSocket:
         """The connection; the first call starts the heartbeats."""
         link = self._client.link
         if not self._beat_s:
-            fields = {"produces": True} | self._where
-            self._beat_s = float((await self._client.hello(fields, caller))["heartbeat_s"])
+            hello = Hello(produces=True, host=self._client.host)
+            self._beat_s = (await self._client.hello(hello, caller)).heartbeat_s
             if self._beat is None:
                 self._send_beat()
         return link
 
-    @property
-    def _where(self) -> dict[str, Any]:
-        return {"host": self._client.host} if self._client.host else {}
-
     def _say_beat(self) -> None:
         """Send a heartbeat. A restarted server gets one at once: it knows neither this worker nor its version."""
         if self._beat_s and not self._client.is_closed:
-            fields = {**self._serves, **self._where, "generated": self.count_generated()}
-            self._client.link.post("beat", fields, partial(self._client.note_clock, time.monotonic_ns()))
+            beat = Beat(serves=self._serves, host=self._client.host, generated=self.count_generated())
+            self._client.link.post(beat, partial(self._client.note_clock, time.monotonic_ns()))
 
     def _send_beat(self) -> None:
         self._say_beat()
@@ -306,24 +334,31 @@ class LearnerClient:
 
     async def offer(self, offer: WeightOffer) -> int:
         """Offer weights to the engines; return the oldest version that the buffer may still offer."""
-        named = {"incarnation": self._client.incarnation}
-        return integer(await self._client.request("offer", {"offer": asdict(offer) | named, **named}), "oldest")
+        incarnation = self._client.incarnation
+        named = replace(offer, incarnation=incarnation)
+        return (await self._client.call(Offer(offer=named, incarnation=incarnation))).value
 
     async def publish_failed(self, reason: str) -> None:
         """Report a failed publish."""
-        fields = {"failure": reason[:MAX_REASON], "incarnation": self._client.incarnation}
-        await self._client.request("offer", fields)
+        await self._client.call(Offer(failure=reason[:MAX_REASON] or "no reason", incarnation=self._client.incarnation))
 
     async def fetch(self, group_ids: Sequence[int]) -> list[TrajectoryGroup]:
         """Stored groups in the order of ``group_ids``; arrays are read-only views of the received bytes.
 
         One fetch runs at a time, because the server bounds the bytes that one client has not read yet. A fetch is cut
         into requests, so that groups that have come are decoded while others are under way. The first and the last
-        request are small: the learner waits for the first, and the server waits after the last.
+        request are small: the learner waits for the first, and the server waits after the last. Example: 40 groups are
+        fetched as 4, 12, 16, 4 and 4.
         """
+        if len(set(group_ids)) != len(group_ids):
+            raise WireError("a fetch must name each group once")
         async with self._fetching:
             await self._client.hello_for_clock("fetch")
-            some = (group_ids[start:stop] for start, stop in pairwise(_cuts(len(group_ids))))
+            cuts = {0, len(group_ids)}
+            if len(group_ids) > 2 * _FIRST_AND_LAST:
+                last = len(group_ids) - _FIRST_AND_LAST
+                cuts |= {_FIRST_AND_LAST, *range(_GROUPS_AT_ONCE, last, _GROUPS_AT_ONCE), last}
+            some = (group_ids[start:stop] for start, stop in pairwise(sorted(cuts)))
             parts = await asyncio.gather(*map(self._fetch, some), return_exceptions=True)
             groups: list[TrajectoryGroup] = []
             for part in parts:  # all requests have ended, also if one failed
@@ -333,67 +368,63 @@ class LearnerClient:
             return groups
 
     async def _fetch(self, group_ids: Sequence[int]) -> list[TrajectoryGroup]:
-        reply = await _fetch_from(self._client.link, {"groups": list(group_ids)})
-        if "stores" not in reply.fields:
-            return _checked(map(group_of, _payloads_in(reply)), group_ids)
-        places, addresses = integers(reply.fields, "places"), reply.fields["stores"]
-        asked: dict[int, dict[str, list[int]]] = {}
-        for group_id, attempt, place in zip(group_ids, integers(reply.fields, "attempts"), places, strict=True):
-            fields = asked.setdefault(place, {"groups": [], "attempts": []})
-            fields["groups"].append(group_id)
-            fields["attempts"].append(attempt)
-        calls = (_fetch_from(self._client.store_link(addresses[place]), fields) for place, fields in asked.items())
-        replies = zip(asked, await asyncio.gather(*calls), strict=True)
-        streams = {place: _payloads_in(reply) for place, reply in replies}
-        payloads = [next(streams[place], []) for place in places]
-        for group_id, place, payload, digest in zip(group_ids, places, payloads, reply.fields["digests"], strict=True):
-            if Receipt.of(payload).digest != digest:
-                raise WireError(f"the store at {addresses[place]} sent other bytes for group {group_id} than were put")
-        return _checked(map(group_of, payloads), group_ids)
+        answer = await _fetch_from(self._client.link, Fetch(tuple(group_ids)))
+        places = answer.body
+        if not isinstance(places, Places):
+            return _groups_of(_payloads_in(answer), group_ids)
+        asked: dict[int, tuple[list[int], list[int]]] = {}
+        for group_id, (place, attempt, _) in zip(group_ids, places.groups, strict=True):
+            ids, attempts = asked.setdefault(place, ([], []))
+            ids.append(group_id)
+            attempts.append(attempt)
+        calls = (
+            _fetch_from(self._client.store_link(places.addresses[place]), Fetch(tuple(ids), tuple(attempts)))
+            for place, (ids, attempts) in asked.items()
+        )
+        answers = zip(asked, await asyncio.gather(*calls), strict=True)
+        streams = {place: _payloads_in(answer) for place, answer in answers}
+        payloads = [next(streams[place], []) for place, *_ in places.groups]
+        for group_id, payload, (place, _, digest) in zip(group_ids, payloads, places.groups, strict=True):
+            if digest_of(payload) != digest:
+                raise WireError(
+                    f"the store at {places.addresses[place]} sent other bytes for group {group_id} than were put"
+                )
+        return _groups_of(payloads, group_ids)
 
     async def stats(self) -> BufferStats:
         """Return the ledger's current counts."""
-        return stats_of(await self._client.request("stats", {}))
+        return (await self._client.call(Stats())).stats
 
     async def close(self) -> None:
         """Close the connection."""
         await self._client.close()
 
 
-async def _fetch_from(link: ClientSocket, fields: dict[str, Any]) -> Message:
+async def _fetch_from(link: ClientSocket, fetch: Fetch) -> Message:
     """Fetch from one server, and report which replies were read.
 
     The server refuses a fetch while it counts earlier replies as unread. If one of them was read meanwhile, ask again.
     """
     told = link.num_read
     try:
-        return await link.request("fetch", {**fields, "read": told})
+        return await link.request(msgspec.structs.replace(fetch, read=told), caller="fetch")
     except StoreFull:
         if link.num_read == told:
             raise
-    return await link.request("fetch", {**fields, "read": link.num_read})
+    return await link.request(msgspec.structs.replace(fetch, read=link.num_read), caller="fetch")
 
 
-def _cuts(num_groups: int) -> list[int]:
-    """Bounds of the requests of one fetch. Example: 40 groups are fetched as 4, 12, 16, 4 and 4."""
-    cuts = {0, num_groups}
-    if num_groups > 2 * _FIRST_AND_LAST:
-        last = num_groups - _FIRST_AND_LAST
-        cuts |= {_FIRST_AND_LAST, *range(_GROUPS_AT_ONCE, last, _GROUPS_AT_ONCE), last}
-    return sorted(cuts)
-
-
-def _payloads_in(reply: Message) -> Iterator[Sequence[Any]]:
-    """The frames of each group in the reply to a fetch."""
-    frames = iter(reply.payload)
-    counts = integers(reply.fields, "counts")
-    if sum(counts) != len(reply.payload):
-        raise WireError(f"a reply to a fetch must have {sum(counts)} frames, got {len(reply.payload)}")
+def _payloads_in(answer: Message) -> Iterator[Sequence[Any]]:
+    """The frames of each group in the answer to a fetch."""
+    frames = iter(answer.payload)
+    counts = answer.body.counts if isinstance(answer.body, Payloads) else ()
+    if sum(counts) != len(answer.payload):
+        raise WireError(f"a reply to a fetch must have {sum(counts)} frames, got {len(answer.payload)}")
     return ([next(frames) for _ in range(number)] for number in counts)
 
 
-def _checked(groups: Iterable[TrajectoryGroup], group_ids: Sequence[int]) -> list[TrajectoryGroup]:
-    came = list(groups)
+def _groups_of(payloads: Iterable[Sequence[Any]], group_ids: Sequence[int]) -> list[TrajectoryGroup]:
+    came = [group_of(payload) for payload in payloads]
     if (got := [group.group_id for group in came]) != list(group_ids):
         raise WireError(f"fetched groups {got[:5]}… instead of {list(group_ids)[:5]}…")
     return came
@@ -464,70 +495,70 @@ class ControlClient:
         self._client = client
 
     async def enqueue(self, prompts: Sequence[Prompt]) -> None:
-        """Queue prompts. While the store is full, the client waits until groups leave, and sends again."""
-        num_queued = 0
-        while num_queued < len(prompts):
-            some = prompts[num_queued : num_queued + _PROMPTS_AT_ONCE]
-            encoded = _within_a_chunk([prompt_frames(prompt) for prompt in some])
-            some = some[: len(encoded)]
-            fields = {"groups": [prompt.group_id for prompt in some], "counts": [len(frames) for frames in encoded]}
-            payload = [frame for frames in encoded for frame in frames]
-            num_queued += integer(await self._client.request_with_space("enqueue", fields, payload), "queued")
+        """Queue prompts, as many at once as fit into one chunk.
+
+        While the store is full, the client waits until groups leave, and sends again.
+        """
+        group_ids: list[int] = []
+        counts: list[int] = []
+        payload: list[Any] = []
+        for prompt in prompts:
+            frames = prompt_frames(prompt)
+            if group_ids and (len(group_ids) == _PROMPTS_AT_ONCE or size_of(payload) + size_of(frames) > CHUNK_BYTES):
+                await self._client.call_with_space(Enqueue(tuple(group_ids), tuple(counts)), payload)
+                group_ids, counts, payload = [], [], []
+            group_ids.append(prompt.group_id)
+            counts.append(len(frames))
+            payload += frames
+        if group_ids:
+            await self._client.call_with_space(Enqueue(tuple(group_ids), tuple(counts)), payload)
 
     async def plan(self, version: int) -> Plan:
         """Wait for the batch that the learner consumes at ``version``."""
-        while True:
-            reply = await self._client.request("plan", {"version": version})
-            if "groups" in reply:
-                return Plan(version=version, groups=tuple(map(summary_of, reply["groups"])))
-            if "warning" in reply:
-                logger.warning("waiting for the next batch: %s", reply["warning"])
+        return Plan(version=version, groups=(await self._client.call(PlanBatch(version))).groups)
 
     async def commit(self, version: int) -> BufferStats:
         """Mark the plan of ``version`` as consumed."""
-        return stats_of(await self._client.request("commit", {"version": version}))
+        return (await self._client.call(Commit(version))).stats
 
     async def served(self, after: int, num_engines: int) -> tuple[int, float]:
         """Wait until ``num_engines`` engines serve versions newer than ``after``."""
-        fields = {"at_least": after + 1, "num_engines": num_engines}
-        reply = await self._client.request_until("served", fields, "version")
-        return integer(reply, "version"), seconds(reply, "seconds")
+        serving = await self._client.call(Served(after + 1, num_engines))
+        return serving.version, serving.seconds
 
     async def bury(self, worker: str, num_generated: int = 0) -> int:
         """Declare a rollout worker dead."""
-        fields = {"worker": worker, "generated": num_generated}
-        return integer(await self._client.request("bury", fields), "generated")
+        return (await self._client.call(Bury(worker, num_generated))).value
 
     async def store_wanted(self, known: Collection[str]) -> str:
         """Wait until a rollout worker enters from a host that is not in ``known``; return the host.
 
         Raises `ReplayBufferError` unless ``buffer.stores_on`` is ``hosts``.
         """
-        return str((await self._client.request_until("store_wanted", {"known": sorted(known)}, "host"))["host"])
+        return (await self._client.call(StoreWanted(tuple(sorted(known))))).names[0]
 
     async def add_store(self, address: str, host: str) -> int:
         """Add a store server, preferred by the workers of ``host``; return its number. Idempotent.
 
         Raises `ReplayBufferError` unless ``buffer.stores_on`` is ``hosts``.
         """
-        return integer(await self._client.request("add_store", {"address": address, "host": host}), "store")
+        return (await self._client.call(AddStore(address, host))).store
 
     async def drop_store(self, store: int) -> int:
         """Report that a store server is gone for good; return the number of its groups, which are generated again."""
-        return integer(await self._client.request("drop_store", {"store": store}), "groups")
+        return len((await self._client.call(DropStore(store))).group_ids)
 
     async def pin(self, version: int, num_engines: int, known: Collection[str] = ()) -> set[str]:
         """Keep up to ``num_engines`` engines on ``version``. Repeats the request to a restarted server."""
-        fields = {"version": version, "num_engines": num_engines, "known": sorted(known)}
-        return set((await self._client.request_until("pin", fields, "engines"))["engines"])
+        return set((await self._client.call(Pin(version, num_engines, tuple(sorted(known))))).names)
 
     async def unpin(self) -> None:
         """Offer all engines the newest version again."""
-        await self._client.request("unpin", {})
+        await self._client.call(Unpin())
 
     async def lose(self, group_ids: Sequence[int]) -> None:
         """Report groups of planned batches that are missing in the stores."""
-        await self._client.request("lose", {"groups": list(group_ids)})
+        await self._client.call(LoseGroups(group_ids=tuple(group_ids)))
 
     async def rewind(
         self,
@@ -539,22 +570,22 @@ class ControlClient:
         lag_histogram: Mapping[int, int],
     ) -> None:
         """Set the learner back to the ``version`` of a checkpoint."""
-        fields = {
-            "version": version,
-            "incarnation": incarnation,
-            "finished": [bound for part in finished for bound in part],
-            "tokens_trained": tokens_trained,
-            "lag_histogram": [number for part in sorted(lag_histogram.items()) for number in part],
-        }
-        await self._client.request("rewind", fields)
+        rewind = Rewind(
+            version=version,
+            incarnation=incarnation,
+            finished=tuple(finished),
+            tokens_trained=tokens_trained,
+            lag_histogram=tuple(sorted(lag_histogram.items())),
+        )
+        await self._client.call(rewind)
 
     async def stats(self) -> BufferStats:
         """Return the ledger's current counts."""
-        return stats_of(await self._client.request("stats", {}))
+        return (await self._client.call(Stats())).stats
 
     async def inspect(self) -> dict[str, Any]:
         """Return every unfinished group and every producer, for people; see `buffer.inspect`."""
-        return dict(await self._client.request("inspect", {}))
+        return (await self._client.call(Inspect())).values
 
     async def finished(self) -> list[tuple[int, int]]:
         """Return the ids of consumed and dropped groups, as sorted ranges [start, end)."""
@@ -563,17 +594,6 @@ class ControlClient:
     async def close(self) -> None:
         """Close the connection."""
         await self._client.close()
-
-
-def _within_a_chunk(encoded: Sequence[Sequence[Any]]) -> list[Sequence[Any]]:
-    """As many of the first prompts as fit into one chunk; at least one."""
-    size, chosen = 0, []
-    for frames in encoded:
-        size += sum(map(len, frames))
-        if chosen and size > CHUNK_BYTES:
-            break
-        chosen.append(frames)
-    return chosen
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,12 +20,13 @@ from asyncrl.core import record
 from asyncrl.core.errors import AsyncRLError, WorkerDiedError
 from asyncrl.core.host import end_with_parent, keep_freed_memory
 
+from .commands import Reconcile
 from .config import BufferConfig, Durability, OnStale, StoresOn
 from .journal import Journal
+from .process import StoreServers
 from .server_socket import ServerSocket
 from .service import BufferService
-from .store_links import StoreLinks
-from .store_servers import StoreServers, StoreService
+from .store_servers import StoreLinks, StoreService
 
 logger = logging.getLogger(__name__)
 
@@ -104,12 +105,12 @@ class BufferServer:
         try:
             while is_unsure:
                 stored, reserved = ledger.groups.stored_in(number), ledger.groups.leases.reserved_in(number)
-                missing = await self._links.reconcile(
-                    number,
-                    stored + reserved,
-                    finished=ledger.history.finished.ranges(),
-                    ended=[(g.group_id, g.past_attempt) for g in ledger.groups if g.past_attempt >= 0],
+                expected = Reconcile(
+                    attempts=tuple(stored + reserved),
+                    finished=tuple(ledger.history.finished.ranges()),
+                    ended=tuple((g.group_id, g.past_attempt) for g in ledger.groups if g.past_attempt >= 0),
                 )
+                missing = await self._links.reconcile(number, expected)
                 is_unsure = self._service.lose_from_store(number, missing, stored=stored, reserved=reserved)
         except AsyncRLError as error:
             logger.warning("store server %d did not report what it holds: %s", number, error)

@@ -26,12 +26,21 @@ from asyncrl.core.errors import (
 )
 from asyncrl.core.host import make_private_folder
 
-from . import messages
+from .commands import Connect, Connected
 from .config import BufferConfig
-from .encoding import JOIN_BELOW_BYTES
+from .encoding import (
+    JOIN_BELOW_BYTES,
+    MAX_FRAMES,
+    MAX_REPLY_FRAMES,
+    PUSH_ID,
+    Message,
+    failure_of,
+    frames_of,
+    operation_of,
+    parse_requests,
+)
 from .journal import Journal
-from .keys import KeyGate, ServerKeys, check_exposure, may, secure_server, server_keys, store_keys
-from .messages import CONNECT, OK, PUSH_ID, Message
+from .keys import KeyGate, ServerKeys, check_exposure, secure_server, server_keys, store_keys
 from .sockets import (
     Channel,
     Chunk,
@@ -84,7 +93,7 @@ class _BulkPeer:
 class Service(Protocol):
     """Answers the requests."""
 
-    def handle(self, client: bytes, request: Message) -> None:
+    def handle(self, request: Message) -> None:
         """Answer one request, now or later."""
 
     def settle(self) -> None:
@@ -246,7 +255,7 @@ class ServerSocket:
     def _on_message(self, frames: list[zmq.Frame]) -> None:
         if self._listeners:
             self._listeners["address"].received(frames[-1])
-        self._receive(frames[0].bytes, self._role_of(frames[-1]), frames[1:], messages.MAX_FRAMES)
+        self._receive(frames[0].bytes, self._role_of(frames[-1]), frames[1:], MAX_FRAMES)
 
     def _on_chunk(self, frames: list[zmq.Frame]) -> None:
         """A chunk, its acknowledgement, or the greeting of a new bulk connection."""
@@ -267,12 +276,12 @@ class ServerSocket:
                 self._send_bulk(client, Chunk(request_id=request_id, index=chunk.index).to_frames())
                 whole = peer.receiver.add(chunk)
                 if whole is not None:
-                    self._receive(client, self._role_of(frames[-1]), whole, messages.MAX_REPLY_FRAMES)
+                    self._receive(client, self._role_of(frames[-1]), whole, MAX_REPLY_FRAMES)
             else:
                 peer.sender.acknowledge(chunk)
         except WireError as error:
             self._count("malformed")
-            self.send(client, Message.of_error(request_id, error))
+            self._fail(client, request_id, error)
         self._forget_idle_peers()
 
     def _peer(self, client: bytes) -> _BulkPeer:
@@ -306,39 +315,45 @@ class ServerSocket:
 
     def _receive(self, client: bytes, role: str | None, frames: list[Any], max_frames: int) -> None:
         try:
-            message = messages.parse(frames, max_frames=max_frames)
-            requests = messages.unbatch(message)
+            epoch, requests = parse_requests(frames, max_frames=max_frames)
         except WireError as error:
             self._count("malformed")
-            self.send(client, Message.of_error(PUSH_ID, error))
+            self._fail(client, PUSH_ID, error)
             return
         for request in requests:
-            self._handle(client, role, request, message.epoch)
+            request.client = client
+            self._handle(role, request, epoch)
         if len(requests) > 1:
             self._flush()  # so that a producer makes its next batch while the server reads the following one
 
-    def _handle(self, client: bytes, role: str | None, request: Message, epoch: str) -> None:
+    def _handle(self, role: str | None, request: Message, epoch: str) -> None:
         """Check the epoch, the role and the rate of a request; then the service answers it."""
+        name = "a request"
         try:
-            self._limit.check(client, max(1, messages.num_leases(request)))
-            if epoch != self.epoch and (epoch or request.name != CONNECT):
+            operation = request.body = operation_of(request)
+            name = operation.name
+            self._limit.check(request.client, operation.num_parts)
+            if epoch != self.epoch and (epoch or not isinstance(operation, Connect)):
                 raise WrongEpoch(
-                    f"{request.name!r:.40} came from run {epoch!r:.40}, this buffer serves run {self.epoch!r}; the "
-                    "sender belongs to another run and must end"
+                    f"{name} came from run {epoch!r:.40}, this buffer serves run {self.epoch!r}; the sender belongs to "
+                    "another run and must end"
                 )
-            if role is not None and not may(role, request.name):
-                raise NotAllowed(f"the key of role {role!r} may not {request.name!r:.40}; use the key of its role")
-            if request.name == CONNECT:
-                fields = {"epoch": self.epoch, "bulk_port": self.bulk_port}
-                self.send(client, Message(name=OK, request_id=request.request_id, fields=fields))
-                return
-            self._service.handle(client, request)
+            if role is not None and role not in operation.roles:
+                raise NotAllowed(f"the key of role {role!r} may not {name}; use the key of its role")
+            if isinstance(operation, Connect):
+                connected = Connected(self.epoch, self.bulk_port)
+                self.send(request.client, Message(request_id=request.request_id, body=connected))
+            else:
+                self._service.handle(request)
         except AsyncRLError as error:
             if isinstance(error, RateExceeded):
                 self._count("over_rate")
-            self.send(client, Message.of_error(request.request_id, error))
+            self._fail(request.client, request.request_id, error)
         except Exception as error:  # noqa: BLE001 - one request must not end the server
-            self.send(client, Message.of_error(request.request_id, self._failure(f"{request.name!r:.40}", error)))
+            self._fail(request.client, request.request_id, self._failure(name, error))
+
+    def _fail(self, client: bytes, request_id: int, error: AsyncRLError) -> None:
+        self.send(client, Message(request_id=request_id, body=failure_of(error)))
 
     def _failure(self, what: str, error: Exception) -> ReplayBufferError:
         self._count("failed")
@@ -371,11 +386,28 @@ class ServerSocket:
             self._flush_handle = None
         outbox, self._outbox = self._outbox, {}
         refusal = self._write_journal() if outbox else None
-        for client, replies in outbox.items():
+        for client, answers in outbox.items():
             if refusal is not None:
-                replies = [Message.of_error(r.request_id, refusal) if r.request_id != PUSH_ID else r for r in replies]
-            for message in messages.coalesce(replies):
-                self._send_now(client, message)
+                answers = [self._refused(answer, refusal) for answer in answers]
+            large = [answer for answer in answers if sum(map(len, answer.payload)) >= JOIN_BELOW_BYTES]
+            if small := [answer for answer in answers if answer not in large]:
+                self._send_by(self._control, [client, *self._frames(small)])
+            for answer in large:
+                peer = self._peer(client)
+                peer.last_heard = time.monotonic()
+                peer.sender.push(answer.request_id, self._frames([answer]))
+
+    def _refused(self, answer: Message, refusal: ReplayBufferError) -> Message:
+        is_push = answer.request_id == PUSH_ID
+        return answer if is_push else Message(request_id=answer.request_id, body=failure_of(refusal))
+
+    def _frames(self, answers: list[Message]) -> list[Any]:
+        """The frames of answers; if one cannot be encoded, all become errors."""
+        try:
+            return frames_of(self.epoch, answers)
+        except (ValueError, TypeError, OverflowError) as error:
+            failure = failure_of(self._failure(f"the answers to {len(answers)} requests", error))
+            return frames_of(self.epoch, [Message(request_id=a.request_id, body=failure) for a in answers])
 
     def _write_journal(self) -> ReplayBufferError | None:
         """Write the journal before the replies are sent; returns the error that replaces them if the write fails."""
@@ -387,20 +419,6 @@ class ServerSocket:
             logger.error("requests are answered with an error, because the journal cannot be written: %s", error)
             return error
         return None
-
-    def _send_now(self, client: bytes, message: Message) -> None:
-        """Send a small message on the control socket, and a large one in chunks on the bulk socket."""
-        try:
-            frames = message.frames(self.epoch)
-        except (ValueError, TypeError, OverflowError) as error:
-            failure = self._failure(f"the answer to request {message.request_id}", error)
-            frames = Message.of_error(message.request_id, failure).frames(self.epoch)
-        if message.payload and sum(map(len, message.payload)) >= JOIN_BELOW_BYTES:
-            peer = self._peer(client)
-            peer.last_heard = time.monotonic()
-            peer.sender.push(message.request_id, frames)
-        else:
-            self._send_by(self._control, [client, *frames])
 
     def _send_bulk(self, client: bytes, frames: list[Any]) -> None:
         self._send_by(self._bulk, [client, *frames])

@@ -1,7 +1,7 @@
 """Handles each request to the buffer: the ledger decides, the store keeps frames, and some requests have to wait.
 
-After each burst of messages `settle` answers the waiting requests that can be answered now. A timer answers the others
-with "nothing yet". Two more timers fire at the next expiry of a lease and when the next producer counts as silent.
+After each burst of messages `settle` answers the held requests that can be answered now. A timer answers the others
+with `NothingYet`. Two more timers fire at the next expiry of a lease and when the next producer counts as silent.
 Nothing polls.
 """
 
@@ -11,54 +11,66 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
+from msgspec import to_builtins
+from msgspec.structs import replace
+
 from asyncrl.core import record
 from asyncrl.core.errors import AsyncRLError, DeclaredDead, ReplayBufferError, StoreFull, StoreLost, WireError
-from asyncrl.core.types import BufferStats
+from asyncrl.core.types import BufferStats, GroupSummary
 
 from .commands import (
+    MAX_COUNT,
+    AddStore,
+    Answer,
+    Beat,
+    Bury,
     Commit,
+    Done,
+    DropStore,
+    Enqueue,
     Expire,
+    Fenced,
+    Fetch,
     Frames,
+    Hello,
+    Inspect,
+    Leave,
+    Loaded,
     LoseGroups,
-    Progress,
+    Names,
+    Number,
+    Payloads,
+    Places,
     Put,
     PutResult,
     Release,
+    Report,
     Reserve,
     Rewind,
+    Room,
     SavePrefix,
+    Space,
+    Stats,
+    StoreWanted,
+    Totals,
+    Welcome,
 )
 from .config import BufferConfig
-from .encoding import JOIN_BELOW_BYTES
+from .encoding import JOIN_BELOW_BYTES, Message, Send
 from .heartbeats import Deadline, LoopClock
 from .journal import Journal
 from .ledger import Ledger
 from .ledger_notes import LedgerNotes
-from .messages import (
-    REVOKED,
-    SPACE,
-    Message,
-    Replies,
-    Send,
-    count,
-    flag,
-    integer,
-    integers,
-    pairs,
-    stats_fields,
-    summary_of,
-    text,
-)
 from .offers import OfferRequests
 from .rule import StalenessRule
-from .store_links import StoreLinks
-from .store_requests import StoreRequests
-from .stores import PayloadStore, size_of
-from .waiting import Admission, BatchRequests, Collaborators, PendingRequest, PromptIntake
+from .store_servers import StoreLinks
+from .stores import FetchWindow, PayloadStore, size_of
+from .waiting import Admission, BatchRequests, Collaborators, PromptIntake, Replies, handlers_of
 
 logger = logging.getLogger(__name__)
 
 _BEATS_TO_SILENCE = 4
+_MAX_HOSTS = 65_536
 
 
 class BufferService:
@@ -108,73 +120,47 @@ class BufferService:
             settle=self.settle,
         )
         max_filtered = config.max_filtered_steps * groups_per_step
-        self._batches = BatchRequests(shared, links=links, max_filtered=max_filtered)
+        self._batches = BatchRequests(shared, max_filtered=max_filtered)
         self._offers = OfferRequests(shared, journal)
-        self._stores = StoreRequests(shared, links=links)
-        self._reserving = shared.pending()
+        self._reserving, self._stores_wanted = shared.held(), shared.held()
+        self._hosts: dict[str, None] = {}
+        self._unread = FetchWindow(config.max_stored_bytes)
         self._refused_for_space: set[bytes] = set()
         self._refused_prompts: set[bytes] = set()
         self._journal = journal
         self._expiry = Deadline(self._expire, self._clock)
         self._silence = Deadline(self._take_from_silent, self._clock)
-        self._notes = self._recorded()
-        self._operations = self._all_operations()
+        recorder = record.current()
+        self._notes = None if recorder is None else LedgerNotes(self.ledger, recorder)
+        if self._notes is not None:
+            self.ledger.on_applied = self._notes.note
+        self._handlers = handlers_of((self, self._intake, self._admission, self._batches, self._offers))
         if journal is not None:
             self._recover(journal)
 
-    def _recorded(self) -> LedgerNotes | None:
-        """Record the ledger's commands if this process records; a journal's replay is not recorded again."""
-        recorder = record.current()
-        if recorder is None:
-            return None
-        notes = LedgerNotes(self.ledger, recorder)
-        self.ledger.on_applied = notes.note
-        return notes
-
-    def _all_operations(self) -> dict[str, Callable[[bytes, Message], None]]:
-        """Operations by name."""
-        return {
-            **self._intake.operations,
-            **self._admission.operations,
-            **self._batches.operations,
-            **self._offers.operations,
-            **self._stores.operations,
-            "loaded": self._loaded,
-            "beat": self._beat,
-            "leave": self._leave,
-            "bury": self._bury,
-            "hello": self._hello,
-            "reserve": self._reserve,
-            "put": self._put,
-            "release": self._release,
-            "save": self._save_progress,
-            "commit": self._commit,
-            "lose": self._lose_planned,
-            "rewind": self._rewind,
-            "stats": self._stats,
-            "inspect": self._inspect,
-        }
-
-    def handle(self, client: bytes, request: Message) -> None:
-        """Run the operation of a request; an `AsyncRLError` becomes the reply. `settle` answers pending requests."""
-        self._admission.heartbeats.hear(client, self._clock.time())
-        operation = self._operations.get(request.name)
+    def handle(self, request: Message) -> None:
+        """Run an operation; an `AsyncRLError` becomes its answer. `settle` answers held requests."""
+        self._admission.heartbeats.hear(request.client, self._clock.time())
+        kind = type(request.body)
         try:
-            if client in self.ledger.account.buried:
-                raise DeclaredDead(f"{request.name} came from a worker that was declared dead and replaced; stop it")
-            if operation is None:
-                raise WireError(f"unknown operation {request.name!r:.40}; use one of {sorted(self._operations)}")
-            operation(client, request)
+            if request.client in self.ledger.account.buried:
+                raise DeclaredDead(
+                    f"{request.body.name} came from a worker that was declared dead and replaced; stop it"
+                )
+            if (handler := self._handlers.get(kind)) is None:
+                raise WireError(f"{request.body.name} is not an operation of this server")
+            if (answer := handler(request, request.body)) is not None:
+                self._replies.answer(request, answer)
         except AsyncRLError as error:
-            self._refuse(client, request, error)
+            self._refuse(request, error)
 
-    def _refuse(self, client: bytes, request: Message, error: AsyncRLError) -> None:
+    def _refuse(self, request: Message, error: AsyncRLError) -> None:
         if isinstance(error, StoreFull):
-            refused = self._refused_prompts if request.name == "enqueue" else self._refused_for_space
-            refused.add(client)
-        self._replies.fail(client, request.request_id, error)
+            refused = self._refused_prompts if isinstance(request.body, Enqueue) else self._refused_for_space
+            refused.add(request.client)
+        self._replies.fail(request, error)
 
-    def _when_kept(self, client: bytes, request: Message, store: Callable[[Frames | int], None]) -> None:
+    def _when_kept(self, request: Message, store: Callable[[Frames | int], None]) -> None:
         """Call ``store`` with small frames, or with the place of large frames after the journal has written them."""
         if self._journal is None or size_of(request.payload) < JOIN_BELOW_BYTES:
             store(request.payload)
@@ -186,10 +172,11 @@ class BufferService:
                     raise error
                 store(place)
             except AsyncRLError as refusal:
-                self._refuse(client, request, refusal)
+                self._refuse(request, refusal)
             except Exception as failure:
-                logger.exception("%s failed", request.name)
-                self._refuse(client, request, ReplayBufferError(f"the buffer failed at {request.name}: {failure!r}"))
+                name = request.body.name
+                logger.exception("%s failed", name)
+                self._refuse(request, ReplayBufferError(f"the buffer failed at {name}: {failure!r}"))
 
         self._journal.keep(request.payload, then)
 
@@ -210,14 +197,13 @@ class BufferService:
                 self._forget_finished()
                 self._intake.fill()
                 self._admission.grant()
-                self._grant_reservations()
+                self._reserving.answer(self._grant_reservation)
         except ReplayBufferError as error:
             logger.error("the buffer grants nothing while the journal cannot be written: %s", error)
-        for revocation in self.ledger.drain_revocations():
-            fields = {"group_id": revocation.group_id, "attempt": revocation.attempt}
-            self._admission.revoked(**fields)
-            self._replies.push(revocation.owner, REVOKED, fields)
-        self._stores.settle()
+        for owner, revoked in self.ledger.drain_revocations():
+            self._admission.revoked(revoked.group_id, revoked.attempt)
+            self._replies.push(owner, revoked)
+        self._stores_wanted.answer(self._host_without_store)
         self._expiry.at(self.ledger.groups.leases.next_expiry())
         self._silence.at(self._admission.heartbeats.next_silence())
         self._compact()
@@ -228,11 +214,11 @@ class BufferService:
         """Cancel every timer."""
         for part in (
             self._reserving,
+            self._stores_wanted,
             self._intake,
             self._admission,
             self._batches,
             self._offers,
-            self._stores,
             self._expiry,
             self._silence,
             self._clock,
@@ -253,7 +239,9 @@ class BufferService:
         ledger.drain_finished()
         ledger.groups.ended_attempts.clear()
         ledger.log = journal
-        self._stores.recover()
+        if self._links is not None and self._links.may_join:
+            for place in ledger.groups.space.stores:
+                self._links.connect("" if place.is_gone else place.address)
         self._offers.recover(journal)
         journal.on_written = self.settle
         self._store.recover(recovered.frames, ledger)
@@ -318,7 +306,7 @@ class BufferService:
 
     def _tell_of_space(self, clients: set[bytes]) -> None:
         for client in clients:
-            self._replies.push(client, SPACE)
+            self._replies.push(client, Space())
         clients.clear()
 
     def _compact(self, *, is_urgent: bool = True) -> None:
@@ -353,29 +341,19 @@ class BufferService:
 
     # Results
 
-    def _reserve(self, client: bytes, request: Message) -> None:
+    def on_reserve(self, request: Message, reserve: Reserve) -> None:
         """Reserve bytes for a group before it is sent; requests wait, in order of arrival, until the bytes fit."""
-        names = ("group_id", "attempt", "num_bytes")
-        fields: dict[str, Any] = {name: integer(request.fields, name) for name in names}
-        fields["host"] = text(request.fields, "host") if "host" in request.fields else ""
-        pending = PendingRequest(client=client, request_id=request.request_id, fields=fields)
-        self._reserving.add(pending)
+        self._reserving.hold(request)
 
-    def _grant_reservations(self) -> None:
-        for pending in self._reserving.all():
-            group = self.ledger.groups.running(pending.fields["group_id"], pending.fields["attempt"])
-            is_held = group is not None
-            fields: dict[str, Any] = {"granted": True, "is_held": is_held}
-            try:
-                if is_held:
-                    store = self._make_room(pending.client, Reserve(**pending.fields))
-                    fields["address"] = self._links.addresses[store] if self._links is not None else ""
-                self._replies.reply(pending.client, pending.request_id, fields)
-            except StoreFull:
-                continue
-            except ReplayBufferError as error:
-                self._replies.fail(pending.client, pending.request_id, error)
-            self._reserving.remove(pending.client, pending.request_id)
+    def _grant_reservation(self, request: Message) -> Room | None:
+        reserve: Reserve = request.body
+        if self.ledger.groups.running(reserve.group_id, reserve.attempt) is None:
+            return Room(is_held=False)
+        try:
+            store = self._make_room(request.client, reserve)
+        except StoreFull:
+            return None
+        return Room(address="" if self._links is None else self._links.addresses[store])
 
     def _make_room(self, client: bytes, command: Reserve) -> int:
         """Reserve bytes for a group; returns its store. Raises `StoreFull`, and fails plans that can never be made."""
@@ -391,158 +369,185 @@ class BufferService:
             self._store.evict(reserved.evicted)
         return reserved.store
 
-    def _put(self, client: bytes, request: Message) -> None:
-        summary = summary_of(request.fields)
-        size, digest = self._store.receipt_of(request.payload)
-        continued = flag(request.fields, "continued", default=True)
-        num_left_out = count(request.fields, "num_left_out") if "num_left_out" in request.fields else 0
-        command = Put(
-            summary=summary,
-            continued=continued,
-            num_bytes=size,
-            digest=digest,
-            num_left_out=num_left_out,
-        )
-        key = summary.group_id, summary.attempt
-        group = self.ledger.groups.running(*key)
-        if group is not None and self._store.is_elsewhere and not group.num_bytes:
-            raise StoreLost(f"the store of group {key[0]} attempt {key[1]} does not hold it; send the group again")
-        is_easy = (self._journal is None or size < JOIN_BELOW_BYTES) and self.ledger.room.fits(size)
+    def on_put(self, request: Message, put: Put) -> None:
+        """Store a group, or note that a store server holds it. Small groups that fit need no reservation."""
+        check_counts(put.summary)
+        group = self.ledger.groups.running(*put.key)
+        if not self._store.is_elsewhere:
+            put = replace(put, num_bytes=size_of(request.payload), digest=b"")
+        elif request.payload or not put.num_bytes or len(put.digest) != 16:
+            raise WireError("store servers keep the payloads here; a put must carry the size and the digest only")
+        elif group is not None and not group.num_bytes:
+            raise StoreLost(f"the store of group {put.key[0]} attempt {put.key[1]} does not hold it; send it again")
+        is_easy = (self._journal is None or put.num_bytes < JOIN_BELOW_BYTES) and self.ledger.room.fits(put.num_bytes)
         if is_easy or group is None or self._store.is_elsewhere:
-            self._store_group(client, request, command, request.payload)
+            self._store_group(request, put, request.payload)
         else:
-            self._make_room(client, Reserve(group_id=key[0], attempt=key[1], num_bytes=size))
-            self._when_kept(client, request, partial(self._store_group, client, request, command))
+            reserve = Reserve(group_id=put.key[0], attempt=put.key[1], num_bytes=put.num_bytes)
+            self._make_room(request.client, reserve)
+            self._when_kept(request, partial(self._store_group, request, put))
 
-    def _store_group(self, client: bytes, request: Message, command: Put, kept: Frames | int) -> None:
-        group_id = command.summary.group_id
-        result = self.ledger.apply(command, sender=client, frames={("payload", group_id): kept}).result
+    def _store_group(self, request: Message, put: Put, kept: Frames | int) -> None:
+        client, group_id = request.client, put.key[0]
+        frames = {} if self._store.is_elsewhere else {("payload", group_id): kept}
+        result = self.ledger.apply(put, sender=client, frames=frames).result
         if result in (PutResult.filtered, PutResult.stored):
-            self._admission.ended(client, command)
+            self._admission.ended(client, put)
         if result is PutResult.filtered:
             self._batches.note_filtered()
         elif result is PutResult.stored:
-            self._store.keep_payload(group_id, request.payload, command.num_bytes)
+            self._store.keep_payload(group_id, request.payload, put.num_bytes)
             self._tell_of_space(self._refused_prompts)
-            self._admission.heartbeats.count_put(client, command.summary.num_tokens)
-        self._replies.reply(client, request.request_id)
+            self._admission.heartbeats.count_put(client, put.summary.num_tokens)
+        self._replies.answer(request, Done())
 
-    def _release(self, client: bytes, request: Message) -> None:
-        fields = request.fields
-        command = Release(
-            group_id=integer(fields, "group_id"),
-            attempt=integer(fields, "attempt"),
-            num_tokens=count(fields, "num_tokens"),
-            reason=text(fields, "reason"),
-            continued=flag(fields, "continued", default=True),
-            max_failures=count(fields, "max_failures"),
-        )
-        released = self.ledger.apply(command, sender=client)
-        self._admission.ended(client, command)
-        self._replies.reply(client, request.request_id, {"is_dropped": released.is_dropped})
+    def on_release(self, request: Message, release: Release) -> Answer:
+        """End a lease without a result."""
+        released = self.ledger.apply(release, sender=request.client)
+        self._admission.ended(request.client, release)
+        return released
 
-    def _save_progress(self, client: bytes, request: Message) -> None:
-        fields, frames = request.fields, request.payload
-        group_id, attempt = integer(fields, "group_id"), integer(fields, "attempt")
-        names = ("num_tokens", "oldest_version", "newest_version")
-        progress = Progress(**{name: count(fields, name) for name in names})
-        continued = flag(fields, "continued", default=True)
-        command = SavePrefix(
-            group_id=group_id,
-            attempt=attempt,
-            progress=progress,
-            continued=continued,
-            num_bytes=size_of(frames),
-        )
+    def on_save_prefix(self, request: Message, save: SavePrefix) -> None:
+        """Save a running group; its next attempt may continue it."""
 
-        longest_response = count(fields, "longest_response") if "longest_response" in fields else None
+        def store(kept: Frames | int) -> None:
+            command = replace(save, num_bytes=size_of(request.payload))
+            self.ledger.apply(command, sender=request.client, frames={("progress", save.group_id): kept})
+            if save.longest_response >= 0:
+                self._admission.saved(save.group_id, save.attempt, save.longest_response)
+            self._store.prefixes.put(save.group_id, request.payload)
+            self._replies.answer(request, Done())
 
-        def save(kept: Frames | int) -> None:
-            self.ledger.apply(command, sender=client, frames={("progress", group_id): kept})
-            if longest_response is not None:
-                self._admission.saved(group_id, attempt, longest_response)
-            self._store.prefixes.put(group_id, frames)
-            self._replies.reply(client, request.request_id)
+        self._when_kept(request, store)
 
-        self._when_kept(client, request, save)
+    # Batches
 
-    def _commit(self, client: bytes, request: Message) -> None:
-        committed = self.ledger.apply(Commit(version=integer(request.fields, "version")))
+    def on_fetch(self, request: Message, fetch: Fetch) -> Answer | None:
+        """Reply with the payloads, or with the stores that hold them and the attempts to fetch there."""
+        if self._links is not None:
+            groups = map(self.ledger.groups.in_store, fetch.group_ids)
+            places = tuple((group.store, group.result.attempt, group.digest) for group in groups)
+            return Places(tuple(self._links.addresses), places)
+        parts = [self._store.trajectories(group_id) for group_id in fetch.group_ids]
+        payload: list[Any] = [frame for frames in parts for frame in frames]
+        self._unread.add(request.client, request.request_id, size_of(payload), read=fetch.read)
+        self._replies.answer(request, Payloads(tuple(map(len, parts))), payload)
+        return None
+
+    def on_commit(self, request: Message, commit: Commit) -> None:
+        """Count a batch as consumed; engines then hear of newer weights."""
+        committed = self.ledger.apply(commit)
         self._forget_finished()
         if committed.group_ids:
             self._admission.answer_outdated(except_for=self._offers.receivers)  # these wait for newer weights
             self._compact(is_urgent=False)  # the buffer holds few groups now
-        self._stats(client, request)
+        self._replies.answer(request, Totals(self._totals()))
         self._offers.show()  # after the reply to the controller: many engines may wait
 
-    def _lose_planned(self, client: bytes, request: Message) -> None:
+    def on_lose_groups(self, request: Message, lose: LoseGroups) -> Answer:
         """Plan a batch again: the learner's ranks did not find some of its groups, and no rank made the step."""
-        self._lose(
-            group_id for group_id in integers(request.fields, "groups") if self.ledger.groups.is_planned(group_id)
-        )
-        self._replies.reply(client, request.request_id)
+        self._lose(filter(self.ledger.groups.is_planned, lose.group_ids))
+        return Done()
 
-    def _rewind(self, client: bytes, request: Message) -> None:
-        fields = request.fields
-        command = Rewind(
-            version=integer(fields, "version"),
-            incarnation=integer(fields, "incarnation"),
-            finished=tuple(pairs(fields, "finished")),
-            tokens_trained=count(fields, "tokens_trained"),
-            lag_histogram=tuple(pairs(fields, "lag_histogram")),
-        )
+    def on_rewind(self, request: Message, rewind: Rewind) -> Answer:
+        """Go back to a checkpoint with the learner."""
         self._forget_finished()  # before finished groups are queued again
-        rewound = self.ledger.apply(command)
+        rewound = self.ledger.apply(rewind)
         if rewound.is_new:
             self._store.evict(rewound.group_ids)
             self._offers.withdraw()
             self._on_rewound()
-            logger.warning("the learner goes on from version %d, incarnation %d", command.version, command.incarnation)
-        self._replies.reply(client, request.request_id)
+            logger.warning("the learner goes on from version %d, incarnation %d", rewind.version, rewind.incarnation)
+        return Done()
 
-    # The state of clients, and of the buffer
+    # Clients
 
-    def _beat(self, client: bytes, request: Message) -> None:
-        """Note a heartbeat; it also registers a producer that only an earlier server knew."""
-        self._admission.heartbeats.enter(client, self._clock.time())
-        if "generated" in request.fields:
-            self._admission.heartbeats.count_generated(client, count(request.fields, "generated"))
-        self._offers.note_beat(client, request.fields)
-        self._stores.note_host(request.fields)
-        self._replies.reply(client, request.request_id, _clock_fields())
-
-    def _loaded(self, client: bytes, request: Message) -> None:
-        """Note that an engine serves a version; its waiting request for leases is now for this version."""
-        self._offers.loaded(client, request)
-        if self._offers.is_current(request.fields):
-            self._admission.adopt(client, integer(request.fields, "version"))
-
-    def _leave(self, client: bytes, request: Message) -> None:
-        self._offers.forget(client)
-        self._admission.leave(client, request)
-
-    def _bury(self, client: bytes, request: Message) -> None:
-        """Declare a worker dead, on the word of the controller that started it."""
-        try:
-            dead = bytes.fromhex(text(request.fields, "worker"))
-        except ValueError as error:
-            raise WireError(f"field 'worker' must hold the hexadecimal digits of an identity: {error}") from error
-        num_generated = self._admission.bury(dead, count(request.fields, "generated"))
-        self._offers.forget(dead)
-        self._replies.reply(client, request.request_id, {"generated": num_generated})
-
-    def _hello(self, client: bytes, request: Message) -> None:
+    def on_hello(self, request: Message, hello: Hello) -> Answer:
         """Reply with the buffer's options. A producer is registered, and must send heartbeats from then on."""
-        if flag(request.fields, "produces", default=False):
-            self._stores.note_host(request.fields)
-            self._admission.heartbeats.enter(client, self._clock.time())
-        rule = self.ledger.rule
-        fields = {"max_lag": rule.max_lag, "groups_per_step": rule.groups_per_step}
-        fields |= {"heartbeat_s": self._config.heartbeat_s, "is_elsewhere": self._store.is_elsewhere}
-        self._replies.reply(client, request.request_id, {**fields, **_clock_fields()})
+        if hello.produces:
+            self._enter(request.client, hello.host)
+        return self._welcome()
 
-    def _stats(self, client: bytes, request: Message) -> None:
-        self._replies.reply(client, request.request_id, stats_fields(self._totals()))
+    def on_beat(self, request: Message, beat: Beat) -> Answer:
+        """Note a heartbeat; it also registers a producer that only an earlier server knew."""
+        self._enter(request.client, beat.host)
+        self._admission.heartbeats.count_generated(request.client, beat.generated)
+        if beat.serves is not None:
+            self._offers.note_loaded(request.client, beat.serves)
+        return self._welcome()
+
+    def _enter(self, client: bytes, host: str) -> None:
+        self._admission.heartbeats.enter(client, self._clock.time())
+        if host and len(self._hosts) < _MAX_HOSTS:
+            self._hosts[host] = None
+
+    def _welcome(self) -> Welcome:
+        rule = self.ledger.rule
+        clock = record.clock_id(), time.monotonic_ns()
+        return Welcome(rule.max_lag, rule.groups_per_step, self._config.heartbeat_s, self._store.is_elsewhere, *clock)
+
+    def on_loaded(self, request: Message, loaded: Loaded) -> Answer:
+        """Note that an engine serves a version; its waiting request for leases is now for this version."""
+        if self._offers.is_current(loaded):
+            self.ledger.check_engine_version(loaded.version)
+            self._offers.note_loaded(request.client, loaded)
+            self._admission.adopt(request.client, loaded.version)
+        return Done()
+
+    def on_fenced(self, request: Message, fenced: Fenced) -> Answer:
+        """Note that an engine serves no version."""
+        self._offers.forget(request.client)
+        return Done()
+
+    def on_leave(self, request: Message, leave: Leave) -> Answer:
+        """Forget a worker that leaves."""
+        self._offers.forget(request.client)
+        return self._admission.leave(request.client, leave)
+
+    def on_bury(self, request: Message, bury: Bury) -> Answer:
+        """Declare a worker dead, on the word of the controller that started it."""
+        dead = bytes.fromhex(bury.worker)
+        answer = Number(self._admission.bury(dead, bury.generated))
+        self._offers.forget(dead)
+        return answer
+
+    # Store servers that join
+
+    def _joining(self) -> StoreLinks:
+        if self._links is None or not self._links.may_join:
+            raise ReplayBufferError("stores cannot join this buffer; set buffer.stores_on=hosts")
+        return self._links
+
+    def on_store_wanted(self, request: Message, wanted: StoreWanted) -> None:
+        """Hold the request until a worker enters from a host without a store."""
+        self._joining()
+        self._stores_wanted.hold(request)
+
+    def _host_without_store(self, request: Message) -> Names | None:
+        host = next((host for host in self._hosts if host not in request.body.known), None)
+        return None if host is None else Names((host,))
+
+    def on_add_store(self, request: Message, add: AddStore) -> Answer:
+        """Add a store. Adding it again has no effect."""
+        links, added = self._joining(), self.ledger.apply(add)
+        if added.is_new:
+            links.connect(add.address)
+            logger.info("store %d of host %s joins at %s", added.store, add.host, add.address)
+        return added
+
+    def on_drop_store(self, request: Message, drop: DropStore) -> Answer:
+        """Drop a store that the controller declares lost."""
+        links, stores = self._joining(), self.ledger.groups.space.stores
+        if drop.store >= len(stores):
+            raise WireError(f"store {drop.store} never joined; {len(stores)} stores have")
+        dropped = self.ledger.apply(drop)
+        if dropped.is_new:
+            links.disconnect(drop.store)
+            self._store.evict(dropped.group_ids)
+            logger.warning("store %d is lost with %d stored groups", drop.store, len(dropped.group_ids))
+        return dropped
+
+    # The state of the buffer
 
     def _totals(self) -> BufferStats:
         return self.ledger.stats(
@@ -551,21 +556,43 @@ class BufferService:
             leases_waiting=self._admission.num_waiting,
         )
 
-    def _inspect(self, client: bytes, request: Message) -> None:
+    def on_stats(self, request: Message, stats: Stats) -> Answer:
+        """Reply with the ledger's counts."""
+        return Totals(self._totals())
+
+    def on_inspect(self, request: Message, inspect: Inspect) -> Answer:
+        """Reply with every unfinished group and every producer."""
         rule, table = self.ledger.rule, self.ledger.groups
         groups = table.leases.all() + [group for group in table if group.summary is not None]
-        fields = {
-            "max_lag": rule.max_lag,
-            "groups_per_step": rule.groups_per_step,
-            "max_stored_bytes": self.ledger.room.max_bytes,
-            **self._counters(),
-            "stores": self._stores.describe(),
-            "stats": stats_fields(self._totals()),
-            "finished": self.ledger.history.finished.ranges(),
-            "groups": [group.describe(self.ledger.learner_version, self._clock.time()) for group in groups],
-            "producers": self._admission.describe(),
-        }
-        self._replies.reply(client, request.request_id, fields)
+        addresses = [] if self._links is None else self._links.addresses
+        stores = zip(table.space.stores, addresses, table.space.stored_bytes, strict=True) if addresses else ()
+        return Report(
+            {
+                "max_lag": rule.max_lag,
+                "groups_per_step": rule.groups_per_step,
+                "max_stored_bytes": self.ledger.room.max_bytes,
+                **self._counters(),
+                "stores": [
+                    {"address": address, "host": place.host, "bytes": num_bytes, "is_gone": place.is_gone}
+                    for place, address, num_bytes in stores
+                ],
+                "stats": to_builtins(self._totals()),
+                "finished": self.ledger.history.finished.ranges(),
+                "groups": [group.describe(self.ledger.learner_version, self._clock.time()) for group in groups],
+                "producers": self._admission.describe(),
+            }
+        )
+
+
+def check_counts(summary: GroupSummary) -> None:
+    """Raise `WireError` if a count of a group is out of range: totals have to fit into 63 bits."""
+    lists = summary.response_lengths, summary.branch_tokens, summary.num_branches
+    versions = summary.oldest_version, summary.newest_version
+    counts = (*versions, summary.num_prompt_tokens, summary.num_tokens, summary.num_truncated, *map(sum, lists))
+    least = min(summary.group_id, summary.attempt, *counts, *lists[0], *lists[1], *lists[2])
+    most = max(summary.group_id >> 23, summary.attempt >> 23, *counts)
+    if least < 0 or most > MAX_COUNT:
+        raise WireError(f"the counts of a group must be integers in [0, 2**40], got {least} to {most}")
 
 
 def _ledger(config: BufferConfig, *, groups_per_step: int, num_stores: int) -> Ledger:
@@ -581,8 +608,3 @@ def _ledger(config: BufferConfig, *, groups_per_step: int, num_stores: int) -> L
         max_deaths=config.max_worker_deaths,
         num_stores=num_stores,
     )
-
-
-def _clock_fields() -> dict[str, Any]:
-    """This host's clock, for clients on other hosts."""
-    return {"clock": record.clock_id(), "now_ns": time.monotonic_ns()}

@@ -4,40 +4,26 @@ Trajectories are kept in the ledger's server, as they came from the socket, or o
 second case the ledger's server keeps only their sizes.
 """
 
-import struct
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import xxhash
 
-from asyncrl.core.errors import ReplayBufferError, StoreFull, UnknownGroup, WireError
+from asyncrl.core.errors import ReplayBufferError, StoreFull, UnknownGroup
 
 from .commands import Frames
 from .ledger import Ledger
 
-_RECEIPT = struct.Struct("<q16s")
 _MAX_CLIENTS = 4096
 
 
-class Receipt(NamedTuple):
-    """The size of a payload, and its digest if a store server holds it."""
-
-    size: int
-    digest: bytes = b""
-
-    @classmethod
-    def of(cls, payload: Iterable[Any]) -> "Receipt":
-        """The receipt of a payload; it does not depend on how the payload is cut into frames."""
-        size, digest = 0, xxhash.xxh3_128()
-        for frame in payload:
-            size += len(frame)
-            digest.update(frame)
-        return cls(size, digest.digest())
-
-    def to_frame(self) -> bytes:
-        """The frame that a put sends to the ledger instead of its payload."""
-        return _RECEIPT.pack(*self)
+def digest_of(payload: Iterable[Any]) -> bytes:
+    """The digest of a payload; it does not depend on how the payload is cut into frames."""
+    digest = xxhash.xxh3_128()
+    for frame in payload:
+        digest.update(frame)
+    return digest.digest()
 
 
 class FrameTable:
@@ -108,19 +94,6 @@ class PayloadStore:
         """Whether store servers hold the trajectories."""
         return self._remove_elsewhere is not None
 
-    def receipt_of(self, payload: Frames) -> Receipt:
-        """Size of the trajectories of a put, and their digest if store servers hold them."""
-        if not self.is_elsewhere:
-            return Receipt(size_of(payload))
-        if len(payload) != 1 or len(payload[0]) != _RECEIPT.size:
-            raise WireError(
-                f"store servers keep the payloads here; a put must carry a size and digest of {_RECEIPT.size} bytes"
-            )
-        receipt = Receipt(*_RECEIPT.unpack(payload[0]))
-        if receipt.size <= 0:
-            raise WireError(f"a payload must have at least 1 byte, got {receipt.size}")
-        return receipt
-
     def trajectories(self, group_id: int) -> Frames:
         """The trajectories of a group. Raises `UnknownGroup` if they are not here."""
         if group_id not in self.payloads:
@@ -141,9 +114,10 @@ class PayloadStore:
         for group_id, parts in frames.get("prompt", {}).items():
             if group_id in ledger.groups:
                 self.prompts.put(group_id, parts)
-        for group_id, parts in frames.get("payload", {}).items():
-            if (group := ledger.groups.get(group_id)) is not None and group.summary is not None:
-                self.keep_payload(group_id, parts, self.receipt_of(parts).size)
+        payloads = frames.get("payload", {})
+        for group in ledger.groups:
+            if group.summary is not None and (self.is_elsewhere or group.group_id in payloads):
+                self.keep_payload(group.group_id, payloads.get(group.group_id, ()), group.num_bytes)
         with_prefix = {group.group_id for group in ledger.groups if group.prefix_bytes}
         for group_id, parts in frames.get("progress", {}).items():
             if group_id in with_prefix:

@@ -1,13 +1,13 @@
 """Every request that the buffer holds until it can be answered: leases, prompts for the queue, and batches.
 
 The service looks at all of them after each burst of messages. A worker whose engine advances cancels its request and
-asks again; a commit answers the requests whose version is then too old. A timer ends each wait with "nothing yet".
+asks again; a commit answers the requests whose version is then too old. A timer ends each wait with `NothingYet`.
 """
 
 import asyncio
 import logging
 import math
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
@@ -15,14 +15,35 @@ from typing import Any
 
 from asyncrl.core.errors import AsyncRLError, ReplayBufferError, StoreFull, WireError
 
-from .commands import Enqueue, Frames, GrantedLease, LeaseGroups, PlanBatch, Put, Release, Renew, TakeBack
+from .commands import (
+    OPERATIONS,
+    Answer,
+    Batch,
+    Cancel,
+    Done,
+    Enqueue,
+    Frames,
+    GrantedLease,
+    HandOn,
+    Leased,
+    LeasedGroup,
+    LeaseGroups,
+    Leave,
+    NothingYet,
+    PlanBatch,
+    Push,
+    Put,
+    Release,
+    Renew,
+    Revoked,
+    TakeBack,
+)
+from .encoding import PUSH_ID, Message, Send, failure_of
 from .groups import Group
 from .heartbeats import Deadline, Heartbeats, LoopClock
 from .ledger import Ledger
-from .messages import HAND_ON, MAX_LEASES, REVOKED, Message, Replies, incarnation_of, integer, integers, summary_fields
 from .pace import RunningGroup, WorkerPaces
-from .store_links import StoreLinks
-from .stores import FetchWindow, PayloadStore, size_of
+from .stores import PayloadStore, size_of
 
 logger = logging.getLogger(__name__)
 
@@ -31,113 +52,115 @@ _MAX_IN_ALL = 16_384
 _MAX_REMEMBERED = 4096
 _FIRST_WARNING_STEPS = 4
 _SEARCH_S = 5e-5
-"""Seconds per pending request between a failed search and the next one; a search takes a fiftieth of this time."""
+"""Seconds per waiting request between a failed search and the next one; a search takes a fiftieth of this time."""
 
 
-@dataclass(kw_only=True, slots=True, eq=False)
-class PendingRequest:
-    """A request without an answer yet.
+class Replies:
+    """Sends answers and pushes with a function that sends one message to one client."""
 
-    Attributes:
-        client: The client that sent it.
-        request_id: Its id, chosen by the client.
-        fields: Its parsed fields.
-        num_bytes: Size of its payload.
-        timer: Answers "nothing yet" when the time is over.
-    """
+    def __init__(self, send: Send) -> None:
+        self._send = send
 
-    client: bytes
-    request_id: int
-    fields: dict[str, Any] = field(default_factory=dict)
-    num_bytes: int = 0
-    timer: asyncio.TimerHandle | None = None
+    def answer(self, request: Message, answer: Answer, payload: Sequence[Any] = ()) -> None:
+        """Answer a request."""
+        self._send(request.client, Message(request_id=request.request_id, body=answer, payload=payload))
+
+    def fail(self, request: Message, error: AsyncRLError) -> None:
+        """Answer a request with an error, which the client raises."""
+        self.answer(request, failure_of(error))
+
+    def push(self, client: bytes, push: Push) -> None:
+        """Send a client a message that answers no request."""
+        self._send(client, Message(request_id=PUSH_ID, body=push))
 
 
-class PendingRequests:
-    """Pending requests of one operation, in the order they came.
+Handler = Callable[[Message, Any], Answer | None]
+
+
+def handlers_of(parts: Sequence[object]) -> dict[type, Handler]:
+    """Operation to the method ``on_<name>`` of a part that answers it, now or later (None)."""
+    methods = {kind: f"on_{kind.__struct_config__.tag}" for kind in OPERATIONS}
+    return {kind: getattr(part, name) for kind, name in methods.items() for part in parts if hasattr(part, name)}
+
+
+class HeldRequests:
+    """Requests without an answer yet, of one operation, in the order they came.
 
     Args:
-        replies: Sends the replies.
-        hold_s: Longest time in seconds that a request waits. Then ``nothing_yet`` answers the request.
-        nothing_yet: Answers a request that could not be granted in time. By default it sends a reply without fields,
-            and the client sends the request again.
+        replies: Sends the answers.
+        hold_s: Longest time in seconds that a request waits. Then ``late`` says its answer.
+        late: Returns the answer to a request that could not be granted in time, or raises an error for it.
     """
 
     def __init__(
-        self, replies: Replies, hold_s: float, nothing_yet: Callable[[PendingRequest], None] | None = None
+        self, replies: Replies, hold_s: float, late: Callable[[Message], Answer] = lambda request: NothingYet()
     ) -> None:
-        self._replies, self._hold_s = replies, hold_s
-        self._nothing_yet = self._reply_nothing if nothing_yet is None else nothing_yet
-        self._requests: dict[tuple[bytes, int], PendingRequest] = {}
-        self._by_client: dict[bytes, dict[int, PendingRequest]] = {}
+        self._replies, self._hold_s, self._late = replies, hold_s, late
+        self._requests: dict[tuple[bytes, int], Message] = {}
+        self._timers: dict[tuple[bytes, int], asyncio.TimerHandle] = {}
+        self._by_client: dict[bytes, dict[int, Message]] = {}
         self.num_bytes = 0
 
     def __len__(self) -> int:
         return len(self._requests)
 
-    def __contains__(self, request: PendingRequest) -> bool:
+    def __contains__(self, request: Message) -> bool:
         return self._requests.get((request.client, request.request_id)) is request
 
-    def all(self) -> list[PendingRequest]:
-        """All pending requests, in the order they came."""
+    def all(self) -> list[Any]:
+        """All held requests, in the order they came."""
         return list(self._requests.values())
 
     @property
     def clients(self) -> Container[bytes]:
-        """The clients that have a pending request."""
+        """The clients that have a held request."""
         return self._by_client.keys()
 
-    def of_client(self, client: bytes) -> list[PendingRequest]:
-        """The pending requests of one client."""
+    def of_client(self, client: bytes) -> list[Any]:
+        """The held requests of one client."""
         return list(self._by_client.get(client, {}).values())
 
-    def _reply_nothing(self, request: PendingRequest) -> None:
-        self._replies.reply(request.client, request.request_id)
-
-    def add(self, request: PendingRequest) -> None:
+    def hold(self, request: Message) -> None:
         """Hold a request; a copy of it takes its place. Raises `ReplayBufferError` if too many are held."""
-        self.remove(request.client, request.request_id)
+        key = request.client, request.request_id
+        self.remove(*key)
         num_of_client = len(self._by_client.get(request.client, ()))
         if num_of_client >= _MAX_PER_CLIENT or len(self) >= _MAX_IN_ALL:
             raise ReplayBufferError(
                 f"{len(self)} requests of this kind wait, of them {num_of_client} of this client; at most "
                 f"{_MAX_IN_ALL} and {_MAX_PER_CLIENT} may"
             )
+        self._timers[key] = asyncio.get_running_loop().call_later(self._hold_s, self.answer, self._late, [request])
+        self._requests[key] = self._by_client.setdefault(request.client, {})[request.request_id] = request
+        self.num_bytes += size_of(request.payload)
 
-        def time_out() -> None:
-            self.remove(request.client, request.request_id)
-            self._nothing_yet(request)
-
-        request.timer = asyncio.get_running_loop().call_later(self._hold_s, time_out)
-        self._requests[request.client, request.request_id] = request
-        self._by_client.setdefault(request.client, {})[request.request_id] = request
-        self.num_bytes += request.num_bytes
-
-    def remove(self, client: bytes, request_id: int) -> PendingRequest | None:
+    def remove(self, client: bytes, request_id: int) -> Message | None:
         """Remove a request that was answered or cancelled."""
         request = self._requests.pop((client, request_id), None)
         if request is None:
             return None
+        self._timers.pop((client, request_id)).cancel()
         of_client = self._by_client[client]
         del of_client[request_id]
         if not of_client:
             del self._by_client[client]
-        self.num_bytes -= request.num_bytes
-        if request.timer is not None:
-            request.timer.cancel()
+        self.num_bytes -= size_of(request.payload)
         return request
 
-    def answer(self, try_to: Callable[[PendingRequest], bool]) -> None:
-        """Call ``try_to`` with each request in order of arrival, and remove the requests for which it returns true."""
-        for request in self.all():
-            if try_to(request):
+    def answer(self, answer_to: Callable[[Any], Answer | None], requests: Iterable[Message] | None = None) -> None:
+        """Answer the given requests, or all, unless ``answer_to`` returns None; its errors are answers too."""
+        for request in self.all() if requests is None else requests:
+            try:
+                answer = answer_to(request)
+            except AsyncRLError as error:
+                answer = failure_of(error)
+            if answer is not None:
                 self.remove(request.client, request.request_id)
+                self._replies.answer(request, answer)
 
     def fail_all(self, error: AsyncRLError) -> None:
         """Answer every request with an error."""
-        for request in self.all():
-            self.remove(request.client, request.request_id)
-            self._replies.fail(request.client, request.request_id, error)
+        self.answer(lambda request: failure_of(error))
 
     def withdraw(self, client: bytes) -> None:
         """Remove all requests of a client that is gone."""
@@ -146,42 +169,54 @@ class PendingRequests:
 
     def close(self) -> None:
         """Cancel every timer."""
-        for request in self.all():
-            self.remove(request.client, request.request_id)
+        for client, request_id in list(self._requests):
+            self.remove(client, request_id)
 
 
-class PendingLeases(PendingRequests):
-    """Pending requests for leases, also indexed by the version that their engines serve. There are few versions."""
+@dataclass(kw_only=True, slots=True, eq=False)
+class WaitingWorker(Message):
+    """A held request for leases, with the leases granted so far, and the learner whose weights the engine serves."""
 
-    def __init__(self, replies: Replies, hold_s: float, nothing_yet: Callable[[PendingRequest], None]) -> None:
-        super().__init__(replies, hold_s, nothing_yet)
+    body: LeaseGroups
+    incarnation: int
+    granted: list[GrantedLease] = field(default_factory=list)
+
+    @property
+    def version(self) -> int:
+        """The version that the worker's engine serves."""
+        return self.body.engine_version
+
+
+class WaitingWorkers(HeldRequests):
+    """Held requests for leases, also indexed by the version that their engines serve. There are few versions."""
+
+    def __init__(self, replies: Replies, hold_s: float) -> None:
+        super().__init__(replies, hold_s)
         self._by_version: dict[int, dict[tuple[bytes, int], int]] = {}
         self._next_place = 0
 
     @property
     def versions(self) -> list[int]:
-        """The engine versions of the pending requests."""
+        """The engine versions of the held requests."""
         return list(self._by_version)
 
-    def at_version(self, version: int) -> list[tuple[int, PendingRequest]]:
+    def at_version(self, version: int) -> list[tuple[int, Any]]:
         """The requests at one version, each with its place in the order they came."""
         return [(place, self._requests[key]) for key, place in self._by_version.get(version, {}).items()]
 
-    def add(self, request: PendingRequest) -> None:
+    def hold(self, request: Any) -> None:
         """Hold a request, and index it by its version."""
-        super().add(request)
+        super().hold(request)
         self._next_place += 1
-        of_version = self._by_version.setdefault(request.fields["version"], {})
-        of_version[request.client, request.request_id] = self._next_place
+        self._by_version.setdefault(request.version, {})[request.client, request.request_id] = self._next_place
 
-    def remove(self, client: bytes, request_id: int) -> PendingRequest | None:
+    def remove(self, client: bytes, request_id: int) -> Any:
         """Remove a request from the line and from the index."""
-        request = super().remove(client, request_id)
+        request: Any = super().remove(client, request_id)
         if request is not None:
-            version = request.fields["version"]
-            del self._by_version[version][client, request_id]
-            if not self._by_version[version]:
-                del self._by_version[version]
+            del self._by_version[request.version][client, request_id]
+            if not self._by_version[request.version]:
+                del self._by_version[request.version]
         return request
 
 
@@ -213,7 +248,7 @@ class FairQueue:
 class Collaborators:
     """Shared objects of the parts of the service: the ledger decides, the store keeps frames, `Replies` answer.
 
-    A request that cannot be granted is answered with "nothing yet" after ``hold_s`` seconds.
+    A request that cannot be granted is answered with `NothingYet` after ``hold_s`` seconds.
     """
 
     ledger: Ledger
@@ -221,62 +256,54 @@ class Collaborators:
     replies: Replies
     hold_s: float
 
-    def pending(self, nothing_yet: Callable[[PendingRequest], None] | None = None) -> PendingRequests:
-        """Return an empty collection for the pending requests of one operation."""
-        return PendingRequests(self.replies, self.hold_s, nothing_yet)
+    def held(self, late: Callable[[Message], Answer] = lambda request: NothingYet()) -> HeldRequests:
+        """Return an empty collection for the held requests of one operation."""
+        return HeldRequests(self.replies, self.hold_s, late)
 
 
 class PromptIntake:
-    """The operation ``enqueue``: at most ``queue_size`` prompts are queued at once."""
+    """The operation `Enqueue`: at most ``queue_size`` prompts are queued at once."""
 
     def __init__(self, shared: Collaborators, *, queue_size: int) -> None:
-        self._ledger, self._store, self._replies = shared.ledger, shared.store, shared.replies
+        self._ledger, self._store = shared.ledger, shared.store
         self._queue_size = queue_size
-        self._pending = shared.pending(nothing_yet=self._answer)
-        self.operations = {"enqueue": self._enqueue}
+        self._held = shared.held()
+        self.close = self._held.close
 
     @property
     def num_waiting(self) -> int:
         """Requests that wait."""
-        return len(self._pending)
+        return len(self._held)
 
     @property
     def num_waiting_bytes(self) -> int:
         """Bytes of the prompts that wait."""
-        return self._pending.num_bytes
+        return self._held.num_bytes
 
-    def close(self) -> None:
-        """Cancel every timer."""
-        self._pending.close()
-
-    def _enqueue(self, client: bytes, message: Message) -> None:
-        group_ids, counts = integers(message.fields, "groups"), integers(message.fields, "counts")
-        if len(group_ids) != len(counts) or sum(counts) != len(message.payload):
+    def on_enqueue(self, request: Message, enqueue: Enqueue) -> None:
+        """Hold prompts until the queue has room for them. Prompts that are known already are ignored."""
+        if len(enqueue.group_ids) != len(enqueue.counts) or sum(enqueue.counts) != len(request.payload):
             raise WireError("enqueue must name one group per prompt")
-        self._pending.remove(client, message.request_id)
-        size = size_of(message.payload)
-        self._store.check_prompts(size, num_waiting_bytes=self._pending.num_bytes)
-        payload = iter(message.payload)
-        prompts = [(group_id, [next(payload) for _ in range(n)]) for group_id, n in zip(group_ids, counts, strict=True)]
-        fields = {"prompts": prompts, "queued": 0}
-        request = PendingRequest(client=client, request_id=message.request_id, fields=fields, num_bytes=size)
-        self._pending.add(request)
-
-    def _answer(self, request: PendingRequest) -> None:
-        self._replies.reply(request.client, request.request_id, {"queued": request.fields["queued"]})
+        self._held.remove(request.client, request.request_id)
+        frames = iter(request.payload)
+        prompts = {
+            group_id: [next(frames) for _ in range(number)]
+            for group_id, number in zip(enqueue.group_ids, enqueue.counts, strict=True)
+        }
+        new = deque(item for item in prompts.items() if not self._ledger.knows(item[0]))
+        payload = [frame for _, parts in new for frame in parts]
+        self._store.check_prompts(size_of(payload), num_waiting_bytes=self._held.num_bytes)
+        key = {"client": request.client, "request_id": request.request_id}
+        self._held.hold(Message(**key, body=new, payload=payload))
 
     def fill(self) -> None:
         """Queue waiting prompts in order of arrival while the queue has room."""
-        for request in self._pending.all():
-            prompts, num_queued = request.fields["prompts"], request.fields["queued"]
+        for request in self._held.all():
             num_free = max(0, self._queue_size - self._ledger.groups.num_queued)
-            chosen = prompts[num_queued : num_queued + num_free]
-            self._queue(chosen)
-            request.fields["queued"] += len(chosen)
-            if request.fields["queued"] < len(prompts):
+            self._queue([request.body.popleft() for _ in range(min(num_free, len(request.body)))])
+            if request.body:
                 return
-            self._pending.remove(request.client, request.request_id)
-            self._answer(request)
+            self._held.answer(lambda request: Done(), [request])
 
     def _queue(self, prompts: Sequence[tuple[int, Frames]]) -> None:
         new = {group_id: frames for group_id, frames in prompts if not self._ledger.knows(group_id)}
@@ -309,7 +336,7 @@ class Admission:
     ) -> None:
         self._ledger, self._store, self._replies = shared.ledger, shared.store, shared.replies
         self._clock = clock
-        self._pending = PendingLeases(shared.replies, shared.hold_s, self._answer_nothing)
+        self._held = WaitingWorkers(shared.replies, shared.hold_s)
         self._granted: OrderedDict[tuple[bytes, int], list[GrantedLease]] = OrderedDict()
         self._turns = FairQueue()
         self._hands_over = hands_over
@@ -317,20 +344,15 @@ class Admission:
         self._look = Deadline(settle, clock)
         self._search_from = -math.inf
         self.heartbeats = Heartbeats(silent_s)
-        self.operations = {
-            "lease": self._lease,
-            "cancel": self._cancel,
-            "renew": self._renew,
-        }
 
     @property
     def num_waiting(self) -> int:
         """Requests that wait for admission."""
-        return len(self._pending)
+        return len(self._held)
 
     def close(self) -> None:
         """Cancel every timer."""
-        self._pending.close()
+        self._held.close()
         self._look.close()
 
     def recover(self, leases: Iterable[Group]) -> None:
@@ -345,39 +367,33 @@ class Admission:
         num_leases = Counter(lease.owner for lease in self._ledger.groups.leases.all())
         return self.heartbeats.describe(self._clock.time(), num_leases)
 
-    def _lease(self, client: bytes, message: Message) -> None:
-        granted = self._granted.get((client, message.request_id))
+    def on_lease_groups(self, request: Message, lease: LeaseGroups) -> None:
+        """Hold a request for leases, or repeat the answer to it."""
+        granted = self._granted.get((request.client, request.request_id))
         if granted is not None:
-            self._answer(client, message.request_id, granted)
+            self._answer(request, granted)
             return
-        version = integer(message.fields, "engine_version")
-        num_wanted = integer(message.fields, "max_groups")
-        incarnation = incarnation_of(message.fields)
-        if incarnation == self._ledger.incarnation:
-            self._ledger.check_engine_version(version)
-        fields = {"version": version, "wanted": num_wanted, "granted": [], "incarnation": incarnation}
-        request = PendingRequest(client=client, request_id=message.request_id, fields=fields)
-        self._pending.add(request)
-
-    def _answer_nothing(self, request: PendingRequest) -> None:
-        self._answer(request.client, request.request_id, [])
+        if lease.incarnation == self._ledger.incarnation:
+            self._ledger.check_engine_version(lease.engine_version)
+        key = {"client": request.client, "request_id": request.request_id}
+        self._held.hold(WaitingWorker(**key, body=lease, incarnation=lease.incarnation))
 
     def adopt(self, client: bytes, version: int) -> None:
         """Note that the engine of a client loaded ``version`` from the current learner."""
-        for request in self._pending.of_client(client):
-            if request.fields["version"] == version:
-                request.fields["incarnation"] = self._ledger.incarnation
+        for request in self._held.of_client(client):
+            if request.version == version:
+                request.incarnation = self._ledger.incarnation
 
     def answer_outdated(self, *, except_for: Container[bytes]) -> None:
         """After a commit, answer the workers whose engine is now too old for any group to begin; they ask again.
 
         Workers in ``except_for`` are left out: newer weights wake them.
         """
-        for request in self._pending.all():
-            is_outdated = self._ledger.rule.deadline(request.fields["version"]) < self._ledger.learner_version
-            if is_outdated and request.client not in except_for:
-                self._pending.remove(request.client, request.request_id)
-                self._answer_nothing(request)
+        rule, learner_version = self._ledger.rule, self._ledger.learner_version
+        outdated = [request for request in self._held.all() if rule.deadline(request.version) < learner_version]
+        self._held.answer(
+            lambda request: NothingYet(), [request for request in outdated if request.client not in except_for]
+        )
 
     def _admitted(self, versions: Iterable[int]) -> set[int]:
         """The versions at which a queued group may begin; empty if no group is queued or none fits."""
@@ -394,8 +410,8 @@ class Admission:
         """
         now = self._clock.time()
         self._paces.look(now)
-        if self._pending:
-            versions = self._admitted(self._pending.versions)
+        if self._held:
+            versions = self._admitted(self._held.versions)
             if self._hands_over:
                 self._take_over(versions, now)
             if versions:
@@ -404,14 +420,14 @@ class Admission:
 
     def grant_saved(self) -> None:
         """Lease only groups with a saved prefix, from the head of the queue."""
-        if self._pending and self._is_saved_first() and (versions := self._admitted(self._pending.versions)):
+        if self._held and self._is_saved_first() and (versions := self._admitted(self._held.versions)):
             self._grant_to_waiting(versions, self._clock.time(), only_saved=True)
 
     def _is_saved_first(self) -> bool:
         return any(group.progress is not None for group in self._ledger.groups.head(1, owner=b""))
 
     def _grant_to_waiting(self, versions: set[int], now: float, *, only_saved: bool = False) -> None:
-        waiting = [entry for version in versions for entry in self._pending.at_version(version)]
+        waiting = [entry for version in versions for entry in self._held.at_version(version)]
         waiting = [(place, request) for place, request in waiting if self._num_free(request, now) > 0]
         usual = min((self._paces.usual_pace(request.client, now) for _, request in waiting), default=0.0)
         line = [
@@ -425,25 +441,26 @@ class Admission:
             for place, request in waiting
         ]
         heapify(line)
-        served: list[PendingRequest] = []
+        served: list[WaitingWorker] = []
         try:
             while line and versions and (self._is_saved_first() or not only_saved):
                 is_slow, num_held, turn, place, request = heappop(line)
-                if request.fields["version"] in versions and self._grant_one(request, served, now):
+                if request.version in versions and self._grant_one(request, served, now):
                     heappush(line, (is_slow, num_held + 1, turn + 1, place, request))
                 versions = self._admitted(versions)
         finally:  # also after a failed write of the journal
             for request in served:
-                self._pending.remove(request.client, request.request_id)
-                self._remember(request)
-                self._answer(request.client, request.request_id, request.fields["granted"])
+                self._held.remove(request.client, request.request_id)
+                self._granted[request.client, request.request_id] = request.granted  # the answer may be lost
+                if len(self._granted) > _MAX_REMEMBERED:
+                    self._granted.popitem(last=False)
+                self._answer(request, request.granted)
 
-    def _num_free(self, request: PendingRequest, now: float) -> int:
+    def _num_free(self, request: WaitingWorker, now: float) -> int:
         """Places that a request may fill now; 0 if its engine serves weights of a learner that was replaced."""
-        fields = request.fields
-        if fields["incarnation"] != self._ledger.incarnation:
+        if request.incarnation != self._ledger.incarnation:
             return 0
-        return fields["wanted"] - len(fields["granted"]) - self._paces.num_kept(request.client, now)
+        return request.body.max_groups - len(request.granted) - self._paces.num_kept(request.client, now)
 
     def _take_over(self, admitted: set[int], now: float) -> None:
         """Ask slow workers to hand over running groups, as long as faster workers wait for them."""
@@ -451,7 +468,7 @@ class Admission:
             is_due = group.deadline <= self._ledger.next_plan
             takers = [
                 version
-                for version in self._pending.versions
+                for version in self._held.versions
                 if version not in admitted or (is_due and group.deadline < self._ledger.rule.deadline(version))
             ]
             if not takers:
@@ -460,10 +477,10 @@ class Admission:
                 self._look.at(self._search_from)
                 return
             if (taker := self._fastest_taker(group, takers, now)) is None:
-                self._search_from = now + _SEARCH_S * len(self._pending)
+                self._search_from = now + _SEARCH_S * len(self._held)
                 return
             self._paces.take_over(group, taker, now)
-            self._replies.push(group.worker, HAND_ON, {"groups": [group.group_id], "attempts": [group.attempt]})
+            self._replies.push(group.worker, HandOn(((group.group_id, group.attempt),)))
 
     def _fastest_taker(self, group: RunningGroup, versions: Iterable[int], now: float) -> bytes | None:
         """The fastest waiting worker at these versions that may continue a group; None if it is not much faster."""
@@ -471,7 +488,7 @@ class Admission:
             (self._paces.usual_pace(request.client, now), request.client)
             for version in versions
             if version >= group.engine_version
-            for _, request in self._pending.at_version(version)
+            for _, request in self._held.at_version(version)
             if request.client != group.worker and self._num_free(request, now) > 0
         ]
         usual, taker = min(paces, default=(math.inf, b""))
@@ -497,10 +514,10 @@ class Admission:
         """Forget groups that were consumed or dropped."""
         self._paces.finished(group_ids)
 
-    def _grant_one(self, request: PendingRequest, served: list[PendingRequest], now: float) -> bool:
+    def _grant_one(self, request: WaitingWorker, served: list[WaitingWorker], now: float) -> bool:
         """Grant a group if the engine is admitted. Returns whether the worker wants and may get another group."""
-        granted = request.fields["granted"]
-        command = LeaseGroups(engine_version=request.fields["version"], max_groups=1, request_id=request.request_id)
+        granted = request.granted
+        command = LeaseGroups(engine_version=request.version, max_groups=1, request_id=request.request_id)
         new = self._ledger.apply(command, now, sender=request.client).leases
         for lease in new:
             if lease.progress is None:
@@ -513,64 +530,53 @@ class Admission:
             served.append(request)
         return bool(new) and self._num_free(request, now) > 0
 
-    def _remember(self, request: PendingRequest) -> None:
-        """Keep the answer: the client repeats the request if the answer was lost."""
-        self._granted[request.client, request.request_id] = request.fields["granted"]
-        if len(self._granted) > _MAX_REMEMBERED:
-            self._granted.popitem(last=False)
-
-    def _answer(self, client: bytes, request_id: int, granted: Sequence[GrantedLease]) -> None:
+    def _answer(self, request: Message, granted: Sequence[GrantedLease]) -> None:
         payload: list[Any] = []
-        leases = []
+        leases: list[LeasedGroup] = []
         for lease in granted:
             if self._ledger.groups.running(lease.group_id, lease.attempt) is None:
                 continue
             prompt = self._store.prompts.get(lease.group_id)
             prefix = () if lease.progress is None else self._store.prefixes.get(lease.group_id)
-            # -1: the prefix was evicted or lost after the grant, and the worker has to start again.
             num_frames = len(prefix) if prefix or lease.progress is None else -1
-            leases.append(
-                [lease.group_id, lease.attempt, lease.engine_version, lease.deadline, len(prompt), num_frames]
-            )
+            numbers = lease.engine_version, lease.deadline, len(prompt), num_frames
+            leases.append(LeasedGroup(lease.group_id, lease.attempt, *numbers))
             payload += [*prompt, *prefix]
-        self._replies.reply(client, request_id, {"leases": leases}, payload)
+        self._replies.answer(request, Leased(tuple(leases)), payload)
 
-    def _cancel(self, client: bytes, message: Message) -> None:
+    def on_cancel(self, request: Message, cancel: Cancel) -> Answer:
         """Cancel a request for leases. Groups that were granted meanwhile go back to the queue."""
-        cancelled = integer(message.fields, "request")
-        if self._pending.remove(client, cancelled) is None:
-            for lease in self._granted.pop((client, cancelled), []):
+        if self._held.remove(request.client, cancel.request) is None:
+            for lease in self._granted.pop((request.client, cancel.request), []):
                 self._give_back(lease, "cancelled")
-        self._replies.reply(client, message.request_id)
+        return Done()
 
     def _give_back(self, lease: GrantedLease, reason: str) -> None:
         """Release a lease that its worker never received."""
         if self._ledger.groups.running(lease.group_id, lease.attempt) is not None:
             self._ledger.apply(Release(group_id=lease.group_id, attempt=lease.attempt, num_tokens=0, reason=reason))
 
-    def _renew(self, client: bytes, message: Message) -> None:
-        for group_id, attempt in zip(*_groups_and_attempts(message), strict=True):
-            command = Renew(group_id=group_id, attempt=attempt)
-            renewed = self._ledger.apply(command, self._clock.time(), sender=client)
-            if renewed.expires_at is None:
-                self._replies.push(client, REVOKED, {"group_id": group_id, "attempt": attempt})
-        self._replies.reply(client, message.request_id)
+    def on_renew(self, request: Message, renew: Renew) -> Answer:
+        """Extend leases; tell their owner which of them it no longer holds."""
+        for key in self._ledger.apply(renew, self._clock.time(), sender=request.client).lost:
+            self._replies.push(request.client, Revoked(*key))
+        return Done()
 
-    def leave(self, client: bytes, message: Message) -> None:
-        """Handle ``leave``: release the leases that a leaving client does not name."""
-        known = set(zip(*_groups_and_attempts(message), strict=True))
-        self._pending.withdraw(client)
+    def leave(self, client: bytes, leave: Leave) -> Answer:
+        """Release the leases that a leaving client does not name."""
+        known = set(leave.leases)
+        self._held.withdraw(client)
         for lease in self._ledger.groups.leases.of_owner(client):
             if (lease.group_id, lease.attempt) not in known:
                 self._give_back(lease.granted(), "undelivered")
         if not self._ledger.groups.leases.of_owner(client):
             self.heartbeats.leave(client)
             self._paces.forget(client)
-        self._replies.reply(client, message.request_id)
+        return Done()
 
     def take_from(self, client: bytes) -> None:
         """Revoke the leases of a silent producer before they expire."""
-        self._pending.withdraw(client)
+        self._held.withdraw(client)
         self._paces.forget(client)
         if taken := self._ledger.apply(TakeBack(owner=client)).group_ids:
             logger.warning("producer %s is silent; %d leases were revoked", client.hex()[:8], len(taken))
@@ -589,87 +595,55 @@ class Admission:
             logger.warning(
                 "producer %s has ended; %d leases, and %d tokens lost", name, num_leases, taken.num_lost or 0
             )
-        self._pending.withdraw(client)
+        self._held.withdraw(client)
         self.heartbeats.leave(client)
         self._paces.forget(client)
         return buried[client]
 
 
-def _groups_and_attempts(message: Message) -> tuple[list[int], list[int]]:
-    group_ids, attempts = integers(message.fields, "groups"), integers(message.fields, "attempts")
-    if len(group_ids) != len(attempts):
-        raise WireError(f"{message.name} must name one attempt per group, got {len(attempts)} for {len(group_ids)}")
-    if len(group_ids) > MAX_LEASES:
-        raise WireError(f"{message.name} names at most {MAX_LEASES} leases, got {len(group_ids)}; send several")
-    return group_ids, attempts
-
-
 class BatchRequests:
-    """The operations ``plan`` and ``fetch``; plans fail after ``max_filtered`` filtered groups in a row, if not 0.
+    """The operation `PlanBatch`; plans fail after ``max_filtered`` filtered groups in a row, if not 0."""
 
-    ``links`` connect to the store servers if these hold the payloads.
-    """
-
-    def __init__(self, shared: Collaborators, *, links: StoreLinks | None, max_filtered: int) -> None:
-        self._ledger, self._store, self._replies = shared.ledger, shared.store, shared.replies
-        self._links = links
+    def __init__(self, shared: Collaborators, *, max_filtered: int) -> None:
+        self._ledger = shared.ledger
         self._max_filtered = max_filtered
-        self._pending = shared.pending(nothing_yet=self._answer_late)
-        self._unread = FetchWindow(shared.ledger.room.max_bytes)
-        self.operations = {"plan": self._plan, "fetch": self._fetch}
+        self._held = shared.held(self._late)
+        self.close = self._held.close
 
-    def close(self) -> None:
-        """Cancel every timer."""
-        self._pending.close()
-
-    def _plan(self, client: bytes, message: Message) -> None:
-        version = integer(message.fields, "version")
-        self._ledger.check_plan(version)
+    def on_plan_batch(self, request: Message, plan: PlanBatch) -> None:
+        """Hold a request for a batch until the batch can be made."""
+        self._ledger.check_plan(plan.version)
         if self._is_filtered_away():
             raise ReplayBufferError(self._filtered())
-        request = PendingRequest(client=client, request_id=message.request_id, fields={"version": version})
-        self._pending.add(request)
+        self._held.hold(request)
 
     def make(self) -> None:
         """Make and send every requested batch that can be made now."""
-        for request in sorted(self._pending.all(), key=lambda request: request.fields["version"]):
-            try:
-                version = request.fields["version"]
-                is_made = self._ledger.apply(PlanBatch(version=version)).group_ids
-            except ReplayBufferError as error:
-                self._pending.remove(request.client, request.request_id)
-                self._replies.fail(request.client, request.request_id, error)
-                continue
-            if is_made:
-                self._pending.remove(request.client, request.request_id)
-                groups = [summary_fields(summary) for summary in self._ledger.batch(version).groups]
-                self._replies.reply(request.client, request.request_id, {"groups": groups})
+        self._held.answer(self._made, sorted(self._held.all(), key=lambda request: request.body.version))
 
-    def _answer_late(self, request: PendingRequest) -> None:
-        """Answer a plan request that waited for ``hold_s``, so that the client sends it again.
+    def _made(self, request: Message) -> Answer | None:
+        is_made = self._ledger.apply(request.body).group_ids
+        return Batch(tuple(self._ledger.batch(request.body.version).groups)) if is_made else None
 
-        The request fails if no queued or running prompt can complete the batch.
-        """
-        ledger = self._ledger
-        is_idle = not (ledger.groups.num_queued or ledger.groups.num_leased or ledger.groups.num_planned)
-        if is_idle and ledger.account.groups_dropped and ledger.groups.num_stored < ledger.rule.groups_per_step:
-            text = f"{self._stored()}, no prompts are queued and nothing runs; {self._dropped()}. Enqueue more prompts"
-            self._replies.fail(request.client, request.request_id, ReplayBufferError(text))
-            return
-        is_starving = ledger.account.filtered_in_a_row >= ledger.rule.groups_per_step
-        self._replies.reply(request.client, request.request_id, {"warning": self._filtered()} if is_starving else {})
+    def _late(self, request: Message) -> Answer:
+        """Raise `ReplayBufferError` if no queued or running prompt can complete the batch."""
+        groups, num_wanted = self._ledger.groups, self._ledger.rule.groups_per_step
+        is_idle = not (groups.num_queued or groups.num_leased or groups.num_planned)
+        if is_idle and self._ledger.account.groups_dropped and groups.num_stored < num_wanted:
+            raise ReplayBufferError(
+                f"{self._stored()}, no prompts are queued and nothing runs; {self._dropped()}. Enqueue more prompts"
+            )
+        return NothingYet(self._filtered() if self._ledger.account.filtered_in_a_row >= num_wanted else "")
 
     def note_filtered(self) -> None:
         """A filter dropped a group: warn if filters keep nothing for long, fail all plans at the limit."""
         if self._is_filtered_away():
-            self._pending.fail_all(ReplayBufferError(self._filtered()))
+            self._held.fail_all(ReplayBufferError(self._filtered()))
             return
         num_steps, rest = divmod(self._ledger.account.filtered_in_a_row, self._ledger.rule.groups_per_step)
         if rest == 0 and num_steps >= _FIRST_WARNING_STEPS and num_steps.bit_count() == 1:
             logger.warning(self._filtered())
-            for request in self._pending.all():
-                self._pending.remove(request.client, request.request_id)
-                self._replies.reply(request.client, request.request_id, {"warning": self._filtered()})
+            self._held.answer(lambda request: NothingYet(self._filtered()))
 
     def _is_filtered_away(self) -> bool:
         ledger = self._ledger
@@ -695,29 +669,9 @@ class BatchRequests:
     def fail(self, size: int) -> None:
         """Fail every pending plan: the stores cannot hold a batch."""
         ledger = self._ledger
-        self._pending.fail_all(
+        self._held.fail_all(
             StoreFull(
                 f"buffer.max_stored_bytes={ledger.room.max_bytes} cannot hold a batch: {ledger.groups.num_stored} "
                 f"groups fill it, {ledger.rule.groups_per_step} are needed, the next has {size} bytes; raise it"
             )
         )
-
-    def _fetch(self, client: bytes, message: Message) -> None:
-        """Reply with the payloads, or with the stores that hold them and the attempts to fetch there."""
-        group_ids = integers(message.fields, "groups")
-        if len(set(group_ids)) != len(group_ids):
-            raise WireError("a fetch must name each group once")
-        if self._links is not None:
-            groups = [self._ledger.groups.in_store(group_id) for group_id in group_ids]
-            fields = {
-                "stores": self._links.addresses,
-                "attempts": [group.result.attempt for group in groups],
-                "places": [group.store for group in groups],
-                "digests": [group.digest for group in groups],
-            }
-            self._replies.reply(client, message.request_id, fields)
-            return
-        parts = [self._store.trajectories(group_id) for group_id in group_ids]
-        payload: list[Any] = [frame for frames in parts for frame in frames]
-        self._unread.add(client, message.request_id, size_of(payload), read=integer(message.fields, "read"))
-        self._replies.reply(client, message.request_id, {"counts": [len(frames) for frames in parts]}, payload)

@@ -12,24 +12,25 @@ import logging
 import time
 from asyncio import events
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import simpy
 
 from asyncrl.core.errors import AsyncRLError
+from buffer.commands import Cancel, Failure, HandOn, Operation, Revoked
 from buffer.config import BufferConfig
+from buffer.encoding import Message, error_of
 from buffer.heartbeats import LoopClock
 from buffer.ledger import Ledger
-from buffer.messages import HAND_ON, OK, REVOKED, Message, error_of
 from buffer.service import BufferService
 
 _NEVER_S = 1e12
 """Deadline of a simulated buffer: simulated clients never die, and their requests never time out."""
 _COLLECT_EVERY = 200_000
 
-OnReply = Callable[[Mapping[str, Any]], None]
+OnReply = Callable[[Any], None]
 OnRefusal = Callable[[AsyncRLError], None]
 OnRevoked = Callable[[int, int], None]
 OnHandOn = Callable[[Sequence[tuple[int, int]]], None]
@@ -138,7 +139,7 @@ class SimulatedBuffer:
         self.ledger: Ledger = self._service.ledger
         self.num_requests = 0
         self.service_s = 0.0
-        self._inbox: deque[tuple[bytes, Message]] = deque()
+        self._inbox: deque[Message] = deque()
         self._outbox: deque[tuple[bytes, Message]] = deque()
         self._on_reply: dict[int, tuple[OnReply, OnRefusal | None]] = {}
         self._on_revoked: dict[bytes, OnRevoked] = {}
@@ -155,8 +156,7 @@ class SimulatedBuffer:
     def request(
         self,
         client: bytes,
-        name: str,
-        fields: Mapping[str, Any],
+        operation: Operation[Any],
         *,
         num_bytes: int = 0,
         on_reply: OnReply | None = None,
@@ -164,21 +164,21 @@ class SimulatedBuffer:
     ) -> int:
         """Send an operation to the service and return the id of the request.
 
-        ``on_reply`` gets the fields of the reply. ``on_refusal`` gets an error; without ``on_refusal``, the simulation
+        ``on_reply`` gets the answer. ``on_refusal`` gets an error; without ``on_refusal``, the simulation
         raises the error.
         """
         self._last_id += 1
         if on_reply is not None or on_refusal is not None:
             self._on_reply[self._last_id] = (on_reply or (lambda _: None), on_refusal)
         payload: Sequence[Any] = (_Size(num_bytes),) if num_bytes else ()
-        self._inbox.append((client, Message(name=name, request_id=self._last_id, fields=fields, payload=payload)))
+        self._inbox.append(Message(request_id=self._last_id, body=operation, payload=payload, client=client))
         self._wake()
         return self._last_id
 
     def cancel_lease(self, client: bytes, request_id: int) -> None:
         """Cancel a request for leases."""
         self._on_reply.pop(request_id, None)
-        self.request(client, "cancel", {"request": request_id})
+        self.request(client, Cancel(request_id))
 
     def lose(self, group_id: int, attempt: int) -> None:
         """Remove the trajectories of a stored group; the buffer requeues its prompt."""
@@ -195,9 +195,8 @@ class SimulatedBuffer:
         """Handle a burst of requests, settle, and deliver the replies. New requests form the next burst."""
         began_s = time.thread_time()
         while self._inbox:
-            client, message = self._inbox.popleft()
             self.num_requests += 1
-            self._service.handle(client, message)
+            self._service.handle(self._inbox.popleft())
         self._service.settle()
         self.service_s += time.thread_time() - began_s
         self._is_awake = False
@@ -210,23 +209,22 @@ class SimulatedBuffer:
         self._wake()
 
     def _deliver(self, client: bytes, message: Message) -> None:
-        if message.name == REVOKED:
-            self._on_revoked[client](message.fields["group_id"], message.fields["attempt"])
+        body = message.body
+        if isinstance(body, Revoked):
+            self._on_revoked[client](body.group_id, body.attempt)
             return
-        if message.name == HAND_ON:
+        if isinstance(body, HandOn):
             if client in self._on_hand_on:
-                groups = zip(message.fields["groups"], message.fields["attempts"], strict=True)
-                self._on_hand_on[client](list(groups))
+                self._on_hand_on[client](body.groups)
             return
         on_reply, on_refusal = self._on_reply.pop(message.request_id, (None, None))
-        if message.name == OK:
+        if not isinstance(body, Failure):
             if on_reply is not None:
-                on_reply(message.fields)
-        elif message.request_id:
-            error = error_of(message)
-            if on_refusal is None:
-                raise error
-            on_refusal(error)
+                on_reply(body)
+        elif on_refusal is None:
+            raise error_of(body)
+        else:
+            on_refusal(error_of(body))
 
 
 def buffer_options(**options: Any) -> BufferConfig:

@@ -17,16 +17,34 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import cycle
-from typing import Any
 
 import numpy as np
 import simpy
 from simpy.events import ProcessGenerator
 
 from asyncrl.core.errors import AsyncRLError, LeaseExpired, StoreFull
+from asyncrl.core.types import GroupSummary, WeightOffer
 from asyncrl.planner.scenario import Scenario
 from asyncrl.planner.simulated_buffer import SimulatedBuffer, SimulatedLoop, buffer_options, call_after
 from asyncrl.planner.simulated_engine import SimulatedEngine, SimulatedGroup, SimulatedHost
+from buffer.commands import (
+    Batch,
+    Commit,
+    Enqueue,
+    Leased,
+    LeaseGroups,
+    Loaded,
+    NextOffer,
+    NothingYet,
+    Offer,
+    Offered,
+    PlanBatch,
+    Progress,
+    Put,
+    Release,
+    Reserve,
+    SavePrefix,
+)
 
 _CONTROLLER = b"controller"
 _LEARNER = b"learner"
@@ -159,8 +177,8 @@ class SimulatedWorker:
             self.account()
             self._is_gathering = False
             if (num_free := self._num_free) > 0:
-                fields = {"engine_version": self.engine.version, "max_groups": num_free}
-                self._asked = self._buffer.request(self._client, "lease", fields, on_reply=self._begin)
+                asked = LeaseGroups(engine_version=self.engine.version, max_groups=num_free)
+                self._asked = self._buffer.request(self._client, asked, on_reply=self._begin)
 
         is_idle = len(self._groups) == self._num_settling
         call_after(self._env, 0.0 if is_idle else self._scenario.ask_s, request)
@@ -171,13 +189,14 @@ class SimulatedWorker:
         num_places = self._scenario.groups_in_flight
         return num_places - len(self._groups) + min(self._num_settling, num_places)
 
-    def _begin(self, fields: Mapping[str, Any]) -> None:
+    def _begin(self, leased: Leased | NothingYet) -> None:
         self.account()
         self._asked = None
         new = []
-        for group_id, attempt, version, _, _, num_prefix_frames in fields["leases"]:
+        for lease in leased.leases if isinstance(leased, Leased) else ():
+            group_id, attempt, version = lease.group_id, lease.attempt, lease.engine_version
             saved = self._simulation.saved.pop(group_id, None)
-            if saved is None or num_prefix_frames <= 0:
+            if saved is None or lease.num_prefix_frames <= 0:
                 saved, version = (next(self._simulation.lengths),) * 2, -1
             lengths, left = saved
             group = SimulatedGroup(
@@ -195,8 +214,9 @@ class SimulatedWorker:
             return
         self.account()
         del self._groups[group_id, attempt]
-        fields = {"group_id": group_id, "attempt": attempt, "num_tokens": self.engine.revoke(group)}
-        self._buffer.request(self._client, "release", {**fields, "reason": "revoked", "max_failures": 0})
+        num_tokens = self.engine.revoke(group)
+        release = Release(group_id=group_id, attempt=attempt, num_tokens=num_tokens, reason="revoked")
+        self._buffer.request(self._client, release)
         self._ask()
 
     def _on_hand_on(self, keys: Sequence[tuple[int, int]]) -> None:
@@ -211,7 +231,8 @@ class SimulatedWorker:
         if self._groups.get((group.group_id, group.attempt)) is not group:  # the buffer revoked it in the meantime
             return
         self.account()
-        named = {"group_id": group.group_id, "attempt": group.attempt, "num_tokens": sum(group.lengths) - sum(left)}
+        group_id, attempt = group.group_id, group.attempt
+        num_tokens = sum(group.lengths) - sum(left)
 
         def released(_: object) -> None:
             self.account()
@@ -219,19 +240,18 @@ class SimulatedWorker:
             self._ask()
 
         def release(_: object = None) -> None:
-            fields = {**named, "reason": "handed_on", "max_failures": 0}
-            self._buffer.request(self._client, "release", fields, on_reply=released)
+            ended = Release(group_id=group_id, attempt=attempt, num_tokens=num_tokens, reason="handed_on")
+            self._buffer.request(self._client, ended, on_reply=released)
 
-        if not named["num_tokens"]:
+        if not num_tokens:
             return release()
         self._simulation.saved[group.group_id] = (group.lengths, left)
         oldest = group.oldest_version if group.oldest_version >= 0 else self.engine.version
-        versions = {"oldest_version": oldest, "newest_version": self.engine.version}
-        versions["longest_response"] = max(group.lengths) - max(left)
-        num_bytes = max(1, round(named["num_tokens"] * self._scenario.bytes_per_token))
-        self._buffer.request(
-            self._client, "save", named | versions, num_bytes=num_bytes, on_reply=release, on_refusal=release
-        )
+        progress = Progress(num_tokens=num_tokens, oldest_version=oldest, newest_version=self.engine.version)
+        longest = max(group.lengths) - max(left)
+        save = SavePrefix(group_id=group_id, attempt=attempt, progress=progress, longest_response=longest)
+        num_bytes = max(1, round(num_tokens * self._scenario.bytes_per_token))
+        self._buffer.request(self._client, save, num_bytes=num_bytes, on_reply=release, on_refusal=release)
 
     # Results
 
@@ -263,26 +283,26 @@ class SimulatedWorker:
     def _put(self, group: SimulatedGroup) -> None:
         num_bytes = round(sum(group.lengths) * self._scenario.bytes_per_token)
         share = self._scenario.equal_rewards
-        rewards = [0.0] if share > 0 and self._simulation.rewards.random() < share else [0.0, 1.0]
-        fields = {
-            "group_id": group.group_id,
-            "attempt": group.attempt,
-            "num_prompt_tokens": round(self._scenario.lengths.prompt_tokens),
-            "num_tokens": sum(group.lengths),
-            "oldest_version": group.oldest_version,
-            "newest_version": group.newest_version,
-            "response_lengths": group.lengths,
-            "rewards": rewards,
-        }
+        rewards = (0.0,) if share > 0 and self._simulation.rewards.random() < share else (0.0, 1.0)
+        summary = GroupSummary(
+            group_id=group.group_id,
+            attempt=group.attempt,
+            num_prompt_tokens=round(self._scenario.lengths.prompt_tokens),
+            response_lengths=tuple(group.lengths),
+            num_tokens=sum(group.lengths),
+            oldest_version=group.oldest_version,
+            newest_version=group.newest_version,
+            rewards=rewards,
+        )
 
         def put(_: object = None) -> None:
             done = {"on_reply": lambda _: self._stored(group), "on_refusal": on_refusal}
-            self._buffer.request(self._client, "put", fields, num_bytes=num_bytes, **done)
+            self._buffer.request(self._client, Put(summary=summary), num_bytes=num_bytes, **done)
 
         def on_refusal(error: AsyncRLError) -> None:
             if isinstance(error, StoreFull):  # wait until there is room
-                asked = {"group_id": group.group_id, "attempt": group.attempt, "num_bytes": num_bytes}
-                self._buffer.request(self._client, "reserve", asked, on_reply=put)
+                reserve = Reserve(group_id=group.group_id, attempt=group.attempt, num_bytes=num_bytes)
+                self._buffer.request(self._client, reserve, on_reply=put)
             elif isinstance(error, LeaseExpired):  # the buffer revoked it while the worker scored it
                 self._stored(group)
             else:
@@ -301,16 +321,14 @@ class SimulatedWorker:
     # Weights
 
     def _follow_weights(self) -> None:
-        fields = {"at_least": self.engine.version + 1}
-        self._buffer.request(self._client, "next_offer", fields, on_reply=self._load)
+        self._buffer.request(self._client, NextOffer(self.engine.version + 1), on_reply=self._load)
 
     def _report_loaded(self, version: int, load_s: float) -> None:
-        fields = {"version": version, "seconds": load_s, "engine": self._client.decode()}
-        self._buffer.request(self._client, "loaded", fields)
+        self._buffer.request(self._client, Loaded(version=version, seconds=load_s, engine=self._client.decode()))
 
-    def _load(self, fields: Mapping[str, Any]) -> None:
+    def _load(self, offered: Offered) -> None:
         self.account()
-        version, load_s = fields["offer"]["version"], self._scenario.learner.load_s
+        version, load_s = offered.offer.version, self._scenario.learner.load_s
 
         def on_loaded() -> None:
             self.account()
@@ -352,8 +370,7 @@ class SimulatedLearner:
         if missing > 0:
             first = self._simulation.num_prompts
             self._simulation.num_prompts += missing
-            fields = {"groups": list(range(first, first + missing)), "counts": [0] * missing}
-            self._buffer.request(_CONTROLLER, "enqueue", fields)
+            self._buffer.request(_CONTROLLER, Enqueue(tuple(range(first, first + missing)), (0,) * missing))
 
     def account(self) -> None:
         """Add the time that the ranks waited since the last call, by cause."""
@@ -383,14 +400,14 @@ class SimulatedLearner:
             yield self._planned.put(groups)
 
     def _ask_plan(self, version: int, made: simpy.Event) -> None:
-        def on_plan(fields: Mapping[str, Any]) -> None:
-            if "groups" not in fields:  # the filters dropped many groups: repeat, like the buffer's client
+        def on_plan(batch: Batch | NothingYet) -> None:
+            if isinstance(batch, NothingYet):  # the filters dropped many groups: repeat, like the buffer's client
                 self._ask_plan(version, made)
                 return
-            self._simulation.planned({group["group_id"] for group in fields["groups"]})
-            made.succeed(fields["groups"])
+            self._simulation.planned({group.group_id for group in batch.groups})
+            made.succeed(batch.groups)
 
-        self._buffer.request(_CONTROLLER, "plan", {"version": version}, on_reply=on_plan)
+        self._buffer.request(_CONTROLLER, PlanBatch(version), on_reply=on_plan)
 
     def _train(self) -> ProcessGenerator:
         scenario = self._scenario
@@ -401,15 +418,15 @@ class SimulatedLearner:
             self.account()
             self._is_waiting = False
             waited_s = self._env.now - asked_s
-            num_response = sum(group["num_tokens"] for group in groups)
+            num_response = sum(group.num_tokens for group in groups)
             num_prompt = scenario.lengths.prompt_tokens * scenario.samples_per_prompt * len(groups)
             tokens_s = scenario.learner.rank_s_per_token * (num_response + num_prompt) / scenario.num_ranks
             yield self._env.timeout(scenario.plan_s)
             update_s = scenario.learner.step_s + tokens_s
             yield self._computed(self._vary(update_s))
-            self._buffer.request(_CONTROLLER, "commit", {"version": version})
+            self._buffer.request(_CONTROLLER, Commit(version))
             yield self._places.put(1)
-            self.steps.append((self._env.now, waited_s, num_response, [version - g["oldest_version"] for g in groups]))
+            self.steps.append((self._env.now, waited_s, num_response, [version - g.oldest_version for g in groups]))
             if (version + 1) % scenario.publish_every == 0:
                 yield from self._publish(version + 1)
 
@@ -444,7 +461,8 @@ class SimulatedLearner:
 
     def _offer(self, version: int) -> None:
         self.account()
-        self._buffer.request(_LEARNER, "offer", {"offer": {"version": version}})
+        offer = WeightOffer(version=version, manifest="", digest="", num_bytes=0)
+        self._buffer.request(_LEARNER, Offer(offer=offer))
 
 
 class Simulation:

@@ -27,8 +27,8 @@ from asyncrl.core.lives import keep_up
 from asyncrl.core.remote import fetch_async, raised_in_worker, within
 from buffer import BufferConfig, BufferConnection, BufferRole, BufferSupervisor, ControlClient, WorkerClient
 from buffer.config import is_loopback
+from buffer.process import store_config
 from buffer.sockets import allow_clients
-from buffer.store_servers import store_config
 
 logger = logging.getLogger(__name__)
 

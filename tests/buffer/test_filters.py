@@ -27,12 +27,12 @@ async def test_whoever_waits_for_a_batch_is_warned_when_filters_drop_group_after
         worker, control = run.client(), run.client(request_timeout_s=60.0)
         await control.enqueue([prompt(i) for i in range(20)])
         plan = asyncio.ensure_future(control.plan(0))
-        with caplog.at_level(logging.WARNING, logger="buffer.role_clients"):
+        with caplog.at_level(logging.WARNING, logger="buffer.client"):
             await put_filtered(worker, 7)
             assert caplog.records == []
             await put_filtered(worker, 1)
             await control.stats()
-        assert [record.getMessage() for record in caplog.records if record.name == "buffer.role_clients"] == [
+        assert [record.getMessage() for record in caplog.records if record.name == "buffer.client"] == [
             "waiting for the next batch: 0 of the 2 groups of batch 0 are stored, and buffer.filters dropped the "
             "last 8 that were finished; dropped in all: 8 for equal_rewards. Look at the rewards, take other "
             "prompts or filters, or raise buffer.max_filtered_steps"

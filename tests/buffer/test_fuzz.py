@@ -12,7 +12,7 @@ import sys, asyncio
 import atheris
 with atheris.instrument_imports(include=["buffer", "asyncrl.core"]):
     from asyncrl.core.errors import WireError
-    from buffer import BufferConfig, messages, encoding
+    from buffer import BufferConfig, encoding
     from buffer.service import BufferService
 
 loop = asyncio.new_event_loop()
@@ -21,7 +21,9 @@ asyncio.set_event_loop(loop)
 async def feed(frames):
     service = BufferService(BufferConfig(queue_size=4, max_stored_bytes=1000), groups_per_step=1, send=lambda *_: None)
     try:
-        service.handle(b"client", messages.parse(frames))
+        for request in encoding.parse_requests(frames)[1]:
+            request.body = encoding.operation_of(request)
+            service.handle(request)
         service.settle()
     except WireError:
         pass

@@ -50,7 +50,7 @@ def test_a_dropped_straggler_is_gone_and_its_late_tokens_count_once():
     of.step()
     of.put(summary_of(of.lease(1, 1, now=0.0)[0]))
     of.step()
-    assert [(r.group_id, r.attempt) for r in of.drain_revocations()] == [(0, 0)]
+    assert [(r.group_id, r.attempt) for _, r in of.drain_revocations()] == [(0, 0)]
     for _ in range(2):
         of.release(slow.group_id, slow.attempt, num_tokens=30, reason="stale")
     stats = of.stats()
@@ -67,7 +67,7 @@ def test_more_groups_share_a_deadline_than_its_steps_take_and_the_last_leased_gi
     of.put(summary_of(fresh))
     # groups 1 and 2 are due at 2, one of them must be in batch 1 or go; group 3 is ready
     assert of.step() == [3]
-    assert [r.group_id for r in of.drain_revocations()] == [2]
+    assert [r.group_id for _, r in of.drain_revocations()] == [2]
 
 
 def test_a_filtered_group_is_replaced_and_its_put_acknowledged_again():
@@ -300,7 +300,7 @@ def test_what_the_ledger_holds_does_not_grow_with_the_length_of_a_run(monkeypatc
         if ending == 1:
             apply(Release(group_id=lease.group_id, attempt=lease.attempt, num_tokens=3, reason="aborted"))
             return
-        apply(Renew(group_id=lease.group_id, attempt=lease.attempt))
+        apply(Renew(((lease.group_id, lease.attempt),)))
         oldest = lease.engine_version - 1 if ending == 2 else None
         apply(Put(summary=summary_of(lease, oldest=oldest, rewards=(0.0, float(ending != 3)))))
 

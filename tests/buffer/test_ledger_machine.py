@@ -450,7 +450,7 @@ class LedgerMachine(RuleBasedStateMachine):
         num_too_few = self._num_missing_from(version)
         plan = self.ledger.plan(version)
         assert (plan is not None) == may_be_made
-        revoked = {(r.group_id, r.attempt) for r in self.ledger.drain_revocations()}
+        revoked = {(r.group_id, r.attempt) for _, r in self.ledger.drain_revocations()}
         given_up = [lease for lease, _ in self.running.values() if (lease.group_id, lease.attempt) in revoked]
         self._end(given_up)
         if self.on_stale is OnStale.drop:

@@ -1,12 +1,14 @@
 """The log of weight offers: which version each engine is shown, and which version each engine serves."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
 from asyncrl.core.errors import VersionTooNew, WeightsError, WeightsGone, WireError
 from buffer import BufferClient, BufferConfig, SyncBufferClient
-from buffer.messages import Message
+from buffer.commands import Enqueue, Leased, LeaseGroups, NextOffer, Offer, Offered, Pin
+from buffer.encoding import Message
 from buffer.offers import OfferLog
 from buffer.service import BufferService
 from tests.support.buffer_groups import AnyRole, prompt, rollout, running
@@ -18,13 +20,13 @@ ENGINES = [bytes([number]) for number in range(3)]
 def log_of(*versions: int) -> OfferLog:
     log = OfferLog()
     for version in versions:
-        log.append(version, {"version": version})
+        log.append(bare_offer(version))
     return log
 
 
 def shown(log: OfferLog, learner_version: int, engine: bytes = b"", at_least: int = 0) -> int | None:
     offer = log.next_for(engine, at_least, learner_version)
-    return None if offer is None else offer["version"]
+    return None if offer is None else offer.version
 
 
 async def commit_step(control: AnyRole, version: int) -> None:
@@ -48,7 +50,7 @@ def test_the_first_engines_that_ask_keep_the_pinned_version_and_the_others_go_on
     log.pin(2, 2)
     assert [shown(log, 1, engine) for engine in ENGINES] == [0, 0, 0], "the pinned version is still to come"
     for version in (1, 2, 3, 4):
-        log.append(version, {"version": version})
+        log.append(bare_offer(version))
     assert [shown(log, 4, engine, at_least=1) for engine in ENGINES] == [2, 2, 4]
     assert log.oldest() == 2, "it stays until the pinned engines serve it"
     for engine in ENGINES[:2]:
@@ -64,8 +66,8 @@ def test_the_first_engines_that_ask_keep_the_pinned_version_and_the_others_go_on
 def test_an_engine_that_is_gone_frees_its_place_while_the_pinned_version_is_there():
     log = log_of(0)
     log.pin(1, 1)
-    log.append(1, {"version": 1})
-    log.append(2, {"version": 2})
+    log.append(bare_offer(1))
+    log.append(bare_offer(2))
     assert shown(log, 2, ENGINES[0]) == 1
     log.forget(ENGINES[0])
     assert shown(log, 2, ENGINES[1]) == 1
@@ -79,15 +81,16 @@ def test_an_engine_that_is_gone_frees_its_place_while_the_pinned_version_is_ther
 
 def test_a_version_that_is_offered_again_replaces_the_first_offer():
     log = log_of(1)
-    log.append(1, {"version": 1, "manifest": "again"})
-    assert log.next_for(b"", 0, 1) == {"version": 1, "manifest": "again"}
+    again = replace(bare_offer(1), manifest="again")
+    log.append(again)
+    assert log.next_for(b"", 0, 1) == again
 
 
 def test_the_log_keeps_what_is_shown_and_a_bounded_number_of_newer_offers():
     log = log_of(0)
     assert shown(log, 0) == 0
     for version in range(1, 1000):
-        log.append(version, {"version": version})
+        log.append(bare_offer(version))
     assert len(log._offers) == 64
     assert shown(log, 0) == 0
     assert shown(log, 999) == 999
@@ -234,16 +237,13 @@ async def test_what_is_no_offer_no_version_and_no_time_is_refused():
         client = run.client()
         with pytest.raises(VersionTooNew):
             await client.loaded(3, 0.0)
-        with pytest.raises(WireError, match="seconds >= 0"):
+        with pytest.raises(WireError, match=r"Expected `float` >= 0.0"):
             await client.loaded(0, float("nan"))
-        for known in ("3", [3]):
-            with pytest.raises(WireError, match="'known' must be a list of engine names"):
-                await client.connection.link.request("pin", {"version": 0, "num_engines": 1, "known": known})
-        with pytest.raises(WireError, match=r"a failure of 1 to \d+ characters, got .*'failure': ''"):
-            await client.publish_failed("")
-        await client.connection.link.request("offer", {"offer": {"version": 0, "colour": 1}})
-        with pytest.raises(WireError, match=r"not an offer of weights: got .*'colour': 1"):
-            await client.next_offer(-1)
+        for known in ("3", (3,)):
+            with pytest.raises(WireError, match=r"Expected `(array|str)`, got `(str|int)`"):
+                await client.connection.call(Pin(0, 1, known))
+        with pytest.raises(WireError, match="missing required field `digest`"):
+            await client.connection.call(Offer(offer={"version": 0, "manifest": ""}))
 
 
 async def test_the_first_workers_lease_before_the_last_of_many_are_told_of_new_weights():
@@ -252,21 +252,22 @@ async def test_the_first_workers_lease_before_the_last_of_many_are_told_of_new_w
     all_told = asyncio.Event()
 
     def send(client: bytes, message: Message) -> None:
-        if message.fields.get("leases"):
+        if isinstance(message.body, Leased):
             leased.append(client)
-        if "offer" in message.fields:
+        if isinstance(message.body, Offered):
             told.append(client)
             if len(told) == len(workers):
                 all_told.set()
 
     workers = [b"worker-%d" % number for number in range(200)]
     service = BufferService(BufferConfig(), groups_per_step=1, send=send)
-    service.handle(b"control", Message(name="enqueue", request_id=1, fields={"groups": [1], "counts": [0]}))
+    service.handle(Message(client=b"control", request_id=1, body=Enqueue((1,), (0,))))
     for worker in workers:
-        service.handle(worker, Message(name="next_offer", request_id=1, fields={"at_least": 0}))
-    service.handle(b"learner", Message(name="offer", request_id=1, fields={"offer": {"version": 0}}))
+        service.handle(Message(client=worker, request_id=1, body=NextOffer(0)))
+    service.handle(Message(client=b"learner", request_id=1, body=Offer(offer=bare_offer(0))))
     assert 0 < len(told) < len(workers)
-    service.handle(told[0], Message(name="lease", request_id=2, fields={"engine_version": 0, "max_groups": 1}))
+    lease = LeaseGroups(engine_version=0, max_groups=1)
+    service.handle(Message(client=told[0], request_id=2, body=lease))
     service.settle()
     assert leased == [workers[0]]
     await all_told.wait()

@@ -8,13 +8,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from asyncrl.core.types import GroupSummary
 from asyncrl.planner.scenario import EngineModel, LearnerModel, LengthModel, Scenario
 from asyncrl.planner.simulator import Simulation
 from buffer import BufferConfig
-from buffer.commands import GrantedLease, Progress
+from buffer.commands import (
+    Commit,
+    Enqueue,
+    GrantedLease,
+    HandOn,
+    Leased,
+    LeaseGroups,
+    Operation,
+    PlanBatch,
+    Progress,
+    Put,
+    Release,
+)
+from buffer.encoding import Message
 from buffer.groups import Group
 from buffer.heartbeats import LoopClock
-from buffer.messages import HAND_ON, Message
 from buffer.pace import MOST_CHANGES, WorkerPaces
 from buffer.service import BufferService
 from tests.support.simulated_fleet import SimulatedFleet
@@ -110,9 +123,9 @@ def asked_of(buffer) -> Counter:
     asked: Counter = Counter()
     push = buffer._service._replies.push
 
-    def counted(client, name, fields):
-        asked.update(fields["groups"] if name == HAND_ON else ())
-        push(client, name, fields)
+    def counted(client, message):
+        asked.update(group_id for group_id, _ in getattr(message, "groups", ()))
+        push(client, message)
 
     buffer._service._replies.push = counted
     return asked
@@ -304,15 +317,15 @@ class Workers:
         self.last_id = self.num_prompts = 0
 
     def _send(self, client: bytes, message: Message) -> None:
-        if message.name == HAND_ON:
-            self.to_hand_over += zip(message.fields["groups"], message.fields["attempts"], strict=True)
-        elif "leases" in message.fields and self.asking.pop(client, None) is not None:
-            self.held |= {(row[0], row[1]): (client, row[2]) for row in message.fields["leases"]}
+        if isinstance(message.body, HandOn):
+            self.to_hand_over += message.body.groups
+        elif isinstance(message.body, Leased) and self.asking.pop(client, None) is not None:
+            self.held |= {lease.key: (client, lease.engine_version) for lease in message.body.leases}
 
-    def ask(self, client: bytes, name: str, **fields) -> None:
+    def ask(self, client: bytes, operation: Operation) -> None:
         self.last_id += 1
         self.now += 0.01
-        self.service.handle(client, Message(name=name, request_id=self.last_id, fields=fields))
+        self.service.handle(Message(client=client, request_id=self.last_id, body=operation))
         self.service.settle()
         self.check()
 
@@ -335,30 +348,29 @@ async def test_whoever_may_begin_a_group_by_the_rule_begins_it(max_lag: int, dat
         worker = b"worker-%d" % data.draw(st.integers(0, 3))
         if action == "enqueue":
             number = data.draw(st.integers(1, 6))
-            groups = list(range(of.num_prompts, of.num_prompts + number))
+            groups = tuple(range(of.num_prompts, of.num_prompts + number))
             of.num_prompts += number
-            of.ask(b"controller", "enqueue", groups=groups, counts=[0] * number)
+            of.ask(b"controller", Enqueue(groups, (0,) * number))
         elif action == "lease" and worker not in of.asking:
             version = data.draw(st.integers(max(0, of.ledger.learner_version - 2), of.ledger.learner_version))
             of.asking[worker] = version
-            of.ask(worker, "lease", engine_version=version, max_groups=data.draw(st.integers(1, 3)))
+            of.ask(worker, LeaseGroups(engine_version=version, max_groups=data.draw(st.integers(1, 3))))
         elif action == "put" and of.held:
             key = data.draw(st.sampled_from(sorted(of.held)))
             owner, version = of.held.pop(key)
             pace_s = 0.02 if owner == b"worker-0" else 0.001
             of.service._admission._paces._running[key[0]].began -= 3 * pace_s  # it took so long
-            of.ask(owner, "put", **put_fields(key, version))
+            of.ask(owner, put_of(key, version))
         elif action == "step":
             version = of.ledger.learner_version
-            of.ask(b"controller", "plan", version=version)
+            of.ask(b"controller", PlanBatch(version))
             if version in of.ledger.groups.plans:
-                of.ask(b"controller", "commit", version=version)
+                of.ask(b"controller", Commit(version))
         elif action == "hand" and of.to_hand_over:
             key = of.to_hand_over.pop()
             if key in of.held:
                 owner, _ = of.held.pop(key)
-                named = {"group_id": key[0], "attempt": key[1], "num_tokens": 0}
-                of.ask(owner, "release", **named, reason="handed_on", max_failures=0)
+                of.ask(owner, Release(group_id=key[0], attempt=key[1], num_tokens=0, reason="handed_on"))
         elif action == "die":
             of.asking.pop(worker, None)
             of.held = {key: value for key, value in of.held.items() if value[0] != worker}
@@ -368,7 +380,16 @@ async def test_whoever_may_begin_a_group_by_the_rule_begins_it(max_lag: int, dat
     of.service.close()
 
 
-def put_fields(key: tuple[int, int], version: int) -> dict:
-    versions = {"oldest_version": version, "newest_version": version, "num_truncated": 0}
-    lists = {"response_lengths": [3], "branch_tokens": [], "num_branches": [], "rewards": [1.0], "metrics": []}
-    return {"group_id": key[0], "attempt": key[1], "num_prompt_tokens": 1, "num_tokens": 3, **versions, **lists}
+def put_of(key: tuple[int, int], version: int) -> Put:
+    return Put(
+        summary=GroupSummary(
+            group_id=key[0],
+            attempt=key[1],
+            num_prompt_tokens=1,
+            response_lengths=(3,),
+            num_tokens=3,
+            oldest_version=version,
+            newest_version=version,
+            rewards=(1.0,),
+        )
+    )

@@ -16,8 +16,8 @@ from asyncrl.core.errors import (
     VersionTooOld,
 )
 from buffer import BufferClient, BufferConfig, BufferProcess, OnStale, SyncBufferClient
-from buffer.commands import Frames
-from buffer.messages import Message
+from buffer.commands import Frames, Payloads
+from buffer.encoding import Message
 from buffer.server_socket import ServerSocket
 from buffer.stores import PayloadStore
 from tests.support.buffer_groups import AnyRole, prompt, rollout, running
@@ -51,19 +51,18 @@ async def test_a_group_goes_from_prompt_to_commit_and_its_arrays_arrive_unchange
 
 async def test_a_fetch_is_cut_into_requests_small_at_both_ends_whose_replies_leave_one_by_one(monkeypatch):
     events: list[str] = []
-    look_up, send_now = PayloadStore.trajectories, ServerSocket._send_now
+    look_up, frames = PayloadStore.trajectories, ServerSocket._frames
 
     def looking_up(store: PayloadStore, group_id: int) -> Frames:
         events.append("looked up")
         return look_up(store, group_id)
 
-    def sending(socket: ServerSocket, client: bytes, message: Message) -> None:
-        if "counts" in message.fields:
-            events.append("sent")
-        send_now(socket, client, message)
+    def sending(socket: ServerSocket, answers: list[Message]) -> list:
+        events.extend("sent" for answer in answers if isinstance(answer.body, Payloads))
+        return frames(socket, answers)
 
     monkeypatch.setattr(PayloadStore, "trajectories", looking_up)
-    monkeypatch.setattr(ServerSocket, "_send_now", sending)
+    monkeypatch.setattr(ServerSocket, "_frames", sending)
     async with running(groups_per_step=40) as run:
         client, ids = run.client(), [*range(40)]
         await client.enqueue([prompt(i) for i in ids])

@@ -8,7 +8,7 @@ import asyncio
 import os
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,34 @@ import pytest
 from asyncrl.core.types import BufferStats, GroupSummary
 from asyncrl.run.reporting import balanced_account
 from buffer import BufferConfig, journal
+from buffer.commands import (
+    Batch,
+    Beat,
+    Bury,
+    Cancel,
+    Commit,
+    Enqueue,
+    Fetch,
+    Hello,
+    Inspect,
+    LeaseGroups,
+    LoseGroups,
+    Operation,
+    PlanBatch,
+    Progress,
+    Put,
+    Release,
+    Renew,
+    Rewind,
+    SavePrefix,
+    Stats,
+)
 from buffer.config import OnStale
-from buffer.encoding import prompt_frames
+from buffer.encoding import Message, prompt_frames
 from buffer.heartbeats import LoopClock
-from buffer.messages import Message, stats_of, summary_fields
 from rollout_fleet.metrics import FleetCounters
 from tests.support.buffer_groups import prompt
-from tests.support.mortal_buffer import MortalServer, MortalWrites, plain
+from tests.support.mortal_buffer import MortalServer, MortalWrites, kind_of
 
 CONTROLLER = b"controller"
 LEASE_S = 10.0
@@ -93,7 +114,7 @@ class Checkpoint:
     """A checkpoint to which the learner can go back."""
 
     version: int
-    finished: list[int]
+    finished: tuple[tuple[int, int], ...]
     tokens_trained: int
     lags: dict[int, int]
 
@@ -128,36 +149,33 @@ class Life:
         self.written: dict[tuple[int, int], HeldGroup] = {}
         self.planned: dict[int, list[tuple[int, int]]] = {}
         self.trained: dict[int, list[tuple[int, int]]] = {}
-        self.checkpoints = [Checkpoint(version=0, finished=[], tokens_trained=0, lags={})]
+        self.checkpoints = [Checkpoint(version=0, finished=(), tokens_trained=0, lags={})]
         self.planning = 0
         self.sent: list[tuple[bytes, Message]] = []
         self.counts: Counter[str] = Counter()
 
     # Messages
 
-    def request(self, name: str, fields: dict[str, Any], payload: list[Any] | None = None) -> Message:
-        self.next_request += 1
-        return Message(name=name, request_id=self.next_request, fields=plain(fields), payload=payload or [])
-
-    def send(self, client: bytes, name: str, fields: dict[str, Any], payload: list[Any] | None = None) -> int:
+    def send(self, client: bytes, operation: Operation, payload: Sequence[Any] = ()) -> int:
         """Send a request; its number."""
-        request = self.request(name, fields, payload)
+        self.next_request += 1
+        request = Message(request_id=self.next_request, body=operation, payload=payload)
         self.sent.append((client, request))
         self.server.send(client, request)
         return request.request_id
 
-    def ask(self, client: bytes, name: str, fields: dict[str, Any], payload: list[Any] | None = None) -> Message:
+    def ask(self, client: bytes, operation: Operation, payload: Sequence[Any] = ()) -> Message:
         """Send a request that gets an immediate reply, which may be an error."""
-        number = self.send(client, name, fields, payload)
+        number = self.send(client, operation, payload)
         return self.server.replies.pop((client, number))
 
-    def control(self, name: str, **fields: Any) -> Message:
-        reply = self.ask(CONTROLLER, name, fields)
-        assert reply.name == "ok", reply
-        return reply
+    def control(self, operation: Operation) -> Any:
+        reply = self.ask(CONTROLLER, operation)
+        assert kind_of(reply) == "ok", reply
+        return reply.body
 
     def stats(self) -> BufferStats:
-        return stats_of(plain(dict(self.control("stats").fields)))
+        return self.control(Stats()).stats
 
     # Events
 
@@ -168,7 +186,7 @@ class Life:
         name = b"worker %d" % self.num_workers
         worker = WorkerModel(name=name, version=self.version, incarnation=self.incarnation)
         self.workers.append(worker)
-        assert self.ask(name, "hello", {"produces": True}).name == "ok"
+        assert kind_of(self.ask(name, Hello(produces=True))) == "ok"
 
     def living(self) -> list[WorkerModel]:
         return [worker for worker in self.workers if not worker.is_dead]
@@ -185,8 +203,8 @@ class Life:
     def enqueue(self, ids: list[int]) -> None:
         """Prompts that do not fit are sent again when the faults stop."""
         frames = [prompt_frames(prompt(group_id)) for group_id in ids]
-        fields = {"groups": ids, "counts": [len(parts) for parts in frames]}
-        self.send(CONTROLLER, "enqueue", fields, [part for parts in frames for part in parts])
+        enqueue = Enqueue(tuple(ids), tuple(map(len, frames)))
+        self.send(CONTROLLER, enqueue, [part for parts in frames for part in parts])
 
     def an_engine_loads(self) -> None:
         """A worker whose engine advances while it waits withdraws its request, and asks again."""
@@ -196,7 +214,7 @@ class Life:
 
     def withdraw(self, worker: WorkerModel) -> None:
         if worker.asking:
-            assert self.ask(worker.name, "cancel", {"request": worker.asking}).name == "ok"
+            assert kind_of(self.ask(worker.name, Cancel(worker.asking))) == "ok"
             self.server.forget(worker.name)
             worker.asking = 0
 
@@ -204,8 +222,11 @@ class Life:
         worker = self.any_living()
         if worker is None or worker.asking:
             return
-        fields = {"engine_version": worker.version, "incarnation": worker.incarnation}
-        worker.asking = self.send(worker.name, "lease", fields | {"max_groups": self.rng.randint(1, 4)})
+        self.request_leases(worker, self.rng.randint(1, 4))
+
+    def request_leases(self, worker: WorkerModel, number: int) -> None:
+        asked = LeaseGroups(engine_version=worker.version, max_groups=number, incarnation=worker.incarnation)
+        worker.asking = self.send(worker.name, asked)
 
     def take_grants(self) -> None:
         """Workers read the answers to their requests for leases."""
@@ -214,15 +235,16 @@ class Life:
             if reply is None:
                 continue
             worker.asking = 0
-            assert reply.name == "ok", reply
+            assert kind_of(reply) == "ok", reply
             frames = iter(reply.payload)
-            for group_id, attempt, version, deadline, num_prompt, num_prefix in reply.fields["leases"]:
-                assert deadline == version + self.max_lag
-                for _ in range(num_prompt):
+            for lease in getattr(reply.body, "leases", ()):
+                (group_id, attempt), version = lease.key, lease.engine_version
+                assert lease.deadline == version + self.max_lag
+                for _ in range(lease.num_prompt_frames):
                     next(frames)
                 group = HeldGroup(group_id=group_id, attempt=attempt, engine_version=version, oldest=version)
-                group.continued = num_prefix >= 0
-                if num_prefix > 0:
+                group.continued = lease.num_prefix_frames >= 0
+                if lease.num_prefix_frames > 0:
                     num_tokens, oldest, newest = map(int, bytes(next(frames)).split())
                     assert oldest >= version
                     group.continued = self.rng.random() < 0.8
@@ -266,15 +288,15 @@ class Life:
             newest_version=group.newest,
             rewards=rewards,
         )
-        fields = summary_fields(summary) | {"continued": group.continued}
         payload = [b"t" * self.rng.randint(10, MAX_GROUP_BYTES)]
-        self.report(worker, group, self.ask(worker.name, "put", fields, payload))
+        self.report(worker, group, self.ask(worker.name, Put(summary=summary, continued=group.continued), payload))
 
     def report(self, worker: WorkerModel, group: HeldGroup, reply: Message) -> None:
         """A worker gets the reply to the request that ended its lease."""
-        self.counts[reply.name] += 1
-        if reply.name != HELD:
-            assert reply.name in ENDED or self.is_of_a_lost_learner(group), reply
+        kind = kind_of(reply)
+        self.counts[kind] += 1
+        if kind != HELD:
+            assert kind in ENDED or self.is_of_a_lost_learner(group), reply
             worker.groups.pop(group.key, None)
 
     def is_of_a_lost_learner(self, group: HeldGroup) -> bool:
@@ -284,28 +306,33 @@ class Life:
         if (found := self.any_group()) is None or not found[1].num_tokens:
             return
         worker, group = found
-        fields = {"group_id": group.group_id, "attempt": group.attempt, "continued": group.continued}
-        fields |= {"num_tokens": group.num_tokens, "oldest_version": group.oldest, "newest_version": group.newest}
-        reply = self.ask(worker.name, "save", fields, [b"%d %d %d" % (group.num_tokens, group.oldest, group.newest)])
-        group.continued = group.continued or reply.name == "ok"  # the new prefix replaced the inherited one
+        progress = Progress(num_tokens=group.num_tokens, oldest_version=group.oldest, newest_version=group.newest)
+        save = SavePrefix(group_id=group.group_id, attempt=group.attempt, progress=progress, continued=group.continued)
+        reply = self.ask(worker.name, save, [b"%d %d %d" % (group.num_tokens, group.oldest, group.newest)])
+        group.continued = group.continued or kind_of(reply) == "ok"  # the new prefix replaced the inherited one
 
     def a_lease_is_released(self) -> None:
         if (found := self.any_group()) is not None:
             self.release(*found, max_failures=self.rng.choice([0, 0, 2]))
 
     def release(self, worker: WorkerModel, group: HeldGroup, *, max_failures: int = 0) -> None:
-        fields = {"group_id": group.group_id, "attempt": group.attempt, "num_tokens": group.num_tokens}
-        fields |= {"reason": "aborted", "max_failures": max_failures, "continued": group.continued}
-        self.report(worker, group, self.ask(worker.name, "release", fields))
+        release = Release(
+            group_id=group.group_id,
+            attempt=group.attempt,
+            num_tokens=group.num_tokens,
+            reason="aborted",
+            continued=group.continued,
+            max_failures=max_failures,
+        )
+        self.report(worker, group, self.ask(worker.name, release))
 
     def leases_are_renewed(self) -> None:
         if (worker := self.any_living()) is not None and worker.groups:
-            groups, attempts = zip(*worker.groups, strict=True)
-            self.ask(worker.name, "renew", {"groups": groups, "attempts": attempts})
+            self.ask(worker.name, Renew(tuple(worker.groups)))
 
     def a_worker_beats(self) -> None:
         if (worker := self.any_living()) is not None:
-            self.ask(worker.name, "beat", {"generated": worker.num_generated})
+            self.ask(worker.name, Beat(generated=worker.num_generated))
 
     def time_passes(self) -> None:
         self.advance(self.rng.choice([1.0, 5.0, 15.0]))
@@ -330,7 +357,7 @@ class Life:
         """With what is known of its count, which is all of it where the worker ended by itself (``share`` 1)."""
         known = int(worker.num_generated * share)
         for _ in range(self.rng.randint(1, 2)):
-            number = self.control("bury", worker=worker.name.hex(), generated=known).fields["generated"]
+            number = self.control(Bury(worker.name.hex(), known)).value
             known = 0
         assert number <= worker.num_generated
         assert share < 1 or number == worker.num_generated
@@ -339,7 +366,7 @@ class Life:
 
     def a_batch_is_asked_for(self) -> None:
         if not self.planning and len(self.planned) < 2:
-            self.planning = self.send(CONTROLLER, "plan", {"version": self.version + len(self.planned)})
+            self.planning = self.send(CONTROLLER, PlanBatch(self.version + len(self.planned)))
 
     def take_plan(self) -> None:
         """The controller reads the answer to its request for a batch, and checks the bound."""
@@ -347,11 +374,11 @@ class Life:
         if reply is None:
             return
         self.planning = 0
-        assert reply.name == "ok", reply
-        if "groups" not in reply.fields:
+        assert kind_of(reply) == "ok", reply
+        if not isinstance(reply.body, Batch):
             return
         version = self.version + len(self.planned)
-        self.planned[version] = [(group["group_id"], group["attempt"]) for group in reply.fields["groups"]]
+        self.planned[version] = [(group.group_id, group.attempt) for group in reply.body.groups]
         assert len({*self.planned[version]}) == self.size
         for key in self.planned[version]:
             assert 0 <= version - self.written[key].oldest <= self.max_lag, "the bound"
@@ -360,9 +387,9 @@ class Life:
     def a_step_is_made(self) -> None:
         if self.version not in self.planned:
             return
-        ids = [group_id for group_id, _ in self.planned[self.version]]
-        assert len(self.control("fetch", groups=ids, read=self.next_request).fields["counts"]) == self.size
-        self.control("commit", version=self.version)
+        ids = tuple(group_id for group_id, _ in self.planned[self.version])
+        assert len(self.control(Fetch(ids, read=self.next_request)).counts) == self.size
+        self.control(Commit(self.version))
         self.trained[self.version] = self.planned.pop(self.version)
         self.version += 1
         if self.rng.random() < 0.4:
@@ -375,10 +402,9 @@ class Life:
         lags: Counter[int] = Counter()
         for version, keys in self.trained.items():
             lags.update(version - self.written[key].oldest for key in keys)
-        finished = [bound for part in self.server.service.ledger.history.finished.ranges() for bound in part]
         return Checkpoint(
             version=self.version,
-            finished=finished,
+            finished=tuple(self.server.service.ledger.history.finished.ranges()),
             tokens_trained=self.tokens_trained(),
             lags=dict(sorted(lags.items())),
         )
@@ -388,12 +414,13 @@ class Life:
         self.checkpoints = [known for known in self.checkpoints if known.version <= to.version]
         self.incarnation += 1
         self.control(
-            "rewind",
-            version=to.version,
-            incarnation=self.incarnation,
-            finished=to.finished,
-            tokens_trained=to.tokens_trained,
-            lag_histogram=[number for pair in to.lags.items() for number in pair],
+            Rewind(
+                version=to.version,
+                incarnation=self.incarnation,
+                finished=to.finished,
+                tokens_trained=to.tokens_trained,
+                lag_histogram=tuple(to.lags.items()),
+            )
         )
         if self.planning:
             self.server.forget(CONTROLLER)
@@ -408,7 +435,7 @@ class Life:
             return
         first = self.rng.choice([*self.planned])
         lost = self.rng.sample(self.planned[first], self.rng.randint(1, self.size))
-        self.control("lose", groups=[group_id for group_id, _ in lost])
+        self.control(LoseGroups(group_ids=tuple(group_id for group_id, _ in lost)))
         self.planned = {version: keys for version, keys in self.planned.items() if version < first}
 
     def a_late_copy_comes(self) -> None:
@@ -469,8 +496,7 @@ class Life:
             for worker in self.living():
                 self.withdraw(worker)
                 worker.version, worker.incarnation = self.version, self.incarnation
-                fields = {"engine_version": worker.version, "incarnation": worker.incarnation, "max_groups": 2}
-                worker.asking = self.send(worker.name, "lease", fields)
+                self.request_leases(worker, 2)
             self.take_grants()
             for worker in self.living():
                 for group in [*worker.groups.values()]:
@@ -480,7 +506,7 @@ class Life:
             if self.version in self.planned:
                 self.a_step_is_made()
                 return
-        described = self.control("inspect").fields
+        described = self.control(Inspect()).values
         raise AssertionError(f"no batch {self.version} was made: {self.config}, {described}")
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ import pytest
 from asyncrl.core.errors import DeadlineError, ReplayBufferError, UnknownGroup, VersionTooOld, WireError
 from asyncrl.core.types import Lease
 from buffer import BufferConfig, Durability, StoresOn, make_keys
-from buffer.commands import Put
+from buffer.commands import Put, PutPayload
 from buffer.encoding import group_frames
 from buffer.keys import BufferRole, client_keys
 from buffer.server import StoreServer
@@ -35,7 +35,14 @@ class Hosts:
     def worker(self, host: str, **options) -> AnyRole:
         return self.run.client(host=host, **options)
 
-    def held_by(self, host: str) -> dict:
+    def held_by(self, host: str) -> dict[int, set[int]]:
+        """The attempts of each group whose payload the store of a host holds."""
+        held: dict[int, set[int]] = {}
+        for group_id, attempt in self.payloads_of(host):
+            held.setdefault(group_id, set()).add(attempt)
+        return held
+
+    def payloads_of(self, host: str) -> dict:
         return self.stores[host]._endpoint._service._payloads
 
 
@@ -211,7 +218,7 @@ async def test_a_payload_that_its_store_lost_before_the_ledger_heard_of_it_is_se
 
         async def report_after_the_store_came_back_empty(*arguments) -> None:
             monkeypatch.setattr(a.worker, "_report", report)
-            of.held_by("a").clear()
+            of.payloads_of("a").clear()
             await of.run.server._requeue_missing(0)
             await report(*arguments)
 
@@ -225,7 +232,7 @@ async def test_a_payload_that_its_store_lost_before_the_ledger_heard_of_it_is_se
 def late(reconcile, asked: asyncio.Event, reported: asyncio.Event):
     """Delay a store's answer about missing groups until a put was reported."""
 
-    async def answer(*arguments, **known) -> list[int]:
+    async def answer(*arguments, **known) -> tuple[int, ...]:
         missing = await reconcile(*arguments, **known)
         asked.set()
         await reported.wait()
@@ -241,15 +248,15 @@ async def test_a_payload_that_comes_while_its_store_says_what_it_holds_is_not_ta
         await of.control.enqueue([prompt(0)])
         [lease] = await a.lease(0, 1)
         server = of.run.server
-        asked, reported, put_reserved = asyncio.Event(), asyncio.Event(), a.connection.request_with_payload
+        asked, reported, put_reserved = asyncio.Event(), asyncio.Event(), a.connection.call_with_payload
 
-        async def send_when_asked(link, name, *arguments):
-            if name == "put_payload":
+        async def send_when_asked(operation, *arguments, **options):
+            if isinstance(operation, PutPayload):
                 await asked.wait()
-            return await put_reserved(link, name, *arguments)
+            return await put_reserved(operation, *arguments, **options)
 
         monkeypatch.setattr(server._links, "reconcile", late(server._links.reconcile, asked, reported))
-        monkeypatch.setattr(a.connection, "request_with_payload", send_when_asked)
+        monkeypatch.setattr(a.connection, "call_with_payload", send_when_asked)
         putting = asyncio.ensure_future(a.put(rollout(lease)))
         while not server._service.ledger.groups[0].num_bytes:
             await of.control.stats()
@@ -271,7 +278,7 @@ async def test_a_payload_that_was_lost_while_its_put_was_told_is_found_missing(m
         asked, reported, report = asyncio.Event(), asyncio.Event(), a.worker._report
 
         async def report_when_the_store_was_asked(*arguments) -> None:
-            of.held_by("a").clear()
+            of.payloads_of("a").clear()
             await asked.wait()
             await report(*arguments)
 
@@ -294,7 +301,7 @@ async def send_and_fall_silent(of: Hosts, worker: AnyRole, *, num_tokens: int = 
     [lease] = await worker.lease(0, 1)
     payload = group_frames(rollout(lease, num_tokens=num_tokens))
     await worker.worker._put_in_store((lease.prompt.group_id, lease.attempt), payload)
-    assert of.held_by("a")[lease.prompt.group_id].keys() == {lease.attempt}
+    assert of.held_by("a")[lease.prompt.group_id] == {lease.attempt}
     return lease
 
 
@@ -325,7 +332,7 @@ async def test_a_store_drops_the_payload_of_an_attempt_that_ended(end: str):
         [again] = await asyncio.wait_for(other.lease(0, 1), 20)
         assert (again.prompt.group_id, again.attempt) == (0, 1)
         await asyncio.wait_for(other.put(rollout(again, num_tokens=50)), 20)
-        assert {group_id: {*attempts} for group_id, attempts in of.held_by("a").items()} == {0: {1}}
+        assert of.held_by("a") == {0: {1}}
         assert [group.attempt for group in await of.control.fetch([0])] == [1]
 
 
@@ -339,7 +346,7 @@ async def test_a_store_drops_an_ended_payload_that_it_said_it_lacked():
         await of.control.bury(await a.enter())
         [again] = await other.lease(0, 1)
         await asyncio.wait_for(other.put(rollout(again, num_tokens=50)), 20)
-        assert {*of.held_by("a")[0]} == {1}
+        assert of.held_by("a")[0] == {1}
 
 
 async def test_a_store_keeps_no_payload_that_comes_after_its_attempt_ended():
@@ -350,9 +357,8 @@ async def test_a_store_keeps_no_payload_that_comes_after_its_attempt_ended():
         address, late = of.stores["a"].address, group_frames(rollout(lease, num_tokens=50))
         await of.control.bury(await a.enter())
         await of.control.stats()
-        fields = {"group_id": 0, "attempt": 0}
-        sender = of.worker("a")
-        await sender.connection.request_with_payload(sender.connection.store_link(address), "put_payload", fields, late)
+        sender = of.worker("a").connection
+        await sender.call_with_payload(PutPayload(0, 0), late, (0, 0), link=sender.store_link(address))
         assert of.held_by("a") == {}
         [again] = await other.lease(0, 1)
         await asyncio.wait_for(other.put(rollout(again, num_tokens=50)), 20)
@@ -386,14 +392,14 @@ async def test_a_group_that_is_reopened_accepts_no_payload_of_its_earlier_attemp
         await of.control.commit(0)
         await of.control.rewind(0, incarnation=1, finished=[], tokens_trained=0, lag_histogram={})
         await of.control.enqueue([prompt(0)])
-        sender, address = of.worker("a"), of.stores["a"].address
-        fields, late = {"group_id": 0, "attempt": 0}, group_frames(rollout(lease))
-        await sender.connection.request_with_payload(sender.connection.store_link(address), "put_payload", fields, late)
+        sender, late = of.worker("a"), group_frames(rollout(lease))
+        link = sender.connection.store_link(of.stores["a"].address)
+        await sender.connection.call_with_payload(PutPayload(0, 0), late, (0, 0), link=link)
         assert of.held_by("a") == {}
         sender.connection.incarnation = 1
         [again] = await sender.lease(0, 1)
         await sender.put(rollout(again))
-        assert of.held_by("a")[0].keys() == {1}
+        assert of.held_by("a")[0] == {1}
 
 
 async def test_other_bytes_than_were_put_are_refused_by_whoever_fetches_them():
@@ -402,10 +408,10 @@ async def test_other_bytes_than_were_put_are_refused_by_whoever_fetches_them():
         await of.control.enqueue([prompt(0)])
         [lease] = await a.lease(0, 1)
         await a.put(rollout(lease))
-        held = of.held_by("a")[0]
-        payload = bytearray(b"".join(held[0]))
+        held = of.payloads_of("a")
+        payload = bytearray(b"".join(held[0, 0]))
         payload[-1] ^= 1
-        held[0] = [bytes(payload)]
+        held[0, 0] = [bytes(payload)]
         with pytest.raises(WireError, match="sent other bytes for group 0 than were put"):
             await of.control.fetch([0])
 

@@ -12,7 +12,8 @@ import pytest
 
 from asyncrl.core.errors import LeaseExpired, UnknownGroup
 from buffer import BufferClient, BufferConfig, BufferProcess, BufferSupervisor, Durability, SyncBufferClient
-from buffer.client_socket import ClientSocket
+from buffer.client import ClientSocket
+from buffer.commands import Fetch, PutPayload
 from buffer.groups import GroupState
 from buffer.server import StoreServer
 from tests.support.buffer_groups import AnyRole, prompt, rollout, running
@@ -61,9 +62,9 @@ async def test_store_servers_end_with_the_ledgers_server(tmp_path: Path):
         process.process.kill()
         process.process.wait()
     for address in stores:
-        link = ClientSocket(address, timeout_s=1.0, keys=None, on_push=lambda message: None)
+        link = ClientSocket(address, timeout_s=1.0, keys=None)
         with pytest.raises(Exception, match="no answer"):
-            await link.request("fetch", {"groups": [], "attempts": []})
+            await link.request(Fetch(()))
         link.close()
 
 
@@ -228,13 +229,12 @@ async def test_a_store_of_another_epoch_begins_empty_and_of_its_own_with_what_it
     for epoch, payload in held.items():
         for is_again in (False, True):
             server = StoreServer(replace(config, epoch=epoch), number=0)
-            link = ClientSocket(server.address, timeout_s=5.0, keys=None, on_push=lambda message: None, epoch=epoch)
-            fields = {"groups": [7], "attempts": [0], "read": 0}
+            link = ClientSocket(server.address, timeout_s=5.0, keys=None, epoch=epoch)
             if not is_again:
                 with pytest.raises(UnknownGroup):
-                    await link.request("fetch", fields)
-                await link.request("put_payload", {"group_id": 7, "attempt": 0}, [payload])
-            reply = await link.request("fetch", fields)
+                    await link.request(Fetch((7,), (0,)))
+                await link.request(PutPayload(7, 0), [payload])
+            reply = await link.request(Fetch((7,), (0,)))
             assert [bytes(frame) for frame in reply.payload] == [payload]
             link.close()
             server.close()

@@ -1,18 +1,17 @@
 """Trajectories with several branches: losses, advantages and balance count trajectories; each token counts once."""
 
-import json
 import os
 from dataclasses import replace
 from functools import partial
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from asyncrl.core.trajectory import Trajectory, TrajectoryGroup, Turn
-from asyncrl.core.types import FinishReason, Plan
-from buffer.messages import summary_fields, summary_of
+from asyncrl.core.types import FinishReason, GroupSummary, Plan
 from learner.advantages import BatchAdvantages
 from learner.batching import group_cost, rank_batches
 from learner.config import Aggregation, AlgorithmConfig, Anchor, Device, LearnerConfig, Mask, OptimizerConfig, Weight
@@ -171,7 +170,7 @@ def test_the_balance_counts_the_packed_length_of_every_branch():
 def test_a_serialized_summary_has_branches_only_for_branching_trajectories():
     summary = GROUP.summary
     assert (summary.branch_tokens, summary.num_branches) == ((25, 7), (3, 1))
-    assert summary_of(json.loads(json.dumps(summary_fields(summary)))) == summary
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(summary), type=GroupSummary) == summary
     chain = TrajectoryGroup.from_trajectories(
         [Trajectory(turns=(PROMPT, sampled(2, 0), observed(1, 1), sampled(3, 2)), reward=0.0)], group_id=0, attempt=0
     )

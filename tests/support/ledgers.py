@@ -66,7 +66,7 @@ class DrivenLedger(Ledger):
         return list(self.apply(command, now, sender=owner).leases)
 
     def renew(self, group_id: int, attempt: int, *, now: float) -> bool:
-        return self.apply(Renew(group_id=group_id, attempt=attempt), now).expires_at is not None
+        return not self.apply(Renew(((group_id, attempt),)), now).lost
 
     def reserve(self, lease: GrantedLease, num_bytes: int, *, host: str = "") -> Reserved:
         return self.apply(Reserve(group_id=lease.group_id, attempt=lease.attempt, num_bytes=num_bytes, host=host))

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from buffer import BufferConfig, Durability, journal
+from buffer.commands import Failure
+from buffer.encoding import PUSH_ID, Message
 from buffer.heartbeats import LoopClock
 from buffer.journal import Journal
-from buffer.messages import PUSH_ID, Message
 from buffer.service import BufferService
 
 
@@ -120,7 +121,8 @@ class MortalServer:
 
     def deliver(self, client: bytes, request: Message) -> None:
         """Deliver a request, for the first time or as a late copy."""
-        self._do(lambda: self.service.handle(client, request))
+        request.client = client
+        self._do(lambda: self.service.handle(request))
 
     def pass_time(self) -> None:
         """Fire due timers: leases expire, and silent workers count as gone."""
@@ -145,7 +147,7 @@ class MortalServer:
         """Send a request that is answered at once; returns the reply, which must not be an error."""
         self.send(client, request)
         reply = self.replies.pop((client, request.request_id))
-        assert reply.name == "ok", reply
+        assert kind_of(reply) == "ok", reply
         return reply
 
     def close(self) -> None:
@@ -154,6 +156,6 @@ class MortalServer:
         self._journal.close()
 
 
-def plain(fields: dict[str, Any]) -> dict[str, Any]:
-    """Header fields as they come off the wire: lists, not tuples."""
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
+def kind_of(reply: Message) -> str:
+    """The name of the error in a reply, or ``ok``."""
+    return reply.body.name if isinstance(reply.body, Failure) else "ok"

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Collection
-from dataclasses import asdict
 
 from asyncrl.core.types import WeightOffer
 from buffer.offers import OfferLog
@@ -33,7 +32,7 @@ class OffersInMemory:
         await self._notify()
 
     async def offer(self, offer: WeightOffer) -> int:
-        self.log.append(offer.version, asdict(offer))
+        self.log.append(offer)
         await self._notify()
         return self.log.oldest()
 

@@ -109,14 +109,14 @@ class InMemoryBuffer(OffersInMemory):
         self._now += 2 * LEASE_S
         for lease in self.ledger.groups.leases.all():
             if lease.group_id != group_id:
-                self.ledger.apply(Renew(group_id=lease.group_id, attempt=lease.attempt), self._now)
+                self.ledger.apply(Renew(((lease.group_id, lease.attempt),)), self._now)
         self.ledger.apply(Expire(), self._now)
         await self._notify()
 
     async def revoke(self, group_id: int) -> None:
         """One lease runs out, and its worker hears of it."""
         await self.expire(group_id)
-        for revocation in self.ledger.drain_revocations():
+        for _, revocation in self.ledger.drain_revocations():
             self._revocations.put_nowait((revocation.group_id, revocation.attempt))
 
     async def stored(self, num_groups: int) -> None:

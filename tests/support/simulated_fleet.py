@@ -3,13 +3,27 @@
 An engine writes each of its groups at its own pace, however many it holds. What is handed on is saved and continued.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import simpy
 
+from asyncrl.core.types import GroupSummary, WeightOffer
 from asyncrl.planner.simulated_buffer import SimulatedBuffer, SimulatedLoop, buffer_options, call_after
+from buffer.commands import (
+    Commit,
+    Enqueue,
+    LeaseGroups,
+    NextOffer,
+    Offer,
+    Offered,
+    PlanBatch,
+    Progress,
+    Put,
+    Release,
+    SavePrefix,
+)
 
 _CONTROLLER = b"controller"
 _GATHER_S = 0.02
@@ -57,11 +71,10 @@ class SimulatedEngineWorker:
         self._ask()
 
     def _follow_weights(self) -> None:
-        fields = {"at_least": self._version + 1}
-        self._buffer.request(self._client, "next_offer", fields, on_reply=self._load)
+        self._buffer.request(self._client, NextOffer(self._version + 1), on_reply=self._load)
 
-    def _load(self, fields: Mapping[str, Any]) -> None:
-        self._version = fields["offer"]["version"]
+    def _load(self, offered: Offered) -> None:
+        self._version = offered.offer.version
         if self._asked is not None:
             self._buffer.cancel_lease(self._client, self._asked)
             self._asked = None
@@ -77,13 +90,14 @@ class SimulatedEngineWorker:
         self._is_gathering = False
         wanted = self._num_places - len(self._groups)
         if self._asked is None and wanted > 0:
-            fields = {"engine_version": self._version, "max_groups": wanted}
-            self._asked = self._buffer.request(self._client, "lease", fields, on_reply=self._begin)
+            asked = LeaseGroups(engine_version=self._version, max_groups=wanted)
+            self._asked = self._buffer.request(self._client, asked, on_reply=self._begin)
 
-    def _begin(self, fields: Mapping[str, Any]) -> None:
+    def _begin(self, leased: Any) -> None:
         self._asked = None
-        for group_id, attempt, version, _, _, num_prefix_frames in fields["leases"]:
-            written = self._fleet.saved.pop(group_id, 0.0) if num_prefix_frames > 0 else 0.0
+        for lease in getattr(leased, "leases", ()):
+            group_id, attempt, version = *lease.key, lease.engine_version
+            written = self._fleet.saved.pop(group_id, 0.0) if lease.num_prefix_frames > 0 else 0.0
             group = _Writing(
                 length=self._fleet.length_of(group_id),
                 num_tokens=written,
@@ -110,23 +124,18 @@ class SimulatedEngineWorker:
 
     def _put(self, group_id: int, attempt: int, group: _Writing) -> None:
         self._count(group, group.length)
-        fields = {
-            "group_id": group_id,
-            "attempt": attempt,
-            "num_prompt_tokens": 8,
-            "num_tokens": group.length,
-            "oldest_version": group.version,
-            "newest_version": self._version,
-            "num_truncated": 0,
-            "response_lengths": [group.length],
-            "branch_tokens": [],
-            "num_branches": [],
-            "rewards": [0.0],
-            "metrics": [],
-        }
-        self._buffer.request(
-            self._client, "put", fields, num_bytes=1, on_reply=lambda _: self._leave(group_id, attempt)
+        summary = GroupSummary(
+            group_id=group_id,
+            attempt=attempt,
+            num_prompt_tokens=8,
+            response_lengths=(group.length,),
+            num_tokens=group.length,
+            oldest_version=group.version,
+            newest_version=self._version,
+            rewards=(0.0,),
         )
+        put = Put(summary=summary)
+        self._buffer.request(self._client, put, num_bytes=1, on_reply=lambda _: self._leave(group_id, attempt))
 
     def _leave(self, group_id: int, attempt: int) -> None:
         del self._groups[group_id, attempt]
@@ -145,19 +154,15 @@ class SimulatedEngineWorker:
         written = max(0.0, self._env.now - group.since) * group.speed
         num_tokens = min(group.length, group.num_tokens + written)
         self._count(group, num_tokens)
-        named = {"group_id": group_id, "attempt": attempt, "num_tokens": int(num_tokens)}
-        if int(num_tokens):
-            versions = {"oldest_version": group.version, "newest_version": self._version}
-            versions["longest_response"] = int(num_tokens)
-            self._buffer.request(self._client, "save", named | versions, num_bytes=1)
+        written, named = int(num_tokens), {"group_id": group_id, "attempt": attempt}
+        if written:
+            progress = Progress(num_tokens=written, oldest_version=group.version, newest_version=self._version)
+            save = SavePrefix(**named, progress=progress, longest_response=written)
+            self._buffer.request(self._client, save, num_bytes=1)
             self._fleet.saved[group_id] = num_tokens
         self.num_handed_on += 1
-        self._buffer.request(
-            self._client,
-            "release",
-            named | {"reason": "handed_on", "max_failures": 0},
-            on_reply=lambda _: self._leave(group_id, attempt),
-        )
+        release = Release(**named, num_tokens=written, reason="handed_on")
+        self._buffer.request(self._client, release, on_reply=lambda _: self._leave(group_id, attempt))
 
 
 class SimulatedFleet:
@@ -214,27 +219,24 @@ class SimulatedFleet:
         return (self.tokens_trained - before) / seconds
 
     def _offer(self, version: int) -> None:
-        offer = {"version": version, "manifest": f"/v{version}", "digest": "", "num_bytes": 0}
-        self.buffer.request(b"learner", "offer", {"offer": offer})
+        offer = WeightOffer(version=version, manifest=f"/v{version}", digest="", num_bytes=0)
+        self.buffer.request(b"learner", Offer(offer=offer))
 
     def _feed(self, number: int) -> None:
-        groups = list(range(self._num_prompts, self._num_prompts + number))
+        groups = tuple(range(self._num_prompts, self._num_prompts + number))
         self._num_prompts += number
-        self.buffer.request(_CONTROLLER, "enqueue", {"groups": groups, "counts": [0] * number})
+        self.buffer.request(_CONTROLLER, Enqueue(groups, (0,) * number))
 
     def _learn(self) -> Any:
         version = 0
         while True:
             made = self.env.event()
 
-            def on_plan(fields: Mapping[str, Any], made: simpy.Event = made) -> None:
-                made.succeed(fields)
-
-            self.buffer.request(_CONTROLLER, "plan", {"version": version}, on_reply=on_plan)
-            groups = (yield made)["groups"]
+            self.buffer.request(_CONTROLLER, PlanBatch(version), on_reply=made.succeed)
+            groups = (yield made).groups
             self._feed(self._groups_per_step)
             yield self.env.timeout(self._step_s)
-            self.tokens_trained += sum(group["num_tokens"] for group in groups)
+            self.tokens_trained += sum(group.num_tokens for group in groups)
             version += 1
             self._offer(version)
-            self.buffer.request(_CONTROLLER, "commit", {"version": version - 1})
+            self.buffer.request(_CONTROLLER, Commit(version - 1))
