@@ -49,7 +49,7 @@ class OffersInMemory:
         async with self._changed:
             while (offer := self.log.next_for(engine.encode(), after + 1, self.learner_version)) is None:
                 await self._changed.wait()
-            return WeightOffer(**offer)
+            return offer
 
     async def loaded(self, version: int, took_s: float, engine: str = "0") -> None:
         self.log.loaded(engine.encode(), version, took_s, engine)
