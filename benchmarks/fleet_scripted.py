@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -117,10 +117,10 @@ def _metered(script: Script, meter: _Meter) -> _SlowToStart:
     """An engine that tells a meter of each sample."""
 
     class Metered(_SlowToStart):
-        async def _write(self, request: SampleRequest, answer: ScriptedAnswer) -> SampleOutput:
+        async def _write(self, sample: Any) -> SampleOutput:
             meter.change(1)
             try:
-                return await super()._write(request, answer)
+                return await super()._write(sample)
             finally:
                 meter.change(-1)
 
