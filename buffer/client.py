@@ -21,23 +21,8 @@ import zmq
 from asyncrl.core import record
 from asyncrl.core.errors import DeadlineError, NotAllowed, ReplayBufferError, StoreFull, WireError
 
-from .commands import (
-    Answer,
-    Connect,
-    Connected,
-    Failure,
-    Hello,
-    Key,
-    NothingYet,
-    Operation,
-    Payloads,
-    Push,
-    Reply,
-    Reserve,
-    Room,
-    Space,
-    Welcome,
-)
+from . import commands
+from .commands import Answer, Key, NothingYet, Operation, Reply
 from .encoding import JOIN_BELOW_BYTES, PUSH_ID, Message, error_of, frames_of, parse_answers
 from .heartbeats import Deadline, LoopClock
 from .keys import ClientKeys, secure_client
@@ -213,7 +198,7 @@ class ClientSocket:
             answer = await self._begin(Message(request_id=request_id, body=operation, payload=payload), caller)
         finally:
             self._unanswered.pop(request_id, None)
-        if isinstance(answer.body, Failure):
+        if isinstance(answer.body, commands.Failure):
             raise error_of(answer.body)
         return answer
 
@@ -235,7 +220,11 @@ class ClientSocket:
 
         def forget(answer: asyncio.Future[Message]) -> None:
             self._unanswered.pop(request.request_id, None)
-            if not answer.cancelled() and answer.exception() is None and not isinstance(answer.result().body, Failure):
+            if (
+                not answer.cancelled()
+                and answer.exception() is None
+                and not isinstance(answer.result().body, commands.Failure)
+            ):
                 on_answer(answer.result().body)
 
         self._begin(request, operation.name).add_done_callback(forget)
@@ -348,7 +337,7 @@ class ClientSocket:
         if is_connected:
             self._refusal = None
             self._connect_id = next(self._ids)
-            self._control.send(frames_of(self._epoch, [Message(request_id=self._connect_id, body=Connect())]))
+            self._control.send(frames_of(self._epoch, [Message(request_id=self._connect_id, body=commands.Connect())]))
 
     def _on_refused(self) -> None:
         self._refuse(
@@ -365,8 +354,10 @@ class ClientSocket:
 
     def _on_connected(self, answer: Answer) -> None:
         """Note the run and the bulk port that the server named."""
-        if not isinstance(answer, Connected):
-            self._refuse(error_of(answer) if isinstance(answer, Failure) else WireError(f"{answer} names no run"))
+        if not isinstance(answer, commands.Connected):
+            self._refuse(
+                error_of(answer) if isinstance(answer, commands.Failure) else WireError(f"{answer} names no run")
+            )
             return
         self._epoch, port = answer.epoch, answer.bulk_port
         self.is_connected = True
@@ -438,14 +429,14 @@ class ClientSocket:
             self.fail_all(error)
             return
         for answer in answers:
-            if isinstance(answer.body, Push):
+            if isinstance(answer.body, commands.Push):
                 self._on_push(answer.body)
-            elif answer.request_id == PUSH_ID and isinstance(answer.body, Failure):
+            elif answer.request_id == PUSH_ID and isinstance(answer.body, commands.Failure):
                 self.fail_all(error_of(answer.body))
             elif answer.request_id == self._connect_id:
                 self._on_connected(answer.body)
             else:
-                if isinstance(answer.body, Payloads):
+                if isinstance(answer.body, commands.Payloads):
                     self.num_read = max(self.num_read, answer.request_id)
                 unanswered = self._unanswered.get(answer.request_id)
                 if unanswered is not None and not unanswered.reply.done():
@@ -531,8 +522,8 @@ class BufferClient:
             epoch=self._epoch,
         )
 
-    def _push(self, push: Push) -> None:
-        if isinstance(push, Space):
+    def _push(self, push: commands.Push) -> None:
+        if isinstance(push, commands.Space):
             self._space.set()
             self._space = asyncio.Event()
         elif (on_push := self.on_push.get(type(push))) is not None:
@@ -589,13 +580,15 @@ class BufferClient:
             except StoreFull:
                 is_reserved = False
 
-    async def reserve(self, key: Key, payload: Sequence[Any], *, link: ClientSocket | None = None) -> Room:
+    async def reserve(
+        self, key: Key, payload: Sequence[Any], *, link: ClientSocket | None = None
+    ) -> commands.Reservation:
         """Wait until a server has reserved the bytes of a payload, on the store of this host if possible."""
         num_bytes, host = sum(map(len, payload)), "" if link is not None else self.host
-        reserve = Reserve(group_id=key[0], attempt=key[1], num_bytes=num_bytes, host=host)
+        reserve = commands.Reserve(group_id=key[0], attempt=key[1], num_bytes=num_bytes, host=host)
         return await (link or self.link).call(reserve, caller="put")
 
-    async def hello(self, hello: Hello, caller: str) -> Welcome:
+    async def hello(self, hello: commands.Hello, caller: str) -> commands.Welcome:
         """Greet the server; returns what every client must know. ``caller`` is the call that an error names."""
         sent_ns = time.monotonic_ns()
         welcome = await self.link.call(hello, caller=caller)
@@ -605,9 +598,9 @@ class BufferClient:
     async def hello_for_clock(self, caller: str) -> None:
         """Compare this host's clock with the server's, if this process records and the clocks differ."""
         if record.current() is not None and self._has_other_clock is not False:
-            await self.hello(Hello(), caller)
+            await self.hello(commands.Hello(), caller)
 
-    def note_clock(self, sent_ns: int, welcome: Welcome) -> None:
+    def note_clock(self, sent_ns: int, welcome: commands.Welcome) -> None:
         """Record the offset of this host's clock from the server's, if they are on different hosts."""
         self._has_other_clock = welcome.clock != record.clock_id()
         if self._has_other_clock:

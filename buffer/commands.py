@@ -61,7 +61,7 @@ class Answer(Row, frozen=True, tag=_wire_name):
     """What a server sends: the answer to an operation, or a `Push`."""
 
 
-class Outcome(Answer, frozen=True):
+class LedgerOutcome(Answer, frozen=True):
     """What the ledger decided; some outcomes are answers."""
 
 
@@ -129,7 +129,7 @@ class Progress(Row, frozen=True, kw_only=True):
 # Outcomes
 
 
-class Queued(Outcome, frozen=True, kw_only=True):
+class Queued(LedgerOutcome, frozen=True, kw_only=True):
     """The groups of the new prompts."""
 
     group_ids: tuple[int, ...]
@@ -164,31 +164,31 @@ class GrantedLease(Row, frozen=True, kw_only=True):
         return 0 if self.progress is None else self.progress.num_tokens
 
 
-class Granted(Outcome, frozen=True, kw_only=True):
+class Granted(LedgerOutcome, frozen=True, kw_only=True):
     """The leases of one request; empty if no group is admitted now."""
 
     leases: tuple[GrantedLease, ...]
 
 
-class Renewed(Outcome, frozen=True, kw_only=True):
+class Renewed(LedgerOutcome, frozen=True, kw_only=True):
     """When the renewed leases expire; ``lost`` names the groups and attempts that their owner no longer holds."""
 
     expires_at: float
     lost: tuple[Key, ...] = ()
 
 
-class Saved(Outcome, frozen=True, kw_only=True):
+class Saved(LedgerOutcome, frozen=True, kw_only=True):
     """The progress was recorded."""
 
 
-class Reserved(Outcome, frozen=True, kw_only=True):
+class Reserved(LedgerOutcome, frozen=True, kw_only=True):
     """The store that takes a group. Groups in ``evicted`` lose their stored trajectories, or their saved prefix."""
 
     store: int
     evicted: tuple[int, ...] = ()
 
 
-class PutOutcome(Outcome, frozen=True, kw_only=True):
+class PutOutcome(LedgerOutcome, frozen=True, kw_only=True):
     """The result of a put.
 
     Attributes:
@@ -204,7 +204,7 @@ class PutOutcome(Outcome, frozen=True, kw_only=True):
     refusal: str = ""
 
 
-class Released(Outcome, frozen=True, kw_only=True):
+class Released(LedgerOutcome, frozen=True, kw_only=True):
     """Whether a release ended a running lease, or was the report that a revoked attempt owed.
 
     ``is_dropped``: the group reached its maximum number of failures.
@@ -215,7 +215,7 @@ class Released(Outcome, frozen=True, kw_only=True):
     is_dropped: bool = False
 
 
-class TakenBack(Outcome, frozen=True, kw_only=True):
+class TakenBack(LedgerOutcome, frozen=True, kw_only=True):
     """The groups whose leases were revoked; their prompts are queued again, except for ``dropped`` groups.
 
     A dropped group was on too many workers that died. ``num_lost`` is the number of tokens that a dead owner lost; None
@@ -227,7 +227,7 @@ class TakenBack(Outcome, frozen=True, kw_only=True):
     dropped: tuple[int, ...] = ()
 
 
-class Lost(Outcome, frozen=True, kw_only=True):
+class Lost(LedgerOutcome, frozen=True, kw_only=True):
     """The lost groups. The batches of the versions in ``dissolved`` are planned again.
 
     The running groups in ``unsent`` lose their reservations. The groups in ``missing`` are lost when their batch is
@@ -240,14 +240,14 @@ class Lost(Outcome, frozen=True, kw_only=True):
     missing: tuple[int, ...] = ()
 
 
-class AddedStore(Outcome, frozen=True, kw_only=True):
+class AddedStore(LedgerOutcome, frozen=True, kw_only=True):
     """The number of a store; ``is_new`` unless it was added before."""
 
     store: int
     is_new: bool
 
 
-class DroppedStore(Outcome, frozen=True, kw_only=True):
+class DroppedStore(LedgerOutcome, frozen=True, kw_only=True):
     """The groups that a dropped store held.
 
     The stored groups in ``group_ids`` are generated again. The running groups in ``reserved`` lose their reservations.
@@ -259,7 +259,7 @@ class DroppedStore(Outcome, frozen=True, kw_only=True):
     reserved: tuple[int, ...] = ()
 
 
-class Planned(Outcome, frozen=True, kw_only=True):
+class Planned(LedgerOutcome, frozen=True, kw_only=True):
     """A batch: the groups that version ``version`` consumes, in order.
 
     ``given_up`` are running groups whose leases the plan revokes; they are dropped if ``is_dropped``, else queued.
@@ -271,14 +271,14 @@ class Planned(Outcome, frozen=True, kw_only=True):
     is_dropped: bool = False
 
 
-class Committed(Outcome, frozen=True, kw_only=True):
+class Committed(LedgerOutcome, frozen=True, kw_only=True):
     """The groups that the learner consumed."""
 
     version: int
     group_ids: tuple[int, ...]
 
 
-class Rewound(Outcome, frozen=True, kw_only=True):
+class Rewound(LedgerOutcome, frozen=True, kw_only=True):
     """Whether this rewind is new. Groups in ``group_ids`` lost a running attempt, their trajectories or a prefix."""
 
     is_new: bool
@@ -351,7 +351,7 @@ class Leased(Answer, frozen=True):
     leases: tuple[LeasedGroup, ...]
 
 
-class Room(Answer, frozen=True):
+class Reservation(Answer, frozen=True):
     """The bytes are reserved, on the store at ``address`` if one holds them; not if the lease is lost."""
 
     is_held: bool = True
@@ -490,7 +490,7 @@ class SavePrefix(Command[Saved, Done], frozen=True, kw_only=True):
     longest_response: Annotated[int, Meta(ge=-1, le=MAX_COUNT)] = -1
 
 
-class Reserve(Command[Reserved, Room], frozen=True, kw_only=True):
+class Reserve(Command[Reserved, Reservation], frozen=True, kw_only=True):
     """Reserve bytes for the trajectories of a running group before they are sent, on ``host`` if possible."""
 
     roles = _ROLLOUT
@@ -809,5 +809,5 @@ LoggedFrames = Mapping[tuple[str, int], Frames | int]
 class CommandLog(Protocol):
     """Records commands with their outcomes before they take effect."""
 
-    def record(self, command: Command[Any, Any], outcome: Outcome, frames: LoggedFrames) -> None:
+    def record(self, command: Command[Any, Any], outcome: LedgerOutcome, frames: LoggedFrames) -> None:
         """Write one command, its outcome, and its frames."""

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from .selection import find_filters, find_order
+from .rule import find_filters, find_order
 
 
 class OnStale(StrEnum):

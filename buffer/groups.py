@@ -17,7 +17,9 @@ from asyncrl.core.errors import UnknownGroup
 from asyncrl.core.types import GroupSummary
 
 from .commands import GrantedLease, Progress
-from .selection import Entry
+
+Entry = tuple[float, int, int]
+"""A stored group: its rank, its place in the order of storing, and its id."""
 
 
 class GroupState(StrEnum):

@@ -34,7 +34,7 @@ import xxhash
 
 from asyncrl.core.errors import ReplayBufferError
 
-from .commands import Command, Frames, LoggedFrames, Outcome, Put, Row, leaves, union_of
+from .commands import Command, Frames, LedgerOutcome, LoggedFrames, Put, Row, leaves, union_of
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ _HEADER = struct.Struct("<QIQ")
 """Checksum (xxh3) of head and frames, size of the head, size of the frames, in bytes."""
 
 AnyCommand: TypeAlias = union_of(leaves(Command))  # type: ignore
-AnyOutcome: TypeAlias = union_of(leaves(Outcome))  # type: ignore
+AnyOutcome: TypeAlias = union_of(leaves(LedgerOutcome))  # type: ignore
 Reference = tuple[str, int, int, tuple[int, ...]]
 """Kind, group id, place and lengths of frames; no lengths if they are in another record; place 0 drops them."""
 
@@ -93,7 +93,7 @@ class Recovered:
     """
 
     snapshot: Mapping[str, Any] | None = None
-    commands: Sequence[tuple[Command[Any, Any], Outcome]] = ()
+    commands: Sequence[tuple[Command[Any, Any], LedgerOutcome]] = ()
     frames: Mapping[str, dict[int, Frames]] = field(default_factory=dict)
 
 
@@ -269,7 +269,7 @@ class Journal:
         self._retiring: threading.Thread | None = None
         self._base_bytes = self._retry_above = 0
         self._is_compacting = self._closed = False
-        self._later: list[tuple[Command[Any, Any], Outcome, LoggedFrames]] = []
+        self._later: list[tuple[Command[Any, Any], LedgerOutcome, LoggedFrames]] = []
         self._num_later_bytes = 0
         try:
             self._lock = os.open(f"{path}.lock", os.O_CREAT | os.O_RDWR, 0o600)
@@ -371,7 +371,7 @@ class Journal:
                     "with the options of the journal, or give a new run another buffer.directory"
                 )
 
-    def record(self, command: Command[Any, Any], outcome: Outcome, frames: LoggedFrames) -> None:
+    def record(self, command: Command[Any, Any], outcome: LedgerOutcome, frames: LoggedFrames) -> None:
         """Write a command, its outcome and frames. Raises `ReplayBufferError` if the disk is full.
 
         For a put, bytes are only reserved now. All puts are written together by `flush`, or with the next command.

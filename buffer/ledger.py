@@ -38,8 +38,7 @@ from .account import (
 )
 from .config import OnStale
 from .groups import Group, GroupState, GroupTable
-from .rule import Room, StalenessRule
-from .selection import choose_batch, dropped_by, find_filters, find_order, rank_of
+from .rule import Room, StalenessRule, choose_batch, dropped_by, find_filters, find_order, rank_of
 
 
 class Call(NamedTuple):
@@ -55,9 +54,9 @@ class Ledger:
     Args:
         rule: The staleness bound.
         on_stale: What happens to a running group that a plan would have to wait for.
-        order: Which stored groups a batch prefers; a name from `buffer.selection`, or ``module:function``.
+        order: Which stored groups a batch prefers; a name from `buffer.rule`, or ``module:function``.
         lease_s: A lease that is not renewed for this long is taken back.
-        filters: Names from `buffer.selection`, or ``module:function``; a group that a filter drops is never stored.
+        filters: Names from `buffer.rule`, or ``module:function``; a group that a filter drops is never stored.
         first_version: First learner version.
         max_bytes: Bytes that each store may hold; 0 means no bound. The ledger's own server holds the saved prefixes.
         num_stores: Number of stores at the beginning; 0 if every store joins later.

@@ -26,7 +26,8 @@ from msgspec import convert, to_builtins
 from asyncrl.core.errors import WeightsError, WeightsGone, WrongEpoch
 from asyncrl.core.types import WeightOffer
 
-from .commands import Answer, Done, Loaded, Names, NextOffer, Number, Offer, Offered, Pin, Served, Serving, Unpin
+from . import commands
+from .commands import Answer, Done
 from .encoding import Message
 from .journal import Journal
 from .waiting import Collaborators
@@ -229,7 +230,7 @@ class OfferRequests:
         """Clients that wait for weights."""
         return self._receivers.clients
 
-    def note_loaded(self, client: bytes, loaded: Loaded) -> None:
+    def note_loaded(self, client: bytes, loaded: commands.Loaded) -> None:
         """Record the version that an engine serves; an engine whose worker was silent is known again."""
         if self.is_current(loaded):
             self._log.loaded(client, loaded.version, loaded.seconds, loaded.engine)
@@ -245,11 +246,11 @@ class OfferRequests:
         self._log = OfferLog()
         self._shown = None
 
-    def is_current(self, message: Loaded | Offer | NextOffer) -> bool:
+    def is_current(self, message: commands.Loaded | commands.Offer | commands.NextOffer) -> bool:
         """Whether a message comes from the current incarnation, or from an engine that serves its weights."""
         return message.incarnation == self._ledger.incarnation
 
-    def on_offer(self, request: Message, offer: Offer) -> Answer:
+    def on_offer(self, request: Message, offer: commands.Offer) -> Answer:
         """Add an offer to the log, or fail the requests for weights because a publish failed."""
         if not self.is_current(offer):
             raise WrongEpoch(
@@ -265,14 +266,14 @@ class OfferRequests:
             self._write()
             for held in (self._receivers, self._followers, self._evaluators):
                 held.fail_all(WeightsError(offer.failure))
-        return Number(self._log.oldest())
+        return commands.Number(self._log.oldest())
 
     def _write(self) -> None:
         """Write the log to the journal before requests are answered. Raises `ReplayBufferError` if the disk is full."""
         if self._journal is not None:
             self._journal.write(_JOURNALED_AS, [self._ledger.incarnation, self._log.snapshot()])
 
-    def on_next_offer(self, request: Message, wanted: NextOffer) -> Answer | None:
+    def on_next_offer(self, request: Message, wanted: commands.NextOffer) -> Answer | None:
         """Show newer weights, now or later."""
         return self._answer_receiver(request) or self._receivers.hold(request)
 
@@ -282,23 +283,23 @@ class OfferRequests:
         offer = self._log.next_for(request.client, at_least, self._ledger.learner_version)
         if self._log.num_pinned != num_pinned:
             self._write()
-        return None if offer is None else Offered(offer)
+        return None if offer is None else commands.Offered(offer)
 
-    def on_served(self, request: Message, served: Served) -> Answer | None:
+    def on_served(self, request: Message, served: commands.Served) -> Answer | None:
         """Say which versions the engines serve, now or later."""
         self._log.check()
         return self._answer_follower(request) or self._followers.hold(request)
 
     def _answer_follower(self, request: Message) -> Answer | None:
         served = self._log.served(request.body.num_engines)
-        return None if served is None or served[0] < request.body.at_least else Serving(*served)
+        return None if served is None or served[0] < request.body.at_least else commands.Serving(*served)
 
     def _tell_controllers(self) -> None:
         if not self._log.failure:
             self._followers.answer(self._answer_follower)
             self._evaluators.answer(self._answer_evaluator)
 
-    def on_pin(self, request: Message, pin: Pin) -> Answer | None:
+    def on_pin(self, request: Message, pin: commands.Pin) -> Answer | None:
         """Pin engines to a version; say which serve it, now or later."""
         self._log.check()
         if self._log.pin(pin.version, pin.num_engines):
@@ -306,7 +307,7 @@ class OfferRequests:
             self._receivers.answer(self._answer_receiver)
         return self._answer_evaluator(request) or self._evaluators.hold(request)
 
-    def on_unpin(self, request: Message, unpin: Unpin) -> Answer:
+    def on_unpin(self, request: Message, unpin: commands.Unpin) -> Answer:
         """Release the pinned engines."""
         self._log.unpin()
         self._write()
@@ -318,4 +319,4 @@ class OfferRequests:
         engines = self._log.pinned()
         if self._log.is_pin_lost(self._ledger.learner_version):
             raise WeightsGone(f"policy version {request.body.version} is no longer offered, and no engine serves it")
-        return None if set(engines) == set(request.body.known) else Names(tuple(engines))
+        return None if set(engines) == set(request.body.known) else commands.Names(tuple(engines))

@@ -34,50 +34,9 @@ from asyncrl.core.errors import (
 from asyncrl.core.trajectory import TrajectoryGroup
 from asyncrl.core.types import BufferStats, Lease, Plan, Prompt, WeightOffer
 
+from . import commands
 from .client import BufferClient, ClientSocket
-from .commands import (
-    MAX_LEASES,
-    MAX_REASON,
-    AddStore,
-    Beat,
-    BufferRole,
-    Bury,
-    Cancel,
-    Command,
-    Commit,
-    DropStore,
-    Enqueue,
-    Fenced,
-    Fetch,
-    HandOn,
-    Hello,
-    Inspect,
-    Key,
-    Leased,
-    LeaseGroups,
-    Leave,
-    Loaded,
-    LoseGroups,
-    NextOffer,
-    Offer,
-    Payloads,
-    Pin,
-    Places,
-    PlanBatch,
-    Progress,
-    Put,
-    PutPayload,
-    Release,
-    Renew,
-    Reply,
-    Revoked,
-    Rewind,
-    SavePrefix,
-    Served,
-    Stats,
-    StoreWanted,
-    Unpin,
-)
+from .commands import Key, Reply
 from .encoding import CHUNK_BYTES, Message, group_frames, group_of, prompt_frames, prompt_of
 from .keys import client_keys
 from .stores import digest_of, size_of
@@ -109,7 +68,7 @@ class WorkerClient:
         self._puts_elsewhere: bool | None = None  # whether store servers hold the payloads; None until it is known
         self._beat_s = 0.0
         self._beat: asyncio.TimerHandle | None = None
-        self._serves: Loaded | None = None
+        self._serves: commands.Loaded | None = None
         self._held: set[tuple[int, int]] = set()
         self._prefixes: dict[tuple[int, int], TrajectoryGroup] = {}
         self._begun_afresh: set[tuple[int, int]] = set()  # leases whose prefix was gone before it was sent
@@ -118,8 +77,8 @@ class WorkerClient:
         self._hand_on: asyncio.Queue[list[Key]] = asyncio.Queue()
         client.on_connected = self._say_beat
         client.on_push |= {
-            Revoked: self._note_revoked,
-            HandOn: lambda push: self._hand_on.put_nowait(list(push.groups)),
+            commands.Revoked: self._note_revoked,
+            commands.HandOn: lambda push: self._hand_on.put_nowait(list(push.groups)),
         }
 
     async def enter(self) -> str:
@@ -133,17 +92,19 @@ class WorkerClient:
         """
         link = await self._entered("lease")
         request_id = link.next_id()
-        asked = LeaseGroups(engine_version=engine_version, max_groups=max_groups, incarnation=self._client.incarnation)
+        asked = commands.LeaseGroups(
+            engine_version=engine_version, max_groups=max_groups, incarnation=self._client.incarnation
+        )
         try:
             answer = await link.request(asked, request_id=request_id, caller="lease")
         except asyncio.CancelledError:
-            link.post(Cancel(request_id))
+            link.post(commands.Cancel(request_id))
             raise
         if self._client.is_closed:  # during the call: `close` returns what came
             raise self._client.closed_error()
         frames = iter(answer.payload)
         leases = []
-        for lease in answer.body.leases if isinstance(answer.body, Leased) else ():
+        for lease in answer.body.leases if isinstance(answer.body, commands.Leased) else ():
             prompt = prompt_of([next(frames) for _ in range(lease.num_prompt_frames)])
             versions = {"engine_version": lease.engine_version, "deadline_version": lease.deadline}
             leases.append(Lease(prompt=prompt, attempt=lease.attempt, **versions))
@@ -161,10 +122,10 @@ class WorkerClient:
     async def save_progress(self, lease: Lease, group: TrajectoryGroup) -> None:
         """Save a running group with its lease."""
         key, summary = (lease.prompt.group_id, lease.attempt), group.summary
-        progress = Progress(
+        progress = commands.Progress(
             num_tokens=summary.num_tokens, oldest_version=summary.oldest_version, newest_version=summary.newest_version
         )
-        save = SavePrefix(
+        save = commands.SavePrefix(
             group_id=key[0],
             attempt=key[1],
             progress=progress,
@@ -182,17 +143,17 @@ class WorkerClient:
     async def renew(self, leases: Sequence[Lease]) -> None:
         """Extend the leases that are still valid."""
         keys = [(lease.prompt.group_id, lease.attempt) for lease in leases]
-        for start in range(0, len(keys), MAX_LEASES):
-            await self._client.call(Renew(tuple(keys[start : start + MAX_LEASES])))
+        for start in range(0, len(keys), commands.MAX_LEASES):
+            await self._client.call(commands.Renew(tuple(keys[start : start + commands.MAX_LEASES])))
 
     async def put(self, group: TrajectoryGroup, *, num_left_out: int = 0) -> None:
         """Store a finished group. While the store is full, the client waits until a batch leaves, and sends again."""
         async with self._window:
             payload: Sequence[Any] = group_frames(group)
             key = group.group_id, group.attempt
-            put = Put(summary=group.summary, continued=self._has_continued(key), num_left_out=num_left_out)
+            put = commands.Put(summary=group.summary, continued=self._has_continued(key), num_left_out=num_left_out)
             if self._puts_elsewhere is None:
-                self._puts_elsewhere = (await self._client.hello(Hello(), "put")).is_elsewhere
+                self._puts_elsewhere = (await self._client.hello(commands.Hello(), "put")).is_elsewhere
             if not self._puts_elsewhere:
                 await self._report(put, key, payload)
                 return
@@ -216,7 +177,7 @@ class WorkerClient:
                 raise failure
             address = room.address
             try:
-                await client.call_with_payload(PutPayload(*key), payload, key, link=client.store_link(address))
+                await client.call_with_payload(commands.PutPayload(*key), payload, key, link=client.store_link(address))
                 return
             except DeadlineError as error:
                 failure = error
@@ -224,7 +185,7 @@ class WorkerClient:
     async def release(self, lease: Lease, *, num_tokens: int, reason: str, max_failures: int = 0) -> bool:
         """Return a lease without a result, or report the tokens of a revoked lease; the buffer counts them once."""
         key = lease.prompt.group_id, lease.attempt
-        release = Release(
+        release = commands.Release(
             group_id=key[0],
             attempt=key[1],
             num_tokens=num_tokens,
@@ -234,7 +195,7 @@ class WorkerClient:
         )
         return (await self._report(release, key)).is_dropped
 
-    async def _report(self, command: Command[Any, Reply], key: Key, payload: Sequence[Any] = ()) -> Reply:
+    async def _report(self, command: commands.Command[Any, Reply], key: Key, payload: Sequence[Any] = ()) -> Reply:
         """Send the request that ends an attempt, and forget the attempt once the answer is final."""
         try:
             answer = await self._client.call_with_payload(command, payload, key)
@@ -259,7 +220,7 @@ class WorkerClient:
             await self._pushed.wait()
         return self._revocations.popleft()
 
-    def _note_revoked(self, revoked: Revoked) -> None:
+    def _note_revoked(self, revoked: commands.Revoked) -> None:
         self._revocations.append((revoked.group_id, revoked.attempt))
         self._pushed.set()
 
@@ -271,7 +232,7 @@ class WorkerClient:
     async def next_offer(self, after: int) -> WeightOffer:
         """Wait for weights newer than ``after``, without a deadline while the server answers."""
         link = await self._entered("next_offer")
-        offer = (await link.call(NextOffer(after + 1, self._offered_incarnation), caller="next_offer")).offer
+        offer = (await link.call(commands.NextOffer(after + 1, self._offered_incarnation), caller="next_offer")).offer
         self._offered_incarnation = offer.incarnation
         return offer
 
@@ -279,13 +240,13 @@ class WorkerClient:
         """Report the version that the engine serves. Each heartbeat repeats the report."""
         await self._entered("loaded")
         self._client.incarnation = incarnation = self._offered_incarnation
-        self._serves = Loaded(version=version, seconds=took_s, engine=self._name, incarnation=incarnation)
+        self._serves = commands.Loaded(version=version, seconds=took_s, engine=self._name, incarnation=incarnation)
         await self._client.call(self._serves)
 
     async def fenced(self) -> None:
         """Report that the engine serves no version."""
         self._serves = None
-        await (await self._entered("fenced")).call(Fenced())
+        await (await self._entered("fenced")).call(commands.Fenced())
 
     async def close(self) -> None:
         """Close the connection; pending calls raise `ReplayBufferError`.
@@ -302,13 +263,13 @@ class WorkerClient:
     async def _say_goodbye(self, link: ClientSocket) -> None:
         with suppress(AsyncRLError, TimeoutError):
             async with asyncio.timeout(min(_GOODBYE_S, self._client.timeout_s)):
-                await link.request(Leave(tuple(self._held)))
+                await link.request(commands.Leave(tuple(self._held)))
 
     async def _entered(self, caller: str) -> ClientSocket:
         """The connection; the first call starts the heartbeats."""
         link = self._client.link
         if not self._beat_s:
-            hello = Hello(produces=True, host=self._client.host)
+            hello = commands.Hello(produces=True, host=self._client.host)
             self._beat_s = (await self._client.hello(hello, caller)).heartbeat_s
             if self._beat is None:
                 self._send_beat()
@@ -317,7 +278,7 @@ class WorkerClient:
     def _say_beat(self) -> None:
         """Send a heartbeat. A restarted server gets one at once: it knows neither this worker nor its version."""
         if self._beat_s and not self._client.is_closed:
-            beat = Beat(serves=self._serves, host=self._client.host, generated=self.count_generated())
+            beat = commands.Beat(serves=self._serves, host=self._client.host, generated=self.count_generated())
             self._client.link.post(beat, partial(self._client.note_clock, time.monotonic_ns()))
 
     def _send_beat(self) -> None:
@@ -336,11 +297,13 @@ class LearnerClient:
         """Offer weights to the engines; return the oldest version that the buffer may still offer."""
         incarnation = self._client.incarnation
         named = replace(offer, incarnation=incarnation)
-        return (await self._client.call(Offer(offer=named, incarnation=incarnation))).value
+        return (await self._client.call(commands.Offer(offer=named, incarnation=incarnation))).value
 
     async def publish_failed(self, reason: str) -> None:
         """Report a failed publish."""
-        await self._client.call(Offer(failure=reason[:MAX_REASON] or "no reason", incarnation=self._client.incarnation))
+        await self._client.call(
+            commands.Offer(failure=reason[: commands.MAX_REASON] or "no reason", incarnation=self._client.incarnation)
+        )
 
     async def fetch(self, group_ids: Sequence[int]) -> list[TrajectoryGroup]:
         """Stored groups in the order of ``group_ids``; arrays are read-only views of the received bytes.
@@ -368,9 +331,9 @@ class LearnerClient:
             return groups
 
     async def _fetch(self, group_ids: Sequence[int]) -> list[TrajectoryGroup]:
-        answer = await _fetch_from(self._client.link, Fetch(tuple(group_ids)))
+        answer = await _fetch_from(self._client.link, commands.Fetch(tuple(group_ids)))
         places = answer.body
-        if not isinstance(places, Places):
+        if not isinstance(places, commands.Places):
             return _groups_of(_payloads_in(answer), group_ids)
         asked: dict[int, tuple[list[int], list[int]]] = {}
         for group_id, (place, attempt, _) in zip(group_ids, places.groups, strict=True):
@@ -378,7 +341,7 @@ class LearnerClient:
             ids.append(group_id)
             attempts.append(attempt)
         calls = (
-            _fetch_from(self._client.store_link(places.addresses[place]), Fetch(tuple(ids), tuple(attempts)))
+            _fetch_from(self._client.store_link(places.addresses[place]), commands.Fetch(tuple(ids), tuple(attempts)))
             for place, (ids, attempts) in asked.items()
         )
         answers = zip(asked, await asyncio.gather(*calls), strict=True)
@@ -393,14 +356,14 @@ class LearnerClient:
 
     async def stats(self) -> BufferStats:
         """Return the ledger's current counts."""
-        return (await self._client.call(Stats())).stats
+        return (await self._client.call(commands.Stats())).stats
 
     async def close(self) -> None:
         """Close the connection."""
         await self._client.close()
 
 
-async def _fetch_from(link: ClientSocket, fetch: Fetch) -> Message:
+async def _fetch_from(link: ClientSocket, fetch: commands.Fetch) -> Message:
     """Fetch from one server, and report which replies were read.
 
     The server refuses a fetch while it counts earlier replies as unread. If one of them was read meanwhile, ask again.
@@ -417,7 +380,7 @@ async def _fetch_from(link: ClientSocket, fetch: Fetch) -> Message:
 def _payloads_in(answer: Message) -> Iterator[Sequence[Any]]:
     """The frames of each group in the answer to a fetch."""
     frames = iter(answer.payload)
-    counts = answer.body.counts if isinstance(answer.body, Payloads) else ()
+    counts = answer.body.counts if isinstance(answer.body, commands.Payloads) else ()
     if sum(counts) != len(answer.payload):
         raise WireError(f"a reply to a fetch must have {sum(counts)} frames, got {len(answer.payload)}")
     return ([next(frames) for _ in range(number)] for number in counts)
@@ -505,60 +468,60 @@ class ControlClient:
         for prompt in prompts:
             frames = prompt_frames(prompt)
             if group_ids and (len(group_ids) == _PROMPTS_AT_ONCE or size_of(payload) + size_of(frames) > CHUNK_BYTES):
-                await self._client.call_with_space(Enqueue(tuple(group_ids), tuple(counts)), payload)
+                await self._client.call_with_space(commands.Enqueue(tuple(group_ids), tuple(counts)), payload)
                 group_ids, counts, payload = [], [], []
             group_ids.append(prompt.group_id)
             counts.append(len(frames))
             payload += frames
         if group_ids:
-            await self._client.call_with_space(Enqueue(tuple(group_ids), tuple(counts)), payload)
+            await self._client.call_with_space(commands.Enqueue(tuple(group_ids), tuple(counts)), payload)
 
     async def plan(self, version: int) -> Plan:
         """Wait for the batch that the learner consumes at ``version``."""
-        return Plan(version=version, groups=(await self._client.call(PlanBatch(version))).groups)
+        return Plan(version=version, groups=(await self._client.call(commands.PlanBatch(version))).groups)
 
     async def commit(self, version: int) -> BufferStats:
         """Mark the plan of ``version`` as consumed."""
-        return (await self._client.call(Commit(version))).stats
+        return (await self._client.call(commands.Commit(version))).stats
 
     async def served(self, after: int, num_engines: int) -> tuple[int, float]:
         """Wait until ``num_engines`` engines serve versions newer than ``after``."""
-        serving = await self._client.call(Served(after + 1, num_engines))
+        serving = await self._client.call(commands.Served(after + 1, num_engines))
         return serving.version, serving.seconds
 
     async def bury(self, worker: str, num_generated: int = 0) -> int:
         """Declare a rollout worker dead."""
-        return (await self._client.call(Bury(worker, num_generated))).value
+        return (await self._client.call(commands.Bury(worker, num_generated))).value
 
     async def store_wanted(self, known: Collection[str]) -> str:
         """Wait until a rollout worker enters from a host that is not in ``known``; return the host.
 
         Raises `ReplayBufferError` unless ``buffer.stores_on`` is ``hosts``.
         """
-        return (await self._client.call(StoreWanted(tuple(sorted(known))))).names[0]
+        return (await self._client.call(commands.StoreWanted(tuple(sorted(known))))).names[0]
 
     async def add_store(self, address: str, host: str) -> int:
         """Add a store server, preferred by the workers of ``host``; return its number. Idempotent.
 
         Raises `ReplayBufferError` unless ``buffer.stores_on`` is ``hosts``.
         """
-        return (await self._client.call(AddStore(address, host))).store
+        return (await self._client.call(commands.AddStore(address, host))).store
 
     async def drop_store(self, store: int) -> int:
         """Report that a store server is gone for good; return the number of its groups, which are generated again."""
-        return len((await self._client.call(DropStore(store))).group_ids)
+        return len((await self._client.call(commands.DropStore(store))).group_ids)
 
     async def pin(self, version: int, num_engines: int, known: Collection[str] = ()) -> set[str]:
         """Keep up to ``num_engines`` engines on ``version``. Repeats the request to a restarted server."""
-        return set((await self._client.call(Pin(version, num_engines, tuple(sorted(known))))).names)
+        return set((await self._client.call(commands.Pin(version, num_engines, tuple(sorted(known))))).names)
 
     async def unpin(self) -> None:
         """Offer all engines the newest version again."""
-        await self._client.call(Unpin())
+        await self._client.call(commands.Unpin())
 
     async def lose(self, group_ids: Sequence[int]) -> None:
         """Report groups of planned batches that are missing in the stores."""
-        await self._client.call(LoseGroups(group_ids=tuple(group_ids)))
+        await self._client.call(commands.LoseGroups(group_ids=tuple(group_ids)))
 
     async def rewind(
         self,
@@ -570,7 +533,7 @@ class ControlClient:
         lag_histogram: Mapping[int, int],
     ) -> None:
         """Set the learner back to the ``version`` of a checkpoint."""
-        rewind = Rewind(
+        rewind = commands.Rewind(
             version=version,
             incarnation=incarnation,
             finished=tuple(finished),
@@ -581,11 +544,11 @@ class ControlClient:
 
     async def stats(self) -> BufferStats:
         """Return the ledger's current counts."""
-        return (await self._client.call(Stats())).stats
+        return (await self._client.call(commands.Stats())).stats
 
     async def inspect(self) -> dict[str, Any]:
         """Return every unfinished group and every producer, for people; see `buffer.inspect`."""
-        return (await self._client.call(Inspect())).values
+        return (await self._client.call(commands.Inspect())).values
 
     async def finished(self) -> list[tuple[int, int]]:
         """Return the ids of consumed and dropped groups, as sorted ranges [start, end)."""
@@ -608,11 +571,11 @@ class BufferConnection:
     address: str
     request_timeout_s: float = 30.0
     keys: str = ""
-    role: BufferRole = BufferRole.controller
+    role: commands.BufferRole = commands.BufferRole.controller
     epoch: str = ""
     incarnation: int = 0
 
-    def for_role(self, role: BufferRole) -> "BufferConnection":
+    def for_role(self, role: commands.BufferRole) -> "BufferConnection":
         """The same connection for another role."""
         return replace(self, role=role)
 

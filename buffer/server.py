@@ -12,26 +12,438 @@ import logging
 import os
 import signal
 import sys
-from dataclasses import fields
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+
+import zmq
 
 from asyncrl.core import record
-from asyncrl.core.errors import AsyncRLError, WorkerDiedError
-from asyncrl.core.host import end_with_parent, keep_freed_memory
+from asyncrl.core.errors import (
+    AsyncRLError,
+    NotAllowed,
+    RateExceeded,
+    ReplayBufferError,
+    WireError,
+    WorkerDiedError,
+    WrongEpoch,
+)
+from asyncrl.core.host import end_with_parent, keep_freed_memory, make_private_folder
 
-from .commands import Reconcile
+from .commands import Connect, Connected, Reconcile
 from .config import BufferConfig, Durability, OnStale, StoresOn
+from .encoding import (
+    JOIN_BELOW_BYTES,
+    MAX_FRAMES,
+    MAX_REPLY_FRAMES,
+    PUSH_ID,
+    Message,
+    failure_of,
+    frames_of,
+    operation_of,
+    parse_requests,
+)
 from .journal import Journal
+from .keys import KeyGate, ServerKeys, check_exposure, secure_server, server_keys, store_keys
 from .process import StoreServers
-from .server_socket import ServerSocket
 from .service import BufferService
+from .sockets import (
+    Channel,
+    Chunk,
+    ChunkReceiver,
+    ChunkSender,
+    PortListener,
+    bulk_address,
+    folder_of,
+    make_socket_folder,
+    remove_socket_folder,
+    unix_address,
+)
 from .store_servers import StoreLinks, StoreService
 
 logger = logging.getLogger(__name__)
-
 _KEPT_BYTES = 2**31 - 1
 """Freed bytes that are kept: what was once held, within ``buffer.max_stored_bytes``."""
+_MAX_UNREAD_MESSAGES = 64
+
+
+class RateLimit:
+    """Limits each client to ``per_second`` requests; a request that names leases counts once per lease."""
+
+    def __init__(self, per_second: int) -> None:
+        self._per_second = per_second
+        self._counts: Counter[bytes] = Counter()
+        self._since = 0.0
+
+    def check(self, client: bytes, num_parts: int) -> None:
+        """Count a request of ``num_parts`` parts. Raises `RateExceeded` if its client is above the limit."""
+        now = time.monotonic()
+        if now - self._since >= 1.0:
+            self._since = now
+            self._counts.clear()
+        self._counts[client] += num_parts
+        if self._counts[client] > self._per_second:
+            raise RateExceeded(
+                f"more than {self._per_second} requests, or leases that they name, came from this client within a "
+                "second (buffer.max_requests_per_s); this one was not answered, send it again later"
+            )
+
+
+@dataclass(kw_only=True, slots=True)
+class _BulkPeer:
+    """Incomplete messages from and to one client on the bulk socket."""
+
+    sender: ChunkSender
+    receiver: ChunkReceiver
+    last_heard: float = field(default_factory=time.monotonic)
+
+
+class Service(Protocol):
+    """Answers the requests."""
+
+    def handle(self, request: Message) -> None:
+        """Answer one request, now or later."""
+
+    def settle(self) -> None:
+        """Do the work that is done once per burst of messages."""
+
+    def close(self) -> None:
+        """Cancel every pending request."""
+
+
+class ServerSocket:
+    """Binds the control and the bulk socket and serves on them until `close`; made on a running loop.
+
+    Every request gets a reply. An `AsyncRLError` becomes the reply; other errors are also logged with a traceback.
+
+    Args:
+        config: Options.
+        make_service: Builds the service that answers the requests and sends through the given socket.
+        journal: Remembers epoch and addresses, so that a restarted server has the same address.
+        store: Number of this store server; None for the ledger's server, which has other keys.
+
+    Attributes:
+        address: Address of the control socket.
+        bulk_port: Port of large payloads; 0 for a Unix socket, see `bulk_address`.
+        epoch: The run that this server belongs to.
+    """
+
+    def __init__(
+        self,
+        config: BufferConfig,
+        *,
+        make_service: "Callable[[ServerSocket], Service]",
+        journal: Journal | None,
+        store: int | None = None,
+    ) -> None:
+        check_exposure(config.host, config.keys)
+        self._config = config
+        self._journal = journal
+        self._context = zmq.Context()
+        self._gate: KeyGate | None = None
+        self._counts: dict[str, int] = dict.fromkeys(
+            ("malformed", "unsent", "unknown_keys", "over_rate", "failed", "no_files", "endless"), 0
+        )
+        self._outbox: dict[bytes, list[Message]] = {}
+        self._flush_handle: asyncio.Handle | None = None
+        self._peers: dict[bytes, _BulkPeer] = {}
+        self._swept_at = 0.0
+        self._limit = RateLimit(config.max_requests_per_s)
+        self.epoch = self._choose_epoch()
+        self._own_folder = ""
+        self._listeners: dict[str, PortListener] = {}
+        read = server_keys if store is None else store_keys
+        keys = read(Path(config.keys)) if config.keys else None
+        if keys is not None:
+            self._gate = KeyGate(self._context, keys, partial(self._count, "unknown_keys"))
+        control = self._router(keys, silent_s=4 * config.heartbeat_s)
+        bulk = self._router(keys, silent_s=max(config.request_timeout_s, 4 * config.heartbeat_s))
+        self._service = make_service(self)
+        if config.host:
+            self.address = self._reached_at(self._bind_port(control, "address", config.port))
+            self.bulk_port = int(self._bind_port(bulk, "bulk_address", config.bulk_port).rpartition(":")[2])
+        else:
+            self.bulk_port = 0
+            self.address = self._bind_unix(control, bulk, "buffer" if store is None else f"store-{store}")
+        self._control = Channel(control, self._on_message, self._on_burst_end)
+        self._bulk = Channel(bulk, self._on_chunk, self._on_burst_end)
+
+    def _choose_epoch(self) -> str:
+        """The configured epoch, else the epoch of an earlier server on this journal, else a new one."""
+        known = self._journal.read("epoch") if self._journal is not None else None
+        epoch = self._config.epoch or known or uuid.uuid4().hex[:16]
+        if self._journal is not None and epoch != known:
+            self._journal.write("epoch", epoch)
+        return epoch
+
+    def _router(self, keys: ServerKeys | None, *, silent_s: float) -> zmq.Socket[bytes]:
+        """Make a socket that closes a connection without a complete frame for ``silent_s`` seconds."""
+        socket = self._context.socket(zmq.ROUTER)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        socket.setsockopt(zmq.MAXMSGSIZE, self._config.max_message_bytes)
+        socket.setsockopt(zmq.RCVHWM, _MAX_UNREAD_MESSAGES)
+        beat_ms = max(1, int(self._config.heartbeat_s * 1000))
+        socket.setsockopt(zmq.HEARTBEAT_IVL, beat_ms)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(4, int(silent_s * 1000)))
+        if keys is not None:
+            secure_server(socket, keys)
+        return socket
+
+    def _bind_unix(self, control: zmq.Socket[bytes], bulk: zmq.Socket[bytes], name: str) -> str:
+        """Bind both sockets in the configured folder, else the folder of an earlier server, else a new folder."""
+        known_address = (self._journal.read("address") or "") if self._journal is not None else ""
+        known = folder_of(known_address)
+        folder = self._config.socket_folder or known
+        if not self._config.socket_folder:
+            folder = self._own_folder = known or make_socket_folder()
+        make_private_folder(Path(folder))
+        address = unix_address(folder, name)
+        control.bind(address)
+        bulk.bind(bulk_address(address, 0))
+        if self._journal is not None and address != known_address:
+            self._journal.write("address", address)
+        return address
+
+    def _bind_port(self, socket: zmq.Socket[bytes], name: str, port: int) -> str:
+        """Bind the configured port, else the port of an earlier server on this journal, else a free port."""
+        known = (self._journal.read(name) or "") if self._journal is not None else ""
+        if not port and not folder_of(known):
+            port = int(known.rpartition(":")[2] or 0)
+        try:
+            listener = PortListener(
+                socket,
+                self._config.host,
+                port,
+                max_incomplete_bytes=2 * self._config.max_message_bytes,
+                on_refused=self._count,
+            )
+        except OSError as error:
+            option = "buffer.port" if name == "address" else "buffer.bulk_port"
+            raise ValueError(
+                f"the buffer cannot bind port {port} of {self._config.host}: {error.strerror}; set {option} or "
+                "buffer.host"
+            ) from error
+        self._listeners[name] = listener
+        if self._journal is not None and listener.address != known:
+            self._journal.write(name, listener.address)
+        return listener.address
+
+    def _reached_at(self, bound: str) -> str:
+        """The address for clients."""
+        host = self._config.advertised_host
+        return f"tcp://{host}:{bound.rpartition(':')[2]}" if host else bound
+
+    def counters(self) -> dict[str, int]:
+        """Counts of refused and undelivered messages."""
+        return dict(self._counts)
+
+    def _count(self, what: str) -> None:
+        self._counts[what] += 1
+
+    def close(self) -> None:
+        """Stop serving; pending requests are not answered."""
+        self._service.close()
+        if self._flush_handle is not None:
+            self._flush_handle.cancel()
+        for listener in self._listeners.values():
+            listener.close()
+        self._control.close()
+        self._bulk.close()
+        if self._gate is not None:
+            self._gate.close()
+        if self._journal is not None:
+            self._journal.close()
+        self._context.destroy(linger=0)
+        remove_socket_folder(self._own_folder)
+
+    # Incoming messages
+
+    def _on_message(self, frames: list[zmq.Frame]) -> None:
+        if self._listeners:
+            self._listeners["address"].received(frames[-1])
+        self._receive(frames[0].bytes, self._role_of(frames[-1]), frames[1:], MAX_FRAMES)
+
+    def _on_chunk(self, frames: list[zmq.Frame]) -> None:
+        """A chunk, its acknowledgement, or the greeting of a new bulk connection."""
+        if self._listeners:
+            self._listeners["bulk_address"].received(frames[-1])
+        client = frames[0].bytes
+        if len(frames) == 2 and not len(frames[1]):
+            self._peers.pop(client, None)
+            self._send_bulk(client, [b""])
+            return
+        request_id = PUSH_ID
+        try:
+            chunk = Chunk.parse(frames[1:])
+            peer = self._peer(client)
+            peer.last_heard = time.monotonic()
+            if chunk.count:
+                request_id = chunk.request_id  # also for a refused message: it frees bytes in its sender's window
+                self._send_bulk(client, Chunk(request_id=request_id, index=chunk.index).to_frames())
+                whole = peer.receiver.add(chunk)
+                if whole is not None:
+                    self._receive(client, self._role_of(frames[-1]), whole, MAX_REPLY_FRAMES)
+            else:
+                peer.sender.acknowledge(chunk)
+        except WireError as error:
+            self._count("malformed")
+            self._fail(client, request_id, error)
+        self._forget_idle_peers()
+
+    def _peer(self, client: bytes) -> _BulkPeer:
+        peer = self._peers.get(client)
+        if peer is None:
+            sender = ChunkSender(lambda frames: self._send_bulk(client, frames))
+            max_bytes = max(self._config.max_stored_bytes, self._config.max_prompt_bytes)
+            peer = _BulkPeer(sender=sender, receiver=ChunkReceiver(max_bytes))
+            self._peers[client] = peer
+        return peer
+
+    def _forget_idle_peers(self) -> None:
+        """Forget peers without incomplete messages, and peers that stopped in the middle of one for long."""
+        now = time.monotonic()
+        if now - self._swept_at < 1.0:
+            return
+        self._swept_at = now
+        oldest = now - 4 * self._config.request_timeout_s
+        kept = {
+            client: peer
+            for client, peer in self._peers.items()
+            if peer.last_heard > oldest and not (peer.sender.is_idle and peer.receiver.is_idle)
+        }
+        self._peers = kept
+
+    def _role_of(self, frame: zmq.Frame) -> str | None:
+        """The role of the key of a message's sender; None without keys."""
+        if self._gate is None:
+            return None
+        return str(frame.get("User-Id"))
+
+    def _receive(self, client: bytes, role: str | None, frames: list[Any], max_frames: int) -> None:
+        try:
+            epoch, requests = parse_requests(frames, max_frames=max_frames)
+        except WireError as error:
+            self._count("malformed")
+            self._fail(client, PUSH_ID, error)
+            return
+        for request in requests:
+            request.client = client
+            self._handle(role, request, epoch)
+        if len(requests) > 1:
+            self._flush()  # so that a producer makes its next batch while the server reads the following one
+
+    def _handle(self, role: str | None, request: Message, epoch: str) -> None:
+        """Check the epoch, the role and the rate of a request; then the service answers it."""
+        name = "a request"
+        try:
+            operation = request.body = operation_of(request)
+            name = operation.name
+            self._limit.check(request.client, operation.num_parts)
+            if epoch != self.epoch and (epoch or not isinstance(operation, Connect)):
+                raise WrongEpoch(
+                    f"{name} came from run {epoch!r:.40}, this buffer serves run {self.epoch!r}; the sender belongs to "
+                    "another run and must end"
+                )
+            if role is not None and role not in operation.roles:
+                raise NotAllowed(f"the key of role {role!r} may not {name}; use the key of its role")
+            if isinstance(operation, Connect):
+                connected = Connected(self.epoch, self.bulk_port)
+                self.send(request.client, Message(request_id=request.request_id, body=connected))
+            else:
+                self._service.handle(request)
+        except AsyncRLError as error:
+            if isinstance(error, RateExceeded):
+                self._count("over_rate")
+            self._fail(request.client, request.request_id, error)
+        except Exception as error:  # noqa: BLE001 - one request must not end the server
+            self._fail(request.client, request.request_id, self._failure(name, error))
+
+    def _fail(self, client: bytes, request_id: int, error: AsyncRLError) -> None:
+        self.send(client, Message(request_id=request_id, body=failure_of(error)))
+
+    def _failure(self, what: str, error: Exception) -> ReplayBufferError:
+        self._count("failed")
+        logger.error("%s failed", what, exc_info=error)
+        return ReplayBufferError(f"the buffer failed at {what}: {type(error).__name__}: {error}; its log says more")
+
+    def _on_burst_end(self) -> None:
+        try:
+            self._service.settle()
+        except Exception as error:  # noqa: BLE001 - the next burst tries again
+            self._failure("settling pending requests failed", error)
+        self._flush()
+
+    # Replies
+
+    def send(self, client: bytes, message: Message) -> None:
+        """Send to a client at the end of the burst, so that acknowledgements travel together.
+
+        A reply with a payload is sent at once: its reader does not have to wait for the other replies.
+        """
+        self._outbox.setdefault(client, []).append(message)
+        if message.payload:
+            self._flush()
+        elif self._flush_handle is None:
+            self._flush_handle = asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self) -> None:
+        if self._flush_handle is not None:
+            self._flush_handle.cancel()
+            self._flush_handle = None
+        outbox, self._outbox = self._outbox, {}
+        refusal = self._write_journal() if outbox else None
+        for client, answers in outbox.items():
+            if refusal is not None:
+                answers = [self._refused(answer, refusal) for answer in answers]
+            large = [answer for answer in answers if sum(map(len, answer.payload)) >= JOIN_BELOW_BYTES]
+            if small := [answer for answer in answers if answer not in large]:
+                self._send_by(self._control, [client, *self._frames(small)])
+            for answer in large:
+                peer = self._peer(client)
+                peer.last_heard = time.monotonic()
+                peer.sender.push(answer.request_id, self._frames([answer]))
+
+    def _refused(self, answer: Message, refusal: ReplayBufferError) -> Message:
+        is_push = answer.request_id == PUSH_ID
+        return answer if is_push else Message(request_id=answer.request_id, body=failure_of(refusal))
+
+    def _frames(self, answers: list[Message]) -> list[Any]:
+        """The frames of answers; if one cannot be encoded, all become errors."""
+        try:
+            return frames_of(self.epoch, answers)
+        except (ValueError, TypeError, OverflowError) as error:
+            failure = failure_of(self._failure(f"the answers to {len(answers)} requests", error))
+            return frames_of(self.epoch, [Message(request_id=a.request_id, body=failure) for a in answers])
+
+    def _write_journal(self) -> ReplayBufferError | None:
+        """Write the journal before the replies are sent; returns the error that replaces them if the write fails."""
+        try:
+            if self._journal is not None:
+                self._journal.flush()
+        except ReplayBufferError as error:
+            self._count("failed")
+            logger.error("requests are answered with an error, because the journal cannot be written: %s", error)
+            return error
+        return None
+
+    def _send_bulk(self, client: bytes, frames: list[Any]) -> None:
+        self._send_by(self._bulk, [client, *frames])
+
+    def _send_by(self, channel: Channel, frames: list[Any]) -> None:
+        """Send frames. A client that is gone, or does not read, loses the reply and repeats its request later."""
+        try:
+            channel.send(frames)
+        except zmq.ZMQError as error:
+            if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+                raise
+            self._count("unsent")
 
 
 class BufferServer:

@@ -18,43 +18,8 @@ from asyncrl.core import record
 from asyncrl.core.errors import AsyncRLError, DeclaredDead, ReplayBufferError, StoreFull, StoreLost, WireError
 from asyncrl.core.types import BufferStats, GroupSummary
 
-from .commands import (
-    MAX_COUNT,
-    AddStore,
-    Answer,
-    Beat,
-    Bury,
-    Commit,
-    Done,
-    DropStore,
-    Enqueue,
-    Expire,
-    Fenced,
-    Fetch,
-    Frames,
-    Hello,
-    Inspect,
-    Leave,
-    Loaded,
-    LoseGroups,
-    Names,
-    Number,
-    Payloads,
-    Places,
-    Put,
-    PutResult,
-    Release,
-    Report,
-    Reserve,
-    Rewind,
-    Room,
-    SavePrefix,
-    Space,
-    Stats,
-    StoreWanted,
-    Totals,
-    Welcome,
-)
+from . import commands
+from .commands import Answer, Done, Frames
 from .config import BufferConfig
 from .encoding import JOIN_BELOW_BYTES, Message, Send
 from .heartbeats import Deadline, LoopClock
@@ -156,7 +121,7 @@ class BufferService:
 
     def _refuse(self, request: Message, error: AsyncRLError) -> None:
         if isinstance(error, StoreFull):
-            refused = self._refused_prompts if isinstance(request.body, Enqueue) else self._refused_for_space
+            refused = self._refused_prompts if isinstance(request.body, commands.Enqueue) else self._refused_for_space
             refused.add(request.client)
         self._replies.fail(request, error)
 
@@ -259,7 +224,7 @@ class BufferService:
         self, group_ids: Iterable[int], *, unsent: Iterable[tuple[int, int]] = (), missing: Iterable[int] = ()
     ) -> None:
         """Generate groups again whose frames are lost; the workers send ``unsent`` groups again."""
-        command = LoseGroups(group_ids=tuple(group_ids), unsent=tuple(unsent), missing=tuple(missing))
+        command = commands.LoseGroups(group_ids=tuple(group_ids), unsent=tuple(unsent), missing=tuple(missing))
         if lost := self.ledger.apply(command).group_ids:
             logger.warning("the trajectories or saved prefixes of %d groups are lost", len(lost))
             self._store.evict(group_id for group_id in lost if group_id in self._store.payloads)
@@ -306,7 +271,7 @@ class BufferService:
 
     def _tell_of_space(self, clients: set[bytes]) -> None:
         for client in clients:
-            self._replies.push(client, Space())
+            self._replies.push(client, commands.Space())
         clients.clear()
 
     def _compact(self, *, is_urgent: bool = True) -> None:
@@ -322,7 +287,7 @@ class BufferService:
     def _expire(self) -> None:
         lease_s = self._config.lease_s
         try:
-            if num_expired := len(self.ledger.apply(Expire(), self._clock.time()).group_ids):
+            if num_expired := len(self.ledger.apply(commands.Expire(), self._clock.time()).group_ids):
                 logger.warning("%d leases were not renewed within %.1f s and were revoked", num_expired, lease_s)
         except ReplayBufferError as error:
             logger.error("expired leases are not revoked while the journal cannot be written: %s", error)
@@ -341,21 +306,21 @@ class BufferService:
 
     # Results
 
-    def on_reserve(self, request: Message, reserve: Reserve) -> None:
+    def on_reserve(self, request: Message, reserve: commands.Reserve) -> None:
         """Reserve bytes for a group before it is sent; requests wait, in order of arrival, until the bytes fit."""
         self._reserving.hold(request)
 
-    def _grant_reservation(self, request: Message) -> Room | None:
-        reserve: Reserve = request.body
+    def _grant_reservation(self, request: Message) -> commands.Reservation | None:
+        reserve: commands.Reserve = request.body
         if self.ledger.groups.running(reserve.group_id, reserve.attempt) is None:
-            return Room(is_held=False)
+            return commands.Reservation(is_held=False)
         try:
             store = self._make_room(request.client, reserve)
         except StoreFull:
             return None
-        return Room(address="" if self._links is None else self._links.addresses[store])
+        return commands.Reservation(address="" if self._links is None else self._links.addresses[store])
 
-    def _make_room(self, client: bytes, command: Reserve) -> int:
+    def _make_room(self, client: bytes, command: commands.Reserve) -> int:
         """Reserve bytes for a group; returns its store. Raises `StoreFull`, and fails plans that can never be made."""
         group_id = command.group_id
         try:
@@ -369,7 +334,7 @@ class BufferService:
             self._store.evict(reserved.evicted)
         return reserved.store
 
-    def on_put(self, request: Message, put: Put) -> None:
+    def on_put(self, request: Message, put: commands.Put) -> None:
         """Store a group, or note that a store server holds it. Small groups that fit need no reservation."""
         check_counts(put.summary)
         group = self.ledger.groups.running(*put.key)
@@ -383,31 +348,31 @@ class BufferService:
         if is_easy or group is None or self._store.is_elsewhere:
             self._store_group(request, put, request.payload)
         else:
-            reserve = Reserve(group_id=put.key[0], attempt=put.key[1], num_bytes=put.num_bytes)
+            reserve = commands.Reserve(group_id=put.key[0], attempt=put.key[1], num_bytes=put.num_bytes)
             self._make_room(request.client, reserve)
             self._when_kept(request, partial(self._store_group, request, put))
 
-    def _store_group(self, request: Message, put: Put, kept: Frames | int) -> None:
+    def _store_group(self, request: Message, put: commands.Put, kept: Frames | int) -> None:
         client, group_id = request.client, put.key[0]
         frames = {} if self._store.is_elsewhere else {("payload", group_id): kept}
         result = self.ledger.apply(put, sender=client, frames=frames).result
-        if result in (PutResult.filtered, PutResult.stored):
+        if result in (commands.PutResult.filtered, commands.PutResult.stored):
             self._admission.ended(client, put)
-        if result is PutResult.filtered:
+        if result is commands.PutResult.filtered:
             self._batches.note_filtered()
-        elif result is PutResult.stored:
+        elif result is commands.PutResult.stored:
             self._store.keep_payload(group_id, request.payload, put.num_bytes)
             self._tell_of_space(self._refused_prompts)
             self._admission.heartbeats.count_put(client, put.summary.num_tokens)
         self._replies.answer(request, Done())
 
-    def on_release(self, request: Message, release: Release) -> Answer:
+    def on_release(self, request: Message, release: commands.Release) -> Answer:
         """End a lease without a result."""
         released = self.ledger.apply(release, sender=request.client)
         self._admission.ended(request.client, release)
         return released
 
-    def on_save_prefix(self, request: Message, save: SavePrefix) -> None:
+    def on_save_prefix(self, request: Message, save: commands.SavePrefix) -> None:
         """Save a running group; its next attempt may continue it."""
 
         def store(kept: Frames | int) -> None:
@@ -422,34 +387,34 @@ class BufferService:
 
     # Batches
 
-    def on_fetch(self, request: Message, fetch: Fetch) -> Answer | None:
+    def on_fetch(self, request: Message, fetch: commands.Fetch) -> Answer | None:
         """Reply with the payloads, or with the stores that hold them and the attempts to fetch there."""
         if self._links is not None:
             groups = map(self.ledger.groups.in_store, fetch.group_ids)
             places = tuple((group.store, group.result.attempt, group.digest) for group in groups)
-            return Places(tuple(self._links.addresses), places)
+            return commands.Places(tuple(self._links.addresses), places)
         parts = [self._store.trajectories(group_id) for group_id in fetch.group_ids]
         payload: list[Any] = [frame for frames in parts for frame in frames]
         self._unread.add(request.client, request.request_id, size_of(payload), read=fetch.read)
-        self._replies.answer(request, Payloads(tuple(map(len, parts))), payload)
+        self._replies.answer(request, commands.Payloads(tuple(map(len, parts))), payload)
         return None
 
-    def on_commit(self, request: Message, commit: Commit) -> None:
+    def on_commit(self, request: Message, commit: commands.Commit) -> None:
         """Count a batch as consumed; engines then hear of newer weights."""
         committed = self.ledger.apply(commit)
         self._forget_finished()
         if committed.group_ids:
             self._admission.answer_outdated(except_for=self._offers.receivers)  # these wait for newer weights
             self._compact(is_urgent=False)  # the buffer holds few groups now
-        self._replies.answer(request, Totals(self._totals()))
+        self._replies.answer(request, commands.Totals(self._totals()))
         self._offers.show()  # after the reply to the controller: many engines may wait
 
-    def on_lose_groups(self, request: Message, lose: LoseGroups) -> Answer:
+    def on_lose_groups(self, request: Message, lose: commands.LoseGroups) -> Answer:
         """Plan a batch again: the learner's ranks did not find some of its groups, and no rank made the step."""
         self._lose(filter(self.ledger.groups.is_planned, lose.group_ids))
         return Done()
 
-    def on_rewind(self, request: Message, rewind: Rewind) -> Answer:
+    def on_rewind(self, request: Message, rewind: commands.Rewind) -> Answer:
         """Go back to a checkpoint with the learner."""
         self._forget_finished()  # before finished groups are queued again
         rewound = self.ledger.apply(rewind)
@@ -462,13 +427,13 @@ class BufferService:
 
     # Clients
 
-    def on_hello(self, request: Message, hello: Hello) -> Answer:
+    def on_hello(self, request: Message, hello: commands.Hello) -> Answer:
         """Reply with the buffer's options. A producer is registered, and must send heartbeats from then on."""
         if hello.produces:
             self._enter(request.client, hello.host)
         return self._welcome()
 
-    def on_beat(self, request: Message, beat: Beat) -> Answer:
+    def on_beat(self, request: Message, beat: commands.Beat) -> Answer:
         """Note a heartbeat; it also registers a producer that only an earlier server knew."""
         self._enter(request.client, beat.host)
         self._admission.heartbeats.count_generated(request.client, beat.generated)
@@ -481,12 +446,14 @@ class BufferService:
         if host and len(self._hosts) < _MAX_HOSTS:
             self._hosts[host] = None
 
-    def _welcome(self) -> Welcome:
+    def _welcome(self) -> commands.Welcome:
         rule = self.ledger.rule
         clock = record.clock_id(), time.monotonic_ns()
-        return Welcome(rule.max_lag, rule.groups_per_step, self._config.heartbeat_s, self._store.is_elsewhere, *clock)
+        return commands.Welcome(
+            rule.max_lag, rule.groups_per_step, self._config.heartbeat_s, self._store.is_elsewhere, *clock
+        )
 
-    def on_loaded(self, request: Message, loaded: Loaded) -> Answer:
+    def on_loaded(self, request: Message, loaded: commands.Loaded) -> Answer:
         """Note that an engine serves a version; its waiting request for leases is now for this version."""
         if self._offers.is_current(loaded):
             self.ledger.check_engine_version(loaded.version)
@@ -494,20 +461,20 @@ class BufferService:
             self._admission.adopt(request.client, loaded.version)
         return Done()
 
-    def on_fenced(self, request: Message, fenced: Fenced) -> Answer:
+    def on_fenced(self, request: Message, fenced: commands.Fenced) -> Answer:
         """Note that an engine serves no version."""
         self._offers.forget(request.client)
         return Done()
 
-    def on_leave(self, request: Message, leave: Leave) -> Answer:
+    def on_leave(self, request: Message, leave: commands.Leave) -> Answer:
         """Forget a worker that leaves."""
         self._offers.forget(request.client)
         return self._admission.leave(request.client, leave)
 
-    def on_bury(self, request: Message, bury: Bury) -> Answer:
+    def on_bury(self, request: Message, bury: commands.Bury) -> Answer:
         """Declare a worker dead, on the word of the controller that started it."""
         dead = bytes.fromhex(bury.worker)
-        answer = Number(self._admission.bury(dead, bury.generated))
+        answer = commands.Number(self._admission.bury(dead, bury.generated))
         self._offers.forget(dead)
         return answer
 
@@ -518,16 +485,16 @@ class BufferService:
             raise ReplayBufferError("stores cannot join this buffer; set buffer.stores_on=hosts")
         return self._links
 
-    def on_store_wanted(self, request: Message, wanted: StoreWanted) -> None:
+    def on_store_wanted(self, request: Message, wanted: commands.StoreWanted) -> None:
         """Hold the request until a worker enters from a host without a store."""
         self._joining()
         self._stores_wanted.hold(request)
 
-    def _host_without_store(self, request: Message) -> Names | None:
+    def _host_without_store(self, request: Message) -> commands.Names | None:
         host = next((host for host in self._hosts if host not in request.body.known), None)
-        return None if host is None else Names((host,))
+        return None if host is None else commands.Names((host,))
 
-    def on_add_store(self, request: Message, add: AddStore) -> Answer:
+    def on_add_store(self, request: Message, add: commands.AddStore) -> Answer:
         """Add a store. Adding it again has no effect."""
         links, added = self._joining(), self.ledger.apply(add)
         if added.is_new:
@@ -535,7 +502,7 @@ class BufferService:
             logger.info("store %d of host %s joins at %s", added.store, add.host, add.address)
         return added
 
-    def on_drop_store(self, request: Message, drop: DropStore) -> Answer:
+    def on_drop_store(self, request: Message, drop: commands.DropStore) -> Answer:
         """Drop a store that the controller declares lost."""
         links, stores = self._joining(), self.ledger.groups.space.stores
         if drop.store >= len(stores):
@@ -556,17 +523,17 @@ class BufferService:
             leases_waiting=self._admission.num_waiting,
         )
 
-    def on_stats(self, request: Message, stats: Stats) -> Answer:
+    def on_stats(self, request: Message, stats: commands.Stats) -> Answer:
         """Reply with the ledger's counts."""
-        return Totals(self._totals())
+        return commands.Totals(self._totals())
 
-    def on_inspect(self, request: Message, inspect: Inspect) -> Answer:
+    def on_inspect(self, request: Message, inspect: commands.Inspect) -> Answer:
         """Reply with every unfinished group and every producer."""
         rule, table = self.ledger.rule, self.ledger.groups
         groups = table.leases.all() + [group for group in table if group.summary is not None]
         addresses = [] if self._links is None else self._links.addresses
         stores = zip(table.space.stores, addresses, table.space.stored_bytes, strict=True) if addresses else ()
-        return Report(
+        return commands.Report(
             {
                 "max_lag": rule.max_lag,
                 "groups_per_step": rule.groups_per_step,
@@ -591,7 +558,7 @@ def check_counts(summary: GroupSummary) -> None:
     counts = (*versions, summary.num_prompt_tokens, summary.num_tokens, summary.num_truncated, *map(sum, lists))
     least = min(summary.group_id, summary.attempt, *counts, *lists[0], *lists[1], *lists[2])
     most = max(summary.group_id >> 23, summary.attempt >> 23, *counts)
-    if least < 0 or most > MAX_COUNT:
+    if least < 0 or most > commands.MAX_COUNT:
         raise WireError(f"the counts of a group must be integers in [0, 2**40], got {least} to {most}")
 
 

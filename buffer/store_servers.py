@@ -15,24 +15,10 @@ from typing import Any
 
 from asyncrl.core.errors import AsyncRLError, ReplayBufferError, StoreFull, UnknownGroup, WireError
 
+from . import commands
 from .account import IdSet
 from .client import ClientSocket
-from .commands import (
-    Answer,
-    BufferRole,
-    Done,
-    Fetch,
-    Frames,
-    Hello,
-    Key,
-    Missing,
-    Payloads,
-    PutPayload,
-    Reconcile,
-    Remove,
-    Reserve,
-    Room,
-)
+from .commands import Answer, Done, Frames, Key
 from .config import BufferConfig
 from .encoding import JOIN_BELOW_BYTES, Message, Send
 from .journal import Journal
@@ -83,13 +69,13 @@ class StoreService:
         if self._journal is not None and self._journal.is_grown():
             self._compact(self._journal)
         for request in self._reserving.all():
-            reserve: Reserve = request.body
+            reserve: commands.Reserve = request.body
             key = reserve.group_id, reserve.attempt
             if self._held_bytes(key) + reserve.num_bytes > self._limit:
                 return
             if self._is_wanted(key):
                 self._reserved[key] = reserve.num_bytes
-            self._reserving.answer(lambda request: Room(), [request])
+            self._reserving.answer(lambda request: commands.Reservation(), [request])
 
     def _compact(self, journal: Journal) -> None:
         held = (("payload", _number(key), frames) for key, frames in self._payloads.items())
@@ -102,11 +88,11 @@ class StoreService:
         """Bytes stored and reserved, without the reservation of this attempt."""
         return self._stored_bytes + sum(self._reserved.values()) - self._reserved.get(key, 0)
 
-    def on_hello(self, request: Message, hello: Hello) -> Answer:
+    def on_hello(self, request: Message, hello: commands.Hello) -> Answer:
         """Show that the server answers."""
         return Done()
 
-    def on_reserve(self, request: Message, reserve: Reserve) -> None:
+    def on_reserve(self, request: Message, reserve: commands.Reserve) -> None:
         """Reserve bytes for a payload, now or later."""
         self._check_size(reserve.num_bytes)
         self._reserving.hold(request)
@@ -117,7 +103,7 @@ class StoreService:
                 f"a group of {size} bytes is larger than buffer.max_stored_bytes={self._limit}; raise it"
             )
 
-    def on_put_payload(self, request: Message, put: PutPayload) -> Answer | None:
+    def on_put_payload(self, request: Message, put: commands.PutPayload) -> Answer | None:
         """Store a payload, unless it is stored or its attempt has ended: the ledger then answers the put."""
         key, size = (put.group_id, put.attempt), size_of(request.payload)
         self._check_size(size)
@@ -159,7 +145,7 @@ class StoreService:
         self._unwritten_removals.discard(_number(key))
         self._stored_bytes += size_of(payload)
 
-    def on_fetch(self, request: Message, fetch: Fetch) -> None:
+    def on_fetch(self, request: Message, fetch: commands.Fetch) -> None:
         """Send the payloads of some attempts."""
         if len(fetch.attempts) != len(fetch.group_ids):
             raise WireError("a fetch from a store server must name one attempt per group")
@@ -171,9 +157,9 @@ class StoreService:
             counts.append(len(self._payloads[key]))
             payload += self._payloads[key]
         self._unread.add(request.client, request.request_id, size_of(payload), read=fetch.read)
-        self._replies.answer(request, Payloads(tuple(counts)), payload)
+        self._replies.answer(request, commands.Payloads(tuple(counts)), payload)
 
-    def on_reconcile(self, request: Message, expected: Reconcile) -> Answer:
+    def on_reconcile(self, request: Message, expected: commands.Reconcile) -> Answer:
         """Drop payloads that the ledger no longer needs; reply with the groups that it expects and this store lacks."""
         self._finished, self._ended = IdSet(expected.finished), dict(expected.ended)
         for group_id in {group_id for group_id, _ in (*self._payloads, *self._reserved)}:
@@ -181,9 +167,9 @@ class StoreService:
                 self._forget(group_id)
             elif group_id in self._ended:
                 self._forget(group_id, last=self._ended[group_id])
-        return Missing(tuple(key[0] for key in expected.attempts if key not in self._payloads))
+        return commands.Missing(tuple(key[0] for key in expected.attempts if key not in self._payloads))
 
-    def on_remove(self, request: Message, remove: Remove) -> Answer:
+    def on_remove(self, request: Message, remove: commands.Remove) -> Answer:
         """Drop payloads of finished groups and of attempts that ended."""
         for group_id in remove.group_ids:
             self._finished.add(group_id)
@@ -240,7 +226,7 @@ class StoreLinks:
         self.may_join = may_join
         self.addresses: list[str] = []
         self._timeout_s = config.request_timeout_s
-        self._keys = client_keys(Path(config.keys), BufferRole.ledger).for_stores() if config.keys else None
+        self._keys = client_keys(Path(config.keys), commands.BufferRole.ledger).for_stores() if config.keys else None
         self._epoch = config.epoch
         self._on_connected = on_connected
         self._links: list[ClientSocket | None] = []
@@ -273,9 +259,9 @@ class StoreLinks:
         """
         for link in self._links:
             if link is not None:
-                link.post(Remove(tuple(finished), tuple(ended)))
+                link.post(commands.Remove(tuple(finished), tuple(ended)))
 
-    async def reconcile(self, number: int, reconcile: Reconcile) -> tuple[int, ...]:
+    async def reconcile(self, number: int, reconcile: commands.Reconcile) -> tuple[int, ...]:
         """Tell one store to drop payloads; returns the groups that it lacks. Raises `AsyncRLError` if it is silent."""
         link = self._links[number]
         if link is None:

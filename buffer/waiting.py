@@ -15,29 +15,8 @@ from typing import Any
 
 from asyncrl.core.errors import AsyncRLError, ReplayBufferError, StoreFull, WireError
 
-from .commands import (
-    OPERATIONS,
-    Answer,
-    Batch,
-    Cancel,
-    Done,
-    Enqueue,
-    Frames,
-    GrantedLease,
-    HandOn,
-    Leased,
-    LeasedGroup,
-    LeaseGroups,
-    Leave,
-    NothingYet,
-    PlanBatch,
-    Push,
-    Put,
-    Release,
-    Renew,
-    Revoked,
-    TakeBack,
-)
+from . import commands
+from .commands import Answer, Done, Frames, NothingYet
 from .encoding import PUSH_ID, Message, Send, failure_of
 from .groups import Group
 from .heartbeats import Deadline, Heartbeats, LoopClock
@@ -69,7 +48,7 @@ class Replies:
         """Answer a request with an error, which the client raises."""
         self.answer(request, failure_of(error))
 
-    def push(self, client: bytes, push: Push) -> None:
+    def push(self, client: bytes, push: commands.Push) -> None:
         """Send a client a message that answers no request."""
         self._send(client, Message(request_id=PUSH_ID, body=push))
 
@@ -79,7 +58,7 @@ Handler = Callable[[Message, Any], Answer | None]
 
 def handlers_of(parts: Sequence[object]) -> dict[type, Handler]:
     """Operation to the method ``on_<name>`` of a part that answers it, now or later (None)."""
-    methods = {kind: f"on_{kind.__struct_config__.tag}" for kind in OPERATIONS}
+    methods = {kind: f"on_{kind.__struct_config__.tag}" for kind in commands.OPERATIONS}
     return {kind: getattr(part, name) for kind, name in methods.items() for part in parts if hasattr(part, name)}
 
 
@@ -177,9 +156,9 @@ class HeldRequests:
 class WaitingWorker(Message):
     """A held request for leases, with the leases granted so far, and the learner whose weights the engine serves."""
 
-    body: LeaseGroups
+    body: commands.LeaseGroups
     incarnation: int
-    granted: list[GrantedLease] = field(default_factory=list)
+    granted: list[commands.GrantedLease] = field(default_factory=list)
 
     @property
     def version(self) -> int:
@@ -280,7 +259,7 @@ class PromptIntake:
         """Bytes of the prompts that wait."""
         return self._held.num_bytes
 
-    def on_enqueue(self, request: Message, enqueue: Enqueue) -> None:
+    def on_enqueue(self, request: Message, enqueue: commands.Enqueue) -> None:
         """Hold prompts until the queue has room for them. Prompts that are known already are ignored."""
         if len(enqueue.group_ids) != len(enqueue.counts) or sum(enqueue.counts) != len(request.payload):
             raise WireError("enqueue must name one group per prompt")
@@ -310,7 +289,7 @@ class PromptIntake:
         if not new:
             return
         frames = {("prompt", group_id): parts for group_id, parts in new.items()}
-        self._ledger.apply(Enqueue(group_ids=tuple(new)), frames=frames)
+        self._ledger.apply(commands.Enqueue(group_ids=tuple(new)), frames=frames)
         for group_id, parts in new.items():
             self._store.prompts.put(group_id, parts)
 
@@ -337,7 +316,7 @@ class Admission:
         self._ledger, self._store, self._replies = shared.ledger, shared.store, shared.replies
         self._clock = clock
         self._held = WaitingWorkers(shared.replies, shared.hold_s)
-        self._granted: OrderedDict[tuple[bytes, int], list[GrantedLease]] = OrderedDict()
+        self._granted: OrderedDict[tuple[bytes, int], list[commands.GrantedLease]] = OrderedDict()
         self._turns = FairQueue()
         self._hands_over = hands_over
         self._paces = WorkerPaces()
@@ -367,7 +346,7 @@ class Admission:
         num_leases = Counter(lease.owner for lease in self._ledger.groups.leases.all())
         return self.heartbeats.describe(self._clock.time(), num_leases)
 
-    def on_lease_groups(self, request: Message, lease: LeaseGroups) -> None:
+    def on_lease_groups(self, request: Message, lease: commands.LeaseGroups) -> None:
         """Hold a request for leases, or repeat the answer to it."""
         granted = self._granted.get((request.client, request.request_id))
         if granted is not None:
@@ -480,7 +459,7 @@ class Admission:
                 self._search_from = now + _SEARCH_S * len(self._held)
                 return
             self._paces.take_over(group, taker, now)
-            self._replies.push(group.worker, HandOn(((group.group_id, group.attempt),)))
+            self._replies.push(group.worker, commands.HandOn(((group.group_id, group.attempt),)))
 
     def _fastest_taker(self, group: RunningGroup, versions: Iterable[int], now: float) -> bytes | None:
         """The fastest waiting worker at these versions that may continue a group; None if it is not much faster."""
@@ -494,9 +473,9 @@ class Admission:
         usual, taker = min(paces, default=(math.inf, b""))
         return taker if self._paces.is_slow(group.worker, usual) else None
 
-    def ended(self, client: bytes, command: Put | Release) -> None:
+    def ended(self, client: bytes, command: commands.Put | commands.Release) -> None:
         """Note that an attempt ended: its group was stored, filtered or released."""
-        if isinstance(command, Put):
+        if isinstance(command, commands.Put):
             ended, num_tokens = command.summary, max(command.summary.response_lengths, default=0)
         else:
             ended, num_tokens = command, None
@@ -517,7 +496,7 @@ class Admission:
     def _grant_one(self, request: WaitingWorker, served: list[WaitingWorker], now: float) -> bool:
         """Grant a group if the engine is admitted. Returns whether the worker wants and may get another group."""
         granted = request.granted
-        command = LeaseGroups(engine_version=request.version, max_groups=1, request_id=request.request_id)
+        command = commands.LeaseGroups(engine_version=request.version, max_groups=1, request_id=request.request_id)
         new = self._ledger.apply(command, now, sender=request.client).leases
         for lease in new:
             if lease.progress is None:
@@ -530,9 +509,9 @@ class Admission:
             served.append(request)
         return bool(new) and self._num_free(request, now) > 0
 
-    def _answer(self, request: Message, granted: Sequence[GrantedLease]) -> None:
+    def _answer(self, request: Message, granted: Sequence[commands.GrantedLease]) -> None:
         payload: list[Any] = []
-        leases: list[LeasedGroup] = []
+        leases: list[commands.LeasedGroup] = []
         for lease in granted:
             if self._ledger.groups.running(lease.group_id, lease.attempt) is None:
                 continue
@@ -540,29 +519,31 @@ class Admission:
             prefix = () if lease.progress is None else self._store.prefixes.get(lease.group_id)
             num_frames = len(prefix) if prefix or lease.progress is None else -1
             numbers = lease.engine_version, lease.deadline, len(prompt), num_frames
-            leases.append(LeasedGroup(lease.group_id, lease.attempt, *numbers))
+            leases.append(commands.LeasedGroup(lease.group_id, lease.attempt, *numbers))
             payload += [*prompt, *prefix]
-        self._replies.answer(request, Leased(tuple(leases)), payload)
+        self._replies.answer(request, commands.Leased(tuple(leases)), payload)
 
-    def on_cancel(self, request: Message, cancel: Cancel) -> Answer:
+    def on_cancel(self, request: Message, cancel: commands.Cancel) -> Answer:
         """Cancel a request for leases. Groups that were granted meanwhile go back to the queue."""
         if self._held.remove(request.client, cancel.request) is None:
             for lease in self._granted.pop((request.client, cancel.request), []):
                 self._give_back(lease, "cancelled")
         return Done()
 
-    def _give_back(self, lease: GrantedLease, reason: str) -> None:
+    def _give_back(self, lease: commands.GrantedLease, reason: str) -> None:
         """Release a lease that its worker never received."""
         if self._ledger.groups.running(lease.group_id, lease.attempt) is not None:
-            self._ledger.apply(Release(group_id=lease.group_id, attempt=lease.attempt, num_tokens=0, reason=reason))
+            self._ledger.apply(
+                commands.Release(group_id=lease.group_id, attempt=lease.attempt, num_tokens=0, reason=reason)
+            )
 
-    def on_renew(self, request: Message, renew: Renew) -> Answer:
+    def on_renew(self, request: Message, renew: commands.Renew) -> Answer:
         """Extend leases; tell their owner which of them it no longer holds."""
         for key in self._ledger.apply(renew, self._clock.time(), sender=request.client).lost:
-            self._replies.push(request.client, Revoked(*key))
+            self._replies.push(request.client, commands.Revoked(*key))
         return Done()
 
-    def leave(self, client: bytes, leave: Leave) -> Answer:
+    def leave(self, client: bytes, leave: commands.Leave) -> Answer:
         """Release the leases that a leaving client does not name."""
         known = set(leave.leases)
         self._held.withdraw(client)
@@ -578,7 +559,7 @@ class Admission:
         """Revoke the leases of a silent producer before they expire."""
         self._held.withdraw(client)
         self._paces.forget(client)
-        if taken := self._ledger.apply(TakeBack(owner=client)).group_ids:
+        if taken := self._ledger.apply(commands.TakeBack(owner=client)).group_ids:
             logger.warning("producer %s is silent; %d leases were revoked", client.hex()[:8], len(taken))
 
     def bury(self, client: bytes, num_generated: int) -> int:
@@ -590,7 +571,7 @@ class Admission:
         buried = self._ledger.account.buried
         if client not in buried:
             num_generated = max(num_generated, self.heartbeats.num_generated(client))
-            taken = self._ledger.apply(TakeBack(owner=client, num_generated=num_generated))
+            taken = self._ledger.apply(commands.TakeBack(owner=client, num_generated=num_generated))
             name, num_leases = client.hex()[:8], len(taken.group_ids)
             logger.warning(
                 "producer %s has ended; %d leases, and %d tokens lost", name, num_leases, taken.num_lost or 0
@@ -610,7 +591,7 @@ class BatchRequests:
         self._held = shared.held(self._late)
         self.close = self._held.close
 
-    def on_plan_batch(self, request: Message, plan: PlanBatch) -> None:
+    def on_plan_batch(self, request: Message, plan: commands.PlanBatch) -> None:
         """Hold a request for a batch until the batch can be made."""
         self._ledger.check_plan(plan.version)
         if self._is_filtered_away():
@@ -623,7 +604,7 @@ class BatchRequests:
 
     def _made(self, request: Message) -> Answer | None:
         is_made = self._ledger.apply(request.body).group_ids
-        return Batch(tuple(self._ledger.batch(request.body.version).groups)) if is_made else None
+        return commands.Batch(tuple(self._ledger.batch(request.body.version).groups)) if is_made else None
 
     def _late(self, request: Message) -> Answer:
         """Raise `ReplayBufferError` if no queued or running prompt can complete the batch."""
@@ -631,7 +612,7 @@ class BatchRequests:
         is_idle = not (groups.num_queued or groups.num_leased or groups.num_planned)
         if is_idle and self._ledger.account.groups_dropped and groups.num_stored < num_wanted:
             raise ReplayBufferError(
-                f"{self._stored()}, no prompts are queued and nothing runs; {self._dropped()}. Enqueue more prompts"
+                f"{self._stored()}, no prompts are queued and nothing runs; {self._dropped()}. commands.Enqueue more prompts"
             )
         return NothingYet(self._filtered() if self._ledger.account.filtered_in_a_row >= num_wanted else "")
 

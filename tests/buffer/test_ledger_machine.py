@@ -20,8 +20,7 @@ from asyncrl.core.errors import LeaseExpired, ReplayBufferError, StoreFull, Unkn
 from asyncrl.core.types import GroupSummary
 from buffer.commands import GrantedLease, Progress, PutResult, Reserved
 from buffer.config import OnStale
-from buffer.rule import StalenessRule
-from buffer.selection import ORDERS
+from buffer.rule import ORDERS, StalenessRule
 from tests.support.ledgers import DrivenLedger, RecordedCommands
 
 LEASE_S = 10.0

@@ -11,8 +11,7 @@ from asyncrl.core.errors import (
 from buffer.commands import (
     PutResult,
 )
-from buffer.rule import StalenessRule
-from buffer.selection import ORDERS, Window
+from buffer.rule import ORDERS, StalenessRule, Window
 from tests.support.ledgers import ledger, summary_of
 
 

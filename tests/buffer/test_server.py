@@ -18,7 +18,7 @@ from asyncrl.core.errors import (
 from buffer import BufferClient, BufferConfig, BufferProcess, OnStale, SyncBufferClient
 from buffer.commands import Frames, Payloads
 from buffer.encoding import Message
-from buffer.server_socket import ServerSocket
+from buffer.server import ServerSocket
 from buffer.stores import PayloadStore
 from tests.support.buffer_groups import AnyRole, prompt, rollout, running
 
