@@ -24,9 +24,19 @@ from asyncrl.core.errors import DeadlineError, NotAllowed, ReplayBufferError, St
 from . import commands
 from .commands import Answer, Key, NothingYet, Operation, Reply
 from .encoding import JOIN_BELOW_BYTES, PUSH_ID, Message, error_of, frames_of, parse_answers
-from .heartbeats import Deadline, LoopClock
 from .keys import ClientKeys, secure_client
-from .sockets import Channel, Chunk, ChunkReceiver, ChunkSender, allow_clients, bulk_address, client_context, monitor_of
+from .sockets import (
+    Channel,
+    Chunk,
+    ChunkReceiver,
+    ChunkSender,
+    Deadline,
+    LoopClock,
+    allow_clients,
+    bulk_address,
+    client_context,
+    monitor_of,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -1,8 +1,9 @@
 """When a group is admitted and which groups a batch takes: the staleness rule, the free room, filters and orders.
 
-A filter or an order is a function of a group's `GroupSummary`, built in or at ``module:function``. Nothing here waits. ``docs/staleness.md`` proves that admission and planning keep every lag within ``max_lag``, and that
-the bound on bytes causes no deadlock. Letters: B groups per learner step, u engine version, w version that is planned
-next, k learner steps after w.
+A filter or an order is a function of a group's `GroupSummary`, built in or at ``module:function``. Nothing here waits.
+``docs/staleness.md`` proves that admission and planning keep every lag within ``max_lag``, and that the bound on bytes
+causes no deadlock. Letters: B groups per learner step, u engine version, w version that is planned next, k learner
+steps after w.
 """
 
 import functools

@@ -16,18 +16,19 @@ from msgspec.structs import replace
 
 from asyncrl.core import record
 from asyncrl.core.errors import AsyncRLError, DeclaredDead, ReplayBufferError, StoreFull, StoreLost, WireError
+from asyncrl.core.record import NONE, GroupEvent, LevelName
 from asyncrl.core.types import BufferStats, GroupSummary
 
 from . import commands
-from .commands import Answer, Done, Frames
+from .account import NO_ROOM, REWOUND, STALE, STORE_LOST, VERSION_TOO_OLD, WORKER_DIED
+from .commands import Answer, Done, Frames, PutResult
 from .config import BufferConfig
 from .encoding import JOIN_BELOW_BYTES, Message, Send
-from .heartbeats import Deadline, LoopClock
 from .journal import Journal
 from .ledger import Ledger
-from .ledger_notes import LedgerNotes
 from .offers import OfferRequests
 from .rule import StalenessRule
+from .sockets import Deadline, LoopClock
 from .store_servers import StoreLinks
 from .stores import FetchWindow, PayloadStore, size_of
 from .waiting import Admission, BatchRequests, Collaborators, PromptIntake, Replies, handlers_of
@@ -35,6 +36,7 @@ from .waiting import Admission, BatchRequests, Collaborators, PromptIntake, Repl
 logger = logging.getLogger(__name__)
 
 _BEATS_TO_SILENCE = 4
+_LANE = "buffer"
 _MAX_HOSTS = 65_536
 
 
@@ -87,8 +89,9 @@ class BufferService:
         max_filtered = config.max_filtered_steps * groups_per_step
         self._batches = BatchRequests(shared, max_filtered=max_filtered)
         self._offers = OfferRequests(shared, journal)
-        self._reserving, self._stores_wanted = shared.held(), shared.held()
-        self._hosts: dict[str, None] = {}
+        self._joins = StoreJoins(shared, links)
+        workers = WorkerRequests(shared, config, admission=self._admission, offers=self._offers, joins=self._joins)
+        self._reserving = shared.held()
         self._unread = FetchWindow(config.max_stored_bytes)
         self._refused_for_space: set[bytes] = set()
         self._refused_prompts: set[bytes] = set()
@@ -99,7 +102,8 @@ class BufferService:
         self._notes = None if recorder is None else LedgerNotes(self.ledger, recorder)
         if self._notes is not None:
             self.ledger.on_applied = self._notes.note
-        self._handlers = handlers_of((self, self._intake, self._admission, self._batches, self._offers))
+        parts = self._intake, self._admission, self._batches, self._offers, self._joins, workers
+        self._handlers = handlers_of((self, *parts))
         if journal is not None:
             self._recover(journal)
 
@@ -168,7 +172,7 @@ class BufferService:
         for owner, revoked in self.ledger.drain_revocations():
             self._admission.revoked(revoked.group_id, revoked.attempt)
             self._replies.push(owner, revoked)
-        self._stores_wanted.answer(self._host_without_store)
+        self._joins.settle()
         self._expiry.at(self.ledger.groups.leases.next_expiry())
         self._silence.at(self._admission.heartbeats.next_silence())
         self._compact()
@@ -179,7 +183,7 @@ class BufferService:
         """Cancel every timer."""
         for part in (
             self._reserving,
-            self._stores_wanted,
+            self._joins,
             self._intake,
             self._admission,
             self._batches,
@@ -204,9 +208,7 @@ class BufferService:
         ledger.drain_finished()
         ledger.groups.ended_attempts.clear()
         ledger.log = journal
-        if self._links is not None and self._links.may_join:
-            for place in ledger.groups.space.stores:
-                self._links.connect("" if place.is_gone else place.address)
+        self._joins.recover()
         self._offers.recover(journal)
         journal.on_written = self.settle
         self._store.recover(recovered.frames, ledger)
@@ -356,11 +358,11 @@ class BufferService:
         client, group_id = request.client, put.key[0]
         frames = {} if self._store.is_elsewhere else {("payload", group_id): kept}
         result = self.ledger.apply(put, sender=client, frames=frames).result
-        if result in (commands.PutResult.filtered, commands.PutResult.stored):
+        if result in (PutResult.filtered, PutResult.stored):
             self._admission.ended(client, put)
-        if result is commands.PutResult.filtered:
+        if result is PutResult.filtered:
             self._batches.note_filtered()
-        elif result is commands.PutResult.stored:
+        elif result is PutResult.stored:
             self._store.keep_payload(group_id, request.payload, put.num_bytes)
             self._tell_of_space(self._refused_prompts)
             self._admission.heartbeats.count_put(client, put.summary.num_tokens)
@@ -425,7 +427,120 @@ class BufferService:
             logger.warning("the learner goes on from version %d, incarnation %d", rewind.version, rewind.incarnation)
         return Done()
 
-    # Clients
+    # The state of the buffer
+
+    def _totals(self) -> BufferStats:
+        return self.ledger.stats(
+            stored_bytes=self._store.payloads.num_bytes,
+            held_bytes=self._store.held_bytes + self._store.prompt_bytes + self._intake.num_waiting_bytes,
+            leases_waiting=self._admission.num_waiting,
+        )
+
+    def on_stats(self, request: Message, stats: commands.Stats) -> Answer:
+        """Reply with the ledger's counts."""
+        return commands.Totals(self._totals())
+
+    def on_inspect(self, request: Message, inspect: commands.Inspect) -> Answer:
+        """Reply with every unfinished group and every producer."""
+        rule, table = self.ledger.rule, self.ledger.groups
+        groups = table.leases.all() + [group for group in table if group.summary is not None]
+        return commands.Report(
+            {
+                "max_lag": rule.max_lag,
+                "groups_per_step": rule.groups_per_step,
+                "max_stored_bytes": self.ledger.room.max_bytes,
+                **self._counters(),
+                "stores": self._joins.describe(),
+                "stats": to_builtins(self._totals()),
+                "finished": self.ledger.history.finished.ranges(),
+                "groups": [group.describe(self.ledger.learner_version, self._clock.time()) for group in groups],
+                "producers": self._admission.describe(),
+            }
+        )
+
+
+class StoreJoins:
+    """Store servers that join the buffer from the hosts of the workers, and leave it; ``links`` connect to them."""
+
+    def __init__(self, shared: Collaborators, links: StoreLinks | None) -> None:
+        self._ledger, self._store, self._links = shared.ledger, shared.store, links
+        self._hosts: dict[str, None] = {}
+        self._wanted = shared.held()
+        self.close = self._wanted.close
+
+    def note_host(self, host: str) -> None:
+        """Remember the host of a worker; empty if it has none."""
+        if host and len(self._hosts) < _MAX_HOSTS:
+            self._hosts[host] = None
+
+    def recover(self) -> None:
+        """Connect to the stores that an earlier server knew."""
+        if self._links is not None and self._links.may_join:
+            for place in self._ledger.groups.space.stores:
+                self._links.connect("" if place.is_gone else place.address)
+
+    def settle(self) -> None:
+        """Answer each request for a host without a store, if there is such a host."""
+
+        def answer_to(request: Message) -> Answer | None:
+            host = next((host for host in self._hosts if host not in request.body.known), None)
+            return None if host is None else commands.Names((host,))
+
+        self._wanted.answer(answer_to)
+
+    def describe(self) -> list[dict[str, Any]]:
+        """Describe the store servers for `asyncrl inspect`; empty without store servers."""
+        space, addresses = self._ledger.groups.space, [] if self._links is None else self._links.addresses
+        return [
+            {"address": address, "host": place.host, "bytes": num_bytes, "is_gone": place.is_gone}
+            for place, address, num_bytes in zip(space.stores, addresses, space.stored_bytes, strict=False)
+        ]
+
+    def _joining(self) -> StoreLinks:
+        if self._links is None or not self._links.may_join:
+            raise ReplayBufferError("stores cannot join this buffer; set buffer.stores_on=hosts")
+        return self._links
+
+    def on_store_wanted(self, request: Message, wanted: commands.StoreWanted) -> None:
+        """Hold the request until a worker enters from a host without a store."""
+        self._joining()
+        self._wanted.hold(request)
+
+    def on_add_store(self, request: Message, add: commands.AddStore) -> Answer:
+        """Add a store. Adding it again has no effect."""
+        links, added = self._joining(), self._ledger.apply(add)
+        if added.is_new:
+            links.connect(add.address)
+            logger.info("store %d of host %s joins at %s", added.store, add.host, add.address)
+        return added
+
+    def on_drop_store(self, request: Message, drop: commands.DropStore) -> Answer:
+        """Drop a store that the controller declares lost."""
+        links, stores = self._joining(), self._ledger.groups.space.stores
+        if drop.store >= len(stores):
+            raise WireError(f"store {drop.store} never joined; {len(stores)} stores have")
+        dropped = self._ledger.apply(drop)
+        if dropped.is_new:
+            links.disconnect(drop.store)
+            self._store.evict(dropped.group_ids)
+            logger.warning("store %d is lost with %d stored groups", drop.store, len(dropped.group_ids))
+        return dropped
+
+
+class WorkerRequests:
+    """The operations of clients on themselves: greetings, heartbeats, what an engine serves, the end of a worker."""
+
+    def __init__(
+        self,
+        shared: Collaborators,
+        config: BufferConfig,
+        *,
+        admission: Admission,
+        offers: OfferRequests,
+        joins: StoreJoins,
+    ) -> None:
+        self._ledger, self._store, self._heartbeat_s = shared.ledger, shared.store, config.heartbeat_s
+        self._admission, self._offers, self._joins = admission, offers, joins
 
     def on_hello(self, request: Message, hello: commands.Hello) -> Answer:
         """Reply with the buffer's options. A producer is registered, and must send heartbeats from then on."""
@@ -442,21 +557,18 @@ class BufferService:
         return self._welcome()
 
     def _enter(self, client: bytes, host: str) -> None:
-        self._admission.heartbeats.enter(client, self._clock.time())
-        if host and len(self._hosts) < _MAX_HOSTS:
-            self._hosts[host] = None
+        self._admission.heartbeats.enter(client, self._admission.clock.time())
+        self._joins.note_host(host)
 
     def _welcome(self) -> commands.Welcome:
-        rule = self.ledger.rule
+        rule = self._ledger.rule
         clock = record.clock_id(), time.monotonic_ns()
-        return commands.Welcome(
-            rule.max_lag, rule.groups_per_step, self._config.heartbeat_s, self._store.is_elsewhere, *clock
-        )
+        return commands.Welcome(rule.max_lag, rule.groups_per_step, self._heartbeat_s, self._store.is_elsewhere, *clock)
 
     def on_loaded(self, request: Message, loaded: commands.Loaded) -> Answer:
         """Note that an engine serves a version; its waiting request for leases is now for this version."""
         if self._offers.is_current(loaded):
-            self.ledger.check_engine_version(loaded.version)
+            self._ledger.check_engine_version(loaded.version)
             self._offers.note_loaded(request.client, loaded)
             self._admission.adopt(request.client, loaded.version)
         return Done()
@@ -478,77 +590,92 @@ class BufferService:
         self._offers.forget(dead)
         return answer
 
-    # Store servers that join
 
-    def _joining(self) -> StoreLinks:
-        if self._links is None or not self._links.may_join:
-            raise ReplayBufferError("stores cannot join this buffer; set buffer.stores_on=hosts")
-        return self._links
+class LedgerNotes:
+    """Records the ledger for the run's profile: one stamp per group event, and the ledger's counts."""
 
-    def on_store_wanted(self, request: Message, wanted: commands.StoreWanted) -> None:
-        """Hold the request until a worker enters from a host without a store."""
-        self._joining()
-        self._stores_wanted.hold(request)
+    def __init__(self, ledger: Ledger, recorder: record.Recorder) -> None:
+        self._ledger = ledger
+        self._recorder = recorder
+        self._planned: dict[int, tuple[int, ...]] = {}
 
-    def _host_without_store(self, request: Message) -> commands.Names | None:
-        host = next((host for host in self._hosts if host not in request.body.known), None)
-        return None if host is None else commands.Names((host,))
+    def note(self, command: Any, outcome: Any) -> None:
+        """Stamp the groups that a command moved."""
+        match outcome:
+            case commands.Granted():
+                for lease in outcome.leases:
+                    details = {"deadline": lease.deadline, "inherited": lease.num_inherited}
+                    self._stamp(GroupEvent.lease, lease, version=lease.engine_version, **details)
+            case commands.PutOutcome():
+                self._stamp_put(command, outcome)
+            case commands.Released(was_running=True):
+                event = GroupEvent.dropped if outcome.is_dropped else GroupEvent.requeued
+                self._stamp(event, command, reason=command.reason, tokens=command.num_tokens)
+            case commands.TakenBack():
+                self._stamp_all(GroupEvent.dropped, outcome.dropped, reason=WORKER_DIED)
+                reason = "silent" if isinstance(command, commands.TakeBack) else "expired"
+                queued = [group_id for group_id in outcome.group_ids if group_id not in outcome.dropped]
+                self._stamp_all(GroupEvent.requeued, queued, reason=reason)
+            case commands.Lost() | commands.DroppedStore():
+                self._stamp_all(GroupEvent.requeued, outcome.group_ids, reason=STORE_LOST)
+            case commands.Reserved():
+                self._stamp_all(GroupEvent.requeued, outcome.evicted, reason=NO_ROOM)
+            case _:
+                self._note_batch(outcome)
 
-    def on_add_store(self, request: Message, add: commands.AddStore) -> Answer:
-        """Add a store. Adding it again has no effect."""
-        links, added = self._joining(), self.ledger.apply(add)
-        if added.is_new:
-            links.connect(add.address)
-            logger.info("store %d of host %s joins at %s", added.store, add.host, add.address)
-        return added
+    def _note_batch(self, outcome: Any) -> None:
+        match outcome:
+            case commands.Planned():  # a repeated plan returns the same batch, unless a loss dissolved it
+                if outcome.group_ids and self._planned.get(outcome.version) != outcome.group_ids:
+                    self._planned[outcome.version] = outcome.group_ids
+                    self._stamp_all(GroupEvent.planned, outcome.group_ids, version=outcome.version)
+                    event = GroupEvent.dropped if outcome.is_dropped else GroupEvent.requeued
+                    self._stamp_all(event, outcome.given_up, reason=STALE)
+            case commands.Committed():
+                self._planned.pop(outcome.version, None)
+                self._stamp_all(GroupEvent.trained, outcome.group_ids, version=outcome.version)
+                self._recorder.level(LevelName.cpu, time.process_time_ns() // 1000)
+            case commands.Rewound():
+                self._planned.clear()
+                self._stamp_all(GroupEvent.requeued, outcome.group_ids, reason=REWOUND)
 
-    def on_drop_store(self, request: Message, drop: commands.DropStore) -> Answer:
-        """Drop a store that the controller declares lost."""
-        links, stores = self._joining(), self.ledger.groups.space.stores
-        if drop.store >= len(stores):
-            raise WireError(f"store {drop.store} never joined; {len(stores)} stores have")
-        dropped = self.ledger.apply(drop)
-        if dropped.is_new:
-            links.disconnect(drop.store)
-            self._store.evict(dropped.group_ids)
-            logger.warning("store %d is lost with %d stored groups", drop.store, len(dropped.group_ids))
-        return dropped
+    def levels(self, *, held_bytes: int) -> None:
+        """Record the counts that have changed."""
+        ledger = self._ledger
+        for state in ("queued", "leased", "stored", "planned"):
+            self._recorder.level(LevelName(state), getattr(ledger.groups, f"num_{state}"), lane=_LANE)
+        self._recorder.level(LevelName.budget, ledger.budget, lane=_LANE)
+        self._recorder.level(LevelName.full, int(not ledger.room.has_room()), lane=_LANE)
+        self._recorder.level(LevelName.version, ledger.learner_version, lane=_LANE)
+        self._recorder.level(LevelName.bytes, held_bytes, lane=_LANE)
 
-    # The state of the buffer
+    def _stamp_put(self, put: commands.Put, outcome: commands.PutOutcome) -> None:
+        summary = put.summary
+        match outcome.result:
+            case PutResult.stored:
+                event, details = GroupEvent.stored, {"bytes": put.num_bytes}
+            case PutResult.filtered:
+                event, details = GroupEvent.dropped, {"reason": outcome.reason}
+            case PutResult.too_old:
+                event, details = GroupEvent.requeued, {"reason": VERSION_TOO_OLD}
+            case _:  # an earlier event settled this attempt
+                return
+        details |= {
+            "newest": summary.newest_version,
+            "learner": self._ledger.learner_version,
+            "tokens": summary.num_tokens,
+            "prompt_tokens": summary.num_prompt_tokens,
+            "lengths": summary.response_lengths,
+            "rewards": summary.rewards,
+        }
+        self._stamp(event, summary, version=summary.oldest_version, **details)
 
-    def _totals(self) -> BufferStats:
-        return self.ledger.stats(
-            stored_bytes=self._store.payloads.num_bytes,
-            held_bytes=self._store.held_bytes + self._store.prompt_bytes + self._intake.num_waiting_bytes,
-            leases_waiting=self._admission.num_waiting,
-        )
+    def _stamp(self, event: GroupEvent, of: Any, *, version: int = NONE, **details: Any) -> None:
+        self._recorder.stamp(event, of.group_id, attempt=of.attempt, version=version, lane=_LANE, **details)
 
-    def on_stats(self, request: Message, stats: commands.Stats) -> Answer:
-        """Reply with the ledger's counts."""
-        return commands.Totals(self._totals())
-
-    def on_inspect(self, request: Message, inspect: commands.Inspect) -> Answer:
-        """Reply with every unfinished group and every producer."""
-        rule, table = self.ledger.rule, self.ledger.groups
-        groups = table.leases.all() + [group for group in table if group.summary is not None]
-        addresses = [] if self._links is None else self._links.addresses
-        stores = zip(table.space.stores, addresses, table.space.stored_bytes, strict=True) if addresses else ()
-        return commands.Report(
-            {
-                "max_lag": rule.max_lag,
-                "groups_per_step": rule.groups_per_step,
-                "max_stored_bytes": self.ledger.room.max_bytes,
-                **self._counters(),
-                "stores": [
-                    {"address": address, "host": place.host, "bytes": num_bytes, "is_gone": place.is_gone}
-                    for place, address, num_bytes in stores
-                ],
-                "stats": to_builtins(self._totals()),
-                "finished": self.ledger.history.finished.ranges(),
-                "groups": [group.describe(self.ledger.learner_version, self._clock.time()) for group in groups],
-                "producers": self._admission.describe(),
-            }
-        )
+    def _stamp_all(self, event: GroupEvent, group_ids: Iterable[int], *, version: int = NONE, **details: Any) -> None:
+        for group_id in group_ids:
+            self._recorder.stamp(event, group_id, attempt=NONE, version=version, lane=_LANE, **details)
 
 
 def check_counts(summary: GroupSummary) -> None:

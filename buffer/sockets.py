@@ -1,4 +1,4 @@
-"""The buffer's ZMQ sockets on an asyncio loop: messages in chunks, the folders of Unix sockets, and ports.
+"""The buffer's ZMQ sockets on an asyncio loop, and its clock: messages in chunks, the folders of Unix sockets, and ports.
 
 Every client has two connections to a server. *Control* carries requests and small payloads. *Bulk* carries payloads of
 ``JOIN_BELOW_BYTES`` or more in chunks, so that a large put over a slow link delays no heartbeat and no renewal. At most
@@ -53,12 +53,88 @@ _SCHEME = "ipc://"
 _MAX_PATH_BYTES = 107
 _LONGEST_NAME = "store-1000000.bulk"
 _BACKLOG = 1024
+_TICK_S = 0.1
+_LONGEST_GAP_S = 0.5
 _SIOCGIFADDR = 0x8915
 _CLONE_FILES = 0x400
 _EVENT = struct.Struct("=Hi")
 _BYTES_RECEIVED, _BYTES_RECEIVED_AT, _TCP_INFO_BYTES = struct.Struct("=Q"), 128, 136
 
 _monitors = itertools.count()
+
+
+class LoopClock:
+    """The running loop's monotonic clock, or a test's clock, without the loop's stalls.
+
+    After a stall (a debugger, swap, a slow write) the loop fires its timers before it reads the messages that arrived in
+    the meantime. By wall time, all clients would then count as silent.
+
+    ``stalled_s`` is the total length of the stalls in seconds.
+    """
+
+    def __init__(self, time: Callable[[], float] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._time = self._loop.time if time is None else time
+        self.stalled_s = 0.0
+        self._last_seen = self._time()
+        self._tick_handle: asyncio.TimerHandle | None = None
+        self._tick()
+
+    def time(self) -> float:
+        """Now."""
+        now = self._time()
+        gap = now - self._last_seen
+        self._last_seen = now
+        if gap > _LONGEST_GAP_S:
+            self.stalled_s += gap
+            logger.info("the event loop stalled for %.1f s; every deadline is extended by the same time", gap)
+        return now - self.stalled_s
+
+    def call_at(self, when: float, callback: Callable[[], None]) -> asyncio.TimerHandle:
+        """Schedule ``callback`` at ``when``. After a stall the callback is early; it must check the clock."""
+        return self._loop.call_later(max(0.0, when - self.time()), callback)
+
+    def close(self) -> None:
+        """Stop the timer."""
+        if self._tick_handle is not None:
+            self._tick_handle.cancel()
+
+    def _tick(self) -> None:
+        self.time()
+        self._tick_handle = self._loop.call_later(_TICK_S, self._tick)
+
+
+class Deadline:
+    """One timer for the earliest of many deadlines that come and go.
+
+    The timer is not rescheduled when the earliest deadline moves later: it fires early, ``on_due`` finds nothing due,
+    and the owner calls `at` again. So moving a deadline with every message costs nothing.
+    """
+
+    def __init__(self, on_due: Callable[[], None], clock: LoopClock) -> None:
+        self._on_due = on_due
+        self._clock = clock
+        self._timer: asyncio.TimerHandle | None = None
+        self._when = 0.0
+
+    def at(self, when: float | None) -> None:
+        """Call ``on_due`` at ``when`` or earlier; None changes nothing."""
+        if when is None or (self._timer is not None and self._when <= when):
+            return
+        self.close()
+        self._when = when
+
+        def fire() -> None:
+            self._timer = None
+            self._on_due()
+
+        self._timer = self._clock.call_at(when, fire)
+
+    def close(self) -> None:
+        """Cancel the timer."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
 
 class Channel:

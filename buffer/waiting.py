@@ -19,9 +19,9 @@ from . import commands
 from .commands import Answer, Done, Frames, NothingYet
 from .encoding import PUSH_ID, Message, Send, failure_of
 from .groups import Group
-from .heartbeats import Deadline, Heartbeats, LoopClock
 from .ledger import Ledger
-from .pace import RunningGroup, WorkerPaces
+from .pace import Heartbeats, RunningGroup, WorkerPaces
+from .sockets import Deadline, LoopClock
 from .stores import PayloadStore, size_of
 
 logger = logging.getLogger(__name__)
@@ -314,7 +314,7 @@ class Admission:
         settle: Callable[[], None],
     ) -> None:
         self._ledger, self._store, self._replies = shared.ledger, shared.store, shared.replies
-        self._clock = clock
+        self.clock = clock
         self._held = WaitingWorkers(shared.replies, shared.hold_s)
         self._granted: OrderedDict[tuple[bytes, int], list[commands.GrantedLease]] = OrderedDict()
         self._turns = FairQueue()
@@ -338,13 +338,13 @@ class Admission:
         """Load the leases of an earlier server; their owners get the same timeout as everyone else."""
         for lease in leases:
             self._granted.setdefault((lease.owner, lease.request_id), []).append(lease.granted())
-            self._paces.recover(lease, self._clock.time())
-            self.heartbeats.enter(lease.owner, self._clock.time())
+            self._paces.recover(lease, self.clock.time())
+            self.heartbeats.enter(lease.owner, self.clock.time())
 
     def describe(self) -> list[dict[str, Any]]:
         """Describe every producer for `asyncrl inspect`."""
         num_leases = Counter(lease.owner for lease in self._ledger.groups.leases.all())
-        return self.heartbeats.describe(self._clock.time(), num_leases)
+        return self.heartbeats.describe(self.clock.time(), num_leases)
 
     def on_lease_groups(self, request: Message, lease: commands.LeaseGroups) -> None:
         """Hold a request for leases, or repeat the answer to it."""
@@ -387,7 +387,7 @@ class Admission:
         workers with equally many groups take turns. Only requests at an admitted version are checked, so the call costs
         little while all engines are too far behind.
         """
-        now = self._clock.time()
+        now = self.clock.time()
         self._paces.look(now)
         if self._held:
             versions = self._admitted(self._held.versions)
@@ -400,7 +400,7 @@ class Admission:
     def grant_saved(self) -> None:
         """Lease only groups with a saved prefix, from the head of the queue."""
         if self._held and self._is_saved_first() and (versions := self._admitted(self._held.versions)):
-            self._grant_to_waiting(versions, self._clock.time(), only_saved=True)
+            self._grant_to_waiting(versions, self.clock.time(), only_saved=True)
 
     def _is_saved_first(self) -> bool:
         return any(group.progress is not None for group in self._ledger.groups.head(1, owner=b""))
@@ -479,7 +479,7 @@ class Admission:
             ended, num_tokens = command.summary, max(command.summary.response_lengths, default=0)
         else:
             ended, num_tokens = command, None
-        self._paces.ended(ended.group_id, ended.attempt, self._clock.time(), num_tokens=num_tokens)
+        self._paces.ended(ended.group_id, ended.attempt, self.clock.time(), num_tokens=num_tokens)
 
     def saved(self, group_id: int, attempt: int, longest_response: int) -> None:
         """A worker saved a running group, whose longest sample has so many tokens."""
@@ -539,7 +539,7 @@ class Admission:
 
     def on_renew(self, request: Message, renew: commands.Renew) -> Answer:
         """Extend leases; tell their owner which of them it no longer holds."""
-        for key in self._ledger.apply(renew, self._clock.time(), sender=request.client).lost:
+        for key in self._ledger.apply(renew, self.clock.time(), sender=request.client).lost:
             self._replies.push(request.client, commands.Revoked(*key))
         return Done()
 
@@ -612,7 +612,7 @@ class BatchRequests:
         is_idle = not (groups.num_queued or groups.num_leased or groups.num_planned)
         if is_idle and self._ledger.account.groups_dropped and groups.num_stored < num_wanted:
             raise ReplayBufferError(
-                f"{self._stored()}, no prompts are queued and nothing runs; {self._dropped()}. commands.Enqueue more prompts"
+                f"{self._stored()}, no prompts are queued and nothing runs; {self._dropped()}. Enqueue more prompts"
             )
         return NothingYet(self._filtered() if self._ledger.account.filtered_in_a_row >= num_wanted else "")
 

@@ -22,9 +22,9 @@ from asyncrl.core.errors import AsyncRLError
 from buffer.commands import Cancel, Failure, HandOn, Operation, Revoked
 from buffer.config import BufferConfig
 from buffer.encoding import Message, error_of
-from buffer.heartbeats import LoopClock
 from buffer.ledger import Ledger
 from buffer.service import BufferService
+from buffer.sockets import LoopClock
 
 _NEVER_S = 1e12
 """Deadline of a simulated buffer: simulated clients never die, and their requests never time out."""

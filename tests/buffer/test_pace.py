@@ -27,9 +27,9 @@ from buffer.commands import (
 )
 from buffer.encoding import Message
 from buffer.groups import Group
-from buffer.heartbeats import LoopClock
 from buffer.pace import MOST_CHANGES, WorkerPaces
 from buffer.service import BufferService
+from buffer.sockets import LoopClock
 from tests.support.simulated_fleet import SimulatedFleet
 
 FAST, SLOW = 100.0, 10.0

@@ -13,8 +13,8 @@ from asyncrl.core.errors import DeclaredDead, LeaseExpired, NotLeaseOwner, WireE
 from buffer import BufferConfig, BufferProcess, Durability
 from buffer.commands import GrantedLease
 from buffer.encoding import Message
-from buffer.heartbeats import LoopClock
 from buffer.server import BufferServer
+from buffer.sockets import LoopClock
 from buffer.waiting import FairQueue
 from tests.support.buffer_groups import AnyRole, prompt, rollout, running
 

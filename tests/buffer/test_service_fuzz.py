@@ -42,7 +42,7 @@ from buffer.commands import (
 )
 from buffer.config import OnStale
 from buffer.encoding import Message, prompt_frames
-from buffer.heartbeats import LoopClock
+from buffer.sockets import LoopClock
 from rollout_fleet.metrics import FleetCounters
 from tests.support.buffer_groups import prompt
 from tests.support.mortal_buffer import MortalServer, MortalWrites, kind_of

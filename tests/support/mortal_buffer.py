@@ -10,9 +10,9 @@ from typing import Any
 from buffer import BufferConfig, Durability, journal
 from buffer.commands import Failure
 from buffer.encoding import PUSH_ID, Message
-from buffer.heartbeats import LoopClock
 from buffer.journal import Journal
 from buffer.service import BufferService
+from buffer.sockets import LoopClock
 
 
 class Killed(BaseException):

@@ -17,8 +17,8 @@ from asyncrl.core.types import GroupSummary
 from asyncrl.profile.trace import FOLDER, Level, Process, Span, Trace
 from buffer.commands import Commit, Enqueue, GrantedLease, LeaseGroups, PlanBatch, Put
 from buffer.ledger import Ledger
-from buffer.ledger_notes import LedgerNotes
 from buffer.rule import StalenessRule
+from buffer.service import LedgerNotes
 
 MS = 1_000_000
 
