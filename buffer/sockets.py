@@ -1,4 +1,4 @@
-"""The buffer's ZMQ sockets on an asyncio loop, and its clock: messages in chunks, the folders of Unix sockets, and ports.
+"""The buffer's ZMQ sockets and clock on an asyncio loop: messages in chunks, the folders of Unix sockets, and ports.
 
 Every client has two connections to a server. *Control* carries requests and small payloads. *Bulk* carries payloads of
 ``JOIN_BELOW_BYTES`` or more in chunks, so that a large put over a slow link delays no heartbeat and no renewal. At most
@@ -66,8 +66,8 @@ _monitors = itertools.count()
 class LoopClock:
     """The running loop's monotonic clock, or a test's clock, without the loop's stalls.
 
-    After a stall (a debugger, swap, a slow write) the loop fires its timers before it reads the messages that arrived in
-    the meantime. By wall time, all clients would then count as silent.
+    After a stall (a debugger, swap, a slow write) the loop fires its timers before it reads the messages that arrived
+    in the meantime. By wall time, all clients would then count as silent.
 
     ``stalled_s`` is the total length of the stalls in seconds.
     """
