@@ -35,7 +35,7 @@ from asyncrl.core.errors import (
 )
 from asyncrl.core.host import end_with_parent, keep_freed_memory, make_private_folder
 
-from .commands import Connect, Connected, Reconcile
+from .commands import Connect, Connected, Failure, Reconcile
 from .config import BufferConfig, Durability, OnStale, StoresOn
 from .encoding import (
     JOIN_BELOW_BYTES,
@@ -154,7 +154,10 @@ class ServerSocket:
         self._peers: dict[bytes, _BulkPeer] = {}
         self._swept_at = 0.0
         self._limit = RateLimit(config.max_requests_per_s)
-        self.epoch = self._choose_epoch()
+        known = journal.read("epoch") if journal is not None else None
+        self.epoch = config.epoch or known or uuid.uuid4().hex[:16]
+        if journal is not None and self.epoch != known:
+            journal.write("epoch", self.epoch)
         self._own_folder = ""
         self._listeners: dict[str, PortListener] = {}
         read = server_keys if store is None else store_keys
@@ -165,21 +168,15 @@ class ServerSocket:
         bulk = self._router(keys, silent_s=max(config.request_timeout_s, 4 * config.heartbeat_s))
         self._service = make_service(self)
         if config.host:
-            self.address = self._reached_at(self._bind_port(control, "address", config.port))
+            self.address = self._bind_port(control, "address", config.port)
+            if config.advertised_host:
+                self.address = f"tcp://{config.advertised_host}:{self.address.rpartition(':')[2]}"
             self.bulk_port = int(self._bind_port(bulk, "bulk_address", config.bulk_port).rpartition(":")[2])
         else:
             self.bulk_port = 0
             self.address = self._bind_unix(control, bulk, "buffer" if store is None else f"store-{store}")
         self._control = Channel(control, self._on_message, self._on_burst_end)
         self._bulk = Channel(bulk, self._on_chunk, self._on_burst_end)
-
-    def _choose_epoch(self) -> str:
-        """The configured epoch, else the epoch of an earlier server on this journal, else a new one."""
-        known = self._journal.read("epoch") if self._journal is not None else None
-        epoch = self._config.epoch or known or uuid.uuid4().hex[:16]
-        if self._journal is not None and epoch != known:
-            self._journal.write("epoch", epoch)
-        return epoch
 
     def _router(self, keys: ServerKeys | None, *, silent_s: float) -> zmq.Socket[bytes]:
         """Make a socket that closes a connection without a complete frame for ``silent_s`` seconds."""
@@ -234,11 +231,6 @@ class ServerSocket:
         if self._journal is not None and listener.address != known:
             self._journal.write(name, listener.address)
         return listener.address
-
-    def _reached_at(self, bound: str) -> str:
-        """The address for clients."""
-        host = self._config.advertised_host
-        return f"tcp://{host}:{bound.rpartition(':')[2]}" if host else bound
 
     def counters(self) -> dict[str, int]:
         """Counts of refused and undelivered messages."""
@@ -401,7 +393,8 @@ class ServerSocket:
         refusal = self._write_journal() if outbox else None
         for client, answers in outbox.items():
             if refusal is not None:
-                answers = [self._refused(answer, refusal) for answer in answers]
+                failure = failure_of(refusal)
+                answers = [a if a.request_id == PUSH_ID else _failed(a, failure) for a in answers]
             large = [answer for answer in answers if sum(map(len, answer.payload)) >= JOIN_BELOW_BYTES]
             if small := [answer for answer in answers if answer not in large]:
                 self._send_by(self._control, [client, *self._frames(small)])
@@ -410,17 +403,13 @@ class ServerSocket:
                 peer.last_heard = time.monotonic()
                 peer.sender.push(answer.request_id, self._frames([answer]))
 
-    def _refused(self, answer: Message, refusal: ReplayBufferError) -> Message:
-        is_push = answer.request_id == PUSH_ID
-        return answer if is_push else Message(request_id=answer.request_id, body=failure_of(refusal))
-
     def _frames(self, answers: list[Message]) -> list[Any]:
         """The frames of answers; if one cannot be encoded, all become errors."""
         try:
             return frames_of(self.epoch, answers)
         except (ValueError, TypeError, OverflowError) as error:
             failure = failure_of(self._failure(f"the answers to {len(answers)} requests", error))
-            return frames_of(self.epoch, [Message(request_id=a.request_id, body=failure) for a in answers])
+            return frames_of(self.epoch, [_failed(a, failure) for a in answers if a.request_id != PUSH_ID])
 
     def _write_journal(self) -> ReplayBufferError | None:
         """Write the journal before the replies are sent; returns the error that replaces them if the write fails."""
@@ -446,6 +435,10 @@ class ServerSocket:
             self._count("unsent")
 
 
+def _failed(answer: Message, failure: Failure) -> Message:
+    return Message(request_id=answer.request_id, body=failure)
+
+
 class BufferServer:
     """The ledger's server; the payloads are here, in ``num_store_servers`` other processes, or on stores that join.
 
@@ -465,7 +458,7 @@ class BufferServer:
         self._checks: set[asyncio.Task[None]] = set()
         may_join = config.stores_on is StoresOn.hosts
         self._stores = StoreServers(config, groups_per_step=groups_per_step, on_lost=self._lose)
-        self._links = StoreLinks(config, on_connected=self._check_store, may_join=may_join)
+        self._links = StoreLinks(config, on_connected=self._check_stores, may_join=may_join)
         for address in self._stores.addresses:
             self._links.connect(address)
         journal = _open_journal(config, "journal")
@@ -501,16 +494,12 @@ class BufferServer:
         self._links.close()
         self._stores.close()
 
-    def _check_store(self, number: int) -> None:
-        """Reconcile a store with the ledger: after it is reached, or after finished groups were reopened."""
-        check = asyncio.get_running_loop().create_task(self._requeue_missing(number))
-        self._checks.add(check)
-        check.add_done_callback(self._checks.discard)
-
-    def _check_stores(self) -> None:
-        for number, address in enumerate(self._links.addresses):
-            if address:
-                self._check_store(number)
+    def _check_stores(self, *numbers: int) -> None:
+        """Reconcile stores with the ledger: one that is reached, or all after finished groups were reopened."""
+        for number in numbers or [n for n, address in enumerate(self._links.addresses) if address]:
+            check = asyncio.get_running_loop().create_task(self._requeue_missing(number))
+            self._checks.add(check)
+            check.add_done_callback(self._checks.discard)
 
     async def _requeue_missing(self, number: int) -> None:
         ledger, is_unsure = self._service.ledger, True
