@@ -8,7 +8,7 @@ and its caller.
 import re
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
-from typing import Annotated, Any, ClassVar, Generic, Protocol, TypeVar, Union
+from typing import Annotated, Any, ClassVar, Generic, TypeVar
 
 from msgspec import Meta, Struct
 
@@ -18,13 +18,11 @@ MAX_COUNT = 1 << 40
 MAX_LEASES = 4096
 """Leases that one request may name; the server's work grows with each of them."""
 MAX_REASON = 20_000
-
 Int64 = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 """At most 2**40, so that totals fit into 63 bits."""
 Seconds = Annotated[float, Meta(ge=0, le=1e18)]
 Text = Annotated[str, Meta(max_length=200)]
-Texts = tuple[Text, ...]
 Key = tuple[Int64, Int64]
 """A group and an attempt."""
 Keys = Annotated[tuple[Key, ...], Meta(max_length=MAX_LEASES)]
@@ -42,9 +40,7 @@ class BufferRole(StrEnum):
     ledger = "ledger"
 
 
-_ROLLOUT, _LEARNER, _CONTROLLER, _LEDGER = (
-    frozenset({role}) for role in (BufferRole.rollout, BufferRole.learner, BufferRole.controller, BufferRole.ledger)
-)
+_ROLLOUT, _LEARNER, _CONTROLLER, _INSPECTOR, _LEDGER = (frozenset({role}) for role in BufferRole)
 _EVERY = frozenset(BufferRole)
 
 
@@ -103,11 +99,6 @@ def leaves(base: type) -> list[Any]:
     return [leaf for kind in subclasses for leaf in leaves(kind)] if subclasses else [base]
 
 
-def union_of(kinds: Sequence[Any]) -> Any:
-    """The union of record types, for a decoder."""
-    return Union[tuple(kinds)]  # noqa: UP007 - the members are not known here
-
-
 class PutResult(StrEnum):
     """The result of a put."""
 
@@ -129,10 +120,10 @@ class Progress(Row, frozen=True, kw_only=True):
 # Outcomes
 
 
-class Queued(LedgerOutcome, frozen=True, kw_only=True):
+class Queued(LedgerOutcome, frozen=True):
     """The groups of the new prompts."""
 
-    group_ids: tuple[int, ...]
+    group_ids: tuple[int, ...] = ()
 
 
 class GrantedLease(Row, frozen=True, kw_only=True):
@@ -652,7 +643,7 @@ class Stats(Operation[Totals], frozen=True):
 class Inspect(Operation[Report], frozen=True):
     """Request everything that the server shows."""
 
-    roles = frozenset({BufferRole.inspector, BufferRole.controller})
+    roles = _INSPECTOR | _CONTROLLER
 
 
 class Loaded(Operation[Done], frozen=True, kw_only=True):
@@ -732,7 +723,7 @@ class Pin(Operation[Names], frozen=True):
     is_held = True
     version: Int64
     num_engines: Int64
-    known: Texts = ()
+    known: tuple[Text, ...] = ()
 
 
 class Unpin(Operation[Done], frozen=True):
@@ -754,7 +745,7 @@ class StoreWanted(Operation[Names], frozen=True):
 
     roles = _CONTROLLER
     is_held = True
-    known: Texts
+    known: tuple[Text, ...]
 
 
 class Fetch(Operation[Payloads | Places], frozen=True):
@@ -804,10 +795,3 @@ Frames = Sequence[Any]
 """Bytes that the buffer does not decode: a prompt, a prefix, or a trajectory group."""
 LoggedFrames = Mapping[tuple[str, int], Frames | int]
 """Kind and group id to the frames of a command, or to their place in the journal; place 0 removes them."""
-
-
-class CommandLog(Protocol):
-    """Records commands with their outcomes before they take effect."""
-
-    def record(self, command: Command[Any, Any], outcome: LedgerOutcome, frames: LoggedFrames) -> None:
-        """Write one command, its outcome, and its frames."""

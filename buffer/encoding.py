@@ -12,8 +12,9 @@ uint64. Inside a joined part every frame starts at a multiple of 16, so arrays c
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, reduce
 from math import prod
+from operator import or_
 from typing import Any
 
 import msgpack
@@ -27,7 +28,7 @@ from asyncrl.core.types import Prompt
 from asyncrl.single_controller import codec
 from asyncrl.single_controller.codec import buffer_of, checked_shape, dtype_of
 
-from .commands import OPERATIONS, Answer, Failure, Int64, Operation, leaves, union_of
+from .commands import OPERATIONS, Answer, Failure, Int64, Operation, leaves
 
 PROTOCOL_VERSION = 7
 MAX_HEADER_BYTES = 1 << 20
@@ -53,8 +54,8 @@ _MALFORMED = (
 
 _encode = msgspec.msgpack.Encoder().encode
 _read_header = msgspec.msgpack.Decoder(tuple[int, str, list[tuple[Int64, Int64, msgspec.Raw]]]).decode
-_read_operation = msgspec.msgpack.Decoder(union_of(OPERATIONS)).decode
-_read_answer = msgspec.msgpack.Decoder(union_of(leaves(Answer))).decode
+_read_operation = msgspec.msgpack.Decoder(reduce(or_, OPERATIONS)).decode
+_read_answer = msgspec.msgpack.Decoder(reduce(or_, leaves(Answer))).decode
 _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 

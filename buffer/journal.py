@@ -24,8 +24,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, reduce
 from itertools import accumulate, pairwise
+from operator import or_
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -34,7 +35,7 @@ import xxhash
 
 from asyncrl.core.errors import ReplayBufferError
 
-from .commands import Command, Frames, LedgerOutcome, LoggedFrames, Put, Row, leaves, union_of
+from .commands import Command, Frames, LedgerOutcome, LoggedFrames, Put, Row, leaves
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +49,8 @@ _MAX_PARTS = 1024
 _HEADER = struct.Struct("<QIQ")
 """Checksum (xxh3) of head and frames, size of the head, size of the frames, in bytes."""
 
-AnyCommand: TypeAlias = union_of(leaves(Command))  # type: ignore
-AnyOutcome: TypeAlias = union_of(leaves(LedgerOutcome))  # type: ignore
+AnyCommand: TypeAlias = reduce(or_, leaves(Command))  # type: ignore
+AnyOutcome: TypeAlias = reduce(or_, leaves(LedgerOutcome))  # type: ignore
 Reference = tuple[str, int, int, tuple[int, ...]]
 """Kind, group id, place and lengths of frames; no lengths if they are in another record; place 0 drops them."""
 

@@ -8,7 +8,7 @@ The caller applies `Expire` at ``ledger.groups.leases.next_expiry()`` and sends 
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from asyncrl.core.errors import (
     LeaseExpired,
@@ -39,6 +39,15 @@ from .account import (
 from .config import OnStale
 from .groups import Group, GroupState, GroupTable
 from .rule import Room, StalenessRule, choose_batch, dropped_by, find_filters, find_order, rank_of
+
+
+class CommandLog(Protocol):
+    """Records commands with their outcomes before they take effect."""
+
+    def record(
+        self, command: commands.Command[Any, Any], outcome: commands.LedgerOutcome, frames: commands.LoggedFrames
+    ) -> None:
+        """Write one command, its outcome, and its frames."""
 
 
 class Call(NamedTuple):
@@ -101,7 +110,7 @@ class Ledger:
             "filters": list(filters),
             "num_stores": num_stores,
         }
-        self.log: commands.CommandLog | None = None
+        self.log: CommandLog | None = None
         self.on_applied: Callable[[commands.Command[Any, Any], Any], None] | None = None
         self.prefer = find_order(order)
         self.filters = find_filters(filters)
@@ -250,28 +259,21 @@ class Ledger:
         self.account.restore(values["account"])
 
 
+_EFFECTS = ("group_ids", "leases", "unsent", "missing", "is_new", "was_running", "was_owed")
+"""Fields of outcomes; an outcome in which all of them are empty or false changes nothing."""
+
+
 def _has_effect(ledger: Ledger, outcome: Any) -> bool:
     match outcome:
         case commands.PutOutcome() | commands.Saved():
             return True
-        case commands.Renewed():
+        case commands.Planned() if outcome.version in ledger.groups.plans:
             return False
-        case commands.TakenBack():
-            return bool(outcome.group_ids) or outcome.num_lost is not None
-        case commands.Granted():
-            return bool(outcome.leases)
-        case commands.Planned():
-            return bool(outcome.group_ids) and outcome.version not in ledger.groups.plans
         case commands.Reserved():
             return bool(outcome.evicted) or not ledger.room.is_shared
-        case commands.Lost():
-            return bool(outcome.group_ids or outcome.unsent or outcome.missing)
-        case commands.Rewound() | commands.AddedStore() | commands.DroppedStore():
-            return outcome.is_new
-        case commands.Released():
-            return outcome.was_running or outcome.was_owed
-        case _:
-            return bool(outcome.group_ids)
+        case commands.TakenBack() if outcome.num_lost is not None:
+            return True
+    return any(getattr(outcome, name, False) for name in _EFFECTS)
 
 
 # Parts of several operations
