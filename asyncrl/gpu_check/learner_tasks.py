@@ -16,7 +16,7 @@ from torch import Tensor
 from asyncrl.gpu_check.tasks import Setup, Sizes
 from learner.attention_kernels import AttentionShape, attention_kernel, call_kernel, check_kernel
 from learner.checkpoint import ShardedCheckpointer
-from learner.config import AlgorithmConfig, AttentionKernel, Device, LearnerConfig
+from learner.config import AlgorithmConfig, AttentionKernel, Device, GradientSync, LearnerConfig
 from learner.fsdp import local_tensor
 from learner.heads import chunked_log_probs
 from learner.losses import policy_objective
@@ -174,11 +174,11 @@ def sequences_of(sizes: Sizes, *, part: int = 0, parts: int = 1) -> list[TokenSe
 
 
 def _trainer(setup: Setup, model: str, *, num_ranks: int = 1, **options: Any) -> Trainer:
-    budget = setup.sizes.num_sequences * setup.sizes.length // num_ranks // 2
     config = LearnerConfig(
         device=Device(setup.device),
         num_ranks=num_ranks,
-        max_tokens_per_micro_batch=max(budget, setup.sizes.length),
+        max_tokens_per_micro_batch=setup.sizes.budget(num_ranks),
+        gradient_sync=GradientSync.micro_batch,
         step_timeout_s=setup.timeout_s,
         **options,
     )

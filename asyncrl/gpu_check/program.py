@@ -10,6 +10,7 @@ import argparse
 import importlib.util
 import json
 import platform
+import re
 import resource
 import shutil
 import signal
@@ -17,8 +18,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from importlib import metadata
 from pathlib import Path
@@ -27,12 +28,15 @@ from typing import Any
 from asyncrl.core.host import visible_gpus
 from asyncrl.gpu_check.run_checks import quickstart
 from asyncrl.gpu_check.tasks import FULL, TOY, Setup, run_task
+from asyncrl.planner.device_memory import ModelSize, RankSetup, rank_bytes
 
 PACKAGES = ("torch", "transformers", "sglang", "ray", "flash-attn-4", "flash-attn", "tensordict", "pyzmq", "numpy")
 PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "A100": 312.0, "B200": 2250.0, "L40S": 362.0}
 """Dense bfloat16 TFLOP/s by the name of the card, from the vendor's data sheets."""
 MIN_FILES, MIN_SHARED_BYTES = 4096, 16 << 30
 LOSS_TOLERANCE = {"cuda": 0.02, "cpu": 1e-4}
+PEAK_TOLERANCE = 1.2
+"""Largest accepted peak memory ÷ the planner's."""
 GAP_TOLERANCE = {"cuda": (0.03, 0.5), "cpu": (1e-3, 1e-2)}
 """Largest mean and single difference of engine and learner log-probs, in nats."""
 
@@ -122,13 +126,20 @@ def _version(package: str) -> str:
 
 
 def _cards() -> list[str]:
-    """Name, memory, driver and power limit of each GPU."""
+    """Name, memory, driver and compute capability of each GPU. Example: ``NVIDIA H100 80GB HBM3, 81559 MiB, …``."""
     query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version,compute_cap", "--format=csv,noheader"]
     try:
         listed = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return []
     return [line.strip() for line in listed.splitlines()]
+
+
+def _layers_on(cards: Sequence[str]) -> int:
+    """Layers of the models of the check: 4 need a card of 70 GB or more, 2 need 36 GB."""
+    megabytes = [int(match[1]) for card in cards if (match := re.search(r"(\d+) MiB", card))]
+    smallest = min(megabytes, default=0) * 1.048576 / 1e3
+    return 4 if smallest >= 70 else 2 if smallest >= 36 else 1
 
 
 # The learner
@@ -178,13 +189,28 @@ def training(setup: Setup) -> Iterator[Result]:
             )
             first = first or one
             errors = [abs(one[name] / first[name] - 1) for name in ("loss", "grad_norm")]
+            planned = _planned_bytes(setup, model, num_ranks, recompute)
             number = (
                 f"loss {one['loss']:.5f}, gradient {one['grad_norm']:.4g}, {one['tokens_per_s'] / num_ranks:.0f} "
-                f"tokens/s per rank{_utilization(one, setup, num_ranks)}, peak {one['peak_bytes'] / 1e9:.1f} GB"
+                f"tokens/s per rank{_utilization(one, setup, num_ranks)}, peak {one['peak_bytes'] / 1e9:.1f} GB, "
+                f"planned {planned / 1e9:.1f} GB"
             )
-            is_same = max(errors) <= LOSS_TOLERANCE[setup.device]
-            remedy = "this variant computes something else: leave its options out, and report it"
-            yield _result(f"train {kind} {words}", is_same, number, remedy, **one)
+            is_same, fits = max(errors) <= LOSS_TOLERANCE[setup.device], one["peak_bytes"] <= PEAK_TOLERANCE * planned
+            remedy = "leave the options of this variant out, and report it: it computes something else"
+            if is_same:
+                remedy = "lower learner.max_tokens_per_micro_batch, and report it: the planned memory is too small"
+            yield _result(f"train {kind} {words}", is_same and fits, number, remedy, **one, planned_bytes=planned)
+
+
+def _planned_bytes(setup: Setup, model: str, num_ranks: int, recompute: bool) -> int:
+    """The peak memory of a rank by the planner's formula."""
+    rank = RankSetup(
+        num_shards=num_ranks,
+        tokens=setup.sizes.budget(num_ranks),
+        checkpointing=recompute,
+        compute_bytes=2 if setup.device == "cuda" else 4,
+    )
+    return sum(rank_bytes(ModelSize.of(model), rank).values())
 
 
 def _saved_model(setup: Setup, *, experts: bool = False) -> str:
@@ -316,12 +342,8 @@ def results_of(check: Check, setup: Setup) -> Iterator[Result]:
             yield Result(name=check.name, state=State.failed, seconds=seconds, number=text, remedy="see its log")
             return
         now = time.perf_counter()
-        yield Result(**{**_fields(result), "seconds": now - began})
+        yield replace(result, seconds=now - began)
         began = now
-
-
-def _fields(result: Result) -> dict[str, Any]:
-    return {name: getattr(result, name) for name in Result.__dataclass_fields__}
 
 
 def main() -> int:
@@ -342,7 +364,7 @@ def main() -> int:
     setup = Setup(
         device=device,
         num_gpus=arguments.gpus or gpus or 1,
-        sizes=FULL if device == "cuda" else TOY,
+        sizes=replace(FULL, layers=_layers_on(_cards())) if device == "cuda" else TOY,
         model=arguments.model,
         folder=str(folder.resolve()),
         timeout_s=arguments.timeout_s,
@@ -362,7 +384,7 @@ def _report(results: list[Result], setup: Setup) -> int:
     """Print the table again with counts, write the JSON, and return the exit status."""
     failed = [result for result in results if result.state is State.failed]
     path = Path(setup.folder, "check.json")
-    path.write_text(json.dumps({"setup": asdict(setup), "results": [_fields(result) for result in results]}, indent=1))
+    path.write_text(json.dumps({"setup": asdict(setup), "results": [asdict(result) for result in results]}, indent=1))
     counts = ", ".join(f"{sum(r.state is state for r in results)} {state.value}" for state in State)
     lines = ["", *(result.line().partition("\n")[0][:200] for result in results), "", counts, f"report: {path}", ""]
     sys.stdout.write("\n".join(lines))

@@ -60,6 +60,10 @@ class Sizes:
     num_steps: int
     num_new_tokens: int
 
+    def budget(self, num_ranks: int) -> int:
+        """Token budget of a micro-batch on each rank: a batch takes two or more micro-batches."""
+        return max(self.num_sequences * self.length // num_ranks // 2, self.length)
+
 
 FULL = Sizes(
     hidden=4096,

@@ -50,6 +50,19 @@ def test_variants_cover_each_mesh_that_the_gpus_allow(setup, num_gpus, meshes):
     assert (1, 1, True, True) in rows
 
 
+@pytest.mark.parametrize(
+    ("cards", "layers"),
+    [
+        (["NVIDIA H100 80GB HBM3, 81559 MiB, 580.65, 9.0"], 4),
+        (["NVIDIA H100 80GB HBM3, 81559 MiB, 580.65, 9.0", "NVIDIA A100-PCIE-40GB, 40960 MiB, 580.65, 8.0"], 2),
+        (["NVIDIA L4, 23034 MiB, 580.65, 8.9"], 1),
+        ([], 1),
+    ],
+)
+def test_the_smallest_card_determines_the_size_of_the_models(cards, layers):
+    assert program._layers_on(cards) == layers
+
+
 def test_a_task_whose_process_fails_says_the_end_of_its_log(setup):
     with pytest.raises(TaskFailed, match="no_such_folder"):
         list(run_task(setup, "learner_tasks:offload", model="no_such_folder"))
