@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from functools import partial
 from itertools import groupby
 
 import numpy as np
@@ -76,15 +75,12 @@ class BucketCopies:
                 self._sent[index].synchronize()  # the bucket is free
             bucket = self._buckets[index][: len(data)]
             places = [slice(first, first + PIECE_BYTES) for first in range(0, len(data), PIECE_BYTES)]
-            list(self._threads.map(partial(_copy_range, data, bucket.numpy()), places))
+            view = bucket.numpy()
+            list(self._threads.map(np.copyto, [view[place] for place in places], [data[place] for place in places]))
             target[start : start + len(data)].copy_(bucket, non_blocking=True)
             if self._sent:
                 self._sent[index].record()
         return target
-
-
-def _copy_range(source: np.ndarray, target: np.ndarray, place: slice) -> None:
-    target[place] = source[place]
 
 
 class TensorAssembly:

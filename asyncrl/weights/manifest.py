@@ -203,7 +203,15 @@ class Manifest:
             WeightsError: some bytes of a tensor have no digest.
         """
         self._check_coverage()
-        content = msgspec.json.encode(self.with_paths(lambda other: _seen_from(path.parent, other)))
+        folder = path.parent.absolute()
+
+        def seen_from_folder(other: str) -> str:  # relative if it is in the folder or beside it
+            whole = Path(other).absolute()
+            if whole.is_relative_to(folder):
+                return str(whole.relative_to(folder))
+            return str(Path("..", whole.relative_to(folder.parent)) if whole.is_relative_to(folder.parent) else whole)
+
+        content = msgspec.json.encode(self.with_paths(seen_from_folder))
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
             file.write(content)
         Path(file.name).replace(path)
@@ -361,11 +369,3 @@ def safetensors_header(tensors: Sequence[tuple[str, str, Sequence[int], int]]) -
     content += b" " * (-len(content) % 8)
     head = len(content).to_bytes(8, "little") + content
     return head, [len(head) + offset for offset in offsets[:-1]]
-
-
-def _seen_from(folder: Path, path: str) -> str:
-    """Return a path relative to the folder if it is in the folder or beside it, else absolute."""
-    folder, whole = folder.absolute(), Path(path).absolute()
-    if whole.is_relative_to(folder):
-        return str(whole.relative_to(folder))
-    return str(Path("..", whole.relative_to(folder.parent)) if whole.is_relative_to(folder.parent) else whole)

@@ -176,18 +176,15 @@ class Meeting:
     values: dict[str, bytes] = field(default_factory=dict)
     pending: list[tuple[Any, str, int]] = field(default_factory=list)
 
-    def leave(self, key: str, value: bytes) -> list[Any]:
-        """Store a value. Returns the members whose requests can be answered now."""
-        self.values[key] = value
-        waiting, self.pending = self.pending, []
-        return [answered for one in waiting for answered in self.ask(*one)]
-
-    def ask(self, member: Any, key: str, count: int) -> list[Any]:
-        """Request a key; answered when the key and ``count`` keys are there. Returns like `leave`."""
-        if key in self.values and len(self.values) >= count:
-            return [member]
-        self.pending.append((member, key, count))
-        return []
+    def take(self, member: Any, message: Mapping[str, Any]) -> list[Any]:
+        """Store what a member left, or its request for a key; return the members that can be answered now."""
+        if message["kind"] == "leave":
+            self.values[message["key"]] = message["value"]
+        else:
+            self.pending.append((member, message["key"], message["count"]))
+        ready = [one for one in self.pending if one[1] in self.values and len(self.values) >= one[2]]
+        self.pending = [one for one in self.pending if one not in ready]
+        return [one[0] for one in ready]
 
 
 class RoundCoordinator:
@@ -218,13 +215,14 @@ class RoundCoordinator:
         self._closed: Future[None] = Future()
 
     async def run(self) -> None:
-        """Make rounds until `close`."""
+        """Make rounds until `close`. A failure is logged."""
         server = await asyncio.start_server(self._serve, sock=self._listener)
         try:
             making = asyncio.create_task(self._make_rounds())
             await asyncio.wait({making, asyncio.wrap_future(self._closed)}, return_when=asyncio.FIRST_COMPLETED)
-            if making.done():
-                making.result()
+            if making.done() and (error := making.exception()) is not None:
+                # Nobody waits for this thread; receivers report missed deadlines.
+                logger.error("no further round of weights is made: %r", error)
         finally:
             server.close()
 
@@ -294,17 +292,11 @@ class RoundCoordinator:
                 self._ranks[message["rank"]] = sender
                 self._done[message["rank"]] = message["round"]
                 self._rank_done.set()
+            case "leave" | "want" if (meeting := self._meetings.get(message["round"])) is not None:
+                for member in meeting.take(sender, message):
+                    _send(member, {"values": meeting.values})
             case "leave" | "want":
-                for member, answer in self._meet(sender, message):
-                    _send(member, answer)
-
-    def _meet(self, sender: StreamWriter, message: dict[str, Any]) -> list[tuple[Any, dict[str, Any]]]:
-        meeting, key = self._meetings.get(message["round"]), message["key"]
-        if meeting is None or asyncio.get_running_loop().time() >= meeting.ends_s:
-            return [(sender, {"over": message["round"]})]
-        is_left = message["kind"] == "leave"
-        found = meeting.leave(key, message["value"]) if is_left else meeting.ask(sender, key, message["count"])
-        return [(member, {"values": meeting.values}) for member in found]
+                _send(sender, {"over": message["round"]})
 
     async def _run(self, number: int, offered: HeldOffer, requests: Sequence[RoundRequest], *, is_delta: bool) -> None:
         """Announce a round, and wait until all ranks are done with it. The same members keep their group."""

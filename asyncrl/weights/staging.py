@@ -131,7 +131,7 @@ class WeightStager:
             await self._receive_frozen(offer, await asyncio.to_thread(read_manifest, local))
         elif self._copies:
             try:
-                return await self._in_time(WeightStager._into_image, local)
+                return await self._in_time(WeightStager._in_memory, local)
             except WeightsError as error:
                 if local.kind == "full":
                     raise
@@ -159,18 +159,6 @@ class WeightStager:
         received = await receive_weights(sent, self._image, timeout_s=self._timeout_s)
         Path(received.manifest).parent.rename(frozen)
         self._held = base.digest
-
-    def _into_image(self, received: WeightOffer) -> WeightOffer:
-        """Turn the image into the received version: a full version, or a delta to the image's version."""
-        manifest = read_manifest(received)
-        self._held = ""
-        if received.kind == "delta":
-            apply_delta(manifest, _map_writable(self._image / manifest.files[0]))
-        else:
-            for name in manifest.files:
-                Path(manifest.directory, name).replace(self._image / name)
-        self._held = received.digest
-        return self._in_image(received)
 
     def stage(self, offer: WeightOffer) -> WeightOffer:
         """Stage an offer of a folder, without a deadline; raises as `staged` does."""
@@ -248,11 +236,17 @@ class WeightStager:
     def _in_memory(self, offer: WeightOffer) -> WeightOffer:
         """Turn the image into the offered version: by the deltas since its version, or from a full version."""
         steps = [(offer, read_manifest(offer))]
-        while (delta := steps[-1][1].delta) is not None and delta.base.digest != self._held:
+        while steps[-1][0].kind == "delta":  # a stream may send the full version of a delta's manifest
+            delta = steps[-1][1].delta
+            if delta is None or delta.base.digest == self._held:
+                break
             steps.append((delta.base, read_manifest(delta.base)))
         for step, manifest in reversed(steps):
             self._held = ""
-            if step.kind == "full":
+            if step.kind == "full" and Path(manifest.directory).parent == self._image:  # received
+                for name in manifest.files:
+                    Path(manifest.directory, name).replace(self._image / name)
+            elif step.kind == "full":
                 self._copy(manifest, self._image)
             else:
                 apply_delta(manifest, _map_writable(self._image / manifest.files[0]))

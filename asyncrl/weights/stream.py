@@ -14,8 +14,8 @@ another rank. Receivers compare every byte with its digest as it arrives. There 
 
 A member that dies or stops ends the round for all by the deadline, which grows with the bytes. The other receivers ask
 again, up to `MAX_ROUNDS` times, in a new group. Each learner rank has a thread that waits for rank 0 to announce a
-round. A receiver waits on a thread that can be abandoned, for rank 0 and then for its neighbors. Training waits for
-none of them. The groups authenticate nobody, and digests do not stop an attacker.
+round. A receiver waits for rank 0 and then for its neighbors, until the deadline; a host does so on a thread. Training
+waits for none of them. The groups authenticate nobody, and digests do not stop an attacker.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ import fcntl
 import logging
 import mmap
 import os
-import queue
 import shutil
 import socket
 import struct
@@ -34,7 +33,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -73,7 +72,7 @@ SPAN_BYTES = 64 << 20
 NUM_UNDER_WAY = 4
 """Buckets that a member receives, and sends, at the same time."""
 NUM_AHEAD = 2
-"""Complete tensors that wait for an engine's rank to load them, from a stream or from files."""
+"""Spans of files that are copied to a GPU before the model's loader takes them."""
 _RETRY_S = 1.0
 _FOREVER = timedelta(days=20)  # the longest that torch takes
 
@@ -108,14 +107,14 @@ class WeightSender:
         self._parts: HeldVersions[HeldPart] = HeldVersions(options.num_held)
         self._coordinator: RoundCoordinator | None = None
         self._channel: WeightChannel | None = None
-        self._member: Member | None = None
+        self._member: GroupMember | None = None
         self._is_closed = threading.Event()
         works = [self._take_part]
         if address is None:
             host = interface_address(options.interface)
-            self._coordinator = RoundCoordinator(options, host, num_ranks=num_ranks)
-            address = self._coordinator.address
-            works.append(self._coordinate)
+            coordinator = self._coordinator = RoundCoordinator(options, host, num_ranks=num_ranks)
+            address = coordinator.address
+            works.append(lambda: asyncio.run(coordinator.run()))
         self._options, self.address = options, address
         self._threads = [threading.Thread(target=work, name="weight-rounds", daemon=True) for work in works]
         for thread in self._threads:
@@ -169,14 +168,7 @@ class WeightSender:
         if (member := self._member) is not None:
             member.close()
 
-    # On the threads
-
-    def _coordinate(self) -> None:
-        assert self._coordinator is not None, "rank 0 coordinates"
-        try:
-            asyncio.run(self._coordinator.run())
-        except Exception as error:  # noqa: BLE001 - nobody waits for this thread; receivers report missed deadlines
-            logger.error("no further round of weights is made: %r", error)
+    # On the thread
 
     def _take_part(self) -> None:
         """Send in every round that rank 0 announces; connect again if the connection is lost."""
@@ -217,7 +209,7 @@ class WeightSender:
             assert part.delta is not None, "rank 0 offers deltas that all ranks hold"
             data, buckets = part.delta, file_buckets(self._rank, part.delta.nbytes)
         if self._member is None:
-            self._member = Member(self.address, deadline.left_s)
+            self._member = GroupMember(self.address, deadline.left_s)
         group = self._member.group(this, self._rank, deadline)
         under_way: deque[Callable[[], None]] = deque()
         for bucket in buckets:
@@ -236,6 +228,11 @@ class RoundDeadline:
 
     def __init__(self, timeout_s: float) -> None:
         self._ends_s = time.monotonic() + timeout_s
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no time remains."""
+        return time.monotonic() >= self._ends_s
 
     @property
     def left_s(self) -> float:
@@ -352,7 +349,7 @@ class WeightGroup:
             self._group.abort()
 
 
-class Member:
+class GroupMember:
     """This process among the members of one learner's rounds: its connection to rank 0, and its newest group."""
 
     def __init__(self, address: ChannelAddress, timeout_s: float) -> None:
@@ -428,7 +425,7 @@ async def receive_weights(offer: WeightOffer, folder: Path, *, timeout_s: float,
 def _received_once(offer: WeightOffer, folder: Path, limit_s: float, holds: str) -> WeightOffer:
     """Ask, take part in a round, and compare. Raises `WeightsError` if the round failed, or as `admission` does."""
     try:
-        with admission(offer, RoundDeadline(limit_s), holds=holds) as admitted:
+        with closing(admission(offer, RoundDeadline(limit_s), holds=holds)) as admitted:
             return _receive_files(admitted, offer, folder)
     except WeightsGone:
         raise
@@ -438,7 +435,7 @@ def _received_once(offer: WeightOffer, folder: Path, limit_s: float, holds: str)
     raise WeightsError(failure)
 
 
-def _receive_files(admitted: Admission, offer: WeightOffer, folder: Path) -> WeightOffer:
+def _receive_files(admitted: ReceiverRound, offer: WeightOffer, folder: Path) -> WeightOffer:
     """Receive the data file or the delta files. `apply_delta` verifies a delta later."""
     local = replace(offer, manifest=str(folder / "manifest.json"), carrier=Carrier.folder)
     manifest = parse_manifest(local, admitted.manifest)
@@ -491,9 +488,8 @@ class RoundFailed(WeightsError):
 class ArrivingWeights:
     """A version that arrives in this process, a rank of an engine, while it is loaded: one round.
 
-    A thread takes part in the round and hands over complete tensors. The loading thread waits for it until the
-    deadline, and then abandons it. Memory holds at most the tensor that is loaded, `NUM_AHEAD` others with the buckets
-    that they came in, incomplete tensors, and `NUM_UNDER_WAY` buckets of `SPAN_BYTES` in each direction.
+    Memory holds at most the tensor that is loaded, incomplete tensors, and `NUM_UNDER_WAY` buckets of `SPAN_BYTES` in
+    each direction. Each wait ends at the deadline.
 
     Args:
         offer: Carried by `Carrier.engine_stream`.
@@ -505,25 +501,31 @@ class ArrivingWeights:
         copier: None, because each tensor is verified before it is handed over.
 
     Raises `RoundFailed` if the round failed, `WeightsGone` if the ranks no longer hold the version, `DeadlineError` if
-    nothing came in time.
+    the version did not arrive in time.
     """
 
     copier = None
 
     def __init__(self, offer: WeightOffer, device: torch.device, *, timeout_s: float) -> None:
         self._offer, self._device, self._timeout_s = offer, device, timeout_s
-        self._deadline = RoundDeadline(timeout_s)
-        self._arrived: queue.Queue[Any] = queue.Queue(NUM_AHEAD)
-        self._is_left = threading.Event()
-        self._admitted: Admission | None = None
-        self._is_whole = False
-        on_own_thread(self._receive)
-        self.manifest: Manifest = self._next()
+        self._deadline, self._is_whole = RoundDeadline(timeout_s), False
+        with self._named_failures():
+            self._admitted = admission(offer, self._deadline)
+            self.manifest: Manifest = parse_manifest(offer, self._admitted.manifest)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield name and tensor of each, verified, as they become complete; raises as the constructor does."""
-        while (arrived := self._next()) is not None:
-            yield arrived
+        is_nccl = self._admitted.round.backend == "nccl"
+        device = self._device if is_nccl else torch.device("cpu")
+        with self._named_failures():
+            assembly = TensorAssembly(self.manifest, name=self._offer.name, device=device, digests_there=is_nccl)
+
+            def place(bucket: Bucket) -> Tensor:
+                return torch.empty(bucket.end - bucket.first, dtype=torch.uint8, device=device)
+
+            for bucket, data in self._admitted.arriving(self._admitted.buckets(self.manifest), place):
+                yield from assembly.add(bucket.pieces, data)
+            yield from assembly.finish()
         self._is_whole = True
 
     def verify(self) -> None:
@@ -533,79 +535,48 @@ class ArrivingWeights:
 
     def close(self) -> None:
         """Leave the round, if it still runs."""
-        self._is_left.set()
-        with suppress(queue.Empty):
-            while True:
-                self._arrived.get_nowait()
-        if not self._is_whole and (admitted := self._admitted) is not None:
-            admitted.group.abort()
+        self._admitted.close()
 
-    def _next(self) -> Any:
+    @contextmanager
+    def _named_failures(self) -> Iterator[None]:
         try:
-            arrived = self._arrived.get(timeout=self._deadline.left_s)
-        except queue.Empty:
-            self.close()
-            raise DeadlineError(
-                f"{self._offer.name} did not arrive from {self._offer.manifest} within {self._timeout_s:.1f} s"
-            ) from None
-        if isinstance(arrived, Exception):
-            raise arrived
-        return arrived
-
-    # On the thread
-
-    def _receive(self) -> None:
-        failure: Exception | None = None
-        try:
-            if self._device.type == "cuda":
-                torch.cuda.set_device(self._device)
-            self._take_part()
-        except (DeadlineError, WeightsGone) as error:
-            failure = error
-        except Exception as error:  # noqa: BLE001 - raised in the loading thread
-            failure = RoundFailed(one_line(error))
-        self._hand_over(failure)
-
-    def _take_part(self) -> None:
-        with admission(self._offer, self._deadline) as self._admitted:
-            manifest = parse_manifest(self._offer, self._admitted.manifest)
-            self._hand_over(manifest)
-            is_nccl = self._admitted.round.backend == "nccl"
-            device = self._device if is_nccl else torch.device("cpu")
-            assembly = TensorAssembly(manifest, name=self._offer.name, device=device, digests_there=is_nccl)
-
-            def place(bucket: Bucket) -> Tensor:
-                return torch.empty(bucket.end - bucket.first, dtype=torch.uint8, device=device)
-
-            for bucket, data in self._admitted.arriving(self._admitted.buckets(manifest), place):
-                for arrived in assembly.add(bucket.pieces, data):
-                    self._hand_over(arrived)
-        for arrived in assembly.finish():
-            self._hand_over(arrived)
-
-    def _hand_over(self, arrived: Any) -> None:
-        if self._is_left.is_set():
-            raise WeightsError("the load has ended")
-        self._arrived.put(arrived, timeout=self._deadline.left_s)
+            yield
+        except WeightsGone:
+            raise
+        except Exception as error:  # noqa: BLE001 - a group reports a lost member by various errors
+            if isinstance(error, DeadlineError) or self._deadline.is_over:
+                raise DeadlineError(
+                    f"{self._offer.name} did not arrive from {self._offer.manifest} within {self._timeout_s:.1f} s"
+                ) from None
+            raise RoundFailed(one_line(error)) from None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Admission:
+@dataclass(kw_only=True)
+class ReceiverRound:
     """A receiver's place in a round.
 
     Attributes:
         round: The round.
         manifest: Text of the version's manifest.
-        group: Of the round's members.
+        member: This process; it serves another round if this one succeeds.
         place: Of this receiver in the group.
         deadline: Of the round.
+        is_done: Whether all bytes have arrived and were handed on.
     """
 
     round: Round
     manifest: bytes
-    group: WeightGroup
+    member: GroupMember
     place: int
     deadline: RoundDeadline
+    is_done: bool = False
+
+    def close(self) -> None:
+        """Leave the round; after a failure also the group. May be called more than once."""
+        if not self.is_done:
+            self.member.close()
+        elif self.member not in _idle:
+            _idle.append(self.member)
 
     def buckets(self, manifest: Manifest) -> Iterator[Bucket]:
         """Yield what the ranks send in the order of the file, so that a tensor waits briefly for its other parts."""
@@ -627,6 +598,7 @@ class Admission:
         Raises:
             RuntimeError: a neighbor was lost, or the deadline has passed.
         """
+        group = self.member.group(self.round, self.place, self.deadline)
         receiving: deque[tuple[Bucket, Tensor, Callable[[], None]]] = deque()
         sending: deque[Callable[[], None]] = deque()
         is_first, is_last = self.place == len(self.round.shares), self.place + 1 == self.round.num_members
@@ -634,27 +606,27 @@ class Admission:
         while True:
             while len(receiving) < NUM_UNDER_WAY and (bucket := next(left, None)) is not None:
                 data, source = place_of(bucket), bucket.sender if is_first else self.place - 1
-                receiving.append((bucket, data, self.group.receive(data, source, self.deadline)))
+                receiving.append((bucket, data, group.receive(data, source, self.deadline)))
             if not receiving:
                 break
             bucket, data, wait = receiving.popleft()
             wait()
             if not is_last:
-                sending.append(self.group.send(data, self.place + 1, self.deadline))
+                sending.append(group.send(data, self.place + 1, self.deadline))
             yield bucket, data
             if len(sending) > NUM_UNDER_WAY:
                 sending.popleft()()
         while sending:
             sending.popleft()()
+        self.is_done = True
 
 
-_idle: list[Member] = []
+_idle: list[GroupMember] = []
 """This process's places among the members of a learner's rounds, while no round needs them."""
 
 
-@contextmanager
-def admission(offer: WeightOffer, deadline: RoundDeadline, *, holds: str = "") -> Iterator[Admission]:
-    """Ask rank 0 for a version, answer its call, and meet the other members.
+def admission(offer: WeightOffer, deadline: RoundDeadline, *, holds: str = "") -> ReceiverRound:
+    """Ask rank 0 for a version, and answer its call; returns this receiver's place in a round.
 
     Raises:
         WeightsGone: the ranks no longer hold the version, or rank 0 has ended.
@@ -662,37 +634,38 @@ def admission(offer: WeightOffer, deadline: RoundDeadline, *, holds: str = "") -
         DeadlineError: rank 0 did not answer.
     """
     address = ChannelAddress(endpoint=offer.manifest, access=offer.access)
-    member: Member | None = None
+    member: GroupMember | None = None
+    while _idle and member is None:
+        member = _idle.pop()
+        if member.channel.address != address or not member.channel.is_open:  # of an ended learner
+            member.close()
+            member = None
     try:
-        while _idle and member is None:
-            member = _idle.pop()
-            if member.channel.address != address or not member.channel.is_open:  # of an ended learner
-                member.close()
-                member = None
-        try:
-            member = member or Member(address, deadline.left_s)
-            host = socket.gethostname()
-            member.channel.send({"kind": "ask", "version": offer.version, "holds": holds, "host": host})
-            while "answer" not in (message := member.channel.receive(deadline.left_s)):
-                member.channel.send({"kind": "present", "call": message["call"]})
-        except ChannelRefused as error:
-            raise WeightsGone(f"{offer.name} is no longer sent: {error}") from None
-        except TimeoutError as error:
-            raise DeadlineError(f"{offer.name} was not received: {error}") from None
+        member = member or GroupMember(address, deadline.left_s)
+        member.channel.send({"kind": "ask", "version": offer.version, "holds": holds, "host": socket.gethostname()})
+        while "answer" not in (message := member.channel.receive(deadline.left_s)):
+            member.channel.send({"kind": "present", "call": message["call"]})
         answer = message["answer"]
         if answer.get("gone"):
             raise WeightsGone(f"{offer.name} is no longer sent by {offer.manifest}")
         if answer.get("late"):
             raise WeightsError(f"rank 0 did not hear of this receiver within {rounds.CALL_S} s")
-        this = msgspec.convert(answer, Round)
-        place, ends = len(this.shares) + message["index"], RoundDeadline(min(this.timeout_s, deadline.left_s))
-        group = member.group(this, place, ends)
-        yield Admission(round=this, manifest=message["manifest"], group=group, place=place, deadline=ends)
-    except BaseException:
+    except BaseException as error:
         if member is not None:
             member.close()
+        if isinstance(error, ChannelRefused):
+            raise WeightsGone(f"{offer.name} is no longer sent: {error}") from None
+        if isinstance(error, TimeoutError):
+            raise DeadlineError(f"{offer.name} was not received: {error}") from None
         raise
-    _idle.append(member)
+    this = msgspec.convert(answer, Round)
+    return ReceiverRound(
+        round=this,
+        manifest=message["manifest"],
+        member=member,
+        place=len(this.shares) + message["index"],
+        deadline=RoundDeadline(min(this.timeout_s, deadline.left_s)),
+    )
 
 
 # What one transfer holds
