@@ -27,20 +27,7 @@ import zmq
 
 from asyncrl.core.types import Lease, Prompt, WeightOffer
 from benchmarks.buffer import group_of
-from buffer import BufferClient, BufferConfig, BufferProcess, ControlClient, LearnerClient
-from buffer.commands import (
-    Cancel,
-    Failure,
-    Hello,
-    Leased,
-    LeasedGroup,
-    LeaseGroups,
-    Loaded,
-    NextOffer,
-    Offered,
-    Operation,
-    Put,
-)
+from buffer import BufferClient, BufferConfig, BufferProcess, ControlClient, LearnerClient, commands
 from buffer.encoding import Message, error_of, frames_of, group_frames, parse_answers
 from buffer.sockets import Channel, client_context
 
@@ -141,40 +128,40 @@ class SimulatedWorker:
         self._version = -1
         self._lease_id = 0
         self._channel = Channel(socket, self._on_message)
-        self._send(self._request(Hello(produces=True)), self._next_offer())
+        self._send(self._request(commands.Hello(produces=True)), self._next_offer())
 
     def _next_offer(self) -> Message:
-        return self._request(NextOffer(self._version + 1))
+        return self._request(commands.NextOffer(self._version + 1))
 
-    def _request(self, operation: Operation[Any], payload: Sequence[Any] = ()) -> Message:
+    def _request(self, operation: commands.Operation[Any], payload: Sequence[Any] = ()) -> Message:
         return Message(request_id=next(self._ids), body=operation, payload=payload)
 
     def _send(self, *requests: Message) -> None:
         self._channel.send(frames_of(EPOCH, requests))
 
     def _ask(self) -> Message:
-        request = self._request(LeaseGroups(engine_version=self._version, max_groups=1))
+        request = self._request(commands.LeaseGroups(engine_version=self._version, max_groups=1))
         self._lease_id = request.request_id
         return request
 
     def _on_message(self, frames: list[zmq.Frame]) -> None:
         for answer in parse_answers(frames):
             match answer.body:
-                case Offered(offer=offer):
+                case commands.Offered(offer=offer):
                     self._load(offer.version)
-                case Leased(leases=leases):
+                case commands.Leased(leases=leases):
                     self._on_leases(answer.request_id, leases)
-                case Failure() as failure:
+                case commands.Failure() as failure:
                     raise error_of(failure)
 
     def _load(self, version: int) -> None:
         """Serve the version; a request for leases at the one before is taken back."""
         before, self._version = self._lease_id, version
-        taken_back = [self._request(Cancel(before))] if before else []
-        loaded = self._request(Loaded(version=version, seconds=0.0, engine=self._name))
+        taken_back = [self._request(commands.Cancel(before))] if before else []
+        loaded = self._request(commands.Loaded(version=version, seconds=0.0, engine=self._name))
         self._send(*taken_back, loaded, self._ask(), self._next_offer())
 
-    def _on_leases(self, request_id: int, leases: Sequence[LeasedGroup]) -> None:
+    def _on_leases(self, request_id: int, leases: Sequence[commands.LeasedGroup]) -> None:
         if request_id != self._lease_id:
             return
         self._lease_id = 0
@@ -186,7 +173,9 @@ class SimulatedWorker:
 
     def _put(self, group_id: int, attempt: int, version: int) -> Message:
         versions = {"oldest_version": version, "newest_version": version}
-        return self._request(Put(summary=replace(_SUMMARY, group_id=group_id, attempt=attempt, **versions)), _FRAMES)
+        return self._request(
+            commands.Put(summary=replace(_SUMMARY, group_id=group_id, attempt=attempt, **versions)), _FRAMES
+        )
 
 
 _LEASE = Lease(

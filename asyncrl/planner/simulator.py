@@ -27,24 +27,7 @@ from asyncrl.core.types import GroupSummary, WeightOffer
 from asyncrl.planner.scenario import Scenario
 from asyncrl.planner.simulated_buffer import SimulatedBuffer, SimulatedLoop, buffer_options, call_after
 from asyncrl.planner.simulated_engine import SimulatedEngine, SimulatedGroup, SimulatedHost
-from buffer.commands import (
-    Batch,
-    Commit,
-    Enqueue,
-    Leased,
-    LeaseGroups,
-    Loaded,
-    NextOffer,
-    NothingYet,
-    Offer,
-    Offered,
-    PlanBatch,
-    Progress,
-    Put,
-    Release,
-    Reserve,
-    SavePrefix,
-)
+from buffer import commands
 
 _CONTROLLER = b"controller"
 _LEARNER = b"learner"
@@ -177,7 +160,7 @@ class SimulatedWorker:
             self.account()
             self._is_gathering = False
             if (num_free := self._num_free) > 0:
-                asked = LeaseGroups(engine_version=self.engine.version, max_groups=num_free)
+                asked = commands.LeaseGroups(engine_version=self.engine.version, max_groups=num_free)
                 self._asked = self._buffer.request(self._client, asked, on_reply=self._begin)
 
         is_idle = len(self._groups) == self._num_settling
@@ -189,11 +172,11 @@ class SimulatedWorker:
         num_places = self._scenario.groups_in_flight
         return num_places - len(self._groups) + min(self._num_settling, num_places)
 
-    def _begin(self, leased: Leased | NothingYet) -> None:
+    def _begin(self, leased: commands.Leased | commands.NothingYet) -> None:
         self.account()
         self._asked = None
         new = []
-        for lease in leased.leases if isinstance(leased, Leased) else ():
+        for lease in leased.leases if isinstance(leased, commands.Leased) else ():
             group_id, attempt, version = lease.group_id, lease.attempt, lease.engine_version
             saved = self._simulation.saved.pop(group_id, None)
             if saved is None or lease.num_prefix_frames <= 0:
@@ -215,7 +198,7 @@ class SimulatedWorker:
         self.account()
         del self._groups[group_id, attempt]
         num_tokens = self.engine.revoke(group)
-        release = Release(group_id=group_id, attempt=attempt, num_tokens=num_tokens, reason="revoked")
+        release = commands.Release(group_id=group_id, attempt=attempt, num_tokens=num_tokens, reason="revoked")
         self._buffer.request(self._client, release)
         self._ask()
 
@@ -240,16 +223,16 @@ class SimulatedWorker:
             self._ask()
 
         def release(_: object = None) -> None:
-            ended = Release(group_id=group_id, attempt=attempt, num_tokens=num_tokens, reason="handed_on")
+            ended = commands.Release(group_id=group_id, attempt=attempt, num_tokens=num_tokens, reason="handed_on")
             self._buffer.request(self._client, ended, on_reply=released)
 
         if not num_tokens:
             return release()
         self._simulation.saved[group.group_id] = (group.lengths, left)
         oldest = group.oldest_version if group.oldest_version >= 0 else self.engine.version
-        progress = Progress(num_tokens=num_tokens, oldest_version=oldest, newest_version=self.engine.version)
+        progress = commands.Progress(num_tokens=num_tokens, oldest_version=oldest, newest_version=self.engine.version)
         longest = max(group.lengths) - max(left)
-        save = SavePrefix(group_id=group_id, attempt=attempt, progress=progress, longest_response=longest)
+        save = commands.SavePrefix(group_id=group_id, attempt=attempt, progress=progress, longest_response=longest)
         num_bytes = max(1, round(num_tokens * self._scenario.bytes_per_token))
         self._buffer.request(self._client, save, num_bytes=num_bytes, on_reply=release, on_refusal=release)
 
@@ -297,11 +280,11 @@ class SimulatedWorker:
 
         def put(_: object = None) -> None:
             done = {"on_reply": lambda _: self._stored(group), "on_refusal": on_refusal}
-            self._buffer.request(self._client, Put(summary=summary), num_bytes=num_bytes, **done)
+            self._buffer.request(self._client, commands.Put(summary=summary), num_bytes=num_bytes, **done)
 
         def on_refusal(error: AsyncRLError) -> None:
             if isinstance(error, StoreFull):  # wait until there is room
-                reserve = Reserve(group_id=group.group_id, attempt=group.attempt, num_bytes=num_bytes)
+                reserve = commands.Reserve(group_id=group.group_id, attempt=group.attempt, num_bytes=num_bytes)
                 self._buffer.request(self._client, reserve, on_reply=put)
             elif isinstance(error, LeaseExpired):  # the buffer revoked it while the worker scored it
                 self._stored(group)
@@ -321,12 +304,14 @@ class SimulatedWorker:
     # Weights
 
     def _follow_weights(self) -> None:
-        self._buffer.request(self._client, NextOffer(self.engine.version + 1), on_reply=self._load)
+        self._buffer.request(self._client, commands.NextOffer(self.engine.version + 1), on_reply=self._load)
 
     def _report_loaded(self, version: int, load_s: float) -> None:
-        self._buffer.request(self._client, Loaded(version=version, seconds=load_s, engine=self._client.decode()))
+        self._buffer.request(
+            self._client, commands.Loaded(version=version, seconds=load_s, engine=self._client.decode())
+        )
 
-    def _load(self, offered: Offered) -> None:
+    def _load(self, offered: commands.Offered) -> None:
         self.account()
         version, load_s = offered.offer.version, self._scenario.learner.load_s
 
@@ -370,7 +355,7 @@ class SimulatedLearner:
         if missing > 0:
             first = self._simulation.num_prompts
             self._simulation.num_prompts += missing
-            self._buffer.request(_CONTROLLER, Enqueue(tuple(range(first, first + missing)), (0,) * missing))
+            self._buffer.request(_CONTROLLER, commands.Enqueue(tuple(range(first, first + missing)), (0,) * missing))
 
     def account(self) -> None:
         """Add the time that the ranks waited since the last call, by cause."""
@@ -400,14 +385,16 @@ class SimulatedLearner:
             yield self._planned.put(groups)
 
     def _ask_plan(self, version: int, made: simpy.Event) -> None:
-        def on_plan(batch: Batch | NothingYet) -> None:
-            if isinstance(batch, NothingYet):  # the filters dropped many groups: repeat, like the buffer's client
+        def on_plan(batch: commands.Batch | commands.NothingYet) -> None:
+            if isinstance(
+                batch, commands.NothingYet
+            ):  # the filters dropped many groups: repeat, like the buffer's client
                 self._ask_plan(version, made)
                 return
             self._simulation.planned({group.group_id for group in batch.groups})
             made.succeed(batch.groups)
 
-        self._buffer.request(_CONTROLLER, PlanBatch(version), on_reply=on_plan)
+        self._buffer.request(_CONTROLLER, commands.PlanBatch(version), on_reply=on_plan)
 
     def _train(self) -> ProcessGenerator:
         scenario = self._scenario
@@ -424,7 +411,7 @@ class SimulatedLearner:
             yield self._env.timeout(scenario.plan_s)
             update_s = scenario.learner.step_s + tokens_s
             yield self._computed(self._vary(update_s))
-            self._buffer.request(_CONTROLLER, Commit(version))
+            self._buffer.request(_CONTROLLER, commands.Commit(version))
             yield self._places.put(1)
             self.steps.append((self._env.now, waited_s, num_response, [version - g.oldest_version for g in groups]))
             if (version + 1) % scenario.publish_every == 0:
@@ -462,7 +449,7 @@ class SimulatedLearner:
     def _offer(self, version: int) -> None:
         self.account()
         offer = WeightOffer(version=version, manifest="", digest="", num_bytes=0)
-        self._buffer.request(_LEARNER, Offer(offer=offer))
+        self._buffer.request(_LEARNER, commands.Offer(offer=offer))
 
 
 class Simulation:

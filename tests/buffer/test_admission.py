@@ -1,19 +1,7 @@
 """What it costs the buffer that many engines wait whose weights are too old for any group to begin."""
 
 from asyncrl.core.types import GroupSummary
-from buffer import BufferConfig
-from buffer.commands import (
-    Commit,
-    Enqueue,
-    Leased,
-    LeaseGroups,
-    NextOffer,
-    NothingYet,
-    Operation,
-    PlanBatch,
-    Put,
-    Stats,
-)
+from buffer import BufferConfig, commands
 from buffer.encoding import Message
 from buffer.service import BufferService
 
@@ -37,45 +25,47 @@ class CountedRequests:
 
         self.service.ledger.apply = counted
 
-    def ask(self, client: bytes, operation: Operation) -> None:
+    def ask(self, client: bytes, operation: commands.Operation) -> None:
         self.hand_in(client, operation)
         self.service.settle()
 
-    def hand_in(self, client: bytes, operation: Operation) -> None:
+    def hand_in(self, client: bytes, operation: commands.Operation) -> None:
         self.last_id += 1
         self.service.handle(Message(client=client, request_id=self.last_id, body=operation))
 
     def granted(self) -> dict[bytes, int]:
-        return {client: len(reply.body.leases) for client, reply in self.replies if isinstance(reply.body, Leased)}
+        return {
+            client: len(reply.body.leases) for client, reply in self.replies if isinstance(reply.body, commands.Leased)
+        }
 
 
-def put(group_id: int) -> Put:
+def put(group_id: int) -> commands.Put:
     numbers = dict.fromkeys(("attempt", "oldest_version", "newest_version"), 0)
     lists = {"response_lengths": (3,), "rewards": (1.0,)}
-    return Put(summary=GroupSummary(group_id=group_id, num_prompt_tokens=1, num_tokens=3, **numbers, **lists))
+    return commands.Put(summary=GroupSummary(group_id=group_id, num_prompt_tokens=1, num_tokens=3, **numbers, **lists))
 
 
 def after_one_step(requests: CountedRequests) -> None:
     """The learner at version 1, prompts queued, nothing open."""
-    requests.ask(b"controller", Enqueue(tuple(range(16)), (0,) * 16))
-    requests.ask(b"worker", LeaseGroups(engine_version=0, max_groups=2))
+    requests.ask(b"controller", commands.Enqueue(tuple(range(16)), (0,) * 16))
+    requests.ask(b"worker", commands.LeaseGroups(engine_version=0, max_groups=2))
     for group_id in (0, 1):
         requests.ask(b"worker", put(group_id))
-    requests.ask(b"controller", PlanBatch(0))
-    requests.ask(b"controller", Commit(0))
+    requests.ask(b"controller", commands.PlanBatch(0))
+    requests.ask(b"controller", commands.Commit(0))
     requests.replies.clear()
 
 
 async def test_engines_whose_version_is_refused_cost_nothing_while_others_work():
     requests = CountedRequests(max_lag=1)
     after_one_step(requests)
-    requests.ask(b"worker", LeaseGroups(engine_version=0, max_groups=2))  # all that version 1 can consume
+    requests.ask(b"worker", commands.LeaseGroups(engine_version=0, max_groups=2))  # all that version 1 can consume
     for number in range(100):
-        requests.ask(b"old-%d" % number, LeaseGroups(engine_version=0, max_groups=1))
+        requests.ask(b"old-%d" % number, commands.LeaseGroups(engine_version=0, max_groups=1))
     requests.num_lease_commands = 0
-    requests.ask(b"controller", Stats())
+    requests.ask(b"controller", commands.Stats())
     assert requests.num_lease_commands == 0
-    requests.ask(b"new", LeaseGroups(engine_version=1, max_groups=1))
+    requests.ask(b"new", commands.LeaseGroups(engine_version=1, max_groups=1))
     assert requests.num_lease_commands == 1
     assert requests.granted() == {b"worker": 2, b"new": 1}
     requests.service.close()
@@ -85,7 +75,7 @@ async def test_workers_of_both_versions_are_served_by_turn_as_far_as_each_is_adm
     requests = CountedRequests(max_lag=1)
     after_one_step(requests)
     for client, version in ((b"old", 0), (b"new", 1)):
-        requests.hand_in(client, LeaseGroups(engine_version=version, max_groups=4))
+        requests.hand_in(client, commands.LeaseGroups(engine_version=version, max_groups=4))
     requests.service.settle()
     # Four groups may be open: two of them due by version 1, which engines at version 0 may begin.
     assert requests.granted() == {b"old": 2, b"new": 2}
@@ -94,16 +84,16 @@ async def test_workers_of_both_versions_are_served_by_turn_as_far_as_each_is_adm
 
 async def test_a_commit_answers_who_is_too_old_for_any_group_unless_newer_weights_wake_it_anyway():
     requests = CountedRequests(max_lag=0)
-    requests.ask(b"controller", Enqueue(tuple(range(16)), (0,) * 16))
-    requests.ask(b"worker", LeaseGroups(engine_version=0, max_groups=2))
-    requests.ask(b"alone", LeaseGroups(engine_version=0, max_groups=1))
-    requests.ask(b"follows", LeaseGroups(engine_version=0, max_groups=1))
-    requests.ask(b"follows", NextOffer(1))
+    requests.ask(b"controller", commands.Enqueue(tuple(range(16)), (0,) * 16))
+    requests.ask(b"worker", commands.LeaseGroups(engine_version=0, max_groups=2))
+    requests.ask(b"alone", commands.LeaseGroups(engine_version=0, max_groups=1))
+    requests.ask(b"follows", commands.LeaseGroups(engine_version=0, max_groups=1))
+    requests.ask(b"follows", commands.NextOffer(1))
     for group_id in (0, 1):
         requests.ask(b"worker", put(group_id))
-    requests.ask(b"controller", PlanBatch(0))
+    requests.ask(b"controller", commands.PlanBatch(0))
     requests.replies.clear()
-    requests.ask(b"controller", Commit(0))
-    assert [reply.body for client, reply in requests.replies if client == b"alone"] == [NothingYet()]
-    requests.ask(b"follows", LeaseGroups(engine_version=1, max_groups=1))
+    requests.ask(b"controller", commands.Commit(0))
+    assert [reply.body for client, reply in requests.replies if client == b"alone"] == [commands.NothingYet()]
+    requests.ask(b"follows", commands.LeaseGroups(engine_version=1, max_groups=1))
     assert requests.granted() == {b"follows": 1}

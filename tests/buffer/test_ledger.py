@@ -19,24 +19,8 @@ from asyncrl.core.errors import (
     VersionTooOld,
     WireError,
 )
-from buffer import account
+from buffer import account, commands
 from buffer.account import IdSet
-from buffer.commands import (
-    Commit,
-    Enqueue,
-    Expire,
-    Granted,
-    GrantedLease,
-    LeaseGroups,
-    LoseGroups,
-    PlanBatch,
-    Progress,
-    Put,
-    PutResult,
-    Release,
-    Renew,
-    TakeBack,
-)
 from buffer.config import BufferConfig, Durability, OnStale
 from buffer.encoding import pack, unpack
 from buffer.rule import StalenessRule
@@ -74,8 +58,8 @@ def test_a_filtered_group_is_replaced_and_its_put_acknowledged_again():
     of = ledger(0, 2, filters=["equal_rewards"])
     leases = of.lease(0, 9, now=0.0)
     equal = summary_of(leases[0], rewards=(1.0, 1.0))
-    assert of.put(equal) is PutResult.filtered
-    assert of.put(equal) is PutResult.duplicate
+    assert of.put(equal) is commands.PutResult.filtered
+    assert of.put(equal) is commands.PutResult.duplicate
     [replacement] = of.lease(0, 9, now=0.0)
     of.put(summary_of(replacement))
     of.put(summary_of(leases[1]))
@@ -86,7 +70,7 @@ def test_a_filtered_group_is_replaced_and_its_put_acknowledged_again():
 def test_a_saved_prefix_is_continued_at_its_own_version_and_its_tokens_count_once():
     of = ledger(2, 1, lease_s=10.0)
     [dead, other] = of.lease(0, 2, now=0.0)
-    of.save(dead, Progress(num_tokens=40, oldest_version=0, newest_version=0))
+    of.save(dead, commands.Progress(num_tokens=40, oldest_version=0, newest_version=0))
     of.put(summary_of(other))
     of.step()
     of.expire(now=11.0)
@@ -103,7 +87,7 @@ def test_a_saved_prefix_is_continued_at_its_own_version_and_its_tokens_count_onc
 def test_what_is_left_out_of_a_group_is_dropped_once_also_where_it_was_saved_before():
     of = ledger(1, 1)
     [lease] = of.lease(0, 1, now=0.0)
-    of.save(lease, Progress(num_tokens=8, oldest_version=0, newest_version=0))
+    of.save(lease, commands.Progress(num_tokens=8, oldest_version=0, newest_version=0))
     of.expire(100.0)
     [again] = of.lease(0, 1, now=100.0)
     assert again.num_inherited == 8
@@ -118,7 +102,7 @@ def test_what_is_left_out_of_a_group_is_dropped_once_also_where_it_was_saved_bef
 def test_a_group_that_is_released_to_be_dropped_is_finished_with_all_of_its_tokens():
     of = ledger(2, 1, lease_s=10.0)
     [lease] = of.lease(0, 1, now=0.0)
-    of.save(lease, Progress(num_tokens=40, oldest_version=0, newest_version=0))
+    of.save(lease, commands.Progress(num_tokens=40, oldest_version=0, newest_version=0))
     for _ in range(2):
         of.release(0, 0, num_tokens=45, reason="reward", max_failures=1)
     stats = of.stats()
@@ -148,8 +132,8 @@ def test_failures_of_a_group_add_up_over_its_workers_and_nothing_else_is_one():
 
 def test_a_commit_that_breaks_the_bound_is_refused_before_anything_changes():
     of = ledger(1, 1, first_version=5)
-    old = GrantedLease(group_id=0, attempt=0, engine_version=0, deadline=1)
-    of.enact(LeaseGroups(engine_version=0, max_groups=1), Granted(leases=(old,)))
+    old = commands.GrantedLease(group_id=0, attempt=0, engine_version=0, deadline=1)
+    of.enact(commands.LeaseGroups(engine_version=0, max_groups=1), commands.Granted(leases=(old,)))
     of.put(summary_of(old))
     of.plan(5)
     with pytest.raises(StalenessError, match="lag 5, bound 1"):
@@ -228,7 +212,7 @@ def test_a_wrong_option_is_refused_by_name(options, message):
 def test_a_prefix_that_its_worker_did_not_take_counts_as_dropped_when_it_puts():
     of = ledger(2, 1)
     [lease] = of.lease(0, 1, now=0.0)
-    of.save(lease, Progress(num_tokens=40, oldest_version=0, newest_version=0))
+    of.save(lease, commands.Progress(num_tokens=40, oldest_version=0, newest_version=0))
     of.release(0, 0, num_tokens=45, reason="aborted")
     [again] = of.lease(0, 1, now=0.0)
     assert (again.num_inherited, of.stats().tokens_buffered) == (40, 40)
@@ -242,7 +226,7 @@ def test_a_prefix_that_its_worker_did_not_take_counts_as_dropped_when_it_puts():
 def test_what_a_given_up_straggler_had_saved_counts_as_dropped_though_its_worker_is_dead(on_stale):
     of = ledger(1, 1, on_stale=on_stale)
     [slow, quick] = of.lease(0, 2, now=0.0)
-    of.save(slow, Progress(num_tokens=30, oldest_version=0, newest_version=0))
+    of.save(slow, commands.Progress(num_tokens=30, oldest_version=0, newest_version=0))
     of.put(summary_of(quick))
     of.step()
     of.put(summary_of(of.lease(1, 1, now=0.0)[0]))
@@ -259,7 +243,7 @@ def test_a_token_of_a_version_that_no_step_has_made_is_refused_and_nothing_chang
     with pytest.raises(VersionTooNew, match="holds a token of policy version 1, but the learner is at 0"):
         of.put(replace(summary_of(lease), newest_version=1))
     with pytest.raises(VersionTooNew, match="holds a token of policy version 1"):
-        of.save(lease, Progress(num_tokens=1, oldest_version=0, newest_version=1))
+        of.save(lease, commands.Progress(num_tokens=1, oldest_version=0, newest_version=1))
     with pytest.raises(VersionTooNew, match="at policy version 1, but the learner has committed 0 steps"):
         of.lease(1, 1)
     assert of.snapshot() == before
@@ -268,8 +252,8 @@ def test_a_token_of_a_version_that_no_step_has_made_is_refused_and_nothing_chang
 def test_only_the_owner_of_a_lease_reports_it_also_after_it_was_taken_back():
     of = ledger(1, 1)
     [lease] = of.lease(0, 1, owner=b"a", now=0.0)
-    put = Put(summary=summary_of(lease))
-    release = Release(group_id=0, attempt=0, num_tokens=3, reason="theirs")
+    put = commands.Put(summary=summary_of(lease))
+    release = commands.Release(group_id=0, attempt=0, num_tokens=3, reason="theirs")
     of.take_back(b"a")
     for command in (put, release):
         with pytest.raises(NotLeaseOwner):
@@ -293,27 +277,27 @@ def test_what_the_ledger_holds_does_not_grow_with_the_length_of_a_run(monkeypatc
         with suppress(VersionTooOld, LeaseExpired):
             return of.apply(command, now)
 
-    def end(lease: GrantedLease) -> None:
+    def end(lease: commands.GrantedLease) -> None:
         ending = (lease.group_id * 7 + lease.attempt) % 16
         if ending == 0:
             return  # its worker is never heard of again
         if ending == 1:
-            apply(Release(group_id=lease.group_id, attempt=lease.attempt, num_tokens=3, reason="aborted"))
+            apply(commands.Release(group_id=lease.group_id, attempt=lease.attempt, num_tokens=3, reason="aborted"))
             return
-        apply(Renew(((lease.group_id, lease.attempt),)))
+        apply(commands.Renew(((lease.group_id, lease.attempt),)))
         oldest = lease.engine_version - 1 if ending == 2 else None
-        apply(Put(summary=summary_of(lease, oldest=oldest, rewards=(0.0, float(ending != 3)))))
+        apply(commands.Put(summary=summary_of(lease, oldest=oldest, rewards=(0.0, float(ending != 3)))))
 
     while num_commands < 150_000:
         now += 1.0
         if of.groups.num_queued < 8:
-            apply(Enqueue(group_ids=tuple(range(next_id, next_id + 8))))
+            apply(commands.Enqueue(group_ids=tuple(range(next_id, next_id + 8))))
             next_id += 8
-        for lease in apply(LeaseGroups(engine_version=of.learner_version, max_groups=12)).leases:
+        for lease in apply(commands.LeaseGroups(engine_version=of.learner_version, max_groups=12)).leases:
             end(lease)
-        apply(Expire())
-        if apply(PlanBatch(version=of.learner_version)).group_ids:
-            apply(Commit(version=of.learner_version))
+        apply(commands.Expire())
+        if apply(commands.PlanBatch(version=of.learner_version)).group_ids:
+            apply(commands.Commit(version=of.learner_version))
         of.drain_finished()
         of.drain_revocations()
         held.append((num_commands, of.num_held))
@@ -339,7 +323,10 @@ def test_of_a_stored_group_only_the_attempt_that_is_stored_is_acknowledged_again
     [lost] = ledger.lease(0, 1)
     ledger.release(0, 0, num_tokens=0)
     [again] = ledger.lease(0, 1)
-    assert [ledger.put(summary_of(again)) for _ in range(2)] == [PutResult.stored, PutResult.duplicate]
+    assert [ledger.put(summary_of(again)) for _ in range(2)] == [
+        commands.PutResult.stored,
+        commands.PutResult.duplicate,
+    ]
     with pytest.raises(LeaseExpired):
         ledger.put(summary_of(lost))
 
@@ -349,8 +336,8 @@ def test_what_a_dead_worker_had_generated_and_nobody_can_report_is_lost(num_gene
     new = ledger(2, 2)
     first, second, _ = new.lease(0, 3, owner=b"a")
     new.put(summary_of(first, lengths=(3, 4)))
-    new.save(second, Progress(num_tokens=4, oldest_version=0, newest_version=0))
-    taken = new.apply(TakeBack(owner=b"a", num_generated=num_generated))
+    new.save(second, commands.Progress(num_tokens=4, oldest_version=0, newest_version=0))
+    taken = new.apply(commands.TakeBack(owner=b"a", num_generated=num_generated))
     assert (taken.group_ids, taken.num_lost) == ((1, 2), num_lost)
     assert new.account.tokens_dropped == ({"lost": num_lost} if num_lost else {})
     assert (new.account.tokens_buffered, new.account.num_tokens) == (11, 11 + num_lost)
@@ -364,12 +351,12 @@ def test_what_a_buried_worker_reports_later_is_counted_once_also_after_a_restart
     expired, running, _ = new.lease(0, 3, owner=b"a")
     new.renew(running.group_id, running.attempt, now=15.0)
     assert new.expire(now=12.0) == 2
-    new.apply(TakeBack(owner=b"a", num_generated=20))
+    new.apply(commands.TakeBack(owner=b"a", num_generated=20))
     again = ledger(2, 2)
     again.restore(new.snapshot())
     for of in (new, again):
         assert of.account.buried[b"a"] == 20
-        assert of.apply(TakeBack(owner=b"a", num_generated=30)).num_lost is None
+        assert of.apply(commands.TakeBack(owner=b"a", num_generated=30)).num_lost is None
         for lease in (expired, running):
             with pytest.raises(LeaseExpired):
                 of.put(summary_of(lease))
@@ -409,12 +396,12 @@ def test_a_planned_group_that_no_store_has_stays_in_its_batch_until_the_batch_is
         of.put(summary_of(lease))
     for version in range(2):
         of.plan(version)
-    assert of.apply(LoseGroups(group_ids=(), missing=(3, 99, 5))).missing == (3,)
+    assert of.apply(commands.LoseGroups(group_ids=(), missing=(3, 99, 5))).missing == (3,)
     assert [group.group_id for group in of.batch(1).groups] == [2, 3]
     replayed = ledger(3, 2)
     replayed.restore(of.snapshot())
     for each in (of, replayed):
-        lost = each.apply(LoseGroups(group_ids=(0,)))
+        lost = each.apply(commands.LoseGroups(group_ids=(0,)))
         assert (lost.group_ids, lost.dissolved) == ((0, 3), (0, 1))
         assert {group.group_id for group in each.plan(0).groups} <= {1, 2, 4, 5}
         assert each.account.tokens_dropped == {"store_lost": 10}
@@ -425,6 +412,6 @@ def test_a_batch_whose_group_is_missing_may_be_committed():
     for lease in of.lease(0, 2):
         of.put(summary_of(lease))
     of.plan(0)
-    of.apply(LoseGroups(group_ids=(), missing=(0,)))
+    of.apply(commands.LoseGroups(group_ids=(), missing=(0,)))
     assert of.commit(0) == [0, 1]
     assert of.account.tokens_dropped == {}

@@ -11,20 +11,7 @@ from hypothesis import strategies as st
 from asyncrl.core.types import GroupSummary
 from asyncrl.planner.scenario import EngineModel, LearnerModel, LengthModel, Scenario
 from asyncrl.planner.simulator import Simulation
-from buffer import BufferConfig
-from buffer.commands import (
-    Commit,
-    Enqueue,
-    GrantedLease,
-    HandOn,
-    Leased,
-    LeaseGroups,
-    Operation,
-    PlanBatch,
-    Progress,
-    Put,
-    Release,
-)
+from buffer import BufferConfig, commands
 from buffer.encoding import Message
 from buffer.groups import Group
 from buffer.pace import MOST_CHANGES, WorkerPaces
@@ -185,9 +172,13 @@ def test_a_group_of_an_engine_that_hangs_is_asked_for_though_no_message_comes():
 # The measure
 
 
-def lease(group_id: int, owner: bytes, *, attempt: int = 0, num_inherited: int = 0, deadline: int = 1) -> GrantedLease:
-    progress = Progress(num_tokens=num_inherited, oldest_version=0, newest_version=0) if num_inherited else None
-    return GrantedLease(
+def lease(
+    group_id: int, owner: bytes, *, attempt: int = 0, num_inherited: int = 0, deadline: int = 1
+) -> commands.GrantedLease:
+    progress = (
+        commands.Progress(num_tokens=num_inherited, oldest_version=0, newest_version=0) if num_inherited else None
+    )
+    return commands.GrantedLease(
         group_id=group_id, attempt=attempt, engine_version=0, deadline=deadline, owner=owner, progress=progress
     )
 
@@ -317,12 +308,12 @@ class Workers:
         self.last_id = self.num_prompts = 0
 
     def _send(self, client: bytes, message: Message) -> None:
-        if isinstance(message.body, HandOn):
+        if isinstance(message.body, commands.HandOn):
             self.to_hand_over += message.body.groups
-        elif isinstance(message.body, Leased) and self.asking.pop(client, None) is not None:
+        elif isinstance(message.body, commands.Leased) and self.asking.pop(client, None) is not None:
             self.held |= {lease.key: (client, lease.engine_version) for lease in message.body.leases}
 
-    def ask(self, client: bytes, operation: Operation) -> None:
+    def ask(self, client: bytes, operation: commands.Operation) -> None:
         self.last_id += 1
         self.now += 0.01
         self.service.handle(Message(client=client, request_id=self.last_id, body=operation))
@@ -350,11 +341,11 @@ async def test_whoever_may_begin_a_group_by_the_rule_begins_it(max_lag: int, dat
             number = data.draw(st.integers(1, 6))
             groups = tuple(range(of.num_prompts, of.num_prompts + number))
             of.num_prompts += number
-            of.ask(b"controller", Enqueue(groups, (0,) * number))
+            of.ask(b"controller", commands.Enqueue(groups, (0,) * number))
         elif action == "lease" and worker not in of.asking:
             version = data.draw(st.integers(max(0, of.ledger.learner_version - 2), of.ledger.learner_version))
             of.asking[worker] = version
-            of.ask(worker, LeaseGroups(engine_version=version, max_groups=data.draw(st.integers(1, 3))))
+            of.ask(worker, commands.LeaseGroups(engine_version=version, max_groups=data.draw(st.integers(1, 3))))
         elif action == "put" and of.held:
             key = data.draw(st.sampled_from(sorted(of.held)))
             owner, version = of.held.pop(key)
@@ -363,14 +354,14 @@ async def test_whoever_may_begin_a_group_by_the_rule_begins_it(max_lag: int, dat
             of.ask(owner, put_of(key, version))
         elif action == "step":
             version = of.ledger.learner_version
-            of.ask(b"controller", PlanBatch(version))
+            of.ask(b"controller", commands.PlanBatch(version))
             if version in of.ledger.groups.plans:
-                of.ask(b"controller", Commit(version))
+                of.ask(b"controller", commands.Commit(version))
         elif action == "hand" and of.to_hand_over:
             key = of.to_hand_over.pop()
             if key in of.held:
                 owner, _ = of.held.pop(key)
-                of.ask(owner, Release(group_id=key[0], attempt=key[1], num_tokens=0, reason="handed_on"))
+                of.ask(owner, commands.Release(group_id=key[0], attempt=key[1], num_tokens=0, reason="handed_on"))
         elif action == "die":
             of.asking.pop(worker, None)
             of.held = {key: value for key, value in of.held.items() if value[0] != worker}
@@ -380,8 +371,8 @@ async def test_whoever_may_begin_a_group_by_the_rule_begins_it(max_lag: int, dat
     of.service.close()
 
 
-def put_of(key: tuple[int, int], version: int) -> Put:
-    return Put(
+def put_of(key: tuple[int, int], version: int) -> commands.Put:
+    return commands.Put(
         summary=GroupSummary(
             group_id=key[0],
             attempt=key[1],

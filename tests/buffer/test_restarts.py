@@ -12,26 +12,7 @@ from hypothesis import strategies as st
 
 from asyncrl.core.errors import WorkerDiedError
 from asyncrl.core.lives import keep_up
-from buffer import BufferConfig, BufferSupervisor, Durability, journal
-from buffer.commands import (
-    Cancel,
-    Commit,
-    Done,
-    Enqueue,
-    Fetch,
-    LeasedGroup,
-    LeaseGroups,
-    NextOffer,
-    Offer,
-    Operation,
-    PlanBatch,
-    Put,
-    PutPayload,
-    Reconcile,
-    Release,
-    Remove,
-    Stats,
-)
+from buffer import BufferConfig, BufferSupervisor, Durability, commands, journal
 from buffer.encoding import Message, prompt_frames
 from buffer.journal import Journal
 from buffer.store_servers import StoreService
@@ -51,31 +32,31 @@ class Script:
         self._next_id = 0
         self.plans: list[list[int]] = []
 
-    def ask(self, client: bytes, operation: Operation, payload: list[Any] | None = None) -> Any:
+    def ask(self, client: bytes, operation: commands.Operation, payload: list[Any] | None = None) -> Any:
         self._next_id += 1
         request = Message(request_id=self._next_id, body=operation, payload=payload or [])
         return self.server.ask(client, request).body
 
     def run(self) -> None:
         frames = [prompt_frames(prompt(i)) for i in range(2 * NUM_STEPS)]
-        enqueue = Enqueue(tuple(range(len(frames))), tuple(map(len, frames)))
-        assert self.ask(CONTROLLER, enqueue, [part for parts in frames for part in parts]) == Done()
+        enqueue = commands.Enqueue(tuple(range(len(frames))), tuple(map(len, frames)))
+        assert self.ask(CONTROLLER, enqueue, [part for parts in frames for part in parts]) == commands.Done()
         for version in range(NUM_STEPS):
             self.step(version)
 
     def step(self, version: int) -> None:
-        leases: list[LeasedGroup] = []
+        leases: list[commands.LeasedGroup] = []
         while len(leases) < 2:  # a kill between two grants leaves the first
-            leases += self.ask(WORKER, LeaseGroups(engine_version=version, max_groups=2 - len(leases))).leases
+            leases += self.ask(WORKER, commands.LeaseGroups(engine_version=version, max_groups=2 - len(leases))).leases
         assert [lease.key for lease in leases] == [(2 * version, 0), (2 * version + 1, 0)]
         for lease in leases:
             self.put(*lease.key, version)
-        plan = self.ask(CONTROLLER, PlanBatch(version))
-        assert self.ask(CONTROLLER, PlanBatch(version)) == plan
+        plan = self.ask(CONTROLLER, commands.PlanBatch(version))
+        assert self.ask(CONTROLLER, commands.PlanBatch(version)) == plan
         self.plans.append([group.group_id for group in plan.groups])
-        assert len(self.ask(CONTROLLER, Fetch(tuple(self.plans[-1]))).counts) == 2
-        self.ask(CONTROLLER, Commit(version))
-        self.ask(CONTROLLER, Offer(offer=bare_offer(version + 1)))
+        assert len(self.ask(CONTROLLER, commands.Fetch(tuple(self.plans[-1]))).counts) == 2
+        self.ask(CONTROLLER, commands.Commit(version))
+        self.ask(CONTROLLER, commands.Offer(offer=bare_offer(version + 1)))
 
     def put(self, group_id: int, attempt: int, version: int) -> None:
         class Leased:
@@ -83,7 +64,7 @@ class Script:
 
         lease: Any = Leased()
         lease.prompt, lease.attempt, lease.engine_version = prompt(group_id), attempt, version
-        self.ask(WORKER, Put(summary=rollout(lease, num_tokens=4 + group_id).summary), [b"trajectories"])
+        self.ask(WORKER, commands.Put(summary=rollout(lease, num_tokens=4 + group_id).summary), [b"trajectories"])
 
 
 MOMENTS = st.lists(st.tuples(st.integers(1, 12), st.sampled_from([0, 1, 16, 31, 32])), max_size=12)
@@ -99,12 +80,12 @@ def test_at_whatever_write_the_server_is_killed_the_steps_are_those_of_a_run_wit
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(journal, "write_all", MortalWrites(kills))
             script.run()
-        stats = script.ask(CONTROLLER, Stats()).stats
+        stats = script.ask(CONTROLLER, commands.Stats()).stats
         assert script.plans == [[2 * version, 2 * version + 1] for version in range(NUM_STEPS)]
         assert (stats.learner_version, stats.groups["consumed"]) == (NUM_STEPS, 2 * NUM_STEPS)
         assert stats.tokens_trained == sum(4 + group_id for group_id in range(2 * NUM_STEPS))
         assert (stats.tokens_dropped, stats.tokens_buffered, stats.lag_histogram) == ({}, 0, {0: 2 * NUM_STEPS})
-        assert script.ask(WORKER, NextOffer(0)).offer.version == NUM_STEPS
+        assert script.ask(WORKER, commands.NextOffer(0)).offer.version == NUM_STEPS
         server.close()
 
     asyncio.run(run())
@@ -142,15 +123,15 @@ async def test_a_late_message_about_a_lease_of_the_server_before_touches_no_late
     server = MortalServer(BufferConfig(max_lag=1, request_timeout_s=60.0), tmp_path, groups_per_step=2)
     script, other = Script(server), b"other"
     parts = prompt_frames(prompt(0))
-    script.ask(CONTROLLER, Enqueue((0,), (len(parts),)), [*parts])
-    wanted = LeaseGroups(engine_version=0, max_groups=1)
+    script.ask(CONTROLLER, commands.Enqueue((0,), (len(parts),)), [*parts])
+    wanted = commands.LeaseGroups(engine_version=0, max_groups=1)
     assert script.ask(WORKER, wanted).leases[0].key == (0, 0)
     lease = Message(request_id=script._next_id, body=wanted)
     server.kill()
-    script.ask(WORKER, Release(group_id=0, attempt=0, num_tokens=0, reason="aborted"))
+    script.ask(WORKER, commands.Release(group_id=0, attempt=0, num_tokens=0, reason="aborted"))
     assert script.ask(other, wanted).leases[0].key == (0, 1)
     assert server.ask(WORKER, lease).body.leases == ()
-    script.ask(WORKER, Cancel(lease.request_id))
+    script.ask(WORKER, commands.Cancel(lease.request_id))
     assert server.service.ledger.groups.running(0, 1) is not None
     server.close()
 
@@ -334,7 +315,7 @@ async def test_a_payload_that_left_while_the_disk_was_full_does_not_come_back(
     config = BufferConfig(durability=Durability.disk, directory=str(tmp_path))
     replies: list[Message] = []
 
-    def ask(service: StoreService, operation: Operation, payload: list[bytes] | None = None) -> Any:
+    def ask(service: StoreService, operation: commands.Operation, payload: list[bytes] | None = None) -> Any:
         service.handle(Message(client=b"x", request_id=len(replies) + 1, body=operation, payload=payload or []))
         service.settle()
         return replies[-1].body
@@ -345,9 +326,9 @@ async def test_a_payload_that_left_while_the_disk_was_full_does_not_come_back(
 
     service, kept = start()
     for group_id in range(2):
-        ask(service, PutPayload(group_id, 0), [b"x" * 100])
+        ask(service, commands.PutPayload(group_id, 0), [b"x" * 100])
     disk.is_full = True
-    ask(service, Remove((0,)))
+    ask(service, commands.Remove((0,)))
     if not is_restarted_while_full:
         disk.is_full = False
         service.settle()
@@ -357,10 +338,10 @@ async def test_a_payload_that_left_while_the_disk_was_full_does_not_come_back(
     service, kept = start()
     if is_restarted_while_full:
         assert service._stored_bytes == 200
-    missing = ask(service, Reconcile(attempts=((1, 0),), finished=((0, 1),))).group_ids
+    missing = ask(service, commands.Reconcile(attempts=((1, 0),), finished=((0, 1),))).group_ids
     assert (missing, service._stored_bytes) == ((), 100)
-    assert ask(service, Fetch((0,), (0,))).name == "UnknownGroup"
-    ask(service, PutPayload(0, 0), [b"late"])
+    assert ask(service, commands.Fetch((0,), (0,))).name == "UnknownGroup"
+    ask(service, commands.PutPayload(0, 0), [b"late"])
     assert service._stored_bytes == 100, "its group is finished"
     service.close()
     kept.close()

@@ -17,29 +17,7 @@ import pytest
 
 from asyncrl.core.types import BufferStats, GroupSummary
 from asyncrl.run.reporting import balanced_account
-from buffer import BufferConfig, journal
-from buffer.commands import (
-    Batch,
-    Beat,
-    Bury,
-    Cancel,
-    Commit,
-    Enqueue,
-    Fetch,
-    Hello,
-    Inspect,
-    LeaseGroups,
-    LoseGroups,
-    Operation,
-    PlanBatch,
-    Progress,
-    Put,
-    Release,
-    Renew,
-    Rewind,
-    SavePrefix,
-    Stats,
-)
+from buffer import BufferConfig, commands, journal
 from buffer.config import OnStale
 from buffer.encoding import Message, prompt_frames
 from buffer.sockets import LoopClock
@@ -156,7 +134,7 @@ class Life:
 
     # Messages
 
-    def send(self, client: bytes, operation: Operation, payload: Sequence[Any] = ()) -> int:
+    def send(self, client: bytes, operation: commands.Operation, payload: Sequence[Any] = ()) -> int:
         """Send a request; its number."""
         self.next_request += 1
         request = Message(request_id=self.next_request, body=operation, payload=payload)
@@ -164,18 +142,18 @@ class Life:
         self.server.send(client, request)
         return request.request_id
 
-    def ask(self, client: bytes, operation: Operation, payload: Sequence[Any] = ()) -> Message:
+    def ask(self, client: bytes, operation: commands.Operation, payload: Sequence[Any] = ()) -> Message:
         """Send a request that gets an immediate reply, which may be an error."""
         number = self.send(client, operation, payload)
         return self.server.replies.pop((client, number))
 
-    def control(self, operation: Operation) -> Any:
+    def control(self, operation: commands.Operation) -> Any:
         reply = self.ask(CONTROLLER, operation)
         assert kind_of(reply) == "ok", reply
         return reply.body
 
     def stats(self) -> BufferStats:
-        return self.control(Stats()).stats
+        return self.control(commands.Stats()).stats
 
     # Events
 
@@ -186,7 +164,7 @@ class Life:
         name = b"worker %d" % self.num_workers
         worker = WorkerModel(name=name, version=self.version, incarnation=self.incarnation)
         self.workers.append(worker)
-        assert kind_of(self.ask(name, Hello(produces=True))) == "ok"
+        assert kind_of(self.ask(name, commands.Hello(produces=True))) == "ok"
 
     def living(self) -> list[WorkerModel]:
         return [worker for worker in self.workers if not worker.is_dead]
@@ -203,7 +181,7 @@ class Life:
     def enqueue(self, ids: list[int]) -> None:
         """Prompts that do not fit are sent again when the faults stop."""
         frames = [prompt_frames(prompt(group_id)) for group_id in ids]
-        enqueue = Enqueue(tuple(ids), tuple(map(len, frames)))
+        enqueue = commands.Enqueue(tuple(ids), tuple(map(len, frames)))
         self.send(CONTROLLER, enqueue, [part for parts in frames for part in parts])
 
     def an_engine_loads(self) -> None:
@@ -214,7 +192,7 @@ class Life:
 
     def withdraw(self, worker: WorkerModel) -> None:
         if worker.asking:
-            assert kind_of(self.ask(worker.name, Cancel(worker.asking))) == "ok"
+            assert kind_of(self.ask(worker.name, commands.Cancel(worker.asking))) == "ok"
             self.server.forget(worker.name)
             worker.asking = 0
 
@@ -225,7 +203,7 @@ class Life:
         self.request_leases(worker, self.rng.randint(1, 4))
 
     def request_leases(self, worker: WorkerModel, number: int) -> None:
-        asked = LeaseGroups(engine_version=worker.version, max_groups=number, incarnation=worker.incarnation)
+        asked = commands.LeaseGroups(engine_version=worker.version, max_groups=number, incarnation=worker.incarnation)
         worker.asking = self.send(worker.name, asked)
 
     def take_grants(self) -> None:
@@ -289,7 +267,9 @@ class Life:
             rewards=rewards,
         )
         payload = [b"t" * self.rng.randint(10, MAX_GROUP_BYTES)]
-        self.report(worker, group, self.ask(worker.name, Put(summary=summary, continued=group.continued), payload))
+        self.report(
+            worker, group, self.ask(worker.name, commands.Put(summary=summary, continued=group.continued), payload)
+        )
 
     def report(self, worker: WorkerModel, group: HeldGroup, reply: Message) -> None:
         """A worker gets the reply to the request that ended its lease."""
@@ -306,8 +286,12 @@ class Life:
         if (found := self.any_group()) is None or not found[1].num_tokens:
             return
         worker, group = found
-        progress = Progress(num_tokens=group.num_tokens, oldest_version=group.oldest, newest_version=group.newest)
-        save = SavePrefix(group_id=group.group_id, attempt=group.attempt, progress=progress, continued=group.continued)
+        progress = commands.Progress(
+            num_tokens=group.num_tokens, oldest_version=group.oldest, newest_version=group.newest
+        )
+        save = commands.SavePrefix(
+            group_id=group.group_id, attempt=group.attempt, progress=progress, continued=group.continued
+        )
         reply = self.ask(worker.name, save, [b"%d %d %d" % (group.num_tokens, group.oldest, group.newest)])
         group.continued = group.continued or kind_of(reply) == "ok"  # the new prefix replaced the inherited one
 
@@ -316,7 +300,7 @@ class Life:
             self.release(*found, max_failures=self.rng.choice([0, 0, 2]))
 
     def release(self, worker: WorkerModel, group: HeldGroup, *, max_failures: int = 0) -> None:
-        release = Release(
+        release = commands.Release(
             group_id=group.group_id,
             attempt=group.attempt,
             num_tokens=group.num_tokens,
@@ -328,11 +312,11 @@ class Life:
 
     def leases_are_renewed(self) -> None:
         if (worker := self.any_living()) is not None and worker.groups:
-            self.ask(worker.name, Renew(tuple(worker.groups)))
+            self.ask(worker.name, commands.Renew(tuple(worker.groups)))
 
     def a_worker_beats(self) -> None:
         if (worker := self.any_living()) is not None:
-            self.ask(worker.name, Beat(generated=worker.num_generated))
+            self.ask(worker.name, commands.Beat(generated=worker.num_generated))
 
     def time_passes(self) -> None:
         self.advance(self.rng.choice([1.0, 5.0, 15.0]))
@@ -357,7 +341,7 @@ class Life:
         """With what is known of its count, which is all of it where the worker ended by itself (``share`` 1)."""
         known = int(worker.num_generated * share)
         for _ in range(self.rng.randint(1, 2)):
-            number = self.control(Bury(worker.name.hex(), known)).value
+            number = self.control(commands.Bury(worker.name.hex(), known)).value
             known = 0
         assert number <= worker.num_generated
         assert share < 1 or number == worker.num_generated
@@ -366,7 +350,7 @@ class Life:
 
     def a_batch_is_asked_for(self) -> None:
         if not self.planning and len(self.planned) < 2:
-            self.planning = self.send(CONTROLLER, PlanBatch(self.version + len(self.planned)))
+            self.planning = self.send(CONTROLLER, commands.PlanBatch(self.version + len(self.planned)))
 
     def take_plan(self) -> None:
         """The controller reads the answer to its request for a batch, and checks the bound."""
@@ -375,7 +359,7 @@ class Life:
             return
         self.planning = 0
         assert kind_of(reply) == "ok", reply
-        if not isinstance(reply.body, Batch):
+        if not isinstance(reply.body, commands.Batch):
             return
         version = self.version + len(self.planned)
         self.planned[version] = [(group.group_id, group.attempt) for group in reply.body.groups]
@@ -388,8 +372,8 @@ class Life:
         if self.version not in self.planned:
             return
         ids = tuple(group_id for group_id, _ in self.planned[self.version])
-        assert len(self.control(Fetch(ids, read=self.next_request)).counts) == self.size
-        self.control(Commit(self.version))
+        assert len(self.control(commands.Fetch(ids, read=self.next_request)).counts) == self.size
+        self.control(commands.Commit(self.version))
         self.trained[self.version] = self.planned.pop(self.version)
         self.version += 1
         if self.rng.random() < 0.4:
@@ -414,7 +398,7 @@ class Life:
         self.checkpoints = [known for known in self.checkpoints if known.version <= to.version]
         self.incarnation += 1
         self.control(
-            Rewind(
+            commands.Rewind(
                 version=to.version,
                 incarnation=self.incarnation,
                 finished=to.finished,
@@ -435,7 +419,7 @@ class Life:
             return
         first = self.rng.choice([*self.planned])
         lost = self.rng.sample(self.planned[first], self.rng.randint(1, self.size))
-        self.control(LoseGroups(group_ids=tuple(group_id for group_id, _ in lost)))
+        self.control(commands.LoseGroups(group_ids=tuple(group_id for group_id, _ in lost)))
         self.planned = {version: keys for version, keys in self.planned.items() if version < first}
 
     def a_late_copy_comes(self) -> None:
@@ -506,7 +490,7 @@ class Life:
             if self.version in self.planned:
                 self.a_step_is_made()
                 return
-        described = self.control(Inspect()).values
+        described = self.control(commands.Inspect()).values
         raise AssertionError(f"no batch {self.version} was made: {self.config}, {described}")
 
     def close(self) -> None:

@@ -6,34 +6,14 @@ from typing import Any
 import msgspec
 
 from asyncrl.core.types import GroupSummary, Plan
-from buffer.commands import (
-    AddStore,
-    Commit,
-    DroppedStore,
-    DropStore,
-    Enqueue,
-    Expire,
-    GrantedLease,
-    LeaseGroups,
-    LoseGroups,
-    PlanBatch,
-    Progress,
-    Put,
-    PutResult,
-    Release,
-    Renew,
-    Reserve,
-    Reserved,
-    SavePrefix,
-    TakeBack,
-)
+from buffer import commands
 from buffer.journal import Decided
 from buffer.ledger import Ledger
 from buffer.rule import StalenessRule
 
 
 def summary_of(
-    lease: GrantedLease,
+    lease: commands.GrantedLease,
     *,
     lengths: tuple[int, ...] = (5,),
     rewards: tuple[float, ...] = (0.0, 1.0),
@@ -57,29 +37,33 @@ class DrivenLedger(Ledger):
     """A `Ledger` with one method per command."""
 
     def enqueue(self, group_ids: Iterable[int]) -> list[int]:
-        return list(self.apply(Enqueue(group_ids=tuple(group_ids))).group_ids)
+        return list(self.apply(commands.Enqueue(group_ids=tuple(group_ids))).group_ids)
 
     def lease(
         self, engine_version: int, max_groups: int, *, owner: bytes = b"", now: float = 0.0
-    ) -> list[GrantedLease]:
-        command = LeaseGroups(engine_version=engine_version, max_groups=max_groups)
+    ) -> list[commands.GrantedLease]:
+        command = commands.LeaseGroups(engine_version=engine_version, max_groups=max_groups)
         return list(self.apply(command, now, sender=owner).leases)
 
     def renew(self, group_id: int, attempt: int, *, now: float) -> bool:
-        return not self.apply(Renew(((group_id, attempt),)), now).lost
+        return not self.apply(commands.Renew(((group_id, attempt),)), now).lost
 
-    def reserve(self, lease: GrantedLease, num_bytes: int, *, host: str = "") -> Reserved:
-        return self.apply(Reserve(group_id=lease.group_id, attempt=lease.attempt, num_bytes=num_bytes, host=host))
+    def reserve(self, lease: commands.GrantedLease, num_bytes: int, *, host: str = "") -> commands.Reserved:
+        return self.apply(
+            commands.Reserve(group_id=lease.group_id, attempt=lease.attempt, num_bytes=num_bytes, host=host)
+        )
 
     def add_store(self, host: str) -> int:
-        return self.apply(AddStore(address=f"tcp://{host}:{len(self.groups.space.stores)}", host=host)).store
+        return self.apply(commands.AddStore(address=f"tcp://{host}:{len(self.groups.space.stores)}", host=host)).store
 
-    def drop_store(self, store: int) -> DroppedStore:
-        return self.apply(DropStore(store=store))
+    def drop_store(self, store: int) -> commands.DroppedStore:
+        return self.apply(commands.DropStore(store=store))
 
-    def save(self, lease: GrantedLease, progress: Progress, *, continued: bool = True, num_bytes: int = 0) -> None:
+    def save(
+        self, lease: commands.GrantedLease, progress: commands.Progress, *, continued: bool = True, num_bytes: int = 0
+    ) -> None:
         self.apply(
-            SavePrefix(
+            commands.SavePrefix(
                 group_id=lease.group_id,
                 attempt=lease.attempt,
                 progress=progress,
@@ -90,8 +74,8 @@ class DrivenLedger(Ledger):
 
     def put(
         self, summary: GroupSummary, *, continued: bool = True, num_bytes: int = 0, num_left_out: int = 0
-    ) -> PutResult:
-        command = Put(summary=summary, continued=continued, num_bytes=num_bytes, num_left_out=num_left_out)
+    ) -> commands.PutResult:
+        command = commands.Put(summary=summary, continued=continued, num_bytes=num_bytes, num_left_out=num_left_out)
         return self.apply(command).result
 
     def release(
@@ -104,7 +88,7 @@ class DrivenLedger(Ledger):
         continued: bool = True,
         max_failures: int = 0,
     ) -> bool:
-        command = Release(
+        command = commands.Release(
             group_id=group_id,
             attempt=attempt,
             num_tokens=num_tokens,
@@ -115,19 +99,19 @@ class DrivenLedger(Ledger):
         return self.apply(command).is_dropped
 
     def expire(self, now: float) -> int:
-        return len(self.apply(Expire(), now).group_ids)
+        return len(self.apply(commands.Expire(), now).group_ids)
 
     def take_back(self, owner: bytes) -> int:
-        return len(self.apply(TakeBack(owner=owner)).group_ids)
+        return len(self.apply(commands.TakeBack(owner=owner)).group_ids)
 
     def lose(self, group_ids: Iterable[int]) -> tuple[int, ...]:
-        return self.apply(LoseGroups(group_ids=tuple(group_ids))).dissolved
+        return self.apply(commands.LoseGroups(group_ids=tuple(group_ids))).dissolved
 
     def plan(self, version: int) -> Plan | None:
-        return self.batch(version) if self.apply(PlanBatch(version=version)).group_ids else None
+        return self.batch(version) if self.apply(commands.PlanBatch(version=version)).group_ids else None
 
     def commit(self, version: int) -> list[int]:
-        return list(self.apply(Commit(version=version)).group_ids)
+        return list(self.apply(commands.Commit(version=version)).group_ids)
 
     def step(self) -> list[int]:
         """Plan and commit the next batch; its group ids."""

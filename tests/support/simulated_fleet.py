@@ -11,19 +11,7 @@ import simpy
 
 from asyncrl.core.types import GroupSummary, WeightOffer
 from asyncrl.planner.simulated_buffer import SimulatedBuffer, SimulatedLoop, buffer_options, call_after
-from buffer.commands import (
-    Commit,
-    Enqueue,
-    LeaseGroups,
-    NextOffer,
-    Offer,
-    Offered,
-    PlanBatch,
-    Progress,
-    Put,
-    Release,
-    SavePrefix,
-)
+from buffer import commands
 
 _CONTROLLER = b"controller"
 _GATHER_S = 0.02
@@ -71,9 +59,9 @@ class SimulatedEngineWorker:
         self._ask()
 
     def _follow_weights(self) -> None:
-        self._buffer.request(self._client, NextOffer(self._version + 1), on_reply=self._load)
+        self._buffer.request(self._client, commands.NextOffer(self._version + 1), on_reply=self._load)
 
-    def _load(self, offered: Offered) -> None:
+    def _load(self, offered: commands.Offered) -> None:
         self._version = offered.offer.version
         if self._asked is not None:
             self._buffer.cancel_lease(self._client, self._asked)
@@ -90,7 +78,7 @@ class SimulatedEngineWorker:
         self._is_gathering = False
         wanted = self._num_places - len(self._groups)
         if self._asked is None and wanted > 0:
-            asked = LeaseGroups(engine_version=self._version, max_groups=wanted)
+            asked = commands.LeaseGroups(engine_version=self._version, max_groups=wanted)
             self._asked = self._buffer.request(self._client, asked, on_reply=self._begin)
 
     def _begin(self, leased: Any) -> None:
@@ -134,7 +122,7 @@ class SimulatedEngineWorker:
             newest_version=self._version,
             rewards=(0.0,),
         )
-        put = Put(summary=summary)
+        put = commands.Put(summary=summary)
         self._buffer.request(self._client, put, num_bytes=1, on_reply=lambda _: self._leave(group_id, attempt))
 
     def _leave(self, group_id: int, attempt: int) -> None:
@@ -156,12 +144,12 @@ class SimulatedEngineWorker:
         self._count(group, num_tokens)
         written, named = int(num_tokens), {"group_id": group_id, "attempt": attempt}
         if written:
-            progress = Progress(num_tokens=written, oldest_version=group.version, newest_version=self._version)
-            save = SavePrefix(**named, progress=progress, longest_response=written)
+            progress = commands.Progress(num_tokens=written, oldest_version=group.version, newest_version=self._version)
+            save = commands.SavePrefix(**named, progress=progress, longest_response=written)
             self._buffer.request(self._client, save, num_bytes=1)
             self._fleet.saved[group_id] = num_tokens
         self.num_handed_on += 1
-        release = Release(**named, num_tokens=written, reason="handed_on")
+        release = commands.Release(**named, num_tokens=written, reason="handed_on")
         self._buffer.request(self._client, release, on_reply=lambda _: self._leave(group_id, attempt))
 
 
@@ -220,23 +208,23 @@ class SimulatedFleet:
 
     def _offer(self, version: int) -> None:
         offer = WeightOffer(version=version, manifest=f"/v{version}", digest="", num_bytes=0)
-        self.buffer.request(b"learner", Offer(offer=offer))
+        self.buffer.request(b"learner", commands.Offer(offer=offer))
 
     def _feed(self, number: int) -> None:
         groups = tuple(range(self._num_prompts, self._num_prompts + number))
         self._num_prompts += number
-        self.buffer.request(_CONTROLLER, Enqueue(groups, (0,) * number))
+        self.buffer.request(_CONTROLLER, commands.Enqueue(groups, (0,) * number))
 
     def _learn(self) -> Any:
         version = 0
         while True:
             made = self.env.event()
 
-            self.buffer.request(_CONTROLLER, PlanBatch(version), on_reply=made.succeed)
+            self.buffer.request(_CONTROLLER, commands.PlanBatch(version), on_reply=made.succeed)
             groups = (yield made).groups
             self._feed(self._groups_per_step)
             yield self.env.timeout(self._step_s)
             self.tokens_trained += sum(group.num_tokens for group in groups)
             version += 1
             self._offer(version)
-            self.buffer.request(_CONTROLLER, Commit(version - 1))
+            self.buffer.request(_CONTROLLER, commands.Commit(version - 1))
