@@ -335,9 +335,10 @@ class ServerSocket:
         """Check the epoch, the role and the rate of a request; then the service answers it."""
         name = "a request"
         try:
+            self._limit.check(request.client, 1)
             operation = request.body = operation_of(request)
             name = operation.name
-            self._limit.check(request.client, operation.num_parts)
+            self._limit.check(request.client, operation.num_parts - 1)
             if epoch != self.epoch and (epoch or not isinstance(operation, Connect)):
                 raise WrongEpoch(
                     f"{name} came from run {epoch!r:.40}, this buffer serves run {self.epoch!r}; the sender belongs to "

@@ -11,6 +11,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
+from itertools import islice
 from typing import Any
 
 from asyncrl.core.errors import AsyncRLError, ReplayBufferError, StoreFull, WireError
@@ -279,7 +280,10 @@ class PromptIntake:
         """Queue waiting prompts in order of arrival while the queue has room."""
         for request in self._held.all():
             num_free = max(0, self._queue_size - self._ledger.groups.num_queued)
-            self._queue([request.body.popleft() for _ in range(min(num_free, len(request.body)))])
+            chosen = list(islice(request.body, num_free))
+            self._queue(chosen)
+            for _ in chosen:  # also after a failed write of the journal, all others stay
+                request.body.popleft()
             if request.body:
                 return
             self._held.answer(lambda request: Done(), [request])

@@ -345,3 +345,16 @@ async def test_a_payload_that_left_while_the_disk_was_full_does_not_come_back(
     assert service._stored_bytes == 100, "its group is finished"
     service.close()
     kept.close()
+
+
+async def test_prompts_that_come_while_the_disk_is_full_are_queued_when_it_has_room(tmp_path: Path, monkeypatch):
+    disk = FullDisk()
+    monkeypatch.setattr(journal, "write_all", disk)
+    server = MortalServer(BufferConfig(request_timeout_s=60.0), tmp_path, groups_per_step=1)
+    disk.is_full = True
+    server.send(CONTROLLER, Message(request_id=1, body=commands.Enqueue((0, 1), (1, 1)), payload=[b"x", b"y"]))
+    assert server.service.ledger.groups.num_queued == 0
+    disk.is_full = False
+    server.service.settle()
+    assert server.service.ledger.groups.num_queued == 2
+    server.close()
