@@ -35,7 +35,6 @@ from .waiting import Admission, BatchRequests, Collaborators, PromptIntake, Repl
 
 logger = logging.getLogger(__name__)
 
-_BEATS_TO_SILENCE = 4
 _LANE = "buffer"
 _MAX_HOSTS = 65_536
 
@@ -75,22 +74,13 @@ class BufferService:
         self._clock = LoopClock() if clock is None else clock
         self._replies = Replies(send)
         self._store = PayloadStore(config.max_prompt_bytes, None if links is None else links.remove)
-        shared = Collaborators(
-            ledger=self.ledger, store=self._store, replies=self._replies, hold_s=config.request_timeout_s / 2
-        )
-        self._intake = PromptIntake(shared, queue_size=config.queue_size)
-        self._admission = Admission(
-            shared,
-            clock=self._clock,
-            silent_s=_BEATS_TO_SILENCE * config.heartbeat_s,
-            hands_over=config.hand_over,
-            settle=self.settle,
-        )
-        max_filtered = config.max_filtered_steps * groups_per_step
-        self._batches = BatchRequests(shared, max_filtered=max_filtered)
+        shared = Collaborators(config=config, ledger=self.ledger, store=self._store, replies=self._replies)
+        self._intake = PromptIntake(shared)
+        self._admission = Admission(shared, clock=self._clock, settle=self.settle)
+        self._batches = BatchRequests(shared)
         self._offers = OfferRequests(shared, journal)
         self._joins = StoreJoins(shared, links)
-        workers = WorkerRequests(shared, config, admission=self._admission, offers=self._offers, joins=self._joins)
+        workers = WorkerRequests(shared, admission=self._admission, offers=self._offers, joins=self._joins)
         self._reserving = shared.held()
         self._unread = FetchWindow(config.max_stored_bytes)
         self._refused_for_space: set[bytes] = set()
@@ -104,6 +94,7 @@ class BufferService:
             self.ledger.on_applied = self._notes.note
         parts = self._intake, self._admission, self._batches, self._offers, self._joins, workers
         self._handlers = handlers_of((self, *parts))
+        self._closing = (self._reserving, *parts[:-1], self._expiry, self._silence, self._clock)
         if journal is not None:
             self._recover(journal)
 
@@ -181,17 +172,7 @@ class BufferService:
 
     def close(self) -> None:
         """Cancel every timer."""
-        for part in (
-            self._reserving,
-            self._joins,
-            self._intake,
-            self._admission,
-            self._batches,
-            self._offers,
-            self._expiry,
-            self._silence,
-            self._clock,
-        ):
+        for part in self._closing:
             part.close()
 
     def _recover(self, journal: Journal) -> None:
@@ -533,13 +514,12 @@ class WorkerRequests:
     def __init__(
         self,
         shared: Collaborators,
-        config: BufferConfig,
         *,
         admission: Admission,
         offers: OfferRequests,
         joins: StoreJoins,
     ) -> None:
-        self._ledger, self._store, self._heartbeat_s = shared.ledger, shared.store, config.heartbeat_s
+        self._ledger, self._store, self._heartbeat_s = shared.ledger, shared.store, shared.config.heartbeat_s
         self._admission, self._offers, self._joins = admission, offers, joins
 
     def on_hello(self, request: Message, hello: commands.Hello) -> Answer:

@@ -18,6 +18,7 @@ from asyncrl.core.errors import AsyncRLError, ReplayBufferError, StoreFull, Wire
 
 from . import commands
 from .commands import Answer, Done, Frames, NothingYet
+from .config import BufferConfig
 from .encoding import PUSH_ID, Message, Send, failure_of
 from .groups import Group
 from .ledger import Ledger
@@ -31,6 +32,7 @@ _MAX_PER_CLIENT = 256
 _MAX_IN_ALL = 16_384
 _MAX_REMEMBERED = 4096
 _FIRST_WARNING_STEPS = 4
+_BEATS_TO_SILENCE = 4
 _SEARCH_S = 5e-5
 """Seconds per waiting request between a failed search and the next one; a search takes a fiftieth of this time."""
 
@@ -228,25 +230,25 @@ class FairQueue:
 class Collaborators:
     """Shared objects of the parts of the service: the ledger decides, the store keeps frames, `Replies` answer.
 
-    A request that cannot be granted is answered with `NothingYet` after ``hold_s`` seconds.
+    A request that cannot be granted is answered with `NothingYet` after half of ``config.request_timeout_s``.
     """
 
+    config: BufferConfig
     ledger: Ledger
     store: PayloadStore
     replies: Replies
-    hold_s: float
 
     def held(self, late: Callable[[Message], Answer] = lambda request: NothingYet()) -> HeldRequests:
         """Return an empty collection for the held requests of one operation."""
-        return HeldRequests(self.replies, self.hold_s, late)
+        return HeldRequests(self.replies, self.config.request_timeout_s / 2, late)
 
 
 class PromptIntake:
     """The operation `Enqueue`: at most ``queue_size`` prompts are queued at once."""
 
-    def __init__(self, shared: Collaborators, *, queue_size: int) -> None:
+    def __init__(self, shared: Collaborators) -> None:
         self._ledger, self._store = shared.ledger, shared.store
-        self._queue_size = queue_size
+        self._queue_size = shared.config.queue_size
         self._held = shared.held()
         self.close = self._held.close
 
@@ -303,30 +305,20 @@ class Admission:
 
     Args:
         clock: Measures paces and silence.
-        silent_s: A producer that sends no message for this long counts as gone.
-        hands_over: Whether faster workers take over running groups of slow ones, see `buffer.pace`.
         settle: Called when `grant` may find something to do although no message came.
     """
 
-    def __init__(
-        self,
-        shared: Collaborators,
-        *,
-        clock: LoopClock,
-        silent_s: float,
-        hands_over: bool,
-        settle: Callable[[], None],
-    ) -> None:
+    def __init__(self, shared: Collaborators, *, clock: LoopClock, settle: Callable[[], None]) -> None:
         self._ledger, self._store, self._replies = shared.ledger, shared.store, shared.replies
         self.clock = clock
-        self._held = WaitingWorkers(shared.replies, shared.hold_s)
+        self._held = WaitingWorkers(shared.replies, shared.config.request_timeout_s / 2)
         self._granted: OrderedDict[tuple[bytes, int], list[commands.GrantedLease]] = OrderedDict()
         self._turns = FairQueue()
-        self._hands_over = hands_over
+        self._hands_over = shared.config.hand_over
         self._paces = WorkerPaces()
         self._look = Deadline(settle, clock)
         self._search_from = -math.inf
-        self.heartbeats = Heartbeats(silent_s)
+        self.heartbeats = Heartbeats(_BEATS_TO_SILENCE * shared.config.heartbeat_s)
 
     @property
     def num_waiting(self) -> int:
@@ -587,11 +579,11 @@ class Admission:
 
 
 class BatchRequests:
-    """The operation `PlanBatch`; plans fail after ``max_filtered`` filtered groups in a row, if not 0."""
+    """The operation `PlanBatch`; plans fail after ``buffer.max_filtered_steps`` of filtered groups in a row."""
 
-    def __init__(self, shared: Collaborators, *, max_filtered: int) -> None:
+    def __init__(self, shared: Collaborators) -> None:
         self._ledger = shared.ledger
-        self._max_filtered = max_filtered
+        self._max_filtered = shared.config.max_filtered_steps * shared.ledger.rule.groups_per_step
         self._held = shared.held(self._late)
         self.close = self._held.close
 
