@@ -173,12 +173,19 @@ class Episode:
             raise ValueError(f"episode {self.name}: a new root needs at least one token")
         most = min(sampling.max_new_tokens, self._room(depth))
         context = self.give(parent, new_tokens) if len(new_tokens) else parent
-        index = self._replayed(context, most)
-        if index is None:
+        recorded = (
+            (index, node)
+            for index, node in enumerate(self._nodes)
+            if node.turn.parent == context and self._waits(node) and len(node.turn.token_ids) <= most
+        )
+        index, node = next(recorded, (-1, None))
+        if node is None:
             self._drop_others(parent, context)
             nothing = Turn.given(np.empty(0, dtype=np.int32), parent=context)
             index = self._append(replace(nothing, sampled=True), is_live=True)
-        node = self._nodes[index]
+            node = self._nodes[index]
+        node.is_live = True
+        self.num_replayed += len(node.turn.token_ids)
         node.sampling = replace(sampling, max_new_tokens=most)
         self._end_if_full(node)
         return index
@@ -285,15 +292,6 @@ class Episode:
 
     def _waits(self, node: _Node) -> bool:
         return node.turn.sampled and not node.is_live and not node.is_dropped
-
-    def _replayed(self, context: int, most: int) -> int | None:
-        """Take the next recorded turn below a path, if it has at most ``most`` tokens."""
-        for index, node in enumerate(self._nodes):
-            if node.turn.parent == context and self._waits(node) and len(node.turn.token_ids) <= most:
-                node.is_live = True
-                self.num_replayed += len(node.turn.token_ids)
-                return index
-        return None
 
     def _drop_others(self, parent: int, context: int) -> None:
         """Drop the recorded turns that other requests from ``parent`` asked for, and all recorded turns below them."""
