@@ -119,13 +119,10 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
         resumed = resumed or RunState()
         self._evaluate = evaluate
         self._resumed = resumed
-        self._evaluation_steps = config.evaluation.every_steps if config.evaluation.enabled else 0
+        self._config = config
         self._versions = range(resumed.version, config.total_steps)
         self._publish_every = config.weights.publish_every
-        self._min_engines = config.rollout_fleet.min_engines
-        self._evaluation_share = config.evaluation.share
         self._queued_version = resumed.version
-        self._prompts_per_call = config.algorithm.groups_per_step
         self._buffer = buffer
         self._learner = learner
         self._fleet = fleet
@@ -148,7 +145,7 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
         async def feed() -> None:
             """Queue the stream's prompts; first again what a cancelled call did not queue."""
             while True:
-                self._unqueued = self._unqueued or self._prompts.take(self._prompts_per_call)
+                self._unqueued = self._unqueued or self._prompts.take(self._config.algorithm.groups_per_step)
                 await self._buffer.enqueue(self._unqueued)
                 self._unqueued = ()
 
@@ -213,13 +210,15 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
 
     async def _follow_fleet(self) -> None:
         """Wait until all engines serve newer weights."""
-        version, took_s = await self._buffer.served(self._reporter.engine_version, self._min_engines)
+        version, took_s = await self._buffer.served(
+            self._reporter.engine_version, self._config.rollout_fleet.min_engines
+        )
         self._reporter.published(version, took_s)
 
     def _next_evaluated(self, after: int) -> int | None:
         """The first published version above ``after`` to evaluate before training ends, or None."""
-        steps = self._evaluation_steps
-        if not steps or self._evaluate is None:
+        steps = self._config.evaluation.every_steps
+        if not (steps and self._config.evaluation.enabled) or self._evaluate is None:
             return None
         due = steps * (after // steps + 1)
         published = -(-due // self._publish_every) * self._publish_every
@@ -311,7 +310,7 @@ class Controller(_Training[LearnerPort, FleetPort]):
         while (version := self._next_evaluated(self._queued_version)) is not None and self._evaluate is not None:
             if version != due:
                 logger.info("training has passed policy version %s; version %d is evaluated next", due, version)
-            num_engines = num_pinned_engines(self._evaluation_share, len(self._fleet.engines()))
+            num_engines = num_pinned_engines(self._config.evaluation.share, len(self._fleet.engines()))
             await self._evaluate(version, partial(self._buffer.pin, version, num_engines))
             due = self._next_evaluated(version)
         await self._buffer.unpin()

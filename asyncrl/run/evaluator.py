@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Protocol
 
 from asyncrl.config import RunConfig
@@ -92,9 +93,10 @@ class HeldOutEvaluator:
     ) -> Evaluation | None:
         began_s = time.monotonic()
         async with asyncio.TaskGroup() as tasks:
-            watch = tasks.create_task(_follow(deal, engines, pinned)) if pinned else None
+            watch = tasks.create_task(deal.follow(engines, pinned)) if pinned else None
             deal.join(engines)
-            await deal.run(tasks, lambda engine, prompts: self._answer(engine, prompts, version))
+            num_samples = self._config.evaluation.num_samples
+            await deal.run(tasks, partial(self._fleet.answer, version=version, num_samples=num_samples))
             if watch is not None:
                 watch.cancel()
         for engine, reason in deal.lost.items():
@@ -107,19 +109,6 @@ class HeldOutEvaluator:
             incomplete=deal.lost if len(deal.answers) < len(self._prompts) else {},
             took_s=time.monotonic() - began_s,
         )
-
-    async def _answer(self, engine: str, prompts: Sequence[Prompt], version: int) -> list[AnsweredPrompt]:
-        return await self._fleet.answer(
-            engine, prompts, version=version, num_samples=self._config.evaluation.num_samples
-        )
-
-
-async def _follow(deal: _Deal, engines: set[str], pinned: PinnedEngines) -> None:
-    """Add engines that are pinned during the evaluation."""
-    with suppress(WeightsGone):  # no further engine can be pinned
-        while True:
-            engines = await pinned(engines)
-            deal.join(engines)
 
 
 Answer = Callable[[str, Sequence[Prompt]], Awaitable[list[AnsweredPrompt]]]
@@ -147,6 +136,13 @@ class _Deal:
         for engine in sorted(engines):
             self._num_running.setdefault(engine, 0)
         self._changed.set()
+
+    async def follow(self, engines: set[str], pinned: PinnedEngines) -> None:
+        """Deal to engines that are pinned during the evaluation too."""
+        with suppress(WeightsGone):  # no further engine can be pinned
+            while True:
+                engines = await pinned(engines)
+                self.join(engines)
 
     async def run(self, tasks: asyncio.TaskGroup, answer: Answer) -> None:
         """Deal until all prompts are answered or all engines are lost."""

@@ -101,9 +101,7 @@ class HostStores:
     Args:
         control: Client of the buffer; `stop` closes it.
         make: Makes the `NodeStore` actor of a node, given its id and the number of the store; see `ray_actors`.
-        start_timeout_s: How long one may take to come up.
-        restarts: How often another is placed on a host whose actor has died.
-        say: Tells people what becomes of stores.
+        restarts: How often another is placed on a host.
 
     Attributes:
         num_restarts: How often a store server was started again.

@@ -33,13 +33,7 @@ MAX_REPLANS = 3
 class LearnerRestarts:
     """Restarts the learner of one run, at most ``learner.restarts`` times.
 
-    Args:
-        config: The run.
-        controller: Goes back to a checkpoint together with the buffer.
-        learner: The ranks.
-        prompts: Hands out again the prompts that were finished after the checkpoint.
-        resumed: The checkpoint that the run began from, if it was resumed; a restart may use it too.
-        say: Shows the user one line per restart.
+    It may go back to the checkpoint that the run began from, ``resumed``, too. ``say`` shows the user a line.
 
     Attributes:
         num_restarts: Restarts of the learner so far; the learner's incarnation.
