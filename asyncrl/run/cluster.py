@@ -10,8 +10,8 @@ import logging
 import math
 import os
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Generator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -162,11 +162,10 @@ async def gpu_of_this_node(config: RunConfig) -> AsyncIterator[str]:
             "the warm start computes on this node with learner.device=cuda, which must have a GPU, got none; start the "
             "run on a node with a GPU, or run asyncrl sft there first and name its result in model.path"
         )
-    environment = {"env_vars": RAY_SETS_DEVICES}
+    actor_class: Any = ray.remote(_GpuHolder)
     here = NodeAffinitySchedulingStrategy(node_id=own, soft=False)
-    holder: Any = _GPU_HOLDER.options(
-        num_cpus=0, num_gpus=1, scheduling_strategy=here, runtime_env=environment
-    ).remote()
+    environment = {"env_vars": RAY_SETS_DEVICES}
+    holder = actor_class.options(num_cpus=0, num_gpus=1, scheduling_strategy=here, runtime_env=environment).remote()
     try:
         asked = holder.visible_devices.remote()
         yield await within(asked, config.ray.start_timeout_s, "a free GPU of this node", "ray.start_timeout_s")
@@ -180,9 +179,6 @@ class _GpuHolder:
     def visible_devices(self) -> str:
         """``CUDA_VISIBLE_DEVICES`` as Ray set it."""
         return os.environ["CUDA_VISIBLE_DEVICES"]
-
-
-_GPU_HOLDER: Any = ray.remote(_GpuHolder)
 
 
 def check_nodes(config: RunConfig, nodes: Mapping[str, Mapping[str, float]]) -> None:
@@ -309,16 +305,6 @@ def learner_env(config: RunConfig) -> dict[str, str]:
     return worker_env(config) | {"PYTORCH_CUDA_ALLOC_CONF": ",".join(parts)}
 
 
-async def stop_groups(groups: Sequence[Any], shutdown: Callable[[], None], timeout_s: float) -> None:
-    """Ask every worker of the groups to stop. After at most ``timeout_s`` seconds, kill them."""
-    try:
-        # The errors of a worker do not matter: it is killed next.
-        with suppress(Exception):
-            await asyncio.wait_for(AllOf([group.execute_all_async("stop") for group in groups]), timeout_s)
-    finally:
-        await asyncio.to_thread(shutdown)
-
-
 async def finished_in_thread(work: Callable[[], T], timeout_s: float) -> T:
     """Do work in a thread. A cancellation waits for the thread, which uses the Ray that is stopped next."""
     working = asyncio.create_task(asyncio.to_thread(work))
@@ -327,22 +313,6 @@ async def finished_in_thread(work: Callable[[], T], timeout_s: float) -> T:
     except asyncio.CancelledError:
         await asyncio.wait([working], timeout=timeout_s)
         raise
-
-
-class AllOf:
-    """Calls to several worker groups, awaited one after the other.
-
-    Attributes:
-        futures: References of all calls. An error message finds the names of the workers through them.
-    """
-
-    def __init__(self, calls: Sequence[Awaitable[Any]]) -> None:
-        self._calls = calls
-        self.futures = [ref for call in calls if isinstance(call, list) for ref in call]
-
-    def __await__(self) -> Generator[Any, None, None]:
-        for call in self._calls:
-            yield from call.__await__()
 
 
 class EnginePlaces:

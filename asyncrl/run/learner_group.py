@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,7 @@ from asyncrl.core.errors import BatchLost, ClusterDiedError, DeadlineError, Lear
 from asyncrl.core.host import make_private_folder
 from asyncrl.core.remote import StepDeadline, death_among, raised_in_worker, refs_of, within
 from asyncrl.core.types import Carrier, Plan
-from asyncrl.run.cluster import AllOf, finished_in_thread, learner_env, learner_layout, stop_groups
+from asyncrl.run.cluster import finished_in_thread, learner_env, learner_layout
 from asyncrl.run.run_folder import RunPaths, remove_published
 from asyncrl.single_controller import (
     RayClassWithInitArgs,
@@ -227,10 +228,15 @@ class LearnerGroup:
     async def stop(self, timeout_s: float) -> None:
         """Ask the ranks to stop, kill them after ``timeout_s``, and release the reservation."""
         try:
-            await stop_groups(list(self._roles), self._roles.shutdown, timeout_s)
+            with suppress(Exception):  # a worker's error does not matter: it is killed next
+                stopping = AllOf([group.execute_all_async("stop") for group in self._roles])
+                await asyncio.wait_for(stopping, timeout_s)
         finally:
-            while self._layout.resource_pool_dict:
-                self._layout.resource_pool_dict.popitem()[1].leave()
+            try:
+                await self.end()
+            finally:
+                while self._layout.resource_pool_dict:
+                    self._layout.resource_pool_dict.popitem()[1].leave()
 
     def _shares(self, plan: Plan, role: str) -> list[RankBatch]:
         """The plan's `RankBatch` for each data-parallel rank of a role's pool."""
@@ -319,6 +325,22 @@ async def _or_death(result: Awaitable[T], pending: Any) -> T:
         if death is None:
             raise
         raise LearnerDiedError(str(death)) from death
+
+
+class AllOf:
+    """Calls to several worker groups, awaited one after the other.
+
+    Attributes:
+        futures: References of all calls. An error message finds the names of the workers through them.
+    """
+
+    def __init__(self, calls: Sequence[Awaitable[Any]]) -> None:
+        self._calls = calls
+        self.futures = [ref for call in calls if isinstance(call, list) for ref in call]
+
+    def __await__(self) -> Generator[Any, None, None]:
+        for call in self._calls:
+            yield from call.__await__()
 
 
 class RoleGroups:

@@ -10,8 +10,8 @@ from ray.exceptions import RayError
 from asyncrl.cli.compose import compose_run
 from asyncrl.core import remote
 from asyncrl.core.errors import DeadlineError, EngineLost, MembershipRefused, RewardError, WorkerDiedError
-from asyncrl.run.cluster import AllOf
 from asyncrl.run.fleet_group import answered
+from asyncrl.run.learner_group import AllOf
 from rollout_fleet.membership import Action, FleetAnswer, FleetRequest
 from tests.support.ray_cluster import raised_by_ray
 from tests.support.scripted_workers import Workers, fleet_on
@@ -34,6 +34,46 @@ def threads_take_no_time(monkeypatch):
 
 
 TWO = "rollout_fleet.num_engines=2"
+ELASTIC = "rollout_fleet.num_engines={min: 1, max: 3}"
+
+
+@pytest.fixture
+async def running(fleet_of):
+    """Return a maker of workers that have served for ten seconds, their fleet, and its `run`, which ends in the end."""
+    runs = []
+
+    async def run(takes_s, *options):
+        workers = Workers(takes_s=takes_s)
+        fleet = fleet_of(workers, *options)
+        await fleet.start()
+        runs.append(asyncio.create_task(fleet.run()))
+        await asyncio.sleep(10)
+        return workers, fleet, runs[-1]
+
+    yield run
+    for task in runs:
+        task.cancel()
+
+
+@pytest.fixture
+async def started(fleet_of):
+    """Return a maker of workers, their elastic fleet and its `run`, once all has come or been given up."""
+    runs = []
+
+    async def start(*options, is_full=False):
+        workers = Workers(takes_s=0.1)
+        if is_full:
+            workers.fill()
+        fleet = fleet_of(workers, *(options or (ELASTIC,)))
+        await fleet.start()
+        workers.takes_s = 1e4
+        runs.append(asyncio.create_task(fleet.run()))
+        await asyncio.sleep(12)
+        return workers, fleet, runs[-1]
+
+    yield start
+    for task in runs:
+        task.cancel()
 
 
 async def test_held_out_answers_have_no_deadline_while_the_workers_answer_calls(fleet_of):
@@ -53,12 +93,8 @@ async def test_a_worker_that_hangs_before_the_first_weights_ends_the_start(fleet
         await asyncio.wait_for(fleet_of(Workers(takes_s=60, hangs=True)).start(), 5)
 
 
-async def test_a_worker_that_dies_is_buried_and_replaced_and_the_run_goes_on(fleet_of):
-    workers = Workers(takes_s=100.0)
-    fleet = fleet_of(workers, TWO)
-    await fleet.start()
-    run = asyncio.create_task(fleet.run())
-    await asyncio.sleep(10)
+async def test_a_worker_that_dies_is_buried_and_replaced_and_the_run_goes_on(running):
+    workers, fleet, run = await running(100.0, TWO)
     workers.die(1, WorkerDiedError("worker of group 'rollout', rank 1 died"))
     await asyncio.sleep(50)
     assert not run.done()
@@ -74,12 +110,8 @@ async def test_a_worker_that_dies_is_buried_and_replaced_and_the_run_goes_on(fle
 
 
 @pytest.mark.parametrize(("end", "size"), [("drain", TWO), ("leave", "rollout_fleet.num_engines={min: 1, max: 2}")])
-async def test_a_worker_that_ends_with_leases_left_is_buried_with_its_own_count(fleet_of, end, size):
-    workers = Workers(takes_s=500.0)
-    fleet = fleet_of(workers, size)
-    await fleet.start()
-    run = asyncio.create_task(fleet.run())
-    await asyncio.sleep(10)
+async def test_a_worker_that_ends_with_leases_left_is_buried_with_its_own_count(running, end, size):
+    workers, fleet, _ = await running(500.0, size)
     workers.keeps_leases.add(1)
     if end == "leave":
         await fleet.leave(1)
@@ -87,15 +119,10 @@ async def test_a_worker_that_ends_with_leases_left_is_buried_with_its_own_count(
     worker = f"worker-1-{workers.replaced.count(1)}"  # one that joins is made in a place of its own
     assert (workers.graves.buried, workers.graves.known) == ([worker], [100])
     assert (counts.tokens_generated, counts.tokens_in_flight) == (100 + 70, 0)
-    run.cancel()
 
 
-async def test_a_worker_whose_engine_failed_with_leases_left_is_buried_with_its_own_count(fleet_of):
-    workers = Workers(takes_s=500.0)
-    fleet = fleet_of(workers, TWO, "rollout_fleet.restarts=0")
-    await fleet.start()
-    run = asyncio.create_task(fleet.run())
-    await asyncio.sleep(10)
+async def test_a_worker_whose_engine_failed_with_leases_left_is_buried_with_its_own_count(running):
+    workers, fleet, _ = await running(500.0, TWO, "rollout_fleet.restarts=0")
     workers.keeps_leases.add(1)
     workers.die(1, EngineLost("the engine of rank 1 failed"))
     del workers.deaths[1]  # the worker itself answers
@@ -103,7 +130,6 @@ async def test_a_worker_whose_engine_failed_with_leases_left_is_buried_with_its_
     assert (workers.graves.buried, workers.graves.known) == (["worker-1-0"], [100])
     counts = await fleet.drain()
     assert (counts.tokens_generated, counts.tokens_in_flight) == (100 + 70, 0)
-    run.cancel()
 
 
 async def test_a_worker_that_hangs_is_found_by_its_silence_and_replaced(fleet_of):
@@ -121,12 +147,8 @@ async def test_a_worker_that_hangs_is_found_by_its_silence_and_replaced(fleet_of
     ]
 
 
-async def test_a_fleet_continues_without_failed_workers_until_too_few_are_left(fleet_of):
-    workers = Workers(takes_s=500.0)
-    fleet = fleet_of(workers, TWO, "rollout_fleet.restarts=0")
-    await fleet.start()
-    run = asyncio.create_task(fleet.run())
-    await asyncio.sleep(10)
+async def test_a_fleet_continues_without_failed_workers_until_too_few_are_left(running):
+    workers, fleet, run = await running(500.0, TWO, "rollout_fleet.restarts=0")
     workers.die(1, WorkerDiedError("rank 1 died of its own"))
     await asyncio.sleep(10)
     assert not run.done()
@@ -139,12 +161,8 @@ async def test_a_fleet_continues_without_failed_workers_until_too_few_are_left(f
     assert (await fleet.drain()).tokens_generated == 140
 
 
-async def test_words_for_people_have_the_workers_error_without_rays_traceback(fleet_of):
-    workers = Workers(takes_s=500.0)
-    fleet = fleet_of(workers, TWO, "rollout_fleet.engine=sglang", "rollout_fleet.restarts=0")
-    await fleet.start()
-    run = asyncio.create_task(fleet.run())
-    await asyncio.sleep(10)
+async def test_words_for_people_have_the_workers_error_without_rays_traceback(running):
+    workers, _, run = await running(500.0, TWO, "rollout_fleet.engine=sglang", "rollout_fleet.restarts=0")
     workers.die(1, raised_by_ray(EngineLost("sglang-1 died. Last lines of sglang-1.log:\na line")))
     await asyncio.sleep(10)
     headline = "rollout worker 1: sglang-1 died. Last lines of sglang-1.log:"
@@ -204,24 +222,8 @@ async def test_a_wait_for_several_groups_names_all_that_are_late(monkeypatch):
         await remote.within(AllOf([Call(["actor-0"]), Call(["critic-0"])]), 0.05, "the learner's models", "an.option")
 
 
-ELASTIC = "rollout_fleet.num_engines={min: 1, max: 3}"
-
-
-async def started(fleet, workers):
-    """The fleet's `run`, once all that comes by itself has come or has been given up."""
-    workers.takes_s = 0.1
-    await fleet.start()
-    workers.takes_s = 1e4
-    run = asyncio.create_task(fleet.run())
-    await asyncio.sleep(12)
-    return run
-
-
-async def test_a_run_begins_with_the_fewest_engines_and_others_join_when_they_have_a_place(fleet_of):
-    workers = Workers()
-    workers.fill()
-    fleet = fleet_of(workers, ELASTIC, "placement.num_nodes=2", "placement.autoscale=true")
-    run = await started(fleet, workers)
+async def test_a_run_begins_with_the_fewest_engines_and_others_join_when_they_have_a_place(started):
+    workers, fleet, _ = await started(ELASTIC, "placement.num_nodes=2", "placement.autoscale=true", is_full=True)
     assert fleet.engines() == ["0"]
     assert workers.said.count("rollout worker 1 waits for a place: no node has room for it") == 1
     assert fleet.describe().splitlines()[:2] == ["0: serves", "1: coming, pending"]
@@ -232,14 +234,10 @@ async def test_a_run_begins_with_the_fewest_engines_and_others_join_when_they_ha
     assert workers.made_with == {"model_path": "/models/of/node-2"}
     assert "rollout worker 2 has joined; 3 engines are present" in workers.said
     assert "no rollout engine is up; training waits" not in workers.said
-    run.cancel()
 
 
-async def test_engines_without_a_place_at_the_start_are_withdrawn_and_may_join_later(fleet_of):
-    workers = Workers(takes_s=1.0)
-    workers.fill()
-    fleet = fleet_of(workers, ELASTIC)
-    run = await started(fleet, workers)
+async def test_engines_without_a_place_at_the_start_are_withdrawn_and_may_join_later(started):
+    workers, fleet, _ = await started(is_full=True)
     workers.takes_s = 0.1
     assert "rollout worker 1 did not join: no node had room for rollout worker 1 within ray.start_time" in str(
         workers.said
@@ -251,14 +249,10 @@ async def test_engines_without_a_place_at_the_start_are_withdrawn_and_may_join_l
     assert (fleet.engines(), workers.supplied) == (["0", "4", "5"], ["node-b", "node-b"])
     with pytest.raises(MembershipRefused, match="allows 3 engines"):
         await fleet.join(1)
-    run.cancel()
 
 
-async def test_a_failed_join_is_answered_with_the_engines_error_without_rays_traceback(fleet_of):
-    workers = Workers()
-    workers.fill()
-    fleet = fleet_of(workers, ELASTIC)
-    run = await started(fleet, workers)
+async def test_a_failed_join_is_answered_with_the_engines_error_without_rays_traceback(started):
+    workers, fleet, _ = await started(is_full=True)
     workers.full.set()
     joining = asyncio.create_task(fleet.join(1))
     await asyncio.sleep(0.05)
@@ -270,13 +264,10 @@ async def test_a_failed_join_is_answered_with_the_engines_error_without_rays_tra
     assert f"rollout worker 3 did not join: {words}" in workers.said
     assert not any("ray::" in said for said in workers.said)
     assert fleet.engines() == ["0"]
-    run.cancel()
 
 
-async def test_a_leaving_member_hands_on_its_groups_and_its_counters_stay(fleet_of):
-    workers = Workers()
-    fleet = fleet_of(workers, ELASTIC)
-    run = await started(fleet, workers)
+async def test_a_leaving_member_hands_on_its_groups_and_its_counters_stay(started):
+    workers, fleet, run = await started()
     before = await fleet.counters()
     leaving = asyncio.create_task(fleet.leave(0))
     await asyncio.sleep(0.5)
@@ -295,13 +286,10 @@ async def test_a_leaving_member_hands_on_its_groups_and_its_counters_stay(fleet_
     assert await fleet.join(1) == "joined: rollout worker 0"
     assert (await fleet.drain()).tokens_generated == 400
     assert not run.done()
-    run.cancel()
 
 
-async def test_two_joins_at_the_same_time_get_different_engines(fleet_of):
-    workers = Workers()
-    fleet = fleet_of(workers, "rollout_fleet.num_engines={min: 1, max: 4}")
-    run = await started(fleet, workers)
+async def test_two_joins_at_the_same_time_get_different_engines(started):
+    workers, fleet, _ = await started("rollout_fleet.num_engines={min: 1, max: 4}")
     assert await fleet.leave(1) == "rollout worker 1 has left"
     assert await fleet.leave(2) == "rollout worker 2 has left"
     workers.takes_s = 1.0
@@ -309,13 +297,10 @@ async def test_two_joins_at_the_same_time_get_different_engines(fleet_of):
     assert answers[:2] == ["joined: rollout worker 4", "joined: rollout worker 5"]
     assert "allows 4 engines; 4 are present or coming, got 2 more" in str(answers[2])
     assert fleet.engines() == ["0", "3", "4", "5"]
-    run.cancel()
 
 
-async def test_a_request_completes_even_if_its_caller_disconnects(fleet_of):
-    workers = Workers()
-    fleet = fleet_of(workers, ELASTIC)
-    run = await started(fleet, workers)
+async def test_a_request_completes_even_if_its_caller_disconnects(started):
+    workers, fleet, _ = await started()
     leaving = asyncio.create_task(fleet.leave(1))
     await asyncio.sleep(0.5)
     leaving.cancel()
@@ -329,13 +314,10 @@ async def test_a_request_completes_even_if_its_caller_disconnects(fleet_of):
     await asyncio.sleep(5)
     assert fleet.engines() == ["0", "2", "3"]
     assert (await fleet.counters()).tokens_generated == 400
-    run.cancel()
 
 
-async def test_an_engine_that_leaves_during_an_evaluation_counts_once_and_returns_its_prompts(fleet_of, monkeypatch):
-    workers = Workers()
-    fleet = fleet_of(workers, ELASTIC)
-    run = await started(fleet, workers)
+async def test_an_engine_that_leaves_during_an_evaluation_counts_once_and_returns_its_prompts(started, monkeypatch):
+    _, fleet, _ = await started()
     answering = asyncio.create_task(fleet.answer("1", ["a"], version=0, num_samples=1))
 
     async def call(work, *arguments):  # the worker answers until it is killed, which takes a moment
@@ -347,13 +329,10 @@ async def test_an_engine_that_leaves_during_an_evaluation_counts_once_and_return
     with pytest.raises(WorkerDiedError):
         await answering
     assert (await fleet.counters()).tokens_generated == 300
-    run.cancel()
 
 
-async def test_a_worker_that_dies_while_it_leaves_has_left_and_is_buried(fleet_of):
-    workers = Workers()
-    fleet = fleet_of(workers, ELASTIC)
-    run = await started(fleet, workers)
+async def test_a_worker_that_dies_while_it_leaves_has_left_and_is_buried(started):
+    workers, fleet, run = await started()
     leaving = asyncio.create_task(fleet.leave(1))
     await asyncio.sleep(0.5)
     workers.die(1, WorkerDiedError("rank 1 died of its own"))
@@ -362,13 +341,10 @@ async def test_a_worker_that_dies_while_it_leaves_has_left_and_is_buried(fleet_o
     assert (workers.replaced, workers.graves.buried, fleet.engines()) == ([1, 2], ["worker-1-1"], ["0", "2"])
     assert (await fleet.counters()).tokens_generated == 200 + 70
     assert not run.done()
-    run.cancel()
 
 
-async def test_a_worker_that_cannot_leave_by_itself_is_killed_and_buried(fleet_of):
-    workers = Workers()
-    fleet = fleet_of(workers, ELASTIC)
-    run = await started(fleet, workers)
+async def test_a_worker_that_cannot_leave_by_itself_is_killed_and_buried(started):
+    workers, fleet, run = await started()
 
     async def leave(rank):
         raise DeadlineError("the loop did not end") if rank == 1 else RayError("the worker has a bug")
@@ -378,27 +354,20 @@ async def test_a_worker_that_cannot_leave_by_itself_is_killed_and_buried(fleet_o
         assert await fleet.leave(rank) == f"rollout worker {rank} has left"
     assert (workers.closed, workers.graves.buried) == ([1, 2], ["worker-1-1", "worker-2-1"])
     assert (fleet.engines(), run.done()) == (["0"], False)
-    run.cancel()
 
 
-async def test_a_member_that_waits_for_a_place_is_withdrawn_by_leave_and_at_the_end(fleet_of):
-    workers = Workers()
-    workers.fill()
-    fleet = fleet_of(workers, ELASTIC, "placement.num_nodes=2", "placement.autoscale=true")
-    run = await started(fleet, workers)
+async def test_a_member_that_waits_for_a_place_is_withdrawn_by_leave_and_at_the_end(started):
+    _, fleet, _ = await started(ELASTIC, "placement.num_nodes=2", "placement.autoscale=true", is_full=True)
     assert await fleet.leave(1) == "rollout worker 1 does not join"
     assert fleet.describe().endswith("1 more may join")
     counts = await asyncio.wait_for(fleet.drain(), 10)
     assert (counts.tokens_generated, fleet.describe().splitlines()[0]) == (100, "0: serves")
     with pytest.raises(MembershipRefused, match="the run is ending"):
         await fleet.join(1)
-    run.cancel()
 
 
-async def test_a_worker_whose_node_died_waits_for_another_place_without_a_deadline(fleet_of):
-    workers = Workers()
-    fleet = fleet_of(workers, TWO)
-    run = await started(fleet, workers)
+async def test_a_worker_whose_node_died_waits_for_another_place_without_a_deadline(started):
+    workers, fleet, run = await started(TWO)
     workers.fill()
     workers.die(1, WorkerDiedError("rank 1 died: its node is dead"))
     await asyncio.sleep(30)
@@ -409,7 +378,6 @@ async def test_a_worker_whose_node_died_waits_for_another_place_without_a_deadli
     await asyncio.sleep(10)
     assert (fleet.engines(), workers.made_with) == (["0", "1"], {"model_path": "/models/of/node-1"})
     assert not run.done()
-    run.cancel()
 
 
 async def test_training_without_engines_continues_after_a_join_or_ends_at_its_deadline(fleet_of):

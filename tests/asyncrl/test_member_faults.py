@@ -45,23 +45,33 @@ def threads_take_no_time(monkeypatch):
     monkeypatch.setattr(asyncio, "to_thread", call)
 
 
-async def training_on(fleet_of, workers, *options):
-    """A fleet that rolls out, and its `run`."""
-    fleet = fleet_of(workers, TWO, f"buffer.request_timeout_s={DEADLINE_S:g}", *options)
-    workers.load_first = lambda rank: asyncio.sleep(0.1)
-    workers.takes_s = 1000.0
-    await fleet.start()
-    run = asyncio.create_task(fleet.run())
-    await asyncio.sleep(1)
-    assert (await fleet.counters()).tokens_generated == 200
-    return fleet, run
+@pytest.fixture
+async def training_on(fleet_of):
+    """Return a maker of a fleet of two workers that rolls out, and its `run`, which is cancelled in the end."""
+    runs = []
+
+    async def train(workers, *options):
+        fleet = fleet_of(workers, TWO, f"buffer.request_timeout_s={DEADLINE_S:g}", *options)
+        workers.load_first = lambda rank: asyncio.sleep(0.1)
+        workers.takes_s = 1000.0
+        await fleet.start()
+        runs.append(asyncio.create_task(fleet.run()))
+        await asyncio.sleep(1)
+        assert (await fleet.counters()).tokens_generated == 200
+        return fleet, runs[-1]
+
+    yield train
+    for run in runs:
+        run.cancel()
 
 
 @pytest.mark.parametrize("asked_after_s", [0.0, 4.0, 9.0])
 @pytest.mark.parametrize("deadlines", [0.1, 0.5, 1.0, 1.25, 1.5, 2.5])
-async def test_a_worker_that_stands_still_for_any_time_stops_no_call_of_the_loops(fleet_of, deadlines, asked_after_s):
+async def test_a_worker_that_stands_still_for_any_time_stops_no_call_of_the_loops(
+    training_on, deadlines, asked_after_s
+):
     workers = Workers()
-    fleet, run = await training_on(fleet_of, workers)
+    fleet, _ = await training_on(workers)
     await asyncio.sleep(asked_after_s)
     workers.stand_still(1, deadlines * DEADLINE_S)
     for _ in range(60):
@@ -80,12 +90,11 @@ async def test_a_worker_that_stands_still_for_any_time_stops_no_call_of_the_loop
     workers.takes_s = 0.1
     expected = 200 + (70 if workers.replaced else 0)
     assert (await asyncio.wait_for(fleet.drain(), 5)).tokens_generated == expected
-    run.cancel()
 
 
-async def test_a_worker_that_misses_the_deadline_of_one_call_is_declared_dead_by_that_call(fleet_of):
+async def test_a_worker_that_misses_the_deadline_of_one_call_is_declared_dead_by_that_call(training_on):
     workers = Workers()
-    fleet, run = await training_on(fleet_of, workers)
+    fleet, run = await training_on(workers)
     await asyncio.sleep(5)  # the watch asks after the loops, and is answered in time
     workers.stand_still(1, 1.25 * DEADLINE_S)
     await fleet.counters()
@@ -93,18 +102,16 @@ async def test_a_worker_that_misses_the_deadline_of_one_call_is_declared_dead_by
     assert workers.replaced == [1]
     assert sum("rollout worker 1 has ended, epoch 1 begins" in words for words in workers.said) == 1
     assert not run.done()
-    run.cancel()
 
 
-async def test_a_worker_that_stands_still_in_an_evaluation_is_replaced_and_the_evaluation_ends(fleet_of):
+async def test_a_worker_that_stands_still_in_an_evaluation_is_replaced_and_the_evaluation_ends(training_on):
     workers = Workers()
-    fleet, run = await training_on(fleet_of, workers)
+    fleet, run = await training_on(workers)
     workers.stand_still(1, 2.5 * DEADLINE_S)
     with pytest.raises(DeadlineError, match="rollout worker 1, which answers held-out prompts"):
         await asyncio.wait_for(fleet.answer("1", ["a"], version=0, num_samples=1), 2.5 * DEADLINE_S)
     await asyncio.sleep(2 * DEADLINE_S)
     assert (workers.replaced, fleet.engines(), run.done()) == ([1], ["0", "1"], False)
-    run.cancel()
 
 
 async def in_start(fleet, workers):
@@ -161,19 +168,18 @@ async def test_nothing_of_the_fleet_stands_still_after_a_stall_in_any_phase(flee
     "error",
     [RaySystemError("System error: the object store is gone"), OSError(5, "Input/output error"), KeyError("rank")],
 )
-async def test_any_exception_of_a_call_is_the_end_of_a_workers_life_and_another_begins(fleet_of, error):
+async def test_any_exception_of_a_call_is_the_end_of_a_workers_life_and_another_begins(training_on, error):
     workers = Workers()
-    fleet, run = await training_on(fleet_of, workers)
+    fleet, run = await training_on(workers)
     workers.die(1, error)
     await asyncio.sleep(DEADLINE_S)
     assert (workers.replaced, workers.graves.buried) == ([1], ["worker-1-0"])
     assert (fleet.engines(), run.done()) == (["0", "1"], False)
-    run.cancel()
 
 
-async def test_a_life_that_ends_as_soon_as_it_is_ready_is_followed_by_another(fleet_of):
+async def test_a_life_that_ends_as_soon_as_it_is_ready_is_followed_by_another(training_on):
     workers = Workers()
-    fleet, run = await training_on(fleet_of, workers)
+    fleet, run = await training_on(workers)
     replace_worker = workers.replace_worker
 
     def replace_and_fail_once(rank, **made_with):
@@ -187,10 +193,9 @@ async def test_a_life_that_ends_as_soon_as_it_is_ready_is_followed_by_another(fl
     workers.die(1, OSError(5, "Input/output error"))
     await asyncio.sleep(2 * DEADLINE_S)
     assert (workers.replaced, fleet.engines(), run.done()) == ([1, 1], ["0", "1"], False)
-    run.cancel()
 
 
-async def test_a_watch_that_ray_cancels_is_the_end_of_a_workers_life(fleet_of):
+async def test_a_watch_that_ray_cancels_is_the_end_of_a_workers_life(training_on):
     workers = Workers()
     notes = asyncio.Event()
 
@@ -199,17 +204,16 @@ async def test_a_watch_that_ray_cancels_is_the_end_of_a_workers_life(fleet_of):
         raise asyncio.CancelledError
 
     workers.wait_failed = wait_failed
-    fleet, run = await training_on(fleet_of, workers, "rollout_fleet.restarts=1")
+    fleet, run = await training_on(workers, "rollout_fleet.restarts=1")
     del workers.wait_failed
     notes.set()
     await asyncio.sleep(DEADLINE_S)
     assert (sorted(workers.replaced), fleet.engines(), run.done()) == ([0, 1], ["0", "1"], False)
-    run.cancel()
 
 
-async def test_a_life_that_does_not_begin_for_any_reason_is_followed_by_another(fleet_of):
+async def test_a_life_that_does_not_begin_for_any_reason_is_followed_by_another(training_on):
     workers = Workers()
-    _, run = await training_on(fleet_of, workers)
+    _, run = await training_on(workers)
     failures = [OSError(24, "Too many open files"), RaySystemError("no memory"), raised_by_ray(FULL)]
 
     async def start(rank):
@@ -224,12 +228,11 @@ async def test_a_life_that_does_not_begin_for_any_reason_is_followed_by_another(
     assert len(workers.replaced) == 3, "rollout_fleet.restarts are 3"
     assert "the run goes on with 1 of 2 rollout engines" in str(workers.said)
     assert not run.done() or run.exception() is None
-    run.cancel()
 
 
-async def test_the_pause_before_each_start_of_a_member_grows(fleet_of):
+async def test_the_pause_before_each_start_of_a_member_grows(training_on):
     workers, began_s = Workers(), []
-    _, run = await training_on(fleet_of, workers, "rollout_fleet.restart_backoff_s=1")
+    _, _ = await training_on(workers, "rollout_fleet.restart_backoff_s=1")
 
     async def start(rank):
         began_s.append(time.monotonic())
@@ -240,13 +243,12 @@ async def test_the_pause_before_each_start_of_a_member_grows(fleet_of):
     await asyncio.sleep(5 * DEADLINE_S)
     first, second, third = began_s
     assert (second - first, third - second) == (pytest.approx(1), pytest.approx(2))
-    run.cancel()
 
 
 @pytest.mark.parametrize("place", ["start", "bury"])
-async def test_what_no_new_life_of_a_member_can_mend_is_reported_to_the_run(fleet_of, place):
+async def test_what_no_new_life_of_a_member_can_mend_is_reported_to_the_run(training_on, place):
     workers = Workers()
-    fleet, run = await training_on(fleet_of, workers, "rollout_fleet.min_engines=2")
+    fleet, run = await training_on(workers, "rollout_fleet.min_engines=2")
 
     async def fails(*_):
         raise ClusterDiedError("gcs_server has died") if place == "start" else RuntimeError("a bug")
@@ -270,23 +272,22 @@ LOCAL = [
 
 
 @pytest.mark.parametrize("error", LOCAL, ids=lambda error: type(error.cause).__name__)
-async def test_what_fails_on_one_workers_host_costs_that_worker_alone(fleet_of, error):
+async def test_what_fails_on_one_workers_host_costs_that_worker_alone(training_on, error):
     workers = Workers()
     workers.run_errors[1] = error
-    _, run = await training_on(fleet_of, workers, "rollout_fleet.engine=sglang")
+    _, run = await training_on(workers, "rollout_fleet.engine=sglang")
     workers.takes_s = 1.0
     await asyncio.sleep(0)
     workers.lives[1].set()
     await asyncio.sleep(5)
     assert (workers.replaced, workers.graves.buried) == ([1], []), "it lives, and says itself what it has done"
     assert not (run.done() and run.exception())
-    run.cancel()
 
 
-async def test_without_restarts_the_run_goes_on_without_a_worker_whose_host_has_no_room(fleet_of):
+async def test_without_restarts_the_run_goes_on_without_a_worker_whose_host_has_no_room(training_on):
     workers = Workers()
     workers.run_errors[1] = raised_by_ray(FULL)
-    _, run = await training_on(fleet_of, workers, "rollout_fleet.restarts=0")
+    _, run = await training_on(workers, "rollout_fleet.restarts=0")
     workers.lives[1].set()
     await asyncio.sleep(5)
     assert not run.done()
@@ -299,9 +300,9 @@ async def test_without_restarts_the_run_goes_on_without_a_worker_whose_host_has_
         await asyncio.wait_for(run, 10)
 
 
-async def test_a_worker_that_never_verifies_its_weights_is_replaced_with_a_line_and_then_given_up(fleet_of):
+async def test_a_worker_that_never_verifies_its_weights_is_replaced_with_a_line_and_then_given_up(training_on):
     workers = Workers()
-    fleet, run = await training_on(fleet_of, workers)
+    fleet, _ = await training_on(workers)
     damaged = raised_by_ray(WeightsError("version 3 has other bytes than were published"))
 
     async def load_first(rank):
@@ -317,23 +318,22 @@ async def test_a_worker_that_never_verifies_its_weights_is_replaced_with_a_line_
     assert all("version 3 has other bytes" in words for words in ended)
     assert "the run goes on with 1 of 2 rollout engines" in str(workers.said)
     assert fleet.engines() == ["0"]
-    run.cancel()
 
 
 @pytest.mark.parametrize("kind", [RewardError, RequestRefused, AccountError, WrongEpoch])
-async def test_an_error_that_every_worker_would_raise_ends_the_run_at_once(fleet_of, kind):
+async def test_an_error_that_every_worker_would_raise_ends_the_run_at_once(training_on, kind):
     workers = Workers()
     workers.run_errors[1] = raised_by_ray(kind("wrong everywhere"))
-    _, run = await training_on(fleet_of, workers)
+    _, run = await training_on(workers)
     workers.lives[1].set()
     with pytest.raises(kind, match="wrong everywhere"):
         await asyncio.wait_for(run, 5)
     assert workers.replaced == []
 
 
-async def test_held_out_prompts_that_fail_on_one_host_are_left_to_the_other_engines(fleet_of):
+async def test_held_out_prompts_that_fail_on_one_host_are_left_to_the_other_engines(training_on):
     workers = Workers()
-    fleet, run = await training_on(fleet_of, workers)
+    fleet, run = await training_on(workers)
 
     async def answer(rank, prompts, version, num_samples):
         raise raised_by_ray(FULL)
@@ -343,14 +343,13 @@ async def test_held_out_prompts_that_fail_on_one_host_are_left_to_the_other_engi
         await fleet.answer("1", ["a"], version=0, num_samples=1)
     await asyncio.sleep(DEADLINE_S)
     assert (workers.replaced, run.done()) == ([], False), "its loop goes on"
-    run.cancel()
 
 
 @pytest.mark.parametrize("fault", ["before", "meanwhile", "silent"])
-async def test_a_dead_engine_does_not_end_the_hand_over_of_the_device(fleet_of, fault):
+async def test_a_dead_engine_does_not_end_the_hand_over_of_the_device(training_on, fault):
     """Its worker is killed before the learner uses the device."""
     workers = Workers()
-    fleet, run = await training_on(fleet_of, workers, "placement.colocated=true", "rollout_fleet.drain_timeout_s=5")
+    fleet, run = await training_on(workers, "placement.colocated=true", "rollout_fleet.drain_timeout_s=5")
     workers.takes_s = 1.0
     if fault == "before":
         workers.die(1, WorkerDiedError("killed"))
@@ -366,4 +365,3 @@ async def test_a_dead_engine_does_not_end_the_hand_over_of_the_device(fleet_of, 
     assert fleet.engines() == ["0"]
     assert not (run.done() and run.exception())
     await asyncio.wait_for(fleet.release_device(), 100)
-    run.cancel()
