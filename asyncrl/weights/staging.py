@@ -249,12 +249,9 @@ class WeightStager:
             elif step.kind == "full":
                 self._copy(manifest, self._image)
             else:
-                apply_delta(manifest, _map_writable(self._image / manifest.files[0]))
+                with os.fdopen(open_private(self._image / manifest.files[0], os.O_RDWR), "r+b") as file:
+                    apply_delta(manifest, np.frombuffer(mmap.mmap(file.fileno(), 0), dtype=np.uint8))
             self._held = step.digest
-        return self._in_image(offer)
-
-    def _in_image(self, offer: WeightOffer) -> WeightOffer:
-        """Return the offer of the version in the image."""
         local = self._image / "manifest.json"
         _copy_manifest(Path(offer.manifest), local)
         return replace(offer, manifest=str(local), kind="full", base_version=None)
@@ -280,9 +277,3 @@ def _copy_manifest(source: Path, target: Path) -> None:
     content = source.read_bytes()
     with os.fdopen(open_private(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
         file.write(content)
-
-
-def _map_writable(path: Path) -> np.ndarray:
-    """Map a whole file: [bytes] uint8; writes reach the file."""
-    with os.fdopen(open_private(path, os.O_RDWR), "r+b") as file:
-        return np.frombuffer(mmap.mmap(file.fileno(), 0), dtype=np.uint8)
