@@ -223,8 +223,8 @@ class BufferSupervisor:
         self._is_kept = config.durability is Durability.disk
         self._may_restart = self._is_kept or store is not None
         self.num_restarts = 0
-        options = {"log_path": log_path, "start_timeout_s": start_timeout_s, "store": store, "profile": profile}
-        self._launch = lambda: BufferProcess(self._config, groups_per_step=groups_per_step, waits=False, **options)
+        self._options = {"log_path": log_path, "start_timeout_s": start_timeout_s, "store": store, "profile": profile}
+        self._groups_per_step = groups_per_step
         self._server = self._launch()
         if waits:
             self.read_address()
@@ -236,6 +236,9 @@ class BufferSupervisor:
         if self._store is not None and self._config.host:  # without a journal, which remembers the address
             self._config = replace(self._config, port=int(self._server.address.rpartition(":")[2]))
         return self._server.address
+
+    def _launch(self) -> BufferProcess:
+        return BufferProcess(self._config, groups_per_step=self._groups_per_step, waits=False, **self._options)
 
     async def begin(self) -> None:
         """Start another server at the old address; see `keep_up`."""
