@@ -361,7 +361,12 @@ class _Reading:
             num_steps = max(stored.details["lengths"]) - 1
             if num_steps > 0:
                 times.append((last.time - first.time - paused_ns) / _NS / num_steps)
-                loads.append(self._mean_level(LevelName.running, last.lane, first.time, last.time))
+                levels = self._trace.levels_of(LevelName.running, last.lane)
+                begin, end = (bisect_right(levels, at, key=lambda x: x.time) for at in (first.time, last.time - 1))
+                moments = pairwise([first.time, *(level.time for level in levels[begin:end]), last.time])
+                values = [levels[begin - 1].value if begin else 0, *(level.value for level in levels[begin:end])]
+                total = sum(value * (after - at) for value, (at, after) in zip(values, moments, strict=True))
+                loads.append(total / (last.time - first.time))
         return times, loads
 
     @cached_property
@@ -388,14 +393,6 @@ class _Reading:
                 if start < end:
                     batches.append(_Batch.of(lives, start, end))
         return batches
-
-    def _mean_level(self, name: str, lane: str, start: int, end: int) -> float:
-        levels = self._trace.levels_of(name, lane)
-        first, last = (bisect_right(levels, time, key=lambda level: level.time) for time in (start, end - 1))
-        inside = levels[first:last]
-        values = [levels[first - 1].value if first else 0, *(level.value for level in inside)]
-        times = pairwise([start, *(level.time for level in inside), end])
-        return sum(value * (after - at) for value, (at, after) in zip(values, times, strict=True)) / (end - start)
 
     def _prefill_s_per_token(self) -> float:
         """Seconds to recompute the KV cache of one token after an update.

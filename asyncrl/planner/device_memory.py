@@ -79,7 +79,12 @@ class ModelSize:
         """
         if not Path(path, "config.json").is_file():
             raise ValueError(f"model.path={path} holds no config.json: the memory of its model cannot be estimated")
-        return cls.from_settings(model_settings(path), path, num_stored=_stored_parameters(Path(path)))
+        num_stored = 0
+        for file in Path(path).glob("*.safetensors"):
+            with file.open("rb") as stream:
+                header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+            num_stored += sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
+        return cls.from_settings(model_settings(path), path, num_stored=num_stored)
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any], name: str, *, num_stored: int = 0) -> ModelSize:
@@ -120,16 +125,6 @@ class ModelSize:
             experts_per_token=visited,
             norms_heads=settings.get("model_type") not in _PLAIN_HEADS,
         )
-
-
-def _stored_parameters(path: Path) -> int:
-    """Number of parameters in the headers of a folder's safetensors files; 0 if the folder has none."""
-    total = 0
-    for file in path.glob("*.safetensors"):
-        with file.open("rb") as stream:
-            header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
-        total += sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
-    return total
 
 
 # Learner ranks
@@ -192,7 +187,10 @@ def rank_bytes(model: ModelSize, setup: RankSetup) -> dict[str, int]:
     }
     prefetched = 0 if setup.keeps_gathered else gathers * size * model.layer
     reduced = gathers * (not setup.whole_gradients) * _FLOAT32_BYTES
-    kept = setup.tokens * _kept_per_token(model, setup)
+    # With checkpointing, the layers keep their inputs, and one layer at a time is computed again.
+    whole_layer = _layer_per_token(model, size)
+    kept = setup.tokens * model.num_layers * (size * model.hidden if setup.checkpointing else whole_layer)
+    in_layer = _layer_per_token(model, size, in_backward=True) - (0 if setup.checkpointing else whole_layer)
     chunk, of_logits = setup.chunk_tokens * model.vocabulary, 22 if setup.has_entropy_bonus else 14
     moments = (
         {
@@ -202,20 +200,13 @@ def rank_bytes(model: ModelSize, setup: RankSetup) -> dict[str, int]:
         },
         {
             "gathered layers": 2 * prefetched,
-            "activations": kept + setup.tokens * _layer_backward_per_token(model, setup),
+            "activations": kept + setup.tokens * in_layer,
             "gradients in transit": size * head * gathers + (size * gathers + reduced) * layer,
         },
         {"gradients in transit": reduced * root},  # the gathered root unit is freed before
     )
     largest = max(moments, key=lambda moment: sum(moment.values()))
     return {name: number for name, number in {**held, **largest}.items() if number}
-
-
-def _kept_per_token(model: ModelSize, setup: RankSetup) -> int:
-    """Bytes per token that all layers keep for the backward pass: their inputs, or all that a layer computes."""
-    if setup.checkpointing:
-        return setup.compute_bytes * model.hidden * model.num_layers
-    return model.num_layers * _layer_per_token(model, setup.compute_bytes)
 
 
 def _layer_per_token(model: ModelSize, size: int, *, in_backward: bool = False) -> int:
@@ -232,12 +223,6 @@ def _layer_per_token(model: ModelSize, size: int, *, in_backward: bool = False) 
     if in_backward:
         mlp = max(mlp + 2 * size * model.intermediate, 4 * _FLOAT32_BYTES * model.hidden)  # of the MLP, or of a norm
     return 2 * norm * model.hidden + attention + mlp
-
-
-def _layer_backward_per_token(model: ModelSize, setup: RankSetup) -> int:
-    """Bytes per token while the backward pass is in a layer, besides what the layers keep."""
-    whole = _layer_per_token(model, setup.compute_bytes, in_backward=True)
-    return whole if setup.checkpointing else whole - _layer_per_token(model, setup.compute_bytes)
 
 
 def rank_setup(config: RunConfig, pool: str, model: ModelSize, *, card_bytes: int = 0) -> RankSetup:

@@ -7,7 +7,7 @@ without waiting; `asyncrl.planner.simulator` computes the waits.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,8 @@ from rollout_fleet.config import EngineKind, OnUpdate, SaveProgress
 
 _MOST_TOKENS, _MOST_SPREAD, _MOST_LAG, _MOST_BYTES = 1e9, 10.0, 10_000, 2**62
 """Upper limits; the limit of all other values is a million. Larger values make a simulation too long or overflow."""
+
+_DRAWN_AT_ONCE = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +63,11 @@ class LengthModel:
         of_prompt = self.prompt_spread * rng.standard_normal((num_groups, 1))
         logarithms = middle + of_prompt + self.spread * rng.standard_normal((num_groups, num_samples))
         return np.clip(np.rint(np.exp(logarithms)), 1, self.max_tokens).astype(np.int64)
+
+    def stream(self, rng: np.random.Generator, num_samples: int) -> Iterator[list[int]]:
+        """Draw the lengths of one group after the other, without end."""
+        while True:
+            yield from self.draw(rng, _DRAWN_AT_ONCE, num_samples).tolist()
 
     def resampled(self, rng: np.random.Generator) -> LengthModel:
         """Draw the same number of recorded groups with replacement; a distribution does not change."""

@@ -13,7 +13,7 @@ scenario and seed always give the same outcome.
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import cycle
@@ -33,7 +33,6 @@ _CONTROLLER = b"controller"
 _LEARNER = b"learner"
 _QUEUED_STEPS = 2
 """Number of batches for which prompts stay queued, so that admission never waits for prompts."""
-_DRAWN_AT_ONCE = 1024
 _SLICES = 8
 """Number of slices of the controller's work per step. Each slice runs on the core with fewer jobs at its start."""
 
@@ -471,7 +470,7 @@ class Simulation:
         self.scenario = scenario
         self.env = simpy.Environment()
         self.rewards = np.random.default_rng(seed)
-        self.lengths = self._drawn_lengths()
+        self.lengths = scenario.lengths.stream(self.rewards, scenario.samples_per_prompt)
         self.rng = np.random.default_rng([seed, 1])
         self.host = SimulatedHost(self.env) if scenario.host.is_shared else None
         self.num_prompts = 0
@@ -493,12 +492,6 @@ class Simulation:
         self._most_bytes = 0
         self.learner = SimulatedLearner(self)
         self.workers = [SimulatedWorker(self, index) for index in range(scenario.num_engines)]
-
-    def _drawn_lengths(self) -> Iterator[list[int]]:
-        while True:
-            yield from self.scenario.lengths.draw(
-                self.rewards, _DRAWN_AT_ONCE, self.scenario.samples_per_prompt
-            ).tolist()
 
     def run(self) -> Outcome:
         """Run the simulation until the last step."""

@@ -9,7 +9,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -99,13 +99,9 @@ def _steps_table(report: OverlapReport) -> Table:
     for version, step in report.steps[-_SHOWN_STEPS:]:
         cells: list[str] = []
         for pool in POOLS:
-            cells += [f"{step.pools[pool].utilisation:.0%}", _first(step.pools[pool].idle)]
+            cells += [f"{step.pools[pool].utilisation:.0%}", next(iter(step.pools[pool].idle), "")]
         table.add_row(str(version), f"{step.duration * 1e-9:.3f}", *cells, f"{step.lag.mean:.2f}")
     return table
-
-
-def _first(names: Iterable[str]) -> str:
-    return next(iter(names), "")
 
 
 def _write_whole(path: Path, document: Any, indent: int | None = None) -> None:

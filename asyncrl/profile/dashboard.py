@@ -150,18 +150,13 @@ class Dashboard:
                     sent = self._count
                     kind, data = ("failed", self._failure) if self._failure else ("report", str(sent))
                     await answer.write(f"event: {kind}\ndata: {' '.join(data.split())}\n\n".encode())
-                elif not await self._wait_for_report_after(sent):
+                    continue
+                try:
+                    async with asyncio.timeout(_KEEP_ALIVE_S), self._news:
+                        await self._news.wait_for(lambda sent=sent: self._count > sent)
+                except TimeoutError:
                     await answer.write(b": keep-alive\n\n")
         return answer
-
-    async def _wait_for_report_after(self, count: int) -> bool:
-        """Wait until more than ``count`` reports were made; return False after `_KEEP_ALIVE_S` seconds."""
-        try:
-            async with asyncio.timeout(_KEEP_ALIVE_S), self._news:
-                await self._news.wait_for(lambda: self._count > count)
-        except TimeoutError:
-            return False
-        return True
 
 
 def is_loopback(host: str) -> bool:

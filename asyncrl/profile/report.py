@@ -225,15 +225,17 @@ class SampleFiles:
         kinds["tokens"] = sorted(self._run_dir.glob("tokens/*.parquet"), reverse=True)
         present = [files for files in kinds.values() if files]
         kept = [path for files in present for path in files[: max(1, _MAX_FILES // len(present))]]
-        self._read = {path: self._read[path] if path in self._read else self._samples_of(path) for path in kept}
+        before, self._read = self._read, {}
+        for path in kept:
+            rows = () if path in before else read_samples([path])
+            if path.parent.name != "tokens":
+                samples = [{name: row[name] for name in _SAMPLE_FIELDS} | _reward(row) for row in rows]
+            else:
+                decode = self._decode
+                samples = [] if decode is None else [_trained_sample(row, path, decode) for row in rows]
+            self._read[path] = before.get(path, samples)
         share = max(1, count // max(1, len(kept)))
         return [sample for path in kept for sample in self._read[path][:share]]
-
-    def _samples_of(self, path: Path) -> list[dict[str, Any]]:
-        rows = read_samples([path])
-        if path.parent.name != "tokens":
-            return [{name: row[name] for name in _SAMPLE_FIELDS} | _reward(row) for row in rows]
-        return [_trained_sample(row, path, self._decode) for row in rows] if self._decode else []
 
     @cached_property
     def _decode(self) -> Decode | None:
