@@ -8,7 +8,8 @@ a causal mask no real token attends to the padding, so the result is exact. Many
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, cast
 
 import numpy as np
@@ -20,6 +21,7 @@ from transformers import AttentionInterface
 
 from .attention_kernels import call_kernel, takes_soft_cap
 from .config import AttentionKernel
+from .packing import on_device
 from .ulysses import (
     gather_heads_scatter_seq,
     gather_seq_scatter_heads,
@@ -50,42 +52,82 @@ BLOCK_QUERIES, MAX_BLOCK_QUERIES = 128, 1024
 
 
 @dataclass(frozen=True, kw_only=True)
-class PackedLayout:
-    """The positions of the sequences in a micro-batch; built once and used by all layers.
+class PaddedCalls:
+    """The SDPA calls of a layout.
 
     Attributes:
-        buckets: (number of sequences, padded length) of each SDPA call, in packed order.
+        buckets: (number of sequences, padded length) of each call, in packed order.
         pad_index: [padded tokens] int64, packed position of each padded position; None without padding and sharing.
         unpad_index: [N] int64, padded position of each packed token; None without padding and sharing.
-        token_index: [sum of lengths] int64, packed position of each token of the sequences; None without sharing.
-        first_index: [N] int64, first position of each packed token in the concatenated sequences; None without sharing.
-        cu_seqlens: [number of sequences + 1] int32, starts and end of the sequences.
-        max_length: Number of tokens of the longest sequence.
-        lengths: Number of tokens of each sequence.
-        kernel: The attention kernel; never ``auto``.
     """
 
     buckets: tuple[tuple[int, int], ...]
     pad_index: Tensor | None
     unpad_index: Tensor | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedLayout:
+    """The positions of the sequences in a micro-batch; built once and used by all layers.
+
+    Indices are computed on the host and copied to the device, so that no layer waits for the device.
+
+    Attributes:
+        cu_seqlens: [number of sequences + 1] int32, starts and end of the sequences.
+        lengths: Number of tokens of each sequence.
+        kernel: The attention kernel; never ``auto``.
+        token_index: [sum of lengths] int64, packed position of each token of the sequences; None without sharing.
+        first_index: [N] int64, first position of each packed token in the concatenated sequences; None without sharing.
+        host_token_index: ``token_index`` on the CPU.
+    """
+
     cu_seqlens: Tensor
-    max_length: int
     lengths: tuple[int, ...]
     kernel: AttentionKernel = AttentionKernel.sdpa
     token_index: Tensor | None = None
     first_index: Tensor | None = None
+    host_token_index: Tensor | None = None
+
+    @cached_property
+    def max_length(self) -> int:
+        """Number of tokens of the longest sequence."""
+        return max(self.lengths)
+
+    @cached_property
+    def padded(self) -> PaddedCalls:
+        """The SDPA calls, for layers without a variable-length kernel and layers that carry a state.
+
+        At most a quarter of each padded batch is padding, or `FREE_PADDING_TOKENS`.
+        """
+        sizes = np.asarray(self.lengths)
+        starts = np.cumsum(sizes) - sizes
+        buckets, pad, unpad, places = [], [], [], 0
+        for first, last in _runs(self.lengths):
+            longest = int(sizes[first])
+            offsets = np.arange(longest)
+            rows = starts[first:last, None] + np.minimum(offsets[None], sizes[first:last, None] - 1)
+            real = offsets[None] < sizes[first:last, None]
+            buckets.append((last - first, longest))
+            pad.append(rows.reshape(-1))
+            unpad.append(places + np.flatnonzero(real.reshape(-1)))
+            places += rows.size
+        pad_index, unpad_index, device = self.token_index, self.first_index, self.cu_seqlens.device
+        if places != int(sizes.sum()):
+            pad_index, unpad_index = (on_device(torch.from_numpy(np.concatenate(x)), device) for x in (pad, unpad))
+            if self.token_index is not None and self.first_index is not None:
+                pad_index, unpad_index = self.token_index[pad_index], unpad_index[self.first_index]
+        return PaddedCalls(buckets=tuple(buckets), pad_index=pad_index, unpad_index=unpad_index)
 
     def cut(self, chunk: int) -> PackedLayout:
         """The layout for attention within chunks of ``chunk`` tokens; the last chunk of a sequence may be shorter."""
         pieces = [min(chunk, length - start) for length in self.lengths for start in range(0, length, chunk)]
-        return packed_layout(pieces, self.cu_seqlens.device, self.kernel, self.token_index)
+        return packed_layout(pieces, self.cu_seqlens.device, self.kernel, self.host_token_index)
 
     def positions(self) -> Tensor:
         """Position of each packed token in its sequence, [N] int64."""
-        device = self.cu_seqlens.device
-        starts, sizes = self.cu_seqlens[:-1].long(), torch.tensor(self.lengths, device=device)
-        places = torch.arange(sum(self.lengths), device=device) - starts.repeat_interleave(sizes)
-        return places if self.first_index is None else places[self.first_index]
+        places = np.concatenate([np.arange(length) for length in self.lengths])
+        on_the_device = on_device(torch.from_numpy(places), self.cu_seqlens.device)
+        return on_the_device if self.first_index is None else on_the_device[self.first_index]
 
 
 def packed_layout(
@@ -96,48 +138,22 @@ def packed_layout(
 ) -> PackedLayout:
     """Plan the attention calls for packed sequences; the indices are on ``device``.
 
-    ``lengths`` are in packed order; the order longest first needs the fewest calls. ``kernel`` must not be ``auto``. At
-    most a quarter of each padded batch is padding, or `FREE_PADDING_TOKENS`. If sequences share tokens,
-    ``token_index`` [sum of lengths] int64 is the packed position of each token.
+    ``lengths`` are in packed order; the order longest first needs the fewest calls. ``kernel`` must not be ``auto``. If
+    sequences share tokens, ``token_index`` [sum of lengths] int64 on the CPU is the packed position of each token.
     """
-    sizes = np.asarray(lengths)
-    starts = np.cumsum(sizes) - sizes
-    buckets, pad, unpad, places = [], [], [], 0
-    for first, last in _runs(lengths):
-        longest = int(sizes[first])
-        offsets = np.arange(longest)
-        rows = starts[first:last, None] + np.minimum(offsets[None], sizes[first:last, None] - 1)
-        real = offsets[None] < sizes[first:last, None]
-        buckets.append((last - first, longest))
-        pad.append(rows.reshape(-1))
-        unpad.append(places + np.flatnonzero(real.reshape(-1)))
-        places += rows.size
-    whole = places == int(sizes.sum())
-    pad_index = None if whole else torch.from_numpy(np.concatenate(pad)).to(device)
-    unpad_index = None if whole else torch.from_numpy(np.concatenate(unpad)).to(device)
-    first_index = None
-    if token_index is not None:
-        token_index = token_index.to(device)
-        first_index = _first_of_each(token_index)
-        pad_index = token_index if pad_index is None else token_index[pad_index]
-        unpad_index = first_index if unpad_index is None else unpad_index[first_index]
-    return PackedLayout(
-        buckets=tuple(buckets),
-        pad_index=pad_index,
-        unpad_index=unpad_index,
-        token_index=token_index,
-        first_index=first_index,
-        cu_seqlens=torch.from_numpy(np.append(starts, sizes.sum()).astype(np.int32)).to(device),
-        max_length=int(sizes.max()),
-        lengths=tuple(sizes.tolist()),
-        kernel=kernel,
+    ends = np.concatenate((np.zeros(1, dtype=np.int32), np.cumsum(lengths, dtype=np.int32)))
+    cu_seqlens = on_device(torch.from_numpy(ends), device)
+    layout = PackedLayout(cu_seqlens=cu_seqlens, lengths=tuple(map(int, lengths)), kernel=kernel)
+    if token_index is None:
+        return layout
+    # Packed tokens occur first in ascending order.
+    first = torch.from_numpy(np.unique(token_index.numpy(), return_index=True)[1])
+    return replace(
+        layout,
+        token_index=on_device(token_index, device),
+        first_index=on_device(first, device),
+        host_token_index=token_index,
     )
-
-
-def _first_of_each(token_index: Tensor) -> Tensor:
-    """First position of each packed token, [N] int64. Packed tokens occur first in ascending order."""
-    highest = torch.cummax(token_index, dim=0).values
-    return torch.nonzero(highest.diff(prepend=highest.new_full((1,), -1))).squeeze(1)
 
 
 def _runs(lengths: Sequence[int]) -> list[tuple[int, int]]:
@@ -191,7 +207,7 @@ def packed_attention(
         raise ValueError(f"packed attention takes sinks or a soft cap, got both in {type(module).__name__}")
     window, chunk = _span(module, sliding_window)
     num_local, sinks = query.size(2), extra.get("s_aux")
-    q, k, v = (x.transpose(1, 2)[0] for x in _all_tokens(query, key, value))
+    q, k, v = _all_tokens(query, key, value)
     q = _own_temperature(module, q, packed, num_local)
     if sinks is not None:
         sinks = sinks.chunk(get_ulysses_sequence_parallel_world_size())[get_ulysses_sequence_parallel_rank()]
@@ -236,14 +252,14 @@ def _own_temperature(module: nn.Module, q: Tensor, packed: PackedLayout, num_loc
 
 
 def _all_tokens(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Exchange [1, heads, tokens, D] under sequence parallelism: from this rank's tokens to this rank's heads."""
+    """Convert [1, heads, tokens, D] to [all tokens, D of this rank's heads], as [tokens, heads, D]."""
     sp_size, num_heads = get_ulysses_sequence_parallel_world_size(), query.size(1)
-    if sp_size == 1:
-        return query, key, value
-    validate_ulysses_config(num_heads, sp_size)
-    key, value = (replicate_kv_heads(x, 1, num_heads, sp_size) for x in (key, value))
-    query, key, value = (gather_seq_scatter_heads(x, seq_dim=2, head_dim=1) for x in (query, key, value))
-    return query, key, value
+    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+    if sp_size > 1:
+        validate_ulysses_config(num_heads, sp_size)
+        key, value = (replicate_kv_heads(x, 2, num_heads, sp_size) for x in (key, value))
+        query, key, value = (gather_seq_scatter_heads(x, seq_dim=1, head_dim=2) for x in (query, key, value))
+    return query[0], key[0], value[0]
 
 
 def _bucketed(
@@ -261,13 +277,12 @@ def _bucketed(
     """Compute attention, [N, H, Dv], with one SDPA call per bucket. SDPA does not support a soft cap; see `_capped`."""
     num_tokens, num_heads, head_dim = q.size(0), q.size(1), v.size(2)
     scale = q.size(2) ** -0.5 if scaling is None else scaling
-    if packed.pad_index is not None:
-        q, k, v = (
-            x.reshape(num_tokens, -1).index_select(0, packed.pad_index).view(-1, *x.shape[1:]) for x in (q, k, v)
-        )
-    sizes = [count * length for count, length in packed.buckets]
+    calls = packed.padded
+    if calls.pad_index is not None:
+        q, k, v = (x.reshape(num_tokens, -1).index_select(0, calls.pad_index).view(-1, *x.shape[1:]) for x in (q, k, v))
+    sizes = [count * length for count, length in calls.buckets]
     outputs = []
-    for (count, length), *qkv in zip(packed.buckets, q.split(sizes), k.split(sizes), v.split(sizes), strict=True):
+    for (count, length), *qkv in zip(calls.buckets, q.split(sizes), k.split(sizes), v.split(sizes), strict=True):
         batched = [x.view(count, length, *x.shape[1:]).transpose(1, 2) for x in qkv]
         span = window or length
         if cap is not None:
@@ -280,8 +295,8 @@ def _bucketed(
             )
         outputs.append(out.transpose(1, 2).reshape(count * length, num_heads * head_dim))
     merged = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    if packed.unpad_index is not None:
-        merged = merged.index_select(0, packed.unpad_index)
+    if calls.unpad_index is not None:
+        merged = merged.index_select(0, calls.unpad_index)
     return merged.view(num_tokens, num_heads, head_dim)
 
 

@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, Protocol, cast
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -19,7 +20,7 @@ from transformers import PreTrainedModel
 from .attention import packed_layout
 from .config import AttentionKernel
 from .losses import LossInputs, TokenInputs, ValueInputs
-from .packing import MicroBatch
+from .packing import MicroBatch, on_device
 from .pretrained import SCORE_HEAD, LogitShape, logit_shape
 from .recurrent import RecurrentLayers
 from .ulysses import (
@@ -31,6 +32,10 @@ from .ulysses import (
 
 LINEAR = LogitShape()
 """Plain logits: the products of hidden states and output embedding."""
+
+
+WEIGHT_CHUNK_TOKENS = 4096
+"""Tokens per product of the output layer's gradient on a GPU."""
 
 
 class TrainableHead(Protocol):
@@ -70,8 +75,8 @@ class PackedHead(nn.Module):
         )
         token_index = batch.token_index
         if token_index is not None:
-            added = len(batch.input_ids) + torch.arange(padding, device=token_index.device)
-            token_index = torch.cat((token_index, added))
+            added = len(batch.input_ids) + np.arange(padding)
+            token_index = torch.from_numpy(np.concatenate((token_index.numpy(), added)))
         lengths = batch.lengths + (1,) * padding
         layout = packed_layout(lengths, batch.input_ids.device, self.attention, token_index)
         self.recurrent.use(layout)
@@ -176,19 +181,21 @@ def at_places(
 ) -> tuple[Tensor, ...]:
     """Apply ``compute`` to the hidden states at chosen packed positions, each on the rank that holds it.
 
-    ``hidden`` is [N, h], under Ulysses this rank's part. The positions ``places`` [M] int64 are the same on all sp
-    ranks. ``compute`` maps [m, h] hidden states and their index into ``places`` to one or more [m] tensors. Returns
-    these tensors at all positions, [M], on each sp rank.
+    ``hidden`` is [N, h], under Ulysses this rank's part. The positions ``places`` [M] int64 are on the CPU, the same on
+    all sp ranks. ``compute`` maps [m, h] hidden states and their index into ``places`` to one or more [m] tensors.
+    Returns these tensors at all positions, [M], on each sp rank.
     """
+    everywhere = on_device(places, hidden.device)
     if get_ulysses_sequence_parallel_world_size() == 1:
-        return compute(hidden.index_select(0, places), slice(None))
-    local = places - get_ulysses_sequence_parallel_rank() * len(hidden)
-    mine = (local >= 0) & (local < len(hidden))
-    values = torch.stack(compute(hidden.index_select(0, local[mine]), mine), dim=-1)
-    spread = values.new_zeros(len(hidden), values.shape[-1]).index_copy(0, local[mine], values)
+        return compute(hidden.index_select(0, everywhere), slice(None))
+    local = places.numpy() - get_ulysses_sequence_parallel_rank() * len(hidden)
+    here = np.flatnonzero((local >= 0) & (local < len(hidden)))
+    mine, own = (on_device(torch.from_numpy(index), hidden.device) for index in (here, local[here]))
+    values = torch.stack(compute(hidden.index_select(0, own), mine), dim=-1)
+    spread = values.new_zeros(len(hidden), values.shape[-1]).index_copy(0, own, values)
     # All sp ranks compute the same loss from the gathered values, so each rank needs only its own part of the gradient.
     everyone = gather_outputs_and_unpad(spread, gather_dim=0, grad_scaler=False)
-    return tuple(value.clone() for value in everyone.index_select(0, places).unbind(-1))
+    return tuple(value.clone() for value in everyone.index_select(0, everywhere).unbind(-1))
 
 
 def chunked_log_probs(
@@ -262,6 +269,9 @@ class _ChunkedLogProbs(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if to_weight else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if to_bias and bias is not None else None
         factor = _factor(weight)
+        # One product for several chunks on a GPU: each reads and writes the whole gradient of the weight.
+        num_summed = max(1, WEIGHT_CHUNK_TOKENS // ctx.chunk) if multiplies_halves(hidden) else 1
+        summed: list[Tensor] = []
         for start in range(0, len(hidden), ctx.chunk):
             part = slice(start, start + ctx.chunk)
             logits = _logits(hidden[part], factor, bias, ctx.shape)
@@ -283,28 +293,39 @@ class _ChunkedLogProbs(torch.autograd.Function):
             grad_logits = grad_logits.to(hidden.dtype)
             if grad_hidden is not None:
                 torch.matmul(grad_logits, weight, out=grad_hidden[part])
-            if grad_weight is not None:
-                _add_product(grad_weight, grad_logits.t(), hidden[part])
+            if grad_weight is None:
+                continue
+            summed.append(grad_logits)
+            if len(summed) == num_summed or start + ctx.chunk >= len(hidden):
+                last = start + len(grad_logits)
+                left = summed[0] if len(summed) == 1 else torch.cat(summed)
+                _add_product(grad_weight, left.t(), hidden[last - len(left) : last])
+                summed = []
         grad_weight, grad_bias = (None if grad is None else grad.to(weight.dtype) for grad in (grad_weight, grad_bias))
         return grad_hidden, grad_weight, grad_bias, None, None, None, None, None
 
 
+def multiplies_halves(tensor: Tensor) -> bool:
+    """Whether products of this half-precision tensor can have float32 results; the CPU does not support this."""
+    return tensor.is_cuda and tensor.dtype is not torch.float32
+
+
 def _factor(weight: Tensor) -> Tensor:
-    """The weight in the dtype for `_product`. The CPU does not support half-precision products with float32 results."""
-    return weight if weight.is_cuda else weight.float()
+    """The weight in the dtype for `_product`."""
+    return weight if multiplies_halves(weight) else weight.float()
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
     """Matrix product in float32; the factors may be in half precision."""
-    if left.is_cuda and left.dtype is not torch.float32:
+    if multiplies_halves(left):
         return torch.mm(left, right, out_dtype=torch.float32)
     return left.float() @ right.float()
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add a float32 matrix product to ``total`` in place."""
-    if left.is_cuda and left.dtype is not torch.float32:
-        total += torch.mm(left, right, out_dtype=torch.float32)
+    """Add a float32 matrix product to ``total`` in place, without a temporary of its size."""
+    if multiplies_halves(left):
+        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
     else:
         total.addmm_(left.float(), right.float())
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .attention_kernels import AttentionShape, attention_kernel
-from .config import LearnerConfig
+from .config import AttentionKernel, LearnerConfig
 from .fsdp import LearnerMesh, open_mesh, parameter_types, shard_model, with_memory_options
 from .heads import LogProbHead, PackedHead
 from .lora import adapters_off, add_adapters, fill_adapters
@@ -56,6 +56,21 @@ class PackedBatch:
         }
 
 
+@dataclass(frozen=True, kw_only=True)
+class ModelSetup:
+    """What a model is given instead of finding it out, to run it where it cannot run: at full size without a GPU.
+
+    Attributes:
+        mesh: This rank's position in a group that exists.
+        attention: The attention kernel; it is not tested.
+        reads_weights: If False, the parameters have no values, and the self-test is skipped.
+    """
+
+    mesh: LearnerMesh
+    attention: AttentionKernel
+    reads_weights: bool = False
+
+
 class PackedModel:
     """Loads a role's model, shards it over the group and runs it on micro-batches.
 
@@ -64,6 +79,7 @@ class PackedModel:
         role: Defines which model to load and what to compute.
         model_path: Directory in Hugging Face layout.
         temperature: Softmax temperature of log-probs, > 0: the sampling temperature in RL, 1.0 in supervised training.
+        setup: Mesh and kernel to use; None joins the group of the environment and selects a kernel.
 
     Attributes:
         head: The sharded module, which contains the Hugging Face model.
@@ -74,12 +90,20 @@ class PackedModel:
     Raises `ValueError` if the learner would compute this model incorrectly.
     """
 
-    def __init__(self, config: LearnerConfig, role: Role, *, model_path: str, temperature: float = 1.0) -> None:
+    def __init__(
+        self,
+        config: LearnerConfig,
+        role: Role,
+        *,
+        model_path: str,
+        temperature: float = 1.0,
+        setup: ModelSetup | None = None,
+    ) -> None:
         _check_temperature(temperature)
         self.config = config
         self.role = role
         self.model_path = model_path
-        self.mesh: LearnerMesh = open_mesh(config)
+        self.mesh: LearnerMesh = open_mesh(config) if setup is None else setup.mesh
         self.sharding = UlyssesShardingManager(self.mesh.device_mesh)
         self.types = parameter_types(config, self.mesh.device)
         is_adapted = role.adapters and config.lora.rank > 0
@@ -89,16 +113,22 @@ class PackedModel:
             add_adapters(pretrained, config.lora, dtype=self.types.trained)
         self.head: PackedHead = role.head(pretrained, config, temperature)
         shape = AttentionShape.of(pretrained.config)
-        self.head.attention = attention_kernel(config.attention, self.mesh.device, self.types.compute, shape)
+        self.head.attention = (
+            attention_kernel(config.attention, self.mesh.device, self.types.compute, shape)
+            if setup is None
+            else setup.attention
+        )
         validate_ulysses_config(getattr(pretrained.config, "num_attention_heads", config.sp_size), config.sp_size)
         config = self.config = with_memory_options(config, pretrained, self.mesh.device)
         if config.activation_checkpointing:
             pretrained.gradient_checkpointing_enable({"use_reentrant": False})
         self._rope_limit = rope_limit(pretrained.config.get_text_config().to_dict())
         shard_model(self.head, self.mesh, config)
-        fill_pretrained(pretrained, model_path)
-        fill_adapters(pretrained)
-        self.selftest = self._tested()
+        self.selftest: SelfTestResult | None = None
+        if setup is None or setup.reads_weights:
+            fill_pretrained(pretrained, model_path)
+            fill_adapters(pretrained)
+            self.selftest = self._tested()
 
     @property
     def pretrained(self) -> PreTrainedModel:

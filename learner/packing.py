@@ -30,8 +30,8 @@ class MicroBatch:
         position_ids: [N] int64, counted from 0 in every sequence.
         lengths: Number of tokens of each sequence. The sum is N, or more than N if sequences share tokens.
         token_index: [sum of lengths] int64, packed position of each token of each sequence. None if the sequences
-            share no tokens.
-        predict_index: [M] int64, packed position of the token before each token in the loss.
+            share no tokens. It stays on the CPU, since indices are derived from it without waiting for the device.
+        predict_index: [M] int64, packed position of the token before each token in the loss. It stays on the CPU.
         targets: [M] int64, the tokens in the loss.
         trajectory_index: [M] int64, trajectory (within this micro-batch) of each token in the loss.
         trajectory_lengths: [number of trajectories] int64, number of tokens in the loss of each trajectory. The number
@@ -53,19 +53,28 @@ class MicroBatch:
     token_index: Tensor | None = None
 
     def last_index(self) -> Tensor:
-        """Packed position of the last token of each sequence: [number of sequences] int64."""
-        last = torch.tensor(self.lengths, device=self.input_ids.device).cumsum(0) - 1
-        return last if self.token_index is None else self.token_index[last]
+        """Packed position of the last token of each sequence: [number of sequences] int64, on the CPU."""
+        last = np.cumsum(self.lengths) - 1
+        return torch.from_numpy(last if self.token_index is None else self.token_index.numpy()[last])
 
     def to(self, device: torch.device) -> MicroBatch:
         """Return the micro-batch on a device; returns ``self`` if it is already on this device."""
         if self.input_ids.device == device:
             return self
         tensors = {
-            name: value.to(device, non_blocking=True) for name, value in vars(self).items() if isinstance(value, Tensor)
+            name: value if name in ("token_index", "predict_index") else on_device(value, device)
+            for name, value in vars(self).items()
+            if isinstance(value, Tensor)
         }
-        columns = {name: value.to(device, non_blocking=True) for name, value in self.columns.items()}
+        columns = {name: on_device(value, device) for name, value in self.columns.items()}
         return MicroBatch(**tensors, lengths=self.lengths, columns=columns, source=self.source)
+
+
+def on_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor from the CPU. The host does not wait for a GPU: the copy starts from page-locked memory."""
+    if device.type == "cpu":
+        return tensor
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
 def tokens_in_loss(sequences: Sequence[TokenSequence]) -> dict[SampleKey, int]:

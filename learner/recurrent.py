@@ -15,10 +15,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from .attention import PackedLayout, packed_layout
+from .packing import on_device
 from .ulysses import gather_sequence, get_ulysses_sequence_parallel_rank, get_ulysses_sequence_parallel_world_size
 
 _WITHOUT_CONVOLUTION = ("MiniMaxLightningAttention",)
@@ -131,8 +133,8 @@ def _with_boundaries(
     run: Callable[..., Any], tokens: Tensor, layout: PackedLayout, forward: Callable[..., Any]
 ) -> tuple[Tensor, tuple[Any, ...] | None]:
     """Run kernels with sequence boundaries. Returns outputs [n, h] and the layer's other results."""
-    sizes = torch.tensor(layout.lengths, device=tokens.device)
-    index = torch.arange(len(layout.lengths), dtype=torch.int32, device=tokens.device).repeat_interleave(sizes)
+    sequence = np.repeat(np.arange(len(layout.lengths), dtype=np.int32), layout.lengths)
+    index = on_device(torch.from_numpy(sequence), tokens.device)
     said: dict[str, Tensor] = {"seq_idx": index.unsqueeze(0), "cu_seq_lens_q": layout.cu_seqlens}
     known = inspect.signature(forward).parameters
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
@@ -143,15 +145,16 @@ def _with_boundaries(
 
 def _padded(run: Callable[..., Any], tokens: Tensor, layout: PackedLayout) -> tuple[Tensor, tuple[Any, ...] | None]:
     """Run one call per bucket of padded sequences. Returns outputs [n, h] and the layer's other results."""
-    if layout.pad_index is not None:
-        tokens = tokens.index_select(0, layout.pad_index)
+    calls = layout.padded
+    if calls.pad_index is not None:
+        tokens = tokens.index_select(0, calls.pad_index)
     outputs, rest = [], None
-    sizes = [count * length for count, length in layout.buckets]
-    for (count, length), part in zip(layout.buckets, tokens.split(sizes), strict=True):
+    sizes = [count * length for count, length in calls.buckets]
+    for (count, length), part in zip(calls.buckets, tokens.split(sizes), strict=True):
         out, rest = _split(run(part.view(count, length, -1)))
         outputs.append(out.reshape(count * length, -1))
     merged = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    return (merged if layout.unpad_index is None else merged.index_select(0, layout.unpad_index)), rest
+    return (merged if calls.unpad_index is None else merged.index_select(0, calls.unpad_index)), rest
 
 
 def _split(output: Any) -> tuple[Tensor, tuple[Any, ...] | None]:

@@ -25,7 +25,7 @@ from .config import LearnerConfig, OptimizerConfig, Schedule
 from .fsdp import drop_gradients, local_tensor, prepare_backward
 from .heads import TrainableHead
 from .losses import Objective, token_weights
-from .packed_model import PackedBatch, PackedModel
+from .packed_model import ModelSetup, PackedBatch, PackedModel
 from .packing import MicroBatch
 from .roles import ACTOR, Role
 from .types import TokenSequence
@@ -82,7 +82,10 @@ class ModelOptimizer:
             ``grad_norm`` before clipping, ``lr``, and two counts, each 1.0 or 0.0: ``skipped_updates`` (a non-finite
             gradient) and ``empty_updates`` (a gradient of zero).
         """
-        norm = global_grad_norm(self._parameters, self._shards)
+        return self.update(global_grad_norm(self._parameters, self._shards))
+
+    def update(self, norm: float) -> dict[str, float]:
+        """`step` with a gradient norm that is known."""
         lr = learning_rate(self.config, self.num_updates, self.total_updates)
         is_finite = math.isfinite(norm)
         if is_finite and norm > 0.0:
@@ -133,7 +136,7 @@ class Trainer(PackedModel):
     """A `PackedModel` with an optimizer.
 
     Args:
-        config, model_path, temperature: See `PackedModel`.
+        config, model_path, temperature, setup: See `PackedModel`.
         role: The role to train.
         total_updates: Optimizer updates of the run, for the schedule.
         seed: Seeds the adapters and their dropout.
@@ -150,11 +153,12 @@ class Trainer(PackedModel):
         total_updates: int,
         temperature: float = 1.0,
         seed: int = 0,
+        setup: ModelSetup | None = None,
     ) -> None:
         if role.optimizer is None:
             raise ValueError(f"role {role.name!r} is frozen and does not have an optimizer; load it as a PackedModel")
         torch.manual_seed(seed)
-        super().__init__(config, role, model_path=model_path, temperature=temperature)
+        super().__init__(config, role, model_path=model_path, temperature=temperature, setup=setup)
         self.optimizer = ModelOptimizer(self.head, role.optimizer(config), total_updates=total_updates)
 
     def update(self, sequences: Sequence[TokenSequence], objective: Objective) -> dict[str, float]:
@@ -166,7 +170,17 @@ class Trainer(PackedModel):
             ``grad_norm``, ``lr``, ``skipped_updates``, ``empty_updates``.
         """
         self._set_training(True)
-        batch, rows = self._pack(sequences, keep_branches=objective.needs_trajectories), []
+        batch = self._pack(sequences, keep_branches=objective.needs_trajectories)
+        rows = self.accumulate(batch, objective)
+        with record.span(SpanKind.optimizer):
+            return self._reduce(rows) | batch.counts() | self.optimizer.step()
+
+    def accumulate(self, batch: PackedBatch, objective: Objective) -> list[dict[str, Tensor]]:
+        """Add the gradients of all micro-batches. The host does not wait for the device in this loop.
+
+        Returns the sums of the loss and of the metrics for each micro-batch, on the device.
+        """
+        rows = []
         try:
             with self.sharding:
                 for number, micro_batch in enumerate(batch.micro_batches, start=1):
@@ -179,8 +193,7 @@ class Trainer(PackedModel):
         except BaseException:
             drop_gradients(self.head)  # a partial gradient must not reach the next update
             raise
-        with record.span(SpanKind.optimizer):
-            return self._reduce(rows) | batch.counts() | self.optimizer.step()
+        return rows
 
     @torch.no_grad()
     def evaluate(self, sequences: Sequence[TokenSequence], objective: Objective) -> dict[str, float]:

@@ -8,7 +8,6 @@ Two differentiable all-to-alls convert between these layouts. The group is ``gro
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
@@ -240,20 +239,24 @@ def _pad_end(x: Tensor, dim: int, multiple: int) -> Tensor:
 
 
 def _all_to_all(x: Tensor, scatter_dim: int, gather_dim: int, group: ProcessGroup) -> Tensor:
-    """Split ``scatter_dim`` over the ranks and concatenate ``gather_dim``."""
+    """Split ``scatter_dim`` over the ranks and concatenate ``gather_dim``.
+
+    If one of the two is the leading dimension, apart from dimensions of size 1, the tensor is copied at most once.
+    """
     num_ranks = dist.get_world_size(group)
     if x.size(scatter_dim) % num_ranks:
         raise ValueError(f"dimension {scatter_dim} of {tuple(x.shape)} cannot be split over {num_ranks} ranks")
-    return torch.cat(_exchanged(x.chunk(num_ranks, dim=scatter_dim), group).unbind(), dim=gather_dim)
+    sent = x.unflatten(scatter_dim, (num_ranks, -1)).movedim(scatter_dim, 0)
+    return _exchanged(sent, group).movedim(0, gather_dim).flatten(gather_dim, gather_dim + 1)
 
 
-def _exchanged(parts: Sequence[Tensor], group: ProcessGroup) -> Tensor:
-    """Send each rank its part; returns the received parts, stacked.
+def _exchanged(parts: Tensor, group: ProcessGroup) -> Tensor:
+    """Send each rank its part, the entry of the leading dimension; returns the received parts in the same layout.
 
     Both buffers must be contiguous: gloo fills a non-contiguous output incorrectly, without an error.
     """
-    sent = torch.stack(tuple(parts)).contiguous()
-    received = torch.empty_like(sent, memory_format=torch.contiguous_format)
+    sent = parts.contiguous()
+    received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
     return received
 
@@ -283,6 +286,6 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         parts = grad_outputs[0].chunk(dist.get_world_size(ctx.group), dim=ctx.dim)
         if ctx.gradient == "sum":
-            return None, _exchanged(parts, ctx.group).sum(0), None, None
+            return None, _exchanged(torch.stack(parts), ctx.group).sum(0), None, None
         part = parts[dist.get_rank(ctx.group)]
         return None, part * len(parts) if ctx.gradient == "scaled" else part.contiguous(), None, None

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
+from learner import heads
 from learner.attention import packed_layout
 from learner.config import Device, LearnerConfig
 from learner.heads import chunked_log_probs
@@ -49,15 +50,15 @@ def test_bfloat16_stays_near_float32(tmp_path):
 def test_short_sequences_share_calls_and_padding_is_bounded():
     lengths = [900, 880, 300, *[20] * 200, *[11] * 40]
     layout = packed_layout(lengths, torch.device("cpu"))
-    places = sum(count * length for count, length in layout.buckets)
-    assert len(layout.buckets) <= 5
-    assert places <= sum(lengths) / 0.75 + 128 * len(layout.buckets)
-    assert packed_layout([20] * 9, torch.device("cpu")).pad_index is None
+    places = sum(count * length for count, length in layout.padded.buckets)
+    assert len(layout.padded.buckets) <= 5
+    assert places <= sum(lengths) / 0.75 + 128 * len(layout.padded.buckets)
+    assert packed_layout([20] * 9, torch.device("cpu")).padded.pad_index is None
     few_lengths = (
         packed_layout([19] * 80, torch.device("cpu")),
         packed_layout([19] * 80 + [17] * 80, torch.device("cpu")),
     )
-    assert [(len(layout.buckets), layout.pad_index) for layout in few_lengths] == [(1, None), (2, None)]
+    assert [(len(layout.padded.buckets), layout.padded.pad_index) for layout in few_lengths] == [(1, None), (2, None)]
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 1000])
@@ -81,6 +82,36 @@ def test_chunked_log_probs_have_the_values_and_gradients_of_log_softmax(chunk, s
     (want[0] @ factors[0].double() + want[1] @ factors[1].double()).backward()
     for one, other in zip(ours, leaves, strict=True):
         torch.testing.assert_close(one.grad.double(), other.grad, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 12, 13, 40])
+def test_the_gradient_of_the_output_layer_is_summed_over_chunks_as_over_single_ones(num_tokens, monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(num_tokens, 8, generator=generator).bfloat16()
+    weight = torch.randn(30, 8, generator=generator).bfloat16()
+    targets = torch.randint(0, 30, (num_tokens,), generator=generator)
+
+    def gradients() -> list[torch.Tensor]:
+        leaves = [x.clone().requires_grad_() for x in (hidden, weight)]
+        log_probs, _ = chunked_log_probs(*leaves, None, targets, temperature=1.0, chunk_tokens=5)
+        log_probs.sum().backward()
+        return [leaf.grad for leaf in leaves]
+
+    chunk_by_chunk = gradients()
+    sizes, add = [], heads._add_product
+    monkeypatch.setattr(heads, "multiplies_halves", lambda tensor: tensor.dtype is torch.bfloat16)
+    monkeypatch.setattr(heads, "WEIGHT_CHUNK_TOKENS", 16)
+    monkeypatch.setattr(heads, "_factor", lambda weight: weight.float())
+    monkeypatch.setattr(heads, "_product", lambda left, right: left.float() @ right.float())
+
+    def in_float(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+        sizes.append(len(right))
+        add(total, left.float(), right.float())
+
+    monkeypatch.setattr(heads, "_add_product", in_float)
+    for one, other in zip(gradients(), chunk_by_chunk, strict=True):
+        torch.testing.assert_close(one, other)
+    assert sizes == [15] * (num_tokens // 15) + [num_tokens % 15] * bool(num_tokens % 15)
 
 
 def test_a_frozen_output_layer_gets_no_gradient_and_the_states_get_the_same():
