@@ -78,7 +78,7 @@ class PackedLayout:
         kernel: The attention kernel; never ``auto``.
         token_index: [sum of lengths] int64, packed position of each token of the sequences; None without sharing.
         first_index: [N] int64, first position of each packed token in the concatenated sequences; None without sharing.
-        host_token_index: ``token_index`` on the CPU.
+        host_token_index: ``token_index`` on the host.
     """
 
     cu_seqlens: Tensor
@@ -86,7 +86,7 @@ class PackedLayout:
     kernel: AttentionKernel = AttentionKernel.sdpa
     token_index: Tensor | None = None
     first_index: Tensor | None = None
-    host_token_index: Tensor | None = None
+    host_token_index: np.ndarray | None = None
 
     @cached_property
     def max_length(self) -> int:
@@ -113,7 +113,7 @@ class PackedLayout:
             places += rows.size
         pad_index, unpad_index, device = self.token_index, self.first_index, self.cu_seqlens.device
         if places != int(sizes.sum()):
-            pad_index, unpad_index = (on_device(torch.from_numpy(np.concatenate(x)), device) for x in (pad, unpad))
+            pad_index, unpad_index = (on_device(np.concatenate(x), device) for x in (pad, unpad))
             if self.token_index is not None and self.first_index is not None:
                 pad_index, unpad_index = self.token_index[pad_index], unpad_index[self.first_index]
         return PaddedCalls(buckets=tuple(buckets), pad_index=pad_index, unpad_index=unpad_index)
@@ -126,7 +126,7 @@ class PackedLayout:
     def positions(self) -> Tensor:
         """Position of each packed token in its sequence, [N] int64."""
         places = np.concatenate([np.arange(length) for length in self.lengths])
-        on_the_device = on_device(torch.from_numpy(places), self.cu_seqlens.device)
+        on_the_device = on_device(places, self.cu_seqlens.device)
         return on_the_device if self.first_index is None else on_the_device[self.first_index]
 
 
@@ -134,20 +134,19 @@ def packed_layout(
     lengths: Sequence[int],
     device: torch.device,
     kernel: AttentionKernel = AttentionKernel.sdpa,
-    token_index: Tensor | None = None,
+    token_index: np.ndarray | None = None,
 ) -> PackedLayout:
     """Plan the attention calls for packed sequences; the indices are on ``device``.
 
     ``lengths`` are in packed order; the order longest first needs the fewest calls. ``kernel`` must not be ``auto``. If
-    sequences share tokens, ``token_index`` [sum of lengths] int64 on the CPU is the packed position of each token.
+    sequences share tokens, ``token_index`` [sum of lengths] int64 is the packed position of each token.
     """
     ends = np.concatenate((np.zeros(1, dtype=np.int32), np.cumsum(lengths, dtype=np.int32)))
-    cu_seqlens = on_device(torch.from_numpy(ends), device)
-    layout = PackedLayout(cu_seqlens=cu_seqlens, lengths=tuple(map(int, lengths)), kernel=kernel)
+    layout = PackedLayout(cu_seqlens=on_device(ends, device), lengths=tuple(map(int, lengths)), kernel=kernel)
     if token_index is None:
         return layout
     # Packed tokens occur first in ascending order.
-    first = torch.from_numpy(np.unique(token_index.numpy(), return_index=True)[1])
+    first = np.unique(token_index, return_index=True)[1]
     return replace(
         layout,
         token_index=on_device(token_index, device),

@@ -75,8 +75,7 @@ class PackedHead(nn.Module):
         )
         token_index = batch.token_index
         if token_index is not None:
-            added = len(batch.input_ids) + np.arange(padding)
-            token_index = torch.from_numpy(np.concatenate((token_index.numpy(), added)))
+            token_index = np.concatenate((token_index, len(batch.input_ids) + np.arange(padding)))
         lengths = batch.lengths + (1,) * padding
         layout = packed_layout(lengths, batch.input_ids.device, self.attention, token_index)
         self.recurrent.use(layout)
@@ -155,7 +154,7 @@ class RewardHead(PackedHead):
         return _scores_at(self, batch, batch.last_index())
 
 
-def _scores_at(head: PackedHead, batch: MicroBatch, places: Tensor) -> tuple[Tensor, ...]:
+def _scores_at(head: PackedHead, batch: MicroBatch, places: np.ndarray) -> tuple[Tensor, ...]:
     """A classifier's output at [M] packed positions, the same on all sp ranks, in float32 for any model dtype.
 
     bfloat16 would round values and scores to three digits: 100.4 to 100.5, and small advantages to zero.
@@ -177,20 +176,20 @@ def _token_inputs(batch: MicroBatch, values: Tensor) -> dict[str, Any]:
 
 
 def at_places(
-    hidden: Tensor, places: Tensor, compute: Callable[[Tensor, Tensor | slice], tuple[Tensor, ...]]
+    hidden: Tensor, places: np.ndarray, compute: Callable[[Tensor, Tensor | slice], tuple[Tensor, ...]]
 ) -> tuple[Tensor, ...]:
     """Apply ``compute`` to the hidden states at chosen packed positions, each on the rank that holds it.
 
-    ``hidden`` is [N, h], under Ulysses this rank's part. The positions ``places`` [M] int64 are on the CPU, the same on
+    ``hidden`` is [N, h], under Ulysses this rank's part. The positions ``places`` [M] int64, on the host, are equal on
     all sp ranks. ``compute`` maps [m, h] hidden states and their index into ``places`` to one or more [m] tensors.
     Returns these tensors at all positions, [M], on each sp rank.
     """
     everywhere = on_device(places, hidden.device)
     if get_ulysses_sequence_parallel_world_size() == 1:
         return compute(hidden.index_select(0, everywhere), slice(None))
-    local = places.numpy() - get_ulysses_sequence_parallel_rank() * len(hidden)
+    local = places - get_ulysses_sequence_parallel_rank() * len(hidden)
     here = np.flatnonzero((local >= 0) & (local < len(hidden)))
-    mine, own = (on_device(torch.from_numpy(index), hidden.device) for index in (here, local[here]))
+    mine, own = (on_device(index, hidden.device) for index in (here, local[here]))
     values = torch.stack(compute(hidden.index_select(0, own), mine), dim=-1)
     spread = values.new_zeros(len(hidden), values.shape[-1]).index_copy(0, own, values)
     # All sp ranks compute the same loss from the gathered values, so each rank needs only its own part of the gradient.
@@ -270,8 +269,8 @@ class _ChunkedLogProbs(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if to_bias and bias is not None else None
         factor = _factor(weight)
         # One product for several chunks on a GPU: each reads and writes the whole gradient of the weight.
-        num_summed = max(1, WEIGHT_CHUNK_TOKENS // ctx.chunk) if multiplies_halves(hidden) else 1
-        summed: list[Tensor] = []
+        step = max(1, WEIGHT_CHUNK_TOKENS // ctx.chunk) * ctx.chunk if multiplies_halves(hidden) else ctx.chunk
+        left = hidden.new_empty(min(step, len(hidden)), len(weight)) if to_weight and step > ctx.chunk else None
         for start in range(0, len(hidden), ctx.chunk):
             part = slice(start, start + ctx.chunk)
             logits = _logits(hidden[part], factor, bias, ctx.shape)
@@ -295,12 +294,12 @@ class _ChunkedLogProbs(torch.autograd.Function):
                 torch.matmul(grad_logits, weight, out=grad_hidden[part])
             if grad_weight is None:
                 continue
-            summed.append(grad_logits)
-            if len(summed) == num_summed or start + ctx.chunk >= len(hidden):
-                last = start + len(grad_logits)
-                left = summed[0] if len(summed) == 1 else torch.cat(summed)
-                _add_product(grad_weight, left.t(), hidden[last - len(left) : last])
-                summed = []
+            end, first = start + len(grad_logits), start - start % step
+            if left is not None:
+                left[start - first : end - first] = grad_logits
+                grad_logits = left[: end - first]
+            if end - first == step or end == len(hidden):
+                _add_product(grad_weight, grad_logits.t(), hidden[first:end])
         grad_weight, grad_bias = (None if grad is None else grad.to(weight.dtype) for grad in (grad_weight, grad_bias))
         return grad_hidden, grad_weight, grad_bias, None, None, None, None, None
 

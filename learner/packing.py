@@ -8,7 +8,7 @@ at most one token.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -30,8 +30,8 @@ class MicroBatch:
         position_ids: [N] int64, counted from 0 in every sequence.
         lengths: Number of tokens of each sequence. The sum is N, or more than N if sequences share tokens.
         token_index: [sum of lengths] int64, packed position of each token of each sequence. None if the sequences
-            share no tokens. It stays on the CPU, since indices are derived from it without waiting for the device.
-        predict_index: [M] int64, packed position of the token before each token in the loss. It stays on the CPU.
+            share no tokens. It stays on the host, since indices are derived from it without waiting for the device.
+        predict_index: [M] int64, packed position of the token before each token in the loss. It stays on the host.
         targets: [M] int64, the tokens in the loss.
         trajectory_index: [M] int64, trajectory (within this micro-batch) of each token in the loss.
         trajectory_lengths: [number of trajectories] int64, number of tokens in the loss of each trajectory. The number
@@ -44,34 +44,30 @@ class MicroBatch:
     input_ids: Tensor
     position_ids: Tensor
     lengths: tuple[int, ...]
-    predict_index: Tensor
+    predict_index: np.ndarray
     targets: Tensor
     trajectory_index: Tensor
     trajectory_lengths: Tensor
     columns: dict[str, Tensor] = field(default_factory=dict)
     source: tuple[int, ...] = ()
-    token_index: Tensor | None = None
+    token_index: np.ndarray | None = None
 
-    def last_index(self) -> Tensor:
-        """Packed position of the last token of each sequence: [number of sequences] int64, on the CPU."""
+    def last_index(self) -> np.ndarray:
+        """Packed position of the last token of each sequence: [number of sequences] int64, on the host."""
         last = np.cumsum(self.lengths) - 1
-        return torch.from_numpy(last if self.token_index is None else self.token_index.numpy()[last])
+        return last if self.token_index is None else self.token_index[last]
 
     def to(self, device: torch.device) -> MicroBatch:
         """Return the micro-batch on a device; returns ``self`` if it is already on this device."""
         if self.input_ids.device == device:
             return self
-        tensors = {
-            name: value if name in ("token_index", "predict_index") else on_device(value, device)
-            for name, value in vars(self).items()
-            if isinstance(value, Tensor)
-        }
-        columns = {name: on_device(value, device) for name, value in self.columns.items()}
-        return MicroBatch(**tensors, lengths=self.lengths, columns=columns, source=self.source)
+        tensors = {name: on_device(value, device) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **tensors, columns={name: on_device(each, device) for name, each in self.columns.items()})
 
 
-def on_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor from the CPU. The host does not wait for a GPU: the copy starts from page-locked memory."""
+def on_device(values: Tensor | np.ndarray, device: torch.device) -> Tensor:
+    """Copy values from the host. The host does not wait for a GPU: the copy starts from page-locked memory."""
+    tensor = torch.from_numpy(values) if isinstance(values, np.ndarray) else values
     if device.type == "cpu":
         return tensor
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
@@ -263,8 +259,8 @@ def _micro_batch(
         input_ids=torch.from_numpy(tokens.astype(np.int64)),
         position_ids=torch.from_numpy(positions),
         lengths=tuple(packed),
-        token_index=None if token_index is None else torch.from_numpy(token_index),
-        predict_index=torch.from_numpy(predict_index),
+        token_index=token_index,
+        predict_index=predict_index,
         targets=torch.from_numpy(input_ids[in_loss].astype(np.int64)),
         trajectory_index=torch.from_numpy(trajectory[of_sequence[in_loss]]),
         trajectory_lengths=torch.tensor([totals.get(key, 0) for key in places]),

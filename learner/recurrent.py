@@ -134,7 +134,7 @@ def _with_boundaries(
 ) -> tuple[Tensor, tuple[Any, ...] | None]:
     """Run kernels with sequence boundaries. Returns outputs [n, h] and the layer's other results."""
     sequence = np.repeat(np.arange(len(layout.lengths), dtype=np.int32), layout.lengths)
-    index = on_device(torch.from_numpy(sequence), tokens.device)
+    index = on_device(sequence, tokens.device)
     said: dict[str, Tensor] = {"seq_idx": index.unsqueeze(0), "cu_seq_lens_q": layout.cu_seqlens}
     known = inspect.signature(forward).parameters
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):

@@ -7,6 +7,7 @@ import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -190,7 +191,7 @@ def both_outputs(
     value_dim: int,
 ) -> list[Tensor]:
     """Attention by a kernel, and by SDPA."""
-    shared = torch.cat((torch.arange(40), torch.arange(10), torch.arange(40, 76)))  # the second has ten of the first's
+    shared = np.concatenate((np.arange(40), np.arange(10), np.arange(40, 76)))  # the second has ten of the first's
     num_tokens, outputs = (76 if shares else 86), []
     sizes = ((8, 64), (2, 64), (2, 64)) if value_dim > 8 else ((8, 8), (2, 8), (2, value_dim))
     q, k, v = (torch.randn(1, heads, num_tokens, size, device=device, dtype=dtype) for heads, size in sizes)

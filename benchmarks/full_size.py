@@ -1,0 +1,297 @@
+"""Runs one update of the learner at full size on fake tensors: shapes, memory, collectives and waits for the device.
+
+Fake tensors have a shape and a type and no values, and the process group is torch's fake one. The code is the learner's
+own: `PackedModel`, FSDP2, the packed forward, log-probs, backward and AdamW. Tensors are said to be on the CPU, since a
+torch without CUDA cannot name another device; their types are those of a GPU.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.overrides import TorchFunctionMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig
+
+from learner import fsdp, heads
+from learner import trainer as trainer_module
+from learner.config import AlgorithmConfig, AttentionKernel, Device, Dtype, LearnerConfig
+from learner.fsdp import LearnerMesh, prepare_backward
+from learner.losses import policy_objective
+from learner.packed_model import ModelSetup, PackedBatch
+from learner.packing import MicroBatch, pack
+from learner.trainer import Trainer
+from learner.types import TokenSequence
+
+_QWEN3 = {"head_dim": 128, "vocab_size": 151_936, "max_position_embeddings": 40_960}
+MODELS: dict[str, dict[str, Any]] = {
+    "Qwen3-0.6B": {
+        **_QWEN3,
+        "model_type": "qwen3",
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "tie_word_embeddings": True,
+    },
+    "Qwen3-8B": {
+        **_QWEN3,
+        "model_type": "qwen3",
+        "hidden_size": 4096,
+        "intermediate_size": 12_288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "tie_word_embeddings": False,
+    },
+    "Qwen2.5-7B": {
+        "model_type": "qwen2",
+        "hidden_size": 3584,
+        "intermediate_size": 18_944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "vocab_size": 152_064,
+        "max_position_embeddings": 131_072,
+        "tie_word_embeddings": False,
+    },
+    "Qwen3-30B-A3B-Base": {
+        **_QWEN3,
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "tie_word_embeddings": False,
+    },
+}
+"""The published sizes of the models that the experiments train, and of Qwen3-8B."""
+
+QUICKSTART = {
+    "model_type": "qwen3",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 20,
+    "tie_word_embeddings": True,
+}
+"""The policy that the quickstart makes."""
+
+_WAITS = (
+    "cpu",
+    "item",
+    "tolist",
+    "numpy",
+    "nonzero",
+    "masked_select",
+    "unique",
+    "__bool__",
+    "__int__",
+    "__float__",
+    "__index__",
+)
+"""Methods of a tensor for which the host waits for the device."""
+
+
+_COLUMNS = ("behavior_logprobs", "proximal_logprobs", "reference_logprobs", "advantages")
+
+
+@dataclass(kw_only=True)
+class FakeUpdate:
+    """What one rank does in an update of two micro-batches.
+
+    Attributes:
+        peak_bytes: Largest number of bytes of all tensors at a time, by torch's memory tracker; 0 with adapters.
+        peak_kinds: These bytes by the tracker's kinds, such as parameters, gradients, activations.
+        collectives: Number of calls of each collective.
+        collective_bytes: Bytes of their results.
+        waits: Places in the loop over micro-batches where the host would wait for the device.
+        dtypes: Types of the trained parameters, and of their gradients.
+        num_without_gradient: Number of trained parameters without a gradient.
+        num_units: Number of modules that FSDP gathers at a time.
+        num_micro_batches: Number of micro-batches.
+    """
+
+    peak_bytes: int = 0
+    peak_kinds: dict[str, int] = field(default_factory=dict)
+    collectives: Counter[str] = field(default_factory=Counter)
+    collective_bytes: Counter[str] = field(default_factory=Counter)
+    waits: list[str] = field(default_factory=list)
+    dtypes: set[tuple[torch.dtype, torch.dtype]] = field(default_factory=set)
+    num_without_gradient: int = 0
+    num_units: int = 0
+    num_micro_batches: int = 0
+
+
+class _Collectives(TorchDispatchMode):
+    """Counts collectives and the bytes of their results."""
+
+    def __init__(self, update: FakeUpdate) -> None:
+        super().__init__()
+        self._update = update
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        out = func(*args, **(kwargs or {}))
+        if func.namespace in ("c10d", "_c10d_functional"):
+            name = func.__name__.split(".")[0].strip("_")
+            self._update.collectives[name] += 1
+            tensors = [leaf for leaf in torch.utils._pytree.tree_leaves(args[0]) if isinstance(leaf, Tensor)]
+            self._update.collective_bytes[name] += sum(tensor.nbytes for tensor in tensors)
+        return out
+
+
+class _Waits(TorchFunctionMode):
+    """Notes calls for which the host would wait for the device, on tensors that would be there."""
+
+    def __init__(self, update: FakeUpdate) -> None:
+        super().__init__()
+        self._update = update
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        name = getattr(func, "__name__", "")
+        indices = args[1] if name == "__getitem__" and len(args) > 1 else ()
+        masks = [i for i in (indices if isinstance(indices, tuple) else (indices,)) if isinstance(i, Tensor)]
+        waits = name in _WAITS or any(index.dtype is torch.bool for index in masks)
+        if waits and args and isinstance(args[0], FakeTensor):
+            self._update.waits.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def fake_update(
+    settings: dict[str, Any],
+    learner: LearnerConfig,
+    algorithm: AlgorithmConfig | None = None,
+    *,
+    num_sequences: int = 4,
+) -> FakeUpdate:
+    """One update of a policy at full width: two full micro-batches, then AdamW. The second of two updates is measured.
+
+    Args:
+        settings: The model's ``config.json``.
+        learner: Options of the learner group. Device and kernel are replaced by those of a GPU.
+        algorithm: Options of the loss; None: the defaults.
+        num_sequences: Sequences per micro-batch. They have equal lengths, and half of each is in the loss.
+    """
+    update = FakeUpdate()
+    with tempfile.TemporaryDirectory() as folder, _fake_group(learner) as mesh:
+        AutoConfig.for_model(**settings).save_pretrained(folder)
+        config = replace(learner, device=Device.cpu, dtype=Dtype.bfloat16)
+        setup = ModelSetup(mesh=mesh, attention=AttentionKernel.torch_varlen)
+        batch = _batch(config, num_sequences)
+        objective = policy_objective(algorithm or AlgorithmConfig())
+        with ExitStack() as stack:
+            on_gpu = mock.patch.object(heads, "multiplies_halves", lambda tensor: tensor.dtype is torch.bfloat16)
+            stack.enter_context(on_gpu)
+            fake, allocate = FakeTensorMode(allow_non_fake_inputs=True), fsdp._allocate
+
+            def allocate_fake(*args: Any) -> None:
+                with fake:
+                    allocate(*args)
+
+            with mock.patch.object(fsdp, "_allocate", allocate_fake):
+                trainer = Trainer(config, model_path=folder, total_updates=10, setup=setup)
+            stack.enter_context(fake)
+            trainer.head.train()
+            batch = replace(batch, micro_batches=[_faked(each, fake) for each in batch.micro_batches])
+            trainer.accumulate(batch, objective)
+            trainer.optimizer.update(1.0)  # the optimizer's state exists from now on
+            tracker = MemTracker()
+            # The tracker fails for modules without trained parameters, as with adapters.
+            is_tracked = all(parameter.requires_grad for parameter in trainer.head.parameters())
+            if is_tracked:
+                tracker.track_external(trainer.head, trainer.optimizer.adamw)
+
+            def prepare(*args: Any, **options: Any) -> None:
+                tracker.reset_mod_stats()  # the tracker takes one call of each module
+                prepare_backward(*args, **options)
+
+            stack.enter_context(mock.patch.object(trainer_module, "prepare_backward", prepare))
+            stack.enter_context(_Collectives(update))
+            stack.enter_context(tracker if is_tracked else nullcontext())
+            with _Waits(update):
+                trainer.accumulate(batch, objective)
+            trained = [p for p in trainer.head.parameters() if p.requires_grad]
+            update.dtypes = {(p.dtype, p.grad.dtype) for p in trained if p.grad is not None}
+            update.num_without_gradient = sum(p.grad is None for p in trained)
+            trainer.optimizer.update(1.0)
+            update.num_units = sum(isinstance(module, FSDPModule) for module in trainer.head.modules())
+            update.num_micro_batches = len(batch.micro_batches)
+    if not is_tracked:
+        return update
+    (kinds,) = tracker.get_tracker_snapshot("peak").values()
+    update.peak_kinds = {str(kind).rpartition(".")[2]: int(size) for kind, size in kinds.items()}
+    update.peak_bytes = update.peak_kinds.pop("Total")
+    return update
+
+
+def peak_at_full_depth(settings: dict[str, Any], learner: LearnerConfig) -> int:
+    """Peak bytes of a rank with all layers, extrapolated from four and six: it grows by the same for each layer."""
+    first, second = (fake_update(settings | {"num_hidden_layers": n}, learner).peak_bytes for n in (4, 6))
+    return first + (settings["num_hidden_layers"] - 4) * (second - first) // 2
+
+
+def _batch(config: LearnerConfig, num_sequences: int) -> PackedBatch:
+    tokens = config.max_tokens_per_micro_batch * config.sp_size
+    length = tokens // num_sequences
+    sequences = [
+        TokenSequence(
+            input_ids=np.arange(length, dtype=np.int32),
+            loss_mask=np.arange(length) >= length // 2,
+            columns={name: np.zeros(length, dtype=np.float32) for name in _COLUMNS},
+        )
+        for _ in range(2 * num_sequences)
+    ]
+    batches = pack(sequences, max_tokens=tokens, whole=False)
+    return PackedBatch(micro_batches=batches, num_tokens=tokens, num_trajectories=2 * num_sequences)
+
+
+def _faked(batch: MicroBatch, fake: FakeTensorMode) -> MicroBatch:
+    """The tensors of a micro-batch without values; numpy's arrays stay on the host."""
+    tensors = {name: fake.from_tensor(value) for name, value in vars(batch).items() if isinstance(value, Tensor)}
+    return replace(batch, **tensors, columns={name: fake.from_tensor(value) for name, value in batch.columns.items()})
+
+
+@contextmanager
+def _fake_group(config: LearnerConfig) -> Iterator[LearnerMesh]:
+    """The first rank of a group that does not exist."""
+    dist.init_process_group("fake", rank=0, world_size=config.num_ranks, store=FakeStore())
+    try:
+        shape = (config.num_ranks // config.sp_size, config.sp_size)
+        device_mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "sp"))
+        mesh = LearnerMesh(
+            device_mesh=device_mesh,
+            device=torch.device("cpu"),
+            fsdp_size=config.num_ranks if config.fsdp_size == -1 else config.fsdp_size,
+            timeout=timedelta(seconds=60),
+        )
+        _ = mesh.fsdp_mesh  # made before tensors are fake
+        yield mesh
+    finally:
+        dist.destroy_process_group()
