@@ -494,7 +494,8 @@ class LearnerConfig:
             share prompts.
         logprob_chunk_tokens: Number of tokens per chunk of float32 logits; one chunk is in memory at a time.
         activation_checkpointing: Recompute layers in the backward pass. null: on CUDA only.
-        torch_compile: Compile the decoder layers with ``torch.compile``; the first steps take longer.
+        torch_compile: Compile the decoder layers with ``torch.compile``; the first steps take longer. null: on CUDA
+            only.
         skip_selftest: Reason for skipping the self-test of loaded models; empty runs the self-test. Example:
             ``checked by hand``.
         fsdp_size: Ranks that share one copy of the parameters; -1: all ranks. Fewer ranks is HSDP with num_ranks ÷
@@ -537,7 +538,7 @@ class LearnerConfig:
     share_prompts: bool = True
     logprob_chunk_tokens: int = 1024
     activation_checkpointing: bool | None = None
-    torch_compile: bool = False
+    torch_compile: bool | None = None
     skip_selftest: str = ""
     fsdp_size: int = -1
     gradient_sync: GradientSync = GradientSync.auto

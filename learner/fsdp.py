@@ -224,7 +224,7 @@ def shard_model(model: nn.Module, mesh: LearnerMesh, config: LearnerConfig) -> N
     plain; `fully_shard` would give the same results with the overhead of its hooks.
     """
     layers = decoder_layers(model)
-    if config.torch_compile:
+    if compiles_layers(config, mesh.device):
         for layer in layers:
             layer.forward = torch.compile(layer.forward, dynamic=True)
     compute = parameter_types(config, mesh.device).compute
@@ -255,6 +255,11 @@ def _allocate(model: nn.Module, home: torch.device) -> None:
         model.to_empty(device=home)
     finally:
         torch.__future__.set_swap_module_params_on_conversion(before)
+
+
+def compiles_layers(config: LearnerConfig, device: torch.device) -> bool:
+    """Resolve ``learner.torch_compile``."""
+    return device.type == "cuda" if config.torch_compile is None else config.torch_compile
 
 
 def prepare_backward(model: nn.Module, config: LearnerConfig, *, is_last: bool) -> None:

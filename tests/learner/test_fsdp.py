@@ -94,12 +94,18 @@ def test_compiled_layers_compute_the_same(model_path, monkeypatch):
     monkeypatch.setattr(torch, "compile", note)
     loss, weights = trained(Trainer(PLAIN, model_path=model_path, total_updates=1))
     assert compiled == []
-    config = replace(PLAIN, torch_compile=True, skip_selftest="it would compile for its own shapes")
-    trainer = Trainer(config, model_path=model_path, total_updates=1)
+    trainer = Trainer(replace(PLAIN, torch_compile=True), model_path=model_path, total_updates=1)
     got_loss, got = trained(trainer)
     assert len(compiled) == len(decoder_layers(trainer.head)) == 2
     assert got_loss == pytest.approx(loss, rel=1e-5)
     assert_weights_equal(got, weights, atol=1e-5)
+
+
+@pytest.mark.parametrize(("device", "option", "want"), [
+    ("cuda", None, True), ("cuda", False, False), ("cpu", None, False), ("cpu", True, True),
+])  # fmt: skip
+def test_layers_are_compiled_on_cuda_unless_an_option_says_otherwise(device, option, want):
+    assert fsdp.compiles_layers(LearnerConfig(torch_compile=option), torch.device(device)) is want
 
 
 @pytest.mark.parametrize("size", [0, 3])

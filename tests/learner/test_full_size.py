@@ -42,7 +42,9 @@ def test_a_wait_in_the_loop_is_found(monkeypatch):
         return replace(original(batch, device), columns={n: c.cpu() for n, c in batch.columns.items()})
 
     monkeypatch.setattr(MicroBatch, "to", to)
-    assert fake_update(SMALL, LearnerConfig(max_tokens_per_micro_batch=64)).waits == ["cpu"] * 4
+    waits = fake_update(SMALL, LearnerConfig(max_tokens_per_micro_batch=64)).waits
+    assert waits
+    assert set(waits) == {"cpu"}
 
 
 def test_the_host_cannot_read_values_in_the_loop(monkeypatch):
