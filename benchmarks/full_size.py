@@ -31,7 +31,7 @@ from transformers import AutoConfig
 
 from learner import fsdp, heads
 from learner import trainer as trainer_module
-from learner.config import AlgorithmConfig, AttentionKernel, Device, Dtype, LearnerConfig
+from learner.config import AlgorithmConfig, AttentionKernel, Device, Dtype, GradientSync, LearnerConfig
 from learner.fsdp import LearnerMesh, prepare_backward
 from learner.losses import policy_objective
 from learner.packed_model import ModelSetup, PackedBatch
@@ -135,6 +135,8 @@ class FakeUpdate:
         num_without_gradient: Number of trained parameters without a gradient.
         num_units: Number of modules that FSDP gathers at a time.
         num_micro_batches: Number of micro-batches.
+        reduces_each: Whether gradients are reduced after each micro-batch.
+        recomputes: Whether layers are recomputed in the backward pass.
     """
 
     peak_bytes: int = 0
@@ -146,6 +148,8 @@ class FakeUpdate:
     num_without_gradient: int = 0
     num_units: int = 0
     num_micro_batches: int = 0
+    reduces_each: bool = False
+    recomputes: bool = False
 
 
 class _Collectives(TorchDispatchMode):
@@ -243,6 +247,8 @@ def fake_update(
             trainer.optimizer.update(1.0)
             update.num_units = sum(isinstance(module, FSDPModule) for module in trainer.head.modules())
             update.num_micro_batches = len(batch.micro_batches)
+    update.reduces_each = trainer.config.gradient_sync is GradientSync.micro_batch
+    update.recomputes = bool(trainer.config.activation_checkpointing)
     if not is_tracked:
         return update
     (kinds,) = tracker.get_tracker_snapshot("peak").values()

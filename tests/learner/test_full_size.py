@@ -8,8 +8,9 @@ import torch
 
 from asyncrl.cli.compose import CONFIG_DIR, compose_run
 from benchmarks.full_size import MODELS, QUICKSTART, fake_update
-from learner.config import GradientSync, LearnerConfig
+from learner.config import LearnerConfig
 from learner.packing import MicroBatch
+from tests.support.ranks import run_on_ranks
 
 EXPERIMENTS = sorted(path.stem for path in (CONFIG_DIR / "experiment").glob("*.yaml") if path.stem != "custom")
 LAYERS = 2
@@ -20,40 +21,37 @@ SMALL = {**QUICKSTART, "num_hidden_layers": LAYERS}
 def test_an_update_of_each_experiment_runs_at_full_width_without_waiting(name):
     config = compose_run([f"experiment={name}"])
     settings = MODELS.get(Path(config.model.path).name, QUICKSTART)
-    update = fake_update({**settings, "num_hidden_layers": LAYERS}, config.learner, config.algorithm)
+    (update,) = run_on_ranks(
+        1, fake_update, {**settings, "num_hidden_layers": LAYERS}, config.learner, config.algorithm
+    )
     assert update.waits == []
     assert update.dtypes == {(torch.float32, torch.float32)}
     assert update.num_without_gradient == 0
     assert update.num_micro_batches == 2
     learner = config.learner
-    reduced = update.num_micro_batches if learner.gradient_sync is GradientSync.micro_batch else 1
+    reduced = update.num_micro_batches if update.reduces_each else 1
     if learner.num_ranks > 1:
         # The root stays gathered between its forward and its backward pass.
         assert update.collectives["allgather_base"] == update.num_micro_batches * (2 * update.num_units - 1)
         assert update.collectives["reduce_scatter_base"] == reduced * update.num_units
-    num_attention = update.num_micro_batches * LAYERS * (3 if learner.activation_checkpointing else 2)
+    num_attention = update.num_micro_batches * LAYERS * (3 if update.recomputes else 2)
     assert update.collectives["alltoall_base"] == (4 * num_attention if learner.sp_size > 1 else 0)
 
 
-def test_a_wait_in_the_loop_is_found(monkeypatch):
+def waits_with(change: str) -> list[str]:
     original = MicroBatch.to
 
     def to(batch: MicroBatch, device: torch.device) -> MicroBatch:
-        return replace(original(batch, device), columns={n: c.cpu() for n, c in batch.columns.items()})
+        if change == "item":
+            batch.input_ids.max().item()
+        return replace(original(batch, device), columns={name: each.cpu() for name, each in batch.columns.items()})
 
-    monkeypatch.setattr(MicroBatch, "to", to)
-    waits = fake_update(SMALL, LearnerConfig(max_tokens_per_micro_batch=64)).waits
-    assert waits
+    MicroBatch.to = to  # in a process of its own
+    return fake_update(SMALL, LearnerConfig(max_tokens_per_micro_batch=64)).waits
+
+
+def test_a_wait_in_the_loop_is_found():
+    (waits,) = run_on_ranks(1, waits_with, "cpu")
     assert set(waits) == {"cpu"}
-
-
-def test_the_host_cannot_read_values_in_the_loop(monkeypatch):
-    original = MicroBatch.to
-
-    def to(batch: MicroBatch, device: torch.device) -> MicroBatch:
-        batch.input_ids.max().item()
-        return original(batch, device)
-
-    monkeypatch.setattr(MicroBatch, "to", to)
-    with pytest.raises(Exception, match=r"item|_local_scalar_dense"):
-        fake_update(SMALL, LearnerConfig(max_tokens_per_micro_batch=64))
+    with pytest.raises(AssertionError, match=r"item|_local_scalar_dense"):
+        run_on_ranks(1, waits_with, "item")
