@@ -88,7 +88,8 @@ async def fine_tune(config: RunConfig) -> Path:
         stack.callback(shutil.rmtree, kept, ignore_errors=True)
         evaluator = await stack.enter_async_context(GreedyAccuracy(config, held_out)) if held_out else None
         batches = _batches(train, config.sft.batch_size, config.seed, trainer.mesh)
-        chosen = await _update(config.sft, trainer, batches, evaluator, _share(validation, trainer.mesh), kept)
+        own = _share(validation, trainer.mesh)
+        chosen = await _update(config.sft, trainer, batches, evaluator, own, kept=kept, began_s=began_s)
         if trainer.mesh.rank == 0:
             result = {"steps": chosen.step, "accuracy": chosen.accuracy, "val_loss": chosen.val_loss}
             write_warm_start(config, result, kept.rename)
@@ -102,14 +103,15 @@ async def _update(
     batches: Iterator[list[TokenSequence]],
     evaluator: GreedyAccuracy | None,
     validation: Sequence[TokenSequence],
+    *,
     kept: Path,
+    began_s: float,
 ) -> SftEvaluation:
     """Update until the last step or an early stop; a collective operation.
 
     Rank 0 writes the chosen policy to ``kept``: the best one with ``patience``, else the last one. Returns its
     evaluation. ``evaluator`` is None without held-out prompts; ``validation`` is this rank's share.
     """
-    began_s = time.monotonic()
     history: list[SftEvaluation] = []
     for step in range(1, sft.max_steps + 1):
         metrics = trainer.update(next(batches), SUPERVISED)
