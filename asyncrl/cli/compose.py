@@ -32,29 +32,13 @@ CONFIG_DIR = Path(__file__).resolve().parents[2] / "configs"
 
 # The options of --help; --help-all lists every option.
 COMMON_OPTIONS = (
-    "seed",
-    "total_steps",
-    "output_dir",
-    "model.path",
-    "data.train_files",
-    "data.eval_files",
-    "buffer.max_lag",
-    "buffer.on_stale",
-    "algorithm.groups_per_step",
-    "algorithm.samples_per_prompt",
-    "algorithm.clip_low",
-    "algorithm.clip_high",
-    "learner.num_ranks",
-    "learner.device",
-    "learner.optimizer.lr",
-    "learner.max_tokens_per_micro_batch",
-    "rollout_fleet.engine",
-    "rollout_fleet.num_engines",
-    "rollout_fleet.groups_in_flight",
-    "rollout_fleet.sampling.temperature",
-    "rollout_fleet.sampling.max_new_tokens",
+    "seed", "total_steps", "output_dir", "model.path", "data.train_files", "data.eval_files", "buffer.max_lag",
+    "buffer.on_stale", "algorithm.groups_per_step", "algorithm.samples_per_prompt", "algorithm.clip_low",
+    "algorithm.clip_high", "learner.num_ranks", "learner.device", "learner.optimizer.lr",
+    "learner.max_tokens_per_micro_batch", "rollout_fleet.engine", "rollout_fleet.num_engines",
+    "rollout_fleet.groups_in_flight", "rollout_fleet.sampling.temperature", "rollout_fleet.sampling.max_new_tokens",
     "ray.address",
-)
+)  # fmt: skip
 
 _USAGE = """\
 usage: bash scripts/run_async.sh [experiment=NAME|FILE.yaml] [OPTION=VALUE ...]
@@ -91,7 +75,7 @@ def compose_run(overrides: Sequence[str]) -> RunConfig:
             composed = compose(config_name="run", overrides=known)
         config = OmegaConf.to_object(composed)
     except (HydraException, OmegaConfBaseException) as error:
-        raise override_error(error, overrides) from error
+        raise ValueError(explain(error, overrides)) from error
     if not isinstance(config, RunConfig):
         raise ValueError(f"configs/run.yaml must compose to a RunConfig, got {type(config).__name__}")
     return _with_whole_paths(config)
@@ -119,7 +103,7 @@ def read_config(run_folder: Path) -> RunConfig:
             (OmegaConf.select(options, section) or {}).pop(key, None)
         config = OmegaConf.to_object(OmegaConf.merge(schema(), options))
     except OmegaConfBaseException as error:
-        raise ValueError(f"{path}: {_explain(error, ())}; read it with the release that wrote it") from error
+        raise ValueError(f"{path}: {explain(error, ())}; read it with the release that wrote it") from error
     assert isinstance(config, RunConfig)
     return config
 
@@ -244,12 +228,8 @@ def _make_writable(node: DictConfig) -> None:
             _make_writable(child)
 
 
-def override_error(error: Exception, overrides: Sequence[str]) -> ValueError:
-    """Convert an error of Hydra or OmegaConf to a ValueError with one line that begins with the option's name."""
-    return ValueError(_explain(error, overrides))
-
-
-def _explain(error: Exception, overrides: Sequence[str]) -> str:
+def explain(error: Exception, overrides: Sequence[str]) -> str:
+    """Explain an error of Hydra or OmegaConf in one line that begins with the option's name."""
     if isinstance(error, OverrideParseException):
         return (
             f"cannot parse {error.override!r}, expected OPTION=VALUE; put quotes around a value with spaces or a list: "

@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from asyncrl.checks import check_options
-from asyncrl.cli.compose import CONFIG_DIR, compose_run, override_error, schema, with_own_experiments
+from asyncrl.cli.compose import CONFIG_DIR, compose_run, explain, schema, with_own_experiments
 from asyncrl.config import RunConfig
 from asyncrl.metrics import read_json
 from rollout_fleet.engines.process_guard import signal_at_parent_death
@@ -70,7 +70,7 @@ def _check_combinations(overrides: Sequence[str]) -> RunConfig:
     except HydraException as error:
         if any(_split(override)[0] == "hydra/sweeper" for override in overrides):
             return compose_run([override for override in own if "(" not in override])
-        raise override_error(error, own) from error
+        raise ValueError(explain(error, own)) from error
     configs = []
     for combination in combinations:
         # Hydra's sweeper writes the removal ~NAME as ~NAME=.
