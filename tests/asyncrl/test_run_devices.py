@@ -12,7 +12,7 @@ import ray
 from ray import cloudpickle
 
 from asyncrl.checks import resolve_devices
-from asyncrl.cli import dry_run, train_command
+from asyncrl.cli import preflight, train_command
 from asyncrl.cli.compose import compose_run
 from asyncrl.config import learner_pools
 from asyncrl.core.errors import DeadlineError
@@ -308,11 +308,11 @@ def test_resolved_devices_are_checked_against_other_options():
 
 def test_a_dry_run_counts_visible_gpus(gpus, tmp_path):
     gpus(8, visible="6,7")
-    page = dry_run.dry_run(run(f"output_dir={tmp_path}", "rollout_fleet.engine=transformers")).page()
+    page = preflight.dry_run(run(f"output_dir={tmp_path}", "rollout_fleet.engine=transformers")).page
     assert "1 rank on cuda (auto)" in page
     assert "and 2 GPUs; this machine has" in page
     assert page.count("and 2") == 2
-    page = dry_run.dry_run(run(f"output_dir={tmp_path}", "learner.device=cuda", "learner.num_ranks=3")).page()
+    page = preflight.dry_run(run(f"output_dir={tmp_path}", "learner.device=cuda", "learner.num_ranks=3")).page
     assert "asks for 3 GPUs" in page
     assert "got 2" in page
 
