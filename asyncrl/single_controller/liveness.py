@@ -86,20 +86,23 @@ async def first_death(workers: Sequence[Any], is_alive: Callable[[Any], bool], e
     waiting: dict[Any, int] = {
         asyncio.ensure_future(process_end(pid)): rank for pid, rank in ranks.pop(here, {}).items()
     }
-    afar: dict[Any, str] = {asyncio.ensure_future(_end_on(node, list(pids))): node for node, pids in ranks.items()}
+    afar: dict[Any, dict[int, int]] = {
+        asyncio.ensure_future(_end_on(node_id, list(pids))): pids for node_id, pids in ranks.items()
+    }
     try:
         while True:
             ended, _ = await asyncio.wait({*waiting, *afar}, timeout=every_s, return_when=asyncio.FIRST_COMPLETED)
             if cluster != current_cluster():  # Ray's shutdown ended the workers
                 return None
-            found = [waiting[one] if one in waiting else ranks[afar[one]].get(one.result() or 0) for one in ended]
+            found = [waiting[one] if one in waiting else afar[one].get(one.result() or 0) for one in ended]
             states = await asyncio.to_thread(lambda: list(map(is_alive, workers)))
             dead = [rank for rank in found if rank is not None] or [i for i, alive in enumerate(states) if not alive]
             if dead:
                 return dead[0] if cluster == current_cluster() else None
             for lost in [one for one in ended if one in afar]:
-                node = afar.pop(lost)
-                afar[asyncio.ensure_future(_end_on(node, list(ranks[node])))] = node
+                pids = afar.pop(lost)
+                node_id = next(node_id for node_id, on_node in ranks.items() if on_node is pids)
+                afar[asyncio.ensure_future(_end_on(node_id, list(pids)))] = pids
     finally:
         for one in (*waiting, *afar):
             one.cancel()
