@@ -45,6 +45,8 @@ CALL_S = 3.0
 HEARTBEAT_S = 5.0
 SILENCE_S = 15.0
 """A connection ends if the other host answers nothing for this long, not even TCP's keep-alive probes."""
+_MAX_REQUEST_BYTES = 1 << 20
+"""Longest message to rank 0; members send addresses and numbers."""
 _NONCE_BYTES, _PROOF_BYTES, _SIZE_BYTES = 16, 32, 4
 
 
@@ -266,7 +268,11 @@ class RoundCoordinator:
                     return
                 writer.write(_proof(key, b"server", other_nonce))
             while True:
-                message = await reader.readexactly(int.from_bytes(await reader.readexactly(_SIZE_BYTES)))
+                size = int.from_bytes(await reader.readexactly(_SIZE_BYTES))
+                if size > _MAX_REQUEST_BYTES:
+                    logger.warning("a member of the channel of weights sends %d bytes and is disconnected", size)
+                    return
+                message = await reader.readexactly(size)
                 try:
                     self._take(writer, msgspec.msgpack.decode(message))
                 except (KeyError, TypeError, ValueError) as error:
