@@ -1,0 +1,97 @@
+"""What a GPU would see, measured without one: ``python -m benchmarks.gpu_paper``; the last line is JSON.
+
+Memory and waits come from an update at full size on fake tensors (`benchmarks.full_size`). Two depths are run, and the
+peak is extrapolated to the full depth: it grows by the same number of bytes for each layer.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig
+
+from asyncrl.cli.compose import CONFIG_DIR, compose_run
+from asyncrl.cli.plan_command import experiments_that_fit
+from asyncrl.planner.device_memory import ModelSize, RankSetup, rank_bytes
+from benchmarks.full_size import MODELS, QUICKSTART, fake_update, peak_at_full_depth
+from benchmarks.gpu_publish import h2d_bytes_per_published_byte
+from benchmarks.learner import frozen_head_ratio
+from benchmarks.report import Target, print_report
+from learner.config import GradientSync, LearnerConfig
+
+CASES = {
+    "Qwen3-0.6B on 1": ("Qwen3-0.6B", LearnerConfig(num_ranks=1)),
+    "Qwen2.5-7B on 8": ("Qwen2.5-7B", LearnerConfig(num_ranks=8)),
+    "Qwen3-8B on 4": ("Qwen3-8B", LearnerConfig(num_ranks=4)),
+    "Qwen3-30B-A3B on 8": ("Qwen3-30B-A3B-Base", LearnerConfig(num_ranks=8)),
+}
+"""Model and options of each comparison with the planner."""
+
+TARGETS = {
+    "h2d_bytes_per_published_byte": Target(at_most=1.05),
+    "fake_8b_step_peak_gb_per_rank": Target(at_most=60),
+    "planner_memory_error": Target(at_most=0.08),
+    "host_syncs_in_micro_batch_loop": Target(at_most=0),
+    "experiments_that_fit": Target(at_least=1),
+    "frozen_head_backward_ratio": Target(at_most=0.65),
+}
+
+
+def planned_bytes(name: str, learner: LearnerConfig) -> int:
+    """The planner's peak of a rank."""
+    with tempfile.TemporaryDirectory() as folder:
+        AutoConfig.for_model(**MODELS[name]).save_pretrained(folder)
+        size = ModelSize.of(folder)
+    setup = RankSetup(
+        num_shards=learner.num_ranks,
+        tokens=learner.max_tokens_per_micro_batch,
+        checkpointing=learner.activation_checkpointing,
+        whole_gradients=learner.gradient_sync is GradientSync.update,
+        chunk_tokens=learner.logprob_chunk_tokens,
+    )
+    return sum(rank_bytes(size, setup).values())
+
+
+def waits_of_experiments() -> dict[str, int]:
+    """Waits for the device in the loop over micro-batches, with two layers, by experiment."""
+    found = {}
+    for path in sorted((CONFIG_DIR / "experiment").glob("*.yaml")):
+        config = compose_run([f"experiment={path.stem}"])
+        model = Path(config.model.path).name
+        if path.stem != "custom":
+            settings = {**MODELS.get(model, QUICKSTART), "num_hidden_layers": 2}
+            found[path.stem] = len(fake_update(settings, config.learner, config.algorithm).waits)
+    return found
+
+
+def main() -> None:
+    """Measure and print."""
+    torch.set_num_threads(1)
+    rows: dict[str, str] = {}
+    errors, peaks = [], {}
+    for case, (name, options) in CASES.items():
+        learner = replace(options, activation_checkpointing=True, gradient_sync=GradientSync.micro_batch)
+        peaks[case], planned = peak_at_full_depth(MODELS[name], learner), planned_bytes(name, learner)
+        errors.append(abs(planned / peaks[case] - 1))
+        rows[case] = f"{peaks[case] / 1e9:.1f} GB by the tracker, {planned / 1e9:.1f} GB by the planner"
+    waits, fits = waits_of_experiments(), experiments_that_fit()
+    rows |= {f"{name} does not fit": reason for name, reason in fits.items() if reason}
+    rows["waits"] = ", ".join(f"{name} {count}" for name, count in waits.items())
+    figures = {
+        "h2d_bytes_per_published_byte": h2d_bytes_per_published_byte(),
+        "fake_8b_step_peak_gb_per_rank": peaks["Qwen3-8B on 4"] / 1e9,
+        "planner_memory_error": max(errors),
+        "host_syncs_in_micro_batch_loop": float(sum(waits.values())),
+        "experiments_that_fit": statistics.mean(not reason for reason in fits.values()),
+        "frozen_head_backward_ratio": frozen_head_ratio(5),
+    }
+    title = "what a GPU would see; checkpointing, gradients reduced per micro-batch, 16,384 tokens per rank"
+    print_report(title, rows, figures, TARGETS, baseline="torch's memory tracker, an output layer that is trained")
+
+
+if __name__ == "__main__":
+    main()
