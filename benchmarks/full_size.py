@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig
 
@@ -165,7 +166,7 @@ class _Collectives(TorchDispatchMode):
         if func.namespace in ("c10d", "_c10d_functional"):
             name = func.__name__.split(".")[0].strip("_")
             self._update.collectives[name] += 1
-            tensors = [leaf for leaf in torch.utils._pytree.tree_leaves(args[0]) if isinstance(leaf, Tensor)]
+            tensors = [leaf for leaf in pytree.tree_leaves(args[0]) if isinstance(leaf, Tensor)]
             self._update.collective_bytes[name] += sum(tensor.nbytes for tensor in tensors)
         return out
 

@@ -49,7 +49,7 @@ def planned_bytes(name: str, learner: LearnerConfig) -> int:
     setup = RankSetup(
         num_shards=learner.num_ranks,
         tokens=learner.max_tokens_per_micro_batch,
-        checkpointing=learner.activation_checkpointing,
+        checkpointing=bool(learner.activation_checkpointing),
         whole_gradients=learner.gradient_sync is GradientSync.update,
         chunk_tokens=learner.logprob_chunk_tokens,
     )
