@@ -250,11 +250,12 @@ def _print_fit(options: argparse.Namespace) -> int:
             f"{layout.num_ranks:>5} {layout.sp_size:>3} {engines:>9} {layout.budget:>12,}  {_kinds(layout.rank)}"
         )
     engine = _kinds(layouts[0].engine) if layouts else ""
-    lines += ["", f"GiB of an engine's GPU: {engine}"] if layouts else [NOTHING_FITS]
+    lines += ["", f"GiB of an engine's GPU: {engine}"] if layouts else [NOTHING_FITS if num_gpus > 1 else ONE_GPU]
     sys.stdout.write("\n".join([*lines, ""]))
     return 0 if layouts else 1
 
 
+ONE_GPU = "ranks and engines have separate GPUs, so they need at least two; on one GPU use placement.colocated=true"
 NOTHING_FITS = "nothing fits: use more GPUs, GPUs with more memory, or learner.lora.rank for adapters"
 
 

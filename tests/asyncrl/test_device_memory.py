@@ -220,6 +220,8 @@ def test_the_plan_prints_what_fits_with_bytes_by_kind(capsys):
 def test_the_plan_says_if_nothing_fits_and_refuses_unknown_gpus_and_models(capsys):
     assert plan_command.main(["--fit", "Qwen3-32B", "--gpu", "H100:8"]) == 1
     assert "nothing fits" in capsys.readouterr().out
+    assert plan_command.main(["--fit", "gsm8k", "--gpu", "H100:1"]) == 1
+    assert "placement.colocated=true" in capsys.readouterr().out
     for arguments, named in (
         (["gsm8k", "--gpu", "V100"], "the GPU must be one of A10, A100"),
         (["gsm8k", "--gpu", "H100:0"], "--gpu must be NAME:COUNT"),
