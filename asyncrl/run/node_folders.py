@@ -28,7 +28,7 @@ from asyncrl.config import WORKER_ENV, RunConfig
 from asyncrl.core.errors import AsyncRLError
 from asyncrl.core.host import FOLDER_MODE, NotPrivate, make_private_folder
 from asyncrl.core.remote import fetch_async, within
-from asyncrl.run.run_folder import RunPaths, join_shared_folder, shared_folder
+from asyncrl.run.run_folder import RunPaths, join_shared_folder, shared_folder, weight_bytes
 from asyncrl.single_controller.resource_pool import node_addresses
 from asyncrl.weights.manifest import digest_of
 from buffer import BufferRole
@@ -87,6 +87,10 @@ class NodeFiles:
         except (NotPrivate, OSError) as error:
             return str(error)
         return ""
+
+    def free_bytes(self, folder: str) -> int:
+        """Free bytes of a folder's file system; 0 if the folder does not exist."""
+        return shutil.disk_usage(folder).free if Path(folder).is_dir() else 0
 
     def write(self, path: str, offset: int, data: bytes, mode: int) -> None:
         """Write a part of a file. Links are not followed."""
@@ -147,6 +151,7 @@ class NodeFolders:
         self._make = make or _node_actor
         self._admissions: dict[str, asyncio.Task[str]] = {}
         self._model = self._keys = self._weights = ""
+        self._image_bytes = 0
         self._timeout_s = timeout_s
         self.apart: list[str] = []
         self._collected: dict[tuple[str, str], tuple[Path, int]] = {}
@@ -169,9 +174,12 @@ class NodeFolders:
             The configuration with model paths that exist on every node.
 
         Raises:
-            ValueError: a node does not see a folder that must be shared, or cannot make its own folder.
+            ValueError: a node does not see a folder that must be shared, cannot make its own folder, or has too little
+                shared memory.
         """
         self._model, self._keys, self._weights = config.model.path, keys, config.weights.directory
+        # The version that an engine serves, and the next one.
+        self._image_bytes = 2 * weight_bytes(config) if config.weights.keeps_images else 0
         if not self._nodes:
             return config
         if config.checkpoint.every_steps or resumes:
@@ -222,7 +230,16 @@ class NodeFolders:
                 logger.warning("node %s does not hold the run's folder in shared memory: %s", address, reason)
 
     async def _equip(self, addresses: Collection[str]) -> None:
-        """Check that the nodes see the folder of weights, and send keys to those that lack them."""
+        """Check folder and memory for weights on nodes, and send keys to those that lack them."""
+        if self._image_bytes:
+            free = await self._ask(addresses, "free_bytes", str(shared_folder(self._run_dir)))
+            if small := [f"{node} has {size >> 20}" for node, size in free.items() if size <= self._image_bytes]:
+                raise ValueError(
+                    "each engine keeps an image of the weights in its host's shared memory, which needs "
+                    f"{self._image_bytes >> 20} MiB free, got: {', '.join(small)} MiB; free some, give its container a "
+                    "larger --shm-size, or set weights.transport=file with weights.full_every=1 and "
+                    "weights.copy_to_memory=false"
+                )
         if self._weights:
             await self.check_shared("weights.directory", _absolute(self._weights), by=addresses)
         if self._keys:  # only their owner may read them

@@ -212,7 +212,7 @@ def _make_snapshot_folder(config: RunConfig, run_dir: Path) -> Path:
         return make_private_folder(folder)  # it exists: the run has locked it, and the buffer's sockets may be in it
     folder.mkdir(mode=FOLDER_MODE)
     if weights.transport is Transport.auto and missing:
-        _warn_of_disk(folder, missing, _weight_bytes(config))
+        _warn_of_disk(folder, missing, weight_bytes(config))
     return folder
 
 
@@ -260,12 +260,13 @@ def _missing_memory(config: RunConfig, num_versions: int) -> str:
     """Why this number of versions does not fit into shared memory; empty if it fits."""
     if not SHARED_MEMORY.is_dir():
         return f"{SHARED_MEMORY} does not exist"
-    wanted = 2 * _weight_bytes(config) * num_versions
+    wanted = 2 * weight_bytes(config) * num_versions
     free = shutil.disk_usage(SHARED_MEMORY).free
     return f"{SHARED_MEMORY} has {free >> 20} MiB free and {wanted >> 20} MiB are needed" if free <= wanted else ""
 
 
-def _weight_bytes(config: RunConfig) -> int:
+def weight_bytes(config: RunConfig) -> int:
+    """Bytes of the model's safetensors files."""
     return sum(file.stat().st_size for file in Path(config.model.path).glob("*.safetensors"))
 
 

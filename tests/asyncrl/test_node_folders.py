@@ -212,6 +212,19 @@ async def test_a_node_that_comes_back_under_its_address_is_supplied_again(folder
     assert (back.file(path) / "config.json").read_text() == "{}"
 
 
+async def test_a_node_whose_shared_memory_has_no_room_for_images_is_named(folders, tmp_path, monkeypatch):
+    model = make_model(tmp_path / "model")
+    weights = WeightsConfig(transport=Transport.collective)
+    config = replace(RunConfig(), model=ModelConfig(path=str(model)), weights=weights)
+    assert (await folders.supply(config, keys="", resumes=False)).weights == weights
+    usage = shutil.disk_usage(tmp_path)
+    full = usage._replace(free=2 * (model / "model.safetensors").stat().st_size)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: full if "other" in str(path) else usage)
+    with pytest.raises(ValueError, match=r"got: 10\.0\.0\.2 has 0 MiB; .*weights\.transport=file"):
+        await folders.supply(config, keys="", resumes=False)
+    await folders.supply(replace(config, weights=WeightsConfig()), keys="", resumes=False)  # keeps no images
+
+
 async def test_a_node_that_does_not_see_a_folder_that_must_be_shared_is_not_used(folders, tmp_path, monkeypatch):
     weights = WeightsConfig(transport=Transport.file, directory=str(tmp_path / "weights"))
     alone = NodeFolders(tmp_path / "run", {}, timeout_s=1.0, known=["own"])
