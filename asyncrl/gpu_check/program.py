@@ -111,11 +111,8 @@ def stack(setup: Setup) -> Iterator[Result]:
     yield _result(
         "/dev/shm", free >= MIN_SHARED_BYTES or setup.device == "cpu", f"{free / 1e9:.1f} GB free", remedy, free=free
     )
-    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    yield _result(
-        "open files", hard >= MIN_FILES, f"{files}, at most {hard}", "ulimit -Hn 65536", soft=files, hard=hard
-    )
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    yield _result("open files", hard >= MIN_FILES, f"{soft}, at most {hard}", "ulimit -Hn 65536", soft=soft, hard=hard)
 
 
 def _version(package: str) -> str:

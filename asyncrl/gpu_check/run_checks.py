@@ -16,6 +16,8 @@ from asyncrl.gpu_check.tasks import Setup, TaskFailed
 
 _SERVER = "sglang::scheduler"
 _TAIL_LINES = 12
+_STOP_S = 90.0
+"""Longer than the deadlines of a run that stops and saves its policy."""
 _NUM_STEPS = {"cuda": 40, "cpu": 6}
 
 
@@ -58,7 +60,10 @@ def quickstart(setup: Setup, name: str, *overrides: str, kill_engine: bool = Fal
     finally:
         if process.poll() is None:
             process.terminate()  # the run ends its processes itself
-            process.wait()
+            try:
+                process.wait(_STOP_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
     if not is_killed:
         raise TaskFailed("the run ended before its engine could be killed")
     yield {"steps": num_steps, **json.loads((folder / "summary.json").read_text())}
