@@ -30,7 +30,7 @@ from asyncrl.single_controller.codec import buffer_of, checked_shape, dtype_of
 
 from .commands import OPERATIONS, Answer, Failure, Int64, Operation, leaves
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 MAX_HEADER_BYTES = 1 << 20
 MAX_FRAMES = 4096
 MAX_BATCH = 64
@@ -163,6 +163,10 @@ def prompt_frames(prompt: Prompt) -> list[Any]:
         "ground_truth": prompt.ground_truth,
         "data_source": prompt.data_source,
         "extra": dict(prompt.extra),
+        "messages": tuple(map(dict, prompt.messages)),
+        "tools": tuple(map(dict, prompt.tools)),
+        "environment": prompt.environment,
+        "environment_options": dict(prompt.environment_options),
     }
     return pack(codec.encode(values))
 

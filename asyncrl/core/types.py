@@ -33,6 +33,11 @@ class Prompt:
         ground_truth: Expected answer, for the reward function; any msgpack value. Example: ``"54321"``.
         data_source: Name of the task, for the reward function. Example: ``"reverse"``.
         extra: Further columns for the reward function.
+        messages: The row's chat messages, in the form of OpenAI's API; empty for a row of plain text without an
+            environment. Example: ``({"role": "user", "content": "12 + 30"},)``.
+        tools: JSON schemas of the tools that the model may call, in the same form.
+        environment: The row's own environment; empty for the environment of the run.
+        environment_options: Further options of the environment for this row.
     """
 
     group_id: int
@@ -40,6 +45,10 @@ class Prompt:
     ground_truth: Any = None
     data_source: str = ""
     extra: Mapping[str, Any] = field(default_factory=dict)
+    messages: tuple[Mapping[str, Any], ...] = ()
+    tools: tuple[Mapping[str, Any], ...] = ()
+    environment: str = ""
+    environment_options: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

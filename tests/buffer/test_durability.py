@@ -18,7 +18,7 @@ from asyncrl.core.types import Lease
 from buffer import BufferConfig, BufferProcess, Durability, StoresOn, journal, service
 from buffer.commands import Command, Commit, Committed, LeaseGroups, Put, PutOutcome, PutResult
 from buffer.journal import AppendOnlyFile, Head, Journal, Value
-from tests.support.buffer_groups import AnyRole, prompt, rollout, running
+from tests.support.buffer_groups import AnyRole, chat_prompt, prompt, rollout, running
 
 
 def on_disk(directory: Path, **options) -> BufferConfig:
@@ -67,6 +67,24 @@ async def test_acknowledged_work_survives_a_restart_exactly(tmp_path: Path):
         assert again[0].prompt.extra == {"row": again[0].prompt.group_id}
         assert (await client.commit(1)).lag_histogram == {0: 2, 1: 2}
         await worker.close()
+
+
+async def test_messages_tools_and_environment_of_a_prompt_survive_a_restart(tmp_path: Path):
+    options = {"durability": Durability.disk, "directory": str(tmp_path)}
+    async with running(**options) as run:
+        await run.client().enqueue([chat_prompt(i) for i in range(2)])
+        [lost] = await run.client().lease(0, 1)
+    async with running(**options) as run:
+        queued = await run.client().lease(0, 1)
+        assert {lost.prompt.group_id, queued[0].prompt.group_id} == {0, 1}
+        for lease in (lost, *queued):
+            sent = chat_prompt(lease.prompt.group_id)
+            assert lease.prompt.messages == sent.messages
+            assert lease.prompt.tools == sent.tools
+            assert (lease.prompt.environment, lease.prompt.environment_options) == (
+                sent.environment,
+                sent.environment_options,
+            )
 
 
 class Learner:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import msgpack
 import numpy as np
@@ -10,7 +10,10 @@ import pytest
 
 from asyncrl.core.errors import WireError
 from asyncrl.core.trajectory import Trajectory, TrajectoryGroup, Turn
-from buffer.encoding import group_frames, group_of, pack, unpack
+from asyncrl.core.types import Prompt
+from asyncrl.single_controller import codec
+from buffer.encoding import group_frames, group_of, pack, prompt_frames, prompt_of, unpack
+from tests.support.buffer_groups import chat_prompt, prompt
 
 
 def grouped(num_tokens: int = 4) -> TrajectoryGroup:
@@ -45,6 +48,22 @@ def test_every_column_that_the_schema_names_travels(num_tokens: int) -> None:
             np.testing.assert_array_equal(sent[name], got[name])
             assert not got[name].flags.writeable
     assert received.token_columns["routed_experts"].shape == (2 + 2 * num_tokens, 3, 2)
+
+
+def test_every_field_of_a_prompt_travels() -> None:
+    sent = chat_prompt(7)
+    got = prompt_of([bytes(frame) for frame in prompt_frames(sent)])
+    assert got.prompt_ids.tolist() == sent.prompt_ids.tolist()
+    for name in (each.name for each in fields(Prompt) if each.name != "prompt_ids"):
+        assert getattr(sent, name), f"the test's prompt has no {name}"
+        assert getattr(got, name) == getattr(sent, name)
+
+
+def test_a_prompt_of_an_earlier_release_has_no_messages() -> None:
+    values = {"group_id": 3, "prompt_ids": np.arange(2, dtype=np.int32), "ground_truth": "x"}
+    old = prompt_of(pack(codec.encode(values | {"data_source": "", "extra": {}})))
+    assert (old.messages, old.tools, old.environment, old.environment_options) == ((), (), "", {})
+    assert prompt(3).messages == ()
 
 
 def test_a_column_of_objects_is_refused_by_its_sender() -> None:

@@ -16,6 +16,27 @@ def prompt(group_id: int) -> Prompt:
     return Prompt(group_id=group_id, prompt_ids=np.arange(3, dtype=np.int32), ground_truth="x", extra={"row": group_id})
 
 
+def chat_prompt(group_id: int) -> Prompt:
+    """A prompt with a value in every field."""
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": 2}'}}
+    return Prompt(
+        group_id=group_id,
+        prompt_ids=np.arange(5, dtype=np.int32),
+        ground_truth={"answers": ["3", None, 3.0]},
+        data_source="sums",
+        extra={"row": group_id},
+        messages=(
+            {"role": "system", "content": "Use the tool. Größe ≤ 3"},
+            {"role": "user", "content": "1 + 2"},
+            {"role": "assistant", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "c1", "content": "3"},
+        ),
+        tools=({"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}},),
+        environment="sums.py:Sums",
+        environment_options={"level": 2, "seeds": [1, 2], "nested": {"strict": True}},
+    )
+
+
 def rollout(
     lease: Lease, *, version: int | None = None, num_tokens: int = 5, rewards: tuple[float, float] = (0.0, 1.0)
 ) -> TrajectoryGroup:
