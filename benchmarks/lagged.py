@@ -18,8 +18,8 @@ import torch
 from transformers import AutoTokenizer
 
 from asyncrl.config import RunConfig
-from asyncrl.core.trajectory import TrajectoryGroup
-from asyncrl.core.types import Lease, Plan, Prompt, WeightOffer
+from asyncrl.core.trajectory import Trajectory, TrajectoryGroup, Turn
+from asyncrl.core.types import Plan, Prompt, WeightOffer
 from asyncrl.data.prompts import PromptStream, load_eval_prompts
 from asyncrl.weights.publish import WeightPublisher
 from learner.advantages import BatchAdvantages
@@ -30,7 +30,6 @@ from learner.trainer import LearnerStep, Trainer
 from learner.types import group_sequences
 from rollout_fleet.engines.engine import RunningSample, SampleOutput, SampleRequest, read_model_facts
 from rollout_fleet.engines.transformers import GenerationModel
-from rollout_fleet.inflight import to_trajectory_group
 from rollout_fleet.rewards import REWARDS
 from rollout_fleet.sample_log import load_decoder
 
@@ -131,14 +130,15 @@ class LaggedTraining:
 
     def _roll_out(self, prompts: Sequence[Prompt], version: int) -> list[TrajectoryGroup]:
         outputs = self._generate(prompts, self._config.algorithm.samples_per_prompt, version)
-        return [
-            to_trajectory_group(
-                Lease(prompt=prompt, attempt=0, engine_version=version, deadline_version=version + self._lag),
-                samples,
-                self._rewards(prompt, samples),
-            )
-            for prompt, samples in zip(prompts, outputs, strict=True)
-        ]
+        groups = []
+        for prompt, samples in zip(prompts, outputs, strict=True):
+            given, rewards = Turn.given(prompt.prompt_ids), self._rewards(prompt, samples).tolist()
+            trajectories = [
+                Trajectory(turns=(given, sample.turn(parent=0)), reward=reward)
+                for sample, reward in zip(samples, rewards, strict=True)
+            ]
+            groups.append(TrajectoryGroup.from_trajectories(trajectories, group_id=prompt.group_id, attempt=0))
+        return groups
 
     def _accuracy(self, snapshot: WeightOffer) -> float:
         """Mean reward of held-out prompts, sampled as in training; leaves torch's random state as it was."""

@@ -15,8 +15,8 @@ import numpy as np
 from transformers import AutoTokenizer
 
 from asyncrl.cli.quickstart import make_assets
-from asyncrl.core.trajectory import TrajectoryGroup
-from asyncrl.core.types import Lease, Prompt
+from asyncrl.core.trajectory import Trajectory, TrajectoryGroup, Turn
+from asyncrl.core.types import Prompt
 from asyncrl.data.config import DataConfig
 from asyncrl.data.prompts import PromptStream
 from asyncrl.weights.publish import WeightPublisher
@@ -33,7 +33,6 @@ from learner.types import group_sequences
 from rollout_fleet.config import EngineDevice, RolloutFleetConfig, SamplingConfig
 from rollout_fleet.engines.engine import Engine, SampleRequest
 from rollout_fleet.engines.transformers import TransformersEngine
-from rollout_fleet.inflight import to_trajectory_group
 
 NUM_GROUPS, NUM_SAMPLES, MAX_LAG = 4, 4, 1
 SAMPLING = SamplingConfig(max_new_tokens=8)
@@ -106,10 +105,11 @@ async def rollout(engine: Engine, lease: GrantedLease, prompt: Prompt, tokenizer
     samples = [output async for _, output in engine.generate(requests)]
     texts = tokenizer.batch_decode([sample.token_ids for sample in samples], skip_special_tokens=True)
     rewards = [np.mean([text[i : i + 1] == digit for i, digit in enumerate(prompt.ground_truth)]) for text in texts]
-    held = Lease(
-        prompt=prompt, attempt=lease.attempt, engine_version=lease.engine_version, deadline_version=lease.deadline
-    )
-    return to_trajectory_group(held, samples, np.array(rewards, dtype=np.float32))
+    trajectories = [
+        Trajectory(turns=(Turn.given(prompt.prompt_ids), sample.turn(parent=0)), reward=float(reward))
+        for sample, reward in zip(samples, rewards, strict=True)
+    ]
+    return TrajectoryGroup.from_trajectories(trajectories, group_id=lease.group_id, attempt=lease.attempt)
 
 
 if __name__ == "__main__":

@@ -210,7 +210,7 @@ class RolloutFleetConfig:
         reward_timeout_s: Deadline of scoring one prompt group.
         on_reward_failure: ``retry_group``: if the reward fails on one response, the attempt at its group fails.
             ``drop_trajectory``: only the response is left out, and the group is trained on with the others, at least
-            two. Then the choice of responses depends on their content (`rollout_fleet.inflight`).
+            two. Then the choice of responses depends on their content (`rollout_fleet.settlement`).
         max_attempts: A prompt group is dropped and counted after so many failures, on any workers: its reward fails, or
             the engine aborts it by itself. Evictions do not count.
         max_failures_in_a_row: The run ends after so many such failures on one worker without a stored group between

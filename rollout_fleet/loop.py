@@ -43,20 +43,12 @@ from asyncrl.core.types import Lease, WeightOffer
 
 from .config import RolloutFleetConfig, SaveProgress
 from .engines.engine import Engine, SampleOutput, SampleRequest, cancel
-from .inflight import (
-    ON_ENGINE,
-    GroupEnd,
-    GroupLimit,
-    GroupPhase,
-    InflightGroup,
-    InflightGroups,
-    Settlement,
-    to_prefixes,
-)
+from .inflight import ON_ENGINE, GroupEnd, GroupLimit, GroupPhase, InflightGroup, InflightGroups
 from .member import Member
 from .metrics import FleetCounters, FleetMeter
 from .rewards import WeightedRewards
 from .sample_log import Decode, SampleLog
+from .settlement import Settlement
 
 logger = logging.getLogger(__name__)
 
@@ -108,9 +100,11 @@ class RolloutLoop:
         self._member = member
         self._buffer = buffer
         self._begin_group = partial(
-            InflightGroup.begin, num_samples=samples_per_prompt, greedy_baseline=greedy_baseline
+            InflightGroup.begin,
+            num_samples=samples_per_prompt,
+            sampling=config.sampling,
+            greedy_baseline=greedy_baseline,
         )
-        self._to_prefixes = partial(to_prefixes, num_samples=samples_per_prompt)
         self._meter = FleetMeter()
         self._stamp = partial(_stamp, engine)
         self._settlement = Settlement(
@@ -397,8 +391,7 @@ class RolloutLoop:
         """Send newly leased groups to the engine; each continues from the progress that an earlier attempt saved."""
         groups = []
         for lease in leases:
-            progress = self._buffer.take_progress(lease)
-            group = self._begin_group(lease, prefixes=self._to_prefixes(progress) if progress else ())
+            group = self._begin_group(lease, progress=self._buffer.take_progress(lease))
             self._groups.add(group)
             groups.append(group)
         if groups:
@@ -450,7 +443,7 @@ class RolloutLoop:
                 if record.current() is not None:  # a group has one first token, on any of its samples
                     stamps = iter([partial(self._stamp, GroupEvent.first_token, group)])
                     on_first_token = lambda stamps=stamps: next(stamps, lambda: None)()  # noqa: E731
-                new = group.next_requests(self._config.sampling, on_first_token=on_first_token)
+                new = group.next_requests(on_first_token=on_first_token)
             asked.update((request.id, group) for request in new)
             requests += new
             if not new:

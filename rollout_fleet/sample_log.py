@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from asyncrl.core.trajectory import Turn
 from asyncrl.core.types import Prompt
 
 from .config import SamplesConfig
@@ -73,7 +74,9 @@ class SampleLog:
         """Import pyarrow now: its import takes a second and would delay a batch of samples."""
         await asyncio.to_thread(importlib.import_module, "pyarrow.parquet")
 
-    async def add(self, prompt: Prompt, samples: Sequence[SampleOutput], texts: Sequence[str], scores: Scores) -> None:
+    async def add(
+        self, prompt: Prompt, samples: Sequence[SampleOutput | Turn], texts: Sequence[str], scores: Scores
+    ) -> None:
         """Keep a finished training group if one is due; the last group of a set writes the file."""
         version = max(int(sample.versions[-1]) for sample in samples)
         if not self._config.every_steps or version < self._next_version:
@@ -95,7 +98,7 @@ class SampleLog:
                 await self._write(kind, version, own, part=part)
 
     def rows(
-        self, prompt: Prompt, samples: Sequence[SampleOutput], texts: Sequence[str], scores: Scores
+        self, prompt: Prompt, samples: Sequence[SampleOutput | Turn], texts: Sequence[str], scores: Scores
     ) -> list[dict[str, Any]]:
         """Return the rows of a prompt group."""
         truth = prompt.ground_truth

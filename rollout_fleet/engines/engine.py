@@ -21,6 +21,7 @@ import numpy as np
 from asyncrl.core import record
 from asyncrl.core.errors import AsyncRLError, DeadlineError, EngineError, RequestRefused
 from asyncrl.core.record import SpanKind
+from asyncrl.core.trajectory import Turn
 from asyncrl.core.types import FinishReason, WeightOffer
 from asyncrl.weights.carriers import SLOWEST_LOAD, load_limit_s
 from rollout_fleet.config import SamplingConfig
@@ -67,6 +68,17 @@ class SampleOutput:
     logprobs: np.ndarray
     versions: np.ndarray
     finish_reason: FinishReason | None
+
+    def turn(self, parent: int) -> Turn:
+        """The finished turn below ``parent``."""
+        return Turn(
+            token_ids=self.token_ids,
+            parent=parent,
+            sampled=True,
+            logprobs=self.logprobs,
+            versions=self.versions,
+            finish_reason=self.finish_reason,
+        )
 
 
 NOTHING = SampleOutput(

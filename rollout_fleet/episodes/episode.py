@@ -116,6 +116,11 @@ class Episode:
         return sum(len(node.turn.token_ids) for node in self._nodes if node.turn.sampled and node.is_live)
 
     @property
+    def num_held(self) -> int:
+        """All tokens that were recorded, or that this life sampled, the dropped included."""
+        return self.num_tokens + self.num_waiting + self.num_dropped
+
+    @property
     def num_waiting(self) -> int:
         """Recorded tokens that no request has asked for yet."""
         return sum(len(node.turn.token_ids) for node in self._nodes if self._waits(node))
@@ -124,6 +129,11 @@ class Episode:
     def running(self) -> list[int]:
         """The turns that are being sampled."""
         return [index for index, node in enumerate(self._nodes) if node.is_running]
+
+    @property
+    def answer(self) -> Turn | None:
+        """The last sampled turn of this life; None before there is one."""
+        return next((node.turn for node in reversed(self._nodes) if node.turn.sampled and node.is_live), None)
 
     def turn(self, index: int) -> Turn:
         """Return a turn; a turn without a finish reason is running, or was given."""
@@ -135,7 +145,10 @@ class Episode:
         while index != ROOT:
             parts.append(self._nodes[index].turn.token_ids)
             index = self._nodes[index].turn.parent
-        return np.concatenate(parts[::-1], dtype=np.int32) if parts else np.empty(0, dtype=np.int32)
+        parts = [part for part in parts[::-1] if len(part)]
+        if len(parts) == 1:  # the prompt's own array: an engine then knows that requests share it
+            return parts[0]
+        return np.concatenate(parts, dtype=np.int32) if parts else np.empty(0, dtype=np.int32)
 
     def give(self, parent: int, tokens: Sequence[int] | np.ndarray) -> int:
         """Append tokens that the policy did not sample; returns the turn.
@@ -186,7 +199,7 @@ class Episode:
             node = self._nodes[index]
         node.is_live = True
         self.num_replayed += len(node.turn.token_ids)
-        node.sampling = replace(sampling, max_new_tokens=most)
+        node.sampling = _at_most(sampling, most)
         self._end_if_full(node)
         return index
 
@@ -200,7 +213,7 @@ class Episode:
             request = SampleRequest(
                 id=f"{self.name}-{index}-{self._num_requests}",
                 prompt_ids=self.path(index),
-                sampling=replace(node.sampling, max_new_tokens=num_left),
+                sampling=_at_most(node.sampling, num_left),
             )
             self._num_requests += 1
             self._outstanding[request.id] = index
@@ -223,6 +236,19 @@ class Episode:
         node.depth += len(output.token_ids)
         self._end_if_full(node)
         return index
+
+    def abandon(self) -> None:
+        """Drop the turns that still run: nobody waits for them any more. The engine must have no request of them.
+
+        Raises:
+            ValueError: the engine has a request.
+        """
+        if self._outstanding:
+            raise ValueError(f"episode {self.name}: the engine still has {[*self._outstanding]}; abort them first")
+        for index in self.running:
+            node = self._nodes[index]
+            node.is_live, node.is_dropped = False, True
+            self.num_dropped += len(node.turn.token_ids)
 
     def trajectory(
         self,
@@ -323,6 +349,10 @@ class Episode:
             reason = turn.finish_reason or (FinishReason.unfinished if turn.sampled else None)
             turns.append(replace(turn, parent=places.get(turn.parent, ROOT), finish_reason=reason))
         return tuple(turns), places
+
+
+def _at_most(sampling: SamplingConfig, max_new_tokens: int) -> SamplingConfig:
+    return sampling if sampling.max_new_tokens == max_new_tokens else replace(sampling, max_new_tokens=max_new_tokens)
 
 
 def _int32(tokens: Sequence[int] | np.ndarray) -> np.ndarray:

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from asyncrl.core.errors import DeadlineError, EngineError
-from asyncrl.core.types import FinishReason, Lease, Prompt
+from asyncrl.core.trajectory import Trajectory, TrajectoryGroup, Turn
+from asyncrl.core.types import FinishReason
 from rollout_fleet.config import SamplingConfig
 from rollout_fleet.engines.engine import SampleOutput, SampleRequest, SilenceWatch, check_output, check_prompt
-from rollout_fleet.inflight import to_trajectory_group
 
 pytestmark = [pytest.mark.timeout(30), pytest.mark.usefixtures("virtual_time")]
 
@@ -77,10 +77,13 @@ def test_token_ids_are_checked_whatever_their_type_and_layout(ids, is_refused, s
 
 
 def test_a_trajectory_lays_the_samples_end_to_end():
-    prompt = Prompt(group_id=9, prompt_ids=np.asarray([3, 4], dtype=np.int32))
-    lease = Lease(prompt=prompt, attempt=2, engine_version=4, deadline_version=6)
+    prompt = Turn.given(np.asarray([3, 4], dtype=np.int32))
     long = sample_of((5, 6, 7), (-1.0, -2.0, -3.0), (4, 4, 5), FinishReason.length)
-    group = to_trajectory_group(lease, (sample_of(), long), np.asarray([1.0, 0.0], dtype=np.float32))
+    trajectories = [
+        Trajectory(turns=(prompt, sample.turn(parent=0)), reward=reward)
+        for sample, reward in ((sample_of(), 1.0), (long, 0.0))
+    ]
+    group = TrajectoryGroup.from_trajectories(trajectories, group_id=9, attempt=2)
     assert (group.group_id, group.attempt) == (9, 2)
     assert group.token_ids.tolist() == [3, 4, 3, 1, 5, 6, 7]
     assert group.summary.response_lengths == (2, 3)

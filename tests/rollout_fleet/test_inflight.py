@@ -9,7 +9,8 @@ from asyncrl.core.errors import ReplayBufferError
 from asyncrl.core.types import FinishReason, Lease, Prompt
 from rollout_fleet.config import SamplingConfig
 from rollout_fleet.engines.engine import SampleOutput
-from rollout_fleet.inflight import InflightGroup, to_prefixes, to_progress, to_trajectory_group
+from rollout_fleet.inflight import InflightGroup
+from rollout_fleet.rewards import Scores
 
 LEASE = Lease(
     prompt=Prompt(group_id=7, prompt_ids=np.array([3, 4], dtype=np.int32)),
@@ -28,43 +29,68 @@ def written(num_tokens: int, version: int, finish_reason: FinishReason | None = 
     )
 
 
+def begin(num_samples: int, **options) -> InflightGroup:
+    return InflightGroup.begin(
+        LEASE, num_samples=num_samples, **{"sampling": SamplingConfig(max_new_tokens=60), **options}
+    )
+
+
+def saved(*outputs: SampleOutput):
+    """The progress of a group that got these answers."""
+    group = begin(len(outputs))
+    for request, output in zip(group.next_requests(), outputs, strict=True):
+        group.take(request.id, output)
+    return group.progress()
+
+
 def test_a_new_group_asks_for_one_sample_per_request_of_its_prompt():
-    group = InflightGroup.begin(LEASE, num_samples=3)
-    requests = group.next_requests(SamplingConfig(max_new_tokens=5, temperature=0.7))
-    assert [request.prompt_ids.tolist() for request in requests] == [[3, 4]] * 3
-    assert {request.sampling for request in requests} == {SamplingConfig(max_new_tokens=5, temperature=0.7)}
+    sampling = SamplingConfig(max_new_tokens=5, temperature=0.7)
+    group = begin(3, sampling=sampling)
+    requests = group.next_requests()
+    assert all(request.prompt_ids is LEASE.prompt.prompt_ids for request in requests), "an engine checks it once"
+    assert {request.sampling for request in requests} == {sampling}
     assert len({request.id for request in requests}) == 3
     assert group.outstanding == [request.id for request in requests]
 
 
 def test_each_sample_goes_on_from_where_it_was_and_finished_ones_stay():
-    prefixes = (written(5, 1), written(0, 1), written(4, 2, FinishReason.stop))
-    group = InflightGroup.begin(LEASE, num_samples=3, prefixes=prefixes)
+    group = begin(3, progress=saved(written(5, 1), written(0, 1), written(4, 2, FinishReason.stop)))
     assert (group.num_tokens, group.num_own_tokens) == (9, 0)
-    first, second = group.next_requests(SamplingConfig(max_new_tokens=60))
+    first, second = group.next_requests()
     assert first.prompt_ids.tolist() == [3, 4, *[14] * 5]
     assert second.prompt_ids.tolist() == [3, 4]
     assert [request.sampling.max_new_tokens for request in (first, second)] == [55, 60]
     assert group.take(first.id, written(3, 3, FinishReason.stop)) == 3
     assert group.take(second.id, written(8, 3, FinishReason.length)) == 8
-    assert [sample.versions.tolist() for sample in group.samples] == [[1] * 5 + [3] * 3, [3] * 8, [2] * 4]
-    assert [sample.logprobs.tolist() for sample in group.samples] == [[-1.0] * 5 + [-3.0] * 3, [-3.0] * 8, [-2.0] * 4]
+    answers = [episode.answer for episode in group.episodes]
+    assert [answer.versions.tolist() for answer in answers] == [[1] * 5 + [3] * 3, [3] * 8, [2] * 4]
+    assert [answer.logprobs.tolist() for answer in answers] == [[-1.0] * 5 + [-3.0] * 3, [-3.0] * 8, [-2.0] * 4]
     assert group.is_finished
     assert not group.outstanding
     assert (group.num_tokens, group.num_own_tokens) == (20, 11)
 
 
 def test_a_sample_without_tokens_left_to_write_is_not_requested():
-    group = InflightGroup.begin(LEASE, num_samples=2, prefixes=(written(6, 1), written(2, 1, FinishReason.stop)))
-    assert group.next_requests(SamplingConfig(max_new_tokens=6)) == []
-    assert [sample.finish_reason for sample in group.samples] == [FinishReason.length, FinishReason.stop]
+    progress = saved(written(6, 1), written(2, 1, FinishReason.stop))
+    group = begin(2, progress=progress, sampling=SamplingConfig(max_new_tokens=6))
+    assert group.next_requests() == []
+    assert [episode.answer.finish_reason for episode in group.episodes] == [FinishReason.length, FinishReason.stop]
+
+
+def test_a_saved_sample_that_is_longer_than_the_options_allow_now_begins_again_and_stays_in_the_account():
+    group = begin(1, progress=saved(written(7, 1)), sampling=SamplingConfig(max_new_tokens=6))
+    (request,) = group.next_requests()
+    assert request.prompt_ids.tolist() == [3, 4]
+    group.take(request.id, written(2, 3, FinishReason.stop))
+    assert (group.num_tokens, group.num_own_tokens) == (9, 2)
+    assert group.scored(Scores(total=np.zeros(1, dtype=np.float32)), [0]).summary.num_tokens == 2
 
 
 def test_a_group_that_was_cut_off_twice_asks_under_new_ids():
-    group = InflightGroup.begin(LEASE, num_samples=1)
+    group = begin(1)
     ids = []
     for _ in range(3):
-        (request,) = group.next_requests(SamplingConfig(max_new_tokens=60))
+        (request,) = group.next_requests()
         ids.append(request.id)
         group.take(request.id, written(2, 1))
     assert len(set(ids)) == 3
@@ -81,38 +107,39 @@ def test_ids_are_distinct_at_any_group_attempt_and_sample():
             engine_version=0,
             deadline_version=0,
         )
-        group = InflightGroup.begin(lease, num_samples=1100)
-        ids |= {request.id for request in group.next_requests(SamplingConfig())}
+        group = InflightGroup.begin(lease, num_samples=1100, sampling=SamplingConfig())
+        ids |= {request.id for request in group.next_requests()}
     assert len(ids) == 6 * 1100
 
 
 def test_the_greedy_baseline_is_the_last_sample_and_in_no_account():
-    group = InflightGroup.begin(LEASE, num_samples=2, greedy_baseline=True)
     sampling = SamplingConfig(temperature=0.7, top_p=0.9, top_k=5, min_p=0.1, max_new_tokens=9)
-    *sampled, greedy = group.next_requests(sampling)
+    group = begin(2, sampling=sampling, greedy_baseline=True)
+    *sampled, greedy = group.next_requests()
     assert {request.sampling for request in sampled} == {sampling}
     assert greedy.sampling == SamplingConfig(temperature=0.0, max_new_tokens=9)
     assert [group.take(request.id, written(3, 1, FinishReason.stop)) for request in sampled] == [3, 3]
     assert group.take(greedy.id, written(2, 1, FinishReason.stop, token=8)) == 0
     assert group.num_tokens == 6
-    rewards = np.array([0.0, 1.0, 1.0], dtype=np.float32)
     parts = {"format": np.array([0.25, 0.5, 1.0], dtype=np.float32)}
-    record = to_trajectory_group(LEASE, group.samples, rewards, parts=parts, num_baselines=group.num_baselines)
+    record = group.scored(Scores(total=np.array([0.0, 1.0, 1.0], dtype=np.float32), parts=parts), [0, 1, 2])
     assert record.summary.metrics == (("reward.format", 0.375),)
     assert record.is_baseline.tolist() == [False, False, True]
     assert record.summary.num_tokens == 6
     assert record.summary.rewards == (0.0, 1.0, 1.0)
     assert [record.trained_mask(branch).sum() for branch in record.branches] == [3, 3, 0]
-    assert to_progress(LEASE, group.trained_samples).num_trajectories == 2
+    assert group.progress().num_trajectories == 2
 
 
 def test_progress_comes_back_as_the_samples_that_it_was_made_of():
     samples = (written(3, 1), written(0, 1), written(2, 4, FinishReason.stop))
-    progress = to_progress(LEASE, samples)
+    progress = saved(*samples)
     assert progress.summary.num_tokens == 5
-    for before, after in zip(samples, to_prefixes(progress, num_samples=3), strict=True):
+    for before, episode in zip(samples, begin(3, progress=progress).episodes, strict=True):
+        after = episode.answer
         assert before.finish_reason is after.finish_reason
         for column in ("token_ids", "logprobs", "versions"):
             np.testing.assert_array_equal(getattr(before, column), getattr(after, column))
     with pytest.raises(ReplayBufferError, match="group 7 has 3 samples, this run takes 4"):
-        to_prefixes(progress, num_samples=4)
+        begin(4, progress=progress)
+    assert begin(2).progress() is None

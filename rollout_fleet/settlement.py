@@ -1,0 +1,192 @@
+"""The end of a prompt group's way through a rollout worker: scored and stored, or saved and released."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+import numpy as np
+
+from asyncrl.core import record
+from asyncrl.core.errors import AsyncRLError, EngineError, LeaseExpired, RewardError, StoreFull, VersionTooOld
+from asyncrl.core.ports import RolloutBuffer
+from asyncrl.core.record import GroupEvent, SpanKind
+from asyncrl.core.trajectory import TrajectoryGroup
+
+from .config import OnRewardFailure, RolloutFleetConfig, SaveProgress
+from .inflight import GroupEnd, InflightGroup
+from .metrics import FleetMeter
+from .rewards import WeightedRewards
+from .sample_log import Decode, SampleLog
+
+logger = logging.getLogger(__name__)
+
+FEWEST_SAMPLES = 2
+"""Responses that a group needs after failed rewards: an advantage compares responses."""
+
+
+class Settlement:
+    """Settles groups that have left the engine of one rollout worker.
+
+        finished ──▶ score ──▶ put              refused: its lease has expired, or its oldest token is too old
+           │           │
+           │           └─ the reward fails ─┐
+        cut off ──▶ save ──▶ release        ├──▶ released; dropped after ``max_attempts`` failures
+           └─ aborted, or its engine fails ─┘
+
+    With ``on_reward_failure=drop_trajectory`` a response on which the reward fails is left out of its group and counted
+    (``reward_trajectory``); its tokens are dropped (``reward``). Then each advantage compares the other responses.
+    ``decode`` turns response tokens into the text that rewards read; ``samples`` keeps some scored samples for reading;
+    ``stamp`` records an event of a group in the run's profile.
+    """
+
+    def __init__(
+        self,
+        config: RolloutFleetConfig,
+        *,
+        buffer: RolloutBuffer,
+        rewards: WeightedRewards,
+        decode: Decode,
+        meter: FleetMeter,
+        stamp: Callable[[GroupEvent, InflightGroup], None],
+        samples: SampleLog | None = None,
+    ) -> None:
+        self._config = config
+        self._buffer = buffer
+        self._rewards = rewards
+        self._decode = decode
+        self._meter = meter
+        self._stamp = stamp
+        self._samples = samples
+        self._num_failures_in_a_row = 0
+
+    async def settle(self, group: InflightGroup, *, engine_failure: Exception | None = None) -> None:
+        """Score and store a finished group, or release an unfinished one.
+
+        Raises the failure of this attempt if it is the ``max_failures_in_a_row``-th in a row, and the buffer's errors
+        except for an expired lease.
+        """
+        if group.end is GroupEnd.revoked:
+            await self.release(group, group.end)
+        elif not group.is_finished:
+            await self._settle_unfinished(group, engine_failure)
+        else:
+            try:
+                stored = await self._score(group)
+            except RewardError as error:
+                await self._fail_attempt(group, "reward", error)
+            else:
+                await self._store(group, stored)
+
+    async def save(self, group: InflightGroup) -> None:
+        """Save the tokens of an unfinished group. If the buffer has no room for them, the group continues unsaved."""
+        if (progress := group.progress()) is None:
+            return
+        try:
+            await self._buffer.save_progress(group.lease, progress)
+        except (LeaseExpired, StoreFull, VersionTooOld) as error:
+            logger.warning("prompt group %d was not saved: %s", group.lease.prompt.group_id, error)
+
+    async def give_back(self, groups: Sequence[InflightGroup]) -> None:
+        """Save and release all groups of an ended loop, finished ones too, within ``stop_timeout_s``.
+
+        A revoked group is released only. A lease that the buffer does not take back in time expires; its tokens stay
+        in flight in the counters, and the run lets the buffer account for them (`ControlBuffer.bury`).
+        """
+        if self._config.save_progress is not SaveProgress.never:
+            await self._for_each([group for group in groups if group.end is not GroupEnd.revoked], self.save)
+        await self._for_each(groups, lambda group: self.release(group, GroupEnd.stopped))
+
+    async def _for_each(
+        self, groups: Sequence[InflightGroup], work: Callable[[InflightGroup], Coroutine[Any, Any, Any]]
+    ) -> None:
+        """Do ``work`` for all groups at once, within half of ``stop_timeout_s``; failures are logged."""
+        tasks = {group.key: asyncio.create_task(work(group)) for group in groups}
+        try:
+            if tasks:
+                await asyncio.wait(tasks.values(), timeout=self._config.stop_timeout_s / 2)
+        finally:
+            for task in tasks.values():
+                task.cancel()
+            await asyncio.gather(*tasks.values(), return_exceptions=True)
+        for key, task in tasks.items():
+            failure = TimeoutError() if task.cancelled() else task.exception()
+            if failure is not None:
+                logger.warning("prompt group %d, attempt %d, could not be given back: %r", *key, failure)
+
+    async def release(self, group: InflightGroup, reason: str, *, max_failures: int = 0) -> bool:
+        """Release a group unfinished; returns as `RolloutBuffer.release`."""
+        is_dropped = await self._buffer.release(
+            group.lease, num_tokens=group.num_tokens, reason=str(reason), max_failures=max_failures
+        )
+        self._meter.add(tokens_in_flight=-group.num_own_tokens, groups_released=1)
+        return is_dropped
+
+    async def _settle_unfinished(self, group: InflightGroup, engine_failure: Exception | None) -> None:
+        if self._config.save_progress is not SaveProgress.never:
+            await self.save(group)
+        if group.end is GroupEnd.engine_failed:
+            self._meter.add(groups_failed=Counter([str(group.end)]))
+            await self._try_again(group, group.end, engine_failure)
+        elif group.end is not None:
+            await self.release(group, group.end)
+        else:
+            await self._fail_attempt(group, "aborted", EngineError(f"the engine aborted prompt group {group.key}"))
+
+    async def _score(self, group: InflightGroup) -> TrajectoryGroup:
+        """Score a finished group, and leave out what has no reward. Raises `RewardError` if too little has one."""
+        started = time.perf_counter()
+        prompt, answers = group.lease.prompt, [answer for episode in group.episodes if (answer := episode.answer)]
+        texts = [self._decode(answer.token_ids.tolist()) for answer in answers]
+        may_fail = self._config.on_reward_failure is OnRewardFailure.drop_trajectory
+        fewest = FEWEST_SAMPLES if may_fail else len(texts)
+        with record.span(SpanKind.reward, lane="/reward", group=prompt.group_id):
+            scores = await self._rewards.score(prompt, texts, may_fail=may_fail)
+        self._stamp(GroupEvent.reward, group)
+        self._meter.add(reward_s=time.perf_counter() - started)
+        has_reward = np.isfinite(scores.total)
+        chosen = np.flatnonzero(has_reward).tolist()
+        num_failed = len(texts) - len(chosen)
+        if num_failed:
+            if len(chosen) < fewest:
+                raise RewardError(
+                    f"the reward failed on {num_failed} of {len(texts)} responses to prompt group {prompt.group_id}, "
+                    f"and a group needs {fewest}; the warnings before this message have the errors"
+                )
+            self._meter.add(groups_failed=Counter(reward_trajectory=num_failed))
+            scores = scores.of(has_reward)
+        if self._samples is not None:
+            kept = [answers[index] for index in chosen]
+            await self._samples.add(prompt, kept, [texts[index] for index in chosen], scores)
+        return group.scored(scores, chosen)
+
+    async def _store(self, group: InflightGroup, stored: TrajectoryGroup) -> None:
+        self._num_failures_in_a_row = 0
+        try:
+            await self._buffer.put(stored, num_left_out=group.num_tokens - stored.summary.num_tokens)
+        except (LeaseExpired, VersionTooOld) as error:
+            logger.warning("prompt group %d was refused: %s", group.lease.prompt.group_id, error)
+            self._meter.add(tokens_in_flight=-group.num_own_tokens, groups_refused=1)
+        else:
+            self._meter.add(tokens_in_flight=-group.num_own_tokens, groups_finished=1)
+
+    async def _fail_attempt(self, group: InflightGroup, reason: str, error: AsyncRLError) -> None:
+        """Release a group after a failure of its own. Raises ``error`` after too many failures in a row."""
+        self._meter.add(groups_failed=Counter([reason]))
+        self._num_failures_in_a_row += 1
+        if self._num_failures_in_a_row >= self._config.max_failures_in_a_row:
+            raise type(error)(
+                f"{error} (failure {self._num_failures_in_a_row} in a row, the limit of "
+                "rollout_fleet.max_failures_in_a_row)"
+            )
+        await self._try_again(group, reason, error)
+
+    async def _try_again(self, group: InflightGroup, reason: str, error: Exception | None) -> None:
+        """Release a group as failed; the buffer drops it after ``max_attempts`` failures."""
+        is_dropped = await self.release(group, reason, max_failures=self._config.max_attempts)
+        what = "dropped" if is_dropped else "queued again"
+        logger.warning("attempt %d at group %d failed; the group is %s: %s", group.key[1], group.key[0], what, error)
