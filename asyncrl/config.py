@@ -105,6 +105,8 @@ class WarmStartConfig:
         chat_template: Render messages with the tokenizer's chat template. Otherwise the response is plain text, and the
             end-of-sequence token follows it.
         chat_template_kwargs: Further arguments of the template. Example: ``{"enable_thinking": false}``.
+        system_prompt: A system message before the messages of each row; empty without one.
+        tools_key: Column of the tools that the template renders, as ``data.tools_key``; empty without one.
         output_path: Directory of the fine-tuned policy: new, empty, or written before with the same settings. Empty:
             ``<output_dir>/<experiment>/sft/<digest of the settings>``.
         batch_size: Sequences per optimizer update.
@@ -130,6 +132,8 @@ class WarmStartConfig:
     response_key: str = "response"
     chat_template: bool = False
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    system_prompt: str = ""
+    tools_key: str = ""
     output_path: str = ""
     batch_size: int = 128
     lr: float = 1e-3
@@ -538,6 +542,11 @@ def learner_pools(config: RunConfig) -> dict[str, int]:
     """The learner's pools of this run, and the number of processes of each."""
     sizes = {**config.placement.pools, LEARNER_POOL: config.learner.num_ranks}
     return {pool: sizes[pool] for pool in dict.fromkeys(learner_roles(config).values())}
+
+
+def has_environment(config: RunConfig) -> bool:
+    """Whether the run has an environment, which needs the messages of its prompts."""
+    return bool(getattr(getattr(config.rollout_fleet, "environment", None), "name", ""))
 
 
 def num_positions(config: RunConfig) -> float:

@@ -26,10 +26,11 @@ from asyncrl.checks import check_model
 from asyncrl.cli.compose import compose_run, dump_yaml, read_config
 from asyncrl.cli.preflight import check_folder, check_own_functions, check_vocabulary, try_reward
 from asyncrl.cli.quickstart import with_quickstart_assets
-from asyncrl.config import RunConfig, with_time_to_read
+from asyncrl.config import RunConfig, has_environment, with_time_to_read
 from asyncrl.core.errors import AsyncRLError
 from asyncrl.core.types import AnsweredPrompt, Prompt
-from asyncrl.data.prompts import load_eval_prompts, load_tokenizer
+from asyncrl.data.prompts import load_eval_prompts
+from asyncrl.data.tokenizer import load_tokenizer
 from asyncrl.metrics import Evaluation, read_json, write_json
 from asyncrl.run.evaluator import HeldOutEvaluator
 from asyncrl.run.run_folder import RunPaths
@@ -218,7 +219,7 @@ def _held_out_prompts(config: RunConfig) -> list[Prompt]:
         raise ValueError("rollout_fleet.engine must be sglang or transformers, got scripted, which is for tests")
     tokenizer = load_tokenizer(config.model.path, chat_template=config.data.chat_template)
     check_vocabulary(config, tokenizer)
-    prompts = load_eval_prompts(config.data, tokenizer)
+    prompts = load_eval_prompts(config.data, tokenizer, has_environment=has_environment(config))
     if not prompts:
         raise ValueError(f"data.eval_files={config.data.eval_files} must hold prompts, got none")
     return prompts

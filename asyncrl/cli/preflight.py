@@ -18,6 +18,7 @@ from asyncrl.cli.quickstart import with_quickstart_assets
 from asyncrl.config import (
     RunConfig,
     Transport,
+    has_environment,
     keeps_stores_on_hosts,
     learner_pools,
     learner_roles,
@@ -31,7 +32,8 @@ from asyncrl.config import (
 from asyncrl.core.errors import AsyncRLError
 from asyncrl.core.host import gpu_memory_bytes, visible_gpus
 from asyncrl.core.types import Prompt
-from asyncrl.data.prompts import PromptStream, Tokenizer, load_eval_prompts, load_tokenizer
+from asyncrl.data.prompts import PromptStream, load_eval_prompts
+from asyncrl.data.tokenizer import Tokenizer, load_tokenizer
 from asyncrl.metrics import check_trackers, counted
 from asyncrl.metrics.trackers import split_address
 from asyncrl.planner.device_memory import GIB, kv_tokens
@@ -164,8 +166,9 @@ def read_prompts(config: RunConfig) -> tuple[PromptStream, list[Prompt]]:
     """
     tokenizer = load_tokenizer(config.model.path, chat_template=config.data.chat_template)
     check_vocabulary(config, tokenizer)
-    prompts = PromptStream(config.data, tokenizer, seed=config.seed)
-    return prompts, load_eval_prompts(config.data, tokenizer) if config.evaluation.enabled else []
+    needs = {"has_environment": has_environment(config)}
+    prompts = PromptStream(config.data, tokenizer, seed=config.seed, **needs)
+    return prompts, load_eval_prompts(config.data, tokenizer, **needs) if config.evaluation.enabled else []
 
 
 def check_vocabulary(config: RunConfig, tokenizer: Tokenizer) -> None:

@@ -21,12 +21,19 @@ class DataConfig:
     Attributes:
         train_files: Parquet or jsonl files, read as one data set in this order.
         eval_files: Files of held-out prompts with the same columns.
-        prompt_key: Column of the prompt: a string, or with ``chat_template`` a list of {role, content} messages.
+        prompt_key: Column of the prompt: a string, or with ``chat_template`` a list of messages {role, content,
+            tool_calls, …}.
         ground_truth_key: Column of the expected answer for the reward function; empty without one.
         data_source_key: Column of the task's name for the reward function; empty without one.
         extra_keys: Further columns for the reward function.
         chat_template: Render the messages with the tokenizer's chat template and a generation prompt.
         chat_template_kwargs: Further arguments of the template. Example: ``{"enable_thinking": false}``.
+        system_prompt: A system message before the messages of each row; empty without one.
+        tools_key: Column of the tools that the template renders: a list of JSON schemas {type: function, function:
+            {name, description, parameters}}, or its JSON text; null for none. Empty without one.
+        environment_key: Column of the row's own environment, null for the run's; empty without one.
+        environment_options_key: Column of further options of the row's environment: a mapping, or its JSON text; null
+            for none. Empty without one.
         max_prompt_tokens: Longest prompt, in tokens.
         overlong_prompts: What happens to a longer prompt.
         shuffle: Use a new seeded order in each epoch. False: the order of the files in each epoch.
@@ -41,6 +48,10 @@ class DataConfig:
     extra_keys: list[str] = field(default_factory=list)
     chat_template: bool = False
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    system_prompt: str = ""
+    tools_key: str = ""
+    environment_key: str = ""
+    environment_options_key: str = ""
     max_prompt_tokens: int = 1024
     overlong_prompts: OverlongPrompts = OverlongPrompts.error
     shuffle: bool = True
@@ -51,10 +62,10 @@ class DataConfig:
             if isinstance(getattr(self, name), str):
                 raise ValueError(f"data.{name} must be a list of paths, got {getattr(self, name)!r}; write [path]")
         check_prompt_format("data", self)
-        for name in ("prompt_key", "ground_truth_key", "data_source_key"):
-            _check_key(f"data.{name}", getattr(self, name))
+        for name in ("prompt_key", "ground_truth_key", "data_source_key", "environment_key", "environment_options_key"):
+            check_key(f"data.{name}", getattr(self, name))
         for key in self.extra_keys:
-            _check_key("data.extra_keys", key or ".")
+            check_key("data.extra_keys", key or ".")
         check_bounds("data.", self, max_prompt_tokens=">= 1; 1024 is the default", eval_max_prompts=">= 0; 0 uses all")
         if self.overlong_prompts not in tuple(OverlongPrompts):
             raise ValueError(
@@ -62,19 +73,34 @@ class DataConfig:
                 "filter leaves out long prompts and counts them"
             )
 
+    @property
+    def keys(self) -> list[str]:
+        """The columns that the files must have."""
+        single = (self.prompt_key, self.ground_truth_key, self.data_source_key, self.tools_key)
+        keys = [*single, self.environment_key, self.environment_options_key, *self.extra_keys]
+        return [key for key in keys if key]
+
 
 def check_prompt_format(section: str, options: Any) -> None:
-    """Check ``prompt_key`` and ``chat_template_kwargs`` of the section of options. Raises `ValueError`."""
+    """Check ``prompt_key`` and the options of the chat template in the section of options. Raises `ValueError`."""
     if not options.prompt_key:
         raise ValueError(f"{section}.prompt_key must name a column, got an empty string; 'prompt' is usual")
-    if options.chat_template_kwargs and not options.chat_template:
+    for name in ("chat_template_kwargs", "system_prompt", "tools_key"):
+        if (value := getattr(options, name)) and not options.chat_template:
+            raise ValueError(
+                f"{section}.{name} is set to {value!r} but {section}.chat_template is false; set "
+                f"{section}.chat_template=true, or leave {section}.{name} out"
+            )
+    check_key(f"{section}.tools_key", options.tools_key)
+    if "tools" in options.chat_template_kwargs and options.tools_key:
         raise ValueError(
-            f"{section}.chat_template_kwargs is set to {dict(options.chat_template_kwargs)} but "
-            f"{section}.chat_template is false; set {section}.chat_template=true, or leave the arguments out"
+            f"{section}.chat_template_kwargs has tools and {section}.tools_key is {options.tools_key!r}, expected one "
+            "source of tools; leave one of them out"
         )
 
 
-def _check_key(option: str, key: str) -> None:
+def check_key(option: str, key: str) -> None:
+    """Check the name of a column; an empty name stands for no column. Raises `ValueError`."""
     if key and not all(key.split(".")):
         raise ValueError(
             f"{option} must be a column name, got {key!r}; write a nested column as outer.inner, "

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from .prompts import Tokenizer, render_chat
+from .chat import Message, check_template, read_messages, read_tools, render_chat
 from .row_files import Rows, read_rows
+from .tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,6 +36,8 @@ class DemonstrationFormat:
     response_key: str
     chat_template: bool = False
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    system_prompt: str = ""
+    tools_key: str = ""
 
 
 def load_demonstrations(files: Sequence[str], form: DemonstrationFormat, tokenizer: Any) -> list[Demonstration]:
@@ -47,17 +50,14 @@ def load_demonstrations(files: Sequence[str], form: DemonstrationFormat, tokeniz
     Raises:
         ValueError: a file, row or column does not match ``form``; the message names it.
     """
-    if form.chat_template and not tokenizer.chat_template:
-        raise ValueError(
-            f"sft.chat_template is true but the tokenizer of {tokenizer.name_or_path!r} has no template; use an "
-            "instruct model's tokenizer, or plain strings with sft.chat_template=false"
-        )
+    if form.chat_template:
+        check_template("sft", tokenizer)
     if not form.chat_template and tokenizer.eos_token_id is None:
         raise ValueError(
             f"the tokenizer of {tokenizer.name_or_path!r} has no end-of-sequence token, which ends a plain response; "
             "set eos_token in its tokenizer_config.json"
         )
-    keys = [key for key in (form.prompt_key, form.response_key) if key]
+    keys = [key for key in (form.prompt_key, form.response_key, form.tools_key) if key]
     demonstrations: list[Demonstration] = []
     for name in files:
         rows = read_rows(name, keys, section="sft")
@@ -90,28 +90,32 @@ def _demonstration(parts: Sequence[_Stretch], where: str) -> Demonstration:
 
 def _conversations(rows: Rows, form: DemonstrationFormat, tokenizer: Tokenizer) -> Iterator[list[_Stretch]]:
     answers = _strings(rows, form.response_key) if form.response_key else [None] * len(rows)
-    for row, (messages, answer) in enumerate(zip(rows.column(form.prompt_key), answers, strict=True)):
+    tools = read_tools(rows, form.tools_key) if form.tools_key else [()] * len(rows)
+    conversations = read_messages(rows, form.prompt_key, section="sft", system_prompt=form.system_prompt)
+    for row, (messages, answer) in enumerate(zip(conversations, answers, strict=True)):
         where = f"{rows.where(row)}: column {form.prompt_key!r}"
-        if not isinstance(messages, list) or not messages:
-            raise ValueError(f"{where} is {messages!r}, expected a list of {{role, content}} messages; fix the row")
         if answer is not None:
-            messages = [*messages, {"role": "assistant", "content": answer}]
-        stretches = _stretches(messages, where, form, tokenizer)
+            messages = (*messages, {"role": "assistant", "content": answer})
+        stretches = _stretches(messages, where, form, tokenizer, tools[row])
         ids = tokenizer([text for text, _ in stretches], add_special_tokens=False)["input_ids"]
         yield [(part, is_learned) for part, (_, is_learned) in zip(ids, stretches, strict=True)]
 
 
 def _stretches(
-    messages: Sequence[Any], where: str, form: DemonstrationFormat, tokenizer: Tokenizer
+    messages: Sequence[Message],
+    where: str,
+    form: DemonstrationFormat,
+    tokenizer: Tokenizer,
+    tools: Sequence[Message],
 ) -> list[tuple[str, bool]]:
     """Render the conversation up to its last assistant turn, split at the beginning and end of assistant turns."""
     kwargs = dict(form.chat_template_kwargs)
     done, stretches = "", []
     for turn, message in enumerate(messages):
-        if not isinstance(message, Mapping) or message.get("role") != "assistant":
+        if message["role"] != "assistant":
             continue
-        asked = render_chat(messages[:turn], where, tokenizer, kwargs, add_generation_prompt=True)
-        answered = render_chat(messages[: turn + 1], where, tokenizer, kwargs, add_generation_prompt=False)
+        asked = render_chat(messages[:turn], where, tokenizer, kwargs, add_generation_prompt=True, tools=tools)
+        answered = render_chat(messages[: turn + 1], where, tokenizer, kwargs, add_generation_prompt=False, tools=tools)
         if not (asked.startswith(done) and answered.startswith(asked)):
             raise ValueError(
                 f"{where}: the chat template changes earlier text when message {turn} is added, so the learned tokens "

@@ -1,26 +1,24 @@
 """The run's prompts as token ids: an endless, seeded, resumable stream over the training files, and held-out prompts.
 
-The stream draws the order of an epoch when it reaches the epoch, so its state is a position. Most tokenizers are loaded
-without transformers, so that prompts are checked before torch is imported.
+The stream draws the order of an epoch when it reaches the epoch, so its state is a position. Prompts are checked before
+torch is imported.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from asyncrl.core.types import Prompt
 
+from .chat import Message, check_template, read_messages, read_tools, render_chat, short
 from .config import DataConfig, OverlongPrompts
 from .row_files import Rows, read_rows
-
-_FAST = "PreTrainedTokenizerFast"
+from .tokenizer import Tokenizer
 
 
 class PromptStream:
@@ -31,11 +29,17 @@ class PromptStream:
     left out because they are longer than ``max_prompt_tokens``.
     """
 
-    def __init__(self, config: DataConfig, tokenizer: Tokenizer, *, seed: int) -> None:
-        """Read and tokenize the training files. Raises `ValueError` that names a wrong file, row or column."""
+    def __init__(self, config: DataConfig, tokenizer: Tokenizer, *, seed: int, has_environment: bool = False) -> None:
+        """Read and tokenize the training files; ``has_environment``: the run has an environment, which needs messages.
+
+        Raises:
+            ValueError: a file, row or column does not match ``config``; the message names it.
+        """
         if not config.train_files:
             raise ValueError("data.train_files must name at least one parquet or jsonl file, got none; name one")
-        self._prompts, self._files, self.num_filtered = _read_prompts(config.train_files, config, tokenizer)
+        self._prompts, self._files, self.num_filtered = _read_prompts(
+            config.train_files, config, tokenizer, has_environment=has_environment
+        )
         self._seed = seed
         self._shuffle = config.shuffle
         self._position = 0
@@ -109,44 +113,33 @@ class PromptStream:
         return np.random.default_rng([self._seed, epoch]).permutation(self.num_prompts)
 
 
-def load_eval_prompts(config: DataConfig, tokenizer: Tokenizer) -> list[Prompt]:
-    """Read the first ``eval_max_prompts`` held-out prompts (0: all); the group id is the index in the list."""
+def load_eval_prompts(config: DataConfig, tokenizer: Tokenizer, *, has_environment: bool = False) -> list[Prompt]:
+    """Read the first ``eval_max_prompts`` held-out prompts (0: all); the group id is the index in the list.
+
+    ``has_environment``: as in `PromptStream`.
+    """
     if not config.eval_files:
         return []
-    prompts, _, _ = _read_prompts(config.eval_files, config, tokenizer)
+    prompts, _, _ = _read_prompts(config.eval_files, config, tokenizer, has_environment=has_environment)
     return prompts[: config.eval_max_prompts or len(prompts)]
 
 
 def _read_prompts(
-    paths: Sequence[str], config: DataConfig, tokenizer: Tokenizer
+    paths: Sequence[str], config: DataConfig, tokenizer: Tokenizer, *, has_environment: bool
 ) -> tuple[list[Prompt], list[list[str]], int]:
     """The prompts of several files with their indices as ids, path and digest of each file, and the number left out."""
     prompts: list[Prompt] = []
     files: list[list[str]] = []
     num_filtered = 0
-    keys = [config.prompt_key, config.ground_truth_key, config.data_source_key, *config.extra_keys]
+    if config.chat_template:
+        check_template("data", tokenizer)
     for path in paths:
-        rows = read_rows(path, [key for key in keys if key])
+        rows = read_rows(path, config.keys)
         files.append([path, rows.digest])
-        encoded = _encode(rows, config, tokenizer)
-        kept = _within_limit(rows, encoded, config)
+        read = _prompts_of(rows, config, tokenizer, has_environment=has_environment)
+        kept = _within_limit(rows, read, config)
         num_filtered += len(rows) - len(kept)
-        columns = {key: rows.serializable_column(key) for key in keys[1:] if key}
-        for row, source in enumerate(columns.get(config.data_source_key, ())):
-            if not isinstance(source, str):
-                where = f"{rows.where(row)}: column {config.data_source_key!r}"
-                raise ValueError(f"{where} is {source!r}, expected a string; fix the row")
-        for row in kept:
-            encoded[row].flags.writeable = False
-            prompts.append(
-                Prompt(
-                    group_id=len(prompts),
-                    prompt_ids=encoded[row],
-                    ground_truth=columns[config.ground_truth_key][row] if config.ground_truth_key else None,
-                    data_source=columns[config.data_source_key][row] if config.data_source_key else "",
-                    extra={key: columns[key][row] for key in config.extra_keys},
-                )
-            )
+        prompts += [replace(prompt, group_id=index) for index, prompt in enumerate(kept, start=len(prompts))]
     if not prompts:
         raise ValueError(
             f"{', '.join(paths)}: at least one prompt must have at most data.max_prompt_tokens = "
@@ -155,155 +148,94 @@ def _read_prompts(
     return prompts, files, num_filtered
 
 
-class Tokenizer(Protocol):
-    """The interface of a transformers tokenizer that this package uses."""
-
-    chat_template: Any
-
-    def __call__(self, text: list[str], *, add_special_tokens: bool) -> Mapping[str, Any]:
-        """Return ``input_ids``, a list of token ids for each text."""
-        ...
-
-    def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any:
-        """Render one conversation."""
-        ...
-
-    def get_vocab(self) -> Mapping[str, int]:
-        """Return all tokens with their ids, including added tokens."""
-        ...
-
-
-def load_tokenizer(model_path: str, *, chat_template: bool) -> Tokenizer:
-    """Return the tokenizer of a model directory; with ``chat_template`` it can render conversations.
-
-    It is a tokenizer of the ``tokenizers`` library if ``tokenizer.json`` defines it completely, else of transformers.
-    """
-    file = Path(model_path, "tokenizer.json")
-    settings = json.loads(Path(model_path, "tokenizer_config.json").read_text())
-    # Another tokenizer class may add tokens of its own.
-    if not chat_template and settings.get("tokenizer_class") == _FAST and file.is_file():
-        return _FastTokenizer(file)
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(model_path)
-
-
-def _encode(rows: Rows, config: DataConfig, tokenizer: Tokenizer) -> list[np.ndarray]:
-    """Tokenize the prompt column of one file: one [P] int32 array per row."""
-    if config.chat_template and not getattr(tokenizer, "chat_template", None):
-        raise ValueError(
-            f"data.chat_template is true but the tokenizer of {getattr(tokenizer, 'name_or_path', '')!r} has no "
-            "template; use an instruct model's tokenizer, or plain string prompts with data.chat_template=false"
-        )
-    column = rows.column(config.prompt_key)
-    texts = [
-        _text(value, f"{rows.where(row)}: column {config.prompt_key!r}", config, tokenizer)
-        for row, value in enumerate(column)
-    ]
+def _prompts_of(rows: Rows, config: DataConfig, tokenizer: Tokenizer, *, has_environment: bool) -> list[Prompt]:
+    """The prompt of each row of one file; the ids are not set yet."""
+    empty = [()] * len(rows)
+    columns = {key: rows.serializable_column(key) for key in (config.ground_truth_key, *config.extra_keys) if key}
+    sources = _names(rows, config.data_source_key, "a string")
+    environments = _names(
+        rows, config.environment_key, "an environment's name, or null for the run's", may_be_null=True
+    )
+    options = _options(rows, config.environment_options_key)
+    tools: Sequence[tuple[Message, ...]] = read_tools(rows, config.tools_key) if config.tools_key else empty
+    messages: Sequence[tuple[Message, ...]] = empty
+    where = [f"{rows.where(row)}: column {config.prompt_key!r}" for row in range(len(rows))]
+    if config.chat_template:
+        messages = read_messages(rows, config.prompt_key, system_prompt=config.system_prompt)
+        rendered = zip(messages, where, tools, strict=True)
+        kwargs = config.chat_template_kwargs
+        texts = [render_chat(m, w, tokenizer, kwargs, add_generation_prompt=True, tools=t) for m, w, t in rendered]
+    else:
+        texts = [_text(value, place) for value, place in zip(rows.column(config.prompt_key), where, strict=True)]
+        asks = zip(texts, environments, strict=True)
+        messages = [({"role": "user", "content": text},) if has_environment or own else () for text, own in asks]
     # A template writes the special tokens; for a plain prompt, the tokenizer adds them.
     encoded = tokenizer(texts, add_special_tokens=not config.chat_template)["input_ids"]
-    prompts = [np.asarray(ids, dtype=np.int32) for ids in encoded]
-    for row, prompt in enumerate(prompts):
-        if not len(prompt):
-            raise ValueError(
-                f"{rows.where(row)}: column {config.prompt_key!r} is {column[row]!r}, which has no tokens, expected at "
-                "least one; remove the row"
+    prompts = []
+    for row, ids in enumerate(encoded):
+        if not len(ids):
+            shown = rows.column(config.prompt_key)[row]
+            raise ValueError(f"{where[row]} is {shown!r}, which has no tokens, expected at least one; remove the row")
+        prompt_ids = np.asarray(ids, dtype=np.int32)
+        prompt_ids.flags.writeable = False
+        prompts.append(
+            Prompt(
+                group_id=row,
+                prompt_ids=prompt_ids,
+                ground_truth=columns[config.ground_truth_key][row] if config.ground_truth_key else None,
+                data_source=sources[row],
+                extra={key: columns[key][row] for key in config.extra_keys},
+                messages=messages[row],
+                tools=tools[row],
+                environment=environments[row],
+                environment_options=options[row],
             )
+        )
     return prompts
 
 
-def _within_limit(rows: Rows, prompts: Sequence[np.ndarray], config: DataConfig) -> list[int]:
-    """Return the indices of the rows whose prompt is within the limit; a longer one may be an error."""
-    kept = [row for row, prompt in enumerate(prompts) if len(prompt) <= config.max_prompt_tokens]
+def _names(rows: Rows, key: str, expected: str, *, may_be_null: bool = False) -> list[str]:
+    """A column of strings; empty strings without a column, and for null if it is allowed."""
+    if not key:
+        return [""] * len(rows)
+    values = rows.column(key) if may_be_null else rows.serializable_column(key)
+    names = ["" if value is None else value for value in values]
+    for row, name in enumerate(names):
+        if not isinstance(name, str):
+            raise ValueError(f"{rows.where(row)}: column {key!r} is {name!r}, expected {expected}; fix the row")
+    return names
+
+
+def _options(rows: Rows, key: str) -> Sequence[Mapping[str, Any]]:
+    """A column of mappings from strings, or of their JSON; empty without a column, and for null."""
+    if not key:
+        return [{}] * len(rows)
+    values = [{} if value is None else value for value in rows.structures(key, is_json=True)]
+    for row, value in enumerate(values):
+        if not isinstance(value, Mapping):
+            raise ValueError(
+                f"{rows.where(row)}: column {key!r} is {short(value)}, expected a mapping of options, its JSON, or "
+                "null; fix the row"
+            )
+    return values
+
+
+def _within_limit(rows: Rows, prompts: Sequence[Prompt], config: DataConfig) -> list[Prompt]:
+    """Return the prompts within the limit; a longer one may be an error."""
+    lengths = [len(prompt.prompt_ids) for prompt in prompts]
+    kept = [prompt for prompt, length in zip(prompts, lengths, strict=True) if length <= config.max_prompt_tokens]
     if len(kept) < len(prompts) and config.overlong_prompts == OverlongPrompts.error:
-        row = next(row for row, prompt in enumerate(prompts) if len(prompt) > config.max_prompt_tokens)
+        row = next(row for row, length in enumerate(lengths) if length > config.max_prompt_tokens)
         raise ValueError(
-            f"{rows.where(row)}: column {config.prompt_key!r} has {len(prompts[row])} tokens, expected at most "
+            f"{rows.where(row)}: column {config.prompt_key!r} has {lengths[row]} tokens, expected at most "
             f"data.max_prompt_tokens = {config.max_prompt_tokens} ({len(prompts) - len(kept)} of {len(prompts)} rows "
             "are longer); raise the limit, or set data.overlong_prompts=filter to leave them out"
         )
     return kept
 
 
-def _text(value: Any, where: str, config: DataConfig, tokenizer: Tokenizer) -> str:
-    """A prompt as text: a plain string, or rendered messages."""
-    if config.chat_template and isinstance(value, list) and value:
-        return render_chat(value, where, tokenizer, config.chat_template_kwargs, add_generation_prompt=True)
-    if config.chat_template:
-        remedy = "; set data.chat_template=false for plain prompts" if isinstance(value, str) else "; fix the row"
-        raise ValueError(
-            f"{where} is {_short(value)}, expected a list of {{role, content}} messages (data.chat_template is true)"
-            f"{remedy}"
-        )
+def _text(value: Any, where: str) -> str:
     if not isinstance(value, str):
         remedy = "set data.chat_template=true" if isinstance(value, list) else "convert it to a string"
-        raise ValueError(f"{where} is {_short(value)}, expected a string (data.chat_template is false); {remedy}")
+        raise ValueError(f"{where} is {short(value)}, expected a string (data.chat_template is false); {remedy}")
     return value
-
-
-def render_chat(
-    messages: Sequence[Any],
-    where: str,
-    tokenizer: Tokenizer,
-    template_kwargs: Mapping[str, Any],
-    *,
-    add_generation_prompt: bool,
-) -> str:
-    """Render one conversation, as read from a file, to text; ``where`` names its file and row in errors.
-
-    Raises:
-        ValueError: a message is not a mapping of role and content, or the template refuses the conversation.
-    """
-    for index, item in enumerate(messages):
-        if not isinstance(item, Mapping):
-            raise ValueError(
-                f"{where}, message {index} is {_short(item)}, expected a mapping with role and content; fix the row"
-            )
-        for key in ("role", "content"):
-            if not isinstance(item.get(key), str):
-                raise ValueError(
-                    f"{where}, message {index} has {key} = {_short(item.get(key))}, expected a string; only text "
-                    "messages are supported"
-                )
-    # Parquet stores null for missing fields.
-    plain = [{key: part for key, part in item.items() if part is not None} for item in messages]
-    try:
-        return tokenizer.apply_chat_template(
-            plain, tokenize=False, add_generation_prompt=add_generation_prompt, **template_kwargs
-        )
-    except Exception as error:
-        raise ValueError(
-            f"{where}: the chat template refuses the messages ({error}), expected roles in an order that the template "
-            "supports; fix the row"
-        ) from error
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return f"{text if len(text) <= 60 else text[:60] + '…'} ({type(value).__name__})"
-
-
-class _FastTokenizer:
-    """Implements `Tokenizer` without transformers."""
-
-    chat_template = None
-
-    def __init__(self, file: Path) -> None:
-        from tokenizers import Tokenizer as Rust
-
-        self.name_or_path = str(file.parent)
-        self._rust = Rust.from_file(str(file))
-        self._rust.no_truncation()
-        self._rust.no_padding()
-
-    def __call__(self, text: list[str], *, add_special_tokens: bool) -> Mapping[str, Any]:
-        """Return ``input_ids`` for each text."""
-        return {"input_ids": [e.ids for e in self._rust.encode_batch(text, add_special_tokens=add_special_tokens)]}
-
-    def get_vocab(self) -> Mapping[str, int]:
-        """Return all tokens with their ids."""
-        return self._rust.get_vocab()
-
-    def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any:
-        """Raise an error: this tokenizer has no template."""
-        raise ValueError(f"{self.name_or_path}: the tokenizer has no chat template, got {conversation!r} and {kwargs}")

@@ -9,11 +9,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 _INT_RANGE = (-(2**63), 2**64 - 1)
 """Range of integers in msgpack, which encodes rows for the reward function."""
+
+_PLAIN = "strings, numbers (64 bits), booleans, bytes, or lists and dicts of them"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,9 +68,34 @@ class Rows:
                 )
             if not _is_plain(value):
                 raise ValueError(
-                    f"{self.where(index)}: column {key!r} is {value!r} ({type(value).__name__}), expected strings, "
-                    "numbers (64 bits), booleans, bytes, or lists and dicts of them; convert it to a string"
+                    f"{self.where(index)}: column {key!r} is {value!r} ({type(value).__name__}), expected {_PLAIN}; "
+                    "convert it to a string"
                 )
+        return values
+
+    def structures(self, key: str, *, is_json: bool = False) -> list[Any]:
+        """Return the values of a column of lists and mappings, after a check that msgpack can encode them.
+
+        Parquet stores null for a field that a mapping lacks, so the null fields of a parquet file's mappings are left
+        out. With ``is_json`` a string is decoded as JSON and keeps all its fields. Equal values of rows are one object.
+
+        Raises:
+            ValueError: a value is missing, not JSON, or msgpack has no type for it.
+        """
+        known: dict[bytes, Any] = {}
+        values = []
+        for index, value in enumerate(self.column(key)):
+            where = f"{self.where(index)}: column {key!r}"
+            if is_json and isinstance(value, str):
+                try:
+                    value = json.loads(value)
+                except ValueError as error:
+                    raise ValueError(f"{where} is {value!r:.60}, expected JSON ({error}); fix the row") from error
+            elif self.unit == "row":
+                value = _without_nulls(value)
+            if not _is_plain(value):
+                raise ValueError(f"{where} is {value!r:.60}, expected {_PLAIN}; convert it to a string")
+            values.append(known.setdefault(msgpack.packb(value), value))  # type: ignore[arg-type]
         return values
 
     def _value(self, index: int, key: str) -> Any:
@@ -159,3 +187,9 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, int):
         return _INT_RANGE[0] <= value <= _INT_RANGE[1]
     return value is None or isinstance(value, str | float | bytes)
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value

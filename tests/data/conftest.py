@@ -6,7 +6,8 @@ from asyncrl.cli.quickstart import make_assets
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{% if message.role == 'narrator' %}{{ raise_exception('no narrator here') }}{% endif %}"
-    "{{ message.content }}{% endfor %}"
+    "{{ message.content }}{% for call in message.tool_calls or [] %}{{ call.function.arguments }}{% endfor %}"
+    "{% endfor %}{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}"
     "{% if shout %}9{% endif %}{% if add_generation_prompt %}={% endif %}"
 )
 

@@ -75,6 +75,25 @@ def test_a_response_column_is_the_last_turn(tokenizer, write):
     assert shown(got) == "<user> a <end> <assistant> B C <END>"
 
 
+def test_tool_calls_are_learned_and_tools_and_the_system_prompt_are_not(tokenizer, write):
+    tokenizer.chat_template = (
+        "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}{% for m in messages %}<{{ m.role }}> "
+        "{% for c in m.tool_calls or [] %}{{ c.function.name }} {% endfor %}"
+        "{% if m.content %}{{ m.content }} {% endif %}<end> {% endfor %}"
+        "{% if add_generation_prompt %}<assistant> {% endif %}"
+    )
+    form = DemonstrationFormat(
+        prompt_key="messages", response_key="", chat_template=True, system_prompt="d", tools_key="tools"
+    )
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "b"}}]}
+    row = {
+        "messages": [turn("user", "a"), call, turn("tool", "c"), turn("assistant", "d")],
+        "tools": [{"type": "function", "function": {"name": "b"}}],
+    }
+    (got,) = load_demonstrations(write(row), form, tokenizer)
+    assert shown(got) == ("b <system> d <end> <user> a <end> <assistant> B <END> <unk> c <end> <assistant> D <END>")
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [

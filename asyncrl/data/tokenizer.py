@@ -1,0 +1,69 @@
+"""The tokenizer that makes prompts. Most tokenizers are loaded without transformers, which imports torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+_FAST = "PreTrainedTokenizerFast"
+
+
+class Tokenizer(Protocol):
+    """The interface of a transformers tokenizer that this package uses."""
+
+    chat_template: Any
+
+    def __call__(self, text: list[str], *, add_special_tokens: bool) -> Mapping[str, Any]:
+        """Return ``input_ids``, a list of token ids for each text."""
+        ...
+
+    def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any:
+        """Render one conversation."""
+        ...
+
+    def get_vocab(self) -> Mapping[str, int]:
+        """Return all tokens with their ids, including added tokens."""
+        ...
+
+
+def load_tokenizer(model_path: str, *, chat_template: bool) -> Tokenizer:
+    """Return the tokenizer of a model directory; with ``chat_template`` it can render conversations.
+
+    It is a tokenizer of the ``tokenizers`` library if ``tokenizer.json`` defines it completely, else of transformers.
+    """
+    file = Path(model_path, "tokenizer.json")
+    settings = json.loads(Path(model_path, "tokenizer_config.json").read_text())
+    # Another tokenizer class may add tokens of its own.
+    if not chat_template and settings.get("tokenizer_class") == _FAST and file.is_file():
+        return _FastTokenizer(file)
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(model_path)
+
+
+class _FastTokenizer:
+    """Implements `Tokenizer` without transformers."""
+
+    chat_template = None
+
+    def __init__(self, file: Path) -> None:
+        from tokenizers import Tokenizer as Rust
+
+        self.name_or_path = str(file.parent)
+        self._rust = Rust.from_file(str(file))
+        self._rust.no_truncation()
+        self._rust.no_padding()
+
+    def __call__(self, text: list[str], *, add_special_tokens: bool) -> Mapping[str, Any]:
+        """Return ``input_ids`` for each text."""
+        return {"input_ids": [e.ids for e in self._rust.encode_batch(text, add_special_tokens=add_special_tokens)]}
+
+    def get_vocab(self) -> Mapping[str, int]:
+        """Return all tokens with their ids."""
+        return self._rust.get_vocab()
+
+    def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any:
+        """Raise an error: this tokenizer has no template."""
+        raise ValueError(f"{self.name_or_path}: the tokenizer has no chat template, got {conversation!r} and {kwargs}")
