@@ -56,12 +56,13 @@ class LossInputs(TokenInputs):
     Attributes:
         log_probs: [M] float32, with gradient.
         entropy: [M] float32, with gradient; None if ``entropy_coef`` is 0 and ``report_entropy`` is off.
-        one_update: Whether the step makes a single optimizer update. Then the proximal policy is the policy itself.
+        is_proximal: Whether the policy is the one before the step, as in the first optimizer update. Then the proximal
+            log-probs are ``log_probs``.
     """
 
     log_probs: Tensor
     entropy: Tensor | None = None
-    one_update: bool = True
+    is_proximal: bool = True
 
     @property
     def proximal_logprobs(self) -> Tensor:
@@ -69,7 +70,7 @@ class LossInputs(TokenInputs):
 
         Raises `ValueError` if the step makes several updates and no option requests these log-probs.
         """
-        if "proximal_logprobs" not in self.columns and self.one_update:
+        if "proximal_logprobs" not in self.columns and self.is_proximal:
             return self.log_probs.detach()
         try:
             return self.columns["proximal_logprobs"]
@@ -367,7 +368,9 @@ class Objective:
         aggregation: How token losses are aggregated to the loss of the batch.
         sequence_norm_tokens: See `token_weights`.
         needs_entropy: Whether the loss or its metrics read the entropy.
-        needs_proximal: Whether a step computes ``proximal_logprobs`` before its first update.
+        needs_proximal: Whether the updates after the first one read ``proximal_logprobs``, which a step computes before
+            the first update. The loss reads them in its micro-batch only, so the first update can use its own
+            log-probs.
         needs_trajectories: Whether the loss of a token reads other tokens of its trajectory, on all branches.
         summarize: Converts a step's mean metrics to the reported metrics.
     """
@@ -386,7 +389,8 @@ def policy_objective(config: AlgorithmConfig) -> Objective:
     policy_loss = LOSSES.get(config.loss)
 
     def loss(inputs: LossInputs) -> LossTerms:
-        inputs = replace(inputs, one_update=config.num_mini_batches == 1)
+        # With several updates, only the first one has no column. Without the option, no update has the column.
+        inputs = replace(inputs, is_proximal=config.num_mini_batches == 1 or config.needs_proximal)
         terms = policy_loss(inputs, config)
         per_token, metrics = terms.per_token, {**terms.metrics, **behavior_metrics(inputs)}
         if inputs.entropy is not None:

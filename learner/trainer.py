@@ -161,6 +161,12 @@ class Trainer(PackedModel):
         super().__init__(config, role, model_path=model_path, temperature=temperature, setup=setup)
         self.optimizer = ModelOptimizer(self.head, role.optimizer(config), total_updates=total_updates)
 
+    @property
+    def trains_as_it_scores(self) -> bool:
+        """Whether log-probs of a training forward are those of `scores`: self-tested, and without adapters' dropout."""
+        lora = self.config.lora
+        return self.selftest is not None and not (self.role.adapters and lora.rank and lora.dropout)
+
     def update(self, sequences: Sequence[TokenSequence], objective: Objective) -> dict[str, float]:
         """Make one optimizer update on the sequences of all ranks; the sp ranks of a group pass the same share.
 
@@ -224,7 +230,11 @@ class Trainer(PackedModel):
 
 
 class LearnerStep:
-    """One learner step: score the batch if the objective needs it, then make one optimizer update per mini-batch."""
+    """One learner step: one optimizer update per mini-batch.
+
+    If the objective needs the log-probs before the step, one forward pass before the first update computes those of the
+    later mini-batches. The first update computes its own, since the weights have not changed yet.
+    """
 
     def __init__(self, trainer: Trainer, objective: Objective, *, num_mini_batches: int = 1) -> None:
         self._trainer = trainer
@@ -237,10 +247,20 @@ class LearnerStep:
         The sequences must have the columns that the objective reads, except ``proximal_logprobs``: this method computes
         them if needed.
         """
-        return self.update(self._with_proximal(sequences))
+        if not self._objective.needs_proximal:
+            return self.update(sequences)
+        num_own = int(self._trainer.trains_as_it_scores)  # mini-batches that use their own log-probs
+        trained = [sequence for sequence in sequences if sequence.loss_mask.any()]
+        own = [sequence for sequence in trained if sequence.mini_batch < num_own]
+        later = [sequence for sequence in trained if sequence.mini_batch >= num_own]
+        scores = self._trainer.scores(later)
+        scored = [s.with_column("proximal_logprobs", score) for s, score in zip(later, scores, strict=True)]
+        return self.update([*own, *scored])
 
     def update(self, sequences: Sequence[TokenSequence]) -> dict[str, float]:
         """Make one optimizer update per mini-batch, on this rank's sequences with all columns.
+
+        Only the first mini-batch may lack ``proximal_logprobs``.
 
         Returns:
             The trainer's metrics, summarized, the same on each rank. Over mini-batches, counts are summed and the other
@@ -252,13 +272,7 @@ class LearnerStep:
 
     def measure(self, sequences: Sequence[TokenSequence]) -> dict[str, float]:
         """The metrics of the batch without any update, and without the optimizer's metrics."""
-        return self._objective.summarize(self._trainer.evaluate(self._with_proximal(sequences), self._objective))
-
-    def _with_proximal(self, sequences: Sequence[TokenSequence]) -> Sequence[TokenSequence]:
-        if not self._objective.needs_proximal:
-            return sequences
-        scores = self._trainer.scores(sequences)
-        return [s.with_column("proximal_logprobs", score) for s, score in zip(sequences, scores, strict=True)]
+        return self._objective.summarize(self._trainer.evaluate(sequences, self._objective))
 
 
 def _merged(updates: Sequence[dict[str, float]]) -> dict[str, float]:

@@ -150,7 +150,8 @@ def step_on_a_plan(model_path: str, learner: LearnerConfig) -> tuple[list[dict],
     by_id = {group.group_id: group for group in groups}
     algorithm = AlgorithmConfig(num_mini_batches=4, anchor=Anchor.proximal, weight=Weight.token, entropy_coef=0.01)
     shards = rank_batches(plan_of(groups), algorithm, num_shards=learner.num_ranks // learner.sp_size, max_lag=0)
-    trainer = Trainer(learner, model_path=model_path, total_updates=8)
+    # After a self-test, the first update uses the log-probs of its own forward.
+    trainer = Trainer(replace(learner, skip_selftest=""), model_path=model_path, total_updates=8)
     batch = shards[trainer.mesh.dp_rank]
     sequences = [
         sequence

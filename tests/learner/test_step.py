@@ -4,7 +4,17 @@ import numpy as np
 import pytest
 import torch
 
-from learner.config import AlgorithmConfig, Anchor, Device, KLEstimator, LearnerConfig, Mask, OptimizerConfig
+from learner.config import (
+    AlgorithmConfig,
+    Anchor,
+    Device,
+    KLEstimator,
+    LearnerConfig,
+    LoraConfig,
+    Mask,
+    OptimizerConfig,
+    Weight,
+)
 from learner.heads import LogProbHead
 from learner.packed_model import PackedModel
 from learner.roles import REFERENCE
@@ -12,6 +22,7 @@ from learner.trainer import Trainer
 from learner.types import TokenSequence
 from tests.support.policy_step import policy_step
 from tests.support.tiny_models import random_sequences, save_tiny_model
+from tests.support.whole_weights import assert_weights_equal, weights_of
 
 CONFIG = LearnerConfig(device=Device.cpu, optimizer=OptimizerConfig(lr=5e-3, weight_decay=0.0))
 
@@ -74,7 +85,7 @@ def test_the_proximal_policy_is_the_one_before_the_step(model_path):
 
     class Spy(Trainer):
         def update(self, sequences, loss, **options):
-            seen.append({s.input_ids.tobytes(): s.columns["proximal_logprobs"] for s in sequences})
+            seen.append({s.input_ids.tobytes(): s.columns.get("proximal_logprobs") for s in sequences})
             return super().update(sequences, loss, **options)
 
     trainer = Spy(CONFIG, model_path=model_path, total_updates=8)
@@ -82,11 +93,79 @@ def test_the_proximal_policy_is_the_one_before_the_step(model_path):
     before = {s.input_ids.tobytes(): p for s, p in zip(sequences, trainer.scores(sequences), strict=True)}
     policy_step(trainer, AlgorithmConfig(num_mini_batches=2, anchor=Anchor.proximal)).run(sequences)
     after = trainer.scores(sequences)
-    assert len(seen) == 2
-    for part in seen:
-        for ids, values in part.items():
-            np.testing.assert_array_equal(values, before[ids])
+    first, second = seen
+    assert set(first.values()) == {None}, "the first update computes its own"
+    for ids, values in second.items():
+        np.testing.assert_allclose(values, before[ids], atol=1e-5)
     assert max(np.abs(a - before[s.input_ids.tobytes()]).max() for s, a in zip(sequences, after, strict=True)) > 1e-3
+
+
+OFF_POLICY = [
+    {"anchor": Anchor.proximal},
+    {"anchor": Anchor.proximal, "loss": "gspo", "clip_low": 0.04, "clip_high": 0.05},
+    {"anchor": Anchor.proximal, "loss": "cispo", "weight": Weight.token, "weight_cap": 2.0},
+    {"anchor": Anchor.proximal, "weight": Weight.sequence, "masks": [Mask.sequence, Mask.token]},
+    {"masks": [Mask.geometric], "geometric_band": (0.9, 1.1)},
+    {"loss": "reinforce", "masks": [Mask.k3], "k3_max": 0.1, "entropy_coef": 0.01},
+]
+
+
+@pytest.mark.parametrize("options", OFF_POLICY)
+def test_the_first_update_of_a_step_uses_its_own_forward_as_proximal_log_probs(model_path, options):
+    """The same step as with the log-probs of a forward over the whole batch before the first update."""
+    algorithm = AlgorithmConfig(num_mini_batches=3, **options)
+    config = replace(CONFIG, max_tokens_per_micro_batch=64)
+    outcomes, scored = [], []
+    for is_separate in (True, False):
+        trainer = Trainer(config, model_path=model_path, total_updates=8)
+        score = trainer.scores
+        behavior = score(random_sequences(12))
+        noise = np.random.default_rng(0)
+        sequences = [
+            s.with_column("behavior_logprobs", b + noise.normal(0, 0.2, len(b)).astype(np.float32))
+            for s, b in zip(mini_batched(random_sequences(12), 3), behavior, strict=True)
+        ]
+        trainer.scores = lambda batch, score=score: scored.append(len(batch)) or score(batch)
+        step = policy_step(trainer, algorithm)
+        if is_separate:
+            values = score(sequences)
+            sequences = [s.with_column("proximal_logprobs", v) for s, v in zip(sequences, values, strict=True)]
+        metrics = step.update(sequences) if is_separate else step.run(sequences)
+        outcomes.append((metrics, weights_of(trainer)))
+    (want, want_weights), (got, weights) = outcomes
+    assert scored == [8], "two of three mini-batches"
+    assert got.keys() == want.keys()
+    assert got == pytest.approx(want, rel=1e-4, abs=1e-6)
+    assert_weights_equal(weights, want_weights, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_scored"),
+    [
+        ({"lora": LoraConfig(rank=4)}, 3),
+        ({"lora": LoraConfig(rank=4, dropout=0.5)}, 6),
+        ({"skip_selftest": "the training forward is not compared with scoring"}, 6),
+    ],
+)
+def test_a_training_forward_that_may_differ_from_scoring_is_not_the_proximal_one(model_path, changes, num_scored):
+    scored = []
+    trainer = Trainer(replace(CONFIG, **changes), model_path=model_path, total_updates=8)
+    score = trainer.scores
+    trainer.scores = lambda batch: scored.append(len(batch)) or score(batch)
+    policy_step(trainer, AlgorithmConfig(num_mini_batches=2, anchor=Anchor.proximal)).run(
+        mini_batched(random_sequences(6), 2)
+    )
+    assert scored == [num_scored]
+
+
+def test_a_measured_step_needs_no_forward_for_proximal_log_probs(model_path):
+    trainer, sequences = trainer_of(model_path), mini_batched(random_sequences(6), 2)
+    algorithm = AlgorithmConfig(num_mini_batches=2, anchor=Anchor.proximal, weight=Weight.token)
+    scores = trainer.scores(sequences)
+    columns = [s.with_column("proximal_logprobs", score) for s, score in zip(sequences, scores, strict=True)]
+    trainer.scores = pytest.fail
+    measured = policy_step(trainer, algorithm).measure(sequences)
+    assert measured == pytest.approx(policy_step(trainer, algorithm).measure(columns), rel=1e-4, abs=1e-6)
 
 
 def test_the_kl_penalty_pulls_towards_the_reference(model_path, tmp_path):
