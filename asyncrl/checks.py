@@ -250,10 +250,11 @@ def _check_colocation(config: RunConfig) -> None:
             f"rollout_fleet.num_engines must be a number with placement.colocated=true, got {fleet.num_engines}: an "
             "engine shares the device of one learner rank and cannot join or leave alone"
         )
-    if learner.num_ranks != fleet.num_engines:
+    if learner.num_ranks != fleet.fewest_engines * fleet.sglang.tp_size:
         raise ValueError(
-            "learner.num_ranks must equal rollout_fleet.num_engines with placement.colocated=true, one of each "
-            f"per device, got {learner.num_ranks} and {fleet.num_engines}"
+            "learner.num_ranks must equal rollout_fleet.num_engines x rollout_fleet.sglang.tp_size with "
+            "placement.colocated=true, since each device has one learner rank and one rank of an engine, got "
+            f"{learner.num_ranks} and {fleet.num_engines} x {fleet.sglang.tp_size}"
         )
 
 
@@ -270,11 +271,6 @@ def check_devices(config: RunConfig) -> None:
     check_carrier(config.weights.rules, use)
     if not config.placement.colocated:
         return
-    if learner.device == "cuda" and fleet.sglang.tp_size > 1:
-        raise ValueError(
-            f"rollout_fleet.sglang.tp_size must be 1 with placement.colocated=true, got {fleet.sglang.tp_size}: an "
-            "engine shares the device of one learner rank"
-        )
     if {learner.device.value, fleet.device.value} == {"cpu", "cuda"}:
         raise ValueError(
             "learner.device and rollout_fleet.device must be the same with placement.colocated=true, got "

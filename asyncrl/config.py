@@ -237,9 +237,9 @@ class PlacementConfig:
         autoscale: For an elastic fleet (``rollout_fleet.num_engines={min, max}``): request places for ``max`` engines
             from the cluster all the time, so that Ray's autoscaler starts nodes. Engines also use nodes that are added
             by hand. If false, only the free places at the start and ``asyncrl join`` add engines.
-        colocated: Place a learner rank and an engine on each device. They take turns: the engines fill a batch and
-            release the device, then the learner updates, publishes and offloads (see
-            ``learner.offload_at_transition_only``).
+        colocated: Place a learner rank and an engine on each device; an engine with ``tp_size`` N is on the devices of
+            N ranks. They take turns: the engines fill a batch and release the device, then the learner updates,
+            publishes and offloads (see ``learner.offload_at_transition_only``).
     """
 
     num_nodes: int = 1

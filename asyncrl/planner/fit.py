@@ -147,6 +147,10 @@ def remedies_of(config: RunConfig, model: ModelSize, card: int) -> dict[str, Any
         without = {other: value for other, value in needed.items() if other != name}
         if not _excess(with_options(config, without), model, card):
             needed = without
+    changed = with_options(config, needed)
+    num_engines = changed.learner.num_ranks // changed.rollout_fleet.sglang.tp_size
+    if config.placement.colocated and num_engines != config.rollout_fleet.num_engines:
+        needed["rollout_fleet.num_engines"] = num_engines  # each device has one learner rank and one rank of an engine
     return needed
 
 
@@ -167,18 +171,22 @@ def _remedies(config: RunConfig) -> Iterator[tuple[str, Any]]:
     while (budget := budget // 2) >= longest:
         yield "learner.max_tokens_per_micro_batch", budget
     yield "learner.logprob_chunk_tokens", min(256, learner.logprob_chunk_tokens)
-    yield from (("rollout_fleet.sglang.tp_size", size) for size in (2, 4, 8) if size > tp_size)
+    sizes = (size for size in (2, 4, 8) if size > tp_size)
+    is_shared = config.placement.colocated
+    yield from ((_TP_SIZE, size) for size in sizes if not (is_shared and learner.num_ranks % size))
     yield from (("learner.num_ranks", learner.num_ranks * factor) for factor in (2, 4, 8, 16))
     yield "learner.offload_policy", True
 
 
 def with_options(config: RunConfig, options: Mapping[str, Any]) -> RunConfig:
-    """The run with other values of options of the learner and of SGLang, by their names."""
+    """The run with other values of options of the learner, the fleet and SGLang, by their names."""
     learner, fleet = config.learner, config.rollout_fleet
     for name, value in options.items():
         section, _, last = name.rpartition(".")
         if section == "learner":
             learner = replace(learner, **{last: value})
+        elif section == "rollout_fleet":
+            fleet = replace(fleet, **{last: value})
         else:
             fleet = replace(fleet, sglang=replace(fleet.sglang, **{last: value}))
     return replace(config, learner=learner, rollout_fleet=fleet)

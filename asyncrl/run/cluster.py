@@ -35,7 +35,7 @@ from asyncrl.core.errors import ClusterDiedError, DeadlineError
 from asyncrl.core.host import visible_gpus
 from asyncrl.core.remote import within
 from asyncrl.single_controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, ResourcePoolManager, Role
-from asyncrl.single_controller.resource_pool import NODE_ID_LABEL, can_place
+from asyncrl.single_controller.resource_pool import NODE_ID_LABEL, JoinedResourcePool, can_place
 from rollout_fleet.config import EngineKind
 
 logger = logging.getLogger(__name__)
@@ -223,7 +223,7 @@ def node_shares(config: RunConfig) -> list[dict[str, float]]:
 def learner_layout(config: RunConfig) -> ResourcePoolManager:
     """Make the learner's pools."""
     placement = config.placement
-    cpus = placement.cpus_per_learner_rank + (placement.cpus_per_engine if placement.colocated else 0.0)
+    of_engine = placement.cpus_per_engine / config.rollout_fleet.sglang.tp_size if placement.colocated else 0.0
     layout = ResourcePoolManager(
         resource_pool_spec={
             pool: placement.on_nodes(size, placement.ranks_per_node) for pool, size in learner_pools(config).items()
@@ -231,7 +231,7 @@ def learner_layout(config: RunConfig) -> ResourcePoolManager:
         mapping={Role.from_string(role): pool for role, pool in learner_roles(config).items()},
         use_gpu=config.learner.device == "cuda",
         max_colocate_count=2 if placement.colocated else 1,
-        num_cpus_per_process=cpus,
+        num_cpus_per_process=placement.cpus_per_learner_rank + of_engine,
         apart=placement.strategy is Strategy.spread,
         labels=_labels(config, placement.learner_labels),
         timeout_s=config.ray.start_timeout_s,
@@ -328,7 +328,10 @@ class EnginePlaces:
     def __init__(
         self, config: RunConfig, *, worker: RayClassWithInitArgs, logs: Path, pool: RayResourcePool | None = None
     ) -> None:
-        """Start the first workers, in their own pool unless one is given. Raises as `RayWorkerGroup` does."""
+        """Start the first workers, in their own pool, or on the devices of the ranks of ``pool``.
+
+        Raises as `RayWorkerGroup` does.
+        """
         self._config = config
         self._worker = worker
         in_process = config.rollout_fleet.engine is EngineKind.transformers
@@ -338,8 +341,9 @@ class EnginePlaces:
             "worker_env": worker_env(config),
             "python": config.ray.python if in_process else "",  # the worker of a server needs no torch
         }
+        pool = JoinedResourcePool(pool, config.rollout_fleet.sglang.tp_size) if pool else engine_pool(config)
         # Typed Any, because the group's methods are bound from the worker class when it is made.
-        self.first: Any = RayWorkerGroup(pool or engine_pool(config), worker, **self._options)
+        self.first: Any = RayWorkerGroup(pool, worker, **self._options)
         self._num_first: int = self.first.world_size
         self._pools: dict[int, RayResourcePool] = {}
         self._groups: dict[int, RayWorkerGroup] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
 import socket
 import string
@@ -335,6 +336,46 @@ class SubRayResourcePool(RayResourcePool):
         return self.subgroup_world_size
 
 
+class JoinedResourcePool(RayResourcePool):
+    """A second set of processes in a whole pool: each uses the devices of ``size`` neighboring processes of the pool.
+
+    Both sets share the devices, so the pool must allow two groups. Example: engines with ``size`` tensor-parallel
+    ranks beside as many learner ranks. Raises `UsageError` if the devices of a process would be on two nodes.
+    """
+
+    def __init__(self, whole: RayResourcePool, size: int) -> None:
+        if any(count % size for count in whole.store):
+            raise UsageError(
+                f"pool {whole.name_prefix!r} must have a multiple of {size} processes on each node, since {size} "
+                f"devices of one process are on one node, got {whole.store}"
+            )
+        counts = [count // size for count in whole.store]
+        super().__init__(
+            **{**whole.options(), "process_on_nodes": counts}, name_prefix=f"{whole.name_prefix}_by_{size}"
+        )
+        self.size = size
+        self.pgs = whole.get_placement_groups()
+        self.borrow_from(whole)
+
+    def visible_devices(self, slots: Sequence[Slot]) -> list[str]:
+        """``CUDA_VISIBLE_DEVICES`` of the process in each slot, in the order of the pool's processes.
+
+        Raises `DeadlineError` if a node does not answer within ``timeout_s``.
+        """
+        asking = [
+            _devices_there.options(
+                num_gpus=1 / self.max_colocate_count,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    placement_group=slot.placement_group, placement_group_bundle_index=slot.bundle_index + index
+                ),
+            ).remote()
+            for slot in slots
+            for index in range(self.size)
+        ]
+        found = fetch(asking, self.timeout_s, f"the devices of pool {self.name_prefix!r}")
+        return [",".join(found[first : first + self.size]) for first in range(0, len(found), self.size)]
+
+
 def split_resource_pool(resource_pool: RayResourcePool, split_size: int | list[int]) -> list[SubRayResourcePool]:
     """Cut a pool, or a part of one, into parts; it is reserved now, if it was not yet.
 
@@ -628,7 +669,8 @@ def slots_of(pool: RayResourcePool, strategy: str | None, device_name: str) -> l
     processes = {pg.id: count for pg, count in zip(unsorted_pgs, pool.store, strict=True)}
     pgs = sort_placement_group_by_node_ip(unsorted_pgs)
     nodes = [nodes_of(pg) for pg in pgs]
-    bundles = [(node_index, bundle) for node_index, pg in enumerate(pgs) for bundle in range(processes[pg.id])]
+    size = pool.size if isinstance(pool, JoinedResourcePool) else 1
+    bundles = [(node_index, bundle * size) for node_index, pg in enumerate(pgs) for bundle in range(processes[pg.id])]
     first = getattr(pool, "start_bundle_index", 0)
     bundles = bundles[first : first + pool.world_size]
     on_node = Counter(node_index for node_index, _ in bundles)
@@ -680,3 +722,10 @@ def free_port(port_range: Sequence[int] | None = None) -> int:
 
 
 _free_port_there: Any = ray.remote(num_cpus=0)(free_port)
+
+
+def _visible_devices() -> str:
+    return os.environ["CUDA_VISIBLE_DEVICES"]
+
+
+_devices_there: Any = ray.remote(num_cpus=0)(_visible_devices)

@@ -25,6 +25,7 @@ from .calls import PendingResult, PendingResults, Route, deadline_s, func_genera
 from .dispatch import MAGIC_ATTR, Dispatch, Execute, get_predefined_dispatch_fn, get_predefined_execute_fn
 from .liveness import address_of, first_death, last_words, state_of
 from .resource_pool import (
+    JoinedResourcePool,
     RayClassWithInitArgs,
     RayResourcePool,
     ResourcePool,
@@ -52,6 +53,7 @@ class WorkerGroup:
         self._workers: list[Any] = []
         self._worker_names: list[str] = []
         self._slots: list[Slot] = []
+        self._devices: list[str] = []
         self._replacements: list[Callable[..., tuple[Any, str]]] = []
         self._num_replaced = 0
         self._dispatch_info: dict[str, list[int]] = {}
@@ -291,8 +293,10 @@ class RayWorkerGroup(WorkerGroup):
         try:
             if self.master_address is None:
                 self.master_address, self.master_port = master_address_port(slots[0], master_ports, port_timeout_s)
+            num_devices = pool.num_devices_per_process / pool.max_colocate_count
+            if self.use_gpu and isinstance(pool, JoinedResourcePool):
+                num_devices, self._devices = 0.0, pool.visible_devices(slots)  # Ray gives no shares of two devices
             for index in range(len(slots)):
-                num_devices = pool.num_devices_per_process / pool.max_colocate_count
                 start = partial(self._start_worker, index, len(slots), num_devices, detached)
                 worker, name = start()
                 self._workers.append(worker)
@@ -339,7 +343,10 @@ class RayWorkerGroup(WorkerGroup):
         log_file = None
         if self.log_dir is not None:
             log_file = str(Path(self.log_dir).resolve() / f"{self.name_prefix}-{slot.rank}.log")
-        runtime_env: dict[str, Any] = {"env_vars": self._environment(slot, world_size, log_file)}
+        environment = self._environment(slot, world_size, log_file)
+        if self._devices:
+            environment["CUDA_VISIBLE_DEVICES"] = self._devices[index]
+        runtime_env: dict[str, Any] = {"env_vars": environment}
         if self.python:
             runtime_env["py_executable"] = self.python
         if self.profile_steps and self.device_name == "cuda" and self.worker_nsight_options is not None:

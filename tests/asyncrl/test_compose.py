@@ -159,8 +159,8 @@ def test_a_removed_option_is_refused_and_ignored_in_the_config_of_an_earlier_run
         ),
         (["learner.num_ranks=64"], ["algorithm.groups_per_step must be >= the 64"]),
         (
-            ["learner.device=cuda", "rollout_fleet.sglang.tp_size=2", "placement.colocated=true"],
-            ["tp_size must be 1 with placement.colocated=true", "got 2"],
+            ["rollout_fleet.sglang.tp_size=2", "placement.colocated=true"],
+            ["num_ranks must equal rollout_fleet.num_engines x rollout_fleet.sglang.tp_size", "got 1 and 1 x 2"],
         ),
         (["rollout_fleet.engine=scripted"], ["rollout_fleet.engine", "scripted"]),
         (["rollout_fleet.sampling.temperature=0"], ["temperature must be > 0"]),

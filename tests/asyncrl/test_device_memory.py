@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from asyncrl.checks import check_options
 from asyncrl.cli import plan_command
 from asyncrl.cli.compose import compose_run
 from asyncrl.cli.plan_command import experiments_that_fit
@@ -196,6 +197,29 @@ def test_colocated_devices_keep_what_the_other_side_does_not_move_to_the_host():
     stays = with_options(config, {"learner.offload_at_transition_only": False})
     kept = sum(rank.parts[kind] for kind in ("CUDA context", "parameters", "optimizer"))
     assert device_uses(stays, SMALL, card)[1].parts["paused rank"] == kept
+
+
+@pytest.mark.parametrize(
+    ("model", "num_ranks", "tp_size", "card", "remedy"),
+    [
+        ("Qwen3-8B", 16, 1, "A10",
+         "learner.max_tokens_per_micro_batch=4096 rollout_fleet.sglang.tp_size=2 rollout_fleet.num_engines=8"),
+        ("Qwen3-8B", 8, 1, "A10",
+         "learner.max_tokens_per_micro_batch=2048 rollout_fleet.sglang.tp_size=2 learner.num_ranks=16"),
+        ("Qwen3-14B", 4, 2, "A100-40", "learner.num_ranks=16 rollout_fleet.num_engines=8"),
+        ("Qwen3-32B", 6, 2, "H100", "learner.num_ranks=12 rollout_fleet.num_engines=6"),
+        ("Qwen3-8B", 6, 2, "A100-40", "learner.max_tokens_per_micro_batch=8192"),
+    ],
+)  # fmt: skip
+def test_colocated_devices_that_do_not_fit_get_a_remedy_that_the_checks_accept(model, num_ranks, tp_size, card, remedy):
+    shape = [f"learner.num_ranks={num_ranks}", f"rollout_fleet.num_engines={num_ranks // tp_size}"]
+    config = run(*ON_CUDA, *shape, f"rollout_fleet.sglang.tp_size={tp_size}", experiment="gsm8k_colocated", model=model)
+    size, card = model_size(model), card_bytes(card)
+    found = remedies_of(config, size, card)
+    changed = with_options(config, found)
+    check_options(changed)
+    assert all(use.fits for use in device_uses(changed, size, card))
+    assert remedy == " ".join(f"{name}={value}" for name, value in found.items())
 
 
 def test_every_shipped_experiment_fits_on_the_gpus_that_its_file_names():

@@ -15,14 +15,15 @@ from asyncrl.checks import resolve_devices
 from asyncrl.cli import preflight, train_command
 from asyncrl.cli.compose import compose_run
 from asyncrl.config import learner_pools
-from asyncrl.core.errors import DeadlineError
+from asyncrl.core.errors import DeadlineError, UsageError
 from asyncrl.core.host import gpu_memory_bytes, visible_gpus
 from asyncrl.core.types import Prompt
 from asyncrl.metrics import TerminalView
 from asyncrl.run.cluster import EnginePlaces, gpu_of_this_node, learner_layout, pool_of_one, ray_cluster, worker_env
 from asyncrl.run.run import Run
 from asyncrl.sft.warm_start import WarmStart, warm_start
-from asyncrl.single_controller import RayClassWithInitArgs, RayWorkerGroup, Role, Worker
+from asyncrl.single_controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, Role, Worker
+from asyncrl.single_controller.resource_pool import JoinedResourcePool
 from learner.config import Device
 from rollout_fleet.config import EngineDevice
 from rollout_fleet.rewards import WeightedRewards
@@ -31,6 +32,17 @@ from tests.support.ray_cluster import away_from_the_shared_cluster
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 VARIABLES = ("CUDA_VISIBLE_DEVICES", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+
+
+def colocated(num_ranks, tp_size):
+    return [
+        "placement.colocated=true",
+        f"learner.num_ranks={num_ranks}",
+        f"rollout_fleet.num_engines={num_ranks // tp_size}",
+        f"rollout_fleet.sglang.tp_size={tp_size}",
+    ]
+
+
 SEPARATE = ["learner.num_ranks=4", "rollout_fleet.num_engines=4"]
 
 
@@ -125,6 +137,16 @@ async def test_a_run_takes_only_the_visible_gpus_of_this_machine(gpus):
             assert (await asyncio.to_thread(ray.available_resources)).get("GPU", 0) == 1
 
 
+async def test_colocated_engines_share_only_the_visible_gpus_of_this_machine(gpus):
+    gpus(8, visible="7,2,5,4")
+    config = resolve_devices(run(*colocated(4, 2)), visible_gpus(), print)
+    async with ray_cluster(config) as config:
+        seen = await asyncio.to_thread(seen_by_all, config)
+    of_ranks = devices_of(seen, "learner")
+    assert sorted(of_ranks) == ["2", "4", "5", "7"]
+    assert devices_of(seen, "engine") == [",".join(of_ranks[:2]), ",".join(of_ranks[2:])]
+
+
 class Reached(Exception):
     """The run came to where learner and engines start."""
 
@@ -199,11 +221,42 @@ def test_no_two_separate_processes_see_one_gpu(ray_with_8_gpus, options, ranks, 
     assert bool(said) == (sum(ranks) + sum(engines) == 0 and "learner.device=cpu" not in options)
 
 
-def test_a_colocated_engine_sees_the_gpu_of_its_learner_rank(ray_with_8_gpus):
-    options = ["placement.colocated=true", "learner.num_ranks=3", "rollout_fleet.num_engines=3"]
-    seen = seen_by_all(resolve_devices(run(*options), 8, print))
-    assert len(set(devices_of(seen, "learner")) - {"", None}) == 3
-    assert devices_of(seen, "engine") == devices_of(seen, "learner")
+@pytest.mark.parametrize(("num_ranks", "tp_size"), [(3, 1), (8, 2), (6, 3), (8, 4), (8, 8)])
+def test_a_colocated_engine_sees_the_gpus_of_its_learner_ranks_in_their_order(ray_with_8_gpus, num_ranks, tp_size):
+    seen = seen_by_all(resolve_devices(run(*colocated(num_ranks, tp_size)), 8, print))
+    of_ranks = devices_of(seen, "learner")
+    assert len(set(of_ranks) - {"", None}) == num_ranks
+    assert devices_of(seen, "engine") == [
+        ",".join(of_ranks[first : first + tp_size]) for first in range(0, num_ranks, tp_size)
+    ]
+
+
+def test_new_ranks_and_engines_get_the_gpus_of_the_dead_ones(ray_with_8_gpus, tmp_path):
+    config = resolve_devices(run(*colocated(4, 2)), 8, print)
+    layout, probe = learner_layout(config), RayClassWithInitArgs(ray.remote(Probe))
+    pool = layout.get_resource_pool(Role.from_string("actor"))
+    pool.enter()
+    ranks = RayWorkerGroup(pool, probe, worker_env=worker_env(config))
+    places = EnginePlaces(config, worker=probe, logs=tmp_path, pool=pool)
+    try:
+        before = [group.execute_all_sync("environment") for group in (ranks, places.first)]
+        ranks.shutdown()
+        places.replace_worker(1)
+        engines = places.first.execute_all_sync("environment")  # while there are no ranks
+        ranks = RayWorkerGroup(pool, probe, worker_env=worker_env(config))
+        after = [ranks.execute_all_sync("environment"), engines]
+        devices = [[[one["CUDA_VISIBLE_DEVICES"] for one in group] for group in life] for life in (before, after)]
+        assert devices[0] == devices[1]
+    finally:
+        places.shutdown()
+        ranks.shutdown()
+        pool.leave()
+
+
+def test_the_gpus_of_an_engine_are_never_on_two_nodes():
+    pool = RayResourcePool([3, 5], max_colocate_count=2, name_prefix="learner")
+    with pytest.raises(UsageError, match=r"'learner' must have a multiple of 2 processes on each node.*got \[3, 5\]"):
+        JoinedResourcePool(pool, 2)
 
 
 def test_pools_of_critic_reference_and_reward_model_have_separate_gpus(ray_with_8_gpus, tmp_path):
@@ -302,8 +355,9 @@ def test_auto_is_cuda_if_there_are_gpus_for_the_whole_run(options, num_gpus, dev
 
 
 def test_resolved_devices_are_checked_against_other_options():
-    with pytest.raises(ValueError, match=r"tp_size must be 1 with placement\.colocated=true"):
-        resolve_devices(run("placement.colocated=true", "rollout_fleet.sglang.tp_size=2"), 8, print)
+    options = ["weights.transport=collective", "weights.collective_into=engine", "weights.full_every=2"]
+    with pytest.raises(ValueError, match=r"weights\.full_every must be 1"):
+        resolve_devices(run(*options), 8, print)
 
 
 def test_a_dry_run_counts_visible_gpus(gpus, tmp_path):

@@ -28,25 +28,28 @@ def finished(start, *overrides):
 
 
 @pytest.mark.parametrize(
-    ("engine", "max_lag"),
+    ("engine", "max_lag", "tp_size"),
     [
-        ("transformers", 2),
-        pytest.param("transformers", 0, marks=pytest.mark.slow),
-        pytest.param("sglang", 1, marks=pytest.mark.slow),
+        ("transformers", 2, 1),
+        pytest.param("transformers", 0, 1, marks=pytest.mark.slow),
+        pytest.param("sglang", 1, 1, marks=pytest.mark.slow),
+        pytest.param("sglang", 1, 2, marks=pytest.mark.slow),
     ],
 )
-def test_colocated_pools_train_within_the_bound_and_offload_at_every_turn(start, engine, max_lag):
+def test_colocated_pools_train_within_the_bound_and_offload_at_every_turn(start, engine, max_lag, tp_size):
     run = finished(
         start,
         "placement.colocated=true",
         f"rollout_fleet.engine={engine}",
+        f"rollout_fleet.sglang.tp_size={tp_size}",
+        f"learner.num_ranks={tp_size}",
         f"buffer.max_lag={max_lag}",
         "learner.offload_at_transition_only=true",
         "checkpoint.every_steps=2",
     )
     assert run.summary["policy_version"] == 5
     for record in run.records:
-        assert record["learner.rollout_device_bytes_before"] > 4 * 70_000  # the quickstart's weights
+        assert record["learner.rollout_device_bytes_before"] > 4 * 70_000 / tp_size  # the quickstart's weights
         assert record["learner.rollout_device_bytes_after"] == 0
         assert record["learner.trainer_device_bytes_after"] == record["learner.rollout_device_bytes_before"]
         assert record["engine_version"] == record["step"] + 1
