@@ -76,6 +76,10 @@ class RewardError(AsyncRLError):
     """A reward function raised an exception, timed out, or did not return a number."""
 
 
+class SandboxError(AsyncRLError):
+    """This machine cannot isolate a program, or a sandbox failed. What the program itself does is never this error."""
+
+
 class ReplayBufferError(AsyncRLError):
     """Base of the errors that the replay buffer returns to its clients."""
 

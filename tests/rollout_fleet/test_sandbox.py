@@ -1,0 +1,472 @@
+"""Hostile programs in every kind of sandbox that works on this machine."""
+
+import asyncio
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from asyncrl.core.errors import SandboxError
+from rollout_fleet import sandbox as sandbox_module
+from rollout_fleet.sandbox import EndedBy, Sandbox, SandboxKind, SandboxLimits
+
+pytestmark = pytest.mark.timeout(120)
+SYSTEM_PYTHON = "/usr/bin/python3"
+ISOLATING = (SandboxKind.bubblewrap, SandboxKind.namespaces)
+
+
+def _sandbox(kind: SandboxKind, **options) -> Sandbox:
+    # Without namespaces a program of root has another user id, which may not enter the folder of this interpreter.
+    python = SYSTEM_PYTHON if kind is SandboxKind.limits and os.path.exists(SYSTEM_PYTHON) else ""
+    return Sandbox(kind=kind, python=python, **options)
+
+
+@pytest.fixture(params=list(ISOLATING), scope="module")
+def isolating(request):
+    """A kind that hides files and processes; a machine without it skips."""
+    return _or_skip(request.param)
+
+
+@pytest.fixture(params=[*ISOLATING, SandboxKind.limits], scope="module")
+def kind(request):
+    return _or_skip(request.param)
+
+
+def _or_skip(kind):
+    try:
+        asyncio.run(_sandbox(kind).start())
+    except SandboxError as error:
+        pytest.skip(f"this machine has no sandboxes of kind {kind}: {error}")
+    return kind
+
+
+def children_of_this_process():
+    return set(psutil.Process().children(recursive=True))
+
+
+async def run(kind, code, **options):
+    result = await _sandbox(kind).run(code, **options)
+    assert not [child for child in children_of_this_process() if "sandbox_init" in " ".join(child.cmdline())]
+    return result
+
+
+def test_the_kind_of_sandbox_that_is_chosen_isolates_and_is_told(caplog):
+    caplog.set_level("INFO", logger="rollout_fleet.sandbox")
+    sandbox = Sandbox()
+    try:
+        kind = asyncio.run(sandbox.start())
+    except SandboxError as error:
+        pytest.skip(f"this machine cannot isolate: {error}")
+    assert kind in ISOLATING
+    assert caplog.messages == [f"code of the policy runs in sandboxes of kind {kind}"]
+    assert sandbox.kind is kind
+
+
+async def test_a_program_in_a_sandbox_has_its_input_files_and_a_clean_environment(kind, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    code = "import os, sys, helper; print(sys.stdin.read() + helper.word, *sorted(os.environ)); sys.exit(3)"
+    result = await run(kind, code, stdin="in ", files={"helper.py": "word = 'file'", "data/raw": b"\xff"})
+    assert result.stdout.startswith("in file HOME LANG")
+    assert "KEY" not in result.stdout
+    assert (result.exit_status, result.ended_by, result.is_success) == (3, EndedBy.exit, False)
+    assert 0 < result.seconds < 20
+
+
+async def test_a_program_in_a_sandbox_may_be_a_shell_script_and_may_start_programs(kind):
+    result = await run(kind, "read word; echo $word | tr a-z A-Z; ls | wc -l", stdin="abc\n", language="bash")
+    assert result.stdout.split() == ["ABC", "1"], result.stderr
+    assert result.is_success
+
+
+async def test_a_fork_bomb_in_a_sandbox_gets_no_more_processes_than_its_limit(kind):
+    code = """
+import os, time
+count = 0
+try:
+    while True:
+        if os.fork() == 0:
+            time.sleep(60)
+            os._exit(0)
+        count += 1
+except OSError as error:
+    print(count, error.errno)
+"""
+    result = await run(kind, code, limits=SandboxLimits(processes=12))
+    assert result.stdout.split() == ["11", "11"], result  # EAGAIN
+    bomb = "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass"
+    result = await run(kind, bomb, limits=SandboxLimits(processes=12, cpu_time_s=1.0))
+    assert result.ended_by is EndedBy.cpu_time
+
+
+async def test_many_threads_in_a_sandbox_count_as_processes(kind):
+    code = """
+import threading, time
+try:
+    for count in range(100):
+        threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+except RuntimeError:
+    print("refused")
+"""
+    assert (await run(kind, code, limits=SandboxLimits(processes=8))).stdout == "refused\n"
+
+
+async def test_memory_of_a_sandbox_is_limited_per_process_and_over_all_of_them(kind):
+    limits = SandboxLimits(memory_bytes=256 << 20)
+    result = await run(kind, "x = bytearray(1 << 30)", limits=limits)
+    assert "MemoryError" in result.stderr
+    assert result.exit_status == 1
+    several = """
+import os, time
+for _ in range(4):
+    if os.fork() == 0:
+        x = bytearray(b"x" * (100 << 20))
+        time.sleep(60)
+time.sleep(60)
+"""
+    result = await run(kind, several, limits=limits)
+    assert (result.ended_by, result.exit_status) == (EndedBy.memory, -9)
+
+
+@pytest.mark.parametrize("name", ["memfd_create", "shmget"])
+async def test_memory_that_no_limit_counts_is_refused_in_a_sandbox(kind, name):
+    calls = {"memfd_create": "libc.memfd_create(b'x', 0)", "shmget": "libc.shmget(0, 1 << 20, 0o1600)"}
+    code = f"import ctypes; libc = ctypes.CDLL(None, use_errno=True); print({calls[name]}, ctypes.get_errno())"
+    assert (await run(kind, code)).stdout.split() == ["-1", "1"]
+
+
+async def test_a_disk_in_a_sandbox_can_be_filled_and_the_rest_of_the_machine_is_not(kind):
+    before = shutil.disk_usage(tempfile.gettempdir()).used
+    code = """
+import os
+for number in range(1000):
+    with open(f"{number}", "wb") as file:
+        file.write(os.urandom(1 << 20))
+"""
+    result = await run(kind, code, limits=SandboxLimits(disk_bytes=8 << 20))
+    assert result.ended_by is EndedBy.disk or "No space left" in result.stderr
+    assert shutil.disk_usage(tempfile.gettempdir()).used - before < 128 << 20
+    result = await run(kind, "for n in range(10**6): open(str(n), 'w').close()", limits=SandboxLimits(files=500))
+    assert result.ended_by is EndedBy.disk or "No space left" in result.stderr
+
+
+async def test_a_system_in_a_sandbox_is_read_only(isolating):
+    code = """
+import os
+for folder in ("/", "/usr", "/usr/lib", "/etc", "/dev", "/run", "/proc", "/proc/sys", os.path.dirname(os.__file__)):
+    try:
+        open(folder + "/written", "w")
+        print("wrote to", folder)
+    except OSError:
+        pass
+for path in ("/dev/shm/asyncrl-test-x", "/tmp/asyncrl-test-x"):
+    open(path, "w").write("fine")
+os.system("mount -o remount,rw /usr 2>/dev/null && echo remounted")
+print("done")
+"""
+    assert (await run(isolating, code)).stdout == "done\n"
+    assert not os.path.exists("/tmp/asyncrl-test-x")
+
+
+async def test_no_socket_reaches_the_network_or_this_run_from_a_sandbox(kind, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(socket.AF_UNIX) as unix:
+        path = f"/tmp/asyncrl-test-{os.getpid()}.sock"
+        unix.bind(path)
+        unix.listen()
+        os.chmod(path, 0o777)
+        try:
+            code = f"""
+import socket
+for family, address in (
+    (socket.AF_INET, ("127.0.0.1", {server.getsockname()[1]})), (socket.AF_INET, ("8.8.8.8", 53)),
+    (socket.AF_INET6, ("::1", {server.getsockname()[1]})), (socket.AF_UNIX, {path!r}), (40, (2, 1)),
+):
+    for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM):
+        try:
+            one = socket.socket(family, kind)
+            one.settimeout(2)
+            one.connect(address)
+            print("connected to", address)
+        except OSError:
+            pass
+a, b = socket.socketpair()
+a.send(b"pairs work")
+print(b.recv(100).decode())
+"""
+            assert (await run(kind, code)).stdout == "pairs work\n"
+        finally:
+            os.unlink(path)
+
+
+async def test_the_files_of_a_run_cannot_be_reached_from_a_sandbox(isolating, tmp_path):
+    keys = tmp_path / "keys"
+    keys.mkdir()
+    (keys / "server.key_secret").write_text("buffer key")
+    os.chmod(tmp_path, 0o755)
+    code = f"""
+import glob, os
+paths = [{str(keys / "server.key_secret")!r}, "/proc/1/root" + {str(keys)!r}, {os.getcwd() + "/pyproject.toml"!r},
+         "/proc/{os.getpid()}/environ", "/root/.ssh", "/home", "/var", "/etc/shadow", "/sys", "/proc/1/environ",
+         "/proc/1/mem", "/proc/1/cwd/", "/proc/1/fd/0"]
+for path in paths:
+    try:
+        print("found", path, os.listdir(path) if os.path.isdir(path) else open(path, "rb").read(10))
+    except OSError:
+        pass
+    os.symlink(path, "link")
+    try:
+        print("followed", path, open("link", "rb").read(10))
+    except OSError:
+        pass
+    os.unlink("link")
+print("done")
+"""
+    assert (await run(isolating, code)).stdout == "done\n"
+
+
+async def test_processes_outside_a_sandbox_are_neither_seen_nor_signalled(isolating):
+    code = f"""
+import os, signal
+print(len([name for name in os.listdir("/proc") if name.isdecimal()]))
+for pid in [{os.getpid()}, {os.getppid()}, -1]:
+    try:
+        os.kill(pid, signal.SIGCONT if pid > 0 else 0)
+        print("signalled", pid)
+    except OSError:
+        pass
+for number in (signal.SIGKILL, signal.SIGSTOP, signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGSEGV):
+    try:
+        os.kill(1, number)
+    except OSError:
+        pass
+import time; time.sleep(0.3)
+print("alive")
+"""
+    result = await run(isolating, code)
+    assert result.stdout == "2\nalive\n", result
+    assert result.is_success
+
+
+def test_without_namespaces_a_sandbox_of_root_cannot_signal_others():
+    if os.geteuid() != 0:
+        pytest.skip("only root can give a program another user id")
+    code = f"import os\ntry: os.kill({os.getpid()}, 0)\nexcept OSError: print('no')"
+    result = asyncio.run(run(_or_skip(SandboxKind.limits), code))
+    assert result.stdout == "no\n"
+
+
+async def test_no_descriptor_of_the_owner_is_open_in_a_sandbox(kind):
+    with tempfile.TemporaryFile() as secret:
+        os.set_inheritable(secret.fileno(), True)
+        result = await run(kind, "import os; print(sorted(map(int, os.listdir('/proc/self/fd'))))")
+    assert result.stdout == "[0, 1, 2, 3]\n"  # 3 is the folder itself
+
+
+async def test_a_daemonised_grandchild_ends_with_its_sandbox(kind, tmp_path):
+    code = """
+import os, sys, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        for stream in (0, 1, 2):
+            os.close(stream)
+        while True:
+            time.sleep(0.01)
+    os._exit(0)
+os.wait()
+print("left")
+"""
+    marker = f"x{os.getpid()}marker"
+    result = await run(kind, code + f"\n# {marker}")
+    assert result.stdout == "left\n"
+    assert result.is_success
+    assert not [one for one in psutil.process_iter() if one.name().startswith("python") and _is_in(one, "main.py")]
+
+
+def _is_in(process, word):
+    try:
+        return process.cmdline()[-1:] == [word]
+    except psutil.Error:
+        return False
+
+
+async def test_output_of_a_sandbox_is_limited_and_ends_it(kind):
+    limits = SandboxLimits(output_bytes=10_000)
+    result = await run(kind, "while True: print('x' * 1000)", limits=limits)
+    assert result.ended_by is EndedBy.output
+    assert (len(result.stdout) + len(result.stderr), result.exit_status) == (10_000, -9)
+    whole = await run(kind, "print('x' * 9_999)", limits=limits)
+    assert (len(whole.stdout), whole.ended_by) == (10_000, EndedBy.exit)
+
+
+async def test_a_program_in_a_sandbox_that_closes_its_output_and_hangs_is_ended_by_wall_time(kind):
+    code = "import os, time; os.write(1, b'first'); os.close(1); os.close(2); time.sleep(600)"
+    result = await run(kind, code, limits=SandboxLimits(wall_time_s=1.0))
+    assert (result.stdout, result.ended_by, result.exit_status) == ("first", EndedBy.wall_time, -9)
+    assert 1.0 <= result.seconds < 30
+
+
+async def test_processor_time_of_a_sandbox_counts_over_all_processes(kind):
+    code = "import os\nos.fork(); os.fork()\nwhile True: pass"
+    result = await run(kind, code, limits=SandboxLimits(cpu_time_s=1.0))
+    assert result.ended_by is EndedBy.cpu_time
+    stubborn = "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass"
+    result = await run(kind, stubborn, limits=SandboxLimits(cpu_time_s=1.0))
+    assert result.ended_by is EndedBy.cpu_time
+
+
+async def test_a_program_in_a_sandbox_that_dies_of_a_signal_says_which(kind):
+    result = await run(kind, "import os; os.kill(os.getpid(), 11)")
+    assert (result.exit_status, result.ended_by) == (-11, EndedBy.signal)
+
+
+async def test_invalid_text_of_the_policy_does_no_harm_to_a_sandbox(kind):
+    result = await run(kind, "print('\ud800')\0")
+    assert result.exit_status == 1
+    assert (await run(kind, "import os; os.write(1, b'\\xff')")).stdout == "\ufffd"
+
+
+async def test_many_sandboxes_run_at_once_and_each_has_its_own_limit_of_processes(kind):
+    code = """
+import os, time
+pids = [os.fork() for _ in range(1)]
+for _ in range(5):
+    if 0 in pids: break
+    pids.append(os.fork())
+time.sleep(0.2)
+"""
+    sandbox = _sandbox(kind)
+    results = await asyncio.gather(*(sandbox.run(code, limits=SandboxLimits(processes=8)) for _ in range(16)))
+    if kind is SandboxKind.limits and os.geteuid() != 0:
+        return  # the kernel counts the programs of one user together
+    assert [(result.exit_status, result.stderr) for result in results] == [(0, "")] * 16
+
+
+async def test_a_cancelled_sandbox_leaves_no_process(kind):
+    before = children_of_this_process()
+    running = asyncio.create_task(_sandbox(kind).run("import time; time.sleep(600)"))
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        await asyncio.sleep(0.02)
+        if any(_is_in(one, "main.py") for one in children_of_this_process()):
+            break
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert children_of_this_process() <= before
+
+
+OWNER = """
+import asyncio, sys
+from rollout_fleet.sandbox import Sandbox
+asyncio.run(Sandbox(kind=sys.argv[1], python=sys.argv[2]).run("import time; time.sleep(600)  # " + "o" * 10))
+"""
+
+
+def test_a_sandbox_ends_when_its_owner_is_killed(kind):
+    owner = subprocess.Popen([sys.executable, "-c", OWNER, kind, _sandbox(kind)._python])
+    process = psutil.Process(owner.pid)
+    deadline = time.monotonic() + 60
+    programs = []
+    while not programs and time.monotonic() < deadline:
+        time.sleep(0.05)
+        programs = [one for one in process.children(recursive=True) if _is_in(one, "main.py")]
+    everyone = process.children(recursive=True)
+    assert programs
+    owner.kill()
+    owner.wait()
+    _, alive = psutil.wait_procs(everyone, timeout=30)
+    assert not [one for one in alive if one.status() != psutil.STATUS_ZOMBIE]
+
+
+AS_ANOTHER_USER = """
+import asyncio, importlib.util, os, sys
+spec = importlib.util.spec_from_file_location("sandbox", sys.argv[1])
+sandbox = importlib.util.module_from_spec(spec)
+sys.modules["sandbox"] = sandbox
+spec.loader.exec_module(sandbox)
+fork = "import os, time\\ntry:\\n  while os.fork(): pass\\n  time.sleep(9)\\nexcept OSError: print(os.getuid())"
+async def main():
+    for kind in ("bubblewrap", "namespaces"):
+        one = sandbox.Sandbox(kind=kind)
+        try:
+            await one.start()
+        except sandbox.SandboxError as error:
+            print(kind, "refused", error)
+            continue
+        results = await asyncio.gather(*(one.run(fork, limits=sandbox.SandboxLimits(processes=6)) for _ in range(4)))
+        print(kind, *(result.stdout.strip() or result for result in results))
+asyncio.run(main())
+"""
+
+
+def test_sandboxes_of_an_ordinary_user_isolate_as_well():
+    if os.geteuid() != 0:
+        pytest.skip("this user is an ordinary one: the other tests show it")
+    source = Path(sandbox_module.__file__)
+    environment = {"PATH": os.defpath, "PYTHONPATH": str(source.parents[1]), "PYTHONDONTWRITEBYTECODE": "1"}
+    as_user = {"user": 54321, "group": 54321, "extra_groups": [], "env": environment, "cwd": "/"}
+    command = [SYSTEM_PYTHON, "-c", "import ctypes, sys; assert sys.version_info >= (3, 11); open(sys.argv[1])"]
+    try:
+        subprocess.run([*command, str(source)], **as_user, capture_output=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"another user has no Python 3.11 that can read this checkout: {error}")
+    command = [SYSTEM_PYTHON, "-c", AS_ANOTHER_USER, str(source)]
+    lines = subprocess.run(command, **as_user, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert len(lines) == 2
+    for line in lines:
+        assert line.split()[1] == "refused" or line.split()[1:] == ["1000"] * 4, lines
+
+
+async def test_a_machine_that_cannot_isolate_is_refused_by_name_and_a_weaker_kind_must_be_asked_for(monkeypatch):
+    monkeypatch.setattr(sandbox_module, "_INIT", "/nowhere/sandbox_init.py")
+    monkeypatch.setattr(sandbox_module.shutil, "which", lambda name: None)
+    with pytest.raises(SandboxError) as failure:
+        await Sandbox().run("print(1)")
+    for part in (
+        "bubblewrap: bwrap is not installed",
+        "namespaces: a sandbox of kind namespaces failed",
+        "kind=limits",
+    ):
+        assert part in str(failure.value)
+    monkeypatch.setattr(sandbox_module.platform, "machine", lambda: "riscv64")
+    with pytest.raises(SandboxError, match=r"the processor must be one of .*'aarch64'.*, got riscv64"):
+        await Sandbox().start()
+
+
+def test_a_probe_that_finds_a_hole_refuses_the_kind_of_sandbox(monkeypatch, isolating):
+    entries = sandbox_module._root_entries
+    hole = ("ro-bind", tempfile.gettempdir() + "-hole", tempfile.gettempdir())
+    monkeypatch.setattr(sandbox_module, "_root_entries", lambda python: [*entries(python), hole])
+    probe = sandbox_module._PROBE.replace("open({path!r})", f"open({hole[1]!r} + {{path!r}}.removeprefix({hole[2]!r}))")
+    monkeypatch.setattr(sandbox_module, "_PROBE", probe)
+    with pytest.raises(SandboxError, match="a program can read files of this machine"):
+        asyncio.run(Sandbox(kind=isolating).start())
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"language": "cobol"}, "language must be one of .*bash.*python.*, got 'cobol'"),
+        ({"files": {"../x": ""}}, r"relative paths without \.\., got '\.\./x'"),
+        ({"files": {"/etc/x": ""}}, "relative paths"),
+    ],
+)
+async def test_wrong_calls_of_a_sandbox_are_refused(options, words):
+    with pytest.raises(ValueError, match=words):
+        await Sandbox().run("", **options)
+
+
+def test_wrong_options_of_a_sandbox_are_refused():
+    with pytest.raises(ValueError, match=r"must be one of .*'bubblewrap'.*, got 'chroot'"):
+        Sandbox(kind="chroot")
+    with pytest.raises(ValueError, match="memory_bytes of a sandbox must be > 0, got 0"):
+        SandboxLimits(memory_bytes=0)
+    with pytest.raises(ValueError, match="must be a Python interpreter, got /bin/nothing"):
+        asyncio.run(Sandbox(python="/bin/nothing").start())
