@@ -7,26 +7,36 @@ of its dataclasses.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
 from asyncrl.config import (
+    LEARNER_POOL,
     RunConfig,
     learner_pools,
     learner_roles,
     num_positions,
     requested_cpus,
     requested_gpus,
+    role_options,
     stop_deadlines,
     why_positions_end,
 )
 from asyncrl.metrics import counted
 from asyncrl.weights.carriers import CarrierUse, check_carrier
 from buffer.config import is_loopback
-from learner.config import ANCHORED_LOSSES, GROUP_ADVANTAGES, Anchor, Device, Mask
+from learner.config import (
+    ANCHORED_LOSSES,
+    GROUP_ADVANTAGES,
+    ROLE_SECTIONS,
+    Anchor,
+    Device,
+    LearnerConfig,
+    Mask,
+)
 from rollout_fleet.config import EngineDevice, EngineKind, OnRewardFailure
 
 _READ_AS_JSON = {"config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json"}
@@ -47,8 +57,9 @@ def check_options(config: RunConfig) -> None:
             "a group needs the reward of its greedy response as its baseline"
         )
     _check_roles(config)
-    _check_budget(config)
-    dp_size = max(learner_pools(config).values()) // config.learner.sp_size
+    options = {role: role_options(config, role) for role in learner_roles(config)}
+    _check_budgets(config, options)
+    dp_size = max(own.num_ranks // own.sp_size for own in options.values())
     if algorithm.groups_per_step < dp_size:
         raise ValueError(
             f"algorithm.groups_per_step must be >= the {dp_size} data-parallel learner ranks, "
@@ -199,11 +210,15 @@ def _check_roles(config: RunConfig) -> None:
             f"placement.pools must name pools that this run uses for its roles {list(learner_roles(config))}, got "
             f"{idle} without a role; leave them out, or place a role there"
         )
-    for pool, size in used.items():
-        if size % learner.sp_size:
+    roles = learner_roles(config)
+    for role, section in ROLE_SECTIONS.items():
+        if role not in roles and (own := learner.own_options(role)):
             raise ValueError(
-                f"placement.pools.{pool} must be a multiple of learner.sp_size={learner.sp_size}, got {size}"
+                f"learner.{section}.{next(iter(own))} is an option of a role that this run does not have, only "
+                f"{list(roles)}; leave it out, or choose an algorithm that needs this role"
             )
+    for role, pool in roles.items():
+        _check_layout(config, role, pool, used[pool])
     if learner.critic.path and not config.algorithm.needs_critic:
         raise ValueError(
             f"learner.critic.path={learner.critic.path!r} names a critic, but algorithm.advantage="
@@ -223,17 +238,29 @@ def _check_roles(config: RunConfig) -> None:
         )
 
 
-def _check_budget(config: RunConfig) -> None:
-    """Check that the longest single-turn sequence fits a micro-batch."""
+def _check_layout(config: RunConfig, role: str, pool: str, size: int) -> None:
+    """Check that a role's ``sp_size`` and ``fsdp_size`` divide the processes of its pool."""
     learner = config.learner
+    processes = "learner.num_ranks" if pool == LEARNER_POOL else f"placement.pools.{pool}"
+    own = {"sp_size": learner.sp_size} | learner.own_options(role)
+    for option in ("sp_size", "fsdp_size"):
+        divisor = own.get(option, -1)
+        if divisor != -1 and size % divisor:
+            name = learner.option_name(role, option)
+            raise ValueError(f"{processes} must be a multiple of {name}={divisor}, got {size}")
+
+
+def _check_budgets(config: RunConfig, options: Mapping[str, LearnerConfig]) -> None:
+    """Check that the longest single-turn sequence fits a micro-batch of each role, whose options are ``options``."""
     longest = config.data.max_prompt_tokens + config.rollout_fleet.sampling.max_new_tokens
-    budget = learner.max_tokens_per_micro_batch * learner.sp_size
-    if longest > budget:
-        raise ValueError(
-            "learner.max_tokens_per_micro_batch x learner.sp_size must hold the longest sequence, "
-            f"data.max_prompt_tokens + rollout_fleet.sampling.max_new_tokens = {longest}, got "
-            f"{learner.max_tokens_per_micro_batch} x {learner.sp_size}; raise it, or lower the two"
-        )
+    for role, own in options.items():
+        if longest > own.max_tokens_per_micro_batch * own.sp_size:
+            budget, sp_size = (config.learner.option_name(role, f) for f in ("max_tokens_per_micro_batch", "sp_size"))
+            raise ValueError(
+                f"{budget} x {sp_size} must hold the longest sequence, "
+                f"data.max_prompt_tokens + rollout_fleet.sampling.max_new_tokens = {longest}, got "
+                f"{own.max_tokens_per_micro_batch} x {own.sp_size}; raise it, or lower the two"
+            )
 
 
 def _check_colocation(config: RunConfig) -> None:

@@ -487,7 +487,9 @@ def stop_deadlines(config: RunConfig) -> StopDeadlines:
 
 def num_buffer_clients(config: RunConfig) -> int:
     """Largest number of clients of one buffer server: workers, ranks and `_OWN_CLIENTS`."""
-    return config.rollout_fleet.most_engines + sum(learner_pools(config).values()) + _OWN_CLIENTS
+    sizes, roles = learner_pools(config), learner_roles(config)
+    num_ranks = sum(sizes[pool] for pool in roles.values())  # each role of a process has its own client
+    return config.rollout_fleet.most_engines + num_ranks + _OWN_CLIENTS
 
 
 def num_store_servers(config: RunConfig) -> int:
@@ -547,6 +549,17 @@ def learner_pools(config: RunConfig) -> dict[str, int]:
 def has_environment(config: RunConfig) -> bool:
     """Whether the run has an environment, which needs the messages of its prompts."""
     return bool(getattr(getattr(config.rollout_fleet, "environment", None), "name", ""))
+
+
+def role_options(config: RunConfig, role: str) -> LearnerConfig:
+    """The learner's options of a role of this run; ``num_ranks`` is the number of processes of the role's pool."""
+    return config.learner.of_role(role, num_ranks=learner_pools(config)[learner_roles(config)[role]])
+
+
+def role_model(config: RunConfig, role: str) -> str:
+    """The folder of the model of a role of this run: the policy's, if the role has no path of its own."""
+    own = {"critic": config.learner.critic.path, "rm": config.learner.reward_model.path}
+    return own.get(role, "") or config.model.path
 
 
 def num_positions(config: RunConfig) -> float:

@@ -1,7 +1,9 @@
 """Options of the learner group and of the algorithm. Only this module defines their defaults."""
 
+from __future__ import annotations
+
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any
 
@@ -438,7 +440,52 @@ class LoraConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CriticConfig:
+class RoleOptions:
+    """Options of a role that may differ from those of the actor. null: the value of the same option of ``learner``.
+
+    Attributes:
+        sp_size: Ulysses sequence-parallel ranks of this role; a divisor of the processes of its pool.
+        fsdp_size: Ranks that share one copy of this role's parameters; -1: all ranks. null in a pool of another size
+            than ``learner.num_ranks``: -1.
+        dtype: Dtype of this role's parameters in the computation.
+        attention: The attention kernel of this role.
+        max_tokens_per_micro_batch: Token budget of one micro-batch of this role on one rank.
+        share_prompts: Whether this role computes the tokens of a prompt once for all samples of the prompt.
+        torch_compile: Whether to compile this role's decoder layers.
+        skip_selftest: Reason for skipping the self-test of this role's model.
+        resharding: When FSDP frees this role's gathered parameters.
+        offload_policy: Whether to keep this role's parameters, gradients and optimizer state on the host all the time.
+        param_offload: Whether to move this role's parameters to the host after each use.
+        offload_at_transition_only: Whether to move this role to the host when colocated engines take over.
+    """
+
+    sp_size: int | None = None
+    fsdp_size: int | None = None
+    dtype: Dtype | None = None
+    attention: AttentionKernel | None = None
+    max_tokens_per_micro_batch: int | None = None
+    share_prompts: bool | None = None
+    torch_compile: bool | None = None
+    skip_selftest: str | None = None
+    resharding: Resharding | None = None
+    offload_policy: bool | None = None
+    param_offload: bool | None = None
+    offload_at_transition_only: bool | None = None
+
+    @property
+    def own(self) -> dict[str, Any]:
+        """The options of `LearnerConfig` that the role sets itself, by name."""
+        options = {field.name: getattr(self, field.name) for field in fields(self) if field.default is None}
+        return {name: value for name, value in options.items() if value is not None}
+
+    def _check_own(self, section: str) -> None:
+        for name, value in self.own.items():
+            if not isinstance(value, bool | str) and not (name == "fsdp_size" and value == -1):
+                _at_least(self, section, name, 1, remedy=f"; leave it out for the value of learner.{name}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CriticConfig(RoleOptions):
     """The critic of ``algorithm.advantage=gae``, or of ``algorithm.critic=true``.
 
     Attributes:
@@ -447,29 +494,61 @@ class CriticConfig:
         warmup_steps: Number of first learner steps that train only the critic.
         value_clip: The loss clips the change of a value since the start of the step to this bound; 0 does not clip.
         optimizer: The critic's own AdamW and schedule.
+        activation_checkpointing: Whether to recompute the critic's layers in the backward pass.
+        gradient_sync: When the ranks sum the critic's gradients.
+        optimizer_offload: Whether to move the critic's optimizer state to the host after each update.
     """
 
     path: str = ""
     warmup_steps: int = 0
     value_clip: float = 0.5
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
+    activation_checkpointing: bool | None = None
+    gradient_sync: GradientSync | None = None
+    optimizer_offload: bool | None = None
 
     def __post_init__(self) -> None:
+        self._check_own("learner.critic")
         _at_least(self, "learner.critic", "warmup_steps", 0)
         _at_least(self, "learner.critic", "value_clip", 0, remedy="; 0: no clipping")
 
 
 @dataclass(frozen=True, kw_only=True)
-class RewardModelConfig:
+class ReferenceConfig(RoleOptions):
+    """The reference policy of a KL penalty. With adapters the actor is the reference, and has no options here.
+
+    Attributes:
+        frozen_dtype: Dtype in which the reference's parameters are stored.
+        logprob_chunk_tokens: Number of tokens per chunk of the reference's float32 logits.
+    """
+
+    frozen_dtype: Dtype | None = None
+    logprob_chunk_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        self._check_own("learner.reference")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardModelConfig(RoleOptions):
     """The reward model.
 
     Attributes:
         path: A sequence classifier with one label and the policy's tokenizer, in Hugging Face layout. It scores the
             training samples instead of ``rollout_fleet.reward``, which then scores evaluations only. Empty: no reward
             model.
+        frozen_dtype: Dtype in which the reward model's parameters are stored.
     """
 
     path: str = ""
+    frozen_dtype: Dtype | None = None
+
+    def __post_init__(self) -> None:
+        self._check_own("learner.reward_model")
+
+
+ROLE_SECTIONS = {"critic": "critic", "ref": "reference", "rm": "reward_model"}
+"""The section of ``learner`` with the own options of each role. The actor has the options of ``learner`` itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -525,6 +604,7 @@ class LearnerConfig:
         optimizer: AdamW and its schedule.
         lora: Adapters on the policy.
         critic: The critic, if the algorithm has a critic.
+        reference: The reference policy, if the algorithm has a KL penalty.
         reward_model: The reward model, if the run has a reward model.
     """
 
@@ -555,6 +635,7 @@ class LearnerConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
+    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
 
     def __post_init__(self) -> None:
@@ -574,6 +655,24 @@ class LearnerConfig:
         for name in ("keep_checkpoints", "keep_snapshots"):
             kept = getattr(self, name)
             _require(kept == -1 or kept >= 1, f"learner.{name} must be -1 or >= 1, got {kept}")
+
+    def own_options(self, role: str) -> dict[str, Any]:
+        """The options that a role (``actor``, ``critic``, ``ref``, ``rm``) sets itself; none for the actor."""
+        return getattr(self, ROLE_SECTIONS[role]).own if role in ROLE_SECTIONS else {}
+
+    def option_name(self, role: str, option: str) -> str:
+        """Where the value of a role's option comes from. Example: ``learner.critic.sp_size`` or ``learner.sp_size``."""
+        return f"learner.{ROLE_SECTIONS[role]}.{option}" if option in self.own_options(role) else f"learner.{option}"
+
+    def of_role(self, role: str, *, num_ranks: int | None = None) -> LearnerConfig:
+        """The options of one role: its own where it sets them, these elsewhere. A second call changes nothing.
+
+        ``num_ranks`` is the number of processes of the role's pool, by default that of these options. Raises
+        `ValueError` if it is not a multiple of the role's ``sp_size`` and ``fsdp_size``.
+        """
+        num_ranks = num_ranks or self.num_ranks
+        size = {"num_ranks": num_ranks, "fsdp_size": self.fsdp_size if num_ranks == self.num_ranks else -1}
+        return replace(self, **(size | self.own_options(role)))
 
 
 def _require(holds: bool, message: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property
@@ -148,6 +149,12 @@ class LearnerMesh:
         if self.num_ranks > 1:
             dist.all_reduce(values, group=self.dp_group)
         return values
+
+    def any_in_sp_group(self, flags: Sequence[bool]) -> list[bool]:
+        """Elementwise or over the ranks of this rank's sp group. All pass the same number of flags, at least one."""
+        shared = torch.tensor(flags, dtype=torch.int32, device=self.device)
+        dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=self.sp_group)
+        return shared.bool().tolist()
 
     def largest(self, values: Tensor) -> Tensor:
         """Elementwise maximum over all ranks, on the device of ``values``, which may be the CPU."""

@@ -116,7 +116,7 @@ class OffloadPolicy:
     ``param_offload`` and ``optimizer_offload`` move them to the host after each use. ``offload_at_transition_only``
     keeps both on the device during training and moves them when the pool switches to rollout. Together with one of the
     other options it is ignored, with a warning. Offloaded tensors are loaded when they are needed. A frozen model does
-    not have an optimizer.
+    not have an optimizer. After each use, every layer holds its shards only.
 
     Attributes:
         metrics: Bytes on the device before and after the last switch to each mode: ``rollout_device_bytes_before``,
@@ -171,15 +171,17 @@ class OffloadPolicy:
         """Load the model for the context, to score or to gather weights. ``param_offload`` offloads it afterwards."""
         return self._on_device(optimizer=False, then_leave=(self._param_offload, False))
 
-    def persisting(self) -> AbstractContextManager[None]:
+    def persisting(self, *, optimizer: bool = True) -> AbstractContextManager[None]:
         """Load model and optimizer for the context. Afterwards move each of them back to its previous place."""
-        return self._on_device(optimizer=True, then_leave=(self.model_offloaded, self.optimizer_offloaded))
+        return self._on_device(optimizer=optimizer, then_leave=(self.model_offloaded, self.optimizer_offloaded))
 
     def enter_rollout(self) -> None:
         """Switch to rollout, after the weights are published."""
         before = self.device_bytes()
         if self._at_transition:
             self._leave(model=True, optimizer=True)
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()  # of the activations: the engines on the same device need the memory
         self._note("rollout", before)
 
     def enter_training(self) -> None:
@@ -206,10 +208,10 @@ class OffloadPolicy:
             self._leave(*then_leave)
 
     def _leave(self, model: bool, optimizer: bool) -> None:
+        for module in self._module.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # a forward pass without a backward pass leaves the root unsharded
         if model:
-            for module in self._module.modules():
-                if isinstance(module, FSDPModule):
-                    module.reshard()  # a forward pass without a backward pass leaves the root unsharded
             self._model.offload()
         if optimizer:
             self._optimizer.offload()

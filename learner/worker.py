@@ -93,11 +93,14 @@ class BatchCache:
 
     Attributes:
         open_roles: Roles that have not stopped. The last role to stop destroys the process group.
+        is_lost: Whether a role of this process has lost the batch. Its other roles then skip the batch too, although
+            they may have fetched their groups before.
         lost: Ids of the groups that a fetch did not find in the buffer.
     """
 
     def __init__(self) -> None:
         self.open_roles: set[str] = set()
+        self.is_lost = False
         self.lost: set[int] = set()
         self._groups: tuple[int, dict[int, TrajectoryGroup]] = (-1, {})
         self._scores: dict[str, tuple[int, Scores]] = {}
@@ -110,6 +113,7 @@ class BatchCache:
 
     def clear(self) -> None:
         """Drop all data of a lost batch; the step gets a new batch."""
+        self.is_lost = False
         self.lost = set()
         self._groups = (-1, {})
         self._scores = {}
@@ -129,7 +133,8 @@ class ModelWorker(Worker):
 
     Args:
         role: Defines what this worker loads, computes and learns.
-        config: Options of the learner group that runs the role; ``num_ranks`` is the number of ranks of its pool.
+        config: Options of the learner group; ``num_ranks`` is the number of ranks of the role's pool. The worker uses
+            the role's own options where it has them (`LearnerConfig.of_role`).
         algorithm: Options of the algorithm.
         model_path: Directory in Hugging Face layout.
         total_steps: Learner steps of the run, for the schedule.
@@ -173,7 +178,7 @@ class ModelWorker(Worker):
         self.role = role
         self.own_cache = BatchCache()
         self._version: int | None = None
-        self._config = config
+        self._config = config = config.of_role(role.name)
         self._algorithm = algorithm
         self._model_path = model_path
         self._total_steps = total_steps
@@ -340,7 +345,7 @@ class ModelWorker(Worker):
         """Write model and tokenizer to ``directory`` in Hugging Face layout."""
         from .model_folder import save_policy
 
-        with self._offload.reading():
+        with self._offload.persisting(optimizer=False):  # colocated engines may have the device
             save_policy(self._model, directory)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
@@ -481,32 +486,44 @@ class ModelWorker(Worker):
             )
 
     def _fetch_on_all(self, batch: RankBatch) -> dict[int, TrajectoryGroup]:
-        """Call `_fetch` on all ranks, a collective. If one rank did not find a group, all ranks raise `BatchLost`."""
+        """Fetch the groups of a batch on all ranks, a collective. Returns this rank's groups by id.
+
+        One rank per sp group fetches the groups that no role of its processes has fetched yet. If one rank did not find
+        a group, all ranks raise `BatchLost`, and so do the later calls for this batch.
+        """
         import torch
 
-        groups = self._fetch(batch)
-        lost = set(batch.group_ids).difference(groups)
-        self.cache.lost |= lost
-        most_lost = int(self._model.mesh.largest(torch.tensor([len(lost)], dtype=torch.float64)).item())
-        if most_lost:
-            raise BatchLost(
-                f"the batch of step {batch.version} is lost: rank {self.rank} of {self.role.name!r} did not find "
-                f"{len(lost)} of its {len(batch.group_ids)} groups in the buffer; the largest number of missing groups "
-                f"on one rank is {most_lost}"
-            )
-        return groups
-
-    def _fetch(self, batch: RankBatch) -> dict[int, TrajectoryGroup]:
-        """The groups of a batch by id, without the groups that the buffer does not have.
-
-        One rank per sp group fetches only the groups that no role of this process has fetched yet.
-        """
-        known = self.cache.groups(batch.version)
-        missing = [group_id for group_id in batch.group_ids if group_id not in known]
+        cache, missing = self.cache, [] if self.cache.is_lost else self._missing(batch)
         if missing:
             with record.span(SpanKind.fetch, step=batch.version):
-                known.update((group.group_id, group) for group in self._fetch_missing(missing))
-        return {group_id: known[group_id] for group_id in batch.group_ids if group_id in known}
+                fetched = self._fetch_missing(missing)
+            cache.groups(batch.version).update((group.group_id, group) for group in fetched)
+            cache.lost |= set(missing).difference(cache.groups(batch.version))
+        most_lost = int(self._model.mesh.largest(torch.tensor([len(cache.lost)], dtype=torch.float64)).item())
+        if most_lost:
+            cache.is_lost = True
+            raise BatchLost(
+                f"the batch of step {batch.version} is lost: rank {self.rank} of {self.role.name!r} did not find "
+                f"{len(cache.lost)} of its {len(batch.group_ids)} groups in the buffer; the largest number of missing "
+                f"groups on one rank is {most_lost}"
+            )
+        return self._groups_of(batch)
+
+    def _groups_of(self, batch: RankBatch) -> dict[int, TrajectoryGroup]:
+        """The groups of a batch by id, which this process has fetched."""
+        known = self.cache.groups(batch.version)
+        return {group_id: known[group_id] for group_id in batch.group_ids}
+
+    def _missing(self, batch: RankBatch) -> list[int]:
+        """The groups of the batch that a rank of this sp group does not have: the same list on all its ranks.
+
+        The ranks may have different groups, since a role with another sp size has fetched for other sp groups.
+        """
+        mesh, known = self._model.mesh, self.cache.groups(batch.version)
+        is_missing = [group_id not in known for group_id in batch.group_ids]
+        if mesh.sp_size > 1 and is_missing:
+            is_missing = mesh.any_in_sp_group(is_missing)
+        return [group_id for group_id, missing in zip(batch.group_ids, is_missing, strict=True) if missing]
 
     def _fetch_missing(self, group_ids: Sequence[int]) -> list[TrajectoryGroup]:
         groups = _found(self._buffer, group_ids) if self._buffer is not None else []
@@ -533,7 +550,7 @@ class ModelWorker(Worker):
 
     def _sequences(self, batch: RankBatch) -> list[TokenSequence]:
         """The sequences of a batch, share by share."""
-        groups = self._fetch(batch)
+        groups = self._groups_of(batch)
         return [
             sequence
             for share in batch.shares

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
@@ -276,10 +276,12 @@ def option_lines(config: RunConfig, names: Iterable[str]) -> list[str]:
 
 def describe(config: Any, prefix: str = "") -> dict[str, tuple[str, Any]]:
     """Map each option's dotted name to its meaning (from the docstring's Attributes) and its value."""
-    _, _, attributes = (inspect.getdoc(type(config)) or "").partition("Attributes:\n")
-    entries = re.split(r"\n    (?=\w+: )", "\n" + attributes)
-    pairs = (entry.split(": ", 1) for entry in entries if ": " in entry)
-    meanings = {name.strip(): " ".join(meaning.split()) for name, meaning in pairs}
+    meanings: dict[str, str] = {}
+    for kind in type(config).__mro__:
+        attributes = inspect.cleandoc(kind.__doc__ or "").partition("Attributes:\n")[2]
+        entries = re.split(r"\n    (?=\w+: )", "\n" + attributes)
+        pairs = (entry.split(": ", 1) for entry in entries if ": " in entry)
+        meanings = {name.strip(): " ".join(meaning.split()) for name, meaning in pairs} | meanings
     hints = get_type_hints(type(config))
     found: dict[str, tuple[str, Any]] = {}
     for entry in fields(config):
@@ -287,7 +289,8 @@ def describe(config: Any, prefix: str = "") -> dict[str, tuple[str, Any]]:
         if is_dataclass(kind := hints[entry.name]):
             found |= describe(value, f"{prefix}{entry.name}.")
         else:
-            allowed = f" One of: {', '.join(kind)}." if isinstance(kind, type) and issubclass(kind, StrEnum) else ""
+            enums = [one for one in (kind, *get_args(kind)) if isinstance(one, type) and issubclass(one, StrEnum)]
+            allowed = "".join(f" One of: {', '.join(enum)}." for enum in enums)
             found[prefix + entry.name] = (meanings[entry.name] + allowed, value)
     return found
 

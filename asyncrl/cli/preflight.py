@@ -27,6 +27,8 @@ from asyncrl.config import (
     num_store_servers,
     requested_cpus,
     requested_gpus,
+    role_model,
+    role_options,
     with_time_to_read,
 )
 from asyncrl.core.errors import AsyncRLError
@@ -147,14 +149,17 @@ def _why_not_writable(folder: Path) -> str:
 
 
 def check_heads(config: RunConfig) -> None:
-    """Check that sequence-parallel and tensor-parallel ranks divide the attention heads."""
-    heads = model_settings(config.model.path).get("num_attention_heads")
-    tp_size = config.rollout_fleet.sglang.tp_size
-    for option, size in (("learner.sp_size", config.learner.sp_size), ("rollout_fleet.sglang.tp_size", tp_size)):
+    """Check that sequence-parallel and tensor-parallel ranks divide the attention heads of their models."""
+    rows = [("rollout_fleet.sglang.tp_size", config.rollout_fleet.sglang.tp_size, config.model.path)]
+    for role in learner_roles(config):
+        name, size = config.learner.option_name(role, "sp_size"), role_options(config, role).sp_size
+        rows.append((name, size, role_model(config, role)))
+    for option, size, path in rows:
+        heads = model_settings(path).get("num_attention_heads")
         if heads and heads % size:
             raise ValueError(
-                f"{option} must divide the {heads} attention heads of model.path={config.model.path}, got {size}; "
-                "1 fits every model"
+                f"{option} must divide the {heads} attention heads of the model in {path}, got {size}; 1 fits every "
+                "model"
             )
 
 
@@ -305,9 +310,12 @@ def _placement(asked: RunConfig, config: RunConfig) -> Iterator[str]:
     named = ((asked.learner.device, learner.device), (asked.rollout_fleet.device, fleet.device))
     devices = [_device(before, after) for before, after in named]
     for pool, size in learner_pools(config).items():
-        hosted = ", ".join(role for role, of in roles.items() if of == pool)
-        shape = f"dp {size // learner.sp_size} x sp {learner.sp_size}"
-        yield f"learner pool {pool}: {counted(size, 'rank')} on {devices[0]} ({shape}), {hosted}"
+        shapes: dict[str, list[str]] = {}  # the layout of ranks, and the roles that have it
+        for role in (role for role, of in roles.items() if of == pool):
+            sp_size = role_options(config, role).sp_size
+            shapes.setdefault(f"dp {size // sp_size} x sp {sp_size}", []).append(role)
+        hosted = ", ".join(f"({shape}), {', '.join(hosted)}" for shape, hosted in shapes.items())
+        yield f"learner pool {pool}: {counted(size, 'rank')} on {devices[0]} {hosted}"
     size = f" x {fleet.sglang.tp_size} tensor-parallel ranks" if fleet.sglang.tp_size > 1 else ""
     fewest, most = fleet.fewest_groups_in_flight, fleet.most_groups_in_flight
     groups = str(most) if fewest == most else f"{fewest} to {most}"

@@ -8,12 +8,21 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from asyncrl.config import LEARNER_POOL, RunConfig, learner_pools, learner_roles, model_settings
+from asyncrl.config import (
+    LEARNER_POOL,
+    RunConfig,
+    learner_pools,
+    learner_roles,
+    model_settings,
+    role_model,
+    role_options,
+)
 from learner.config import Device, Dtype, Resharding, sums_each_micro_batch
 from rollout_fleet.config import FLOAT32_NAMES, EngineDevice, EngineKind
 
@@ -225,16 +234,16 @@ def _layer_per_token(model: ModelSize, size: int, *, in_backward: bool = False) 
     return 2 * norm * model.hidden + attention + mlp
 
 
-def rank_setup(config: RunConfig, pool: str, model: ModelSize, *, card_bytes: int = 0) -> RankSetup:
-    """The setup of the ranks of a pool that train the policy; without a card, ``gradient_sync=auto`` is ``update``."""
-    learner = config.learner
-    on_cuda, size = learner.device is Device.cuda, learner_pools(config)[pool]
+def rank_setup(config: RunConfig, role: str, model: ModelSize, *, card_bytes: int = 0) -> RankSetup:
+    """The setup of the ranks of a role with its own options; without a card, ``gradient_sync=auto`` is ``update``."""
+    learner = role_options(config, role)
+    on_cuda, lora_rank = learner.device is Device.cuda, learner.lora.rank if role == "actor" else 0
     half = 2 if learner.dtype is Dtype.bfloat16 or (learner.dtype is Dtype.auto and on_cuda) else _FLOAT32_BYTES
     frozen = {Dtype.auto: half, Dtype.bfloat16: 2, Dtype.float32: _FLOAT32_BYTES}[learner.frozen_dtype]
-    trained = learner.lora.rank * model.linear_rows or model.num_parameters
+    trained = lora_rank * model.linear_rows or model.num_parameters
     in_step = config.algorithm.groups_per_step * config.algorithm.samples_per_prompt * longest_sample(config)
     return RankSetup(
-        num_shards=learner.fsdp_size if pool == LEARNER_POOL and learner.fsdp_size > 0 else size,
+        num_shards=learner.fsdp_size if learner.fsdp_size > 0 else learner.num_ranks,
         tokens=min(learner.max_tokens_per_micro_batch, -(-in_step // learner.num_ranks)),
         checkpointing=on_cuda if learner.activation_checkpointing is None else learner.activation_checkpointing,
         whole_gradients=not sums_each_micro_batch(learner.gradient_sync, trained, card_bytes if on_cuda else 0),
@@ -242,7 +251,7 @@ def rank_setup(config: RunConfig, pool: str, model: ModelSize, *, card_bytes: in
         frozen_bytes=frozen,
         chunk_tokens=learner.logprob_chunk_tokens,
         keeps_gathered=learner.resharding is Resharding.update,
-        lora_rank=learner.lora.rank,
+        lora_rank=lora_rank,
         has_entropy_bonus=config.algorithm.entropy_coef > 0,
         offloaded=learner.offload_policy,
     )
@@ -251,33 +260,58 @@ def rank_setup(config: RunConfig, pool: str, model: ModelSize, *, card_bytes: in
 def rank_memory(config: RunConfig, model: ModelSize, *, card_bytes: int = 0) -> dict[str, dict[str, int]]:
     """Peak memory of one rank of each learner pool, as pool → kind → bytes.
 
-    The roles of a pool take turns: what they store adds up, and what they compute with counts once.
+    The roles of a pool take turns: one role computes, and the others keep what they do not move to the host. ``model``
+    is the policy; a critic or a reward model with a path of its own has its own sizes.
     """
+    context = {"CUDA context": CONTEXT_BYTES} if config.learner.device is Device.cuda else {}
     pools: dict[str, dict[str, int]] = {}
-    for role, pool in learner_roles(config).items():
-        setup = rank_setup(config, pool, model, card_bytes=card_bytes)
-        if role == "actor":
-            parts = rank_bytes(model, setup)
-        elif role == "critic":
-            parts = rank_bytes(model, replace(setup, lora_rank=0))
-        else:
-            parts = frozen_bytes(model, setup)
-        found = pools.setdefault(pool, {"CUDA context": CONTEXT_BYTES} if config.learner.device is Device.cuda else {})
-        for kind, size in parts.items():
-            found[kind] = found.get(kind, 0) + size if kind in _STORED else max(found.get(kind, 0), size)
+    for pool in learner_pools(config):
+        uses = _role_uses(config, pool, model, card_bytes)
+        turns = []
+        for role, parts in uses.items():
+            turns.append(Counter(context) + Counter(parts))
+            for other in (other for other in uses if other != role):
+                turns[-1].update(_kept(config, other, uses[other]))
+        pools[pool] = dict(max(turns, key=Counter.total))
     return pools
 
 
-_STORED = ("parameters", "frozen parameters", "optimizer", "gradients")
+def paused_rank_bytes(config: RunConfig, model: ModelSize, *, card_bytes: int = 0) -> int:
+    """Memory of a rank of the pool ``learner`` while colocated engines use its device."""
+    uses = _role_uses(config, LEARNER_POOL, model, card_bytes)
+    kept = sum(sum(_kept(config, role, parts, is_paused=True).values()) for role, parts in uses.items())
+    return kept + (CONTEXT_BYTES if config.learner.device is Device.cuda else 0)
+
+
+def _role_uses(config: RunConfig, pool: str, model: ModelSize, card_bytes: int) -> dict[str, dict[str, int]]:
+    """Peak memory of each role of a pool alone, as role → kind → bytes."""
+    uses = {}
+    for role in (role for role, its_pool in learner_roles(config).items() if its_pool == pool):
+        path = role_model(config, role)
+        size = model if path == config.model.path else ModelSize.of(path)
+        setup = rank_setup(config, role, size, card_bytes=card_bytes)
+        uses[role] = rank_bytes(size, setup) if role in ("actor", "critic") else frozen_bytes(size, setup)
+    return uses
+
+
+def _kept(config: RunConfig, role: str, parts: Mapping[str, int], *, is_paused: bool = False) -> dict[str, int]:
+    """What a role keeps on the device while another role computes, or, with ``is_paused``, while engines generate."""
+    options = role_options(config, role)
+    by_use = options.param_offload, options.optimizer_offload
+    moves = is_paused and options.offload_at_transition_only and not any(by_use)
+    stays = {"parameters": not by_use[0], "frozen parameters": not by_use[0], "optimizer": not by_use[1]}
+    return {kind: size for kind, size in parts.items() if stays.get(kind) and not moves}
 
 
 def frozen_bytes(model: ModelSize, setup: RankSetup) -> dict[str, int]:
     """Peak memory of a frozen model, such as the reference: shards, gathered units, and one layer's forward pass."""
-    size, gathers = setup.compute_bytes, int(setup.num_shards > 1)
+    size = setup.compute_bytes
+    gathers = int(setup.num_shards > 1 or setup.frozen_bytes != size or setup.offloaded)
+    gathered = model.num_parameters if setup.keeps_gathered else model.root
     parts = {
-        "frozen parameters": setup.frozen_bytes * model.num_parameters // setup.num_shards,
-        "gathered root unit": gathers * size * model.root,
-        "gathered layers": 2 * gathers * size * model.layer,
+        "frozen parameters": setup.frozen_bytes * model.num_parameters // setup.num_shards * (not setup.offloaded),
+        "gathered root unit": gathers * size * gathered,
+        "gathered layers": 0 if setup.keeps_gathered else 2 * gathers * size * model.layer,
         "activations": setup.tokens * (_layer_per_token(model, size) + size * model.hidden),
         "output layer": 12 * setup.chunk_tokens * model.vocabulary,
     }

@@ -7,13 +7,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from asyncrl.config import RunConfig
+from asyncrl.config import LEARNER_POOL, RunConfig
 from asyncrl.planner.device_memory import (
     CONTEXT_BYTES,
     GIB,
     ModelSize,
     engine_memory,
     longest_sample,
+    paused_rank_bytes,
     rank_memory,
 )
 from learner.config import Device, GradientSync, Resharding
@@ -101,16 +102,12 @@ def device_uses(config: RunConfig, model: ModelSize, card: int = 0) -> list[Devi
     learner, is_shared = config.learner, config.placement.colocated
     on_card = card if learner.device is Device.cuda else 0
     engines_on_card = card if config.rollout_fleet.device is EngineDevice.cuda else 0
-    uses, paused_rank = [], dict[str, int]()
+    uses = []
     for pool, parts in rank_memory(config, model, card_bytes=on_card).items():
-        paused_engine = {"paused engine": CONTEXT_BYTES} if is_shared and on_card else {}
+        shares = is_shared and on_card and pool == LEARNER_POOL
+        paused_engine = {"paused engine": CONTEXT_BYTES} if shares else {}
         uses.append(DeviceUse(name=f"learner rank ({pool})", parts={**parts, **paused_engine}, card_bytes=on_card))
-        if is_shared:
-            moves = learner.offload_at_transition_only
-            moved = [kind for kind in ("parameters", "frozen parameters") if moves or learner.param_offload]
-            moved += ["optimizer"] if moves or learner.optimizer_offload else []
-            kept = ("CUDA context", "parameters", "frozen parameters", "optimizer")
-            paused_rank = {"paused rank": sum(parts.get(kind, 0) for kind in kept if kind not in moved)}
+    paused_rank = {"paused rank": paused_rank_bytes(config, model, card_bytes=on_card)} if is_shared else {}
     left = max(1, engines_on_card - sum(paused_rank.values())) if engines_on_card else 0
     engine = {**engine_memory(config, model, card_bytes=left), **paused_rank}
     return [*uses, DeviceUse(name="engine", parts=engine, card_bytes=engines_on_card)]

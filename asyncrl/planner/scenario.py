@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from asyncrl.config import RunConfig
+from asyncrl.config import LEARNER_POOL, RunConfig, learner_roles, role_options
 from buffer.config import OnStale
 from rollout_fleet.config import EngineKind, OnUpdate, SaveProgress
 
@@ -312,7 +312,14 @@ def configured(scenario: Scenario, config: RunConfig) -> Scenario:
         num_engines=fleet.most_engines,
         devices_per_engine=fleet.sglang.tp_size,
         num_ranks=config.learner.num_ranks,
-        ranks_at_once=math.lcm(config.learner.sp_size, max(1, config.learner.fsdp_size)),
+        ranks_at_once=math.lcm(
+            *(
+                size
+                for role, pool in learner_roles(config).items()
+                if pool == LEARNER_POOL and (own := role_options(config, role))
+                for size in (own.sp_size, max(1, own.fsdp_size))
+            )
+        ),
         groups_in_flight=fleet.most_groups_in_flight,
         groups_per_step=config.algorithm.groups_per_step,
         samples_per_prompt=config.algorithm.samples_per_prompt,

@@ -17,7 +17,7 @@ from typing import Any, NoReturn, TypeVar
 
 from ray.exceptions import RayError, RayTaskError
 
-from asyncrl.config import RunConfig, learner_pools, learner_roles
+from asyncrl.config import RunConfig, learner_pools, learner_roles, role_model, role_options
 from asyncrl.core.errors import BatchLost, ClusterDiedError, DeadlineError, LearnerDiedError, WorkerDiedError
 from asyncrl.core.host import make_private_folder
 from asyncrl.core.remote import StepDeadline, death_among, raised_in_worker, refs_of, within
@@ -35,7 +35,7 @@ from asyncrl.single_controller import (
 from asyncrl.weights.carriers import PublishOptions
 from buffer import BufferConnection, BufferRole
 from learner.batching import needs_whole_groups, rank_batches
-from learner.config import RENDEZVOUS_FILE
+from learner.config import RENDEZVOUS_FILE, LearnerConfig
 from learner.roles import ROLES, RemoteScores, scored_by
 from learner.trajectory_log import TokenLogOptions
 from learner.types import RankBatch
@@ -75,7 +75,7 @@ class LearnerGroup:
 
     def _begin(self, *, incarnation: int) -> None:
         """Start the ranks of one life of the learner. All lives use the same reservation."""
-        self._batches: tuple[Plan | None, dict[str, list[RankBatch]]] = (None, {})
+        self._batches: tuple[Plan | None, dict[int, list[RankBatch]]] = (None, {})
         self._scores: dict[str, RemoteScores] = {}
         self._deadline = StepDeadline(2 * self._config.learner.step_timeout_s)
         buffer = replace(self._buffer, incarnation=incarnation).for_role(BufferRole.learner)
@@ -239,42 +239,45 @@ class LearnerGroup:
                     self._layout.resource_pool_dict.popitem()[1].leave()
 
     def _shares(self, plan: Plan, role: str) -> list[RankBatch]:
-        """The plan's `RankBatch` for each data-parallel rank of a role's pool."""
+        """The plan's `RankBatch` for each data-parallel rank of a role. Roles with equal dp sizes have equal shares."""
         if self._batches[0] is not plan:
             self._batches = (plan, {})
-        shares, pool = self._batches[1], self._roles.pools[role]
-        if pool not in shares:
-            shares[pool] = rank_batches(
+        shares, dp_size = self._batches[1], self._roles.dp_sizes[role]
+        if dp_size not in shares:
+            shares[dp_size] = rank_batches(
                 plan,
                 self._config.algorithm,
-                num_shards=self._roles.pool_sizes[pool] // self._config.learner.sp_size,
+                num_shards=dp_size,
                 max_lag=self._config.buffer.max_lag,
                 whole_groups=needs_whole_groups(self._config.algorithm.advantage),
             )
-        return shares[pool]
+        return shares[dp_size]
 
     def _reads(self, role: str) -> tuple[str, ...]:
         """The columns that a role's step needs from other roles."""
         return ROLES[role].reads(self._config.algorithm)
 
     def _score(self, column: str, plan: Plan, unsent: list[Awaitable[Any]]) -> RemoteScores:
-        """Queue the scores of a column. If all readers share the pool, they stay there; the call joins ``unsent``."""
+        """Queue the scores of a column. They stay in the processes if all readers find theirs; see `keeps_scores_for`.
+
+        A call whose scores stay joins ``unsent``.
+        """
         role = scored_by(column, self._config.learner).name
         batches = self._shares(plan, role)
         readers = [reader for reader in ("actor", "critic") if reader in self._roles and column in self._reads(reader)]
-        send = not all(self._roles.share_a_pool(role, reader) for reader in readers)
+        send = not all(self._roles.keeps_scores_for(role, reader) for reader in readers)
         results = self._roles[role].score(batches, send=send)
         if not send:
             unsent.append(results)
         return RemoteScores(role=role, batches=batches, results=results)
 
     def _step_arguments(self, role: str, plan: Plan) -> list[Sequence[Any]]:
-        """The arguments of a role's step: its batches, and for each column other roles' scores, None in one process."""
+        """The arguments of a role's step: its batches, and each column's scores, None if they are in its process."""
         batches = self._shares(plan, role)
         arguments: list[Sequence[Any]] = [batches]
         for column in self._reads(role):
             scores = self._scores[column]
-            in_process = self._roles.share_a_pool(scores.role, role)
+            in_process = self._roles.keeps_scores_for(scores.role, role)
             arguments.append([None] * len(batches) if in_process else scores.needed_by(batches))
         return arguments
 
@@ -354,20 +357,21 @@ class RoleGroups:
 
     Attributes:
         pools: Name of the pool of each role.
-        pool_sizes: Number of processes of each pool.
+        dp_sizes: Number of data-parallel ranks of each role.
     """
 
     def __init__(
         self, config: RunConfig, *, layout: ResourcePoolManager, connect_buffer: Callable[[], Any], paths: RunPaths
     ) -> None:
         self.pools = learner_roles(config)
-        self.pool_sizes = learner_pools(config)
+        options = {role: role_options(config, role) for role in self.pools}
+        self.dp_sizes = {role: own.num_ranks // own.sp_size for role, own in options.items()}
         self._groups: dict[str, Any] = {}
         self._hosts: list[RayWorkerGroup] = []
         self._is_down = False
-        for pool in self.pool_sizes:
+        for pool in learner_pools(config):
             roles = [role for role, its_pool in self.pools.items() if its_pool == pool]
-            classes = {role: _worker_class(role, pool, config, connect_buffer, paths) for role in roles}
+            classes = {role: _worker_class(role, options[role], config, connect_buffer, paths) for role in roles}
             env = learner_env(config)
             if config.placement.num_nodes == 1:  # the ranks meet through a new file and without a port
                 env |= {RENDEZVOUS_FILE: str(make_private_folder(paths.staging) / f"ranks-{uuid.uuid4().hex}")}
@@ -409,6 +413,10 @@ class RoleGroups:
         """Whether two roles live in the same processes."""
         return self.pools[one] == self.pools[other]
 
+    def keeps_scores_for(self, role: str, reader: str) -> bool:
+        """Whether each process that scores with ``role`` holds the scores that ``reader`` needs there."""
+        return self.share_a_pool(role, reader) and self.dp_sizes[role] == self.dp_sizes[reader]
+
     def shutdown(self) -> None:
         """Kill the processes of all roles."""
         self._is_down = True
@@ -435,10 +443,8 @@ def _publish_options(config: RunConfig) -> PublishOptions:
 
 
 def _worker_class(
-    role: str, pool: str, config: RunConfig, connect_buffer: Callable[[], Any], paths: RunPaths
+    role: str, options: LearnerConfig, config: RunConfig, connect_buffer: Callable[[], Any], paths: RunPaths
 ) -> RayClassWithInitArgs:
-    learner, size, model = config.learner, learner_pools(config)[pool], config.model.path
-    models = {"rm": learner.reward_model.path, "critic": learner.critic.path or model}
     every_steps = config.rollout_fleet.samples.every_steps
     publishes = {
         "snapshot_dir": str(paths.snapshots),
@@ -448,14 +454,14 @@ def _worker_class(
     }
     return RayClassWithInitArgs(
         WORKER_CLASSES[role],
-        replace(learner, num_ranks=size, fsdp_size=learner.fsdp_size if size == learner.num_ranks else -1),
+        options,
         config.algorithm,
-        model_path=models.get(role, model),
+        model_path=role_model(config, role),
         total_steps=config.total_steps,
         temperature=config.rollout_fleet.sampling.temperature,
         connect_buffer=connect_buffer,
         seed=config.seed,
         profile=config.profile,
-        pool=pool,
+        pool=learner_roles(config)[role],
         **(publishes if role == "actor" else {}),
     )

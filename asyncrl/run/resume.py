@@ -150,11 +150,12 @@ def _joined(ranges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
 
 def learning_options(config: RunConfig) -> dict[str, str]:
     """The options that influence what is learned, by dotted name, as text."""
+    critic = config.learner.critic
     sections = {
         "model": config.model,
         "algorithm": config.algorithm,
         "learner.optimizer": config.learner.optimizer,
-        "learner.critic": config.learner.critic,
+        "learner.critic": replace(critic, **dict.fromkeys(critic.own)),  # without its layout
         "learner.lora": config.learner.lora,
         "rollout_fleet.sampling": config.rollout_fleet.sampling,
     }

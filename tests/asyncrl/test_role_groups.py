@@ -176,7 +176,7 @@ async def fail(learner: LearnerGroup) -> None:
     plan = Plan(version=7, groups=[group(1).summary])  # the shares name a sample that the group does not have
     batches = learner._shares(plan, "critic")
     strange = replace(batches[0].shares[0], samples=(5,), rewards=np.zeros(1))
-    learner._batches[1]["learner"] = [replace(batch, shares=(strange,)) for batch in batches]
+    learner._batches[1][1] = [replace(batch, shares=(strange,)) for batch in batches]
     await learner.update(plan)
 
 
@@ -228,6 +228,32 @@ def test_fused_roles_share_a_process_and_compute_what_separate_pools_do(fused, s
     assert first["critic.num_tokens"] == 4 * 7
     assert second["critic.explained_variance"] != first["critic.explained_variance"]
     assert first["loss"] != pytest.approx(second["loss"], abs=1e-5)
+
+
+def test_roles_of_one_process_compute_the_same_with_options_of_their_own(fused, start) -> None:
+    """Two data-parallel actors beside a sequence-parallel reference, and a critic that packs smaller batches."""
+    own = start(
+        "learner.num_ranks=2",
+        "learner.max_tokens_per_micro_batch=64",
+        "learner.reference.sp_size=2",
+        "learner.reference.param_offload=true",
+        "learner.reference.frozen_dtype=float32",
+        "learner.critic.max_tokens_per_micro_batch=12",
+        "learner.critic.share_prompts=false",
+        "learner.critic.optimizer_offload=true",
+        "learner.critic.gradient_sync=micro_batch",
+        "learner.critic.activation_checkpointing=true",
+    )
+    got = asyncio.run(asyncio.wait_for(run_steps(own), DEADLINE_S))
+    assert len(set(pids(own).values())) == 1
+    assert_same(got, fused.steps)
+    for one, other in zip(got[0], fused.steps[0], strict=True):
+        assert one["critic.num_micro_batches"] > other["critic.num_micro_batches"]
+
+
+def test_a_sequence_parallel_actor_and_a_critic_without_it_share_their_processes(fused, start) -> None:
+    own = start("learner.num_ranks=2", "learner.sp_size=2", "learner.critic.sp_size=1", "learner.critic.fsdp_size=1")
+    assert_same(asyncio.run(asyncio.wait_for(run_steps(own), DEADLINE_S)), fused.steps)
 
 
 def test_actor_and_critic_that_died_go_on_from_their_checkpoint_as_if_they_had_not(fused) -> None:
@@ -340,6 +366,20 @@ def test_adapters_make_the_actor_the_reference(start) -> None:
         (
             ["learner.num_ranks=2", "learner.sp_size=2", "placement.pools={v:3}", "placement.critic=v"],
             "multiple of learner.sp_size=2, got 3",
+        ),
+        (
+            ["placement.pools={v:3}", "placement.critic=v", "learner.critic.sp_size=2"],
+            r"placement.pools.v must be a multiple of learner.critic.sp_size=2, got 3",
+        ),
+        (
+            ["learner.num_ranks=3", "learner.reference.fsdp_size=2"],
+            "learner.num_ranks must be a multiple of learner.reference.fsdp_size=2, got 3",
+        ),
+        (["learner.lora.rank=4", "learner.reference.sp_size=1"], r"reference.sp_size is an option of a role that this"),
+        (["learner.reward_model.dtype=float32"], r"not have, only \['ref', 'critic', 'actor'\]; leave it out"),
+        (
+            ["learner.critic.max_tokens_per_micro_batch=1500"],
+            r"learner.critic.max_tokens_per_micro_batch x learner.sp_size must .* = 1536, got 1500 x 1",
         ),
         (["algorithm.advantage=grpo", "learner.critic.path=x"], "set algorithm.advantage=gae"),
         (["learner.max_tokens_per_micro_batch=1500"], r"must hold the longest sequence, .* = 1536, got 1500 x 1"),
