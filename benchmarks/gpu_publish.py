@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors.torch import save_file
@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from asyncrl.weights.assembly import BUCKET_BYTES
+from asyncrl.weights.fused_copies import LoadObserver
 from asyncrl.weights.load import ComparedWrites, FileWeights
 from asyncrl.weights.manifest import StoredTensor
 from benchmarks.saved_weights import describe_model
@@ -98,3 +100,68 @@ def h2d_bytes_per_published_byte(*, hidden: int = 256, num_experts: int = 16) ->
         with HostToDevice() as counted, ComparedWrites(dict(model.named_parameters()), weights):
             model.load_weights(weights.tensors())
         return (counted.num_bytes + weights.num_bytes) / weights.manifest.num_bytes
+
+
+class _Experts(nn.Module):
+    """The experts of an engine's Qwen3-30B-A3B, w13 [E, 2I, H] and w2 [E, H, I] per layer, loaded one by one."""
+
+    num_layers, num_experts, inner, hidden = 48, 128, 768, 2048
+
+    def __init__(self) -> None:
+        super().__init__()
+        dims = {"w13": (2 * self.inner, self.hidden), "w2": (self.hidden, self.inner)}
+        with DEVICE:
+            self.layers = nn.ModuleList(nn.Module() for _ in range(self.num_layers))
+            for layer in self.layers:
+                for name, shape in dims.items():
+                    values = torch.empty(self.num_experts, *shape, dtype=torch.bfloat16)
+                    layer.register_parameter(name, nn.Parameter(values, requires_grad=False))
+
+    def published(self) -> Iterable[tuple[str, Tensor]]:
+        """Yield all experts as a load does: views of spans of up to `BUCKET_BYTES`."""
+        size = 2 * self.inner * self.hidden
+        left, span = 0, torch.empty(0)
+        for name in (f"{la}.{e}.{k}" for la in range(self.num_layers) for e in range(self.num_experts) for k in "dgu"):
+            if left < size:
+                left = BUCKET_BYTES // size * size
+                span = torch.empty(left, dtype=torch.uint8, device=DEVICE)
+            shape = (self.hidden, self.inner) if name.endswith("d") else (self.inner, self.hidden)
+            yield name, span[len(span) - left :][:size].view(torch.bfloat16).view(shape)
+            left -= size
+
+    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Write every tensor into its part of a parameter."""
+        for name, tensor in tensors:
+            layer, expert, kind = name.split(".")
+            held = cast("Any", self.layers[int(layer)])
+            if kind == "d":
+                held.w2.data[int(expert)].copy_(tensor)
+            else:
+                held.w13.data[int(expert)].chunk(2)["gu".index(kind)].copy_(tensor)
+
+
+class _Unverified:
+    """Stands for the source of a load, without bytes."""
+
+    copier = None
+
+
+def writes_per_expert_tensor() -> float:
+    """Return the writes of a later load of the experts of Qwen3-30B-A3B, per tensor.
+
+    The first load writes each tensor by itself.
+    """
+    model = _Experts()
+    parameters = dict(model.named_parameters())
+    observer = LoadObserver(parameters)
+    with _counting(parameters, observer) as first:
+        model.load_weights(observer.seen(iter(model.published())))
+    fused = observer.copies()
+    with _counting(parameters) as later:
+        model.load_weights(fused.take(iter(model.published()), parameters))
+    assert first.num_values == later.num_values == sum(parameter.numel() for parameter in parameters.values())
+    return later.num_writes / first.num_writes
+
+
+def _counting(parameters: dict[str, nn.Parameter], observer: LoadObserver | None = None) -> ComparedWrites:
+    return ComparedWrites(parameters, cast("FileWeights", _Unverified()), observer)

@@ -1,12 +1,14 @@
 """Loads offered weights into a model, and verifies that every parameter then holds the published values.
 
 The bytes are compared with the offer's digests. The model's ``load_weights`` distributes them, and each write into a
-parameter is compared with its source. A parameter that was not completely written is an error. `open_weights` returns
-the bytes: from files, or from the learner ranks, which send them to this process.
+parameter is compared with its source. A parameter that was not completely written is an error. Later loads of a model
+repeat the copies of the first one with fewer calls (`fused_copies.py`). `open_weights` returns the bytes: from files,
+or from the learner ranks, which send them to this process.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import warnings
@@ -18,6 +20,7 @@ from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -30,8 +33,9 @@ from typing_extensions import Buffer
 
 from asyncrl.core.errors import WeightsError
 from asyncrl.core.types import Carrier, WeightOffer
-from asyncrl.weights.assembly import BUCKET_BYTES, BucketCopies, DeviceDigests, known_dtype, shaped
+from asyncrl.weights.assembly import BUCKET_BYTES, BucketCopies, DeviceDigests, shaped
 from asyncrl.weights.carriers import load_limit_s
+from asyncrl.weights.fused_copies import FusedCopies, LoadObserver
 from asyncrl.weights.manifest import (
     CACHED_BYTES,
     DigestThreads,
@@ -46,9 +50,13 @@ from asyncrl.weights.rounds import MAX_ROUNDS
 from asyncrl.weights.stream import NUM_AHEAD, ArrivingWeights, RoundFailed
 
 T = TypeVar("T")
+COPY_THREADS = min(8, os.cpu_count() or 1)
+"""Threads that copy to page-locked memory during a load onto a GPU; one thread copies 5-10 GB/s."""
 LOAD_TIMEOUT_S = 120.0
 """Default deadline of a load."""
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_fused: WeakKeyDictionary[nn.Module, FusedCopies] = WeakKeyDictionary()
+"""What was learned from each model's last load by names."""
 _copy, _fill, _zero = torch.ops.aten.copy_.default, torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default
 
 
@@ -99,12 +107,27 @@ def load_verified(model: nn.Module, offer: WeightOffer, *, timeout_s: float = LO
         tensors = weights.tensors()
         if adapter is not None:
             tensors = adapter.merged(tensors, device)
-        with ComparedWrites(parameters, weights) as writes:
+        fused, observer = _fused.pop(model, None), None  # a load after a failure goes by names
+        if fused is not None and fused.fit(parameters):
+            tensors = fused.take(tensors, parameters)
+        else:
+            observer = LoadObserver(parameters)
+            tensors = observer.seen(tensors)
+        with ComparedWrites(parameters, weights, observer) as writes:
             model.load_weights(tensors)  # type: ignore[operator]
         writes.check(offer.version)
+        if observer is not None:
+            fused = observer.copies()
+        _fused[model] = cast("FusedCopies", fused)
         return writes.num_values
 
     return load_from(offer if adapter is None else adapter.base, device, load_all, timeout_s=timeout_s)
+
+
+def num_fused(model: nn.Module) -> int:
+    """Return the number of tensors that the next load of a model copies without the model's loader."""
+    fused = _fused.get(model)
+    return 0 if fused is None else len(fused)
 
 
 def load_from(
@@ -165,9 +188,12 @@ class FileWeights:
         self.manifest = read_manifest(offer)
         self._name = offer.name
         self._maps = [map_file(Path(self.manifest.directory, name)) for name in self.manifest.files]
+        with warnings.catch_warnings():  # the files are mapped read-only, and this class does not write
+            warnings.simplefilter("ignore", UserWarning)
+            self._files = [torch.from_numpy(data) for data in self._maps]
         self._pieces = {(piece.file, piece.start): piece for piece in self.manifest.pieces}
         self._verified: set[Piece] = set()
-        self._threads = DigestThreads()
+        self._threads = DigestThreads() if device is None else DigestThreads(COPY_THREADS)
         self._device = device
         self._digested: list[tuple[Piece, Tensor]] = []
 
@@ -177,13 +203,7 @@ class FileWeights:
             yield from self._copies(self._device)
             return
         for stored in self.manifest.tensors:
-            dtype = known_dtype(stored)
-            with warnings.catch_warnings():  # the file is mapped read-only, and this class does not write
-                warnings.simplefilter("ignore", UserWarning)
-                flat = torch.from_numpy(self._maps[stored.file][stored.start : stored.start + stored.num_bytes])
-            # A view needs an aligned start; safetensors aligns only the header.
-            aligned = flat if stored.start % dtype.itemsize == 0 else flat.clone()
-            yield stored.name, aligned.view(dtype).view(stored.shape)
+            yield stored.name, shaped(stored, self._files[stored.file][stored.start : stored.start + stored.num_bytes])
 
     def _copies(self, device: torch.device) -> Iterator[tuple[str, Tensor]]:
         """Copy on a thread, a few spans ahead, where the loader's dispatch mode sees no operation."""
@@ -414,11 +434,18 @@ class ComparedWrites(TorchDispatchMode):
 
     A dispatch mode sees only the operations of its own thread. The loaders of some models in SGLang submit copies to a
     thread pool; in this block these copies run on this thread.
+
+    Args:
+        parameters: The model's, by name.
+        weights: The published tensors.
+        observer: Records what the model's loader does.
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor], weights: WeightSource) -> None:
+    def __init__(
+        self, parameters: Mapping[str, Tensor], weights: WeightSource, observer: LoadObserver | None = None
+    ) -> None:
         super().__init__()
-        self._weights = weights
+        self._weights, self._observer = weights, observer
         self._names: dict[int, str] = {}
         self._sizes: dict[str, int] = {}
         for name, parameter in parameters.items():
@@ -444,12 +471,21 @@ class ComparedWrites(TorchDispatchMode):
         """Number of written values, each counted once."""
         return sum(sum(regions.values()) for regions in self._written.values())
 
+    @property
+    def num_writes(self) -> int:
+        """Number of written regions."""
+        return sum(map(len, self._written.values()))
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         is_write = func in (_copy, _fill, _zero)
         name = self._names.get(args[0].untyped_storage()._cdata) if is_write else None
         if name is None:
+            if self._observer is not None and not func.is_view:
+                self._observer.computed((args, kwargs))
             return func(*args, **(kwargs or {}))
         target = args[0]
+        if self._observer is not None:
+            self._observer.wrote(name, target, 0.0 if func is _zero else args[1])
         self._written[name][target.storage_offset(), tuple(target.shape), target.stride()] = target.numel()
         if func is _copy:
             self._copy(name, target, args[1])

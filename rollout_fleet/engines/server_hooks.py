@@ -106,7 +106,7 @@ def load(model: Any, _named_tensors: Any) -> None:
     """
     import torch  # here, because the server's other processes need neither torch nor the loader
 
-    from asyncrl.weights.load import load_verified
+    from asyncrl.weights.load import load_verified, num_fused
 
     order = Path(os.environ[ORDER_VARIABLE])
     fields = json.loads(order.read_text())
@@ -114,6 +114,7 @@ def load(model: Any, _named_tensors: Any) -> None:
     report: dict[str, Any] = {"order": fields["order"]}
     try:
         report["num_values"] = load_verified(model, WeightOffer(**fields["offer"]), timeout_s=fields["timeout_s"])
+        report["num_fused"] = num_fused(model)
     except Exception as error:  # noqa: BLE001 - reported; an exception would end the server
         report["error"] = f"{type(error).__name__}: {error}"
     partial = order.with_name(f"{order.name}.{rank}.partial")

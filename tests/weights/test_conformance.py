@@ -6,6 +6,7 @@ long prefix, of which no KV cache may survive into a request that begins after a
 """
 
 import asyncio
+import json
 from collections import Counter
 from dataclasses import replace
 from functools import cache
@@ -26,6 +27,7 @@ from learner.model_shards import PretrainedShards
 from learner.packed_model import PackedModel
 from learner.roles import ACTOR
 from rollout_fleet.config import EngineDevice, OnUpdate, RolloutFleetConfig, SGLangConfig
+from rollout_fleet.engines.server_hooks import report_path
 from rollout_fleet.engines.sglang import SGLangEngine
 from tests.support.engine_probes import answer, forward_by_versions, requests_of
 from tests.support.tiny_models import save_tiny_model
@@ -50,6 +52,14 @@ SHARED_PREFIX = np.asarray([3 + position * 7 % 10 for position in range(60)], dt
         pytest.param("llama", 2, "float32", 1e-4, OnUpdate.recompute, FOLDER, id="two-tensor-parallel-ranks"),
         pytest.param("qwen3", 1, "float32", 1e-4, OnUpdate.recompute, FOLDER, id="tied"),
         pytest.param("qwen3_moe", 1, "float32", 1e-4, OnUpdate.recompute, FOLDER, id="experts"),
+        pytest.param("qwen3_moe", 2, "float32", 1e-4, OnUpdate.recompute, FOLDER, id="experts-on-two-ranks"),
+        pytest.param("mixtral", 1, "float32", 1e-4, OnUpdate.recompute, FOLDER, id="experts-of-mixtral"),
+        pytest.param(
+            "qwen3_moe", 1, "float32", 1e-4, OnUpdate.recompute, PublishOptions(full_every=5), id="experts-deltas"
+        ),
+        pytest.param(
+            "qwen3_moe", 1, "float32", 1e-4, OnUpdate.recompute, PublishOptions(adapters=True), id="experts-adapters"
+        ),
         pytest.param("qwen2", 1, "bfloat16", 0.1, OnUpdate.recompute, FOLDER, id="bfloat16"),
         pytest.param("qwen3", 1, "float32", 1e-4, OnUpdate.recompute, FOLDER, id="loaded-in-threads"),
         pytest.param("qwen3", 1, "float32", 1e-4, OnUpdate.keep, FOLDER, id="kept-kv-cache"),
@@ -69,7 +79,9 @@ async def test_every_token_is_of_the_version_that_it_names(
 ):
     if "loaded-in-threads" in request.node.callspec.id:
         monkeypatch.setenv("SGLANG_EXTERNAL_MODEL_PACKAGE", "tests.support.threaded_models")
-    path = save_tiny_model(tmp_path / "model", family, initializer_range=0.1)
+    # Engines on a CPU pad each expert to 32 values per rank.
+    wide = {"moe_intermediate_size": 64} if family == "qwen3_moe" and tp_size > 1 else {}
+    path = save_tiny_model(tmp_path / "model", family, initializer_range=0.1, **wide)
     lora = LoraConfig(rank=4 if options.adapters else 0)
     learner = PackedModel(LearnerConfig(device=Device.cpu, dtype=dtype, lora=lora), ACTOR, model_path=path)
     publisher = WeightPublisher(PretrainedShards.of(learner), str(tmp_path / "published"), keep=2, options=options)
@@ -97,6 +109,7 @@ async def test_every_token_is_of_the_version_that_it_names(
                 batch = batches[2 + version // 10]
                 asked.append((batch, asyncio.create_task(answer(engine, batch))))
             await asyncio.sleep(0.05)
+        reports = [json.loads(report_path(engine._server.weight_order, rank).read_text()) for rank in range(tp_size)]
         answered = [
             (asked_for, sample) for batch, task in asked for asked_for, sample in zip(batch, await task, strict=True)
         ]
@@ -104,6 +117,9 @@ async def test_every_token_is_of_the_version_that_it_names(
         await engine.stop()
         stager.close()
         publisher.close()
+    # Two layers with three tensors per expert, of each rank.
+    num_fused = 2 * 3 * 4 if family in ("qwen3_moe", "mixtral") else 0
+    assert [report["num_fused"] for report in reports] == [num_fused] * tp_size
     num_tokens = check(answered, folders, dtype, atol, keeps=on_update is OnUpdate.keep)
     assert len(num_tokens) >= 3, f"tokens of at least three versions, got {num_tokens}"
 

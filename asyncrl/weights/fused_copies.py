@@ -1,0 +1,318 @@
+"""Loads experts with a few large copies, at the places where the model's own loader puts them.
+
+A checkpoint has one tensor per expert and projection; an engine has all experts of a layer in one parameter. The first
+load goes through the model's ``load_weights``, and `LoadObserver` records where each tensor is copied to. `FusedCopies`
+repeats these copies in later loads: it joins copies at equal distances into one, so that thousands of calls become a
+few per span of bytes. The observed places include everything that the loader decides: tensor and expert parallelism,
+the order of gate and up, and the layout of the kernel. No layout is assumed.
+
+A parameter is loaded in this way only if the record is complete. Otherwise the loader gets its tensors by name, every
+time:
+
+- The loader did nothing with these tensors except copies, without conversion, into parameters.
+- The loader wrote each element of the parameter exactly once, from a tensor or as a constant (padding), and did nothing
+  else with it.
+- The same holds for every other parameter that has a part of these tensors.
+- The parameter is of a floating type with at least 16 bits: loaders of quantized parameters keep other state.
+- The load did not change address, shape, strides or type of any parameter.
+- At least `MIN_TENSORS` tensors form the parameter. A loader may derive values from others, such as the latent
+  projections of DeepSeek.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right, insort
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
+
+MIN_TENSORS = 4
+"""Fewest tensors of a parameter that is loaded with joined copies."""
+MAX_RANGES = 1 << 22
+"""Most contiguous ranges of one parameter that are compared with one another."""
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+Parameters = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """A copy between two strided views with the same shape. Offsets and strides count values.
+
+    Attributes:
+        source: Offset in the tensor, or in its storage. A constant has no source, and repeats ``start``.
+        start: Offset in the parameter's storage.
+    """
+
+    shape: tuple[int, ...]
+    source: int
+    source_strides: tuple[int, ...]
+    start: int
+    strides: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _TensorCopies:
+    """The copies of one tensor: parameter and place of each."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    copies: tuple[tuple[str, _Block], ...]
+
+
+class FusedCopies:
+    """The copies of a model's loader that were recorded completely. Empty if there are none.
+
+    Args:
+        parameters: The model's, by name.
+        tensors: The copies of each tensor, by its name in a checkpoint.
+        constants: Parameter, value and places of what the loader writes without a tensor.
+    """
+
+    def __init__(
+        self,
+        parameters: Parameters,
+        tensors: Mapping[str, _TensorCopies],
+        constants: Sequence[tuple[str, float, Sequence[_Block]]],
+    ) -> None:
+        self._places, self._tensors = _places_of(parameters), tensors
+        self._constants = [
+            (name, value, joined(sorted(blocks, key=lambda block: block.start))) for name, value, blocks in constants
+        ]
+
+    def __len__(self) -> int:
+        """Return the number of tensors."""
+        return len(self._tensors)
+
+    def fit(self, parameters: Parameters) -> bool:
+        """Return whether the parameters have the same places as when the copies were recorded."""
+        return _places_of(parameters) == self._places
+
+    def take(self, tensors: Iterator[tuple[str, Tensor]], parameters: Parameters) -> Iterator[tuple[str, Tensor]]:
+        """Copy the recorded tensors, and yield the others for the model's loader.
+
+        Tensors of one storage are copied together, when the first tensor of another storage arrives.
+        """
+        together: list[tuple[Tensor, _TensorCopies]] = []
+        for name, tensor in tensors:
+            known = self._tensors.get(name)
+            if known is None or (known.shape, known.dtype) != (tensor.shape, tensor.dtype) or not _is_flat(tensor):
+                yield name, tensor
+                continue
+            if together and _storage(together[0][0]) != _storage(tensor):
+                _copy_joined(together, parameters)
+                together = []
+            together.append((tensor, known))
+        _copy_joined(together, parameters)
+        for name, value, blocks in self._constants:
+            for block in blocks:
+                parameters[name].detach().as_strided(block.shape, block.strides, block.start).fill_(value)
+
+
+def _copy_joined(tensors: list[tuple[Tensor, _TensorCopies]], parameters: Parameters) -> None:
+    blocks: dict[tuple[str, torch.dtype], list[_Block]] = {}
+    for tensor, known in tensors:
+        first = int(tensor.storage_offset())
+        for name, block in known.copies:
+            moved = _Block(block.shape, first + block.source, block.source_strides, block.start, block.strides)
+            blocks.setdefault((name, tensor.dtype), []).append(moved)
+    sources = {tensor.dtype: tensor for tensor, _ in tensors}
+    for (name, dtype), own in blocks.items():
+        target = parameters[name].detach()
+        for block in joined(sorted(own, key=lambda block: block.start)):
+            source = sources[dtype].as_strided(block.shape, block.source_strides, block.source)
+            target.as_strided(block.shape, block.strides, block.start).copy_(source)
+
+
+def joined(blocks: list[_Block]) -> list[_Block]:
+    """Join blocks of equal form at equal distances, again and again, until no two can be joined.
+
+    Args:
+        blocks: In the order of their places in one parameter; none overlaps another.
+    """
+    while True:
+        runs: list[list[_Block]] = []
+        for block in blocks:
+            run = runs[-1] if runs else []
+            if run and _continues(run, block):
+                run.append(block)
+            else:
+                runs.append([block])
+        if len(runs) == len(blocks):
+            return blocks
+        blocks = [run[0] if len(run) == 1 else _as_one(run) for run in runs]
+
+
+def _continues(run: list[_Block], block: _Block) -> bool:
+    last = run[-1]
+    if (block.shape, block.source_strides, block.strides) != (last.shape, last.source_strides, last.strides):
+        return False
+    step, source_step = block.start - last.start, block.source - last.source
+    if len(run) == 1:
+        return source_step > 0  # a stride is not negative
+    return (step, source_step) == (last.start - run[-2].start, last.source - run[-2].source)
+
+
+def _as_one(run: list[_Block]) -> _Block:
+    first, second = run[:2]
+    return _Block(
+        (len(run), *first.shape),
+        first.source,
+        (second.source - first.source, *first.source_strides),
+        first.start,
+        (second.start - first.start, *first.strides),
+    )
+
+
+class LoadObserver:
+    """Records where a model's loader copies each tensor to.
+
+    Args:
+        parameters: The model's, by name.
+    """
+
+    def __init__(self, parameters: Parameters) -> None:
+        self._parameters, self._places = parameters, _places_of(parameters)
+        self._names = {_storage(parameter): name for name, parameter in parameters.items()}
+        self._known: dict[str, _TensorCopies] = {}
+        # By storage: a reference that keeps its address from being used again, and the tensors by their first byte.
+        self._published: dict[int, tuple[StorageWeakRef, list[tuple[int, int, str]]]] = {}
+        self._writes: dict[str, list[tuple[_Block, str | float]]] = {}  # of a tensor, or a constant
+        self._excluded: set[str] = set()  # tensors and parameters
+
+    def seen(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Pass tensors on to the loader, and remember them."""
+        for name, tensor in tensors:
+            if name in self._known:
+                self._excluded.add(name)
+            elif tensor.numel() and _is_flat(tensor):
+                first = int(tensor.storage_offset()) * tensor.element_size()
+                own = self._published.setdefault(_storage(tensor), (StorageWeakRef(tensor.untyped_storage()), []))
+                insort(own[1], (first, first + tensor.nbytes, name))
+                self._known[name] = _TensorCopies(tensor.shape, tensor.dtype, ())
+            yield name, tensor
+
+    def wrote(self, name: str, target: Tensor, source: Tensor | float) -> None:
+        """Record a write of the loader into a parameter, of a tensor or of a constant."""
+        if not target.numel():
+            return
+        shape, start, strides = tuple(target.shape), int(target.storage_offset()), tuple(target.stride())
+        if not isinstance(source, Tensor):
+            self._writes.setdefault(name, []).append((_Block(shape, start, strides, start, strides), source))
+            return
+        found = self._tensor_of(source)
+        if found is None or not source.dtype == target.dtype == self._known[found[0]].dtype or source.shape != shape:
+            self.computed((target, source))
+            return
+        at = int(source.storage_offset()) - found[1] // source.element_size()
+        block = _Block(shape, at, tuple(source.stride()), start, strides)
+        self._writes.setdefault(name, []).append((block, found[0]))
+
+    def computed(self, arguments: Any) -> None:
+        """Record an operation that is neither a view nor a write: the tensors in its arguments are not only copied."""
+        for leaf in tree_leaves(arguments):
+            if isinstance(leaf, Tensor):
+                if (parameter := self._names.get(_storage(leaf))) is not None:
+                    self._excluded.add(parameter)
+                if (found := self._tensor_of(leaf)) is not None:
+                    self._excluded.add(found[0])
+
+    def copies(self) -> FusedCopies:
+        """Return the completely recorded copies, after a load that succeeded."""
+        sources = {
+            name: {tensor for _, tensor in writes if isinstance(tensor, str)} for name, writes in self._writes.items()
+        }
+        whole = {
+            name
+            for name, own in sources.items()
+            if name not in self._excluded
+            and len(own) >= MIN_TENSORS
+            and not own & self._excluded
+            and self._is_written_once(name)
+        }
+        if _places_of(self._parameters) != self._places:
+            whole.clear()
+        while True:
+            others: set[str] = set().union(*(own for name, own in sources.items() if name not in whole))
+            if not (broken := {name for name in whole if sources[name] & others}):
+                break
+            whole -= broken
+        copies: dict[str, list[tuple[str, _Block]]] = {}
+        constants: dict[tuple[str, float], list[_Block]] = {}
+        for name in sorted(whole):
+            for block, source in self._writes[name]:
+                if isinstance(source, str):
+                    copies.setdefault(source, []).append((name, block))
+                else:
+                    constants.setdefault((name, source), []).append(block)
+        return FusedCopies(
+            self._parameters,
+            {
+                tensor: _TensorCopies(self._known[tensor].shape, self._known[tensor].dtype, tuple(own))
+                for tensor, own in copies.items()
+            },
+            [(name, value, blocks) for (name, value), blocks in constants.items()],
+        )
+
+    def _is_written_once(self, name: str) -> bool:
+        """Return whether the writes into a parameter are next to one another and together the whole parameter."""
+        parameter = self._parameters[name]
+        if not parameter.is_contiguous() or parameter.dtype not in _DTYPES:
+            return False
+        ranges = [_ranges_of(block) for block, _ in self._writes[name]]
+        if sum(len(starts) for starts, _ in ranges) > MAX_RANGES:
+            return False
+        starts = np.concatenate([starts for starts, _ in ranges])
+        order = np.argsort(starts)
+        starts = starts[order]
+        ends = starts + np.concatenate([np.full(len(starts), length) for starts, length in ranges])[order]
+        first = int(parameter.storage_offset())
+        is_adjacent = bool((starts[1:] == ends[:-1]).all())
+        return is_adjacent and int(starts[0]) == first and int(ends[-1]) == first + parameter.numel()
+
+    def _tensor_of(self, view: Tensor) -> tuple[str, int] | None:
+        """Return name and first byte of the tensor that a view is part of."""
+        published = self._published.get(_storage(view))
+        if published is None or not view.numel():
+            return None
+        size = view.element_size()
+        begin = int(view.storage_offset()) * size
+        last = sum((length - 1) * stride for length, stride in zip(view.shape, view.stride(), strict=True))
+        index = bisect_right(published[1], begin, key=lambda entry: entry[0]) - 1
+        if index < 0 or begin + (last + 1) * size > published[1][index][1]:
+            return None
+        return published[1][index][2], published[1][index][0]
+
+
+def _ranges_of(block: _Block) -> tuple[np.ndarray, int]:
+    """Return the first value of each contiguous range of a block in its parameter, and the length of the ranges."""
+    length, num_inner = 1, 0
+    for size, stride in zip(reversed(block.shape), reversed(block.strides), strict=True):
+        if size != 1 and stride != length:
+            break
+        length, num_inner = length * size, num_inner + 1
+    starts = np.asarray([block.start], dtype=np.int64)
+    for size, stride in list(zip(block.shape, block.strides, strict=True))[: len(block.shape) - num_inner]:
+        starts = (starts[:, None] + np.arange(size, dtype=np.int64) * stride).reshape(-1)
+    return starts, length
+
+
+def _places_of(parameters: Parameters) -> dict[str, tuple[Any, ...]]:
+    return {
+        name: (p.data_ptr(), p.storage_offset(), tuple(p.shape), p.stride(), p.dtype, p.device)
+        for name, p in parameters.items()
+    }
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _is_flat(tensor: Tensor) -> bool:
+    return tensor.is_contiguous() and tensor.layout == torch.strided
