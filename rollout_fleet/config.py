@@ -71,6 +71,12 @@ class SamplingConfig:
         top_k: Candidates kept; -1 keeps all. Evaluation only.
         min_p: Smallest probability of a candidate, as a share of the largest; 0.0 keeps all. Evaluation only.
         max_new_tokens: Longest response, in tokens.
+        stop: Texts that end a response; the tokens that wrote the text stay part of it.
+        stop_token_ids: Tokens that end a response, beside the model's own. Requests of episodes set both.
+        seed: Seed of one response. As in OpenAI's API it is not a guarantee: SGLang uses it only with its option
+            ``enable_deterministic_inference``.
+        json_schema: JSON schema, as text, of the response; engines without constrained decoding refuse it. Then the
+            log-probs are those of the constrained distribution.
     """
 
     temperature: float = 1.0
@@ -78,6 +84,10 @@ class SamplingConfig:
     top_k: int = -1
     min_p: float = 0.0
     max_new_tokens: int = 512
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int | None = None
+    json_schema: str = ""
 
     @property
     def truncations(self) -> list[str]:
@@ -100,7 +110,32 @@ class SamplingConfig:
             raise ValueError(f"rollout_fleet.sampling.top_k must be -1 or >= 1, got {self.top_k}; -1 keeps all tokens")
         if not 0 <= self.min_p < 1:
             raise ValueError(f"rollout_fleet.sampling.min_p must be in [0, 1), got {self.min_p}; 0.0 keeps all tokens")
+        for name in ("stop", "stop_token_ids"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))  # a list, from a file of options
+        if not all(isinstance(text, str) and text for text in self.stop):
+            raise ValueError(f"rollout_fleet.sampling.stop must hold texts that are not empty, got {list(self.stop)}")
         _check_least("rollout_fleet.sampling", self, max_new_tokens=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RendererConfig:
+    """How the messages of an episode become tokens (`rollout_fleet.episodes.renderer`).
+
+    Attributes:
+        name: ``auto`` takes the renderer of the library ``renderers`` that renders token for token what the model's
+            chat template renders, and otherwise the template itself. ``template`` takes the template. Any other name is
+            a renderer of that library. Example: ``qwen3``.
+        tool_parser: How tool calls are read with ``template``: a parser of ``renderers``, ``sglang:NAME``, or ``json``
+            for ``<tool_call>{JSON}</tool_call>``. Empty: ``json`` if the template writes these tags, otherwise none.
+        keep_reasoning: Keep sampled reasoning in the context also where the template drops it. Then no turn starts a
+            new branch for its reasoning; the contexts differ from those of the template.
+        options: Arguments of the renderer or the template. Example: ``{"enable_thinking": false}``.
+    """
+
+    name: str = "auto"
+    tool_parser: str = ""
+    keep_reasoning: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

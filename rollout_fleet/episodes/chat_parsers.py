@@ -1,0 +1,133 @@
+"""Sampled tokens to an assistant message, for chat templates that the library ``renderers`` has no renderer for.
+
+Tool calls are read by a parser of that library, by SGLang's (``sglang:NAME``), or as ``<tool_call>{JSON}</tool_call>``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from .chat_tokenizer import ChatTokenizer
+
+JSON_TAGS = "json"
+SGLANG = "sglang:"
+REASONING_END = "</think>"
+_CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
+
+
+class ToolCallParser(Protocol):
+    """Reads the tool calls of an answer."""
+
+    def split(
+        self, token_ids: Sequence[int], tools: Sequence[Mapping[str, Any]]
+    ) -> tuple[str, list[tuple[str, Any]], list[str]]:
+        """Return the text before the calls, name and arguments of each call, and the texts of malformed calls."""
+        ...
+
+
+class JsonTagParser:
+    """``<tool_call>{"name": …, "arguments": …}</tool_call>``, read from the text."""
+
+    def __init__(self, tokenizer: ChatTokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def split(
+        self, token_ids: Sequence[int], tools: Sequence[Mapping[str, Any]]
+    ) -> tuple[str, list[tuple[str, Any]], list[str]]:
+        """See `ToolCallParser.split`."""
+        text = self._tokenizer.decode(token_ids)
+        calls: list[tuple[str, Any]] = []
+        malformed: list[str] = []
+        for match in _CALL.finditer(text):
+            try:
+                call = json.loads(match[1])
+                calls.append((str(call["name"]), call.get("arguments") or {}))
+            except (ValueError, KeyError, TypeError, AttributeError):
+                malformed.append(match[0])
+        return text.partition("<tool_call>")[0], calls, malformed
+
+
+class LibraryParser:
+    """A tool parser of the library ``renderers``."""
+
+    def __init__(self, name: str, tokenizer: ChatTokenizer) -> None:
+        from renderers.parsers import get_tool_parser
+
+        self._parser = get_tool_parser(name, tokenizer)
+        self._tokenizer = tokenizer
+
+    def split(
+        self, token_ids: Sequence[int], tools: Sequence[Mapping[str, Any]]
+    ) -> tuple[str, list[tuple[str, Any]], list[str]]:
+        """See `ToolCallParser.split`."""
+        content_ids, calls = self._parser.extract(list(token_ids))
+        good = [(call.name, call.arguments) for call in calls if call.status == "ok" and call.name]
+        return self._tokenizer.decode(content_ids), good, [call.raw for call in calls if call.status != "ok"]
+
+
+class SGLangParser:
+    """A tool parser of SGLang, by its name there. Its import takes seconds and loads torch."""
+
+    def __init__(self, name: str, tokenizer: ChatTokenizer) -> None:
+        from sglang.srt.function_call.function_call_parser import FunctionCallParser
+
+        known = FunctionCallParser.ToolCallParserEnum
+        if name not in known:
+            raise ValueError(f"SGLang has no tool parser {name!r}; it has {', '.join(sorted(known))}")
+        self._name, self._parser, self._tokenizer = name, FunctionCallParser, tokenizer
+
+    def split(
+        self, token_ids: Sequence[int], tools: Sequence[Mapping[str, Any]]
+    ) -> tuple[str, list[tuple[str, Any]], list[str]]:
+        """See `ToolCallParser.split`. SGLang drops malformed calls, and reads calls only for known tools."""
+        from sglang.srt.entrypoints.openai.protocol import Tool
+
+        text = self._tokenizer.decode(token_ids)
+        parser = self._parser([Tool.model_validate(tool) for tool in tools], self._name)
+        if not tools or not parser.has_tool_call(text):
+            return text, [], []
+        content, calls = parser.parse_non_stream(text)
+        return content, [(call.name, json.loads(call.parameters)) for call in calls if call.name], []
+
+
+def make_tool_parser(name: str, tokenizer: ChatTokenizer) -> ToolCallParser:
+    """Return the parser of a name: `JSON_TAGS`, ``sglang:NAME``, or a name of ``renderers.parsers``.
+
+    Raises:
+        ValueError: there is no such parser.
+    """
+    if name == JSON_TAGS:
+        return JsonTagParser(tokenizer)
+    if name.startswith(SGLANG):
+        return SGLangParser(name.removeprefix(SGLANG), tokenizer)
+    from renderers.parsers import TOOL_PARSERS
+
+    if name not in TOOL_PARSERS:
+        known = [JSON_TAGS, *sorted(TOOL_PARSERS), SGLANG + "NAME"]
+        raise ValueError(
+            f"rollout_fleet.environment.renderer.tool_parser must be one of {', '.join(known)}, got {name!r}"
+        )
+    return LibraryParser(name, tokenizer)
+
+
+def split_reasoning(
+    tokenizer: ChatTokenizer, prompt_ids: Sequence[int], token_ids: Sequence[int], stop_ids: Sequence[int]
+) -> tuple[str, Sequence[int], bool]:
+    """Split an answer without its stop token at ``</think>``; returns the reasoning, the rest, and whether it ended.
+
+    The reasoning begins in the answer, or at the end of the prompt.
+    """
+    from renderers.reasoning import scan_reasoning
+
+    ids = list(token_ids)
+    boundary = scan_reasoning(tokenizer, ids, prompt_ids=list(prompt_ids), stop_ids=set(stop_ids))
+    if boundary.text is None:
+        return "", ids, True
+    if boundary.is_open:
+        return boundary.text, [], False
+    end = bisect_left(range(len(ids)), True, key=lambda n: REASONING_END in tokenizer.decode(ids[: n + 1]))
+    return boundary.text, ids[end + 1 :], True

@@ -1,0 +1,123 @@
+"""Chat messages: what a client sends, in the form that templates get, and when two messages count as equal.
+
+A client sends the history back with every request, and libraries normalise it on the way. Messages are equal if they
+differ only in these: ids of tool calls, the formatting of JSON arguments, white space around an assistant's content, a
+content of None, ``""`` or text parts, unknown fields, and reasoning that the client left out. Different reasoning is an
+edit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Message = Mapping[str, Any]
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+_TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
+
+
+def read_message(message: Any, where: str) -> dict[str, Any]:
+    """Return a client's message with the fields that templates know; the content is text.
+
+    Raises:
+        ValueError: the message has an unknown role, or a part that is not text. ``where`` names it.
+    """
+    role = _ROLES.get(str(message.get("role"))) if isinstance(message, Mapping) else None
+    if role is None:
+        got = message.get("role") if isinstance(message, Mapping) else message
+        raise ValueError(f"{where}.role must be one of {', '.join(_ROLES)}, got {got!r}")
+    if message.get("function_call"):
+        raise ValueError(f"{where}.function_call is not supported; use tool_calls")
+    read: dict[str, Any] = {"role": role, "content": read_content(message.get("content"), f"{where}.content")}
+    if isinstance(name := message.get("name"), str) and name:
+        read["name"] = name
+    if role == "tool":
+        read["tool_call_id"] = str(message.get("tool_call_id") or "")
+    if role == "assistant":
+        reasoning = message.get("reasoning_content") or message.get("reasoning")
+        if isinstance(reasoning, str) and reasoning:
+            read["reasoning_content"] = reasoning
+        if calls := message.get("tool_calls"):
+            read["tool_calls"] = [_read_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
+    return read
+
+
+def read_content(content: Any, where: str) -> str:
+    """The text of a content: a string, None, or a list of text parts. Raises `ValueError` for other parts."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise ValueError(f"{where} must be a string or a list of parts, got {type(content).__name__}")
+    texts = []
+    for place, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind not in _TEXT_PARTS:
+            raise ValueError(f"{where}[{place}] must be of the types {', '.join(_TEXT_PARTS)}, got {kind!r}")
+        texts.append(str(part.get("refusal" if kind == "refusal" else "text") or ""))
+    return "".join(texts)
+
+
+def _read_call(call: Any, where: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise ValueError(f"{where}.function.name must be a string, got {function!r}")
+    arguments = function.get("arguments")
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments or {}, ensure_ascii=False)
+    return {
+        "id": str(call.get("id") or ""),
+        "type": "function",
+        "function": {"name": function["name"], "arguments": arguments},
+    }
+
+
+def canonical(message: Message, call_places: Mapping[str, int]) -> str:
+    """A text that is the same for messages that count as equal; reasoning is left out.
+
+    ``call_places`` is the place of each tool call so far by its id, so that results are told apart without the ids.
+    """
+    content = message["content"]
+    form: list[Any] = [message["role"], content.strip() if message["role"] == "assistant" else content]
+    if message["role"] == "tool":
+        form.append(call_places.get(message["tool_call_id"], -1))
+    for call in message.get("tool_calls", ()):
+        function = call["function"]
+        try:
+            arguments = json.loads(function["arguments"] or "{}")
+        except ValueError:
+            arguments = function["arguments"].strip()
+        form += [function["name"], arguments]
+    return json.dumps(form, sort_keys=True, ensure_ascii=False)
+
+
+def chain(messages: Sequence[Message]) -> list[bytes]:
+    """A digest of each prefix of the messages, from the first message alone to all of them."""
+    places: dict[str, int] = {}
+    digest, digests = b"", []
+    for message in messages:
+        digest = hashlib.blake2b(digest + canonical(message, places).encode(), digest_size=16).digest()
+        digests.append(digest)
+        for call in message.get("tool_calls", ()):
+            places[call["id"]] = len(places)
+    return digests
+
+
+def same_reasoning(sent: Sequence[Message], known: Sequence[Message]) -> bool:
+    """Whether all reasoning that a client sent is that of the known messages; it may leave any out."""
+    for own, other in zip(sent, known, strict=True):
+        reasoning = own.get("reasoning_content", "").strip()
+        if reasoning and reasoning != other.get("reasoning_content", "").strip():
+            return False
+    return True
+
+
+def with_reasoning(sent: Sequence[Message], known: Sequence[Message]) -> list[Message]:
+    """The messages that a client sent, with the known reasoning where the client left it out."""
+    return [
+        {**own, "reasoning_content": other["reasoning_content"]}
+        if other.get("reasoning_content") and not own.get("reasoning_content")
+        else own
+        for own, other in zip(sent, known, strict=True)
+    ]

@@ -1,0 +1,493 @@
+"""Messages to tokens and back, with the chat template of the model.
+
+`load_renderer` takes the library ``renderers``' renderer of the model family if it renders token for token what the
+model's own chat template renders. Otherwise the template itself renders, and `TemplateRenderer` finds the tokens that
+new messages append. A `ChatRenderer` never encodes what was sampled: `ChatRenderer.extend` returns the tokens that
+follow it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rollout_fleet.config import RendererConfig
+
+from .chat_parsers import JSON_TAGS, make_tool_parser, split_reasoning
+from .chat_tokenizer import PLAIN_ROLES, PLAIN_TEMPLATE, ChatTokenizer
+
+AUTO = "auto"
+TEMPLATE = "template"
+_SENTINEL = "asyncrl sentinel"
+_NAMED_TOOLS = ("gpt-oss",)  # renderers that write a tool's name only where the message has it
+logger = logging.getLogger(__name__)
+
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParsedAnswer:
+    """A sampled turn as a message.
+
+    Attributes:
+        content: Text after the reasoning, without tool calls; malformed tool calls stay in it.
+        reasoning: Text of the reasoning; empty without any.
+        calls: Name and arguments of each tool call. Example: ``(("search", {"query": "rain"}),)``.
+        num_malformed: Tool calls that could not be read.
+    """
+
+    content: str
+    reasoning: str = ""
+    calls: tuple[tuple[str, Any], ...] = ()
+    num_malformed: int = 0
+
+
+class ChatRenderer(ABC):
+    """Renders conversations for one model.
+
+    Attributes:
+        name: For logs. Example: ``"qwen3"``; ``"template"`` for the model's chat template itself.
+        tokenizer: The model's tokenizer.
+        stop_ids: Tokens that end an assistant's turn.
+        append_only: Whether the conversation kinds of `self_test` continue without a branch, by name.
+    """
+
+    def __init__(self, name: str, tokenizer: ChatTokenizer, stop_ids: Sequence[int]) -> None:
+        self.name = name
+        self.tokenizer = tokenizer
+        self.stop_ids = tuple(dict.fromkeys(stop_ids))
+        self.append_only: dict[str, bool] = {}
+
+    @abstractmethod
+    def render(self, messages: Sequence[Message], tools: Sequence[Message]) -> list[int]:
+        """Tokens of a conversation, up to where the assistant's next turn begins.
+
+        Raises:
+            ValueError: the template refuses the messages.
+        """
+
+    @abstractmethod
+    def extend(
+        self,
+        prompt_ids: Sequence[int],
+        sampled_ids: Sequence[int],
+        history: Sequence[Message],
+        new_messages: Sequence[Message],
+        tools: Sequence[Message],
+    ) -> list[int] | None:
+        """Tokens to append to a sampled turn for new messages, up to where the next turn begins.
+
+        Args:
+            prompt_ids: Tokens on the path before the turn.
+            sampled_ids: Tokens of the turn. If it lacks a stop token, the result begins with the turn's close.
+            history: Messages of the path; the last one is the turn's.
+            new_messages: The messages after it.
+            tools: As in `render`.
+
+        Returns:
+            None if the template would render the path differently with the new messages.
+        """
+
+    @abstractmethod
+    def parse(self, prompt_ids: Sequence[int], sampled_ids: Sequence[int], tools: Sequence[Message]) -> ParsedAnswer:
+        """Read a sampled turn; what cannot be read stays in the content."""
+
+    @abstractmethod
+    def close(self, history: Sequence[Message], answer: Message, tools: Sequence[Message]) -> list[int] | None:
+        """Tokens of an assistant's message as the template renders it, with its stop token; for `self_test`."""
+
+    def without_stop(self, token_ids: Sequence[int]) -> Sequence[int]:
+        """The tokens without a stop token at their end."""
+        return token_ids[:-1] if len(token_ids) and token_ids[-1] in self.stop_ids else token_ids
+
+    def self_test(self) -> dict[str, str]:
+        """Render conversations of each kind; returns the verdict on each.
+
+        ``continues``: the next turn appends tokens only. ``branches``: the template renders the history differently,
+        so that the session starts a new branch. ``refused``: the template does not accept such a conversation.
+        """
+        verdicts: dict[str, str] = {}
+        for kind, (messages, answer, new, tools) in _TEST_TURNS.items():
+            try:
+                prompt = self.render(messages, tools)
+                sampled = self.close(messages, answer, tools)
+                whole = self.render([*messages, answer, *new], tools)
+            except ValueError as error:
+                verdicts[kind] = f"refused: {error}"
+                continue
+            suffix = None if sampled is None else self.extend(prompt, sampled, [*messages, answer], new, tools)
+            verdicts[kind] = "branches" if suffix is None else "continues"
+            if suffix is not None and [*prompt, *(sampled or ()), *suffix] != whole:
+                verdicts[kind] = "continues, with other tokens than the template"
+        self.append_only = {kind: verdict.startswith("continues") for kind, verdict in verdicts.items()}
+        return verdicts
+
+
+class LibraryRenderer(ChatRenderer):
+    """A renderer of the library ``renderers`` for a model family."""
+
+    def __init__(self, name: str, tokenizer: ChatTokenizer, options: Mapping[str, Any]) -> None:
+        from renderers import config_from_name, create_renderer
+
+        config: Any = type(config_from_name(name))(**options)
+        self._inner = create_renderer(tokenizer, config)
+        super().__init__(name, tokenizer, self._inner.get_stop_token_ids())
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Message]) -> list[int]:
+        """See `ChatRenderer.render`."""
+        return self._render(messages, tools, prompts=True)
+
+    def extend(
+        self,
+        prompt_ids: Sequence[int],
+        sampled_ids: Sequence[int],
+        history: Sequence[Message],
+        new_messages: Sequence[Message],
+        tools: Sequence[Message],
+    ) -> list[int] | None:
+        """See `ChatRenderer.extend`."""
+        before = [*prompt_ids, *sampled_ids]
+        new = self._prepared([*history, *new_messages])[len(history) :]
+        bridged = self._inner.bridge_to_next_turn(list(prompt_ids), list(sampled_ids), new, tools=_tools(tools))
+        if bridged is None or bridged.token_ids[: len(before)] != before:
+            return None
+        return list(bridged.token_ids[len(before) :])
+
+    def parse(self, prompt_ids: Sequence[int], sampled_ids: Sequence[int], tools: Sequence[Message]) -> ParsedAnswer:
+        """See `ChatRenderer.parse`."""
+        answer = self._inner.parse_response(list(sampled_ids), tools=_tools(tools), prompt_ids=list(prompt_ids))
+        calls = [(call.name, call.arguments) for call in answer.tool_calls if call.status == "ok" and call.name]
+        malformed = [call.raw for call in answer.tool_calls if call.status != "ok" or not call.name]
+        return ParsedAnswer(
+            content="\n".join(filter(None, [answer.content, *malformed])),
+            reasoning=answer.reasoning_content or "",
+            calls=tuple(calls),
+            num_malformed=len(malformed),
+        )
+
+    def close(self, history: Sequence[Message], answer: Message, tools: Sequence[Message]) -> list[int] | None:
+        """See `ChatRenderer.close`."""
+        before = self.render(history, tools)
+        after = self._render([*history, answer], tools, prompts=False)
+        if after[: len(before)] != before:
+            return None
+        sampled = after[len(before) :]
+        ends = [place for place, token in enumerate(sampled) if token in self.stop_ids]
+        return sampled[: ends[-1] + 1] if ends else sampled
+
+    def _render(self, messages: Sequence[Message], tools: Sequence[Message], *, prompts: bool) -> list[int]:
+        try:
+            return list(
+                self._inner.render_ids(self._prepared(messages), tools=_tools(tools), add_generation_prompt=prompts)
+            )
+        except Exception as error:  # a renderer raises whatever its code runs into
+            raise ValueError(f"the renderer {self.name} refuses these messages: {error}") from error
+
+    def _prepared(self, messages: Sequence[Message]) -> list[Any]:
+        return _prepared(messages, names=self.name in _NAMED_TOOLS)
+
+
+class TemplateRenderer(ChatRenderer):
+    """The model's chat template, with parsers by option.
+
+    The tokens that new messages append are found in the text: a short conversation is rendered with and without the new
+    messages, and the difference is encoded. The whole conversation is rendered as well, to see that the template
+    appends exactly this text and keeps the reasoning. ``keeps_reasoning`` skips the second check: then sampled
+    reasoning stays in the context, whatever the template does.
+    """
+
+    def __init__(
+        self,
+        tokenizer: ChatTokenizer,
+        *,
+        tool_parser: str = "",
+        keeps_reasoning: bool = False,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._options = dict(options or {})
+        self._keeps_reasoning = keeps_reasoning
+        super().__init__(TEMPLATE if tokenizer.chat_template else "plain", tokenizer, ())
+        self._close = self._text([_USER, _assistant(_SENTINEL)], (), prompts=False).rpartition(_SENTINEL)[2]
+        self._stop_texts = self._find_stop_texts()
+        known = [tokenizer.convert_tokens_to_ids(text) for text in self._stop_texts]
+        eos = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+        self.stop_ids = tuple(dict.fromkeys([*known, *eos]))
+        source = tokenizer.chat_template or PLAIN_TEMPLATE
+        single = tokenizer.convert_tokens_to_ids("<tool_call>") not in (None, tokenizer.unk_token_id)
+        default = JSON_TAGS if "<tool_call>" in source or single else ""
+        self._tool_parser = make_tool_parser(tool_parser or default, tokenizer) if tool_parser or default else None
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Message]) -> list[int]:
+        """See `ChatRenderer.render`."""
+        return self.tokenizer.encode(self._text(messages, tools, prompts=True))
+
+    def extend(
+        self,
+        prompt_ids: Sequence[int],
+        sampled_ids: Sequence[int],
+        history: Sequence[Message],
+        new_messages: Sequence[Message],
+        tools: Sequence[Message],
+    ) -> list[int] | None:
+        """See `ChatRenderer.extend`."""
+        answer = {**history[-1], "content": _SENTINEL, "reasoning_content": ""}
+        before = self._text([_USER, answer], (), prompts=False)
+        after = self._text([_USER, answer, *new_messages], (), prompts=True)
+        if not after.startswith(before):
+            return None
+        added = after[len(before) :]
+        if not self._keeps_reasoning:
+            old = self._text(history, tools, prompts=False)
+            whole = self._text([*history, *new_messages], tools, prompts=True)
+            reasoning = (str(message.get("reasoning_content") or "").strip() for message in history)
+            if whole != old + added or not all(text in whole for text in reasoning):
+                return None
+        text = self._after_stop(sampled_ids, self._close + added)
+        return None if text is None else self._encode_after_stop(text)
+
+    def parse(self, prompt_ids: Sequence[int], sampled_ids: Sequence[int], tools: Sequence[Message]) -> ParsedAnswer:
+        """See `ChatRenderer.parse`."""
+        ids = self.without_stop(sampled_ids)
+        reasoning, rest, _ = split_reasoning(self.tokenizer, prompt_ids, ids, self.stop_ids)
+        content, calls, malformed = self.tokenizer.decode(rest), [], []
+        if self._tool_parser is not None:
+            content, calls, malformed = self._tool_parser.split(rest, tools)
+        for token in self.tokenizer.all_special_tokens:
+            content = content.replace(token, "")
+        return ParsedAnswer(
+            content="\n".join(filter(None, [content, *malformed])),
+            reasoning=reasoning,
+            calls=tuple(calls),
+            num_malformed=len(malformed),
+        )
+
+    def close(self, history: Sequence[Message], answer: Message, tools: Sequence[Message]) -> list[int] | None:
+        """See `ChatRenderer.close`."""
+        before = self._text(history, tools, prompts=True)
+        after = self._text([*history, answer], tools, prompts=False)
+        if not after.startswith(before):
+            return None
+        sampled = after[len(before) :]
+        ends = [sampled.rfind(text) + len(text) for text in self._stop_texts if text in sampled]
+        return self.tokenizer.encode(sampled[: max(ends)] if ends else sampled)
+
+    def _text(self, messages: Sequence[Message], tools: Sequence[Message], *, prompts: bool) -> str:
+        return self.tokenizer.render(
+            _prepared(messages), tools=_tools(tools), add_generation_prompt=prompts, **self._options
+        )
+
+    def _find_stop_texts(self) -> list[str]:
+        """Special tokens that close an assistant's message.
+
+        A template without a close leaves it to the token that begins the next message, as GLM's does.
+        """
+        special = self.tokenizer.all_special_tokens
+        found = [text for text in special if text in self._close]
+        if found:
+            return found
+        begun = self._text([_USER, _assistant(_SENTINEL)], (), prompts=False)
+        for new in (_USER, _RESULT):
+            try:
+                after = self._text([_USER, _assistant(_SENTINEL), new], (), prompts=True)
+            except ValueError:
+                continue
+            if after.startswith(begun):
+                found += [text for text in special if after[len(begun) :].startswith(text)]
+        return found
+
+    def _after_stop(self, sampled_ids: Sequence[int], text: str) -> str | None:
+        """The part of ``text``, the close and the new messages, that follows the sampled tokens."""
+        if not len(sampled_ids) or sampled_ids[-1] not in self.stop_ids:
+            return text
+        sampled = self.tokenizer.decode([int(sampled_ids[-1])])
+        for stop in (sampled, *self._stop_texts):
+            if stop in self._close:
+                return text[text.index(stop) + len(stop) :]
+        if text.startswith(sampled):
+            return text[len(sampled) :]
+        return None if any(text.startswith(stop) for stop in self._stop_texts) else text
+
+    def _encode_after_stop(self, text: str) -> list[int]:
+        """Encode a text as it is encoded behind a stop token; a tokenizer may begin a text with a space of its own."""
+        if self.stop_ids:
+            anchor = self.tokenizer.decode([self.stop_ids[0]])
+            ids, start = self.tokenizer.encode(anchor + text), self.tokenizer.encode(anchor)
+            if ids[: len(start)] == start:
+                return ids[len(start) :]
+        return self.tokenizer.encode(text)
+
+
+def load_renderer(model_path: str, config: RendererConfig) -> ChatRenderer:
+    """Choose the renderer of a model, and run its self-test, whose verdicts are logged.
+
+    Raises:
+        ValueError: the named renderer does not exist or does not fit the tokenizer, or a model without a chat template
+            has no tokens for the markers of roles.
+    """
+    tokenizer = ChatTokenizer(model_path)
+    renderer = _choose(tokenizer, config)
+    verdicts = renderer.self_test()
+    source = "" if tokenizer.chat_template else "; the model has no chat template, so the plain one is used"
+    logger.info("%s: renderer %s%s", model_path, renderer.name, source)
+    for kind, verdict in verdicts.items():
+        log = logger.info if verdict == "continues" else logger.warning
+        log("renderer %s: %s: %s", renderer.name, kind, verdict)
+    return renderer
+
+
+def _choose(tokenizer: ChatTokenizer, config: RendererConfig) -> ChatRenderer:
+    if not tokenizer.chat_template:
+        _check_markers(tokenizer)
+    own = TemplateRenderer(
+        tokenizer, tool_parser=config.tool_parser, keeps_reasoning=config.keep_reasoning, options=config.options
+    )
+    if config.name == TEMPLATE or not tokenizer.chat_template or (config.name == AUTO and config.tool_parser):
+        return own
+    from renderers.base import MODEL_RENDERER_MAP
+
+    names = list(dict.fromkeys(MODEL_RENDERER_MAP.values()))
+    options = {**config.options, **({"thinking_retention": "all"} if config.keep_reasoning else {})}
+    if config.name != AUTO:
+        if config.name not in names:
+            raise ValueError(
+                f"rollout_fleet.environment.renderer.name must be {AUTO}, {TEMPLATE} or one of "
+                f"{', '.join(sorted(names))}, got {config.name!r}"
+            )
+        try:
+            return LibraryRenderer(config.name, tokenizer, options)
+        except Exception as error:  # its tokens are missing, or it does not know an option
+            raise ValueError(
+                f"rollout_fleet.environment.renderer.name={config.name} does not fit {tokenizer.name_or_path}: "
+                f"{error!r}; {AUTO} and {TEMPLATE} follow the model's chat template"
+            ) from error
+    first = MODEL_RENDERER_MAP.get(tokenizer.name_or_path)
+    for name in sorted(names, key=lambda name: name != first):
+        try:
+            renderer = LibraryRenderer(name, tokenizer, options)
+        except Exception as error:  # noqa: BLE001 - a renderer of another family raises whatever its code runs into
+            logger.debug("renderer %s does not fit: %r", name, error)
+            continue
+        if _renders_like(renderer, own):
+            return renderer
+    return own
+
+
+def _check_markers(tokenizer: ChatTokenizer) -> None:
+    """Refuse the plain template for a tokenizer that cannot write its markers."""
+    if tokenizer.eos_token_id is None:
+        raise ValueError(
+            f"{tokenizer.name_or_path} has neither a chat template nor an eos_token; add a chat_template to its "
+            "tokenizer_config.json"
+        )
+    for role in PLAIN_ROLES:
+        if tokenizer.unk_token_id in tokenizer.encode(f"<|{role}|>"):
+            raise ValueError(
+                f"{tokenizer.name_or_path} has no chat template, and its tokenizer has no tokens for <|{role}|> of the "
+                "plain template; add a chat_template to its tokenizer_config.json, or the markers to its tokens"
+            )
+
+
+def _renders_like(renderer: ChatRenderer, own: ChatRenderer) -> bool:
+    """Whether a renderer renders the test conversations as the model's chat template does, token for token."""
+    num_equal = 0
+    for messages, answer, new, tools in _TEST_TURNS.values():
+        for conversation in (messages, [*messages, answer, *new]):
+            try:
+                expected = own.render(conversation, tools)
+            except ValueError:
+                continue
+            try:
+                if renderer.render(conversation, tools) != expected:
+                    return False
+            except ValueError:
+                continue  # it says what it does not render, and so does the session
+            num_equal += 1
+    return num_equal >= len(_TEST_TURNS)
+
+
+def _tools(tools: Sequence[Message]) -> list[Any] | None:
+    return [dict(tool) for tool in tools] or None
+
+
+def _prepared(messages: Sequence[Message], *, names: bool = False) -> list[dict[str, Any]]:
+    """Messages as templates expect them: content is a string, and arguments of tool calls are objects."""
+    prepared: list[dict[str, Any]] = []
+    called: dict[str, str] = {}
+    for message in messages:
+        own = {key: value for key, value in message.items() if value is not None}
+        own["content"] = own.get("content") or ""
+        if not own.get("reasoning_content"):
+            own.pop("reasoning_content", None)
+        if calls := own.pop("tool_calls", None):
+            own["tool_calls"] = [_prepared_call(call) for call in calls]
+            called |= {str(call.get("id")): call["function"]["name"] for call in calls}
+        if names and own["role"] == "tool" and "name" not in own:
+            own["name"] = called.get(str(own.get("tool_call_id")), "")
+        prepared.append(own)
+    return prepared
+
+
+def _prepared_call(call: Message) -> dict[str, Any]:
+    function = dict(call["function"])
+    if isinstance(function.get("arguments"), str):
+        try:
+            function["arguments"] = json.loads(function["arguments"] or "{}")
+        except ValueError:
+            logger.debug("arguments of a call of %s stay text", function.get("name"))
+    return {**call, "function": function}
+
+
+def _assistant(content: str, reasoning: str = "", *calls: Message) -> dict[str, Any]:
+    thought = {"reasoning_content": reasoning} if reasoning else {}
+    called = {"tool_calls": list(calls)} if calls else {}
+    return {"role": "assistant", "content": content, **thought, **called}
+
+
+def _call(number: int, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    function = {"name": "weather", "arguments": dict(arguments)}
+    return {"id": f"call_{number}", "type": "function", "function": function}
+
+
+_USER = {"role": "user", "content": "How warm is it?"}
+_SYSTEM = {"role": "system", "content": "Be brief."}
+_RESULT = {"role": "tool", "content": "21 degrees", "tool_call_id": "call_0"}
+_SECOND = {"role": "tool", "content": "7 degrees", "tool_call_id": "call_1"}
+_WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Weather of a city.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "description": "Its name"}},
+            "required": ["city"],
+        },
+    },
+}
+_CALLED = _assistant("", "", _call(0, {"city": "Rome"}))
+_THOUGHT_AND_CALLED = _assistant("", "The user means Rome.", _call(0, {"city": "Rome"}))
+_TEST_TURNS: dict[str, tuple[list[Message], Message, list[Message], list[Message]]] = {
+    "a message after an answer": ([_USER], _assistant("21 degrees."), [_USER], []),
+    "a message after a system message and an answer": ([_SYSTEM, _USER], _assistant("Warm."), [_USER], []),
+    "a message after an answer with reasoning": ([_USER], _assistant("Warm.", "It is summer."), [_USER], []),
+    "a tool's result": ([_USER], _CALLED, [_RESULT], [_WEATHER]),
+    "a tool's result after reasoning": ([_SYSTEM, _USER], _THOUGHT_AND_CALLED, [_RESULT], [_WEATHER]),
+    "results of two parallel calls": (
+        [_USER],
+        _assistant("", "", _call(0, {"city": "Rome"}), _call(1, {"city": "Oslo"})),
+        [_RESULT, _SECOND],
+        [_WEATHER],
+    ),
+    "a message after tools": ([_USER, _CALLED, _RESULT], _assistant("21 degrees."), [_USER], [_WEATHER]),
+    "a message after tools and reasoning": (
+        [_USER, _THOUGHT_AND_CALLED, _RESULT],
+        _assistant("21 degrees.", "The tool says so."),
+        [_USER],
+        [_WEATHER],
+    ),
+}
+"""Messages, the assistant's answer, the messages after it, and the tools of each kind of a turn."""

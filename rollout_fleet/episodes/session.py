@@ -1,0 +1,521 @@
+"""A session: the messages of one episode's requests, matched against the episode's forest of turns.
+
+::
+
+    request (messages) ──match──▶ the turn whose messages they begin with ──extend──▶ suffix tokens ──▶ sample
+                           └─ no such turn, or the template renders its path differently: render the whole request,
+                              and branch at the first difference; counted by cause
+
+What was sampled stays as it is: a path is continued by the tokens of the new messages only. `Session.chat` waits for
+the engine, through `TurnSampler.sample`. The turn goes on if the caller is cancelled; the same request gets it later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache
+from typing import Any, Protocol
+
+import numpy as np
+
+from asyncrl.core.trajectory import ROOT
+from asyncrl.core.types import FinishReason, Prompt
+from rollout_fleet.config import SamplingConfig
+
+from .episode import PROMPT, Episode
+from .messages import Message, chain, read_message, same_reasoning, with_reasoning
+from .renderer import ChatRenderer, ParsedAnswer
+
+NEUTRAL: Mapping[str, Any] = {
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "logit_bias": {},
+}
+"""Options that the learner cannot follow, and their values without effect."""
+
+
+logger = logging.getLogger(__name__)
+
+
+class TurnSampler(Protocol):
+    """Runs one episode on an engine."""
+
+    @property
+    def episode(self) -> Episode:
+        """The episode."""
+        ...
+
+    async def sample(self, parent: int, new_tokens: Sequence[int], sampling: SamplingConfig) -> int:
+        """Ask for a turn, as `Episode.sample`, and wait until it has finished; returns the turn.
+
+        Weight updates, aborts and continuations happen inside.
+
+        Raises:
+            EpisodeOverflow: the episode has used its budget.
+            EpisodeEnded: the group was cut off; the environment is being cancelled.
+        """
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleOptions:
+    """How a request wants its turns sampled.
+
+    Attributes:
+        n: Turns to sample; siblings.
+        max_tokens: Longest turn; None is ``rollout_fleet.sampling.max_new_tokens``, which is also the most.
+        stop: Texts that end a turn; ``stop_token_ids``: tokens that end it, beside the renderer's.
+        seed: See `SamplingConfig.seed`; the i-th of n turns gets ``seed + i``.
+        json_schema: See `SamplingConfig.json_schema`.
+        other: Options by OpenAI's names that the learner cannot follow if they differ from the run's.
+            Example: ``{"temperature": 0.2}``.
+    """
+
+    n: int = 1
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int | None = None
+    json_schema: str = ""
+    other: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatRequest:
+    """A request for the next turn of a conversation.
+
+    Attributes:
+        messages: In OpenAI's form.
+        tools: In OpenAI's form: ``{"type": "function", "function": …}``.
+        options: How to sample.
+        key: Idempotency key; requests with one key are one request.
+        is_retry: The client says that it has sent this request before.
+    """
+
+    messages: Sequence[Message]
+    tools: Sequence[Message] = ()
+    options: SampleOptions = field(default_factory=SampleOptions)
+    key: str = ""
+    is_retry: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextRequest:
+    """A request to continue a text, or token ids. ``key`` and ``is_retry``: as in `ChatRequest`."""
+
+    prompt: str | Sequence[int]
+    options: SampleOptions = field(default_factory=SampleOptions)
+    key: str = ""
+    is_retry: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """One sampled turn.
+
+    Attributes:
+        turn: Index in the episode.
+        message: The assistant's message in OpenAI's form; of a text request, its text is the content.
+        finish_reason: ``stop``, ``length`` or ``tool_calls``.
+        num_prompt_tokens: Tokens on the path before the turn; ``num_reused_tokens`` of them were on it before the
+            request.
+        token_ids: [R] int32 tokens of the turn; ``logprobs``: [R] float32; ``versions``: [R] int32.
+    """
+
+    turn: int
+    message: dict[str, Any]
+    finish_reason: str
+    num_prompt_tokens: int
+    num_reused_tokens: int
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+    versions: np.ndarray
+
+
+@dataclass(kw_only=True)
+class SessionCounts:
+    """What happened in a session.
+
+    Attributes:
+        requests: New requests; ``repeated``: requests that got the turns of an earlier one.
+        branches: Requests that could not continue their history, by cause: ``template`` (it renders the history
+            differently, without the reasoning for one), ``unparseable`` (the same, after an answer that could not be
+            read), ``edited`` (the history has other messages), ``tools`` (other tools), ``new_root`` (nothing of the
+            messages is known: compaction, or a sub-agent).
+        overridden: Sampling options that differed from the run's, by name.
+        malformed_calls: Tool calls that could not be read.
+        prompt_tokens: Tokens of all prompts; ``reused_tokens`` of them were on the path before their request.
+        retokenised_tokens: Tokens of prompts that are not those of the path that they continue. Always 0.
+    """
+
+    requests: int = 0
+    repeated: int = 0
+    branches: Counter[str] = field(default_factory=Counter)
+    overridden: Counter[str] = field(default_factory=Counter)
+    malformed_calls: int = 0
+    prompt_tokens: int = 0
+    reused_tokens: int = 0
+    retokenised_tokens: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _History:
+    """Messages that the path of a sampled turn contains; the last one is the turn's."""
+
+    turn: int
+    messages: Sequence[Message]
+    tools: str
+    call_ids: frozenset[str]
+    num_malformed: int
+
+
+@dataclass(kw_only=True)
+class _Call:
+    """A request that was made: its task, its content, and whether its answer was lost on the way."""
+
+    task: asyncio.Task[list[Answer]]
+    digest: str
+    is_lost: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Place:
+    """Where a request's turns begin."""
+
+    parent: int
+    new_tokens: Sequence[int]
+    messages: Sequence[Message] = ()
+
+
+class Session:
+    """The conversations of one episode.
+
+    ``sampling`` is how the run samples; ``refuses`` refuses requests with other options, rather than override these.
+    """
+
+    def __init__(
+        self,
+        sampler: TurnSampler,
+        renderer: ChatRenderer,
+        *,
+        sampling: SamplingConfig,
+        prompt: Prompt,
+        refuses: bool = False,
+    ) -> None:
+        self.counts = SessionCounts()
+        self.prompt = prompt
+        self._sampler = sampler
+        self._renderer = renderer
+        self._sampling = sampling
+        self._refuses = refuses
+        self._histories: dict[bytes, list[_History]] = defaultdict(list)
+        self._seen: set[bytes] = set()
+        self._texts: list[tuple[str, int]] = []
+        self._children: dict[int, dict[int, None]] = {ROOT: {PROMPT: None}}
+        self._by_key: dict[str, _Call] = {}
+        self._by_digest: dict[str, _Call] = {}
+
+    @property
+    def renderer(self) -> ChatRenderer:
+        """The renderer of the model."""
+        return self._renderer
+
+    async def chat(self, request: ChatRequest) -> list[Answer]:
+        """Sample ``n`` answers to the messages; returns the turns of the earlier request if this one is sent again.
+
+        A request is sent again if it has the same key; or if it is equal and the first one is still running, was
+        `lose`-d, or the client says that it retries. Otherwise an equal request asks for siblings.
+
+        Raises:
+            ValueError: a message, a tool or an option is not supported.
+            EpisodeOverflow: the episode has used its budget.
+            EpisodeEnded: the group was cut off.
+        """
+        return await self._once(request, lambda: self._answer_chat(request))
+
+    async def complete(self, request: TextRequest) -> list[Answer]:
+        """Sample ``n`` continuations of a text; errors and repeated requests: as `chat`."""
+        return await self._once(request, lambda: self._answer_text(request))
+
+    async def sample(self, parent: int, tokens: Sequence[int], options: SampleOptions) -> Answer:
+        """Sample a turn below a turn, or `ROOT`, and new tokens. Errors: as `chat`, and `ValueError` of the episode."""
+        (answer,) = await self._sample(_Place(parent=parent, new_tokens=tokens), options, stops=False)
+        return answer
+
+    def give(self, parent: int, tokens: Sequence[int]) -> int:
+        """Append tokens that were not sampled; returns the turn. Errors: as `Episode.give`."""
+        turn = self._sampler.episode.give(parent, tokens)
+        self._know(turn)
+        return turn
+
+    def lose(self, request: ChatRequest | TextRequest) -> None:
+        """Note that the client did not get the answer: the same request gets it again, once."""
+        call = self._by_key.get(request.key) if request.key else self._by_digest.get(_digest(request))
+        if call is not None:
+            call.is_lost = True
+
+    async def _once(self, request: ChatRequest | TextRequest, answer: Callable[[], Awaitable[list[Answer]]]) -> Any:
+        digest = _digest(request)
+        call = self._earlier(request, digest)
+        if call is None:
+            self.counts.requests += 1
+            call = _Call(task=asyncio.ensure_future(answer()), digest=digest)
+            call.task.add_done_callback(lambda task: task.cancelled() or task.exception())
+            if request.key:
+                self._by_key[request.key] = call
+            else:
+                self._by_digest[digest] = call
+        else:
+            self.counts.repeated += 1
+        answers = await asyncio.shield(call.task)
+        call.is_lost = False
+        return answers
+
+    def _earlier(self, request: ChatRequest | TextRequest, digest: str) -> _Call | None:
+        call = self._by_key.get(request.key) if request.key else self._by_digest.get(digest)
+        if call is None:
+            return None
+        if call.digest != digest:
+            raise ValueError(f"idempotency key {request.key!r} was used for another request; use a new key")
+        is_running = not call.task.done()
+        if not is_running and (call.task.cancelled() or call.task.exception() is not None):
+            return None
+        return call if is_running or request.key or request.is_retry or call.is_lost else None
+
+    # Messages
+
+    async def _answer_chat(self, request: ChatRequest) -> list[Answer]:
+        messages = [read_message(message, f"messages[{i}]") for i, message in enumerate(request.messages)]
+        if not messages:
+            raise ValueError("messages must hold at least one message, got none")
+        tools = [dict(tool) for tool in request.tools]
+        tools_digest = json.dumps(tools, sort_keys=True)
+        digests = chain(messages)
+        place = self._place(messages, tools, tools_digest, digests)
+        self._seen.update(digests)
+        answers = await self._sample(place, request.options, stops=True)
+        for place_of_answer, answer in enumerate(answers):
+            parsed = self._parse(answer, tools)
+            message = self._message(answer, parsed, request.options.stop)
+            reason = "tool_calls" if parsed.calls and answer.finish_reason == "stop" else answer.finish_reason
+            answers[place_of_answer] = replace(answer, message=message, finish_reason=reason)
+            history = [*place.messages, read_message(message, "answer")]
+            ids = frozenset(call["id"] for call in message.get("tool_calls", ()))
+            self._histories[chain(history)[-1]].append(
+                _History(
+                    turn=answer.turn,
+                    messages=history,
+                    tools=tools_digest,
+                    call_ids=ids,
+                    num_malformed=parsed.num_malformed,
+                )
+            )
+        return answers
+
+    def _place(
+        self, messages: Sequence[Message], tools: Sequence[Message], tools_digest: str, digests: Sequence[bytes]
+    ) -> _Place:
+        """Find where the turns of a request begin; a request that cannot continue its history is counted."""
+        history, cause = self._longest_history(messages, tools_digest, digests)
+        if history is not None:
+            num_known = len(history.messages)
+            known, new = with_reasoning(messages[:num_known], history.messages), messages[num_known:]
+            messages = [*known, *new]
+            turn = self._sampler.episode.turn(history.turn)
+            prompt_ids = self._sampler.episode.path(turn.parent).tolist()
+            suffix = self._renderer.extend(prompt_ids, turn.token_ids.tolist(), known, new, tools)
+            if suffix is not None:
+                return _Place(parent=history.turn, new_tokens=suffix, messages=messages)
+            cause = "unparseable" if history.num_malformed else "template"
+        tokens = self._renderer.render(messages, tools)
+        parent, num_shared = self._deepest(tokens)
+        if cause or parent == ROOT:
+            self.counts.branches[cause or "new_root"] += 1
+        return _Place(parent=parent, new_tokens=tokens[num_shared:], messages=messages)
+
+    def _longest_history(
+        self, messages: Sequence[Message], tools: str, digests: Sequence[bytes]
+    ) -> tuple[_History | None, str]:
+        """The longest known history that the messages continue; otherwise the cause, if they begin like a known one."""
+        called = {str(message.get("tool_call_id")) for message in messages if message["role"] == "tool"}
+        cause = ""
+        for length in range(len(messages) - 1, 0, -1):
+            found = [
+                history
+                for history in self._histories.get(digests[length - 1], ())
+                if same_reasoning(messages[:length], history.messages)
+            ]
+            fitting = [history for history in found if history.tools == tools]
+            if fitting:
+                return max(fitting, key=lambda history: (len(history.call_ids & called), history.turn)), ""
+            cause = cause or ("tools" if found else "")
+        has_answers = any(message["role"] == "assistant" for message in messages)
+        if not cause and has_answers and digests[0] in self._seen:
+            cause = "edited"
+        return None, cause
+
+    def _parse(self, answer: Answer, tools: Sequence[Message]) -> ParsedAnswer:
+        prompt_ids = self._sampler.episode.path(self._sampler.episode.turn(answer.turn).parent)
+        parsed = self._renderer.parse(prompt_ids.tolist(), answer.token_ids.tolist(), tools)
+        self.counts.malformed_calls += parsed.num_malformed
+        return parsed
+
+    def _message(self, answer: Answer, parsed: ParsedAnswer, stop: Sequence[str]) -> dict[str, Any]:
+        """The assistant's message in OpenAI's form; without the text from a stop string on."""
+        content = parsed.content
+        if answer.finish_reason == "stop":
+            content = min((content.partition(text)[0] for text in stop), key=len, default=content)
+        message: dict[str, Any] = {"role": "assistant", "content": content}
+        if parsed.reasoning:
+            message["reasoning_content"] = parsed.reasoning
+        if parsed.calls:
+            message["content"] = content or None
+            message["tool_calls"] = [
+                {
+                    "id": f"call_{answer.turn}_{place}",
+                    "type": "function",
+                    "function": {
+                        "name": name,
+                        "arguments": arguments
+                        if isinstance(arguments, str)
+                        else json.dumps(arguments, ensure_ascii=False),
+                    },
+                }
+                for place, (name, arguments) in enumerate(parsed.calls)
+            ]
+        return message
+
+    # Texts
+
+    async def _answer_text(self, request: TextRequest) -> list[Answer]:
+        text = request.prompt if isinstance(request.prompt, str) else ""
+        tokenizer = self._renderer.tokenizer
+        known = [(known_text, turn) for known_text, turn in self._texts if text.startswith(known_text)]
+        if known:
+            known_text, parent = max(known, key=lambda pair: len(pair[0]))
+            rest = text[len(known_text) :]
+            place = _Place(parent=parent, new_tokens=tokenizer.encode(rest) if rest else ())
+        else:
+            tokens = tokenizer.encode(text) if text else [int(token) for token in request.prompt]
+            parent, num_shared = self._deepest(tokens)
+            place = _Place(parent=parent, new_tokens=tokens[num_shared:])
+            if parent == ROOT:
+                self.counts.branches["new_root"] += 1
+        answers = await self._sample(place, request.options, stops=False)
+        for index, answer in enumerate(answers):
+            written = tokenizer.decode(answer.token_ids.tolist(), skip_special_tokens=True)
+            if text:
+                self._texts.append((text + written, answer.turn))
+            if answer.finish_reason == "stop":
+                written = min((written.partition(stop)[0] for stop in request.options.stop), key=len, default=written)
+            answers[index] = replace(answer, message={"role": "assistant", "content": written})
+        return answers
+
+    # Turns
+
+    async def _sample(self, place: _Place, options: SampleOptions, *, stops: bool) -> list[Answer]:
+        """Sample turns below a place; ``stops`` at the renderer's end of a turn too."""
+        sampling = self._sampling_of(options, stops=stops)
+        episode = self._sampler.episode
+        seeds = [None if options.seed is None else options.seed + i for i in range(options.n)]
+        sampled = await asyncio.gather(
+            *(self._sampler.sample(place.parent, place.new_tokens, replace(sampling, seed=seed)) for seed in seeds),
+            return_exceptions=True,
+        )
+        failures = [turn for turn in sampled if isinstance(turn, BaseException)]
+        if failures:
+            raise failures[0]
+        before = np.concatenate([episode.path(place.parent), np.asarray(place.new_tokens, dtype=np.int32)])
+        num_reused = len(before) - len(place.new_tokens)
+        answers = []
+        for turn in sampled:
+            assert isinstance(turn, int)
+            self._know(turn)
+            own = episode.turn(turn)
+            path = episode.path(own.parent)
+            self.counts.prompt_tokens += len(path)
+            self.counts.reused_tokens += num_reused
+            if not np.array_equal(path, before):
+                self.counts.retokenised_tokens += len(path)
+            answers.append(
+                Answer(
+                    turn=turn,
+                    message={},
+                    finish_reason="length" if own.finish_reason is FinishReason.length else "stop",
+                    num_prompt_tokens=len(path),
+                    num_reused_tokens=num_reused,
+                    token_ids=own.token_ids,
+                    logprobs=own.logprobs,
+                    versions=own.versions,
+                )
+            )
+        return answers
+
+    def _sampling_of(self, options: SampleOptions, *, stops: bool) -> SamplingConfig:
+        """The run's sampling, with what a request may set. Raises `ValueError` for what it may not, or counts it."""
+        if options.n < 1:
+            raise ValueError(f"n must be >= 1, got {options.n}")
+        run = {**NEUTRAL, **asdict(self._sampling), "max_tokens": self._sampling.max_new_tokens}
+        asked = {name: value for name, value in options.other.items() if value is not None}
+        wrong = {name: value for name, value in asked.items() if value != run.get(name)}
+        if options.max_tokens is not None and options.max_tokens > run["max_tokens"]:
+            wrong["max_tokens"] = options.max_tokens
+        for name, value in wrong.items():
+            if self._refuses and name != "max_tokens":
+                raise ValueError(
+                    f"{name} must be {run.get(name)}, the run's value, got {value}: the learner trains under the run's "
+                    "sampling; leave it out, or set rollout_fleet.environment.sampling=override"
+                )
+            self.counts.overridden[name] += 1
+            _warn_overridden(name, str(value), str(run.get(name)))
+        most = run["max_tokens"] if options.max_tokens is None else min(options.max_tokens, run["max_tokens"])
+        if most < 1:
+            raise ValueError(f"max_tokens must be >= 1, got {options.max_tokens}")
+        ends = (*self._sampling.stop_token_ids, *options.stop_token_ids, *(self._renderer.stop_ids if stops else ()))
+        return replace(
+            self._sampling,
+            max_new_tokens=most,
+            stop=(*self._sampling.stop, *options.stop),
+            stop_token_ids=tuple(dict.fromkeys(ends)),
+            json_schema=options.json_schema,
+        )
+
+    def _know(self, turn: int) -> None:
+        """Note a turn and the turns above it."""
+        while turn != ROOT:
+            parent = self._sampler.episode.turn(turn).parent
+            self._children.setdefault(parent, {})[turn] = None
+            turn = parent
+
+    def _deepest(self, tokens: Sequence[int]) -> tuple[int, int]:
+        """The deepest turn whose path these tokens begin with, and the number of tokens on its path."""
+        ids = np.asarray(tokens, dtype=np.int32)
+        best, open_paths = (ROOT, 0), [(ROOT, 0)]
+        while open_paths:
+            parent, depth = open_paths.pop()
+            best = max(best, (parent, depth), key=lambda place: place[1])
+            for child in self._children.get(parent, ()):
+                turn = self._sampler.episode.turn(child)
+                is_finished = not turn.sampled or turn.finish_reason is not None
+                end = depth + len(turn.token_ids)
+                if is_finished and np.array_equal(turn.token_ids, ids[depth:end]):
+                    open_paths.append((child, end))
+        return best
+
+
+def _digest(request: ChatRequest | TextRequest) -> str:
+    """The same for requests of the same content, whatever their keys."""
+    content = asdict(replace(request, key="", is_retry=False))
+    return hashlib.blake2b(json.dumps(content, sort_keys=True, default=repr).encode(), digest_size=16).hexdigest()
+
+
+@cache
+def _warn_overridden(name: str, asked: str, used: str) -> None:
+    logger.warning("an environment asks for %s=%s; its turns are sampled with the run's %s", name, asked, used)

@@ -1,0 +1,352 @@
+"""Sessions: messages against the forest of an episode, with scripted turns."""
+
+import asyncio
+import json
+
+import numpy as np
+import pytest
+
+from asyncrl.core.errors import EpisodeOverflow
+from asyncrl.core.trajectory import ROOT
+from asyncrl.core.types import Prompt
+from rollout_fleet.config import RendererConfig, SamplingConfig
+from rollout_fleet.episodes.renderer import load_renderer
+from rollout_fleet.episodes.session import ChatRequest, SampleOptions, Session, TextRequest
+from tests.support.chat_models import save_chat_model
+from tests.support.scripted_turns import ScriptedTurns
+
+USER = {"role": "user", "content": "How warm is it?"}
+MORE = {"role": "user", "content": "And in the city?"}
+TOOL = {"type": "function", "function": {"name": "weather", "description": "d", "parameters": {"type": "object"}}}
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city":"Rome"}}\n</tool_call><|im_end|>'
+
+
+@pytest.fixture(scope="module")
+def renderers(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("chat")
+    loaded = {}
+
+    def load(style, **options):
+        name = json.dumps([style, options])
+        if name not in loaded:
+            path = save_chat_model(folder / style, style)
+            loaded[name] = load_renderer(path, RendererConfig(**options))
+        return loaded[name]
+
+    return load
+
+
+class Talk:
+    """A session whose turns are texts, one after the other, encoded letter by letter unless ``encoded``."""
+
+    def __init__(self, renderer, *texts, prompt=(USER,), most=512, **budget):
+        self.renderer = renderer
+        self.texts = list(texts)
+        ids = np.asarray(renderer.render(list(prompt), []), dtype=np.int32)
+        self.turns = ScriptedTurns(ids, self.write, **budget)
+        self.prompt = Prompt(group_id=7, prompt_ids=ids)
+        self.session = Session(self.turns, renderer, sampling=SamplingConfig(max_new_tokens=most), prompt=self.prompt)
+
+    def write(self, prompt_ids, sampling):
+        """Special tokens whole, everything else letter by letter: no such tokens come from encoding the text."""
+        text = self.texts.pop(0)
+        tokenizer = self.renderer.tokenizer
+        special = sorted({*tokenizer.all_special_tokens, "<think>", "</think>", "<tool_call>", "</tool_call>"})
+        ids = []
+        while text:
+            token = next((token for token in special if text.startswith(token)), text[0])
+            ids += tokenizer.encode(token)
+            text = text[len(token) :]
+        return ids
+
+    async def chat(self, *messages, tools=(), key="", is_retry=False, **options):
+        request = ChatRequest(
+            messages=messages, tools=tools, options=SampleOptions(**options), key=key, is_retry=is_retry
+        )
+        return await self.session.chat(request)
+
+    def check(self):
+        """Each engine's prompt is the path of its turn, and nothing that was sampled was encoded again."""
+        for prompt, turn in self.turns.requests:
+            episode = self.turns.episode
+            assert np.array_equal(prompt, episode.path(episode.turn(turn).parent))
+        assert self.session.counts.retokenised_tokens == 0
+
+
+async def test_a_session_continues_the_prompt_if_the_messages_render_to_it(renderers):
+    talk = Talk(renderers("chatml"), "Warm.<|im_end|>")
+    (answer,) = await talk.chat(USER)
+    assert answer.message == {"role": "assistant", "content": "Warm."}
+    assert (answer.finish_reason, talk.turns.episode.turn(answer.turn).parent) == ("stop", 0)
+    assert answer.num_reused_tokens == answer.num_prompt_tokens == len(talk.prompt.prompt_ids)
+    assert not talk.session.counts.branches
+
+
+async def test_a_session_starts_a_new_root_for_messages_that_are_not_the_prompt(renderers):
+    talk = Talk(renderers("chatml"), "Warm.<|im_end|>")
+    (answer,) = await talk.chat({"role": "system", "content": "Be brief."}, USER)
+    context = talk.turns.episode.turn(answer.turn).parent
+    assert talk.turns.episode.turn(context).parent == ROOT
+    assert talk.session.counts.branches == {"new_root": 1}
+
+
+async def test_a_session_appends_only_the_tokens_of_new_messages(renderers):
+    talk = Talk(renderers("chatml"), "it is warm<|im_end|>", "also<|im_end|>")
+    (first,) = await talk.chat(USER)
+    assert first.token_ids.tolist() != talk.renderer.tokenizer.encode("it is warm<|im_end|>"), "not unstable"
+    (second,) = await talk.chat(USER, first.message, MORE)
+    context = talk.turns.episode.turn(talk.turns.episode.turn(second.turn).parent)
+    assert context.parent == first.turn
+    assert talk.renderer.tokenizer.decode(context.token_ids.tolist()) == (
+        "\n<|im_start|>user\nAnd in the city?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert not talk.session.counts.branches
+    talk.check()
+
+
+@pytest.mark.parametrize(
+    "sent_back",
+    [
+        lambda m: {**m, "content": "", "refusal": None, "annotations": [], "audio": None, "function_call": None},
+        lambda m: {**m, "content": [{"type": "text", "text": ""}]},
+        lambda m: {**m, "tool_calls": [{**m["tool_calls"][0], "id": "mine", "index": 0}]},
+        lambda m: {
+            **m,
+            "tool_calls": [
+                {**m["tool_calls"][0], "function": {"name": "weather", "arguments": '{\n "city" :  "Rome" }'}}
+            ],
+        },
+        lambda m: {
+            **m,
+            "tool_calls": [{**m["tool_calls"][0], "function": {"name": "weather", "arguments": {"city": "Rome"}}}],
+        },
+        lambda m: {key: value for key, value in m.items() if key != "reasoning_content"},
+        lambda m: {**m, "reasoning_content": None},
+    ],
+)
+async def test_a_session_knows_its_answer_however_a_client_writes_it(renderers, sent_back):
+    talk = Talk(renderers("qwen3"), "<think>\nhm\n</think>\n\n" + CALL, "<think>\n\n</think>\n\n21.<|im_end|>")
+    (call,) = await talk.chat(USER, tools=[TOOL])
+    assert call.finish_reason == "tool_calls"
+    assert call.message["reasoning_content"].strip() == "hm"
+    message = sent_back(call.message)
+    result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "21"}
+    (answer,) = await talk.chat(USER, message, result, tools=[TOOL])
+    episode = talk.turns.episode
+    assert episode.turn(episode.turn(answer.turn).parent).parent == call.turn
+    talk.check()
+
+
+@pytest.mark.parametrize(
+    ("edit", "cause"),
+    [
+        (lambda ms: [ms[0], {**ms[1], "content": "Cold."}, ms[2]], "edited"),
+        (lambda ms: [ms[0], {**ms[1], "reasoning_content": "other"}, ms[2]], "edited"),
+        (lambda ms: [{"role": "user", "content": "A summary."}, ms[2]], "new_root"),
+        (lambda ms: [ms[0], {"role": "user", "content": "Be quick."}, ms[1], ms[2]], "edited"),
+    ],
+)
+async def test_a_session_branches_by_cause_when_the_history_changes(renderers, edit, cause):
+    talk = Talk(renderers("chatml"), "Warm.<|im_end|>", "Yes.<|im_end|>")
+    (first,) = await talk.chat(USER)
+    (second,) = await talk.chat(*edit([USER, first.message, MORE]))
+    assert talk.session.counts.branches == {cause: 1}
+    above = talk.turns.episode.path(talk.turns.episode.turn(second.turn).parent)
+    assert above.tolist() == talk.renderer.render([*edit([USER, first.message, MORE])], [])
+    talk.check()
+
+
+async def test_a_session_branches_when_the_tools_change(renderers):
+    talk = Talk(renderers("qwen3"), CALL, "Yes.<|im_end|>")
+    (call,) = await talk.chat(USER, tools=[TOOL])
+    result = {"role": "tool", "tool_call_id": call.message["tool_calls"][0]["id"], "content": "21"}
+    await talk.chat(USER, call.message, result, tools=[TOOL, TOOL])
+    assert talk.session.counts.branches["tools"] == 1
+
+
+async def test_a_session_branches_when_the_template_drops_the_reasoning(renderers):
+    answers = ["<think>\nhm\n</think>\n\nWarm.<|im_end|>", "<think>\n\n</think>\n\nYes.<|im_end|>"]
+    talk = Talk(renderers("qwen3"), *answers)
+    (first,) = await talk.chat(USER)
+    await talk.chat(USER, first.message, MORE)
+    assert talk.session.counts.branches == {"template": 1}
+    text = talk.renderer.tokenizer.decode(talk.turns.requests[1][0].tolist())
+    assert "hm" not in text
+    assert "Warm." in text
+    kept = Talk(renderers("qwen3", keep_reasoning=True), *answers)
+    (first,) = await kept.chat(USER)
+    await kept.chat(USER, first.message, MORE)
+    assert not kept.session.counts.branches
+    kept.check()
+
+
+@pytest.mark.parametrize("style", ["qwen3", "chatml", "llama", "glm", "plain"])
+async def test_a_turn_without_its_end_gets_the_close_of_the_template(renderers, style):
+    renderer = renderers(style, keep_reasoning=True)
+    talk = Talk(renderer, "Warm and", "x" + renderer.tokenizer.decode([renderer.stop_ids[0]]), most=8)
+    (first,) = await talk.chat(USER)
+    assert (first.finish_reason, first.message["content"]) == ("length", "Warm and")
+    await talk.chat(USER, first.message, MORE)
+    assert not talk.session.counts.branches
+    whole = renderer.tokenizer.decode(talk.turns.requests[1][0].tolist())
+    plain = renderer.tokenizer.decode(renderer.render([USER, {"role": "assistant", "content": "Warm and"}, MORE], []))
+    assert whole.partition("Warm and")[2] == plain.partition("Warm and")[2]
+    talk.check()
+
+
+async def test_a_stop_string_ends_a_turn_and_its_tokens_stay(renderers):
+    talk = Talk(renderers("chatml"), "Warm. STOP", "Yes.<|im_end|>")
+    (first,) = await talk.chat(USER, stop=("STOP",))
+    assert first.message["content"] == "Warm. "
+    assert talk.renderer.tokenizer.decode(first.token_ids.tolist()) == "Warm. STOP"
+    await talk.chat(USER, first.message, MORE)
+    assert "Warm. STOP<|im_end|>\n<|im_start|>user" in talk.renderer.tokenizer.decode(
+        talk.turns.requests[1][0].tolist()
+    )
+    talk.check()
+
+
+async def test_an_answer_with_a_call_that_cannot_be_read_is_continued(renderers):
+    talk = Talk(renderers("qwen3", keep_reasoning=True), "<tool_call>\n{oops</tool_call><|im_end|>", "Sorry.<|im_end|>")
+    (first,) = await talk.chat(USER, tools=[TOOL])
+    assert "tool_calls" not in first.message
+    assert "{oops" in first.message["content"]
+    await talk.chat(USER, first.message, {"role": "user", "content": "Write JSON."}, tools=[TOOL])
+    assert (talk.session.counts.malformed_calls, talk.session.counts.branches.get("edited")) == (1, None)
+    talk.check()
+
+
+async def test_the_same_request_while_the_first_runs_gets_the_same_turn(renderers):
+    talk = Talk(renderers("chatml"), "Warm.<|im_end|>")
+    talk.turns.gate.clear()
+    first, second = asyncio.create_task(talk.chat(USER)), asyncio.create_task(talk.chat(dict(USER)))
+    await asyncio.sleep(0.01)
+    talk.turns.gate.set()
+    assert (await first)[0].turn == (await second)[0].turn
+    assert (talk.session.counts.requests, talk.session.counts.repeated) == (1, 1)
+
+
+async def test_an_equal_request_after_the_first_is_another_sample(renderers):
+    talk = Talk(renderers("chatml"), "Warm.<|im_end|>", "Cold.<|im_end|>")
+    (first,), (second,) = await talk.chat(USER), await talk.chat(USER)
+    parents = {talk.turns.episode.turn(turn).parent for turn in (first.turn, second.turn)}
+    assert first.turn != second.turn
+    assert parents == {0}
+
+
+async def test_a_retry_after_a_lost_answer_gets_the_same_turn(renderers):
+    talk = Talk(renderers("chatml"), "Warm.<|im_end|>", "Cold.<|im_end|>", "Mild.<|im_end|>")
+    (first,) = await talk.chat(USER)
+    assert (await talk.chat(USER, is_retry=True))[0].turn == first.turn, "the client says so"
+    talk.session.lose(ChatRequest(messages=(USER,)))
+    assert (await talk.chat(USER))[0].turn == first.turn, "the endpoint says so"
+    assert (await talk.chat(USER))[0].turn != first.turn, "both have the answer by now"
+
+
+async def test_requests_with_one_key_get_one_turn_and_other_keys_other_turns(renderers):
+    talk = Talk(renderers("chatml"), "Warm.<|im_end|>", "Cold.<|im_end|>")
+    (first,), (again,), (other,) = [(await talk.chat(USER, key=key)) for key in "aab"]
+    assert first.turn == again.turn != other.turn
+    with pytest.raises(ValueError, match="idempotency key 'a' was used for another request; use a new key"):
+        await talk.chat(MORE, key="a")
+
+
+async def test_a_turn_goes_on_when_its_client_is_gone(renderers):
+    talk = Talk(renderers("chatml"), "Warm.<|im_end|>")
+    talk.turns.gate.clear()
+    gone = asyncio.create_task(talk.chat(USER))
+    await asyncio.sleep(0.01)
+    gone.cancel()
+    await asyncio.gather(gone, return_exceptions=True)
+    talk.session.lose(ChatRequest(messages=(USER,)))
+    talk.turns.gate.set()
+    assert (await talk.chat(USER))[0].message["content"] == "Warm."
+    assert len(talk.turns.requests) == 1
+
+
+async def test_n_answers_are_siblings_and_each_is_continued(renderers):
+    talk = Talk(renderers("chatml"), "Warm.<|im_end|>", "Cold.<|im_end|>", "So.<|im_end|>", "No.<|im_end|>")
+    answers = await talk.chat(USER, n=2, seed=5)
+    assert [sampling.seed for sampling in talk.turns.samplings] == [5, 6]
+    episode = talk.turns.episode
+    for answer in answers:
+        (after,) = await talk.chat(USER, answer.message, MORE)
+        assert episode.turn(episode.turn(after.turn).parent).parent == answer.turn
+    talk.check()
+
+
+async def test_siblings_that_say_the_same_are_told_apart_by_the_ids_of_their_calls(renderers):
+    talk = Talk(renderers("qwen3"), CALL, CALL, "a<|im_end|>", "b<|im_end|>")
+    answers = await talk.chat(USER, tools=[TOOL], n=2)
+    for answer in answers:
+        result = {"role": "tool", "tool_call_id": answer.message["tool_calls"][0]["id"], "content": "21"}
+        (after,) = await talk.chat(USER, answer.message, result, tools=[TOOL])
+        episode = talk.turns.episode
+        assert episode.turn(episode.turn(after.turn).parent).parent == answer.turn
+
+
+async def test_sampling_options_that_the_learner_cannot_follow_are_overridden_and_counted(renderers, caplog):
+    talk = Talk(renderers("chatml"), "Warm.<|im_end|>")
+    await talk.chat(USER, max_tokens=4096, other={"temperature": 0.2, "top_p": 1.0, "presence_penalty": 0.5})
+    assert talk.session.counts.overridden == {"temperature": 1, "presence_penalty": 1, "max_tokens": 1}
+    assert talk.turns.samplings[0] == SamplingConfig(stop_token_ids=talk.renderer.stop_ids, max_new_tokens=512)
+    assert "asks for temperature=0.2; its turns are sampled with the run's 1.0" in caplog.text
+
+
+async def test_sampling_options_are_refused_if_the_run_says_so(renderers):
+    talk = Talk(renderers("chatml"))
+    session = Session(
+        talk.turns, talk.renderer, sampling=SamplingConfig(temperature=0.7), prompt=talk.prompt, refuses=True
+    )
+    with pytest.raises(ValueError, match=r"temperature must be 0.7, the run's value, got 0.2"):
+        await session.chat(ChatRequest(messages=[USER], options=SampleOptions(other={"temperature": 0.2})))
+
+
+async def test_an_overflow_is_raised_and_a_later_request_is_tried_again(renderers):
+    talk = Talk(renderers("chatml"), "Warm.<|im_end|>", max_turns=1)
+    await talk.chat(USER)
+    for _ in range(2):
+        with pytest.raises(EpisodeOverflow, match="has used 1 of max_turns = 1"):
+            await talk.chat(USER)
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([], "messages must hold at least one message"),
+        (
+            [{"role": "robot"}],
+            r"messages\[0\].role must be one of system, developer, user, assistant, tool, got 'robot'",
+        ),
+        (
+            [USER, {"role": "user", "content": [{"type": "image_url"}]}],
+            r"messages\[1\].content\[0\] must be of the types",
+        ),
+        ([{"role": "assistant", "tool_calls": [{}]}], r"messages\[0\].tool_calls\[0\].function.name must be a string"),
+        ([{"role": "assistant", "function_call": {"name": "f"}}], "function_call is not supported; use tool_calls"),
+    ],
+)
+async def test_a_session_names_the_message_that_it_cannot_read(renderers, messages, message):
+    with pytest.raises(ValueError, match=message):
+        await Talk(renderers("chatml")).chat(*messages)
+
+
+async def test_texts_are_continued_by_their_tokens(renderers):
+    talk = Talk(renderers("chatml"), "it is warm", "so it is")
+    (first,) = await talk.session.complete(TextRequest(prompt="say:", options=SampleOptions(max_tokens=10)))
+    (second,) = await talk.session.complete(TextRequest(prompt="say:it is warm; again:"))
+    episode = talk.turns.episode
+    assert episode.turn(episode.turn(second.turn).parent).parent == first.turn
+    assert talk.session.counts.branches == {"new_root": 1}
+    talk.check()
+
+
+async def test_raw_tokens_are_sampled_and_given_below_any_turn(renderers):
+    talk = Talk(renderers("chatml"), "ab", "cd")
+    answer = await talk.session.sample(0, [5, 6], SampleOptions(max_tokens=2))
+    given = talk.session.give(answer.turn, [9])
+    below = await talk.session.sample(given, [], SampleOptions(max_tokens=2))
+    path = [*talk.prompt.prompt_ids.tolist(), 5, 6, *answer.token_ids.tolist(), 9, *below.token_ids.tolist()]
+    assert talk.turns.episode.path(below.turn).tolist() == path
+    with pytest.raises(ValueError, match="turn 99 was neither given nor sampled"):
+        await talk.session.sample(99, [1], SampleOptions())

@@ -1,0 +1,143 @@
+"""Folders with a small tokenizer and a chat template in the style of a model family; there are no weights.
+
+The tokenizer is byte-level BPE with few merges, so that sampled tokens, decoded and encoded again, become others.
+"""
+
+import json
+from functools import cache
+from pathlib import Path
+
+from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers, trainers
+from tokenizers.models import BPE
+
+CORPUS = ("the weather tool says that the city is warm", "how warm is it in the city", "system user assistant tool")
+
+QWEN3 = """\
+{%- if tools %}
+{{- '<|im_start|>system\\n' + (messages[0].content + '\\n\\n' if messages[0].role == 'system' else '') }}
+{{- '# Tools\\n\\nYou may call one or more functions to assist with the user query.\\n\\nYou are provided with \
+function signatures within <tools></tools> XML tags:\\n<tools>' }}
+{%- for tool in tools %}{{- '\\n' }}{{- tool | tojson }}{%- endfor %}
+{{- '\\n</tools>\\n\\nFor each function call, return a json object with function name and arguments within \
+<tool_call></tool_call> XML tags:\\n<tool_call>\\n{\\"name\\": <function-name>, \\"arguments\\": \
+<args-json-object>}\\n</tool_call><|im_end|>\\n' }}
+{%- elif messages[0].role == 'system' %}{{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
+{%- endif %}
+{%- set ns = namespace(last=-1) %}
+{%- for m in messages %}{%- if m.role == 'user' %}{%- set ns.last = loop.index0 %}{%- endif %}{%- endfor %}
+{%- for m in messages %}
+{%- if m.role == 'user' or (m.role == 'system' and not loop.first) %}
+{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}
+{%- elif m.role == 'assistant' %}
+{{- '<|im_start|>assistant\\n' }}
+{%- if loop.index0 > ns.last and (loop.last or m.reasoning_content) %}
+{{- '<think>\\n' + (m.reasoning_content or '').strip('\\n') + '\\n</think>\\n\\n' + m.content.lstrip('\\n') }}
+{%- else %}{{- m.content }}{%- endif %}
+{%- for call in m.tool_calls or [] %}
+{{- '\\n' if not loop.first or m.content }}
+{{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' + call.function.arguments | tojson }}
+{{- '}\\n</tool_call>' }}
+{%- endfor %}
+{{- '<|im_end|>\\n' }}
+{%- elif m.role == 'tool' %}
+{{- '<|im_start|>user' if loop.first or messages[loop.index0 - 1].role != 'tool' }}
+{{- '\\n<tool_response>\\n' + m.content + '\\n</tool_response>' }}
+{{- '<|im_end|>\\n' if loop.last or messages[loop.index0 + 1].role != 'tool' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}
+{{- '<think>\\n\\n</think>\\n\\n' if enable_thinking is defined and enable_thinking is false }}{%- endif %}"""
+
+CHATML = """\
+{%- for m in messages %}
+{{- '<|im_start|>' + m.role + '\\n' + m.content }}
+{%- for call in m.tool_calls or [] %}{{- '<tool_call>' + call.function | tojson + '</tool_call>' }}{%- endfor %}
+{{- '<|im_end|>\\n' }}
+{%- endfor %}
+{{- '<|im_start|>assistant\\n' if add_generation_prompt }}"""
+"""Append only, without reasoning; no renderer of the library renders it."""
+
+LLAMA = """\
+{{- bos_token }}
+{%- for m in messages %}
+{%- if (m.tool_calls or []) | length > 1 %}{{- raise_exception('one tool call per message') }}{%- endif %}
+{{- '<|start_header_id|>' + ('ipython' if m.role == 'tool' else m.role) + '<|end_header_id|>\\n\\n' + m.content }}
+{%- for call in m.tool_calls or [] %}
+{{- '{"name": "' + call.function.name + '", "parameters": ' + call.function.arguments | tojson + '}' }}
+{%- endfor %}
+{{- '<|eot_id|>' }}
+{%- endfor %}
+{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' if add_generation_prompt }}"""
+
+GLM = """\
+{{- '[gMASK]<sop>' }}
+{%- set ns = namespace(last=-1) %}
+{%- for m in messages %}{%- if m.role == 'user' %}{%- set ns.last = loop.index0 %}{%- endif %}{%- endfor %}
+{%- for m in messages %}
+{%- if m.role == 'tool' %}
+{{- '<|observation|>' if messages[loop.index0 - 1].role != 'tool' }}
+{{- '\\n<tool_response>\\n' + m.content + '\\n</tool_response>' }}
+{%- elif m.role == 'assistant' %}
+{{- '<|assistant|>\\n<think>' + (m.reasoning_content or '' if loop.index0 > ns.last else '') + '</think>' }}
+{{- '\\n' + m.content if m.content }}
+{%- for call in m.tool_calls or [] %}
+{{- '\\n<tool_call>' + call.function | tojson + '</tool_call>' }}
+{%- endfor %}
+{%- else %}{{- '<|' + m.role + '|>\\n' + m.content }}{%- endif %}
+{%- endfor %}
+{{- '<|assistant|>' if add_generation_prompt }}"""
+"""An assistant's message has no close: the model samples the marker of the next message."""
+
+DEEPSEEK = """\
+{{- bos_token }}
+{%- for m in messages %}
+{%- if m.role == 'assistant' %}
+{{- m.content }}
+{%- for call in m.tool_calls or [] %}{{- '<tool_call>' + call.function | tojson + '</tool_call>' }}{%- endfor %}
+{{- eos_token }}
+{%- elif m.role == 'user' %}{{- '<|User|>' + m.content + ('<|Assistant|>' if not loop.last or add_generation_prompt) }}
+{%- elif m.role == 'tool' %}{{- '<|tool_output|>' + m.content }}
+{{- '<|Assistant|>' if loop.last and add_generation_prompt }}
+{%- else %}{{- m.content }}{%- endif %}
+{%- endfor %}
+{{- '<think>\\n' if add_generation_prompt }}"""
+"""Never renders reasoning of the history, and begins it in the prompt of each turn."""
+
+TEMPLATES = {"qwen3": QWEN3, "chatml": CHATML, "llama": LLAMA, "glm": GLM, "deepseek": DEEPSEEK, "plain": ""}
+
+_MARKERS = {
+    "qwen3": ("<|im_start|>", "<|im_end|>"),
+    "chatml": ("<|im_start|>", "<|im_end|>"),
+    "llama": ("<|begin|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    "glm": ("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"),
+    "deepseek": ("<|begin|>", "<|User|>", "<|Assistant|>", "<|tool_output|>"),
+    "plain": ("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|tools|>"),
+}
+_TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+
+
+@cache
+def _trained() -> str:
+    tokenizer = Tokenizer(BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    return tokenizer.to_str()
+
+
+def save_chat_model(folder: Path, style: str = "qwen3", *, template: str | None = None) -> str:
+    """Save the tokenizer and the chat template of a style; returns the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = Tokenizer.from_str(_trained())
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in ("<|endoftext|>", *_MARKERS[style])])
+    tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in _TAGS])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {
+        "eos_token": {"qwen3": "<|im_end|>", "chatml": "<|im_end|>", "llama": "<|eot_id|>"}.get(style, "<|endoftext|>"),
+        "bos_token": "<|begin|>" if "<|begin|>" in _MARKERS[style] else None,
+        "chat_template": TEMPLATES[style] if template is None else template,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "config.json").write_text(json.dumps({"model_type": style, "vocab_size": tokenizer.get_vocab_size()}))
+    return str(folder)

@@ -1,0 +1,50 @@
+"""A sampler of one episode without an engine: a script writes the tokens of each turn."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from asyncrl.core.types import FinishReason
+from rollout_fleet.config import SamplingConfig
+from rollout_fleet.engines.engine import SampleOutput
+from rollout_fleet.episodes import Episode, EpisodeBudget
+
+Script = Callable[[np.ndarray, SamplingConfig], Sequence[int]]
+"""Tokens of a turn, from the engine's prompt and the sampling. A turn that has all its tokens ends by length."""
+
+
+class ScriptedTurns:
+    """Runs an episode by a script.
+
+    Attributes:
+        requests: The engine's prompt and the turn of each request, in their order.
+        gate: Turns finish only while it is set.
+    """
+
+    def __init__(self, prompt_ids: Sequence[int], script: Script, **budget: int) -> None:
+        most = EpisodeBudget(**{"max_turns": 1000, "max_tokens": 1 << 20, "max_context": 1 << 20, **budget})
+        self.episode = Episode("7-0-0", np.asarray(prompt_ids, dtype=np.int32), most)
+        self.requests: list[tuple[np.ndarray, int]] = []
+        self.samplings: list[SamplingConfig] = []
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self._script = script
+
+    async def sample(self, parent: int, new_tokens: Sequence[int], sampling: SamplingConfig) -> int:
+        turn = self.episode.sample(parent, new_tokens, sampling)
+        for request in self.episode.next_requests():
+            self.requests.append((request.prompt_ids, turn))
+            self.samplings.append(request.sampling)
+            ids = list(self._script(request.prompt_ids, request.sampling))[: request.sampling.max_new_tokens]
+            await asyncio.sleep(0)
+            await self.gate.wait()
+            is_stopped = ids[-1] in request.sampling.stop_token_ids or bool(request.sampling.stop)
+            output = SampleOutput(
+                token_ids=np.asarray(ids, dtype=np.int32),
+                logprobs=np.full(len(ids), -0.5, dtype=np.float32),
+                versions=np.full(len(ids), 3, dtype=np.int32),
+                finish_reason=FinishReason.stop if is_stopped else FinishReason.length,
+            )
+            self.episode.take(request.id, output)
+        return turn
