@@ -30,6 +30,7 @@ from asyncrl.weights.carriers import CarrierUse, check_carrier
 from buffer.config import is_loopback
 from learner.config import (
     ANCHORED_LOSSES,
+    CRITIC_ADVANTAGES,
     GROUP_ADVANTAGES,
     ROLE_SECTIONS,
     Anchor,
@@ -222,14 +223,15 @@ def _check_roles(config: RunConfig) -> None:
     if learner.critic.path and not config.algorithm.needs_critic:
         raise ValueError(
             f"learner.critic.path={learner.critic.path!r} names a critic, but algorithm.advantage="
-            f"{config.algorithm.advantage} does not use one; set algorithm.advantage=gae, or algorithm.critic=true "
-            "for an estimator of your own"
+            f"{config.algorithm.advantage} does not use one; set algorithm.advantage=gae or turn_gae, or "
+            "algorithm.critic=true for an estimator of your own"
         )
     advantage = config.algorithm.advantage
-    if config.algorithm.critic and ":" not in advantage and advantage != "gae":
+    if config.algorithm.critic and ":" not in advantage and advantage not in CRITIC_ADVANTAGES:
         raise ValueError(
             f"algorithm.critic=true trains a critic, but algorithm.advantage={advantage} does not use one; set "
-            "algorithm.advantage=gae, name an estimator of your own (file.py:function), or set algorithm.critic=false"
+            "algorithm.advantage=gae or turn_gae, name an estimator of your own (file.py:function), or set "
+            "algorithm.critic=false"
         )
     if learner.reward_model.path and (looking := sorted(set(config.buffer.filters) - {"no_tokens"})):
         raise ValueError(

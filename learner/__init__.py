@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .advantages import ADVANTAGES, TokenAdvantages, TokenRewards, group_advantages, token_level
+    from .advantages import ADVANTAGES, TokenAdvantages, TokenRewards, group_advantages, token_level, turn_level
     from .batching import rank_batches
     from .config import AlgorithmConfig, LearnerConfig
     from .losses import LOSSES, LossInputs, LossTerms, by_token, negative_log_likelihood
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .packed_model import PackedModel
     from .roles import Role
     from .trainer import Trainer
+    from .turn_advantages import TurnAdvantages, TurnRewards
     from .types import RankBatch, TokenSequence
     from .verl_api import ActorWorker, CriticWorker, ReferenceWorker, RewardModelWorker
     from .worker import ModelWorker
@@ -43,12 +44,15 @@ __all__ = [
     "TokenRewards",
     "TokenSequence",
     "Trainer",
+    "TurnAdvantages",
+    "TurnRewards",
     "by_token",
     "group_advantages",
     "negative_log_likelihood",
     "rank_batches",
     "save_policy",
     "token_level",
+    "turn_level",
 ]
 
 

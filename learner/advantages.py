@@ -1,8 +1,9 @@
-"""Advantage estimators per trajectory or per token, and their computation over all ranks.
+"""Advantage estimators per trajectory, token or turn, and their computation over all ranks.
 
 Outcome estimators get one reward per trajectory of the whole batch. Token estimators get a reward and a critic's value
-per token. `BatchAdvantages` calls them on the ranks. It gathers or sums batch-wide quantities over the ranks, so the
-advantages do not depend on how the batch is divided among the ranks.
+per token. Turn estimators (`learner.turn_advantages`) get them per turn of the whole batch. `BatchAdvantages` calls
+them on the ranks. It gathers or sums batch-wide quantities over the ranks, so the advantages do not depend on how the
+batch is divided among the ranks.
 
 Sums use float64, so that small differences between large rewards are kept. Equal rewards give exact zeros. Letters: B
 trajectories, M policy tokens of all trajectories, laid end to end. M does not include tokens from an environment: in a
@@ -30,22 +31,13 @@ from asyncrl.single_controller.serialization import gather_rows
 
 from .config import AlgorithmConfig
 from .fsdp import LearnerMesh
+from .group_statistics import MIN_DEVIATION, centered, group_deviations, largest, members, smallest_deviation
 from .losses import kl_penalty
+from .turn_advantages import TurnAdvantages, TurnRewards, joined_turns, turn_gae, turn_grpo, turn_rows, with_turns
 from .types import SampleKey, TokenSequence
 
 SumOverRanks = Callable[[Tensor], Tensor]
 """Sums a float64 tensor over the data-parallel ranks; the identity if one rank holds the batch."""
-
-MIN_DEVIATION = 1e-4
-"""Lower bound of the standard deviation in a division. Smaller deviations are noise.
-
-The GRPO paper (arXiv 2402.03300, section 4.1.2) does not have a bound; noise of 1e-7 in equal rewards would give
-advantages of size 1. TRL adds 1e-4 to the deviation; verl adds 1e-6, and 1e-8 to the variance of whitened tokens. A
-lower bound does not change the values of ordinary groups.
-"""
-
-_RELATIVE_DEVIATION = 2.0**-23
-"""Lower bound of the deviation relative to the largest value; it is the resolution of float32 rewards."""
 
 _BLOCK = 64
 """Tokens per block in a discounted sum."""
@@ -96,7 +88,10 @@ class TokenAdvantages:
 TokenEstimator: TypeAlias = Callable[[TokenRewards, AlgorithmConfig, SumOverRanks], TokenAdvantages]
 """Maps token rewards to token advantages; a collective if it sums over ranks."""
 
-AdvantageEstimator: TypeAlias = OutcomeEstimator | TokenEstimator
+TurnEstimator: TypeAlias = Callable[[TurnRewards, AlgorithmConfig], TurnAdvantages]
+"""Maps the rewards of all turns of a batch to their advantages."""
+
+AdvantageEstimator: TypeAlias = OutcomeEstimator | TokenEstimator | TurnEstimator
 """An estimator that ``algorithm.advantage`` can name."""
 
 ADVANTAGES: Registry[AdvantageEstimator] = Registry("algorithm.advantage")
@@ -109,11 +104,23 @@ def token_level(estimator: TokenEstimator) -> TokenEstimator:
 
 
 def is_token_level(estimator: AdvantageEstimator) -> TypeIs[TokenEstimator]:
-    """Whether an estimator is marked by `token_level`; other estimators get one reward per trajectory."""
+    """Whether an estimator is marked by `token_level`."""
     return estimator in _TOKEN_LEVEL
 
 
+def turn_level(estimator: TurnEstimator) -> TurnEstimator:
+    """Mark an estimator as turn-level (decorator): the learner's ranks call it with `TurnRewards`."""
+    _TURN_LEVEL.add(estimator)
+    return estimator
+
+
+def is_turn_level(estimator: AdvantageEstimator) -> TypeIs[TurnEstimator]:
+    """Whether an estimator is marked by `turn_level`; estimators without a mark get one reward per trajectory."""
+    return estimator in _TURN_LEVEL
+
+
 _TOKEN_LEVEL: set[TokenEstimator] = set()
+_TURN_LEVEL: set[TurnEstimator] = set()
 
 
 def group_advantages(rewards: Tensor, group_ids: Tensor, *, scale: Scale) -> Tensor:
@@ -132,16 +139,12 @@ def group_advantages(rewards: Tensor, group_ids: Tensor, *, scale: Scale) -> Ten
     Raises:
         ValueError: a group has one member and ``scale`` is ``std``.
     """
-    group, counts = _members(group_ids)
-    centered = _centered(rewards, group, counts)
+    group, counts = members(group_ids)
+    differences = centered(rewards, group, counts)
     if scale is Scale.none:
-        return centered.to(torch.float32)
+        return differences.to(torch.float32)
     _need_two(counts, "GRPO with std")
-    variance = _group_sums(centered.square(), group, len(counts)) / (counts - 1)
-    deviation = torch.maximum(
-        variance.sqrt(), _smallest_deviation(_largest(rewards.double().abs(), group, len(counts)))
-    )
-    return (centered / deviation[group]).to(torch.float32)
+    return (differences / group_deviations(rewards, differences, group, counts)[group]).to(torch.float32)
 
 
 ADVANTAGES.register("grpo")(partial(group_advantages, scale=Scale.std))
@@ -153,9 +156,9 @@ ADVANTAGES.register("dr_grpo")(partial(group_advantages, scale=Scale.none))
 @ADVANTAGES.register("rloo")
 def rloo(rewards: Tensor, group_ids: Tensor) -> Tensor:
     """Reward minus the mean of the others in its group (RLOO, arXiv 2402.14740). Rewards 3, 0, 0 give 3, -1.5, -1.5."""
-    group, counts = _members(group_ids)
+    group, counts = members(group_ids)
     _need_two(counts, "RLOO")
-    return (_centered(rewards, group, counts) * (counts / (counts - 1))[group]).to(torch.float32)
+    return (centered(rewards, group, counts) * (counts / (counts - 1))[group]).to(torch.float32)
 
 
 @ADVANTAGES.register("leave_one_out_batch")
@@ -172,10 +175,10 @@ def reinforce_plus_plus_baseline(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
     Example: rewards 3, 1 in one group and 0, 0 in another give 1.225, -1.225, 0, 0.
     """
-    centered = _centered(rewards, *_members(group_ids))
+    differences = centered(rewards, *members(group_ids))
     _need_two(torch.tensor([len(rewards)]), "REINFORCE++-baseline")
-    smallest = _smallest_deviation(rewards.double().abs().max())
-    return (centered / torch.maximum(centered.std(), smallest)).to(torch.float32)
+    smallest = smallest_deviation(rewards.double().abs().max())
+    return (differences / torch.maximum(differences.std(), smallest)).to(torch.float32)
 
 
 @ADVANTAGES.register("remax")
@@ -185,37 +188,9 @@ def remax(rewards: Tensor, group_ids: Tensor) -> Tensor:
     The last trajectory of each group is the greedy response. Its advantage is 0, and the learner does not train on it.
     Example: rewards 1, 0 and greedy 1 give 0, -1, 0.
     """
-    group, counts = _members(group_ids)
-    last = _largest(torch.arange(len(group)), group, len(counts))
+    group, counts = members(group_ids)
+    last = largest(torch.arange(len(group)), group, len(counts))
     return (rewards.double() - rewards.double()[last[group]]).float()
-
-
-def _members(group_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Index of each trajectory's group, [B], and the sizes of the groups."""
-    _, group, counts = torch.unique(group_ids, return_inverse=True, return_counts=True)
-    return group, counts
-
-
-def _group_sums(values: Tensor, group: Tensor, num_groups: int) -> Tensor:
-    return torch.zeros(num_groups, dtype=torch.float64).index_add_(0, group, values)
-
-
-def _centered(rewards: Tensor, group: Tensor, counts: Tensor) -> Tensor:
-    """Rewards minus the mean of their group, [B] float64; exactly 0 if all rewards of the group are equal."""
-    values = rewards.to(torch.float64)
-    centered = values - (_group_sums(values, group, len(counts)) / counts)[group]
-    highest, lowest = (_largest(sign * values, group, len(counts)) for sign in (1, -1))
-    return centered.masked_fill((highest == -lowest)[group], 0.0)
-
-
-def _largest(values: Tensor, group: Tensor, num_groups: int) -> Tensor:
-    """Largest of the [B] values in each group, [number of groups]."""
-    return values.new_zeros(num_groups).scatter_reduce_(0, group, values, "amax", include_self=False)
-
-
-def _smallest_deviation(largest: Tensor) -> Tensor:
-    """Lower bound of the divisor for values of this size."""
-    return (largest * _RELATIVE_DEVIATION).clamp(min=MIN_DEVIATION)
 
 
 def _need_two(counts: Tensor, name: str) -> None:
@@ -251,6 +226,11 @@ def reinforce_plus_plus(batch: TokenRewards, config: AlgorithmConfig, total: Sum
     """
     returns = returns_to_go(batch.rewards, batch.lengths, gamma=config.gamma)
     return TokenAdvantages(advantages=standardized(returns, total), returns=returns)
+
+
+ADVANTAGES.register("turn_gae")(turn_level(turn_gae))
+ADVANTAGES.register("turn_grpo")(turn_level(partial(turn_grpo, has_deviation=True)))
+ADVANTAGES.register("turn_grpo_no_std")(turn_level(partial(turn_grpo, has_deviation=False)))
 
 
 def generalized_advantages(
@@ -331,13 +311,13 @@ def standardized(values: Tensor, total: SumOverRanks) -> Tensor:
     ``values`` are this rank's, [M] float64. Returns [M] float64; zeros if all values are equal.
     """
     count, sums = total(torch.tensor([len(values), float(values.sum())], dtype=torch.float64)).tolist()
-    centered = values - sums / max(1.0, count)
-    squares = float(total(centered.square().sum()[None]))
+    differences = values - sums / max(1.0, count)
+    squares = float(total(differences.square().sum()[None]))
     # For equal values, only rounding errors remain after centering: they are not an advantage.
-    largest = float(total(values.square().sum()[None])) / max(1.0, count)
-    if count < 2 or squares / count <= 1e-24 * largest:
+    mean_square = float(total(values.square().sum()[None])) / max(1.0, count)
+    if count < 2 or squares / count <= 1e-24 * mean_square:
         return torch.zeros_like(values)
-    return centered / max((squares / (count - 1)) ** 0.5, MIN_DEVIATION)
+    return differences / max((squares / (count - 1)) ** 0.5, MIN_DEVIATION)
 
 
 class AdaptiveKLCoefficient:
@@ -396,12 +376,25 @@ class BatchAdvantages:
             rewards: Rewards of this rank's trajectories; each sequence is a branch of one trajectory.
 
         Returns:
-            The sequences with ``advantages`` at the tokens in the loss, and with ``returns`` for a token estimator.
-            Also the metrics, the same on each rank: with ``kl_reward_coef``, ``reward_kl`` in nats per token and
-            ``kl_reward_coef``.
+            The sequences with ``advantages`` at the tokens in the loss, and with ``returns`` for an estimator of tokens
+            or turns. Also the metrics, the same on each rank: with ``kl_reward_coef``, ``reward_kl`` in nats per token
+            and ``kl_reward_coef``.
+
+        Raises:
+            ValueError: the estimator is turn-level, and a sequence does not name its turns.
         """
         lengths = torch.tensor([int(np.count_nonzero(s.loss_mask)) for s in sequences], dtype=torch.int64)
         penalties, metrics = self._penalties(sequences, lengths, num_trajectories=len(rewards))
+        if is_turn_level(self._estimator):
+            rows = turn_rows(_with_column(sequences, "penalties", penalties), rewards)
+            shares, own = self._gathered(rows)
+            turns, order = joined_turns(shares)
+            estimated = self._estimator(turns, self._algorithm)
+            each = torch.empty(len(order), 2, dtype=torch.float64)
+            each[order] = torch.stack([estimated.advantages, estimated.returns], dim=1)
+            advantages, returns = each.split([len(share[0]) for share in shares])[own].unbind(1)
+            assigned = with_turns(sequences, "advantages", advantages)
+            return with_turns(assigned, "returns", returns), metrics
         places = {key: place for place, key in enumerate(rewards)}
         trajectory = torch.tensor([places[s.trajectory] for s in sequences], dtype=torch.int64)
         keys = torch.tensor(list(rewards), dtype=torch.int64).view(-1, 2)
@@ -447,16 +440,19 @@ class BatchAdvantages:
         ``outcomes`` are [B] float64, ``keys`` [B, 2] int64: prompt group and index in the group.
         """
         estimator = cast("OutcomeEstimator", self._estimator)
-        dp_size, own = dist.get_world_size(self._mesh.dp_group), self._mesh.dp_rank
-        shares: list[tuple[Tensor, Tensor]] = [(outcomes, keys)] * dp_size
-        if dp_size > 1:
-            shares = gather_rows((outcomes, keys), self._mesh.dp_group)
+        shares, own = self._gathered((outcomes, keys))
         all_outcomes, all_keys = (torch.cat(parts) for parts in zip(*shares, strict=True))
         # Sorted by group and by index in the group, independent of the ranks.
         order = torch.from_numpy(np.lexsort((all_keys[:, 1].numpy(), all_keys[:, 0].numpy())))
         everything = torch.empty(len(order), dtype=torch.float32)
         everything[order] = estimator(all_outcomes[order], all_keys[order, 0])
         return everything.split([len(share[0]) for share in shares])[own]
+
+    def _gathered(self, rows: tuple[Tensor, Tensor]) -> tuple[list[tuple[Tensor, Tensor]], int]:
+        """The rows of each data-parallel rank, and the position of this rank's."""
+        if dist.get_world_size(self._mesh.dp_group) == 1:
+            return [rows], 0
+        return gather_rows(rows, self._mesh.dp_group), self._mesh.dp_rank
 
     def _total(self, values: Tensor) -> Tensor:
         return self._mesh.sum_over_dp(values.to(self._mesh.device)).cpu()

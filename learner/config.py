@@ -119,11 +119,19 @@ class KLEstimator(StrEnum):
     low_variance = "low_variance"
 
 
-GROUP_ADVANTAGES = frozenset({"grpo", "grpo_no_std", "dr_grpo", "rloo", "reinforce_plus_plus_baseline"})
+GROUP_ADVANTAGES = frozenset(
+    {"grpo", "grpo_no_std", "dr_grpo", "rloo", "reinforce_plus_plus_baseline", "turn_grpo", "turn_grpo_no_std"}
+)
 """Estimators that compare the samples of one prompt. They need at least two samples per prompt."""
 
 TOKEN_ADVANTAGES = frozenset({"gae", "reinforce_plus_plus"})
 """Estimators that discount the rewards of tokens."""
+
+TURN_ADVANTAGES = frozenset({"turn_gae", "turn_grpo", "turn_grpo_no_std"})
+"""Estimators that discount the rewards of turns."""
+
+CRITIC_ADVANTAGES = frozenset({"gae", "turn_gae"})
+"""Estimators with a critic."""
 
 WIDEST_GSPO_CLIP = 0.05
 """Widest bounds for GSPO's sequence ratio; the paper uses 3e-4 and 4e-4 (arXiv 2507.18071, section 5.1)."""
@@ -167,15 +175,16 @@ class AlgorithmConfig:
         samples_per_prompt: G, rollouts per prompt.
         num_mini_batches: Optimizer updates per learner step. Each update trains on its share of the prompt groups.
         advantage: Advantage estimator: ``grpo``, ``grpo_no_std``, ``dr_grpo``, ``rloo``, ``leave_one_out_batch``,
-            ``reinforce_plus_plus``, ``reinforce_plus_plus_baseline``, ``remax``, ``gae``, or your own as
-            ``file.py:function`` or ``module:function``.
+            ``reinforce_plus_plus``, ``reinforce_plus_plus_baseline``, ``remax``, ``gae``, ``turn_gae``, ``turn_grpo``,
+            ``turn_grpo_no_std``, or your own as ``file.py:function`` or ``module:function``.
         loss: Policy loss: ``ppo_clip``, ``gspo``, ``cispo``, ``reinforce``, or your own as ``file.py:function`` or
             ``module:function``.
-        critic: Train a critic and pass its values to your own token-level estimator. ``advantage=gae`` has a critic
-            without this option.
-        gamma: Discount of returns, in [0, 1].
-        gae_lambda: Lambda of ``advantage=gae``, in [0, 1].
-        whiten_advantages: Standardize the advantages of ``advantage=gae`` over the batch's tokens.
+        critic: Train a critic and pass its values to your own token-level or turn-level estimator. ``gae`` and
+            ``turn_gae`` have a critic without this option.
+        gamma: Discount of returns, in [0, 1]; per token, and per turn with a turn-level advantage.
+        gae_lambda: Lambda of ``gae`` (per token) and ``turn_gae`` (per turn), in [0, 1].
+        whiten_advantages: Standardize the advantages of ``gae`` over the batch's tokens, and those of ``turn_gae`` over
+            its turns, where each trajectory has the same weight.
         clip_low: Lower clip: the loss clips the ratio at 1 - clip_low.
         clip_high: Upper clip: the loss clips the ratio at 1 + clip_high.
         dual_clip: Upper bound (> 1) of the ratio for negative advantages; 0 sets no bound.
@@ -246,7 +255,7 @@ class AlgorithmConfig:
     @property
     def needs_critic(self) -> bool:
         """Whether the advantages need a critic's values."""
-        return self.critic or self.advantage == "gae"
+        return self.critic or self.advantage in CRITIC_ADVANTAGES
 
     @property
     def needs_reference(self) -> bool:
@@ -340,13 +349,14 @@ class AlgorithmConfig:
         )
         own = ":" in self.advantage
         _require(
-            self.gae_lambda == 1 or self.advantage == "gae" or own,
-            f"algorithm.gae_lambda={self.gae_lambda} needs algorithm.advantage=gae, got {self.advantage}; set gae, or "
-            "remove the option",
+            self.gae_lambda == 1 or self.advantage in CRITIC_ADVANTAGES or own,
+            f"algorithm.gae_lambda={self.gae_lambda} needs one of the advantages {sorted(CRITIC_ADVANTAGES)}, got "
+            f"{self.advantage}; set one of them, or remove the option",
         )
+        discounting = TOKEN_ADVANTAGES | TURN_ADVANTAGES
         _require(
-            self.gamma == 1 or self.advantage in TOKEN_ADVANTAGES or own,
-            f"algorithm.gamma={self.gamma} needs one of the advantages {sorted(TOKEN_ADVANTAGES)}, got "
+            self.gamma == 1 or self.advantage in discounting or own,
+            f"algorithm.gamma={self.gamma} needs one of the advantages {sorted(discounting)}, got "
             f"{self.advantage}; set one of them, or remove the option",
         )
 
@@ -486,7 +496,7 @@ class RoleOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class CriticConfig(RoleOptions):
-    """The critic of ``algorithm.advantage=gae``, or of ``algorithm.critic=true``.
+    """The critic of ``algorithm.advantage=gae`` or ``turn_gae``, or of ``algorithm.critic=true``.
 
     Attributes:
         path: Initial model, in Hugging Face layout: a token classifier with one label, or a causal language model. A

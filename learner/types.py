@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -64,6 +65,23 @@ class RankBatch:
         return dict(zip(self.sample_keys, rewards, strict=True))
 
 
+class TurnSpan(NamedTuple):
+    """A sampled turn in the sequence that trains it.
+
+    Attributes:
+        turn: Index of the turn in its prompt group.
+        previous: Index of the previous sampled turn on the path; -1 for the first.
+        start: Position of its first token in the sequence; ``stop``: after its last token.
+        reward: Its own reward, with the rewards of the given turns that follow it directly.
+    """
+
+    turn: int
+    previous: int
+    start: int
+    stop: int
+    reward: float
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenSequence:
     """One unpadded sequence to train on.
@@ -79,6 +97,8 @@ class TokenSequence:
         trajectory: The trajectory of which this sequence is a branch. The default is a new trajectory.
         token_rewards: [T] float32, rewards of turns at their last tokens; the trajectory's reward includes them. None
             if no turn has a reward.
+        turns: The sampled turns that this sequence trains, in order. They are also named if ``mask_truncated`` leaves
+            them out of the loss. Empty for a sequence that is not of a trajectory.
     """
 
     input_ids: np.ndarray
@@ -87,6 +107,7 @@ class TokenSequence:
     mini_batch: int = 0
     trajectory: SampleKey = field(default_factory=lambda: (-1, next(_UNNAMED)))
     token_rewards: np.ndarray | None = None
+    turns: tuple[TurnSpan, ...] = ()
 
     def with_column(self, name: str, values: np.ndarray) -> TokenSequence:
         """The sequence with one more [T] float32 column."""
@@ -138,11 +159,20 @@ def group_sequences(
             mini_batch=mini_batch,
             trajectory=(group.group_id, branch.trajectory),
             token_rewards=group.rewards_along(branch),
+            turns=tuple(_turn_spans(group, branch)),
         )
         for index, (branch, token_ids, logprobs, mask) in enumerate(
             zip(branches, *columns, group.trained_masks(branches), strict=True)
         )
     ]
+
+
+def _turn_spans(group: TrajectoryGroup, branch: Branch) -> Iterator[TurnSpan]:
+    lengths, stop = group.turns["num_tokens"], 0
+    for turn in branch.turns:
+        start, stop = stop, stop + int(lengths[turn])
+        if turn in branch.trained:
+            yield TurnSpan(turn, group.previous_turns[turn], start, stop, group.earned[turn])
 
 
 def branches_of(group: TrajectoryGroup, samples: Sequence[int]) -> list[Branch]:

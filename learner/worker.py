@@ -400,21 +400,20 @@ class ModelWorker(Worker):
 
     def _load(self) -> PackedModel:
         """Load the role's model, with an optimizer if the role is trained."""
-        from .advantages import ADVANTAGES, is_token_level
+        from .advantages import ADVANTAGES, is_token_level, is_turn_level
         from .packed_model import PackedModel
         from .trainer import LearnerStep, Trainer
 
         algorithm, options = self._algorithm, {"model_path": self._model_path, "temperature": self._temperature}
         if self.role.objective is None:
             return PackedModel(self._config, self.role, **options)
-        if (
-            self.role.name == CRITIC.name
-            and algorithm.critic
-            and not is_token_level(ADVANTAGES.get(algorithm.advantage))
-        ):
+        estimator = ADVANTAGES.get(algorithm.advantage)
+        reads_values = is_token_level(estimator) or is_turn_level(estimator)
+        if self.role.name == CRITIC.name and algorithm.critic and not reads_values:
             raise ValueError(
-                f"algorithm.critic=true needs a token-level estimator, which reads values, got algorithm.advantage="
-                f"{algorithm.advantage}; decorate your own with learner.token_level, or set algorithm.critic=false"
+                f"algorithm.critic=true needs a token-level or turn-level estimator, which reads values, got "
+                f"algorithm.advantage={algorithm.advantage}; decorate your own with learner.token_level or "
+                "learner.turn_level, or set algorithm.critic=false"
             )
         self._measured_steps = self.role.measured_steps(self._config, algorithm)
         total_updates = max(1, self._total_steps - self._measured_steps) * algorithm.num_mini_batches

@@ -323,6 +323,29 @@ class TrajectoryGroup:
                 rewards[end - 1] = earned[turn]
         return rewards
 
+    @cached_property
+    def previous_turns(self) -> list[int]:
+        """[M] for each turn the nearest sampled turn above it, or `ROOT`."""
+        previous: list[int] = []
+        for _, parent, _, _, _ in self._rows:
+            is_given = parent != ROOT and not self._rows[parent][3]
+            previous.append(previous[parent] if is_given else parent)
+        return previous
+
+    @cached_property
+    def earned(self) -> list[float]:
+        """[M] reward of each sampled turn, with those of the given turns between it and the next ones; 0 elsewhere.
+
+        The reward of a given turn without a sampled turn above it is part of the outcome.
+        """
+        earned = [0.0] * len(self.turns)
+        if "turn_rewards" in self.turn_columns:
+            for turn, reward in enumerate(np.nan_to_num(self.turn_columns["turn_rewards"]).tolist()):
+                earner = turn if self._rows[turn][3] else self.previous_turns[turn]
+                if earner != ROOT:
+                    earned[earner] += reward
+        return earned
+
     def is_truncated(self, branch: Branch) -> bool:
         """Whether the branch ended at the length limit."""
         return self.turns["finish_reason"][branch.turns[-1]] == _TRUNCATED

@@ -297,7 +297,7 @@ def test_an_estimator_of_ones_own_has_a_critic_which_learns_while_the_policy_war
         torch.testing.assert_close(after_warm_up[name], value, rtol=0, atol=0)
     assert any((weights[name] != value).any() for name, value in before.items())
     asyncio.run(learner.stop(10))
-    with pytest.raises(ValueError, match=r"critic=true needs a token-level estimator.*own.py:outcome"):
+    with pytest.raises(ValueError, match=r"critic=true needs a token-level or turn-level estimator.*own.py:outcome"):
         asyncio.run(learners.start(f"algorithm.advantage={path}:outcome", *only).init())
 
 

@@ -6,23 +6,37 @@ import numpy as np
 import pytest
 
 from learner.advantages import ADVANTAGES, BatchAdvantages
-from learner.config import AlgorithmConfig, Device, KLEstimator, LearnerConfig
+from learner.config import (
+    CRITIC_ADVANTAGES,
+    TOKEN_ADVANTAGES,
+    TURN_ADVANTAGES,
+    AlgorithmConfig,
+    Device,
+    KLEstimator,
+    LearnerConfig,
+)
 from learner.fsdp import open_mesh
-from learner.types import TokenSequence
+from learner.types import TokenSequence, TurnSpan
 from tests.support.ranks import run_on_ranks
+from tests.support.trajectories import runs
 
 MULTI_TURN = [False, True, True, False, False, True]
 """One prompt token, two policy tokens, two of the environment, one policy token."""
 
 
 def sequence(mask: list[bool], **columns: list[float]) -> TokenSequence:
-    """Columns have the given values at policy tokens; elsewhere they have values that must not be read."""
+    """Columns have the given values at policy tokens; elsewhere they have values that must not be read.
+
+    Each run of policy tokens is a turn.
+    """
     filled = {}
     for name, values in columns.items():
         column = np.full(len(mask), 1e6, dtype=np.float32)
         column[np.array(mask)] = values
         filled[name] = column
-    return TokenSequence(input_ids=np.ones(len(mask), np.int32), loss_mask=np.array(mask), columns=filled)
+    spans = [(begin, end) for begin, end in runs(np.array(mask)) if mask[begin]]
+    turns = tuple(TurnSpan(index, index - 1, begin, end, 0.0) for index, (begin, end) in enumerate(spans))
+    return TokenSequence(input_ids=np.ones(len(mask), np.int32), loss_mask=np.array(mask), columns=filled, turns=turns)
 
 
 def numbered(sequences: list[TokenSequence], groups: list[int]) -> list[TokenSequence]:
@@ -99,7 +113,7 @@ def test_an_adaptive_coefficient_changes_after_the_step_that_used_it():
 
 def test_a_batch_of_trajectories_without_policy_tokens_is_accepted():
     silent = sequence([False, False], behavior_logprobs=[], reference_logprobs=[])
-    for name in ("gae", "reinforce_plus_plus", "grpo"):
+    for name in ("gae", "reinforce_plus_plus", "grpo", "turn_gae", "turn_grpo"):
         got, _ = assign(computed_by(advantage=name, kl_reward_coef=0.1), [silent] * 2, [1.0, 1.0], [0, 0])
         assert not got[0].columns["advantages"].any()
 
@@ -135,9 +149,8 @@ def assign_share(dp_size: int, shares: list[list[int]]) -> dict[str, tuple[dict,
     outcome = {}
     for name in ADVANTAGES.names():
         for coefficient in (0.0, 0.3):
-            discounts = {"gae": {"gae_lambda": 0.9, "gamma": 0.95}, "reinforce_plus_plus": {"gamma": 0.95}}.get(
-                name, {}
-            )
+            discounts = {"gamma": 0.95} if name in TOKEN_ADVANTAGES | TURN_ADVANTAGES else {}
+            discounts |= {"gae_lambda": 0.9} if name in CRITIC_ADVANTAGES else {}
             algorithm = AlgorithmConfig(advantage=name, kl_reward_coef=coefficient, **discounts)
             got, metrics = BatchAdvantages(algorithm, mesh).assign(
                 own, {one.trajectory: rewards[one.trajectory] for one in own}

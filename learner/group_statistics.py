@@ -1,0 +1,67 @@
+"""Means and deviations over groups of numbers, in float64: equal numbers give exact zeros, noise stays small.
+
+Letter: N numbers, each in a group.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+MIN_DEVIATION = 1e-4
+"""Lower bound of the standard deviation in a division. Smaller deviations are noise.
+
+The GRPO paper (arXiv 2402.03300, section 4.1.2) does not have a bound; noise of 1e-7 in equal rewards would give
+advantages of size 1. TRL adds 1e-4 to the deviation; verl adds 1e-6, and 1e-8 to the variance of whitened tokens. A
+lower bound does not change the values of ordinary groups.
+"""
+
+_RELATIVE_DEVIATION = 2.0**-23
+"""Lower bound of the deviation relative to the largest value; it is the resolution of float32 rewards."""
+
+
+def members(group_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the index of each number's group, [N] int64, and the sizes of the groups; ids are [N] or [N, columns]."""
+    _, group, counts = torch.unique(
+        group_ids, dim=0 if group_ids.dim() > 1 else None, return_inverse=True, return_counts=True
+    )
+    return group, counts
+
+
+def group_sums(values: Tensor, group: Tensor, num_groups: int) -> Tensor:
+    """Return the sums of the [N] float64 values of each group, [number of groups]."""
+    return torch.zeros(num_groups, dtype=torch.float64).index_add_(0, group, values)
+
+
+def largest(values: Tensor, group: Tensor, num_groups: int) -> Tensor:
+    """Return the largest of the [N] values of each group, [number of groups]."""
+    return values.new_zeros(num_groups).scatter_reduce_(0, group, values, "amax", include_self=False)
+
+
+def centered(values: Tensor, group: Tensor, counts: Tensor, *, weights: Tensor | None = None) -> Tensor:
+    """Return the values minus the mean of their group, [N] float64; exactly 0 if all values of the group are equal.
+
+    ``weights`` are [N] float64, whose sums are the ``counts``; 1 for each value by default.
+    """
+    values = values.to(torch.float64)
+    sums = group_sums(values if weights is None else values * weights, group, len(counts))
+    highest, lowest = (largest(sign * values, group, len(counts)) for sign in (1, -1))
+    return (values - (sums / counts)[group]).masked_fill((highest == -lowest)[group], 0.0)
+
+
+def smallest_deviation(largest_value: Tensor) -> Tensor:
+    """Return the lower bound of the divisor for values of this size."""
+    return (largest_value * _RELATIVE_DEVIATION).clamp(min=MIN_DEVIATION)
+
+
+def group_deviations(
+    values: Tensor, differences: Tensor, group: Tensor, counts: Tensor, *, weights: Tensor | None = None
+) -> Tensor:
+    """Return the sample deviation (n - 1) of each group, at least `smallest_deviation`; n is its entry of ``counts``.
+
+    ``differences`` and ``weights`` are the result and the weights of `centered`. A group of one has the smallest one.
+    """
+    squares = differences.square() if weights is None else differences.square() * weights
+    variance = group_sums(squares, group, len(counts)) / (counts - 1).clamp(min=1)
+    smallest = smallest_deviation(largest(values.double().abs(), group, len(counts)))
+    return torch.maximum(variance.sqrt(), smallest)

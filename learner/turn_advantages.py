@@ -1,0 +1,227 @@
+"""Advantages of turns: one number per sampled turn, for trajectories that are trees of turns.
+
+The sampled turns of a trajectory form a forest. A turn is followed by no turn, by one, or by several if the history was
+branched. A new root begins after a compaction or for a sub-agent. The *index* of a turn is the number of sampled turns
+before it on its path. Turns of a prompt, a tool or an environment have no advantage.
+
+The reward of a turn is its own, with the rewards of the given turns that follow it directly, less the KL penalty of its
+tokens. The last turn of each path also gets the trajectory's outcome. If several turns follow a turn, their mean takes
+the place of the next turn, because each of them is a sample of what follows. Letter: K turns of the whole batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .config import AlgorithmConfig
+from .group_statistics import centered, group_deviations, group_sums, members
+from .types import SampleKey, TokenSequence
+
+TurnRows = tuple[Tensor, Tensor]
+"""Turns as rows: [K, 4] int64 (group, sample, turn, previous turn), and [K, 3] float64 (reward, value, tokens)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TurnRewards:
+    """The turns of a whole batch, the input of a turn estimator. The turns of a trajectory are adjacent and in order.
+
+    Attributes:
+        rewards: [K] float64, reward of each turn; the outcome is in the last turn of each path.
+        values: [K] float64, the critic's value before the turn's first token; zeros without a critic, NaN for a turn
+            without a token in the loss.
+        num_tokens: [K] int64, tokens in the loss. It is 0 for an empty turn, and for turns that ``mask_truncated``
+            leaves out; these turns still count in the baselines of others.
+        previous: [K] int64, position of the previous turn on the path; -1 for the first.
+        trajectories: [K] int64, the trajectory of each turn.
+        group_ids: [K] int64, prompt group of each turn.
+    """
+
+    rewards: Tensor
+    values: Tensor
+    num_tokens: Tensor
+    previous: Tensor
+    trajectories: Tensor
+    group_ids: Tensor
+
+    @cached_property
+    def index(self) -> Tensor:
+        """[K] int64, number of turns before each turn on its path."""
+        index, above = torch.zeros_like(self.previous), self.previous
+        while (is_below := above >= 0).any():
+            index = index + is_below
+            above = torch.where(is_below, self.previous[above.clamp(min=0)], -1)
+        return index
+
+    @property
+    def levels(self) -> list[Tensor]:
+        """The positions of the turns of each index, from index 0."""
+        return [torch.nonzero(self.index == level)[:, 0] for level in self.index.unique().tolist()]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TurnAdvantages:
+    """The result of a turn estimator.
+
+    Attributes:
+        advantages: [K] float64; every token of a turn has the advantage of the turn.
+        returns: [K] float64, the critic's targets, for every token of the turn.
+    """
+
+    advantages: Tensor
+    returns: Tensor
+
+
+def turn_gae(batch: TurnRewards, config: AlgorithmConfig) -> TurnAdvantages:
+    """Generalized advantages whose steps are turns (Turn-PPO, arXiv 2512.17008; ArCHer's utterances, arXiv 2402.19446).
+
+    A_k = δ_k + γ λ A_(k+1) with δ_k = r_k + γ V_(k+1) - V_k, as in GAE (arXiv 1506.02438, equation 16). V_k is the
+    critic's value before the first token of turn k; γ is ``gamma`` and λ ``gae_lambda``, per turn. After the last turn
+    of a path, V and A are 0. ``whiten_advantages`` standardizes the advantages over the batch; each trajectory has the
+    same weight, whatever its number of turns. Deviations: Turn-PPO clips the ratio of a whole turn, here ``loss``
+    decides; ArCHer trains a separate critic of utterances off-policy.
+
+    Example: turns with rewards 0, 1 and values 0.5, 0.6 with γ = 1 and λ = 0.5 give 0.3, 0.4, as `gae` gives for two
+    tokens, for turns of any length.
+    """
+    num_next = torch.bincount(batch.previous[batch.previous >= 0], minlength=len(batch.previous)).clamp(min=1)
+    values, advantages = batch.values.clone(), torch.zeros_like(batch.values)
+    next_values, next_advantages = torch.zeros_like(values), torch.zeros_like(values)
+    for rows in reversed(batch.levels):
+        after = batch.rewards[rows] + config.gamma * next_values[rows]
+        values[rows] = torch.where(values[rows].isnan(), after, values[rows])
+        carried = config.gamma * config.gae_lambda * next_advantages[rows]
+        advantages[rows] = after - values[rows] + carried
+        below = rows[batch.previous[rows] >= 0]
+        above = batch.previous[below]
+        next_values.index_add_(0, above, values[below] / num_next[above])
+        next_advantages.index_add_(0, above, advantages[below] / num_next[above])
+    returns = advantages + values
+    if config.whiten_advantages:
+        advantages = _standardized(advantages, batch)
+    return TurnAdvantages(advantages=advantages, returns=returns)
+
+
+def turn_grpo(batch: TurnRewards, config: AlgorithmConfig, *, has_deviation: bool) -> TurnAdvantages:
+    """Compare a turn's return with those of the turns of the same index in its prompt group.
+
+    The return of turn k is Σ γ^(j - k) r_j over the turns j >= k of its path. Its advantage is (return - mean) ÷ sample
+    deviation, over the trajectories of the group that have a turn of this index; without ``has_deviation`` it is not
+    divided. A trajectory with several turns of an index counts once: each of them has the weight 1 ÷ their number. A
+    turn of an index that no other trajectory of the group has cannot be compared: it gets the advantage of the turn
+    before it on its path, and 0 without one.
+
+    Sources: the turn-level advantages of MT-GRPO (arXiv 2505.11821), whose turns are compared by their index, and the
+    step groups of GiGPO (arXiv 2505.10978), which compares returns from equal states. Deviation:
+    both add the advantage of the whole trajectory with a weight; here the return contains the outcome.
+
+    Example: a group of three trajectories with turns of rewards (0, 1), (0, 0) and (0.5): returns 1, 0, 0.5 of index 0,
+    and 1, 0 of index 1, without deviation give (0.5, 0.5), (-0.5, -0.5) and (0).
+    """
+    returns = batch.rewards.clone()
+    num_next = torch.bincount(batch.previous[batch.previous >= 0], minlength=len(returns)).clamp(min=1)
+    levels = batch.levels
+    for rows in reversed(levels):
+        below = rows[batch.previous[rows] >= 0]
+        above = batch.previous[below]
+        returns.index_add_(0, above, config.gamma * returns[below] / num_next[above])
+    place, sizes = members(torch.stack([batch.trajectories, batch.index], dim=1))
+    weights = 1.0 / sizes[place].double()
+    group, sizes = members(torch.stack([batch.group_ids, batch.index], dim=1))
+    counts = group_sums(weights, group, len(sizes)).round()  # trajectories
+    advantages = centered(returns, group, counts, weights=weights)
+    if has_deviation:
+        advantages = advantages / group_deviations(returns, advantages, group, counts, weights=weights)[group]
+    is_alone = counts[group] < 2
+    advantages[is_alone] = 0.0
+    for rows in levels[1:]:
+        alone = rows[is_alone[rows]]
+        advantages[alone] = advantages[batch.previous[alone]]
+    return TurnAdvantages(advantages=advantages, returns=returns)
+
+
+def _standardized(advantages: Tensor, batch: TurnRewards) -> Tensor:
+    """Subtract the mean and divide by the deviation (n - 1) over the n trajectories with turns in the loss.
+
+    The turns of a trajectory share its weight of 1. A turn that is not in the loss does not count, and gets 0.
+    """
+    is_in_loss = batch.num_tokens > 0
+    trajectory, sizes = members(batch.trajectories[is_in_loss])
+    standardized = torch.zeros_like(advantages)
+    if len(sizes) < 2:
+        return standardized
+    counted, whole = advantages[is_in_loss], torch.zeros_like(trajectory)
+    weights, counts = 1.0 / sizes[trajectory].double(), torch.tensor([len(sizes)])
+    differences = centered(counted, whole, counts, weights=weights)
+    standardized[is_in_loss] = differences / group_deviations(counted, differences, whole, counts, weights=weights)[0]
+    return standardized
+
+
+def turn_rows(sequences: Sequence[TokenSequence], rewards: Mapping[SampleKey, float]) -> TurnRows:
+    """Convert the turns of a rank's sequences to rows, in the order of the sequences.
+
+    The sequences have the column ``penalties`` and, with a critic, ``values``. ``rewards`` are those of trajectories,
+    with the rewards of their turns.
+
+    Raises:
+        ValueError: a sequence has tokens in the loss and does not name its turns.
+    """
+    outcomes, followed = dict(rewards), set[tuple[SampleKey, int]]()
+    for sequence in sequences:
+        if not sequence.turns and sequence.loss_mask.any():
+            raise ValueError(
+                f"a turn-level advantage needs the turns of each sequence, got none for trajectory "
+                f"{sequence.trajectory}; make the sequences with learner.types.group_sequences"
+            )
+        for turn in sequence.turns:
+            outcomes[sequence.trajectory] -= turn.reward
+            followed.add((sequence.trajectory, turn.previous))
+    ids, numbers = [], []
+    for sequence in sequences:
+        key, values, penalties = sequence.trajectory, sequence.columns.get("values"), sequence.columns["penalties"]
+        for turn in sequence.turns:
+            span = slice(turn.start, turn.stop)
+            num_tokens = int(np.count_nonzero(sequence.loss_mask[span]))
+            value = 0.0 if values is None else float(values[turn.start]) if num_tokens else np.nan
+            outcome = 0.0 if (key, turn.turn) in followed else outcomes[key]
+            ids.append((*key, turn.turn, turn.previous))
+            numbers.append((turn.reward + outcome - float(penalties[span].sum()), value, num_tokens))
+    return torch.tensor(ids, dtype=torch.int64).view(-1, 4), torch.tensor(numbers, dtype=torch.float64).view(-1, 3)
+
+
+def joined_turns(shares: Sequence[TurnRows]) -> tuple[TurnRewards, np.ndarray]:
+    """Join the rows of all ranks. Returns the batch, and [K] the row of each of its turns."""
+    ids, numbers = (torch.cat(parts) for parts in zip(*shares, strict=True))
+    trajectories, _ = members(ids[:, :2])
+    order = np.lexsort((ids[:, 2].numpy(), trajectories.numpy()))  # as the groups are, independent of the ranks
+    ids, numbers, trajectories = ids[order], numbers[order], trajectories[order]
+    span = int(ids[:, 2].max()) + 1 if len(ids) else 1
+    places, before = trajectories * span + ids[:, 2], trajectories * span + ids[:, 3]
+    batch = TurnRewards(
+        rewards=numbers[:, 0],
+        values=numbers[:, 1],
+        num_tokens=numbers[:, 2].long(),
+        previous=torch.where(ids[:, 3] >= 0, torch.searchsorted(places, before), -1),
+        trajectories=trajectories,
+        group_ids=ids[:, 0],
+    )
+    return batch, order
+
+
+def with_turns(sequences: Sequence[TokenSequence], name: str, values: Tensor) -> list[TokenSequence]:
+    """Add a column to the sequences: the value of its turn at each token in the loss, 0 elsewhere.
+
+    ``values`` are [K] of the sequences' turns, in the order of `turn_rows`.
+    """
+    rest, spread = iter(values.tolist()), []
+    for sequence in sequences:
+        column = np.zeros(len(sequence.input_ids), dtype=np.float32)
+        for turn in sequence.turns:
+            column[turn.start : turn.stop] = next(rest)
+        spread.append(sequence.with_column(name, np.where(sequence.loss_mask, column, np.float32(0))))
+    return spread
