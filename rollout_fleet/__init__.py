@@ -1,22 +1,23 @@
-"""The rollout fleet: workers that lease prompts, generate on their engine, score, and store trajectories."""
+"""The rollout fleet: workers that lease prompts, generate on their engine, score, and store trajectories.
+
+The names below are resolved when they are first used: importing the package loads neither Ray nor numpy.
+"""
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .config import RolloutFleetConfig, SamplingConfig
-from .metrics import FleetCounters
-
 if TYPE_CHECKING:
+    from .config import RolloutFleetConfig, SamplingConfig
+    from .metrics import FleetCounters
     from .worker import RolloutWorker
 
 __all__ = ["FleetCounters", "RolloutFleetConfig", "RolloutWorker", "SamplingConfig"]
+_PLACES = {"FleetCounters": "metrics", "RolloutWorker": "worker"}
 
 
 def __getattr__(name: str) -> Any:
-    """Load the worker, and with it Ray, on first use."""
-    if name == "RolloutWorker":
-        from .worker import RolloutWorker
-
-        return RolloutWorker
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{_PLACES.get(name, 'config')}", __name__), name)

@@ -8,6 +8,8 @@ from typing import Any
 
 from asyncrl.weights.carriers import load_limit_s
 
+from .episodes.config import EnvironmentConfig
+
 CLEANUP_S = 2.0
 """Seconds to clean up after a killed server, or to close a log."""
 FLOAT32_NAMES = ("float32", "float")
@@ -270,6 +272,7 @@ class RolloutFleetConfig:
         save_progress: ``at_stop`` saves running groups when a worker stops, and another worker continues them.
             ``at_updates`` also aborts, saves and continues them at each weight update, so that a sudden death loses
             only the tokens since then; useful if a rollout outlasts many updates. ``never`` saves nothing.
+        environment: The environment between the turns of an episode; by default a rollout is a single answer.
         sampling: How training rollouts are sampled.
         samples: Which samples are kept for reading.
         sglang: How SGLang servers are launched.
@@ -301,6 +304,7 @@ class RolloutFleetConfig:
     stop_timeout_s: float = 2.0
     renew_every_s: float = 20.0
     save_progress: SaveProgress = SaveProgress.at_stop
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     samples: SamplesConfig = field(default_factory=SamplesConfig)
     sglang: SGLangConfig = field(default_factory=SGLangConfig)

@@ -1,44 +1,36 @@
 """Reward functions, built in or a user's own, and the scoring processes that call a user's functions.
 
 A prompt group waits for a free process; its deadline starts when it has one. A process that hangs or dies is replaced.
-The processes (``python -m rollout_fleet.rewards NAME PARENT_PID``) are plain children that talk over pipes, so that a
-killed worker leaves no semaphores behind; they exit when their pipe closes. Each leads its own session, so that the
-children of a reward end with the process, unless they make their own session. They see no GPUs, which belong to the
-engine.
+The processes (``python -m rollout_fleet.rewards NAME PARENT_PID``) are those of `rollout_fleet.children`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import math
 import os
 import pickle
 import re
-import signal
-import struct
 import sys
-from asyncio.subprocess import PIPE, Process
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from asyncrl.core.errors import DeadlineError, RewardError, WorkerDiedError
-from asyncrl.core.host import NO_GPUS, outlive_stop
 from asyncrl.core.registry import Registry
 from asyncrl.core.types import Prompt
 
+from .child_pipes import LENGTH, READY, open_pipes, write_frame
+from .children import ChildProcess, child_environment, with_remedy
 from .config import RolloutFleetConfig, reward_label
-from .engines.process_guard import signal_at_parent_death, without_secrets
 
 logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 60.0  # of a scoring process
-_LENGTH = struct.Struct("<Q")
 _LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -108,8 +100,8 @@ class RewardProcesses:
         self._name = name
         self._config = config
         self._reward = REWARDS.get(name)
-        self._free: asyncio.Queue[Process | None] = asyncio.Queue()  # None: start one
-        self._processes: dict[Process, asyncio.Task[None]] = {}  # each with the task that ends its children
+        self._free: asyncio.Queue[ChildProcess | None] = asyncio.Queue()  # None: start one
+        self._processes: set[ChildProcess] = set()
 
     async def start(self) -> None:
         """Start the processes of a user's function. Raises `WorkerDiedError` or `DeadlineError` if one does not."""
@@ -145,7 +137,7 @@ class RewardProcesses:
         answers: list[float | str] = []
         while len(answers) < len(texts) and (may_fail or not answers):
             process = await self._free.get()
-            back: Process | None = None
+            back: ChildProcess | None = None
             try:
                 process = process or await self._start_process()
                 async with asyncio.timeout(self._config.reward_timeout_s):
@@ -172,60 +164,24 @@ class RewardProcesses:
                 self._free.put_nowait(back)
         return answers
 
-    async def _start_process(self) -> Process:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "rollout_fleet.rewards",
-            self._name,
-            str(os.getpid()),
-            stdin=PIPE,
-            stdout=PIPE,
-            env={
-                **without_secrets(self._config.pass_secrets),
-                **NO_GPUS,
-                "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-            },
-            start_new_session=True,
+    async def _start_process(self) -> ChildProcess:
+        path = os.pathsep.join(path for path in sys.path if path)
+        process = await ChildProcess.start(
+            [sys.executable, "-m", "rollout_fleet.rewards", self._name, str(os.getpid())],
+            {**child_environment(self._config), "PYTHONPATH": path},
+            what=f"a scoring process of reward {self._name!r}",
+            timeout_s=START_TIMEOUT_S,
         )
-
-        async def clear_up() -> None:
-            """Kill the children of the process when it exits; later its id may be reused."""
-            await process.wait()
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-
-        self._processes[process] = asyncio.create_task(clear_up())
-        try:
-            async with asyncio.timeout(START_TIMEOUT_S):
-                await _read(process)
-        except TimeoutError:
-            await self._kill(process)
-            raise DeadlineError(
-                f"a scoring process of reward {self._name!r} was not up within {START_TIMEOUT_S:g} s"
-            ) from None
-        except asyncio.IncompleteReadError:
-            with suppress(TimeoutError):
-                await asyncio.wait_for(process.wait(), 1.0)  # its pipe is closed, so it exits soon
-            await self._kill(process)
-            raise WorkerDiedError(
-                f"a scoring process of reward {self._name!r} ended with exit status {process.returncode} before it "
-                "could score; its traceback is in the worker's log"
-            ) from None
+        self._processes.add(process)
         return process
 
-    async def _kill(self, process: Process) -> None:
-        clearing_up = self._processes.pop(process, None)
-        with suppress(ProcessLookupError):
-            process.kill()
-        if clearing_up is not None:
-            await asyncio.shield(clearing_up)
+    async def _kill(self, process: ChildProcess) -> None:
+        self._processes.discard(process)
+        await process.kill()
 
     def _failure(self, prompt: Prompt, what: str) -> RewardError:
-        withheld = sorted(os.environ.keys() - without_secrets(self._config.pass_secrets).keys())
-        missed = next((name for name in withheld if name in what), None)
-        remedy = f"; reward processes get {missed} with rollout_fleet.pass_secrets=[{missed}]" if missed else ""
-        return RewardError(f"reward {self._name!r} on prompt group {prompt.group_id} {what}{remedy}")
+        message = f"reward {self._name!r} on prompt group {prompt.group_id} {what}"
+        return RewardError(with_remedy(message, self._config, who="reward processes"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -275,23 +231,14 @@ class WeightedRewards:
         await asyncio.gather(*(reward.close() for reward in self._rewards))
 
 
-async def _ask(process: Process, question: tuple[Prompt, list[str], bool], answers: list[float | str]) -> None:
+async def _ask(process: ChildProcess, question: tuple[Prompt, list[str], bool], answers: list[float | str]) -> None:
     """Let a process score texts. Each answer is appended as it arrives, so that the fatal text is known."""
-    assert process.stdin is not None
-    frame = pickle.dumps(question)
-    process.stdin.write(_LENGTH.pack(len(frame)) + frame)
-    await process.stdin.drain()
+    await process.send(question)
     _, texts, may_fail = question
     for _ in texts:
-        answers.append(await _read(process))
+        answers.append(await process.receive())
         if isinstance(answers[-1], str) and not may_fail:
             return
-
-
-async def _read(process: Process) -> Any:
-    assert process.stdout is not None
-    (length,) = _LENGTH.unpack(await process.stdout.readexactly(_LENGTH.size))
-    return json.loads(await process.stdout.readexactly(length))
 
 
 def _answers_to(
@@ -316,30 +263,14 @@ def _answers_to(
 
 def main() -> None:
     """Score groups from standard input until it ends."""
-    signal_at_parent_death(signal.SIGKILL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    outlive_stop()
     name, parent_pid = sys.argv[1:]
-    if os.getppid() != int(parent_pid):
-        return
-    questions, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    with open(os.devnull, "rb") as nothing:
-        os.dup2(nothing.fileno(), 0)  # the function and its children read nothing from it
-    os.dup2(2, 1)  # output of the function goes to the log
-    for pipe in (questions.raw, answers.raw):  # a forked child with an open pipe would hide the end of this process
-        os.register_at_fork(after_in_child=pipe.close)
+    questions, answers = open_pipes(int(parent_pid))
     reward = REWARDS.get(name)
-    _write(answers, "ready")
-    while header := questions.read(_LENGTH.size):
-        prompt, texts, may_fail = pickle.loads(questions.read(*_LENGTH.unpack(header)))
+    write_frame(answers, READY)
+    while header := questions.read(LENGTH.size):
+        prompt, texts, may_fail = pickle.loads(questions.read(*LENGTH.unpack(header)))
         for answer in _answers_to(reward, prompt, texts, may_fail=may_fail):
-            _write(answers, answer)
-
-
-def _write(stream: BinaryIO, answer: Any) -> None:
-    frame = json.dumps(answer).encode()
-    stream.write(_LENGTH.pack(len(frame)) + frame)
-    stream.flush()
+            write_frame(answers, answer)
 
 
 if __name__ == "__main__":

@@ -203,10 +203,12 @@ def _with_whole_paths(config: RunConfig) -> RunConfig:
     algorithm, fleet = config.algorithm, config.rollout_fleet
     weighted = [entry.rpartition("*") for entry in fleet.rewards]
     rewards = [f"{weight}{star}{absolute_name(name)}" for weight, star, name in weighted]
+    python = fleet.environment.python and str(Path(fleet.environment.python).expanduser().absolute())
+    environment = replace(fleet.environment, name=absolute_name(fleet.environment.name), python=python)
     return replace(
         config,
         algorithm=replace(algorithm, loss=absolute_name(algorithm.loss), advantage=absolute_name(algorithm.advantage)),
-        rollout_fleet=replace(fleet, reward=absolute_name(fleet.reward), rewards=rewards),
+        rollout_fleet=replace(fleet, reward=absolute_name(fleet.reward), rewards=rewards, environment=environment),
     )
 
 

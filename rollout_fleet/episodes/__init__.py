@@ -1,20 +1,49 @@
-"""Episodes: rollouts of several turns, with tools and environments between them."""
+"""Episodes: rollouts of several turns, with tools and environments between them.
 
-from .episode import PROMPT, Episode, EpisodeBudget
-from .renderer import ChatRenderer, load_renderer
-from .session import Answer, ChatRequest, SampleOptions, Session, SessionCounts, TextRequest, TurnSampler
+The names below are resolved when they are first used: a child process with another Python imports the parts of this
+package that need the standard library only.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .environment import Environment, EpisodeFailure, FailureKind, Outcome, Policy, ToolError
+    from .episode import PROMPT, Episode, EpisodeBudget
+    from .renderer import ChatRenderer, load_renderer
+    from .session import Answer, ChatRequest, SampleOptions, Session, SessionCounts, TextRequest, TurnSampler
 
 __all__ = [
     "PROMPT",
     "Answer",
     "ChatRenderer",
     "ChatRequest",
+    "Environment",
     "Episode",
     "EpisodeBudget",
+    "EpisodeFailure",
+    "FailureKind",
+    "Outcome",
+    "Policy",
     "SampleOptions",
     "Session",
     "SessionCounts",
     "TextRequest",
+    "ToolError",
     "TurnSampler",
     "load_renderer",
 ]
+_PLACES = {
+    "environment": ("Environment", "EpisodeFailure", "FailureKind", "Outcome", "Policy", "ToolError"),
+    "episode": ("PROMPT", "Episode", "EpisodeBudget"),
+    "renderer": ("ChatRenderer", "load_renderer"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    place = next((place for place, names in _PLACES.items() if name in names), "session")
+    return getattr(import_module(f".{place}", __name__), name)

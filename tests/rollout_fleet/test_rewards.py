@@ -225,7 +225,7 @@ async def test_a_score_that_is_cancelled_ends_at_once_and_a_process_that_does_no
         await scoring
     assert not scorer._processes, "nothing was started meanwhile"
     for _ in range(2):
-        with pytest.raises(RewardError, match=r"group 7 could not be scored: .* exit status 1 before it could score"):
+        with pytest.raises(RewardError, match=r"group 7 could not be scored: .* exit status 1 before it was ready"):
             await scorer.score(PROMPT, ["fine"])
     (tmp_path / "user_rewards.py").write_text(USER_REWARDS)
     assert (await scorer.score(PROMPT, ["fine"])).tolist() == [1.0], "the module is mended, and the run goes on"
@@ -234,7 +234,7 @@ async def test_a_score_that_is_cancelled_ends_at_once_and_a_process_that_does_no
 async def test_a_process_that_does_not_come_up_at_the_start_is_an_error(user_rewards, tmp_path):
     scorer = await user_rewards("by_kind")
     (tmp_path / "user_rewards.py").write_text("raise RuntimeError('half saved')")
-    with pytest.raises(WorkerDiedError, match="exit status 1 before it could score"):
+    with pytest.raises(WorkerDiedError, match="exit status 1 before it was ready"):
         await scorer.start()
 
 

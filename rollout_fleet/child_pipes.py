@@ -1,0 +1,80 @@
+"""The child's side of a process that runs a user's code: its pipes, its signals, and what its children leave behind.
+
+Messages are frames: eight bytes of length, then the content. The parent's side is `rollout_fleet.children`. This module
+needs the standard library only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import struct
+from collections.abc import Collection
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from asyncrl.core.host import end_with_parent, outlive_stop
+
+LENGTH = struct.Struct("<Q")
+READY = "ready"
+"""The child's first message."""
+_ROUNDS = 20
+
+
+def open_pipes(parent_pid: int) -> tuple[BinaryIO, BinaryIO]:
+    """Prepare a child process, and return its two pipes: what the parent asks, and what the child answers.
+
+    The process ends with its parent. User code and the programs that it starts read nothing from standard input, and
+    their output goes to the worker's log.
+    """
+    end_with_parent()
+    if os.getppid() != parent_pid:
+        os._exit(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    outlive_stop()
+    questions, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+    os.dup2(2, 1)
+    for pipe in (questions.raw, answers.raw):  # a forked child with an open pipe would hide the end of this process
+        os.register_at_fork(after_in_child=pipe.close)
+    return questions, answers
+
+
+def write_frame(stream: BinaryIO, answer: Any) -> None:
+    """Send a JSON value to the parent."""
+    frame = json.dumps(answer).encode()
+    stream.write(LENGTH.pack(len(frame)) + frame)
+    stream.flush()
+
+
+def kill_marked(name: str, value: str, *, spare: Collection[int] = ()) -> int:
+    """Kill all processes that inherited ``name=value`` in their environment, and return their number.
+
+    A process inherits its environment however often it forks, changes its session or its parent. Processes in ``spare``
+    live on.
+    """
+    mark = f"{name}={value}".encode()
+    killed: set[int] = set()
+    for _ in range(_ROUNDS):  # a process may fork while this looks
+        found = {
+            int(entry.name)
+            for entry in Path("/proc").glob("[0-9]*")
+            if int(entry.name) not in spare and mark in _environment(entry)
+        }
+        if not found - killed:
+            break
+        for pid in found:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        killed |= found
+    return len(killed)
+
+
+def _environment(entry: Path) -> list[bytes]:
+    try:
+        return (entry / "environ").read_bytes().split(b"\0")
+    except OSError:  # it has ended, or belongs to another user
+        return []

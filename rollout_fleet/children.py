@@ -1,0 +1,123 @@
+"""Child processes of a rollout worker that run a user's code: rewards and environments.
+
+They are plain children that talk over pipes, so that a killed worker leaves no semaphores behind. They exit when their
+pipe closes. Each leads its own session and carries a mark in its environment, which all its descendants inherit: when
+the child ends, they are killed. The children see no GPUs, which belong to the engine, and no secrets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pickle
+import signal
+import uuid
+from asyncio.subprocess import PIPE, Process
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from asyncrl.core.errors import DeadlineError, WorkerDiedError
+from asyncrl.core.host import NO_GPUS
+
+from .child_pipes import LENGTH, kill_marked
+from .config import RolloutFleetConfig
+from .engines.process_guard import without_secrets
+
+MARK = "ASYNCRL_CHILD"
+"""Variable in the environment of a child and all its descendants."""
+
+
+class ChildProcess:
+    """A running child process; `start` makes one.
+
+    Attributes:
+        pid: Its process id, which is also that of its session.
+    """
+
+    def __init__(self, process: Process, mark: str) -> None:
+        self.pid = process.pid
+        self._process = process
+        self._mark = mark
+        self._clearing_up = asyncio.create_task(self._clear_up())
+
+    @classmethod
+    async def start(
+        cls, command: Sequence[str], environment: Mapping[str, str], *, what: str, timeout_s: float
+    ) -> ChildProcess:
+        """Start a child, and wait for its first message. ``what`` names it. Example: ``a scoring process of x``.
+
+        Raises `WorkerDiedError` if it ends first, and `DeadlineError` if it is not up in time.
+        """
+        mark = uuid.uuid4().hex
+        process = await asyncio.create_subprocess_exec(
+            *command, stdin=PIPE, stdout=PIPE, env={**environment, MARK: mark}, start_new_session=True
+        )
+        child = cls(process, mark)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await child.receive()
+        except TimeoutError:
+            await child.kill()
+            raise DeadlineError(f"{what} was not up within {timeout_s:g} s") from None
+        except asyncio.IncompleteReadError:
+            raise WorkerDiedError(
+                f"{what} ended with exit status {await child.exit_status()} before it was ready; its traceback is in "
+                "the worker's log"
+            ) from None
+        except BaseException:
+            await child.kill()
+            raise
+        return child
+
+    async def send(self, question: Any) -> None:
+        """Send a value of builtins, or one that the child can unpickle. Raises `ConnectionError` if it has ended."""
+        assert self._process.stdin is not None
+        frame = pickle.dumps(question)
+        self._process.stdin.write(LENGTH.pack(len(frame)) + frame)
+        await self._process.stdin.drain()
+
+    async def receive(self) -> Any:
+        """Return the child's next message. Raises `asyncio.IncompleteReadError` if it has ended."""
+        assert self._process.stdout is not None
+        (length,) = LENGTH.unpack(await self._process.stdout.readexactly(LENGTH.size))
+        return json.loads(await self._process.stdout.readexactly(length))
+
+    async def exit_status(self) -> int | None:
+        """Wait a second for the end of a child whose pipe has closed, kill it otherwise; returns its exit status."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._process.wait(), 1.0)
+        await self.kill()
+        return self._process.returncode
+
+    def signal(self, signum: int) -> None:
+        """Send a signal to the child alone, if it is running."""
+        with suppress(ProcessLookupError):
+            self._process.send_signal(signum)
+
+    async def kill(self) -> None:
+        """Kill the child and all its descendants, and wait for their end."""
+        self.signal(signal.SIGKILL)
+        await asyncio.shield(self._clearing_up)
+
+    async def _clear_up(self) -> None:
+        """Kill the descendants of the child when it exits; later its id may be reused."""
+        await self._process.wait()
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        await asyncio.to_thread(kill_marked, MARK, self._mark)
+
+
+def child_environment(config: RolloutFleetConfig) -> dict[str, str]:
+    """The environment of a child process: no GPUs, and of the secrets only ``rollout_fleet.pass_secrets``."""
+    return {**without_secrets(config.pass_secrets), **NO_GPUS}
+
+
+def with_remedy(message: str, config: RolloutFleetConfig, *, who: str) -> str:
+    """Add to a failure's message how ``who`` gets the secret that the message names. Example: ``reward processes``."""
+    withheld = sorted(os.environ.keys() - without_secrets(config.pass_secrets).keys())
+    missed = next((name for name in withheld if name in message), None)
+    if missed is None:
+        return message
+    return f"{message}; {who} get {missed} with rollout_fleet.pass_secrets=[{missed}]"

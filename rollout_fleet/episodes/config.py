@@ -1,0 +1,109 @@
+"""Options of environments: the only home of their defaults."""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from asyncrl.core.errors import check_bounds
+
+
+class OnFailure(StrEnum):
+    """What becomes of a failed episode.
+
+    ``retry``: the attempt at its prompt group fails. ``score``: the rewards score what was sampled. ``drop``: the group
+    is trained on without the episode.
+    """
+
+    retry = "retry"
+    score = "score"
+    drop = "drop"
+
+
+class OnSamplingOption(StrEnum):
+    """What becomes of a request whose temperature, top_p or the like differs from ``rollout_fleet.sampling``."""
+
+    override = "override"
+    refuse = "refuse"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnFailureConfig:
+    """What becomes of a failed episode: ``retry``, ``score`` or ``drop``, by the kind of its failure.
+
+    Attributes:
+        environment: The environment raised an exception, hung, or ended its process.
+        tool: A tool of the environment failed or exceeded ``tool_timeout_s``.
+        reward: The environment's outcome is not valid, or a reward function failed.
+        overflow: The episode used its turns, tokens or context, and the environment did not handle that.
+        infrastructure: The endpoint or the process failed for a reason outside the environment.
+    """
+
+    environment: OnFailure = OnFailure.retry
+    tool: OnFailure = OnFailure.retry
+    reward: OnFailure = OnFailure.retry
+    overflow: OnFailure = OnFailure.score
+    infrastructure: OnFailure = OnFailure.retry
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvironmentConfig:
+    """The environment between the turns of an episode; without a name, a rollout is a single answer.
+
+    Attributes:
+        name: A built-in adapter (``gym``, ``command``, ``openenv``, ``mcp``, ``verifiers``), or your own class or
+            async function as ``file.py:Name`` or ``module:Name``. Empty: none, unless a row of the data names one.
+        options: Keyword arguments of the environment. Example: ``{max_guesses: 7}``.
+        python: Interpreter of the environment's processes, Python 3.11 or later, which needs none of asyncrl's
+            packages. Empty: that of the run.
+        processes: Child processes per rollout worker.
+        episodes_per_process: Episodes that one process runs at once.
+        threads: Threads of numerical libraries per process (``OMP_NUM_THREADS`` and the like).
+        memory_limit_gb: A process that uses more, its own children included, is killed, and its episodes fail.
+        max_turns: Sampled turns per episode.
+        max_tokens: Sampled tokens per episode; 0 is ``max_turns`` times ``sampling.max_new_tokens``.
+        max_context: Tokens on any path of an episode, prompt and answer included; 0 is the model's context length.
+        start_timeout_s: Deadline for a process to start, and for loading an environment in it.
+        turn_timeout_s: Deadline of one request for a turn.
+        tool_timeout_s: Deadline of one call of a tool (`Policy.run_tool`, and the tools of the adapters).
+        episode_timeout_s: Deadline of an episode, from its start in a process.
+        blocked_timeout_s: A process whose event loop is blocked for so long is killed, and its episodes fail.
+        on_failure: What becomes of failed episodes, by the kind of the failure.
+        sampling: The learner trains under one temperature and without top_p, top_k and the like. ``override``: a
+            request's other values are replaced by those of ``rollout_fleet.sampling``, counted, and named in a warning.
+            ``refuse``: the request fails.
+        max_groups: Prompt groups that a worker may hold while their environments work; 0 is twice
+            ``rollout_fleet.groups_in_flight``.
+    """
+
+    name: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
+    python: str = ""
+    processes: int = 1
+    episodes_per_process: int = 64
+    threads: int = 1
+    memory_limit_gb: float = 8.0
+    max_turns: int = 32
+    max_tokens: int = 0
+    max_context: int = 0
+    start_timeout_s: float = 120.0
+    turn_timeout_s: float = 600.0
+    tool_timeout_s: float = 60.0
+    episode_timeout_s: float = 3600.0
+    blocked_timeout_s: float = 60.0
+    on_failure: OnFailureConfig = field(default_factory=OnFailureConfig)
+    sampling: OnSamplingOption = OnSamplingOption.override
+    max_groups: int = 0
+
+    def __post_init__(self) -> None:
+        counts = ("processes", "episodes_per_process", "threads", "max_turns")
+        deadlines = [name for name in vars(self) if name.endswith("_s")]
+        check_bounds(
+            "rollout_fleet.environment.",
+            self,
+            **dict.fromkeys(counts, ">= 1"),
+            **dict.fromkeys(deadlines, "> 0 seconds"),
+            memory_limit_gb="> 0",
+            max_tokens=">= 0; 0 follows from max_turns and sampling.max_new_tokens",
+            max_context=">= 0; 0 is the model's context length",
+            max_groups=">= 0; 0 follows from rollout_fleet.groups_in_flight",
+        )

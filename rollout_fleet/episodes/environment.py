@@ -1,0 +1,317 @@
+"""The environment of an episode, which is the user's code, and the policy as that code sees it.
+
+An environment runs in a child process (`rollout_fleet.episodes.environment_processes`) and talks to the policy over
+HTTP only. This module needs the standard library only, because the child's Python may be another one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import io
+import json
+import math
+import time
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from urllib.parse import urlsplit
+
+from asyncrl.core.errors import AsyncRLError
+from asyncrl.core.registry import Registry
+
+if TYPE_CHECKING:
+    from asyncrl.core.types import Prompt
+
+T = TypeVar("T")
+OVERFLOW_CODE = "context_length_exceeded"
+"""Code of the endpoint's error when the episode's budget is used; OpenAI's own code."""
+_LARGEST = 3.4028234663852886e38  # of float32
+
+
+class FailureKind(StrEnum):
+    """Why an episode failed; ``rollout_fleet.environment.on_failure`` says for each what follows."""
+
+    environment = "environment"
+    tool = "tool"
+    reward = "reward"
+    overflow = "overflow"
+    infrastructure = "infrastructure"
+
+
+class EpisodeFailure(AsyncRLError):
+    """An episode has no outcome. The message says why."""
+
+    def __init__(self, kind: FailureKind, message: str) -> None:
+        super().__init__(kind, message)
+        self.kind = kind
+
+    def __str__(self) -> str:
+        return self.args[1]
+
+
+class ToolError(AsyncRLError):
+    """A tool of an environment failed. An environment that does not catch it ends with a failure of kind ``tool``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How an episode ended, in the words of its environment.
+
+    Attributes:
+        reward: What the built-in reward ``environment`` gives; None leaves the reward to other reward functions.
+        turn_rewards: Additional rewards of turns, by `Message.turn` or `SampledTurn.turn`.
+        metrics: Numbers to report. Example: ``{"guesses": 4.0}``.
+        answer: The text that reward functions score; empty: the text of the last turn.
+    """
+
+    reward: float | None = None
+    turn_rewards: Mapping[int, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    answer: str = ""
+
+    @classmethod
+    def of(cls, returned: object) -> Outcome:
+        """Convert what an environment returned: an `Outcome`, its fields as a mapping, a number, or None.
+
+        Raises `EpisodeFailure` of kind ``reward`` for anything else, and for numbers that are not finite in float32.
+        """
+        try:
+            if isinstance(returned, Outcome):
+                fields = asdict(returned)
+            elif isinstance(returned, Mapping):
+                fields = asdict(cls(**returned))
+            else:
+                fields = asdict(cls(reward=returned))  # type: ignore[arg-type]
+            return cls(
+                reward=None if fields["reward"] is None else _number(fields["reward"]),
+                turn_rewards={_turn(turn): _number(value) for turn, value in fields["turn_rewards"].items()},
+                metrics={str(name): _number(value) for name, value in fields["metrics"].items()},
+                answer=str(fields["answer"]),
+            )
+        except (TypeError, ValueError, AttributeError) as error:
+            raise EpisodeFailure(
+                FailureKind.reward,
+                f"the environment returned {str(returned)[:200]!r} ({error}); it must return an Outcome, a mapping of "
+                "its fields, one finite number, or None",
+            ) from None
+
+
+def _number(value: Any) -> float:
+    """A Python, numpy or torch scalar as a finite float."""
+    if isinstance(value, (str, bytes)) or getattr(value, "ndim", 0) != 0:
+        raise ValueError(f"{value!r} is not a number")
+    number = float(value)
+    if not math.isfinite(number) or abs(number) > _LARGEST:
+        raise ValueError(f"{number} is not finite in float32")
+    return number
+
+
+def _turn(key: Any) -> int:
+    if not str(key).isdecimal():
+        raise ValueError(f"{key!r} is not the index of a turn")
+    return int(key)
+
+
+class Message(dict[str, Any]):
+    """An assistant's message in the form of OpenAI's API; append it to the messages to continue.
+
+    Attributes:
+        turn: Index of its turn in the episode, for `Outcome.turn_rewards`.
+        finish_reason: ``stop``, ``length`` or ``tool_calls``.
+    """
+
+    turn: int
+    finish_reason: str
+
+    @property
+    def text(self) -> str:
+        """Its content; empty for a message of tool calls only."""
+        return self.get("content") or ""
+
+    @property
+    def tool_calls(self) -> list[dict[str, Any]]:
+        """Its calls of tools: ``{"id", "type", "function": {"name", "arguments"}}`` each, with arguments as JSON."""
+        return self.get("tool_calls") or []
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampledTurn:
+    """A turn that `Policy.sample` asked for.
+
+    Attributes:
+        turn: Its index in the episode: the ``parent`` of what follows.
+        token_ids: The sampled tokens.
+        logprobs: One per token.
+        finish_reason: ``stop`` or ``length``.
+    """
+
+    turn: int
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: str
+
+
+class Policy:
+    """The policy of one episode, as a client of the episode's endpoint.
+
+    Any client of OpenAI's API can be used instead, with ``base_url`` and ``api_key``.
+
+    Attributes:
+        base_url: Of this episode. Example: ``"http://127.0.0.1:41234/v1"``.
+        api_key: Of this episode; refused after its end.
+        sample_index: Which rollout of its prompt group this is, in 0..G - 1.
+        metrics: Numbers that are added to the outcome's: ``tool_calls``, ``tool_errors`` and ``tool_s`` if `run_tool`
+            was used.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        api_key: str,
+        *,
+        sample_index: int = 0,
+        turn_timeout_s: float = 600.0,
+        tool_timeout_s: float = 60.0,
+    ) -> None:
+        self.base_url = base_url
+        self.api_key = api_key
+        self.sample_index = sample_index
+        self.metrics: dict[str, float] = {}
+        self._turn_timeout_s = turn_timeout_s
+        self._tool_timeout_s = tool_timeout_s
+
+    async def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **options: Any,
+    ) -> Message:
+        """Ask for the next message.
+
+        Args:
+            messages: The conversation so far, in the form of OpenAI's API.
+            tools: JSON schemas of the tools that the model may call.
+            **options: Further fields of the request. Example: ``max_tokens=64, stop=["END"]``.
+
+        Raises:
+            EpisodeFailure: the episode's budget is used (kind ``overflow``), or the endpoint did not answer.
+            ValueError: the endpoint refused the request.
+        """
+        body = {"model": "policy", "messages": list(messages), **({"tools": list(tools)} if tools else {}), **options}
+        answer = await self._post("/chat/completions", body)
+        (choice, *_) = answer["choices"]
+        message = Message(choice["message"])
+        message.turn, message.finish_reason = choice.get("turn", -1), choice["finish_reason"]
+        return message
+
+    async def sample(self, tokens: Sequence[int], *, parent: int | None = 0, **options: Any) -> SampledTurn:
+        """Sample a turn below ``parent`` and the new ``tokens``; the turn of the prompt is 0, None is a new root.
+
+        ``options`` as in `chat`; the errors, too.
+        """
+        body = {"parent": parent, "tokens": [int(token) for token in tokens], **options}
+        answer = await self._post("/asyncrl/sample", body)
+        return SampledTurn(**{name: answer[name] for name in ("turn", "token_ids", "logprobs", "finish_reason")})
+
+    async def give(self, tokens: Sequence[int], *, parent: int | None = 0) -> int:
+        """Append tokens that the policy did not sample, and return their turn. The errors are those of `chat`."""
+        answer = await self._post("/asyncrl/give", {"parent": parent, "tokens": [int(token) for token in tokens]})
+        return answer["turn"]
+
+    async def run_tool(self, call: Awaitable[T], *, name: str = "tool") -> T:
+        """Await a call of a tool under ``rollout_fleet.environment.tool_timeout_s``, and count it.
+
+        Raises:
+            ToolError: the call raised an exception or exceeded its deadline.
+        """
+        started, failed = time.monotonic(), 1
+        try:
+            async with asyncio.timeout(self._tool_timeout_s):
+                result = await call
+            failed = 0
+            return result
+        except TimeoutError as error:
+            raise ToolError(
+                f"tool {name} did not answer within rollout_fleet.environment.tool_timeout_s = "
+                f"{self._tool_timeout_s:g} s; make it faster or raise the option"
+            ) from error
+        except ToolError:
+            raise
+        except Exception as error:
+            raise ToolError(f"tool {name} raised {type(error).__name__}: {error}") from error
+        finally:
+            for metric, value in (("calls", 1), ("errors", failed), ("s", time.monotonic() - started)):
+                self.metrics[f"tool_{metric}"] = self.metrics.get(f"tool_{metric}", 0.0) + value
+
+    async def _post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        try:
+            async with asyncio.timeout(self._turn_timeout_s):
+                status, answer = await _post_json(self.base_url + path, self.api_key, body)
+        except TimeoutError:
+            raise EpisodeFailure(
+                FailureKind.infrastructure,
+                f"the endpoint did not answer a request for a turn within rollout_fleet.environment.turn_timeout_s = "
+                f"{self._turn_timeout_s:g} s; raise the option, or lower sampling.max_new_tokens",
+            ) from None
+        except (OSError, EOFError, http.client.HTTPException) as error:
+            raise EpisodeFailure(
+                FailureKind.infrastructure, f"the episode's endpoint {self.base_url} could not be reached: {error!r}"
+            ) from error
+        if status == http.client.OK:
+            return answer
+        error = answer.get("error") or {}
+        message = f"the endpoint answered {status} to {path}: {error.get('message', answer)}"
+        if error.get("code") == OVERFLOW_CODE:
+            raise EpisodeFailure(FailureKind.overflow, message)
+        if status in (http.client.BAD_REQUEST, http.client.UNPROCESSABLE_ENTITY):
+            raise ValueError(message)
+        raise EpisodeFailure(FailureKind.infrastructure, message)
+
+
+async def _post_json(url: str, api_key: str, body: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
+    """Send one request on a connection of its own, by the standard library; returns status and answer."""
+    place = urlsplit(url)
+    payload = json.dumps(body).encode()
+    reader, writer = await asyncio.open_connection(place.hostname, place.port or 80)
+    try:
+        head = (
+            f"POST {place.path} HTTP/1.0\r\nHost: {place.netloc}\r\nAuthorization: Bearer {api_key}\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(payload)}\r\n\r\n"
+        )
+        writer.write(head.encode() + payload)
+        await writer.drain()
+        head, _, content = (await reader.read(-1)).partition(b"\r\n\r\n")  # HTTP/1.0: the server closes at the end
+        status_line, _, lines = head.partition(b"\r\n")
+        headers = http.client.parse_headers(io.BytesIO(lines + b"\r\n\r\n"))
+        if len(content) < int(headers.get("Content-Length", 0)) or not status_line:
+            raise EOFError("the connection was closed within an answer")
+        return int(status_line.split()[1]), json.loads(content)
+    except ValueError as error:
+        raise http.client.HTTPException(f"no answer in JSON ({error})") from error
+    finally:
+        writer.close()
+
+
+class Environment(Protocol):
+    """The user's code between the turns of an episode; its control flow is its own.
+
+    One object serves all episodes of a process with the same options, many at once: keep the state of an episode in
+    `run`. A class attribute ``replayable = False`` says that an episode whose worker died starts afresh instead of
+    being answered from its recorded turns; set it if `run` changes anything outside its process.
+    """
+
+    async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
+        """Run one episode.
+
+        Raises:
+            Exception: any; the episode has failed, with the kind ``tool`` for a `ToolError`, that of an
+                `EpisodeFailure`, and otherwise ``environment``.
+        """
+        ...
+
+
+ENVIRONMENTS: Registry[Any] = Registry("rollout_fleet.environment.name")
+"""Environment classes and async functions by name."""

@@ -1,0 +1,318 @@
+"""The process in which environments run: many episodes at once in one event loop.
+
+The parent (`rollout_fleet.episodes.environment_processes`) asks with pickled builtins, and the process answers in
+JSON::
+
+    {"run": 7, …} ──▶   "loading"                            its event loop may stand still until the next message
+                        "beat"                               once per second
+                        {"id": 7, "outcome": …, "num_left": 0, "num_stuck": 0}  or  {"id": 7, "failure": …, …}
+    {"cancel": 7} ──▶   the answer to 7
+
+An episode is answered after it has been cleared up: its tasks are cancelled, and the programs that it started are
+killed. What cannot be ended (a thread, a task that ignores its cancellation) is counted, and the parent replaces the
+process when there is too much of it. The Python may be another one than the run's: this module needs the standard
+library only.
+"""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import contextvars
+import faulthandler
+import functools
+import importlib.util
+import inspect
+import json
+import logging
+import multiprocessing.util
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, replace
+from typing import Any, BinaryIO
+
+from asyncrl.core.types import Prompt
+from rollout_fleet.child_pipes import LENGTH, READY, kill_marked, open_pipes, write_frame
+
+from .adapters import FunctionEnvironment
+from .environment import ENVIRONMENTS, OVERFLOW_CODE, EpisodeFailure, FailureKind, Outcome, Policy, ToolError
+
+logger = logging.getLogger(__name__)
+
+BEAT_S = 1.0
+GRACE_S = 1.0
+"""How long the tasks of an ended episode may take to end after their cancellation."""
+EPISODE = "ASYNCRL_EPISODE"
+"""Variable in the environment of the programs that an episode starts."""
+_ENVIRONMENTS_KEPT = 16
+_THREADS = 64
+_SHUTTING_DOWN = frozenset({410, 503})  # the endpoint's status when the episode was cut off
+
+
+class _Traces:
+    """What one episode has started in this process."""
+
+    def __init__(self, episode: str) -> None:
+        self.episode = episode
+        self.tasks: weakref.WeakSet[asyncio.Task[Any]] = weakref.WeakSet()
+        self.threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+        self.calls: weakref.WeakSet[Future[Any]] = weakref.WeakSet()
+        self.forks: list[int] = []
+        self.has_programs = False
+
+    async def clear_up(self, own_thread: ThreadPoolExecutor) -> int:
+        """Kill the programs and cancel the tasks that still run; returns their number."""
+        killed = sum(map(_kill_fork, self.forks))
+        if self.has_programs:
+            kill = functools.partial(kill_marked, EPISODE, self.episode, spare=(os.getpid(),))
+            killed += await asyncio.get_running_loop().run_in_executor(own_thread, kill)
+        tasks = {task for task in self.tasks if not task.done()}
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=GRACE_S)
+        return killed + len(tasks)
+
+    @property
+    def num_stuck(self) -> int:
+        """What of it still runs."""
+        unfinished = sum(not work.done() for work in (*self.tasks, *self.calls))
+        return unfinished + sum(thread.is_alive() for thread in self.threads)
+
+
+_current: contextvars.ContextVar[_Traces | None] = contextvars.ContextVar("episode", default=None)
+
+
+def _kill_fork(pid: int) -> bool:
+    try:
+        if os.waitpid(pid, os.WNOHANG)[0]:
+            return False
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    except (ChildProcessError, ProcessLookupError):  # the environment has waited for it
+        return False
+    return True
+
+
+class _TracedThreads(ThreadPoolExecutor):
+    """The threads of ``asyncio.to_thread``; notes which episode made a call."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        traces, token = _current.get(), _current.set(None)  # the pool's own threads belong to no episode
+        try:
+            call = super().submit(fn, *args, **kwargs)
+        finally:
+            _current.reset(token)
+        if traces is not None:
+            traces.calls.add(call)
+        return call
+
+
+def _noting_pid(start: Callable[..., int]) -> Callable[..., int]:
+    @functools.wraps(start)
+    def noting(*args: Any) -> int:
+        pid = start(*args)
+        if pid and (traces := _current.get()) is not None:
+            traces.forks.append(pid)
+        return pid
+
+    return noting
+
+
+def _trace(loop: asyncio.AbstractEventLoop) -> None:
+    """Note the tasks, threads, forks and programs that each episode starts."""
+
+    def make_task(loop: asyncio.AbstractEventLoop, coro: Coroutine[Any, Any, Any], **options: Any) -> asyncio.Task[Any]:
+        task = asyncio.Task(coro, loop=loop, **options)
+        if (traces := _current.get()) is not None:
+            traces.tasks.add(task)
+        return task
+
+    start_thread, start_program = threading.Thread.start, subprocess.Popen.__init__
+
+    @functools.wraps(start_thread)
+    def start(thread: threading.Thread) -> None:
+        start_thread(thread)
+        if (traces := _current.get()) is not None:
+            traces.threads.add(thread)
+
+    @functools.wraps(start_program)
+    def init(program: subprocess.Popen[Any], *args: Any, **options: Any) -> None:
+        if (traces := _current.get()) is not None:
+            traces.has_programs = True
+            options["env"] = {**(options.get("env") or os.environ), EPISODE: traces.episode}
+        start_program(program, *args, **options)
+
+    loop.set_task_factory(make_task)  # type: ignore[arg-type]
+    loop.set_default_executor(_TracedThreads(_THREADS))
+    threading.Thread.start = start  # type: ignore[method-assign]
+    subprocess.Popen.__init__ = init  # type: ignore[method-assign]
+    os.fork = _noting_pid(os.fork)
+    multiprocessing.util.spawnv_passfds = _noting_pid(multiprocessing.util.spawnv_passfds)  # type: ignore[attr-defined]
+
+
+class EnvironmentChild:
+    """Runs the episodes that the parent asks for; its answers go to a pipe."""
+
+    def __init__(self, answers: BinaryIO) -> None:
+        self._answers = answers
+        self._episodes: dict[int, asyncio.Task[None]] = {}
+        self._kept: dict[str, Any] = {}
+        self._ended: list[_Traces] = []
+        self._own_thread = ThreadPoolExecutor(1)
+
+    async def serve(self, questions: BinaryIO) -> None:
+        """Run episodes until the parent's pipe closes."""
+        loop = asyncio.get_running_loop()
+        _trace(loop)
+        reader = asyncio.StreamReader()
+        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), questions)
+        beating = asyncio.create_task(self._beat())
+        write_frame(self._answers, READY)
+        try:
+            while True:
+                (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+                question = pickle.loads(await reader.readexactly(length))
+                if "cancel" in question:
+                    if (task := self._episodes.get(question["cancel"])) is not None:
+                        task.cancel()
+                elif "describe" in question:
+                    self._describe(question)
+                else:
+                    self._episodes[question["run"]] = asyncio.create_task(self._run(question))
+        except asyncio.IncompleteReadError:
+            beating.cancel()
+
+    async def _beat(self) -> None:
+        while True:
+            write_frame(self._answers, "beat")
+            await asyncio.sleep(BEAT_S)
+
+    def _describe(self, question: Mapping[str, Any]) -> None:
+        answer: dict[str, Any] = {"id": question["describe"]}
+        try:
+            environment = self._environment(question["name"], question["options"])
+            answer["replayable"] = bool(getattr(environment, "replayable", True))
+        except BaseException as error:  # noqa: BLE001 - user code
+            failure = _failure(error)
+            answer["failure"] = (failure.kind, str(failure))
+        write_frame(self._answers, answer)
+
+    async def _run(self, question: Mapping[str, Any]) -> None:
+        """One episode, from the question to its answer."""
+        number, answer = question["run"], {}
+        traces = _Traces(f"{os.getpid()}-{number}")
+        context = contextvars.copy_context()
+        context.run(_current.set, traces)
+        try:
+            policy, prompt = Policy(**question["policy"]), _prompt(question["prompt"])
+            environment = self._environment(question["name"], question["options"])
+            body = context.run(asyncio.create_task, _outcome(environment, prompt, policy))
+            await asyncio.wait([body])
+            answer["outcome"] = asdict(body.result())
+        except BaseException as error:  # of the user's code, or the parent has cancelled this task
+            failure = _failure(error)
+            answer["failure"] = (failure.kind, str(failure))
+            if not isinstance(error, (asyncio.CancelledError, EpisodeFailure)):
+                logger.warning("an episode failed: %s", failure, exc_info=error)
+        num_left = await traces.clear_up(self._own_thread)
+        self._ended = [ended for ended in (*self._ended, traces) if ended.num_stuck]
+        num_stuck = sum(ended.num_stuck for ended in self._ended)
+        del self._episodes[number]
+        write_frame(self._answers, {"id": number, **answer, "num_left": num_left, "num_stuck": num_stuck})
+
+    def _environment(self, name: str, options: Mapping[str, Any]) -> Any:
+        """The environment of this name and these options; the latest ones are kept."""
+        key = json.dumps([name, options], sort_keys=True, default=repr)
+        environment = self._kept.pop(key, None)
+        if environment is None:
+            write_frame(self._answers, "loading")
+            environment = _load(name, options)
+            write_frame(self._answers, "beat")
+        self._kept[key] = environment
+        if len(self._kept) > _ENVIRONMENTS_KEPT:
+            del self._kept[next(iter(self._kept))]
+        return environment
+
+
+def _load(name: str, options: Mapping[str, Any]) -> Any:
+    try:
+        entry = ENVIRONMENTS.get(name)
+        if not inspect.isclass(entry):
+            return FunctionEnvironment(entry, options)
+        if not callable(getattr(entry, "run", None)):
+            raise ValueError(f"rollout_fleet.environment.name={name}: the class must have a method run(prompt, policy)")
+        try:
+            inspect.signature(entry).bind(**options)
+        except TypeError as error:
+            raise ValueError(
+                f"rollout_fleet.environment.options must be the arguments of {name}{inspect.signature(entry)}, got "
+                f"{dict(options)}: {error}"
+            ) from error
+    except ValueError as error:
+        raise EpisodeFailure(FailureKind.environment, str(error)) from error
+    return entry(**options)
+
+
+def _prompt(pickled: bytes) -> Prompt:
+    fields = pickle.loads(pickled)
+    token_ids: Any = array.array("i", fields["prompt_ids"])
+    if importlib.util.find_spec("numpy") is not None:
+        import numpy as np
+
+        token_ids = np.frombuffer(token_ids, dtype=np.int32)
+    return Prompt(**{**fields, "prompt_ids": token_ids})
+
+
+async def _outcome(environment: Any, prompt: Prompt, policy: Policy) -> Outcome:
+    try:
+        outcome = Outcome.of(await environment.run(prompt, policy))
+    except SystemExit as error:  # in a task it would end the event loop
+        raise EpisodeFailure(FailureKind.environment, f"the environment called sys.exit({error.code})") from error
+    return replace(outcome, metrics={**policy.metrics, **outcome.metrics})
+
+
+def _failure(error: BaseException) -> EpisodeFailure:
+    """The failure of an episode that ended with this exception: by the first of its causes that has a kind."""
+    for cause in _causes(error):
+        if isinstance(cause, EpisodeFailure):
+            return cause
+        if isinstance(cause, ToolError):
+            return EpisodeFailure(FailureKind.tool, str(cause))
+        if getattr(cause, "code", None) == OVERFLOW_CODE:  # of an OpenAI client
+            return EpisodeFailure(FailureKind.overflow, str(cause))
+        if getattr(cause, "status_code", None) in _SHUTTING_DOWN:
+            return EpisodeFailure(FailureKind.infrastructure, str(cause))
+    what = "was cancelled" if isinstance(error, asyncio.CancelledError) else f"raised {error!r}"
+    return EpisodeFailure(FailureKind.environment, f"the environment {what}")
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        for member in getattr(error, "exceptions", ()):
+            yield from _causes(member)
+        error = error.__cause__
+
+
+def main(parent_pid: int) -> None:
+    """Run environments until the parent's pipe closes."""
+    questions, answers = open_pipes(parent_pid)
+    logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(name)s %(message)s")
+    faulthandler.register(signal.SIGUSR1, file=sys.stderr)  # the parent asks where a blocked event loop is
+    loop = asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
+    serving = loop.create_task(EnvironmentChild(answers).serve(questions))
+    while not serving.done():
+        try:
+            loop.run_until_complete(serving)
+        except SystemExit:  # a task of an environment; whoever awaits the task gets the exception
+            logger.warning("a task of an environment called sys.exit, which ends the task only")
+    os._exit(0)  # and wait for no thread
