@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, StrEnum, auto
 
 import numpy as np
 
 from asyncrl.core import record
-from asyncrl.core.errors import ReplayBufferError
+from asyncrl.core.errors import ReplayBufferError, RequestRefused
 from asyncrl.core.record import LevelName
 from asyncrl.core.trajectory import Trajectory, TrajectoryGroup, Turn
 from asyncrl.core.types import FinishReason, Lease
@@ -18,6 +18,7 @@ from asyncrl.core.types import FinishReason, Lease
 from .config import SamplingConfig
 from .engines.engine import EngineLoad, SampleOutput, SampleRequest
 from .episodes import PROMPT, Episode, EpisodeBudget
+from .episodes.run import EpisodeRun
 from .metrics import FleetMeter
 from .rewards import Scores
 
@@ -73,6 +74,7 @@ class InflightGroup:
         num_inherited: Tokens that an earlier attempt wrote.
         phase: Where the group is.
         end: Why the group is released unfinished; None otherwise.
+        runs: One per episode if an environment plays them; empty for single answers.
     """
 
     lease: Lease
@@ -81,6 +83,7 @@ class InflightGroup:
     num_inherited: int = 0
     phase: GroupPhase = GroupPhase.generating
     end: GroupEnd | None = None
+    runs: list[EpisodeRun] = field(default_factory=list)
     _outstanding: dict[str, int] = field(default_factory=dict)
 
     @classmethod
@@ -90,15 +93,19 @@ class InflightGroup:
         *,
         num_samples: int,
         sampling: SamplingConfig,
+        budget: EpisodeBudget | None = None,
         progress: TrajectoryGroup | None = None,
         greedy_baseline: bool = False,
     ) -> InflightGroup:
-        """Begin a group of single answers, or continue it from its saved ``progress``.
+        """Begin a group, or continue it from its saved ``progress``.
+
+        Without a ``budget`` of episodes, each episode is a single answer to the prompt.
 
         Raises `ReplayBufferError` if the progress has another number of trajectories.
         """
         prompt_ids = lease.prompt.prompt_ids
-        budget = EpisodeBudget(
+        is_single = budget is None
+        budget = budget or EpisodeBudget(
             max_turns=1, max_tokens=sampling.max_new_tokens, max_context=len(prompt_ids) + sampling.max_new_tokens
         )
         recorded = [None] * num_samples if progress is None else _recorded(progress, num_samples)
@@ -107,7 +114,7 @@ class InflightGroup:
             Episode(f"{group_id}-{attempt}-{index}", prompt_ids, budget, recorded=record)
             for index, record in enumerate([*recorded, *[None] * greedy_baseline])
         ]
-        for index, episode in enumerate(episodes):
+        for index, episode in enumerate(episodes if is_single else []):
             episode.sample(PROMPT, (), sampling if index < num_samples else sampling.greedy())
         return cls(
             lease=lease,
@@ -137,9 +144,26 @@ class InflightGroup:
         return self.num_tokens - self.num_inherited
 
     @property
+    def is_playing(self) -> bool:
+        """Whether an environment plays an episode, so that further requests may come."""
+        return any(not run.is_over for run in self.runs)
+
+    @property
     def is_finished(self) -> bool:
         """Whether every episode is complete."""
-        return not any(episode.running for episode in self.episodes)
+        return not self.is_playing and not any(episode.running for episode in self.episodes)
+
+    @property
+    def num_running(self) -> int:
+        """Turns that the engine samples, or will continue after a weight update."""
+        return sum(len(episode.running) for episode in self.episodes)
+
+    @property
+    def is_done_here(self) -> bool:
+        """Whether the engine has nothing more to do for the group: it has answered, and no environment may ask."""
+        return not self._outstanding and not (
+            self.is_playing and self.phase is GroupPhase.generating and self.end is None
+        )
 
     @property
     def outstanding(self) -> list[str]:
@@ -164,8 +188,17 @@ class InflightGroup:
     def take(self, request_id: str, output: SampleOutput) -> int:
         """Append the engine's answer to its turn; returns the tokens to account for, 0 for a baseline."""
         index = self._outstanding.pop(request_id)
-        self.episodes[index].take(request_id, output)
+        (self.runs or self.episodes)[index].take(request_id, output)
         return len(output.token_ids) if index < len(self.trained) else 0
+
+    def belongs_to(self, request_id: str, index: int) -> bool:
+        """Whether an unanswered request is of the episode with this index."""
+        return self._outstanding.get(request_id) == index
+
+    def refuse(self, request_ids: Iterable[str], error: RequestRefused) -> None:
+        """The engine does not take these requests of environments."""
+        for request_id in self._outstanding.keys() & set(request_ids):
+            self.runs[self._outstanding.pop(request_id)].refuse(request_id, error)
 
     def progress(self) -> TrajectoryGroup | None:
         """The record to save: every trajectory so far, without baselines and rewards. None without tokens."""
@@ -182,16 +215,16 @@ class InflightGroup:
 
     def scored(self, scores: Scores, chosen: Sequence[int]) -> TrajectoryGroup:
         """The finished group of the ``chosen`` episodes, by their scores. Several rewards become ``reward.NAME``."""
-        trajectories = [
-            replace(
-                self.episodes[index].trajectory(
-                    float(scores.total[place]),
-                    metrics={f"reward.{name}": float(values[place]) for name, values in scores.parts.items()},
-                ),
-                baseline=index >= len(self.trained),
+        trajectories = []
+        for place, index in enumerate(chosen):
+            outcome = self.runs[index].outcome if self.runs else None
+            parts = {f"reward.{name}": float(values[place]) for name, values in scores.parts.items()}
+            trajectory = self.episodes[index].trajectory(
+                float(scores.total[place]),
+                turn_rewards=outcome.turn_rewards if outcome else None,
+                metrics=parts | dict(outcome.metrics if outcome else {}),
             )
-            for place, index in enumerate(chosen)
-        ]
+            trajectories.append(replace(trajectory, baseline=index >= len(self.trained)))
         group_id, attempt = self.key
         return TrajectoryGroup.from_trajectories(trajectories, group_id=group_id, attempt=attempt)
 
@@ -252,10 +285,13 @@ class InflightGroups:
         limit: How many groups the engine may hold.
         samples_per_group: Samples of one group, the greedy baseline included.
         meter: Told how many groups are on the engine.
+        most_held: Groups that the worker may hold, those included that wait for tools or are settled; 0 is twice the
+            limit.
     """
 
-    def __init__(self, limit: GroupLimit, *, samples_per_group: int, meter: FleetMeter) -> None:
+    def __init__(self, limit: GroupLimit, *, samples_per_group: int, meter: FleetMeter, most_held: int = 0) -> None:
         self._limit = limit
+        self._most_held = most_held
         self._samples_per_group = samples_per_group
         self._meter = meter
         self._groups: dict[tuple[int, int], InflightGroup] = {}
@@ -287,14 +323,19 @@ class InflightGroups:
 
     @property
     def num_on_engine(self) -> int:
-        """Groups that the engine has, or gets back after a weight update."""
-        return len(self.in_phase(*ON_ENGINE, GroupPhase.parked))
+        """Groups that the engine has, or gets back after a weight update.
+
+        Of groups that an environment plays, only the turns that run count: while a tool runs, its place is free.
+        """
+        groups = self.in_phase(*ON_ENGINE, GroupPhase.parked)
+        num_turns = sum(group.num_running for group in groups if group.is_playing)
+        return sum(not group.is_playing for group in groups) + -(-num_turns // self._samples_per_group)
 
     @property
     def num_free(self) -> int:
-        """Groups that may be leased now. As many groups as the limit may be settling beside those on the engine."""
-        num_settling = min(self._limit.value, len(self._groups) - self.num_on_engine)
-        return max(0, self._limit.value - len(self._groups) + num_settling)
+        """Groups that may be leased now. Besides those on the engine, as many may be settled, or wait for a tool."""
+        most = self._most_held or 2 * self._limit.value
+        return max(0, min(self._limit.value - self.num_on_engine, most - len(self._groups)))
 
     @property
     def outstanding_policy(self) -> list[str]:
@@ -303,7 +344,7 @@ class InflightGroups:
 
     def moved(self) -> None:
         """Note that a group has entered another phase."""
-        self._meter.running(len(self.in_phase()))
+        self._meter.running(sum(not group.is_playing or bool(group.outstanding) for group in self.in_phase()))
         self.note_places()
 
     # Notes for the run's profile
@@ -323,7 +364,10 @@ class InflightGroups:
         running = tail = settling = parked = 0
         for group in self._groups.values():
             num_samples, num_outstanding = len(group.episodes), len(group.outstanding)
-            if group.phase in ON_ENGINE:
+            if group.is_playing and group.phase in (*ON_ENGINE, GroupPhase.parked):
+                running += num_outstanding
+                parked += group.num_running - num_outstanding
+            elif group.phase in ON_ENGINE:
                 running += num_outstanding
                 tail += num_samples - num_outstanding
             elif group.phase is GroupPhase.parked:

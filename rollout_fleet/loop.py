@@ -36,13 +36,14 @@ from functools import partial
 from typing import Any
 
 from asyncrl.core import record
-from asyncrl.core.errors import AsyncRLError, DeadlineError, EngineError, WeightsGone
+from asyncrl.core.errors import AsyncRLError, DeadlineError, EngineError, RequestRefused, WeightsGone
 from asyncrl.core.ports import RolloutBuffer
 from asyncrl.core.record import GroupEvent, LevelName, SpanKind
 from asyncrl.core.types import Lease, WeightOffer
 
 from .config import RolloutFleetConfig, SaveProgress
 from .engines.engine import Engine, SampleOutput, SampleRequest, cancel
+from .episodes.run import EpisodeRun, Player
 from .inflight import ON_ENGINE, GroupEnd, GroupLimit, GroupPhase, InflightGroup, InflightGroups
 from .member import Member
 from .metrics import FleetCounters, FleetMeter
@@ -77,6 +78,7 @@ class RolloutLoop:
         samples_per_prompt: G.
         greedy_baseline: Sample one more response per prompt greedily, which is not trained on.
         samples: Keeps some scored samples for reading.
+        player: Plays the episodes of prompts that have an environment; None if no prompt has one.
         stage: Brings an offer near the engine; the engine loads the offer that it yields.
     """
 
@@ -92,9 +94,12 @@ class RolloutLoop:
         samples_per_prompt: int,
         greedy_baseline: bool = False,
         samples: SampleLog | None = None,
+        player: Player | None = None,
         stage: Callable[[WeightOffer], AbstractAsyncContextManager[WeightOffer]] = nullcontext,
     ) -> None:
         self._config = config
+        self._player = player
+        self._playing: dict[tuple[int, int], list[asyncio.Task[None]]] = {}
         self._stage = stage
         self._engine = engine
         self._member = member
@@ -118,7 +123,10 @@ class RolloutLoop:
         )
         self._limit = GroupLimit(config.fewest_groups_in_flight, config.most_groups_in_flight)
         self._groups = InflightGroups(
-            self._limit, samples_per_group=samples_per_prompt + int(greedy_baseline), meter=self._meter
+            self._limit,
+            samples_per_group=samples_per_prompt + int(greedy_baseline),
+            meter=self._meter,
+            most_held=config.environment.max_groups,
         )
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Condition()
@@ -389,13 +397,46 @@ class RolloutLoop:
 
     def _begin(self, leases: Sequence[Lease]) -> None:
         """Send newly leased groups to the engine; each continues from the progress that an earlier attempt saved."""
-        groups = []
+        answering = []
         for lease in leases:
-            group = self._begin_group(lease, progress=self._buffer.take_progress(lease))
+            player = self._player if self._player is not None and self._player.plays(lease.prompt) else None
+            group = self._begin_group(
+                lease,
+                budget=player.budget if player else None,
+                progress=self._buffer.take_progress(lease),
+            )
             self._groups.add(group)
-            groups.append(group)
-        if groups:
-            self._spawn(self._generate, groups)
+            if player:
+                self._begin_playing(group, player)
+            else:
+                answering.append(group)
+        if answering:
+            self._spawn(self._generate, answering)
+
+    def _begin_playing(self, group: InflightGroup, player: Player) -> None:
+        """Let the environment play each episode of a group; its requests reach the engine through `_generate`."""
+
+        def ask() -> None:
+            if group.phase is GroupPhase.generating:
+                self._spawn(self._generate, [group])
+
+        group.runs = [EpisodeRun(episode, ask=ask, vocab_size=self._engine.vocab_size) for episode in group.episodes]
+        self._playing[group.key] = [
+            self._spawn(self._play, group, index, player) for index in range(len(group.episodes))
+        ]
+
+    async def _play(self, group: InflightGroup, index: int, player: Player) -> None:
+        """Play one episode. The last one that ends lets its group leave the engine."""
+        run = group.runs[index]
+        sampling = self._config.sampling if index < len(group.trained) else self._config.sampling.greedy()
+        try:
+            await player.play(group.lease.prompt, run, sampling=sampling, index=index)
+            await self._engine.abort([name for name in group.outstanding if group.belongs_to(name, index)])
+        finally:
+            run.end("its environment has ended" if run.is_over else "its group leaves this worker")
+        self._groups.moved()
+        await self._leave_if_done(group)
+        await self._notify()
 
     async def _keep_renewing(self) -> None:
         """Renew all leases every ``renew_every_s``; the next renewal makes up for a failed one."""
@@ -433,25 +474,25 @@ class RolloutLoop:
     # One group's way
 
     async def _generate(self, groups: Sequence[InflightGroup]) -> None:
-        """Sample groups; each group leaves the engine with its last sample."""
+        """Send what groups ask for; each group leaves the engine when it has nothing more to do there."""
         asked: dict[str, InflightGroup] = {}
         requests: list[SampleRequest] = []
         for group in groups:
-            new: list[SampleRequest] = []
             if group.phase is GroupPhase.generating:
-                on_first_token = None
-                if record.current() is not None:  # a group has one first token, on any of its samples
-                    stamps = iter([partial(self._stamp, GroupEvent.first_token, group)])
-                    on_first_token = lambda stamps=stamps: next(stamps, lambda: None)()  # noqa: E731
-                new = group.next_requests(on_first_token=on_first_token)
-            asked.update((request.id, group) for request in new)
-            requests += new
-            if not new:
-                await self._leave_engine(group)
+                new = group.next_requests(on_first_token=self._first_token_stamp(group))
+                asked.update((request.id, group) for request in new)
+                requests += new
+            await self._leave_if_done(group)
         self._groups.moved()
         try:
             async for request, output in self._engine.generate(requests):
                 await self._take(asked[request.id], request, output)
+        except RequestRefused as refused:
+            if not all(group.runs for group in groups):
+                raise
+            for group in groups:  # an environment asked for it, and hears of it
+                group.refuse(asked, refused)
+                await self._leave_if_done(group)
         except Exception:
             for group in groups:  # groups whose requests never reached the engine
                 if self._engine.has_failed and group.phase in ON_ENGINE:
@@ -459,14 +500,28 @@ class RolloutLoop:
                     await self._leave_engine(group)
             raise
 
+    def _first_token_stamp(self, group: InflightGroup) -> Callable[[], None] | None:
+        """Stamps the group's first token, on any of its samples; None if nothing is recorded."""
+        if record.current() is None or (group.runs and group.num_own_tokens):
+            return None
+        stamps = iter([partial(self._stamp, GroupEvent.first_token, group)])
+        return lambda: next(stamps, lambda: None)()
+
     async def _take(self, group: InflightGroup, request: SampleRequest, output: SampleOutput) -> None:
         """Add an answered sample to its group."""
         if self._engine.has_failed and not output.finish_reason:
             group.end = group.end or GroupEnd.engine_failed
         num_tokens = group.take(request.id, output)
         self._meter.add(tokens_generated=num_tokens, tokens_in_flight=num_tokens)
-        self._groups.note_places()
-        if not group.outstanding:
+        if group.is_playing:  # while its tools run, its place on the engine is free
+            self._groups.moved()
+            await self._notify()
+        else:
+            self._groups.note_places()
+        await self._leave_if_done(group)
+
+    async def _leave_if_done(self, group: InflightGroup) -> None:
+        if group.is_done_here and group.phase in ON_ENGINE:
             await self._leave_engine(group)
 
     async def _leave_engine(self, group: InflightGroup) -> None:
@@ -476,6 +531,8 @@ class RolloutLoop:
             self._spawn(self._settlement.save, group)
         else:
             group.phase = GroupPhase.settling
+            for playing in self._playing.pop(group.key, ()):
+                playing.cancel()
             if group.is_finished:
                 self._stamp(GroupEvent.last_token, group)
             self._spawn(self._settle, group)
@@ -494,7 +551,9 @@ class RolloutLoop:
     async def _end(self, group: InflightGroup, end: GroupEnd) -> None:
         """Have a group released: now if it is parked, otherwise when the engine has answered its requests."""
         group.end = end
-        if group.phase is GroupPhase.parked:
+        for playing in self._playing.get(group.key, ()):
+            playing.cancel()
+        if group.phase is GroupPhase.parked or (group.runs and group.phase in ON_ENGINE and not group.outstanding):
             await self._leave_engine(group)
         elif group.phase in ON_ENGINE:
             group.phase = GroupPhase.ending
@@ -503,6 +562,8 @@ class RolloutLoop:
         """Abort running groups until the next weights are loaded; returns whether all were aborted in time."""
         for group in self._groups.in_phase(GroupPhase.generating):
             group.phase = GroupPhase.cutting
+            if group.runs and not group.outstanding:
+                await self._leave_engine(group)
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._abort_all(GroupPhase.cutting)
@@ -530,8 +591,9 @@ class RolloutLoop:
 
     async def _let_settle(self) -> None:
         """After the engine's failure: wait until finished groups are stored and the others saved and released."""
-        for group in self._groups.in_phase(GroupPhase.parked):
-            await self._end(group, GroupEnd.engine_failed)
+        for group in self._groups:
+            if group.phase is GroupPhase.parked or (group.phase in ON_ENGINE and not group.outstanding):
+                await self._end(group, GroupEnd.engine_failed)
         try:
             async with asyncio.timeout(self._config.reward_timeout_s + self._config.stop_timeout_s):
                 await self._until(lambda: not len(self._groups))

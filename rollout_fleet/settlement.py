@@ -18,6 +18,8 @@ from asyncrl.core.record import GroupEvent, SpanKind
 from asyncrl.core.trajectory import TrajectoryGroup
 
 from .config import OnRewardFailure, RolloutFleetConfig, SaveProgress
+from .episodes.config import OnFailure
+from .episodes.environment import EpisodeFailure, FailureKind
 from .inflight import GroupEnd, InflightGroup
 from .metrics import FleetMeter
 from .rewards import WeightedRewards
@@ -76,9 +78,13 @@ class Settlement:
             await self._settle_unfinished(group, engine_failure)
         else:
             try:
-                stored = await self._score(group)
+                stored = await self._score(group, self._survivors(group))
             except RewardError as error:
                 await self._fail_attempt(group, "reward", error)
+            except EpisodeFailure as failure:
+                if self._config.save_progress is not SaveProgress.never:
+                    await self.save(group)
+                await self._fail_attempt(group, f"episode_{failure.kind}", failure)
             else:
                 await self._store(group, stored)
 
@@ -137,10 +143,34 @@ class Settlement:
         else:
             await self._fail_attempt(group, "aborted", EngineError(f"the engine aborted prompt group {group.key}"))
 
-    async def _score(self, group: InflightGroup) -> TrajectoryGroup:
+    def _survivors(self, group: InflightGroup) -> list[int]:
+        """The episodes to score. Raises the `EpisodeFailure` that costs the attempt, or leaves too few episodes."""
+        on_failure, survivors, last = self._config.environment.on_failure, [], None
+        for index, run in enumerate(group.runs):
+            if run.failure is None and group.episodes[index].answer is None:
+                run.failure = EpisodeFailure(
+                    FailureKind.environment,
+                    f"the environment of episode {run.episode.name} ended without a turn of the policy; ask for one",
+                )
+            if run.failure is None:
+                survivors.append(index)
+                continue
+            last, action = run.failure, OnFailure(getattr(on_failure, run.failure.kind))
+            self._meter.add(groups_failed=Counter([f"episode_{last.kind}_{action}"]))
+            if action is OnFailure.retry:
+                raise last
+            logger.warning("%s (on_failure.%s=%s)", last, last.kind, action)
+            if action is OnFailure.score and group.episodes[index].answer is not None:
+                survivors.append(index)
+        if last is not None and len(survivors) < FEWEST_SAMPLES:
+            raise last
+        return survivors if group.runs else [*range(len(group.episodes))]
+
+    async def _score(self, group: InflightGroup, chosen: Sequence[int]) -> TrajectoryGroup:
         """Score a finished group, and leave out what has no reward. Raises `RewardError` if too little has one."""
         started = time.perf_counter()
-        prompt, answers = group.lease.prompt, [answer for episode in group.episodes if (answer := episode.answer)]
+        prompt = group.lease.prompt
+        answers = [answer for index in chosen if (answer := group.episodes[index].answer) is not None]
         texts = [self._decode(answer.token_ids.tolist()) for answer in answers]
         may_fail = self._config.on_reward_failure is OnRewardFailure.drop_trajectory
         fewest = FEWEST_SAMPLES if may_fail else len(texts)
@@ -149,10 +179,10 @@ class Settlement:
         self._stamp(GroupEvent.reward, group)
         self._meter.add(reward_s=time.perf_counter() - started)
         has_reward = np.isfinite(scores.total)
-        chosen = np.flatnonzero(has_reward).tolist()
-        num_failed = len(texts) - len(chosen)
+        places = np.flatnonzero(has_reward).tolist()
+        num_failed = len(texts) - len(places)
         if num_failed:
-            if len(chosen) < fewest:
+            if len(places) < fewest:
                 raise RewardError(
                     f"the reward failed on {num_failed} of {len(texts)} responses to prompt group {prompt.group_id}, "
                     f"and a group needs {fewest}; the warnings before this message have the errors"
@@ -160,9 +190,9 @@ class Settlement:
             self._meter.add(groups_failed=Counter(reward_trajectory=num_failed))
             scores = scores.of(has_reward)
         if self._samples is not None:
-            kept = [answers[index] for index in chosen]
-            await self._samples.add(prompt, kept, [texts[index] for index in chosen], scores)
-        return group.scored(scores, chosen)
+            kept = [answers[place] for place in places]
+            await self._samples.add(prompt, kept, [texts[place] for place in places], scores)
+        return group.scored(scores, [chosen[place] for place in places])
 
     async def _store(self, group: InflightGroup, stored: TrajectoryGroup) -> None:
         self._num_failures_in_a_row = 0

@@ -64,6 +64,10 @@ class EpisodeOverflow(AsyncRLError):
     """An episode has used its budget of turns, tokens or context. The message names the budget."""
 
 
+class EpisodeEnded(AsyncRLError):
+    """An episode gets no more answers: its group was stopped, handed on or revoked, or its engine has failed."""
+
+
 class WeightsError(AsyncRLError):
     """Published weights are incomplete, or an engine's weights differ from the published ones."""
 

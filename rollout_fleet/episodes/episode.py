@@ -9,7 +9,8 @@
 The life of a sampled turn::
 
     recorded ──sample──▶ running ──take──▶ finished          next_requests asks the engine for a running turn, again
-        └──sample of another request──▶ dropped              after each abort, with its tokens so far as prompt
+        │                   └──abandon──▶ dropped            after each abort, with its tokens so far as prompt
+        └──sample of another request──▶ dropped
 
 The forest is append only, and turns are known by their indices, parents before children. The engine's prompt of a turn
 is exactly the tokens on the path to it: no token is ever decoded and encoded again. Pure and synchronous; the caller
@@ -80,7 +81,7 @@ class Episode:
     Attributes:
         name: Begins the ids of its requests; without ``/``. Example: ``"4711-0-3"``: group, attempt, sample.
         num_replayed: Recorded tokens that a request of this life has asked for.
-        num_dropped: Recorded tokens that were dropped because another request came.
+        num_dropped: Tokens that were dropped: recorded ones because another request came, or those of abandoned turns.
 
     Raises:
         ValueError: the record is of another prompt.
@@ -134,6 +135,16 @@ class Episode:
     def answer(self) -> Turn | None:
         """The last sampled turn of this life; None before there is one."""
         return next((node.turn for node in reversed(self._nodes) if node.turn.sampled and node.is_live), None)
+
+    def is_known(self, index: int) -> bool:
+        """Whether the index is that of a turn of this life."""
+        return 0 <= index < len(self._nodes) and self._nodes[index].is_live
+
+    def forget(self) -> None:
+        """Drop the recorded turns that no request has asked for yet: the environment cannot be replayed."""
+        for node in filter(self._waits, self._nodes):
+            node.is_dropped = True
+            self.num_dropped += len(node.turn.token_ids)
 
     def turn(self, index: int) -> Turn:
         """Return a turn; a turn without a finish reason is running, or was given."""
@@ -221,9 +232,15 @@ class Episode:
         return requests
 
     def take(self, request_id: str, output: SampleOutput) -> int:
-        """Append the engine's answer to its turn, and return the turn. It runs on if the engine aborted the sample."""
+        """Append the engine's answer to its turn, and return the turn. It runs on if the engine aborted the sample.
+
+        The tokens of an abandoned turn are only counted.
+        """
         index = self._outstanding.pop(request_id)
         node = self._nodes[index]
+        if node.is_dropped:
+            self.num_dropped += len(output.token_ids)
+            return index
         before = node.turn
         node.turn = replace(
             before,
@@ -237,18 +254,15 @@ class Episode:
         self._end_if_full(node)
         return index
 
-    def abandon(self) -> None:
-        """Drop the turns that still run: nobody waits for them any more. The engine must have no request of them.
+    def refuse(self, request_id: str) -> int:
+        """Drop the turn of a request that the engine does not take; returns the turn."""
+        index = self._outstanding.pop(request_id)
+        self._abandon([index])
+        return index
 
-        Raises:
-            ValueError: the engine has a request.
-        """
-        if self._outstanding:
-            raise ValueError(f"episode {self.name}: the engine still has {[*self._outstanding]}; abort them first")
-        for index in self.running:
-            node = self._nodes[index]
-            node.is_live, node.is_dropped = False, True
-            self.num_dropped += len(node.turn.token_ids)
+    def abandon(self) -> None:
+        """Drop all running turns: nobody waits for them. Tokens that the engine still answers count too."""
+        self._abandon(self.running)
 
     def trajectory(
         self,
@@ -282,6 +296,12 @@ class Episode:
         kept = (node.turn.sampled and not node.is_dropped and len(node.turn.token_ids) > 0 for node in self._nodes)
         turns, _ = self._subforest([index for index, is_kept in enumerate(kept) if is_kept])
         return Trajectory(turns=turns, reward=0.0)
+
+    def _abandon(self, indices: Sequence[int]) -> None:
+        for index in indices:
+            node = self._nodes[index]
+            node.is_live, node.is_dropped = False, True
+            self.num_dropped += len(node.turn.token_ids)
 
     def _append(self, turn: Turn, *, is_live: bool) -> int:
         depth = len(turn.token_ids) + (0 if turn.parent == ROOT else self._nodes[turn.parent].depth)

@@ -16,6 +16,7 @@ from buffer.ledger import Ledger
 from buffer.rule import StalenessRule
 from rollout_fleet.config import RolloutFleetConfig
 from rollout_fleet.engines.scripted import Script, ScriptedAnswer, ScriptedEngine, repeat_last_token
+from rollout_fleet.episodes.run import Player
 from rollout_fleet.loop import RolloutLoop
 from rollout_fleet.member import Member, member_limits
 from rollout_fleet.metrics import FleetCounters
@@ -239,6 +240,7 @@ def make_loop(
     samples_per_prompt: int = 2,
     reward: str = "exact_match",
     greedy_baseline: bool = False,
+    player: Player | None = None,
     stage: Any = nullcontext,
     **options: Any,
 ) -> RolloutLoop:
@@ -252,6 +254,7 @@ def make_loop(
         decode=digits,
         samples_per_prompt=samples_per_prompt,
         greedy_baseline=greedy_baseline,
+        player=player,
         stage=stage,
     )
 

@@ -1,0 +1,165 @@
+"""One episode while its environment plays it: each turn waits for its engine, over updates and aborts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from asyncrl.core.errors import EpisodeEnded, RequestRefused
+from asyncrl.core.types import Prompt
+from rollout_fleet.config import SamplingConfig
+from rollout_fleet.engines.engine import Engine, SampleOutput, SampleRequest, cancel
+
+from .environment import EpisodeFailure, Outcome
+from .episode import Episode, EpisodeBudget
+
+
+class Player(Protocol):
+    """Plays episodes: starts their environments, and answers what these ask (`rollout_fleet.episodes.player`)."""
+
+    @property
+    def budget(self) -> EpisodeBudget:
+        """What each episode may use."""
+        ...
+
+    def plays(self, prompt: Prompt) -> bool:
+        """Whether the prompt has an environment. Without one, a rollout is a single answer."""
+        ...
+
+    async def play(self, prompt: Prompt, run: EpisodeRun, *, sampling: SamplingConfig, index: int) -> None:
+        """Play one episode, and set the outcome or the failure of its run; ``index`` is its place in the group."""
+        ...
+
+
+class EpisodeRun:
+    """The turns of one episode, for the session that its environment talks to.
+
+    ::
+
+        session ──sample──▶ a running turn ──ask──▶ the owner sends `Episode.next_requests`
+           ▲                                              │
+           └────────── the turn has finished ◀──take──────┘        end: every waiting session gets `EpisodeEnded`
+
+    Attributes:
+        episode: The forest of turns.
+        outcome: The environment's result, when it has one.
+        failure: Why there is no outcome.
+
+    Args:
+        ask: Called when a turn wants the engine; never waits.
+        vocab_size: Token ids must be below it.
+    """
+
+    def __init__(self, episode: Episode, *, ask: Callable[[], None], vocab_size: int) -> None:
+        self.episode = episode
+        self.outcome: Outcome | None = None
+        self.failure: EpisodeFailure | None = None
+        self._ask = ask
+        self._vocab_size = vocab_size
+        self._waiting: dict[int, asyncio.Future[None]] = {}
+        self._end_reason = ""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the environment has ended by itself, with an outcome or a failure."""
+        return self.outcome is not None or self.failure is not None
+
+    async def sample(self, parent: int, new_tokens: Sequence[int] | np.ndarray, sampling: SamplingConfig) -> int:
+        """Ask the policy to continue the path of ``parent`` and ``new_tokens``; returns the turn when it has finished.
+
+        A caller that goes away leaves the turn running, so that the same request finds it again.
+
+        Raises:
+            EpisodeOverflow: the budget is used up; the forest is as before.
+            EpisodeEnded: the episode gets no more answers.
+            RequestRefused: a token is outside the vocabulary, or the engine refuses the request.
+            ValueError: as `Episode.sample`.
+        """
+        self._check_running()
+        ids = np.asarray(new_tokens, dtype=np.int64)
+        if len(ids) and not 0 <= ids.min() <= ids.max() < self._vocab_size:
+            raise RequestRefused(
+                f"episode {self.episode.name}: token ids must be in 0..{self._vocab_size - 1}, got {ids.min()}.."
+                f"{ids.max()}; encode them with the policy's tokenizer"
+            )
+        index = self.episode.sample(parent, ids, sampling)
+        await self.finished(index)
+        return index
+
+    async def finished(self, index: int) -> None:
+        """Wait for the end of a turn; raises as `sample`."""
+        if index not in self.episode.running:
+            return
+        self._check_running()
+        if index not in self._waiting:
+            self._waiting[index] = asyncio.get_running_loop().create_future()
+            self._ask()
+        await asyncio.shield(self._waiting[index])
+
+    def take(self, request_id: str, output: SampleOutput) -> None:
+        """Append an answer of the engine, and wake who waits for its turn."""
+        index = self.episode.take(request_id, output)
+        if index not in self.episode.running and (waiting := self._waiting.pop(index, None)) is not None:
+            _wake(waiting)
+
+    def refuse(self, request_id: str, error: RequestRefused) -> None:
+        """The engine does not take a request: its turn is dropped, and who waits for it gets the error."""
+        index = self.episode.refuse(request_id)
+        if (waiting := self._waiting.pop(index, None)) is not None:
+            _wake(waiting, error)
+
+    def end(self, reason: str) -> None:
+        """Answer no more; the first reason counts. After the environment's own end, running turns are dropped."""
+        self._end_reason = self._end_reason or reason
+        if self.is_over:
+            self.episode.abandon()
+        for waiting in self._waiting.values():
+            _wake(waiting, EpisodeEnded(f"episode {self.episode.name} gets no more answers: {self._end_reason}"))
+        self._waiting.clear()
+
+    def _check_running(self) -> None:
+        if self._end_reason:
+            raise EpisodeEnded(f"episode {self.episode.name} gets no more answers: {self._end_reason}")
+
+
+class DirectRun(EpisodeRun):
+    """An episode that asks an engine by itself: one of an evaluation, which has no lease and is in no account."""
+
+    def __init__(self, episode: Episode, engine: Engine, *, vocab_size: int) -> None:
+        super().__init__(episode, ask=self._send, vocab_size=vocab_size)
+        self._engine = engine
+        self._sending: set[asyncio.Task[None]] = set()
+
+    async def close(self) -> None:
+        """End the requests that still run."""
+        self.end("its environment has ended")
+        await cancel(self._sending)
+
+    def _send(self) -> None:
+        task = asyncio.create_task(self._generate(self.episode.next_requests()))
+        self._sending.add(task)
+        task.add_done_callback(self._sending.discard)
+
+    async def _generate(self, requests: Sequence[SampleRequest]) -> None:
+        try:
+            while requests:
+                async for request, output in self._engine.generate(requests):
+                    self.take(request.id, output)
+                requests = self.episode.next_requests()
+        except Exception as error:  # noqa: BLE001 - who waits for a turn gets the failure of the engine
+            for waiting in self._waiting.values():
+                _wake(waiting, error)
+            self._waiting.clear()
+
+
+def _wake(waiting: asyncio.Future[None], error: Exception | None = None) -> None:
+    if waiting.done():
+        return
+    if error is None:
+        waiting.set_result(None)
+    else:
+        waiting.set_exception(error)
+        waiting.exception()  # marks it as retrieved; perhaps its caller has gone away

@@ -1,0 +1,354 @@
+"""Episodes in the rollout loop: environments ask for turns while weights change, engines fail and workers stop.
+
+Each token of the scripted engine is a function of the tokens before it, so a wrong context shows in the trajectories.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from asyncrl.core.errors import EpisodeEnded, EpisodeOverflow, RequestRefused, WorkerDiedError
+from asyncrl.core.trajectory import ROOT, TrajectoryGroup
+from asyncrl.core.types import Prompt
+from rollout_fleet.config import SamplingConfig, SaveProgress
+from rollout_fleet.engines.scripted import ScriptedAnswer
+from rollout_fleet.episodes import PROMPT, EpisodeBudget
+from rollout_fleet.episodes.config import EnvironmentConfig, OnFailure, OnFailureConfig
+from rollout_fleet.episodes.environment import EpisodeFailure, FailureKind, Outcome
+from rollout_fleet.episodes.run import EpisodeRun
+from tests.support.rollout import running_loop, update
+
+pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("virtual_time")]
+
+SAMPLING = SamplingConfig(max_new_tokens=12)
+TOOL = 40
+"""A token that only tools write."""
+
+
+def next_token(context: list[int]) -> tuple[int, bool]:
+    number = zlib.crc32(np.asarray(context, dtype=np.int32).tobytes())
+    return 16 + number % 20, number % 11 == 0
+
+
+def writes_by_context(request, version) -> ScriptedAnswer:
+    context, response = request.prompt_ids.tolist(), []
+    for _ in range(request.sampling.max_new_tokens):
+        token, ends = next_token([*context, *response])
+        response.append(token)
+        if ends:
+            break
+    return ScriptedAnswer(response=response, token_delay_s=0.01)
+
+
+def assert_by_context(group: TrajectoryGroup) -> None:
+    """Every sampled token follows from the tokens before it on its path."""
+    for branch in group.branches:
+        ids, mask = group.along(branch, "token_ids").tolist(), group.trained_mask(branch)
+        for place in np.flatnonzero(mask).tolist():
+            assert ids[place] == next_token(ids[:place])[0]
+
+
+Play = Callable[[EpisodeRun, int], Awaitable[Outcome]]
+
+
+@dataclass
+class Playing:
+    """A player whose environments are coroutines of the test.
+
+    Attributes:
+        cancelled: Episodes whose environments were cancelled.
+    """
+
+    environment: Play
+    budget: EpisodeBudget = field(default_factory=lambda: EpisodeBudget(max_turns=8, max_tokens=96, max_context=200))
+    cancelled: list[str] = field(default_factory=list)
+
+    def plays(self, prompt: Prompt) -> bool:
+        return True
+
+    async def play(self, prompt: Prompt, run: EpisodeRun, *, sampling: SamplingConfig, index: int) -> None:
+        try:
+            run.outcome = await self.environment(run, index)
+        except EpisodeFailure as failure:
+            run.failure = failure
+        except asyncio.CancelledError:
+            self.cancelled.append(run.episode.name)
+            raise
+        except EpisodeEnded:
+            self.cancelled.append(run.episode.name)
+
+
+def turns(num_turns: int, tool_s: float = 0.1) -> Play:
+    """An environment of ``num_turns`` turns with a tool between two of them."""
+
+    async def environment(run: EpisodeRun, index: int) -> Outcome:
+        turn = await run.sample(PROMPT, (), SAMPLING)
+        for number in range(1, num_turns):
+            await asyncio.sleep(tool_s)
+            turn = await run.sample(turn, [TOOL, number], SAMPLING)
+        return Outcome(reward=1.0, turn_rewards={turn: 0.5}, metrics={"turns": float(num_turns)})
+
+    return environment
+
+
+async def test_a_group_of_episodes_is_stored_with_all_its_turns(make_buffer):
+    buffer = make_buffer(3)
+    async with running_loop(buffer, writes_by_context, player=Playing(turns(3))) as (loop, _, _):
+        await buffer.stored(3)
+        counters = await loop.stop()
+    for group in buffer.groups:
+        assert_by_context(group)
+        assert [len(branch.turns) for branch in group.branches] == [6, 6], "a prompt, three answers, two tools"
+        assert dict(group.summary.metrics)["turns"] == 3.0
+        assert group.turn_sums.tolist() == [0.5, 0.5]
+    assert counters.tokens_generated == buffer.num_tokens == buffer.num_accounted
+    assert (counters.groups_finished, counters.tokens_in_flight) == (3, 0)
+
+
+@pytest.mark.parametrize("save_progress", list(SaveProgress))
+async def test_weights_change_in_the_middle_of_episodes(make_buffer, save_progress):
+    buffer = make_buffer(2, groups_per_step=1, max_lag=8)
+    options = {"save_progress": save_progress, "player": Playing(turns(4))}
+    async with running_loop(buffer, writes_by_context, **options) as (loop, _, _):
+        for _ in range(3):
+            await asyncio.sleep(0.12)
+            await update(loop, buffer)
+        await buffer.stored(2)
+        counters = await loop.stop()
+    for group in buffer.groups:
+        assert_by_context(group)
+        assert len({*group.versions.tolist()}) > 2, "two versions at least, beside the given tokens"
+    assert counters.tokens_generated == buffer.num_tokens == buffer.num_accounted
+
+
+async def test_a_waiting_tool_holds_no_place(make_buffer):
+    buffer = make_buffer(3)
+    player = Playing(turns(2, tool_s=8.0))
+    async with running_loop(buffer, writes_by_context, player=player, groups_in_flight=1) as (loop, engine, _):
+        await asyncio.sleep(4)
+        assert len(loop._groups) == 2, "another group was leased while the tools of the first one run"
+        assert engine.running_at_once == 2, "the samples of one group"
+        await buffer.stored(3)
+
+
+async def test_more_groups_wait_for_tools_if_the_option_allows_it(make_buffer):
+    buffer = make_buffer(8)
+    environment = EnvironmentConfig(max_groups=5)
+    options = {"player": Playing(turns(2, tool_s=100.0)), "groups_in_flight": 1, "environment": environment}
+    async with running_loop(buffer, writes_by_context, **options) as (loop, _, _):
+        await asyncio.sleep(50)
+        assert len(loop._groups) == 5
+
+
+async def test_another_worker_replays_the_episodes_of_a_stopped_one(make_buffer):
+    buffer = make_buffer(1)
+    player = Playing(turns(3, tool_s=5.0))
+    async with running_loop(buffer, writes_by_context, player=player) as (loop, _, _):
+        await asyncio.sleep(7)
+        first = await loop.stop()
+    assert sorted(player.cancelled) == ["0-0-0", "0-0-1"]
+    assert buffer.progress[0].summary.num_tokens == first.tokens_generated > 0
+    prefixes = [trajectory.turns[1].token_ids.tolist() for trajectory in buffer.progress[0].trajectories()]
+    async with running_loop(buffer, writes_by_context, player=player) as (loop, engine, _):
+        await buffer.stored(1)
+        second = await loop.stop()
+    (group,) = buffer.groups
+    assert_by_context(group)
+    assert [trajectory.turns[1].token_ids.tolist() for trajectory in group.trajectories()] == prefixes
+    assert all(len(request.prompt_ids) > 3 for request in engine.requests), "the first turns are not sampled again"
+    assert first.tokens_generated + second.tokens_generated == buffer.num_tokens == buffer.num_accounted
+
+
+async def test_tokens_of_another_course_are_dropped_at_the_replay_and_counted(make_buffer):
+    buffer = make_buffer(1)
+
+    async def environment(run: EpisodeRun, index: int) -> Outcome:
+        attempt = int(run.episode.name.split("-")[1])
+        turn = await run.sample(PROMPT, (), SAMPLING)
+        await run.sample(turn, [TOOL, attempt], SAMPLING)
+        if attempt == 0:
+            await asyncio.sleep(1000)
+        return Outcome()
+
+    async with running_loop(buffer, writes_by_context, player=Playing(environment)) as (loop, _, _):
+        await asyncio.sleep(5)
+        first = await loop.stop()
+    async with running_loop(buffer, writes_by_context, player=Playing(environment)) as (loop, _, _):
+        await buffer.stored(1)
+        second = await loop.stop()
+    assert buffer.num_tokens < first.tokens_generated + second.tokens_generated == buffer.num_accounted
+
+
+async def test_a_revoked_group_whose_tools_hang_ends_at_once(make_buffer):
+    buffer = make_buffer(2)
+    player = Playing(turns(2, tool_s=1000.0))
+    async with running_loop(buffer, writes_by_context, player=player) as (loop, _, _):
+        await asyncio.sleep(5)
+        await buffer.revoke(0)
+        await asyncio.sleep(0.1)
+        assert sorted(player.cancelled) == ["0-0-0", "0-0-1"]
+        assert {group.key for group in loop._groups} == {(1, 0), (0, 1)}, "and another attempt begins"
+
+
+async def test_an_engine_that_fails_while_tools_run_leaves_the_turns_to_the_next_one(make_buffer):
+    buffer = make_buffer(2)
+    player = Playing(turns(2, tool_s=9.0))
+    async with running_loop(buffer, writes_by_context, player=player) as (_, engine, run):
+        await asyncio.sleep(5)
+        engine.die("killed")
+        with pytest.raises(WorkerDiedError, match="killed"):
+            await run
+    assert set(buffer.progress) == {0, 1}
+    assert buffer.held == set()
+    async with running_loop(buffer, writes_by_context, player=player) as (_, _, _):
+        await buffer.stored(2)
+    for group in buffer.groups:
+        assert_by_context(group)
+    assert sum(buffer.ledger.account.tokens_dropped.values()) == 0
+
+
+def failing(kind: FailureKind, *, fails: Callable[[EpisodeRun, int], bool]) -> Play:
+    async def environment(run: EpisodeRun, index: int) -> Outcome:
+        outcome = await turns(2)(run, index)
+        if fails(run, index):
+            raise EpisodeFailure(kind, "broken")
+        return outcome
+
+    return environment
+
+
+async def test_a_failed_episode_costs_the_attempt_and_the_next_attempt_keeps_the_turns(make_buffer):
+    buffer = make_buffer(1)
+    player = Playing(failing(FailureKind.tool, fails=lambda run, index: run.episode.name == "0-0-1"))
+    async with running_loop(buffer, writes_by_context, player=player) as (loop, _, _):
+        await buffer.stored(1)
+        counters = await loop.stop()
+    assert [reason for _, _, reason in buffer.released] == ["episode_tool"]
+    assert counters.groups_failed["episode_tool"] == 1
+    assert counters.tokens_generated == buffer.num_tokens == buffer.num_accounted, "nothing was sampled twice"
+
+
+@pytest.mark.parametrize("action", [OnFailure.score, OnFailure.drop])
+async def test_a_failed_episode_is_scored_or_left_out(make_buffer, action):
+    buffer = make_buffer(1)
+    player = Playing(failing(FailureKind.tool, fails=lambda run, index: index == 2))
+    options = {"environment": EnvironmentConfig(on_failure=OnFailureConfig(tool=action)), "samples_per_prompt": 3}
+    async with running_loop(buffer, writes_by_context, player=player, **options) as (loop, _, _):
+        await buffer.stored(1)
+        counters = await loop.stop()
+    (group,) = buffer.groups
+    assert group.num_trajectories == (3 if action is OnFailure.score else 2)
+    assert counters.groups_failed[f"episode_tool_{action}"] == 1
+    assert counters.tokens_generated == buffer.num_accounted
+
+
+async def test_an_environment_that_never_asks_the_policy_fails(make_buffer):
+    buffer = make_buffer(1)
+
+    async def environment(run: EpisodeRun, index: int) -> Outcome:
+        return Outcome(reward=1.0)
+
+    async with running_loop(buffer, writes_by_context, player=Playing(environment), max_attempts=2):
+        await buffer.dropped(1)
+    assert [reason for _, _, reason in buffer.released] == ["episode_environment"] * 2
+
+
+async def test_a_turn_that_nobody_waits_for_is_dropped_and_counted(make_buffer):
+    buffer = make_buffer(1)
+
+    async def environment(run: EpisodeRun, index: int) -> Outcome:
+        turn = await run.sample(PROMPT, (), SAMPLING)
+        leaving = asyncio.create_task(run.sample(turn, [TOOL], SAMPLING))
+        await asyncio.sleep(0.025)
+        leaving.cancel()
+        return Outcome()
+
+    async with running_loop(buffer, writes_by_context, player=Playing(environment)) as (loop, _, _):
+        await buffer.stored(1)
+        counters = await loop.stop()
+    (group,) = buffer.groups
+    assert [len(trajectory.turns) for trajectory in group.trajectories()] == [2, 2]
+    assert buffer.num_tokens < counters.tokens_generated == buffer.num_accounted
+
+
+async def test_a_request_that_the_engine_refuses_costs_its_turn_only(make_buffer):
+    buffer = make_buffer(1)
+    refused = []
+
+    def refuses_long_prompts(request, version):
+        return ScriptedAnswer(error="too long") if 99 in request.prompt_ids else writes_by_context(request, version)
+
+    async def environment(run: EpisodeRun, index: int) -> Outcome:
+        turn = await run.sample(PROMPT, (), SAMPLING)
+        for wrong in ([99], [-1]):
+            try:
+                await run.sample(turn, wrong, SAMPLING)
+            except RequestRefused as error:
+                refused.append(str(error))
+        await run.sample(turn, [TOOL], SAMPLING)
+        return Outcome()
+
+    async with running_loop(buffer, refuses_long_prompts, player=Playing(environment)) as (loop, _, run):
+        await buffer.stored(1)
+        assert not run.done()
+        counters = await loop.stop()
+    assert ["too long" in message for message in refused].count(True) == 2
+    assert ["must be in 0.." in message for message in refused].count(True) == 2
+    assert counters.tokens_generated == buffer.num_tokens == buffer.num_accounted
+
+
+async def test_branches_roots_and_parallel_turns(make_buffer):
+    buffer = make_buffer(1, groups_per_step=1, max_lag=8)
+
+    async def environment(run: EpisodeRun, index: int) -> Outcome:
+        first = await run.sample(PROMPT, (), SAMPLING)
+        await asyncio.gather(*(run.sample(first, [TOOL, number], SAMPLING) for number in range(3)))
+        await run.sample(ROOT, [TOOL, 7], SAMPLING)
+        try:
+            while True:
+                await run.sample(ROOT, [TOOL, 8], SAMPLING)
+        except EpisodeOverflow:
+            return Outcome()
+
+    options = {"save_progress": SaveProgress.at_updates, "player": Playing(environment)}
+    async with running_loop(buffer, writes_by_context, **options) as (loop, _, _):
+        for _ in range(2):
+            await asyncio.sleep(0.06)
+            await update(loop, buffer)
+        await buffer.stored(1)
+        counters = await loop.stop()
+    (group,) = buffer.groups
+    assert_by_context(group)
+    assert len(group.branches) == 2 * 7, "three branches and four roots each"
+    assert counters.tokens_generated == buffer.num_tokens == buffer.num_accounted
+
+
+async def test_the_device_is_released_while_tools_run_and_turns_wait_for_the_next_weights(make_buffer):
+    buffer = make_buffer(1, groups_per_step=1, max_lag=2)
+    options = {"player": Playing(turns(3, tool_s=1.0)), "drain_timeout_s": 0.5}
+    async with running_loop(buffer, writes_by_context, **options) as (loop, engine, _):
+        await asyncio.sleep(0.3)
+        await loop.release_device()
+        assert engine.released
+        await asyncio.sleep(30)
+        num_asked = len(engine.requests)
+        await update(loop, buffer)
+        await buffer.stored(1)
+        assert len(engine.requests) > num_asked
+    assert_by_context(buffer.groups[0])
+
+
+async def test_a_greedy_baseline_is_an_episode_too(make_buffer):
+    buffer = make_buffer(1)
+    async with running_loop(buffer, writes_by_context, player=Playing(turns(2)), greedy_baseline=True) as (loop, _, _):
+        await buffer.stored(1)
+        counters = await loop.stop()
+    (group,) = buffer.groups
+    assert group.is_baseline.tolist() == [False, False, True]
+    assert counters.tokens_generated == buffer.num_tokens
