@@ -120,27 +120,6 @@ class SamplingConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RendererConfig:
-    """How the messages of an episode become tokens (`rollout_fleet.episodes.renderer`).
-
-    Attributes:
-        name: ``auto`` takes the renderer of the library ``renderers`` that renders token for token what the model's
-            chat template renders, and otherwise the template itself. ``template`` takes the template. Any other name is
-            a renderer of that library. Example: ``qwen3``.
-        tool_parser: How tool calls are read with ``template``: a parser of ``renderers``, ``sglang:NAME``, or ``json``
-            for ``<tool_call>{JSON}</tool_call>``. Empty: ``json`` if the template writes these tags, otherwise none.
-        keep_reasoning: Keep sampled reasoning in the context also where the template drops it. Then no turn starts a
-            new branch for its reasoning; the contexts differ from those of the template.
-        options: Arguments of the renderer or the template. Example: ``{"enable_thinking": false}``.
-    """
-
-    name: str = "auto"
-    tool_parser: str = ""
-    keep_reasoning: bool = False
-    options: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, kw_only=True)
 class SGLangConfig:
     """How an SGLang server is launched.
 

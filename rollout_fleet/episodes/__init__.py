@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .endpoint import Access, Endpoint
     from .environment import Environment, EpisodeFailure, FailureKind, Outcome, Policy, ToolError
     from .episode import PROMPT, Episode, EpisodeBudget
     from .renderer import ChatRenderer, load_renderer
@@ -17,9 +18,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "PROMPT",
+    "Access",
     "Answer",
     "ChatRenderer",
     "ChatRequest",
+    "Endpoint",
     "Environment",
     "Episode",
     "EpisodeBudget",
@@ -36,6 +39,7 @@ __all__ = [
     "load_renderer",
 ]
 _PLACES = {
+    "endpoint": ("Access", "Endpoint"),
     "environment": ("Environment", "EpisodeFailure", "FailureKind", "Outcome", "Policy", "ToolError"),
     "episode": ("PROMPT", "Episode", "EpisodeBudget"),
     "renderer": ("ChatRenderer", "load_renderer"),

@@ -46,6 +46,27 @@ class OnFailureConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RendererConfig:
+    """How the messages of an episode become tokens (`rollout_fleet.episodes.renderer`).
+
+    Attributes:
+        name: ``auto`` takes the renderer of the library ``renderers`` that renders token for token what the model's
+            chat template renders, and otherwise the template itself. ``template`` takes the template. Any other name is
+            a renderer of that library. Example: ``qwen3``.
+        tool_parser: How tool calls are read with ``template``: a parser of ``renderers``, ``sglang:NAME``, or ``json``
+            for ``<tool_call>{JSON}</tool_call>``. Empty: ``json`` if the template writes these tags, otherwise none.
+        keep_reasoning: Keep sampled reasoning in the context also where the template drops it. Then no turn starts a
+            new branch for its reasoning; the contexts differ from those of the template.
+        options: Arguments of the renderer or the template. Example: ``{"enable_thinking": false}``.
+    """
+
+    name: str = "auto"
+    tool_parser: str = ""
+    keep_reasoning: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
 class EnvironmentConfig:
     """The environment between the turns of an episode; without a name, a rollout is a single answer.
 
@@ -71,6 +92,7 @@ class EnvironmentConfig:
         sampling: The learner trains under one temperature and without top_p, top_k and the like. ``override``: a
             request's other values are replaced by those of ``rollout_fleet.sampling``, counted, and named in a warning.
             ``refuse``: the request fails.
+        renderer: How messages become tokens.
         max_groups: Prompt groups that a worker may hold while their environments work; 0 is twice
             ``rollout_fleet.groups_in_flight``.
     """
@@ -92,6 +114,7 @@ class EnvironmentConfig:
     blocked_timeout_s: float = 60.0
     on_failure: OnFailureConfig = field(default_factory=OnFailureConfig)
     sampling: OnSamplingOption = OnSamplingOption.override
+    renderer: RendererConfig = field(default_factory=RendererConfig)
     max_groups: int = 0
 
     def __post_init__(self) -> None:

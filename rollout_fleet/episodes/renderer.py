@@ -15,10 +15,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rollout_fleet.config import RendererConfig
-
 from .chat_parsers import JSON_TAGS, make_tool_parser, split_reasoning
 from .chat_tokenizer import PLAIN_ROLES, PLAIN_TEMPLATE, ChatTokenizer
+from .config import RendererConfig
 
 AUTO = "auto"
 TEMPLATE = "template"

@@ -74,6 +74,7 @@ class SampleOptions:
         stop: Texts that end a turn; ``stop_token_ids``: tokens that end it, beside the renderer's.
         seed: See `SamplingConfig.seed`; the i-th of n turns gets ``seed + i``.
         json_schema: See `SamplingConfig.json_schema`.
+        reads_calls: Read tool calls; otherwise they stay in the content.
         other: Options by OpenAI's names that the learner cannot follow if they differ from the run's.
             Example: ``{"temperature": 0.2}``.
     """
@@ -84,6 +85,7 @@ class SampleOptions:
     stop_token_ids: tuple[int, ...] = ()
     seed: int | None = None
     json_schema: str = ""
+    reads_calls: bool = True
     other: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -178,11 +180,12 @@ class _History:
 
 @dataclass(kw_only=True)
 class _Call:
-    """A request that was made: its task, its content, and whether its answer was lost on the way."""
+    """A request that was made: its task, its content, how many callers asked, and how many did not get the answer."""
 
     task: asyncio.Task[list[Answer]]
     digest: str
-    is_lost: bool = False
+    num_callers: int = 0
+    num_lost: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,7 +262,7 @@ class Session:
         """Note that the client did not get the answer: the same request gets it again, once."""
         call = self._by_key.get(request.key) if request.key else self._by_digest.get(_digest(request))
         if call is not None:
-            call.is_lost = True
+            call.num_lost += 1
 
     async def _once(self, request: ChatRequest | TextRequest, answer: Callable[[], Awaitable[list[Answer]]]) -> Any:
         digest = _digest(request)
@@ -274,9 +277,8 @@ class Session:
                 self._by_digest[digest] = call
         else:
             self.counts.repeated += 1
-        answers = await asyncio.shield(call.task)
-        call.is_lost = False
-        return answers
+        call.num_callers += 1
+        return list(await asyncio.shield(call.task))
 
     def _earlier(self, request: ChatRequest | TextRequest, digest: str) -> _Call | None:
         call = self._by_key.get(request.key) if request.key else self._by_digest.get(digest)
@@ -284,10 +286,12 @@ class Session:
             return None
         if call.digest != digest:
             raise ValueError(f"idempotency key {request.key!r} was used for another request; use a new key")
-        is_running = not call.task.done()
-        if not is_running and (call.task.cancelled() or call.task.exception() is not None):
+        if not call.task.done():
+            return call
+        if call.task.cancelled() or call.task.exception() is not None:
             return None
-        return call if is_running or request.key or request.is_retry or call.is_lost else None
+        is_lost = call.num_lost >= call.num_callers
+        return call if request.key or request.is_retry or is_lost else None
 
     # Messages
 
@@ -302,7 +306,7 @@ class Session:
         self._seen.update(digests)
         answers = await self._sample(place, request.options, stops=True)
         for place_of_answer, answer in enumerate(answers):
-            parsed = self._parse(answer, tools)
+            parsed = self._parse(answer, tools, reads_calls=request.options.reads_calls)
             message = self._message(answer, parsed, request.options.stop)
             reason = "tool_calls" if parsed.calls and answer.finish_reason == "stop" else answer.finish_reason
             answers[place_of_answer] = replace(answer, message=message, finish_reason=reason)
@@ -361,10 +365,14 @@ class Session:
             cause = "edited"
         return None, cause
 
-    def _parse(self, answer: Answer, tools: Sequence[Message]) -> ParsedAnswer:
+    def _parse(self, answer: Answer, tools: Sequence[Message], *, reads_calls: bool) -> ParsedAnswer:
         prompt_ids = self._sampler.episode.path(self._sampler.episode.turn(answer.turn).parent)
         parsed = self._renderer.parse(prompt_ids.tolist(), answer.token_ids.tolist(), tools)
         self.counts.malformed_calls += parsed.num_malformed
+        if parsed.calls and not reads_calls:
+            ids = self._renderer.without_stop(answer.token_ids.tolist())
+            text = self._renderer.tokenizer.decode(ids)
+            return replace(parsed, content=text.rpartition("</think>")[2], calls=())
         return parsed
 
     def _message(self, answer: Answer, parsed: ParsedAnswer, stop: Sequence[str]) -> dict[str, Any]:

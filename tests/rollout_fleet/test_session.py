@@ -3,19 +3,17 @@
 import asyncio
 import json
 
-import numpy as np
 import pytest
 
 from asyncrl.core.errors import EpisodeOverflow
 from asyncrl.core.trajectory import ROOT
-from asyncrl.core.types import Prompt
-from rollout_fleet.config import RendererConfig, SamplingConfig
+from rollout_fleet.config import SamplingConfig
+from rollout_fleet.episodes.config import RendererConfig
 from rollout_fleet.episodes.renderer import load_renderer
 from rollout_fleet.episodes.session import ChatRequest, SampleOptions, Session, TextRequest
 from tests.support.chat_models import save_chat_model
-from tests.support.scripted_turns import ScriptedTurns
+from tests.support.scripted_turns import USER, Talk
 
-USER = {"role": "user", "content": "How warm is it?"}
 MORE = {"role": "user", "content": "And in the city?"}
 TOOL = {"type": "function", "function": {"name": "weather", "description": "d", "parameters": {"type": "object"}}}
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city":"Rome"}}\n</tool_call><|im_end|>'
@@ -34,43 +32,6 @@ def renderers(tmp_path_factory):
         return loaded[name]
 
     return load
-
-
-class Talk:
-    """A session whose turns are texts, one after the other, encoded letter by letter unless ``encoded``."""
-
-    def __init__(self, renderer, *texts, prompt=(USER,), most=512, **budget):
-        self.renderer = renderer
-        self.texts = list(texts)
-        ids = np.asarray(renderer.render(list(prompt), []), dtype=np.int32)
-        self.turns = ScriptedTurns(ids, self.write, **budget)
-        self.prompt = Prompt(group_id=7, prompt_ids=ids)
-        self.session = Session(self.turns, renderer, sampling=SamplingConfig(max_new_tokens=most), prompt=self.prompt)
-
-    def write(self, prompt_ids, sampling):
-        """Special tokens whole, everything else letter by letter: no such tokens come from encoding the text."""
-        text = self.texts.pop(0)
-        tokenizer = self.renderer.tokenizer
-        special = sorted({*tokenizer.all_special_tokens, "<think>", "</think>", "<tool_call>", "</tool_call>"})
-        ids = []
-        while text:
-            token = next((token for token in special if text.startswith(token)), text[0])
-            ids += tokenizer.encode(token)
-            text = text[len(token) :]
-        return ids
-
-    async def chat(self, *messages, tools=(), key="", is_retry=False, **options):
-        request = ChatRequest(
-            messages=messages, tools=tools, options=SampleOptions(**options), key=key, is_retry=is_retry
-        )
-        return await self.session.chat(request)
-
-    def check(self):
-        """Each engine's prompt is the path of its turn, and nothing that was sampled was encoded again."""
-        for prompt, turn in self.turns.requests:
-            episode = self.turns.episode
-            assert np.array_equal(prompt, episode.path(episode.turn(turn).parent))
-        assert self.session.counts.retokenised_tokens == 0
 
 
 async def test_a_session_continues_the_prompt_if_the_messages_render_to_it(renderers):
@@ -235,12 +196,12 @@ async def test_an_equal_request_after_the_first_is_another_sample(renderers):
 
 
 async def test_a_retry_after_a_lost_answer_gets_the_same_turn(renderers):
-    talk = Talk(renderers("chatml"), "Warm.<|im_end|>", "Cold.<|im_end|>", "Mild.<|im_end|>")
+    talk = Talk(renderers("chatml"), "Warm.<|im_end|>", "Cold.<|im_end|>")
     (first,) = await talk.chat(USER)
-    assert (await talk.chat(USER, is_retry=True))[0].turn == first.turn, "the client says so"
     talk.session.lose(ChatRequest(messages=(USER,)))
-    assert (await talk.chat(USER))[0].turn == first.turn, "the endpoint says so"
-    assert (await talk.chat(USER))[0].turn != first.turn, "both have the answer by now"
+    assert (await talk.chat(USER))[0].turn == first.turn, "the endpoint says that the answer was lost"
+    assert (await talk.chat(USER, is_retry=True))[0].turn == first.turn, "the client says that it retries"
+    assert (await talk.chat(USER))[0].turn != first.turn, "the client has the answer"
 
 
 async def test_requests_with_one_key_get_one_turn_and_other_keys_other_turns(renderers):

@@ -5,10 +5,12 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from asyncrl.core.types import FinishReason
+from asyncrl.core.types import FinishReason, Prompt
 from rollout_fleet.config import SamplingConfig
 from rollout_fleet.engines.engine import SampleOutput
-from rollout_fleet.episodes import Episode, EpisodeBudget
+from rollout_fleet.episodes import ChatRequest, Episode, EpisodeBudget, SampleOptions, Session
+
+USER = {"role": "user", "content": "How warm is it?"}
 
 Script = Callable[[np.ndarray, SamplingConfig], Sequence[int]]
 """Tokens of a turn, from the engine's prompt and the sampling. A turn that has all its tokens ends by length."""
@@ -48,3 +50,40 @@ class ScriptedTurns:
             )
             self.episode.take(request.id, output)
         return turn
+
+
+class Talk:
+    """A session whose turns are texts, one after the other, encoded letter by letter unless ``encoded``."""
+
+    def __init__(self, renderer, *texts, prompt=(USER,), tools=(), most=512, **budget):
+        self.renderer = renderer
+        self.texts = list(texts)
+        ids = np.asarray(renderer.render(list(prompt), list(tools)), dtype=np.int32)
+        self.turns = ScriptedTurns(ids, self.write, **budget)
+        self.prompt = Prompt(group_id=7, prompt_ids=ids)
+        self.session = Session(self.turns, renderer, sampling=SamplingConfig(max_new_tokens=most), prompt=self.prompt)
+
+    def write(self, prompt_ids, sampling):
+        """Special tokens whole, everything else letter by letter: no such tokens come from encoding the text."""
+        text = self.texts.pop(0)
+        tokenizer = self.renderer.tokenizer
+        special = sorted({*tokenizer.all_special_tokens, "<think>", "</think>", "<tool_call>", "</tool_call>"})
+        ids = []
+        while text:
+            token = next((token for token in special if text.startswith(token)), text[0])
+            ids += tokenizer.encode(token)
+            text = text[len(token) :]
+        return ids
+
+    async def chat(self, *messages, tools=(), key="", is_retry=False, **options):
+        request = ChatRequest(
+            messages=messages, tools=tools, options=SampleOptions(**options), key=key, is_retry=is_retry
+        )
+        return await self.session.chat(request)
+
+    def check(self):
+        """Each engine's prompt is the path of its turn, and nothing that was sampled was encoded again."""
+        for prompt, turn in self.turns.requests:
+            episode = self.turns.episode
+            assert np.array_equal(prompt, episode.path(episode.turn(turn).parent))
+        assert self.session.counts.retokenised_tokens == 0

@@ -1,0 +1,158 @@
+"""Anthropic's messages: their JSON to requests of a session, and answers to their JSON and events."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from .messages import read_content
+from .openai_api import MODEL, check_fields, list_of, read_options
+from .session import Answer, ChatRequest
+
+_FIELDS = {
+    "model",
+    "messages",
+    "system",
+    "tools",
+    "tool_choice",
+    "max_tokens",
+    "stop_sequences",
+    "stream",
+    "temperature",
+    "top_p",
+    "top_k",
+    "thinking",
+}
+_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+
+
+def read_request(body: Mapping[str, Any], *, key: str = "", is_retry: bool = False) -> ChatRequest:
+    """Read the body of ``/v1/messages``. Raises `ValueError` that names a field and what it may be."""
+    check_fields(body, _FIELDS)
+    choice = body.get("tool_choice") or {}
+    if choice.get("type", "auto") not in ("auto", "none") or choice.get("disable_parallel_tool_use"):
+        raise ValueError(
+            f"tool_choice must be of the type auto or none, got {json.dumps(choice)}: no grammar of the model's tool "
+            "calls forces a call, or a single one; ask for it in a message"
+        )
+    messages: list[dict[str, Any]] = []
+    if body.get("system"):
+        messages.append({"role": "system", "content": read_content(body["system"], "system")})
+    for place, message in enumerate(list_of(body, "messages")):
+        messages += _read_message(message, f"messages[{place}]")
+    if messages and messages[-1]["role"] == "assistant":
+        raise ValueError("the last message must be of the user, got one of the assistant: a prefill is not supported")
+    tools = [_read_tool(tool, f"tools[{place}]") for place, tool in enumerate(list_of(body, "tools"))]
+    options = read_options(
+        {**body, "stop": body.get("stop_sequences")},
+        max_tokens=body.get("max_tokens"),
+        reads_calls=choice.get("type") != "none",
+    )
+    return ChatRequest(messages=messages, tools=tools, options=options, key=key, is_retry=is_retry)
+
+
+def message(body: Mapping[str, Any], answer: Answer) -> dict[str, Any]:
+    """The answer of ``/v1/messages``, with its turn's index, ``turn``."""
+    blocks: list[dict[str, Any]] = []
+    if answer.message.get("reasoning_content"):
+        blocks.append({"type": "thinking", "thinking": answer.message["reasoning_content"], "signature": ""})
+    if answer.message.get("content"):
+        blocks.append({"type": "text", "text": answer.message["content"], "citations": None})
+    for call in answer.message.get("tool_calls", ()):
+        function = call["function"]
+        blocks.append(
+            {"type": "tool_use", "id": call["id"], "name": function["name"], "input": _input_of(function["arguments"])}
+        )
+    return {
+        "id": f"msg_{uuid.uuid4().hex}",
+        "type": "message",
+        "role": "assistant",
+        "model": body.get("model") or MODEL,
+        "content": blocks,
+        "stop_reason": _REASONS[answer.finish_reason],
+        "stop_sequence": None,
+        "usage": {
+            "input_tokens": answer.num_prompt_tokens - answer.num_reused_tokens,
+            "cache_read_input_tokens": answer.num_reused_tokens,
+            "cache_creation_input_tokens": 0,
+            "output_tokens": len(answer.token_ids),
+        },
+        "turn": answer.turn,
+    }
+
+
+def events(body: Mapping[str, Any], answer: Answer) -> Iterator[dict[str, Any]]:
+    """The same answer as the events of a stream."""
+    whole = message(body, answer)
+    begun = {**whole, "content": [], "stop_reason": None, "usage": {**whole["usage"], "output_tokens": 0}}
+    yield {"type": "message_start", "message": begun}
+    for index, block in enumerate(whole["content"]):
+        if block["type"] == "tool_use":
+            start = {**block, "input": {}}
+            delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"], ensure_ascii=False)}
+        elif block["type"] == "thinking":
+            start = {**block, "thinking": ""}
+            delta = {"type": "thinking_delta", "thinking": block["thinking"]}
+        else:
+            start = {**block, "text": ""}
+            delta = {"type": "text_delta", "text": block["text"]}
+        yield {"type": "content_block_start", "index": index, "content_block": start}
+        yield {"type": "content_block_delta", "index": index, "delta": delta}
+        yield {"type": "content_block_stop", "index": index}
+    ended = {"stop_reason": whole["stop_reason"], "stop_sequence": None}
+    yield {"type": "message_delta", "delta": ended, "usage": {"output_tokens": whole["usage"]["output_tokens"]}}
+    yield {"type": "message_stop"}
+
+
+def error(kind: str, text: str) -> dict[str, Any]:
+    """The body of an error."""
+    kinds = {"invalid_api_key": "authentication_error", "server_error": "api_error", "not_found": "not_found_error"}
+    return {"type": "error", "error": {"type": kinds.get(kind, kind), "message": text}}
+
+
+def _read_message(content: Any, where: str) -> list[dict[str, Any]]:
+    """The messages in OpenAI's form of one of Anthropic's: each tool result becomes a message of its own."""
+    role = content.get("role") if isinstance(content, Mapping) else None
+    if role not in ("user", "assistant"):
+        raise ValueError(f"{where}.role must be user or assistant, got {role!r}")
+    blocks = content.get("content")
+    if isinstance(blocks, str):
+        return [{"role": role, "content": blocks}]
+    if not isinstance(blocks, list):
+        raise ValueError(f"{where}.content must be a text or a list of blocks, got {type(blocks).__name__}")
+    results: list[dict[str, Any]] = []
+    own: dict[str, Any] = {"role": role, "content": ""}
+    for place, block in enumerate(blocks):
+        kind = block.get("type") if isinstance(block, Mapping) else None
+        if kind == "text":
+            own["content"] += block["text"]
+        elif kind == "thinking" and role == "assistant":
+            own["reasoning_content"] = block["thinking"]
+        elif kind == "tool_use" and role == "assistant":
+            function = {"name": block["name"], "arguments": json.dumps(block["input"], ensure_ascii=False)}
+            own.setdefault("tool_calls", []).append({"id": block["id"], "type": "function", "function": function})
+        elif kind == "tool_result" and role == "user":
+            text = read_content(block.get("content"), f"{where}.content[{place}].content")
+            results.append({"role": "tool", "tool_call_id": block["tool_use_id"], "content": text})
+        else:
+            raise ValueError(
+                f"{where}.content[{place}].type must be text, thinking, tool_use or tool_result, got {kind!r} from the "
+                f"{role}"
+            )
+    return [*results, own] if own["content"] or role == "assistant" or not results else results
+
+
+def _read_tool(tool: Any, where: str) -> dict[str, Any]:
+    if not isinstance(tool, Mapping) or "input_schema" not in tool:
+        raise ValueError(f"{where} must have a name and an input_schema, got {tool!r}")
+    function = {"name": tool["name"], "description": tool.get("description") or "", "parameters": tool["input_schema"]}
+    return {"type": "function", "function": function}
+
+
+def _input_of(arguments: str) -> Any:
+    try:
+        return json.loads(arguments or "{}")
+    except ValueError:
+        return {"arguments": arguments}  # Anthropic's form has no place for text

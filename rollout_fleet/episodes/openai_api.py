@@ -1,0 +1,263 @@
+"""OpenAI's chat completions and completions: their JSON to requests of a session, and answers to their JSON.
+
+What an engine or the learner cannot follow is refused by name, never ignored. Fields that change no token are accepted.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from .chat_tokenizer import ChatTokenizer
+from .session import Answer, ChatRequest, SampleOptions, TextRequest
+
+MODEL = "policy"
+
+_OTHER = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "reasoning_effort",
+)
+_COMMON = {
+    "model",
+    "n",
+    "stop",
+    "stop_token_ids",
+    "seed",
+    "stream",
+    "stream_options",
+    "max_tokens",
+    "logprobs",
+    *_OTHER,
+}
+_WITHOUT_EFFECT = {
+    "user",
+    "metadata",
+    "store",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "verbosity",
+    "best_of",
+}
+_CHAT = {
+    *_COMMON,
+    "messages",
+    "tools",
+    "tool_choice",
+    "parallel_tool_calls",
+    "response_format",
+    "max_completion_tokens",
+    "top_logprobs",
+}
+
+
+def read_chat(body: Mapping[str, Any], *, key: str = "", is_retry: bool = False) -> ChatRequest:
+    """Read the body of ``/v1/chat/completions``. Raises `ValueError` that names a field and what it may be."""
+    check_fields(body, _CHAT)
+    tools = list_of(body, "tools")
+    for place, tool in enumerate(tools):
+        if not isinstance(tool, Mapping) or tool.get("type") != "function" or "function" not in tool:
+            raise ValueError(f"tools[{place}] must be {{'type': 'function', 'function': …}}, got {tool!r}")
+    if body.get("top_logprobs"):
+        raise ValueError(
+            f"top_logprobs must be 0, got {body['top_logprobs']}: engines report the sampled token's log-prob only"
+        )
+    check_tool_choice(body, bool(tools))
+    max_tokens = body.get("max_completion_tokens")
+    options = read_options(
+        body,
+        max_tokens=body.get("max_tokens") if max_tokens is None else max_tokens,
+        json_schema=_read_format(body.get("response_format")),
+        reads_calls=body.get("tool_choice") != "none",
+    )
+    return ChatRequest(messages=list_of(body, "messages"), tools=tools, options=options, key=key, is_retry=is_retry)
+
+
+def read_completion(body: Mapping[str, Any], *, key: str = "", is_retry: bool = False) -> TextRequest:
+    """Read the body of ``/v1/completions``. Raises `ValueError` that names a field and what it may be."""
+    check_fields(body, {*_COMMON, "prompt"})
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
+        prompt = prompt[0]
+    is_ids = isinstance(prompt, list) and all(type(token) is int for token in prompt)
+    if not prompt or not (isinstance(prompt, str) or is_ids):
+        raise ValueError("prompt must be one text or one list of token ids, and not empty; send one request per prompt")
+    options = read_options(body, max_tokens=body.get("max_tokens"))
+    return TextRequest(prompt=prompt, options=options, key=key, is_retry=is_retry)
+
+
+def read_options(
+    body: Mapping[str, Any], *, max_tokens: Any, json_schema: str = "", reads_calls: bool = True
+) -> SampleOptions:
+    """The sampling options of a body. Raises `ValueError` that names a field and what it may be."""
+    stop = body.get("stop") or []
+    stop = [stop] if isinstance(stop, str) else stop
+    if not isinstance(stop, list) or not all(isinstance(text, str) and text for text in stop):
+        raise ValueError(f"stop must be a text or a list of texts, got {stop!r}")
+    for name, value in (("n", body.get("n")), ("seed", body.get("seed")), ("max_tokens", max_tokens)):
+        if value is not None and type(value) is not int:
+            raise ValueError(f"{name} must be a whole number, got {value!r}")
+    ids = list_of(body, "stop_token_ids")
+    if not all(type(token) is int for token in ids):
+        raise ValueError(f"stop_token_ids must be a list of token ids, got {ids!r}")
+    return SampleOptions(
+        n=1 if body.get("n") is None else body["n"],
+        max_tokens=max_tokens,
+        stop=tuple(stop),
+        stop_token_ids=tuple(ids),
+        seed=body.get("seed"),
+        json_schema=json_schema,
+        reads_calls=reads_calls,
+        other={name: body[name] for name in _OTHER if body.get(name) is not None},
+    )
+
+
+def check_fields(body: Mapping[str, Any], known: set[str]) -> None:
+    """Raise `ValueError` for a field that would be ignored."""
+    unknown = sorted(name for name in body.keys() - known - _WITHOUT_EFFECT if body[name] is not None)
+    if unknown:
+        raise ValueError(f"{unknown[0]} is not supported here; leave it out. Supported are {', '.join(sorted(known))}")
+
+
+def check_tool_choice(body: Mapping[str, Any], has_tools: bool) -> None:
+    """Raise `ValueError` for a choice of tools that cannot be enforced."""
+    choice = body.get("tool_choice")
+    if choice not in (None, "auto", "none"):
+        raise ValueError(
+            f"tool_choice must be auto or none, got {json.dumps(choice)}: no grammar of the model's tool calls forces "
+            "one; ask for it in a message"
+        )
+    if has_tools and body.get("parallel_tool_calls") is False:
+        raise ValueError("parallel_tool_calls must be true, got false: the number of calls cannot be enforced")
+
+
+def list_of(body: Mapping[str, Any], name: str) -> list[Any]:
+    """A field that is a list; empty if it is missing. Raises `ValueError` if it is something else."""
+    value = body.get(name)
+    if value is None:
+        return []
+    if not isinstance(value, list):
+        raise ValueError(f"{name} must be a list, got {type(value).__name__}")
+    return value
+
+
+def _read_format(value: Any) -> str:
+    """The JSON schema of a ``response_format``; empty for text."""
+    kind = value.get("type") if isinstance(value, Mapping) else value
+    if kind in (None, "text"):
+        return ""
+    if kind == "json_object":
+        return json.dumps({"type": "object"})
+    if kind == "json_schema":
+        schema = (value.get("json_schema") or {}).get("schema")
+        if isinstance(schema, Mapping):
+            return json.dumps(schema)
+        raise ValueError(f"response_format.json_schema.schema must be a JSON schema, got {schema!r}")
+    raise ValueError(f"response_format.type must be text, json_object or json_schema, got {kind!r}")
+
+
+def usage_of(answers: Sequence[Answer]) -> dict[str, Any]:
+    """OpenAI's account of tokens; the prompt counts once."""
+    written = sum(len(answer.token_ids) for answer in answers)
+    prompt = answers[0].num_prompt_tokens
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": written,
+        "total_tokens": prompt + written,
+        "prompt_tokens_details": {"cached_tokens": answers[0].num_reused_tokens},
+    }
+
+
+def chat_completion(body: Mapping[str, Any], answers: Sequence[Answer], tokenizer: ChatTokenizer) -> dict[str, Any]:
+    """The answer of ``/v1/chat/completions``. Each choice has its turn's index, ``turn``."""
+    choices = [
+        {
+            "index": index,
+            "message": {"refusal": None, **answer.message},
+            "finish_reason": answer.finish_reason,
+            "logprobs": _chat_logprobs(answer, tokenizer) if body.get("logprobs") else None,
+            "turn": answer.turn,
+        }
+        for index, answer in enumerate(answers)
+    ]
+    return {**_head("chatcmpl", "chat.completion", body), "choices": choices, "usage": usage_of(answers)}
+
+
+def chat_chunks(
+    body: Mapping[str, Any], answers: Sequence[Answer], tokenizer: ChatTokenizer
+) -> Iterator[dict[str, Any]]:
+    """The same answer as the chunks of a stream: role, reasoning, content, each tool call, end, and usage if asked."""
+    head = _head("chatcmpl", "chat.completion.chunk", body)
+
+    def chunk(index: int, delta: Mapping[str, Any], finish_reason: str | None = None, **more: Any) -> dict[str, Any]:
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason, **more}
+        return {**head, "choices": [choice]}
+
+    for index, answer in enumerate(answers):
+        message = answer.message
+        yield chunk(index, {"role": "assistant", "content": ""}, turn=answer.turn)
+        if message.get("reasoning_content"):
+            yield chunk(index, {"reasoning_content": message["reasoning_content"]})
+        logprobs = _chat_logprobs(answer, tokenizer) if body.get("logprobs") else None
+        if message.get("content") or logprobs:
+            yield chunk(index, {"content": message.get("content") or ""}, logprobs=logprobs)
+        for place, call in enumerate(message.get("tool_calls", ())):
+            begun = {**call, "index": place, "function": {"name": call["function"]["name"], "arguments": ""}}
+            yield chunk(index, {"tool_calls": [begun]})
+            written = {"index": place, "function": {"arguments": call["function"]["arguments"]}}
+            yield chunk(index, {"tool_calls": [written]})
+        yield chunk(index, {}, answer.finish_reason)
+    if (body.get("stream_options") or {}).get("include_usage"):
+        yield {**head, "choices": [], "usage": usage_of(answers)}
+
+
+def completion(body: Mapping[str, Any], answers: Sequence[Answer], tokenizer: ChatTokenizer) -> dict[str, Any]:
+    """The answer of ``/v1/completions``; with ``stream`` its only chunk."""
+    choices = [
+        {
+            "index": index,
+            "text": answer.message["content"],
+            "finish_reason": answer.finish_reason,
+            "logprobs": {
+                "tokens": [tokenizer.decode([token]) for token in answer.token_ids.tolist()],
+                "token_logprobs": answer.logprobs.tolist(),
+                "top_logprobs": None,
+                "text_offset": [],
+            }
+            if body.get("logprobs") is not None
+            else None,
+            "turn": answer.turn,
+        }
+        for index, answer in enumerate(answers)
+    ]
+    return {**_head("cmpl", "text_completion", body), "choices": choices, "usage": usage_of(answers)}
+
+
+def _chat_logprobs(answer: Answer, tokenizer: ChatTokenizer) -> dict[str, Any]:
+    """Log-probs of all tokens of a turn, those of its reasoning, its tool calls and its end included."""
+    entries = []
+    for token, logprob in zip(answer.token_ids.tolist(), answer.logprobs.tolist(), strict=True):
+        text = tokenizer.decode([token])
+        entries.append({"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []})
+    return {"content": entries, "refusal": None}
+
+
+def _head(prefix: str, kind: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "id": f"{prefix}-{uuid.uuid4().hex}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": body.get("model") or MODEL,
+        "system_fingerprint": None,
+    }

@@ -1,0 +1,206 @@
+"""OpenAI's responses, as far as agent loops use them: input items to requests of a session, and answers to items.
+
+The items are texts, reasoning, function calls and their outputs. Tools that OpenAI itself would run are refused.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from .messages import Message, read_content
+from .openai_api import MODEL, check_fields, check_tool_choice, list_of, read_options, usage_of
+from .session import Answer, ChatRequest
+
+_FIELDS = {
+    "model",
+    "input",
+    "instructions",
+    "previous_response_id",
+    "tools",
+    "tool_choice",
+    "parallel_tool_calls",
+    "max_output_tokens",
+    "text",
+    "stream",
+    "stream_options",
+    "temperature",
+    "top_p",
+    "reasoning",
+    "include",
+    "truncation",
+}
+
+
+def read_request(
+    body: Mapping[str, Any], *, stored: Mapping[str, Sequence[Message]], key: str = "", is_retry: bool = False
+) -> ChatRequest:
+    """Read the body of ``/v1/responses``; ``stored`` has the messages of earlier responses by their ids.
+
+    Raises:
+        ValueError: a field is not supported, with its name and what it may be.
+    """
+    check_fields(body, _FIELDS)
+    messages: list[Message] = []
+    if previous := body.get("previous_response_id"):
+        if previous not in stored:
+            raise ValueError(f"previous_response_id {previous!r} is not of this episode")
+        messages += [message for message in stored[previous] if message["role"] != "system"]
+    if body.get("instructions"):
+        messages = [{"role": "system", "content": body["instructions"]}, *messages]
+    given = body.get("input")
+    items = [{"role": "user", "content": given}] if isinstance(given, str) else list_of(body, "input")
+    messages += _read_items(items)
+    tools = [_read_tool(tool, f"tools[{place}]") for place, tool in enumerate(list_of(body, "tools"))]
+    check_tool_choice(body, bool(tools))
+    options = read_options(
+        {**body, "reasoning_effort": (body.get("reasoning") or {}).get("effort")},
+        max_tokens=body.get("max_output_tokens"),
+        json_schema=_read_format((body.get("text") or {}).get("format") or {}),
+        reads_calls=body.get("tool_choice") != "none",
+    )
+    return ChatRequest(messages=messages, tools=tools, options=options, key=key, is_retry=is_retry)
+
+
+def response(body: Mapping[str, Any], answer: Answer) -> dict[str, Any]:
+    """The answer of ``/v1/responses``, with its turn's index, ``turn``."""
+    output: list[dict[str, Any]] = []
+    if answer.message.get("reasoning_content"):
+        part = {"type": "reasoning_text", "text": answer.message["reasoning_content"]}
+        output.append({"type": "reasoning", "id": _id("rs"), "summary": [], "content": [part]})
+    if answer.message.get("content"):
+        part = {"type": "output_text", "text": answer.message["content"], "annotations": [], "logprobs": []}
+        output.append(
+            {"type": "message", "id": _id("msg"), "role": "assistant", "status": "completed", "content": [part]}
+        )
+    for call in answer.message.get("tool_calls", ()):
+        item = {"type": "function_call", "id": _id("fc"), "call_id": call["id"], "status": "completed"}
+        output.append({**item, **call["function"]})
+    usage = usage_of([answer])
+    is_cut = answer.finish_reason == "length"
+    return {
+        "id": _id("resp"),
+        "object": "response",
+        "created_at": int(time.time()),
+        "status": "incomplete" if is_cut else "completed",
+        "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+        "error": None,
+        "model": body.get("model") or MODEL,
+        "instructions": body.get("instructions"),
+        "previous_response_id": body.get("previous_response_id"),
+        "output": output,
+        "tools": body.get("tools") or [],
+        "tool_choice": body.get("tool_choice") or "auto",
+        "parallel_tool_calls": True,
+        "temperature": body.get("temperature"),
+        "top_p": body.get("top_p"),
+        "metadata": body.get("metadata"),
+        "usage": {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": {"cached_tokens": answer.num_reused_tokens},
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": usage["total_tokens"],
+        },
+        "turn": answer.turn,
+    }
+
+
+def events(whole: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """A response as the events of a stream."""
+    begun = {**whole, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
+    all_events: list[dict[str, Any]] = [{"type": "response.created", "response": begun}]
+    for index, item in enumerate(whole["output"]):
+        all_events += _item_events(index, item)
+    last = "response.incomplete" if whole["status"] == "incomplete" else "response.completed"
+    for number, event in enumerate([*all_events, {"type": last, "response": whole}]):
+        yield {**event, "sequence_number": number}
+
+
+def _item_events(index: int, item: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    place = {"item_id": item["id"], "output_index": index}
+    if item["type"] == "function_call":
+        empty = {**item, "arguments": "", "status": "in_progress"}
+        yield {"type": "response.output_item.added", "output_index": index, "item": empty}
+        yield {"type": "response.function_call_arguments.delta", **place, "delta": item["arguments"]}
+        ended = {"name": item["name"], "arguments": item["arguments"]}
+        yield {"type": "response.function_call_arguments.done", **place, **ended}
+    else:
+        kind = "reasoning_text" if item["type"] == "reasoning" else "output_text"
+        started = {} if item["type"] == "reasoning" else {"status": "in_progress"}
+        yield {"type": "response.output_item.added", "output_index": index, "item": {**item, **started, "content": []}}
+        part = item["content"][0]
+        place["content_index"] = 0
+        logprobs = {} if kind == "reasoning_text" else {"logprobs": []}
+        yield {"type": "response.content_part.added", **place, "part": {**part, "text": ""}}
+        yield {"type": f"response.{kind}.delta", **place, **logprobs, "delta": part["text"]}
+        yield {"type": f"response.{kind}.done", **place, **logprobs, "text": part["text"]}
+        yield {"type": "response.content_part.done", **place, "part": part}
+    yield {"type": "response.output_item.done", "output_index": index, "item": item}
+
+
+def _read_items(items: Sequence[Any]) -> list[dict[str, Any]]:
+    """Messages of input items; reasoning, text and calls of the assistant that follow one another are one message."""
+    messages: list[dict[str, Any]] = []
+    can_join = False
+
+    def assistant() -> dict[str, Any]:
+        nonlocal can_join
+        if not can_join:
+            messages.append({"role": "assistant", "content": ""})
+        can_join = True
+        return messages[-1]
+
+    for place, item in enumerate(items):
+        kind = item.get("type", "message") if isinstance(item, Mapping) else None
+        where = f"input[{place}]"
+        if kind == "reasoning":
+            texts = [part.get("text") or "" for part in item.get("content") or []]
+            can_join = False
+            assistant()["reasoning_content"] = "".join(texts)
+        elif kind == "function_call":
+            function = {"name": item["name"], "arguments": item["arguments"]}
+            call = {"id": item["call_id"], "type": "function", "function": function}
+            assistant().setdefault("tool_calls", []).append(call)
+        elif kind == "function_call_output":
+            text = item["output"] if isinstance(item["output"], str) else read_content(item["output"], where)
+            messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": text})
+            can_join = False
+        elif kind == "message" and item.get("role") == "assistant":
+            can_join = can_join and not messages[-1]["content"] and "tool_calls" not in messages[-1]
+            assistant()["content"] = read_content(item.get("content"), f"{where}.content")
+        elif kind == "message":
+            messages.append(
+                {"role": item.get("role"), "content": read_content(item.get("content"), f"{where}.content")}
+            )
+            can_join = False
+        else:
+            raise ValueError(
+                f"{where}.type must be message, reasoning, function_call or function_call_output, got {kind!r}"
+            )
+    return messages
+
+
+def _read_tool(tool: Any, where: str) -> dict[str, Any]:
+    if not isinstance(tool, Mapping) or tool.get("type") != "function":
+        got = tool.get("type") if isinstance(tool, Mapping) else tool
+        raise ValueError(f"{where}.type must be function, got {got!r}: hosted tools do not run here")
+    return {"type": "function", "function": {name: tool.get(name) for name in ("name", "description", "parameters")}}
+
+
+def _read_format(value: Mapping[str, Any]) -> str:
+    kind = value.get("type", "text")
+    if kind == "text":
+        return ""
+    if kind == "json_schema" and isinstance(value.get("schema"), Mapping):
+        return json.dumps(value["schema"])
+    if kind == "json_object":
+        return json.dumps({"type": "object"})
+    raise ValueError(f"text.format.type must be text, json_object or json_schema with a schema, got {kind!r}")
+
+
+def _id(prefix: str) -> str:
+    return f"{prefix}_{uuid.uuid4().hex}"

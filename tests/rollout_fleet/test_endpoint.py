@@ -1,0 +1,340 @@
+"""The endpoint with real clients: openai's own, and plain HTTP, over scripted turns."""
+
+import asyncio
+import json
+import logging
+
+import aiohttp
+import openai
+import pytest
+from pydantic import BaseModel
+
+from asyncrl.core.errors import EpisodeEnded, RequestRefused
+from rollout_fleet.episodes import Endpoint, load_renderer
+from rollout_fleet.episodes.config import RendererConfig
+from tests.support.chat_models import save_chat_model
+from tests.support.scripted_turns import USER, Talk
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Weather of a city.",
+        "strict": True,
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+    },
+}
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+END = "<|im_end|>"
+
+
+@pytest.fixture(scope="module")
+def renderer(tmp_path_factory):
+    return load_renderer(
+        save_chat_model(tmp_path_factory.mktemp("chat") / "qwen3"), RendererConfig(keep_reasoning=True)
+    )
+
+
+@pytest.fixture
+async def endpoint():
+    endpoint = Endpoint(keep_alive_s=0.05)
+    await endpoint.start()
+    yield endpoint
+    await endpoint.close()
+
+
+@pytest.fixture
+async def talk(endpoint, renderer):
+    """Open an episode whose turns are these texts; returns it with an openai client."""
+    clients = []
+
+    def begin(*texts, **options):
+        talk = Talk(renderer, *texts, **options)
+        access = endpoint.open(talk.session)
+        clients.append(openai.AsyncOpenAI(base_url=access.base_url, api_key=access.api_key))
+        talk.access = access
+        return talk, clients[-1]
+
+    yield begin
+    for client in clients:
+        await client.close()
+
+
+async def post(access, path, body, **headers):
+    headers = {"authorization": f"Bearer {access.api_key}", **headers}
+    async with aiohttp.ClientSession() as http, http.post(access.base_url + path, json=body, headers=headers) as answer:
+        return answer.status, await answer.text()
+
+
+async def until(condition):
+    async with asyncio.timeout(10):
+        for _ in iter(condition, True):
+            await asyncio.sleep(0.01)
+
+
+async def test_the_endpoint_answers_the_client_of_openai(talk):
+    talking, client = talk("Warm." + END)
+    answer = await client.chat.completions.create(model="policy", messages=[USER], logprobs=True, max_tokens=50)
+    choice = answer.choices[0]
+    assert (choice.message.content, choice.finish_reason, choice.turn) == ("Warm.", "stop", 1)
+    assert [entry.logprob for entry in choice.logprobs.content] == [-0.5] * answer.usage.completion_tokens
+    assert "".join(entry.token for entry in choice.logprobs.content) == "Warm." + END
+    assert answer.usage.prompt_tokens == len(talking.prompt.prompt_ids)
+    assert (await client.models.list()).data[0].id == "policy"
+
+
+async def test_the_endpoint_streams_what_the_helpers_of_openai_read(talk):
+    talking, client = talk("<think>\nhm\n</think>\n\nSo:\n" + CALL + "\n" + CALL + END, tools=[TOOL])
+    kinds = []
+    async with client.chat.completions.stream(model="policy", messages=[USER], tools=[TOOL]) as stream:
+        async for event in stream:
+            kinds.append(event.type)
+        answer = await stream.get_final_completion()
+    message = answer.choices[0].message
+    assert kinds.count("tool_calls.function.arguments.done") == 2
+    assert {"content.delta", "content.done"} <= set(kinds)
+    assert [call.function.parsed_arguments for call in message.tool_calls] == [{"city": "Rome"}] * 2
+    assert answer.choices[0].finish_reason == "tool_calls"
+    results = [{"role": "tool", "tool_call_id": call.id, "content": "21"} for call in message.tool_calls]
+    talking.texts.append("21." + END)
+    after = await client.chat.completions.create(
+        model="policy", messages=[USER, message.model_dump(), *results], tools=[TOOL]
+    )
+    assert after.choices[0].message.content == "21."
+    assert not talking.session.counts.branches
+    talking.check()
+
+
+async def test_the_endpoint_streams_text_logprobs_and_usage(talk):
+    _, client = talk("Warm." + END, "Cold." + END)
+    stream = await client.chat.completions.create(
+        model="policy", messages=[USER], stream=True, n=2, logprobs=True, stream_options={"include_usage": True}
+    )
+    chunks = [chunk async for chunk in stream]
+    texts = ["", ""]
+    for chunk in chunks[:-1]:
+        texts[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+    assert texts == ["Warm.", "Cold."]
+    assert chunks[-1].usage.completion_tokens > 0
+    assert [c.choices[0].finish_reason for c in chunks[:-1] if c.choices[0].finish_reason] == ["stop", "stop"]
+
+
+async def test_parse_reads_an_answer_under_its_schema(talk):
+    class Weather(BaseModel):
+        city: str
+        degrees: int
+
+    talking, client = talk('{"city": "Rome", "degrees": 21}' + END)
+    answer = await client.chat.completions.parse(model="policy", messages=[USER], response_format=Weather)
+    assert answer.choices[0].message.parsed == Weather(city="Rome", degrees=21)
+    assert set(json.loads(talking.turns.samplings[0].json_schema)["properties"]) == {"city", "degrees"}
+
+
+async def test_a_stream_has_comments_until_its_turn_has_finished(talk):
+    talking, _ = talk("Warm." + END)
+    talking.turns.gate.clear()
+    body = {"messages": [USER], "stream": True}
+    answer = asyncio.create_task(post(talking.access, "/chat/completions", body))
+    await asyncio.sleep(0.3)
+    talking.turns.gate.set()
+    status, text = await answer
+    assert status == 200
+    assert text.count(": the policy is sampling") >= 3
+    assert text.endswith("data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"messages": "hi"}, "messages must be a list, got str"),
+        ({"messages": []}, "messages must hold at least one message"),
+        ({"messages": [USER], "functions": []}, "functions is not supported here; leave it out"),
+        ({"messages": [USER], "tool_choice": "required"}, "tool_choice must be auto or none"),
+        ({"messages": [USER], "tools": [{"type": "web"}]}, "tools[0] must be"),
+        ({"messages": [USER], "tools": [TOOL], "parallel_tool_calls": False}, "parallel_tool_calls must be true"),
+        ({"messages": [USER], "top_logprobs": 5}, "top_logprobs must be 0, got 5"),
+        ({"messages": [USER], "n": 0}, "n must be >= 1, got 0"),
+        ({"messages": [USER], "n": "2"}, "n must be a whole number, got '2'"),
+        ({"messages": [USER], "max_tokens": 0}, "max_tokens must be >= 1, got 0"),
+        ({"messages": [USER], "stop": [""]}, "stop must be a text or a list of texts"),
+        ({"messages": [USER], "response_format": {"type": "xml"}}, "response_format.type must be text"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0] must be"),
+        ([], "the body of /v1/chat/completions must be a JSON object, got list"),
+    ],
+)
+async def test_a_wrong_request_is_refused_by_name_and_not_retried(talk, endpoint, body, message):
+    talking, _ = talk()
+    status, text = await post(talking.access, "/chat/completions", body)
+    assert status == 400
+    assert json.loads(text)["error"]["message"].startswith(message)
+    assert endpoint.counts.errors == {400: 1}
+
+
+async def test_keys_of_no_episode_and_of_ended_ones_are_refused_and_counted(talk, endpoint):
+    talking, client = talk("Warm." + END)
+    stranger = client.with_options(api_key="sk-stranger")
+    with pytest.raises(openai.AuthenticationError, match="no running episode has this key"):
+        await stranger.chat.completions.create(model="policy", messages=[USER])
+    endpoint.close_session(talking.access.api_key)
+    with pytest.raises(openai.APIStatusError, match="has ended") as caught:
+        await client.chat.completions.create(model="policy", messages=[USER])
+    assert caught.value.status_code == 410
+    assert (endpoint.counts.unknown_keys, endpoint.counts.closed_keys) == (1, 1)
+    assert not talking.turns.requests
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "kind"),
+    [
+        (EpisodeEnded("cut off"), 503, "episode_ended"),
+        (RequestRefused("no schema here"), 400, "invalid_request_error"),
+        (RuntimeError("broken"), 500, "server_error"),
+    ],
+)
+async def test_failures_of_turns_have_a_status_and_are_not_retried(talk, error, status, kind, caplog):
+    talking, client = talk()
+
+    async def fail(*_):
+        talking.turns.requests.append(None)
+        await asyncio.sleep(0.2)
+        raise error
+
+    talking.turns.sample = fail
+    with caplog.at_level(logging.CRITICAL), pytest.raises(openai.APIStatusError) as caught:
+        await client.chat.completions.create(model="policy", messages=[USER])
+    assert (caught.value.status_code, caught.value.code, len(talking.turns.requests)) == (status, kind, 1)
+    with pytest.raises(openai.APIError, match=str(error)):  # the status was sent before the error
+        async for _ in await client.chat.completions.create(model="policy", messages=[USER], stream=True):
+            pass
+
+
+async def test_an_overflow_is_a_context_that_is_too_long(talk):
+    _, client = talk("Warm." + END, max_turns=1)
+    await client.chat.completions.create(model="policy", messages=[USER])
+    with pytest.raises(openai.BadRequestError) as caught:
+        await client.chat.completions.create(model="policy", messages=[USER])
+    assert caught.value.code == "context_length_exceeded"
+
+
+async def test_a_client_that_vanishes_and_asks_again_gets_its_turn(talk, endpoint):
+    talking, client = talk("Warm." + END, "Cold." + END)
+    talking.turns.gate.clear()
+    asked = asyncio.create_task(client.chat.completions.create(model="policy", messages=[USER]))
+    await until(lambda: len(talking.turns.requests) == 1)
+    asked.cancel()
+    await asyncio.gather(asked, return_exceptions=True)
+    await asyncio.sleep(0.1)
+    talking.turns.gate.set()
+    await until(lambda: endpoint.counts.lost == 1)
+    again = await client.chat.completions.create(model="policy", messages=[USER])
+    assert (again.choices[0].message.content, len(talking.turns.requests)) == ("Warm.", 1)
+
+
+async def test_the_retries_of_openai_get_one_turn(talk):
+    _, client = talk("Warm." + END, "Cold." + END)
+    turns = []
+    for retries in "01":
+        answer = await client.chat.completions.create(
+            model="policy", messages=[USER], extra_headers={"x-stainless-retry-count": retries}
+        )
+        turns.append(answer.choices[0].turn)
+    keyed = [
+        await client.chat.completions.create(model="p", messages=[USER], extra_headers={"idempotency-key": "k"})
+        for _ in range(2)
+    ]
+    assert turns == [1, 1]
+    assert [answer.choices[0].turn for answer in keyed] == [2, 2]
+
+
+async def test_completions_continue_a_text(talk):
+    talking, client = talk("it is warm", "and so on")
+    first = await client.completions.create(model="policy", prompt="say:", max_tokens=10, logprobs=1)
+    assert first.choices[0].text == "it is warm"
+    assert first.choices[0].logprobs.token_logprobs == [-0.5] * 10
+    stream = await client.completions.create(model="policy", prompt="say:it is warm now", max_tokens=9, stream=True)
+    assert "".join([chunk.choices[0].text async for chunk in stream]) == "and so on"
+    assert talking.session.counts.branches == {"new_root": 1}
+    talking.check()
+
+
+async def test_responses_run_a_tool_loop(talk):
+    function = {name: TOOL["function"][name] for name in ("name", "description", "parameters")}
+    texts = ["So:\n" + CALL + END, "21." + END, "Yes." + END]
+    talking, client = talk(*texts, tools=[{"type": "function", "function": function}])
+    tool = {"type": "function", **function}
+    first = await client.responses.create(model="policy", input=[USER], tools=[tool])
+    call = next(item for item in first.output if item.type == "function_call")
+    assert (first.output_text, json.loads(call.arguments)) == ("So:", {"city": "Rome"})
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "21"}
+    items = [USER, *(item.model_dump() for item in first.output), result]
+    kinds = []
+    async with client.responses.stream(model="policy", input=items, tools=[tool]) as stream:
+        async for event in stream:
+            kinds.append(event.type)
+        second = await stream.get_final_response()
+    assert second.output_text == "21."
+    assert kinds[0] == "response.created"
+    assert {"response.output_text.delta", "response.completed"} <= set(kinds)
+    third = await client.responses.create(
+        model="policy", input="And now?", tools=[tool], previous_response_id=second.id
+    )
+    assert third.output_text == "Yes."
+    assert talking.session.counts.branches == {}, "each request appends"
+    talking.check()
+
+
+async def test_the_messages_of_anthropic_run_a_tool_loop(talk, endpoint):
+    function = {name: TOOL["function"][name] for name in ("name", "description", "parameters")}
+    texts = ["<think>\nhm\n</think>\n\n" + CALL + END, "21." + END]
+    talking, _ = talk(*texts, tools=[{"type": "function", "function": function}])
+    tool = {"name": "weather", "description": function["description"], "input_schema": function["parameters"]}
+    body = {"model": "policy", "max_tokens": 99, "messages": [USER], "tools": [tool]}
+    status, text = await post(talking.access, "/messages", body)
+    first = json.loads(text)
+    assert (status, first["stop_reason"]) == (200, "tool_use")
+    thought, call = first["content"]
+    assert (thought["type"], call["input"]) == ("thinking", {"city": "Rome"})
+    result = {"type": "tool_result", "tool_use_id": call["id"], "content": [{"type": "text", "text": "21"}]}
+    messages = [USER, {"role": "assistant", "content": first["content"]}, {"role": "user", "content": [result]}]
+    _, text = await post(talking.access, "/messages", {**body, "messages": messages, "stream": True})
+    events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: ")]
+    assert [event["type"] for event in events] == [
+        "message_start",
+        "content_block_start",
+        "content_block_delta",
+        "content_block_stop",
+        "message_delta",
+        "message_stop",
+    ]
+    assert events[2]["delta"]["text"] == "21."
+    assert events[4]["delta"]["stop_reason"] == "end_turn"
+    status, text = await post(talking.access, "/messages", {**body, "mcp_servers": [1]})
+    assert (status, json.loads(text)["type"]) == (400, "error")
+    assert not talking.session.counts.branches
+    talking.check()
+
+
+async def test_raw_tokens_are_sampled_and_given(talk):
+    talking, _ = talk("ab", "cd")
+    _, text = await post(talking.access, "/asyncrl/sample", {"parent": 0, "tokens": [5], "max_tokens": 2})
+    first = json.loads(text)
+    assert first["logprobs"] == [-0.5, -0.5]
+    assert (first["versions"], first["finish_reason"]) == ([3, 3], "length")
+    _, text = await post(talking.access, "/asyncrl/give", {"parent": first["turn"], "tokens": [9]})
+    _, text = await post(talking.access, "/asyncrl/sample", {"parent": json.loads(text)["turn"], "tokens": []})
+    path = talking.turns.episode.path(json.loads(text)["turn"]).tolist()
+    assert path[: len(talking.prompt.prompt_ids)] == talking.prompt.prompt_ids.tolist()
+    assert path[len(talking.prompt.prompt_ids) :][:4] == [5, *first["token_ids"], 9]
+    status, text = await post(talking.access, "/asyncrl/sample", {"parent": 99, "tokens": [1]})
+    assert (status, "turn 99" in text) == (400, True)
+
+
+async def test_an_unknown_route_is_named(talk):
+    talking, _ = talk()
+    status, text = await post(talking.access, "/embeddings", {})
+    assert (status, "there is no POST /v1/embeddings here" in text) == (404, True)
