@@ -215,10 +215,15 @@ class RolloutFleetConfig:
         groups_in_flight: Prompt groups that one worker generates at once; as many again may be scored and stored.
             ``{min: 4, max: 64}`` follows the load that the engine reports: more while it has room, fewer while
             samples wait in it or its KV cache is nearly full.
-        reward: ``exact_match``, ``last_number``, ``final_answer``, or your own as ``file.py:function`` or
-            ``module:function``, called as reward(prompt, response_text) -> float.
+        reward: ``exact_match``, ``last_number``, ``final_answer``, ``numeric``, ``math_verify``, ``code``, ``judge``,
+            ``format``, ``length``, ``environment``, or your own as ``file.py:function`` or ``module:function``, called
+            as reward(prompt, response_text) -> float (docs/rewards.md).
         rewards: Several rewards instead of ``reward``, each as NAME or WEIGHT*NAME. A trajectory earns their
             weighted sum, and each is reported as ``reward.NAME``. Example: ``[exact_match,0.2*mine.py:format]``.
+        rewards_by_source: Rewards of the prompts of a data source, as in ``rewards``; other prompts get ``rewards`` or
+            ``reward``. Example: ``{gsm8k: [math_verify], apps: [code, 0.1*length]}``.
+        reward_options: Options of rewards, by their names in reports. Example: ``{length: {max_tokens: 512,
+            buffer_tokens: 128}}``.
         pass_secrets: Variables of the environment that reward processes and inference servers get although their names
             say that they hold secrets: ``*_TOKEN``, ``*_KEY``, ``*_SECRET``, ``*_PASSWORD``, ``AWS_*`` and the like
             (`rollout_fleet.engines.process_guard`). Example: ``[OPENAI_API_KEY]`` for a judge.
@@ -267,6 +272,8 @@ class RolloutFleetConfig:
     groups_in_flight: Any = 32
     reward: str = "exact_match"
     rewards: list[str] = field(default_factory=list)
+    rewards_by_source: dict[str, list[str]] = field(default_factory=dict)
+    reward_options: dict[str, Any] = field(default_factory=dict)
     pass_secrets: list[str] = field(default_factory=list)
     reward_processes: int = 1
     reward_timeout_s: float = 30.0
@@ -331,13 +338,49 @@ class RolloutFleetConfig:
 
     @property
     def reward_weights(self) -> dict[str, float]:
-        """The weight of each reward by its name, which may be a user's ``file.py:function``."""
+        """The weight of each reward by its name, for prompts without own rewards of their data source.
+
+        A name may be a user's ``file.py:function``.
+        """
         return dict(map(_weighted, self.rewards)) or {self.reward: 1.0}
 
+    @property
+    def reward_names(self) -> list[str]:
+        """All rewards, of any data source."""
+        sources = (dict(map(_weighted, entries)) for entries in self.rewards_by_source.values())
+        return list(dict.fromkeys(name for weights in (self.reward_weights, *sources) for name in weights))
+
+    def weights_for(self, data_source: str) -> dict[str, float]:
+        """The weight of each reward by its name, for the prompts of a data source."""
+        entries = self.rewards_by_source.get(data_source)
+        return self.reward_weights if entries is None else dict(map(_weighted, entries))
+
+    def options_of(self, reward: str) -> dict[str, Any]:
+        """The options of a reward."""
+        return dict(self.reward_options.get(reward_label(reward), {}))
+
+    def _check_rewards(self) -> None:
+        for option, entries in {"rewards": self.rewards, **self.rewards_by_source}.items():
+            where = option if entries is self.rewards else f"rewards_by_source.{option}"
+            names = [reward_label(_weighted(entry, where)[0]) for entry in entries]
+            if len(set(names)) < len(names):
+                raise ValueError(f"rollout_fleet.{where} must have different names, got {names}; rename a function")
+            if not entries and where != "rewards":
+                raise ValueError(f"rollout_fleet.{where} must name a reward, got none; leave the source out")
+        labels = [reward_label(name) for name in self.reward_names]
+        if len(set(labels)) < len(labels):
+            raise ValueError(
+                f"rollout_fleet.rewards_by_source must have different names, got {labels}; rename a function"
+            )
+        for label, options in self.reward_options.items():
+            if label not in labels or not isinstance(options, Mapping):
+                raise ValueError(
+                    f"rollout_fleet.reward_options must have mappings of options by the names {labels} of the run's "
+                    f"rewards, got {label}: {options}; correct the name, or add the reward"
+                )
+
     def __post_init__(self) -> None:
-        names = [reward_label(_weighted(entry)[0]) for entry in self.rewards]
-        if len(set(names)) < len(names):
-            raise ValueError(f"rollout_fleet.rewards must have different names, got {names}; rename a function")
+        self._check_rewards()
         _check_least("rollout_fleet", self, reward_processes=1, max_attempts=1, max_failures_in_a_row=1)
         _check_bounds("num_engines", self.num_engines)
         _check_bounds("groups_in_flight", self.groups_in_flight)
@@ -396,7 +439,7 @@ def reward_label(name: str) -> str:
     return name.rpartition(":")[2]
 
 
-def _weighted(entry: str) -> tuple[str, float]:
+def _weighted(entry: str, option: str = "rewards") -> tuple[str, float]:
     """Name and weight of an entry of ``rewards``. Example: ``0.2*mine.py:format``."""
     weight, _, name = entry.rpartition("*")
     try:
@@ -404,5 +447,5 @@ def _weighted(entry: str) -> tuple[str, float]:
     except ValueError:
         number = math.nan
     if not name or not math.isfinite(number):
-        raise ValueError(f"rollout_fleet.rewards must hold NAME or WEIGHT*NAME, got {entry!r}; 0.2*mine.py:f, for one")
+        raise ValueError(f"rollout_fleet.{option} must hold NAME or WEIGHT*NAME, got {entry!r}; 0.2*mine.py:f, for one")
     return name, number

@@ -14,7 +14,7 @@ from asyncrl.core.types import AnsweredPrompt, FinishReason, Prompt
 
 from .config import SamplingConfig
 from .engines.engine import Engine, SampleOutput, SampleRequest
-from .rewards import Scores, WeightedRewards
+from .rewards import Rollout, Scores, WeightedRewards
 from .sample_log import Decode, SampleLog
 
 logger = logging.getLogger(__name__)
@@ -95,7 +95,11 @@ class HeldOutAnswers:
         self, prompts: Sequence[Prompt], outputs: Mapping[int, list[SampleOutput]], version: int
     ) -> list[AnsweredPrompt]:
         texts = [[self._decode(one.token_ids.tolist()) for one in outputs[prompt.group_id]] for prompt in prompts]
-        scores = await asyncio.gather(*map(self._rewards.score, prompts, texts), return_exceptions=True)
+        rollouts = [
+            list(map(rollout_of, texts_of, outputs[prompt.group_id]))
+            for prompt, texts_of in zip(prompts, texts, strict=True)
+        ]
+        scores = await asyncio.gather(*map(self._rewards.score, prompts, rollouts), return_exceptions=True)
         answered: list[AnsweredPrompt] = []
         kept: list[dict[str, Any]] = []
         for prompt, its_texts, earned in zip(prompts, texts, scores, strict=True):
@@ -113,10 +117,16 @@ class HeldOutAnswers:
         return answered
 
 
+def rollout_of(text: str, sample: SampleOutput) -> Rollout:
+    """A single answer as reward functions see it."""
+    is_truncated = sample.finish_reason is FinishReason.length
+    return Rollout.answer(text, num_tokens=len(sample.token_ids), is_truncated=is_truncated)
+
+
 def _entry(
     prompt: Prompt, samples: Sequence[SampleOutput], scores: Scores | None = None, reward_failure: str = ""
 ) -> AnsweredPrompt:
-    rewards = scores.total.tolist() if scores is not None else []
+    rewards = scores.sums.tolist() if scores is not None else []
     return AnsweredPrompt(
         group_id=prompt.group_id,
         data_source=prompt.data_source,

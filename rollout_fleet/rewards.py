@@ -1,147 +1,112 @@
-"""Reward functions, built in or a user's own, and the scoring processes that call a user's functions.
+"""The rewards of a run: scoring processes for the functions that need one, and the weighted sums.
 
-A prompt group waits for a free process; its deadline starts when it has one. A process that hangs or dies is replaced.
-The processes (``python -m rollout_fleet.rewards NAME PARENT_PID``) are those of `rollout_fleet.children`.
+The functions are those of `rollout_fleet.reward_functions` and `rollout_fleet.reward_judge`, or a user's own
+(`rollout_fleet.reward_protocol`). A prompt group waits for a free process; its deadline starts when it has one. A
+process that hangs or dies is replaced. The processes (``python -m rollout_fleet.rewards NAME PARENT_PID OPTIONS``) are
+those of `rollout_fleet.children`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import math
 import os
 import pickle
-import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections import Counter
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from asyncrl.core.errors import DeadlineError, RewardError, WorkerDiedError
-from asyncrl.core.registry import Registry
 from asyncrl.core.types import Prompt
 
 from .child_pipes import LENGTH, READY, open_pipes, write_frame
 from .children import ChildProcess, child_environment, with_remedy
 from .config import RolloutFleetConfig, reward_label
+from .reward_functions import FUNCTIONS_IN_PROCESSES, exact_match
+from .reward_judge import Judge
+from .reward_protocol import REWARDS, Answer, BoundReward, Reward, Rollout, Score
+
+__all__ = [
+    "REWARDS",
+    "Judge",
+    "Reward",
+    "RewardProcesses",
+    "Rollout",
+    "Score",
+    "Scores",
+    "WeightedRewards",
+    "exact_match",
+]
 
 logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 60.0  # of a scoring process
-_LARGEST = float(np.finfo(np.float32).max)
-
-
-class Reward(Protocol):
-    """Scores one response. Called in a scoring process, or in the rollout worker if it is built in."""
-
-    def __call__(self, prompt: Prompt, response_text: str) -> float:
-        """Return the reward of a response, decoded without special tokens, to a prompt with its ground truth."""
-        ...
-
-
-REWARDS: Registry[Reward] = Registry("rollout_fleet.reward")
-
-
-@REWARDS.register("exact_match")
-def exact_match(prompt: Prompt, response_text: str) -> float:
-    """Return 1.0 if ``response_text`` (special tokens removed) equals the prompt's ground truth, else 0.0."""
-    return 1.0 if response_text == prompt.ground_truth else 0.0
-
-
-_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
-
-
-@REWARDS.register("last_number")
-def last_number(prompt: Prompt, response_text: str) -> float:
-    """Return 1.0 if the response's last number is the ground truth, else 0.0. Example: ``$1,250.`` is 1250."""
-    numbers = _NUMBER.findall(response_text)
-    return float(bool(numbers) and _as_number(numbers[-1]) == _as_number(str(prompt.ground_truth)))
-
-
-@REWARDS.register("final_answer")
-def final_answer(prompt: Prompt, response_text: str) -> float:
-    r"""Return 1.0 if the last ``\boxed{…}``, or else what follows the last ``Answer:``, is the ground truth, else 0.0.
-
-    Numbers are compared as numbers, all else as text without spaces: ``1/2`` is not ``0.5``.
-    """
-    written, expected = (re.sub(r"[\s$]|\.$", "", text) for text in (_final(response_text), str(prompt.ground_truth)))
-    number = _as_number(expected)
-    return float(written == expected or (number is not None and _as_number(written) == number))
-
-
-def _final(text: str) -> str:
-    _, boxed, rest = text.rpartition("\\boxed{")
-    depth = 1
-    for place, letter in enumerate(rest if boxed else ""):
-        depth += (letter == "{") - (letter == "}")
-        if depth == 0:
-            return rest[:place]
-    return (re.findall(r"answer\s*:\s*(.*)", text, flags=re.IGNORECASE) or [""])[-1]
-
-
-def _as_number(text: str) -> float | None:
-    try:
-        return float(text.replace(",", ""))
-    except ValueError:
-        return None
 
 
 class RewardProcesses:
     """Scores groups with one reward function: a built-in's name or ``module:function``.
 
-    A user's function gets ``reward_processes`` processes. Of the secrets in the environment they get only those that
-    ``pass_secrets`` names. Raises `ValueError` if the function does not exist.
+    A user's function, and a built-in that can hang, gets ``reward_processes`` processes. Of the secrets in the
+    environment they get only those that ``pass_secrets`` names. Raises `ValueError` if the function does not exist, or
+    its options do not fit.
     """
 
     def __init__(self, name: str, config: RolloutFleetConfig) -> None:
         self._name = name
         self._config = config
-        self._reward = REWARDS.get(name)
+        self._options = config.options_of(name)
+        is_builtin = name in REWARDS.names()
+        self._needs_process = not is_builtin or name in FUNCTIONS_IN_PROCESSES
+        self._reward = BoundReward(name, self._options, is_made=is_builtin)
         self._free: asyncio.Queue[ChildProcess | None] = asyncio.Queue()  # None: start one
         self._processes: set[ChildProcess] = set()
 
     async def start(self) -> None:
         """Start the processes of a user's function. Raises `WorkerDiedError` or `DeadlineError` if one does not."""
-        if self._name not in REWARDS.names():
+        if self._needs_process:
             for process in await asyncio.gather(*(self._start_process() for _ in range(self._config.reward_processes))):
                 self._free.put_nowait(process)
 
-    async def score(self, prompt: Prompt, texts: Sequence[str], *, may_fail: bool = False) -> np.ndarray:
-        """Score a prompt group; returns [G] float32, one reward per text.
+    async def score(self, prompt: Prompt, rollouts: Sequence[Rollout], *, may_fail: bool = False) -> list[Answer]:
+        """Score a prompt group; returns one score per rollout.
 
-        Raises `RewardError` if the function raises, hangs, ends its process, or returns anything but one finite number
-        per text. If texts ``may_fail``, failed texts get NaN instead. A failed process is replaced; if the new process
+        Raises `RewardError` if the function raises, hangs, ends its process, or returns anything but finite numbers.
+        If rollouts ``may_fail``, failed ones get the message instead. A failed process is replaced; if the new process
         does not start, the call that needs it raises `RewardError`.
         """
-        if self._name in REWARDS.names():
-            answers = list(_answers_to(self._reward, prompt, texts, may_fail=may_fail))
+        if self._needs_process:
+            answers = await self._score_in_process(prompt, rollouts, may_fail=may_fail)
         else:
-            answers = await self._score_in_process(prompt, texts, may_fail=may_fail)
-        failures = [self._failure(prompt, answer) for answer in answers if isinstance(answer, str)]
+            answers = [one async for one in self._reward.answers(prompt, rollouts, may_fail=may_fail)]
+        named = [self._failure(prompt, answer) if isinstance(answer, str) else answer for answer in answers]
+        failures = [answer for answer in named if isinstance(answer, RewardError)]
         if failures and not may_fail:
             raise failures[0]
         for failure in failures:
             logger.warning("one response is left out: %s", failure)
-        return np.asarray([math.nan if isinstance(answer, str) else answer for answer in answers], dtype=np.float32)
+        return [str(answer) if isinstance(answer, RewardError) else answer for answer in named]
 
     async def close(self) -> None:
         """Kill the scoring processes."""
         for process in list(self._processes):
             await self._kill(process)
 
-    async def _score_in_process(self, prompt: Prompt, texts: Sequence[str], *, may_fail: bool) -> list[float | str]:
-        """Score texts in a process, as `main` does. After a text that ends the process another process has the rest."""
-        answers: list[float | str] = []
-        while len(answers) < len(texts) and (may_fail or not answers):
+    async def _score_in_process(self, prompt: Prompt, rollouts: Sequence[Rollout], *, may_fail: bool) -> list[Answer]:
+        """Score rollouts in a process, as `main` does. After one that ends the process another process has the rest."""
+        answers: list[Answer] = []
+        while len(answers) < len(rollouts) and (may_fail or not answers):
             process = await self._free.get()
             back: ChildProcess | None = None
             try:
                 process = process or await self._start_process()
                 async with asyncio.timeout(self._config.reward_timeout_s):
-                    await _ask(process, (prompt, list(texts[len(answers) :]), may_fail), answers)
+                    await _ask(process, (prompt, list(rollouts[len(answers) :]), may_fail), answers)
                 back = process
             except BaseException as error:
                 if process is not None:
@@ -160,6 +125,8 @@ class RewardProcesses:
                     raise
                 if not may_fail:
                     return answers[-1:]
+                if self._reward.takes_group:  # the others cannot be scored without this one
+                    return answers[-1:] * len(rollouts)
             finally:
                 self._free.put_nowait(back)
         return answers
@@ -167,7 +134,7 @@ class RewardProcesses:
     async def _start_process(self) -> ChildProcess:
         path = os.pathsep.join(path for path in sys.path if path)
         process = await ChildProcess.start(
-            [sys.executable, "-m", "rollout_fleet.rewards", self._name, str(os.getpid())],
+            [sys.executable, "-m", "rollout_fleet.rewards", self._name, str(os.getpid()), json.dumps(self._options)],
             {**child_environment(self._config), "PYTHONPATH": path},
             what=f"a scoring process of reward {self._name!r}",
             timeout_s=START_TIMEOUT_S,
@@ -189,88 +156,128 @@ class Scores:
     """The scores of a prompt group.
 
     Attributes:
-        total: [G] float32, the weighted sum.
-        parts: [G] float32 per reward by its label; empty if there is one reward only.
+        total: [G] float32, the weighted sum of the outcomes' rewards.
+        parts: [G] float32 per reward by its label, the rewards of turns included; empty if the run has one reward only.
+        turn_rewards: [G] weighted sums of the rewards of turns, by the turns' indices in the episode; they add to
+            ``total``. Empty without any.
+        failures: [G] why a rollout has no score, empty where it has one. Empty if all rollouts have one.
     """
 
     total: np.ndarray
     parts: Mapping[str, np.ndarray] = field(default_factory=dict)
+    turn_rewards: Sequence[Mapping[int, float]] = ()
+    failures: Sequence[str] = ()
+
+    @property
+    def sums(self) -> np.ndarray:
+        """[G] float32, ``total`` and the rewards of turns together: the rewards of the trajectories."""
+        if not self.turn_rewards:
+            return self.total
+        return self.total + np.asarray([sum(turns.values()) for turns in self.turn_rewards], dtype=np.float32)
 
     def of(self, chosen: np.ndarray) -> Scores:
         """Select samples by a [G] mask."""
-        return Scores(total=self.total[chosen], parts={name: part[chosen] for name, part in self.parts.items()})
+        places = np.flatnonzero(chosen).tolist()
+        return Scores(
+            total=self.total[chosen],
+            parts={name: part[chosen] for name, part in self.parts.items()},
+            turn_rewards=[self.turn_rewards[place] for place in places] if self.turn_rewards else (),
+            failures=[self.failures[place] for place in places] if self.failures else (),
+        )
 
 
 class WeightedRewards:
-    """All configured rewards, each with its own processes, and their weighted sum.
+    """All configured rewards, each with its own processes, and their weighted sum by the data source of the prompt.
 
-    Raises `ValueError` if a function does not exist.
+    Raises `ValueError` if a function does not exist, or its options do not fit.
     """
 
     def __init__(self, config: RolloutFleetConfig) -> None:
-        self._weights = list(config.reward_weights.values())
-        self._labels = [reward_label(name) for name in config.reward_weights]
-        self._rewards = [RewardProcesses(name, config) for name in config.reward_weights]
+        self._config = config
+        self._rewards = {name: RewardProcesses(name, config) for name in config.reward_names}
 
     async def start(self) -> None:
         """Start the scoring processes; raises as `RewardProcesses.start` does."""
-        await asyncio.gather(*(reward.start() for reward in self._rewards))
+        await asyncio.gather(*(reward.start() for reward in self._rewards.values()))
 
-    async def score(self, prompt: Prompt, texts: Sequence[str], *, may_fail: bool = False) -> Scores:
-        """Score a prompt group by every reward; raises as `RewardProcesses.score` does.
+    async def score(self, prompt: Prompt, rollouts: Sequence[Rollout | str], *, may_fail: bool = False) -> Scores:
+        """Score a prompt group by every reward of its data source; raises as `RewardProcesses.score` does.
 
-        A text with NaN from one reward has NaN in the sum.
+        A string is the text of a single answer. A rollout without a score from one reward has NaN in the sum.
         """
-        parts = await asyncio.gather(*(reward.score(prompt, texts, may_fail=may_fail) for reward in self._rewards))
-        total = sum(weight * part for weight, part in zip(self._weights, parts, strict=True))
-        named = dict(zip(self._labels, parts, strict=True)) if len(parts) > 1 else {}
-        return Scores(total=np.asarray(total, dtype=np.float32), parts=named)
+        weights = self._config.weights_for(prompt.data_source)
+        seen = [Rollout.answer(one) if isinstance(one, str) else one for one in rollouts]
+        earned = await asyncio.gather(*(self._rewards[name].score(prompt, seen, may_fail=may_fail) for name in weights))
+        total = np.zeros(len(seen), dtype=np.float64)
+        parts: dict[str, np.ndarray] = {}
+        turn_rewards: list[Counter[int]] = [Counter() for _ in seen]
+        failures = [""] * len(seen)
+        for (name, weight), answers in zip(weights.items(), earned, strict=True):
+            values = np.full(len(seen), math.nan, dtype=np.float32)
+            for place, answer in enumerate(answers):
+                if isinstance(answer, str):
+                    failures[place] = failures[place] or answer
+                    total[place] = math.nan
+                    continue
+                values[place] = answer.sum
+                total[place] += weight * answer.reward
+                for turn, value in answer.turn_rewards.items():
+                    turn_rewards[place][turn] += weight * value  # type: ignore[assignment]
+            parts[reward_label(name)] = values
+        return Scores(
+            total=total.astype(np.float32),
+            parts=parts if len(self._rewards) > 1 else {},
+            turn_rewards=[dict(sums) for sums in turn_rewards] if any(turn_rewards) else (),
+            failures=failures if any(failures) else (),
+        )
 
     async def close(self) -> None:
         """Kill the scoring processes."""
-        await asyncio.gather(*(reward.close() for reward in self._rewards))
+        await asyncio.gather(*(reward.close() for reward in self._rewards.values()))
 
 
-async def _ask(process: ChildProcess, question: tuple[Prompt, list[str], bool], answers: list[float | str]) -> None:
-    """Let a process score texts. Each answer is appended as it arrives, so that the fatal text is known."""
+async def _ask(process: ChildProcess, question: tuple[Prompt, list[Rollout], bool], answers: list[Answer]) -> None:
+    """Let a process score rollouts. Each answer is appended as it arrives, so that the fatal rollout is known."""
     await process.send(question)
-    _, texts, may_fail = question
-    for _ in texts:
-        answers.append(await process.receive())
-        if isinstance(answers[-1], str) and not may_fail:
-            return
-
-
-def _answers_to(
-    reward: Reward, prompt: Prompt, texts: Sequence[str], *, may_fail: bool = False
-) -> Iterator[float | str]:
-    """Yield one finite number or one description of a failure per text; ends at a failure unless texts ``may_fail``."""
-    for text in texts:
-        answer: float | str
-        try:
-            value: Any = reward(prompt, text)
-            with suppress(TypeError, ValueError):  # a Python, numpy or torch scalar
-                if not isinstance(value, (str, bytes)) and getattr(value, "ndim", 0) == 0:
-                    value = float(value)
-            is_number = type(value) is float and abs(value) <= _LARGEST
-            answer = float(value) if is_number else f"returned {value!r}; it must return one finite number per response"
-        except Exception as error:  # noqa: BLE001 - any error of a reward costs this group only
-            answer = f"raised {error!r}; fix it, or filter such prompts"
-        yield answer
-        if isinstance(answer, str) and not may_fail:
-            return
+    _, rollouts, may_fail = question
+    for _ in rollouts:
+        answer = await process.receive()
+        if isinstance(answer, str):
+            answers.append(answer)
+            if not may_fail:
+                return
+        else:
+            reward, turns = answer
+            answers.append(Score(reward=reward, turn_rewards={int(turn): value for turn, value in turns.items()}))
 
 
 def main() -> None:
     """Score groups from standard input until it ends."""
-    name, parent_pid = sys.argv[1:]
+    name, parent_pid, options = sys.argv[1:]
     questions, answers = open_pipes(int(parent_pid))
-    reward = REWARDS.get(name)
-    write_frame(answers, READY)
-    while header := questions.read(LENGTH.size):
-        prompt, texts, may_fail = pickle.loads(questions.read(*LENGTH.unpack(header)))
-        for answer in _answers_to(reward, prompt, texts, may_fail=may_fail):
-            write_frame(answers, answer)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    logging.getLogger("rollout_fleet").setLevel(logging.INFO)
+    reward = BoundReward(name, json.loads(options))
+
+    async def answer(prompt: Prompt, rollouts: list[Rollout], may_fail: bool) -> None:
+        async for one in reward.answers(prompt, rollouts, may_fail=may_fail):
+            write_frame(answers, one if isinstance(one, str) else [one.reward, dict(one.turn_rewards)])
+
+    with asyncio.Runner() as runner:
+        run = runner.run if reward.is_async else _complete
+        run(reward.start())
+        write_frame(answers, READY)
+        while header := questions.read(LENGTH.size):
+            run(answer(*pickle.loads(questions.read(*LENGTH.unpack(header)))))
+
+
+def _complete(work: Coroutine[Any, Any, None]) -> None:
+    """Run a coroutine that waits for nothing, without an event loop: a user's function may make its own."""
+    try:
+        work.send(None)
+    except StopIteration:
+        return
+    raise RuntimeError("a reward that is not async must not wait")  # never: nothing in it awaits a future
 
 
 if __name__ == "__main__":

@@ -112,7 +112,7 @@ class SampleLog:
             known
             | {
                 "response": text,
-                "reward": float(scores.total[index]),
+                "reward": float(scores.sums[index]),
                 "rewards": json.dumps({name: float(part[index]) for name, part in scores.parts.items()}),
                 "num_tokens": len(sample.token_ids),
                 "finish_reason": str(sample.finish_reason or ""),

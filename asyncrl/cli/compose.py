@@ -201,14 +201,23 @@ def _read_experiment(path: Path, override: str) -> str:
 def _with_whole_paths(config: RunConfig) -> RunConfig:
     """A user's own functions by the whole path of their file: workers may run in another directory."""
     algorithm, fleet = config.algorithm, config.rollout_fleet
-    weighted = [entry.rpartition("*") for entry in fleet.rewards]
-    rewards = [f"{weight}{star}{absolute_name(name)}" for weight, star, name in weighted]
+
+    def whole(entries: Sequence[str]) -> list[str]:
+        weighted = [entry.rpartition("*") for entry in entries]
+        return [f"{weight}{star}{absolute_name(name)}" for weight, star, name in weighted]
+
     python = fleet.environment.python and str(Path(fleet.environment.python).expanduser().absolute())
-    environment = replace(fleet.environment, name=absolute_name(fleet.environment.name), python=python)
+    fleet = replace(
+        fleet,
+        reward=absolute_name(fleet.reward),
+        rewards=whole(fleet.rewards),
+        rewards_by_source={source: whole(entries) for source, entries in fleet.rewards_by_source.items()},
+        environment=replace(fleet.environment, name=absolute_name(fleet.environment.name), python=python),
+    )
     return replace(
         config,
         algorithm=replace(algorithm, loss=absolute_name(algorithm.loss), advantage=absolute_name(algorithm.advantage)),
-        rollout_fleet=replace(fleet, reward=absolute_name(fleet.reward), rewards=rewards, environment=environment),
+        rollout_fleet=fleet,
     )
 
 

@@ -46,7 +46,8 @@ from buffer.config import Durability
 from buffer.sockets import allow_clients
 from learner.config import AlgorithmConfig
 from rollout_fleet.engines import check_engine_installed
-from rollout_fleet.rewards import REWARDS, WeightedRewards
+from rollout_fleet.episodes.environment import Outcome
+from rollout_fleet.rewards import REWARDS, Rollout, WeightedRewards
 from rollout_fleet.sample_log import load_decoder
 
 _SHOWN_CHARACTERS = 160
@@ -194,7 +195,7 @@ def check_own_functions(config: RunConfig) -> None:
         ValueError: there is no such name, file, module or function.
     """
     if not config.ray.address:  # the nodes of a cluster may have other modules
-        for name in config.rollout_fleet.reward_weights:
+        for name in config.rollout_fleet.reward_names:
             REWARDS.get(name)
     algorithm, default = config.algorithm, AlgorithmConfig()
     if (algorithm.advantage, algorithm.loss) != (default.advantage, default.loss):
@@ -215,9 +216,10 @@ async def try_reward(config: RunConfig, prompt: Prompt) -> None:
     text = truth if isinstance(truth, str) else ""
     option = f"rollout_fleet.rewards={fleet.rewards}" if fleet.rewards else f"rollout_fleet.reward={fleet.reward}"
     rewards = WeightedRewards(replace(fleet, reward_processes=1))
+    rollout = replace(Rollout.answer(text, num_tokens=0), outcome=Outcome(reward=0.0))  # as if it had an environment
     try:
         await rewards.start()
-        await rewards.score(prompt, [text])
+        await rewards.score(prompt, [rollout])
     except AsyncRLError as error:
         raise ValueError(
             f"{option} must return one finite number for the first prompt and the response {_shortened(text)!r}: "

@@ -161,7 +161,9 @@ def learning_options(config: RunConfig) -> dict[str, str]:
     }
     found = {f"{name}.{key}": str(value) for name, part in sections.items() for key, value in asdict(part).items()}
     buffer = {f"buffer.{key}": str(getattr(config.buffer, key)) for key in ("max_lag", "on_stale", "order", "filters")}
-    return found | buffer | {"rollout_fleet.reward": str(config.rollout_fleet.reward_weights)}
+    fleet = config.rollout_fleet
+    more = [part for part in (fleet.rewards_by_source, fleet.reward_options) if part]
+    return found | buffer | {"rollout_fleet.reward": " ".join(map(str, [fleet.reward_weights, *more]))}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -113,10 +113,13 @@ def _evaluation_settings(config: RunConfig) -> dict[str, Any]:
     if not config.sft.eval_prompts:
         return {}
     data = {name: value for name, value in asdict(config.data).items() if not name.endswith("_files")}
+    fleet = config.rollout_fleet
+    more = {"rewards_by_source": fleet.rewards_by_source, "reward_options": fleet.reward_options}
     return {
         "files": [_digest([Path(name)]) for name in config.data.eval_files],
         "data": data,
-        "reward": config.rollout_fleet.rewards or config.rollout_fleet.reward,
+        "reward": fleet.rewards or fleet.reward,
+        **{name: options for name, options in more.items() if options},
         "max_new_tokens": config.rollout_fleet.sampling.max_new_tokens,
     }
 

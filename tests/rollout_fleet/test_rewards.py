@@ -12,7 +12,7 @@ import pytest
 from asyncrl.core.errors import RewardError, WorkerDiedError
 from asyncrl.core.types import Prompt
 from rollout_fleet.config import RolloutFleetConfig
-from rollout_fleet.rewards import REWARDS, RewardProcesses, WeightedRewards
+from rollout_fleet.rewards import REWARDS, RewardProcesses, Rollout, WeightedRewards
 from tests.support.leftovers import left_in_shared_memory, shared_memory_of
 
 pytestmark = pytest.mark.timeout(60)
@@ -72,6 +72,14 @@ REWARDS.register("by another name")(length)
 """
 
 
+class TextScorer(RewardProcesses):
+    """Scores texts, as most rewards do."""
+
+    async def score(self, prompt, texts, *, may_fail=False):
+        scores = await super().score(prompt, [Rollout.answer(text) for text in texts], may_fail=may_fail)
+        return np.asarray([np.nan if isinstance(one, str) else one.reward for one in scores], dtype=np.float32)
+
+
 @pytest.fixture(autouse=True)
 def own_names(monkeypatch):
     """What a test registers goes with it."""
@@ -88,7 +96,7 @@ async def user_rewards(tmp_path, monkeypatch):
 
     async def make(function, *, timeout_s=20.0, num_processes=1):
         config = RolloutFleetConfig(reward_processes=num_processes, reward_timeout_s=timeout_s)
-        scorer = RewardProcesses(f"user_rewards:{function}", config)
+        scorer = TextScorer(f"user_rewards:{function}", config)
         scorers.append(scorer)
         await scorer.start()
         return scorer
@@ -99,7 +107,7 @@ async def user_rewards(tmp_path, monkeypatch):
 
 
 async def test_exact_match_compares_the_whole_response_with_the_ground_truth():
-    scorer = RewardProcesses("exact_match", RolloutFleetConfig())
+    scorer = TextScorer("exact_match", RolloutFleetConfig())
     rewards = await scorer.score(PROMPT, ["42", "420", " 42", "", "42"])
     assert rewards.tolist() == [1.0, 0.0, 0.0, 0.0, 1.0]
     assert rewards.dtype == np.float32
@@ -245,7 +253,7 @@ async def test_a_reward_of_ours_that_raises_costs_the_attempt_as_a_users_does():
     def overflows(prompt, response_text):
         return 10**400
 
-    scorer = RewardProcesses("overflows", RolloutFleetConfig())
+    scorer = TextScorer("overflows", RolloutFleetConfig())
     with pytest.raises(RewardError, match=r"'overflows' on prompt group 7 raised OverflowError\(.*\); fix it"):
         await scorer.score(PROMPT, ["42"])
 

@@ -1,0 +1,300 @@
+"""The built-in reward functions. `FUNCTIONS_IN_PROCESSES` can hang or wait, so they run in scoring processes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from typing import Any
+
+from asyncrl.core.types import Prompt
+
+from .reward_protocol import REWARDS, Rollout, Score
+from .sandbox import Sandbox, SandboxKind, SandboxLimits
+
+FUNCTIONS_IN_PROCESSES = frozenset({"code", "format", "judge", "math_verify"})
+"""A regular expression or an equation can take for ever; programs and judges are waited for."""
+_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+_QUANTITY = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:[eE][+-]?\d+)?(?:\s*/\s*\d+(?:\.\d+)?)?")
+_FENCED = re.compile(r"```[ \t]*([\w+-]*)[^\n]*\n(.*?)```", re.DOTALL)
+_TAGGED = r"\s*<think>.*?</think>\s*<answer>.*?</answer>\s*"
+
+
+@REWARDS.register("exact_match")
+def exact_match(prompt: Prompt, response_text: str) -> float:
+    """Return 1.0 if ``response_text`` (special tokens removed) equals the prompt's ground truth, else 0.0."""
+    return 1.0 if response_text == prompt.ground_truth else 0.0
+
+
+@REWARDS.register("last_number")
+def last_number(prompt: Prompt, response_text: str) -> float:
+    """Return 1.0 if the response's last number is the ground truth, else 0.0. Example: ``$1,250.`` is 1250."""
+    numbers = _NUMBER.findall(response_text)
+    return float(bool(numbers) and _as_number(numbers[-1]) == _as_number(str(prompt.ground_truth)))
+
+
+@REWARDS.register("final_answer")
+def final_answer(prompt: Prompt, response_text: str) -> float:
+    r"""Return 1.0 if the last ``\boxed{…}``, or else what follows the last ``Answer:``, is the ground truth, else 0.0.
+
+    Numbers are compared as numbers, all else as text without spaces: ``1/2`` is not ``0.5``.
+    """
+    written, expected = (re.sub(r"[\s$]|\.$", "", text) for text in (_final(response_text), str(prompt.ground_truth)))
+    number = _as_number(expected)
+    return float(written == expected or (number is not None and _as_number(written) == number))
+
+
+@REWARDS.register("numeric")
+def numeric(prompt: Prompt, response_text: str, *, relative: float = 1e-4, absolute: float = 1e-8) -> float:
+    r"""Return 1.0 if the response's number is near the ground truth, else 0.0.
+
+    The number is the last one in ``\boxed{…}`` or after ``Answer:``, otherwise the last one of the text. Fractions and
+    exponents are numbers: ``3/4``, ``1.5e-3``. Near is a distance of at most ``relative`` times the ground truth, or
+    ``absolute``. A ground truth that has no number raises `ValueError`.
+    """
+    expected = _quantities(str(prompt.ground_truth))
+    if not expected:
+        raise ValueError(f"the ground truth must be a number, got {prompt.ground_truth!r}")
+    written = _quantities(_final(response_text)) or _quantities(response_text)
+    if not written:
+        return 0.0
+    return float(abs(written[-1] - expected[-1]) <= max(relative * abs(expected[-1]), absolute))
+
+
+@REWARDS.register("length")
+class Length:
+    """The soft overlong punishment of DAPO (arXiv 2503.14476, equation 13), between -1.0 and 0.0.
+
+    A response of up to ``max_tokens - buffer_tokens`` tokens gets 0; beyond that the value falls linearly, to -1 at
+    ``max_tokens``. Example: ``max_tokens=100`` and ``buffer_tokens=20`` give 0, -0.5 and -1 for 80, 90 and 100 tokens.
+    The tokens are those that the policy wrote in all turns.
+    """
+
+    def __init__(self, *, max_tokens: int, buffer_tokens: int) -> None:
+        if not 0 < buffer_tokens <= max_tokens:
+            raise ValueError(f"buffer_tokens must be in 1..max_tokens = {max_tokens}, got {buffer_tokens}; correct it")
+        self._free_tokens = max_tokens - buffer_tokens
+        self._buffer_tokens = buffer_tokens
+
+    def __call__(self, prompt: Prompt, rollout: Rollout) -> float:
+        """Score one rollout; raises `ValueError` if its tokens were not counted."""
+        if rollout.num_tokens is None:
+            raise ValueError("the tokens of the response were not counted here; leave this reward out")
+        return max(-1.0, min(0.0, (self._free_tokens - rollout.num_tokens) / self._buffer_tokens))
+
+
+@REWARDS.register("environment")
+def environment(prompt: Prompt, rollout: Rollout) -> Score:
+    """Return the rewards of the environment's own outcome, those of turns included."""
+    del prompt
+    outcome = rollout.outcome
+    if outcome is None or (outcome.reward is None and not outcome.turn_rewards):
+        raise ValueError("the environment returned no reward; set Outcome.reward, or use another reward")
+    return Score(reward=outcome.reward or 0.0, turn_rewards=outcome.turn_rewards)
+
+
+@REWARDS.register("format")
+class Format:
+    """1.0 if the whole response matches a regular expression, else 0.0; ``.`` matches line breaks too.
+
+    Args:
+        pattern: The expression; by default ``<think>…</think> <answer>…</answer>``.
+    """
+
+    def __init__(self, *, pattern: str = _TAGGED) -> None:
+        try:
+            self._pattern = re.compile(pattern, re.DOTALL)
+        except re.error as error:
+            raise ValueError(f"pattern must be a regular expression, got {pattern!r}: {error}; correct it") from error
+
+    def __call__(self, prompt: Prompt, response_text: str) -> float:
+        """Score one response."""
+        return float(self._pattern.fullmatch(response_text) is not None)
+
+
+@REWARDS.register("math_verify")
+class MathVerify:
+    """1.0 if the response's final expression is mathematically the ground truth, else 0.0, by the library math-verify.
+
+    Args:
+        timeout_s: Seconds for reading an expression, and again for comparing two; a slower one counts as different.
+    """
+
+    def __init__(self, *, timeout_s: int = 5) -> None:
+        if find_spec("math_verify") is None:
+            raise ValueError("the package math-verify must be installed, got none: pip install 'asyncrl[math]'")
+        self._timeout_s = timeout_s
+
+    def __call__(self, prompt: Prompt, response_text: str) -> float:
+        r"""Score one response. A ground truth without ``$`` or ``\boxed`` is one expression in LaTeX or a number."""
+        from math_verify import parse, verify
+
+        truth = str(prompt.ground_truth)
+        if "$" not in truth and "\\boxed" not in truth:
+            truth = f"\\boxed{{{truth}}}"
+        gold = parse(truth, parsing_timeout=self._timeout_s)
+        if not gold:
+            raise ValueError(f"the ground truth must be an expression, got {prompt.ground_truth!r}")
+        written = parse(response_text, parsing_timeout=self._timeout_s)
+        return float(verify(gold, written, timeout_seconds=self._timeout_s))
+
+
+@REWARDS.register("code")
+class Code:
+    """Runs the response's last fenced code block, or else the whole response, against the row's tests in a sandbox.
+
+    Tests are Python code with asserts, or pairs of standard input and expected standard output, compared line by line
+    without trailing spaces: a list of ``{"stdin": …, "stdout": …}`` or ``{"input": …, "output": …}``, or a mapping
+    ``{"inputs": […], "outputs": […]}``. Their JSON text works too.
+
+    Args:
+        tests: The extra column with the tests; by default the ground truth.
+        partial: The share of passed tests instead of 1.0 for all and 0.0 otherwise. Asserts are one test.
+        language: ``python`` or ``bash``.
+        at_once: Programs that run at once in one scoring process.
+        kind: Kind of the sandbox (`rollout_fleet.sandbox`); ``limits`` must be asked for.
+        python: Interpreter of the programs.
+        limits: Fields of `SandboxLimits`. Example: ``{cpu_time_s: 2.0}``.
+    """
+
+    def __init__(
+        self,
+        *,
+        tests: str = "",
+        partial: bool = False,
+        language: str = "python",
+        at_once: int = 4,
+        kind: str = SandboxKind.auto,
+        python: str = "",
+        limits: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._tests = tests
+        self._partial = partial
+        self._language = language
+        self._places = asyncio.Semaphore(at_once)
+        self._sandbox = Sandbox(kind=kind, python=python, limits=SandboxLimits(**limits or {}))
+
+    async def start(self) -> None:
+        """Choose the kind of sandbox. Raises `SandboxError` if this machine cannot isolate programs."""
+        await self._sandbox.start()
+
+    async def __call__(self, prompt: Prompt, response_text: str) -> float:
+        """Score one response; raises `ValueError` if the row has no tests."""
+        if self._tests and self._tests not in prompt.extra:
+            raise ValueError(f"the row must have tests in column {self._tests!r}; name it in data.extra_keys")
+        tests = _read_tests(prompt.extra[self._tests] if self._tests else prompt.ground_truth)
+        code = code_of(response_text)
+        passed = 0
+        for number, test in enumerate(tests):
+            async with self._places:
+                passed += await (self._passes(code, *test) if isinstance(test, tuple) else self._holds(code, test))
+            if passed <= number and not self._partial:
+                return 0.0
+        return passed / len(tests)
+
+    async def _passes(self, code: str, given: str, expected: str) -> bool:
+        result = await self._sandbox.run(code, stdin=given, language=self._language)
+        return result.is_success and _lines(result.stdout) == _lines(expected)
+
+    async def _holds(self, code: str, asserts: str) -> bool:
+        """Whether the asserts hold after the code. Code that ends its process early does not pass."""
+        passed = secrets.token_hex(16)
+        files = {"solution.py": code, "tests.py": asserts}
+        result = await self._sandbox.run(_ASSERTING.format(passed=passed), files=files)
+        return result.is_success and result.stdout.endswith(passed)
+
+
+_ASSERTING = """\
+import os, sys
+names, stdout = {{"__name__": "__main__"}}, os.dup(1)
+sources = [(name, open(name).read()) for name in ("solution.py", "tests.py")]
+for name in ("main.py", "solution.py", "tests.py"):
+    os.unlink(name)
+for name, source in sources:
+    exec(compile(source, name, "exec"), names)
+sys.stdout.flush()
+os.write(stdout, b"{passed}")
+"""
+
+
+def code_of(response_text: str) -> str:
+    """Return the last fenced code block of a response, or the whole response if there is none."""
+    blocks = _FENCED.findall(response_text)
+    return blocks[-1][1] if blocks else response_text
+
+
+def _read_tests(tests: Any) -> Sequence[tuple[str, str] | str]:
+    """Tests as pairs of input and output, or one text of asserts. Raises `ValueError` that says what is expected."""
+    if isinstance(tests, str):
+        try:
+            parsed = json.loads(tests)
+        except ValueError:
+            parsed = None
+        if not isinstance(parsed, (list, Mapping)):
+            return [tests] if tests.strip() else _no_tests(tests)
+        tests = parsed
+    if isinstance(tests, Mapping) and {"inputs", "outputs"} <= set(tests):
+        if len(tests["inputs"]) != len(tests["outputs"]):
+            return _no_tests(tests)
+        tests = [{"stdin": given, "stdout": out} for given, out in zip(tests["inputs"], tests["outputs"], strict=True)]
+    if not isinstance(tests, list) or not tests:
+        return _no_tests(tests)
+    if all(isinstance(test, str) for test in tests):
+        return tests
+    pairs = []
+    for test in tests:
+        given, out = (
+            [test[name] for name in names if name in test] if isinstance(test, Mapping) else []
+            for names in (("stdin", "input"), ("stdout", "output"))
+        )
+        if not given or not out:
+            return _no_tests(tests)
+        pairs.append((_text(given[0]), _text(out[0])))
+    return pairs
+
+
+def _no_tests(tests: Any) -> Sequence[str]:
+    raise ValueError(
+        f"the tests must be Python asserts or a list of {{stdin, stdout}}, got {str(tests)[:200]!r}; correct the row"
+    )
+
+
+def _text(value: Any) -> str:
+    return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().splitlines()]
+
+
+def _final(text: str) -> str:
+    _, boxed, rest = text.rpartition("\\boxed{")
+    depth = 1
+    for place, letter in enumerate(rest if boxed else ""):
+        depth += (letter == "{") - (letter == "}")
+        if depth == 0:
+            return rest[:place]
+    return (re.findall(r"answer\s*:\s*(.*)", text, flags=re.IGNORECASE) or [""])[-1]
+
+
+def _as_number(text: str) -> float | None:
+    try:
+        return float(text.replace(",", ""))
+    except ValueError:
+        return None
+
+
+def _quantities(text: str) -> list[float]:
+    """All numbers of a text. A fraction with denominator 0 is not a number."""
+    found = []
+    for written in _QUANTITY.findall(text):
+        numerator, _, denominator = written.replace(",", "").partition("/")
+        if not denominator:
+            found.append(float(numerator))
+        elif float(denominator):
+            found.append(float(numerator) / float(denominator))
+    return [number for number in found if math.isfinite(number)]

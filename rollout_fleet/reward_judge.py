@@ -1,0 +1,155 @@
+"""A language model as judge, behind any server with OpenAI's chat completions."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import aiohttp
+
+from asyncrl.core.types import Prompt
+
+from .reward_protocol import REWARDS
+
+_TEMPLATE = """\
+Grade the answer to the question. Compare it with the reference, if there is one.
+
+<question>
+{question}
+</question>
+<reference>
+{ground_truth}
+</reference>
+<answer>
+{response}
+</answer>
+
+Think briefly. End with one line "Score: N", where N is a number from {low:g} (wrong) to {high:g} (right)."""
+_RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
+_LONGEST_PAUSE_S = 30.0
+_SHOWN_CHARACTERS = 200
+
+
+@REWARDS.register("judge")
+class Judge:
+    """The score that a model gives a response, scaled to 0.0 to 1.0. The responses to a prompt are judged at once.
+
+    Args:
+        url: Base URL of the server. Example: ``https://api.openai.com/v1``, or ``http://localhost:30000/v1`` for an
+            SGLang server of a frozen model.
+        model: Name of the model there.
+        template: Text of the request, with the fields ``{question}``, ``{response}``, ``{ground_truth}``, ``{low}``,
+            ``{high}`` and ``{extra[COLUMN]}``.
+        api_key: Variable of the environment with the key; ``rollout_fleet.pass_secrets`` must name it. Empty: no key.
+        low: Lowest score of the template; it counts 0.0.
+        high: Highest score; it counts 1.0.
+        pattern: Regular expression whose first group, at its last match, is the score.
+        options: Further fields of the request. Example: ``{temperature: 0.0}``.
+        retries: How often a request is repeated after an error of network or server, or an answer without a score.
+        timeout_s: Deadline of one request. ``rollout_fleet.reward_timeout_s`` bounds all requests of a prompt.
+        at_once: Requests at once per scoring process.
+    """
+
+    def __init__(
+        self,
+        *,
+        url: str,
+        model: str,
+        template: str = _TEMPLATE,
+        api_key: str = "",
+        low: float = 0.0,
+        high: float = 10.0,
+        pattern: str = r"Score:\s*\**\s*(-?\d+(?:\.\d+)?)",
+        options: Mapping[str, Any] | None = None,
+        retries: int = 4,
+        timeout_s: float = 60.0,
+        at_once: int = 16,
+    ) -> None:
+        if not low < high:
+            raise ValueError(f"low must be below high, got {low} and {high}; 0 and 10 are the default")
+        if re.compile(pattern).groups < 1:
+            raise ValueError(f"pattern must have a group, the score, got {pattern!r}; write Score: (\\d+), for one")
+        self._url = url.rstrip("/") + "/chat/completions"
+        self._model = model
+        self._template = template
+        self._key_name = api_key
+        self._low, self._high = low, high
+        self._pattern = re.compile(pattern)
+        self._options = dict(options or {})
+        self._retries = retries
+        self._timeout = aiohttp.ClientTimeout(total=timeout_s)
+        self._places = asyncio.Semaphore(at_once)
+        self._fill(question="", response="", ground_truth="", extra=defaultdict(str))  # fails for a wrong field
+
+    async def __call__(self, prompt: Prompt, response_text: str) -> float:
+        """Score one response. Raises `ConnectionError` or `ValueError` if there is no score at last."""
+        question = "\n\n".join(f"{one.get('role')}: {one.get('content')}" for one in prompt.messages)
+        if not question and "{question}" in self._template:
+            question = prompt.extra.get("question") or prompt.extra.get("prompt")
+            if question is None:
+                raise ValueError(
+                    "the judge's template has {question}, and a prompt of plain text has none; name its column "
+                    "(question or prompt) in data.extra_keys, or use {extra[COLUMN]}"
+                )
+        headers = {}
+        if self._key_name:
+            if self._key_name not in os.environ:
+                raise ValueError(f"the judge's key must be in the variable {self._key_name}, got none")
+            headers["Authorization"] = f"Bearer {os.environ[self._key_name]}"
+        request = self._fill(
+            question=question, response=response_text, ground_truth=prompt.ground_truth, extra=prompt.extra
+        )
+        async with self._places, aiohttp.ClientSession(headers=headers, timeout=self._timeout) as session:
+            return await self._judge(session, request)
+
+    def _fill(self, **fields: Any) -> str:
+        try:
+            return self._template.format(**fields, low=self._low, high=self._high)
+        except (LookupError, ValueError, AttributeError) as error:
+            raise ValueError(
+                "template may have the fields question, response, ground_truth, low, high and extra[COLUMN], got "
+                f"{error!r}; name the column in data.extra_keys, and write {{{{ and }}}} for braces"
+            ) from error
+
+    async def _judge(self, session: aiohttp.ClientSession, request: str) -> float:
+        body = {"model": self._model, "messages": [{"role": "user", "content": request}], **self._options}
+        failure: Exception = ValueError("no request was made")
+        for attempt in range(self._retries + 1):
+            pause_s = min(2.0**attempt, _LONGEST_PAUSE_S) * random.uniform(0.5, 1.0)
+            try:
+                async with session.post(self._url, json=body) as answer:
+                    text = await answer.text()
+                    if answer.status == 200:
+                        return self._score(await answer.json(content_type=None))
+                    failure = ConnectionError(f"the judge at {self._url} answered {answer.status}: {_short(text)}")
+                    if answer.status not in _RETRIED:
+                        break
+                    asked_s = answer.headers.get("Retry-After", "")
+                    pause_s = min(float(asked_s), _LONGEST_PAUSE_S) if asked_s.isdecimal() else pause_s
+            except (aiohttp.ClientError, TimeoutError) as error:
+                failure = ConnectionError(f"the judge at {self._url} gave no answer: {error!r}")
+            except ValueError as error:
+                failure, pause_s = error, 0.0
+            if attempt < self._retries:
+                await asyncio.sleep(pause_s)
+        raise failure
+
+    def _score(self, answer: Any) -> float:
+        try:
+            text = answer["choices"][0]["message"]["content"] or ""
+        except (KeyError, IndexError, TypeError):
+            raise ValueError(f"the judge's answer has no message: {_short(str(answer))}") from None
+        found = [*self._pattern.finditer(text)]
+        if not found or not self._low <= float(found[-1][1]) <= self._high:
+            shown = _short(text[-_SHOWN_CHARACTERS:])
+            raise ValueError(f"the judge must give a score from {self._low:g} to {self._high:g}, got {shown!r}")
+        return (float(found[-1][1]) - self._low) / (self._high - self._low)
+
+
+def _short(text: str) -> str:
+    return " ".join(text.split())[:_SHOWN_CHARACTERS]

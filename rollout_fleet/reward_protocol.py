@@ -1,0 +1,216 @@
+"""What reward functions get and return, their names, and how one is called.
+
+Nothing here waits; `rollout_fleet.rewards` calls the functions, in the rollout worker or in scoring processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from asyncrl.core.registry import Registry
+from asyncrl.core.types import Prompt
+
+if TYPE_CHECKING:
+    from .episodes.environment import Outcome
+
+FIRST_TURN = 1
+"""Index of the only sampled turn of a single answer; the prompt is turn 0."""
+_LARGEST = float(np.finfo(np.float32).max)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollout:
+    """One finished rollout, as reward functions see it.
+
+    Attributes:
+        text: The text to score, without special tokens: the last turn, or the answer that the environment named.
+        turns: The text of each sampled turn by its index in the episode. Example: ``{1: "call", 3: "answer"}``.
+        messages: The conversation in the form of OpenAI's API; empty for a prompt of plain text.
+        num_tokens: Tokens that the policy wrote in all turns; None if they were not counted.
+        is_truncated: Whether the last turn reached a limit of length.
+        outcome: What the environment returned; None without an environment.
+        metrics: Numbers that were counted during the rollout.
+    """
+
+    text: str
+    turns: Mapping[int, str] = field(default_factory=dict)
+    messages: tuple[Mapping[str, Any], ...] = ()
+    num_tokens: int | None = None
+    is_truncated: bool = False
+    outcome: Outcome | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def answer(cls, text: str, *, num_tokens: int | None = None, is_truncated: bool = False) -> Rollout:
+        """A rollout that is a single answer to the prompt."""
+        return cls(text=text, turns={FIRST_TURN: text}, num_tokens=num_tokens, is_truncated=is_truncated)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score:
+    """What a reward function may return instead of a number.
+
+    Attributes:
+        reward: Reward of the outcome.
+        turn_rewards: Additional rewards of single turns, by their indices in `Rollout.turns`.
+    """
+
+    reward: float = 0.0
+    turn_rewards: Mapping[int, float] = field(default_factory=dict)
+
+    @property
+    def sum(self) -> float:
+        """The outcome's reward plus those of the turns."""
+        return self.reward + sum(self.turn_rewards.values())
+
+
+class Reward(Protocol):
+    """Scores one response. Called in a scoring process, or in the rollout worker if it is a built-in that cannot hang.
+
+    The name of the second parameter says what a function gets: ``rollout`` is the `Rollout`, ``rollouts`` is the list
+    of all rollouts of the prompt, and the function returns as many scores; any other name is the response's text. The
+    function may be ``async``; then all responses to a prompt are scored at once. A class is made once per process, with
+    the reward's options, and its instance is called.
+    """
+
+    def __call__(self, prompt: Prompt, response_text: str) -> float:
+        """Return the reward of a response, decoded without special tokens, to a prompt with its ground truth."""
+        ...
+
+
+REWARDS: Registry[Reward] = Registry("rollout_fleet.reward")
+
+Answer = Score | str
+"""A score, or the description of a failure."""
+
+
+class BoundReward:
+    """A reward function with its options, ready to score.
+
+    Args:
+        name: As in ``rollout_fleet.reward``.
+        options: Keyword arguments of the function after its two parameters, or of a class.
+        is_made: Make an instance of a class now; otherwise only check the options.
+
+    Attributes:
+        is_async: Whether its function is a coroutine function.
+
+    Raises:
+        ValueError: the function does not exist, or its options do not fit; the message names them.
+    """
+
+    def __init__(self, name: str, options: Mapping[str, Any] | None = None, *, is_made: bool = True) -> None:
+        self._name = name
+        given = dict(options or {})
+        function: Any = REWARDS.get(name)
+        is_class = isinstance(function, type)
+        self._check_options(function, given, num_positional=0 if is_class else 2)
+        called = function.__call__ if is_class else function
+        names = [*_parameters(called)][1 if is_class else 0 :]
+        self._takes = names[1] if len(names) > 1 else ""
+        self.is_async = any(map(inspect.iscoroutinefunction, (called, getattr(called, "__call__", None))))  # noqa: B004
+        self._call: Any = None if is_class else partial(function, **given)
+        if is_class and is_made:
+            try:
+                self._call = function(**given)
+            except (TypeError, ValueError, ImportError) as error:
+                raise ValueError(f"reward {name}: {error}") from error
+
+    @property
+    def takes_group(self) -> bool:
+        """Whether it scores all rollouts of a prompt together."""
+        return self._takes == "rollouts"
+
+    async def start(self) -> None:
+        """Call ``start`` of a reward that has one, before the first score."""
+        start = getattr(self._call, "start", None)
+        if start is not None:
+            await start()
+
+    async def answers(
+        self, prompt: Prompt, rollouts: Sequence[Rollout], *, may_fail: bool = False
+    ) -> AsyncIterator[Answer]:
+        """Yield one answer per rollout, in order; ends after a failure unless rollouts ``may_fail``."""
+        if self.takes_group:
+            for answer in await self._group_answers(prompt, rollouts):
+                yield answer
+                if isinstance(answer, str) and not may_fail:
+                    return
+            return
+        asked = [self._one_answer(prompt, rollout) for rollout in rollouts] if self.is_async else []
+        tasks = [asyncio.ensure_future(one) for one in asked]
+        try:
+            for place, rollout in enumerate(rollouts):
+                answer = await (tasks[place] if tasks else self._one_answer(prompt, rollout))
+                yield answer
+                if isinstance(answer, str) and not may_fail:
+                    return
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _one_answer(self, prompt: Prompt, rollout: Rollout) -> Answer:
+        try:
+            value = self._call(prompt, rollout if self._takes == "rollout" else rollout.text)
+            return _as_answer(await value if inspect.isawaitable(value) else value, rollout)
+        except Exception as error:  # noqa: BLE001 - any error of a reward costs this group only
+            return f"raised {error!r}; fix it, or filter such prompts"
+
+    async def _group_answers(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[Answer]:
+        try:
+            values = self._call(prompt, list(rollouts))
+            values = await values if inspect.isawaitable(values) else values
+            values = values.tolist() if hasattr(values, "tolist") else list(values)
+            if len(values) == len(rollouts):
+                return list(map(_as_answer, values, rollouts))
+            failure = f"returned {len(values)} scores; it must return one per rollout, {len(rollouts)}"
+        except Exception as error:  # noqa: BLE001 - as above
+            failure = f"raised {error!r}; fix it, or filter such prompts"
+        return [failure] * len(rollouts)
+
+    def _check_options(self, function: Any, given: Mapping[str, Any], *, num_positional: int) -> None:
+        try:
+            inspect.signature(function).bind(*[None] * num_positional, **given)
+        except TypeError as error:
+            known = [*_parameters(function)][num_positional:]
+            option = f"rollout_fleet.reward_options.{self._name.rpartition(':')[2]}"
+            raise ValueError(
+                f"{option} must fit the options {known} of reward {self._name}, got {dict(given)}: {error}; correct it"
+            ) from error
+        except ValueError:  # a function in C has no signature
+            return
+
+
+def _parameters(function: Any) -> list[str]:
+    try:
+        return [*inspect.signature(function).parameters]
+    except (TypeError, ValueError):  # a function in C
+        return []
+
+
+def _as_answer(value: Any, rollout: Rollout) -> Answer:
+    """A score of one finite number, and of finite rewards of turns; or what is wrong with ``value``."""
+    outcome, turns = (value.reward, value.turn_rewards) if isinstance(value, Score) else (value, {})
+    numbers = [number for one in (outcome, *turns.values()) if (number := _as_number(one)) is not None]
+    if len(numbers) < 1 + len(turns):
+        return f"returned {value!r}; it must return one finite number per response"
+    known = {*rollout.turns, *(rollout.outcome.turn_rewards if rollout.outcome is not None else ())}
+    if strange := sorted(set(turns) - known):
+        return f"returned rewards of turns {strange}; the turns of this rollout are {sorted(rollout.turns)}"
+    return Score(reward=numbers[0], turn_rewards=dict(zip(turns, numbers[1:], strict=True)))
+
+
+def _as_number(value: Any) -> float | None:
+    """A Python, numpy or torch scalar as a float; None for anything else, and for what float32 cannot hold."""
+    with suppress(TypeError, ValueError):
+        if not isinstance(value, (str, bytes)) and getattr(value, "ndim", 0) == 0:
+            value = float(value)
+    return value if isinstance(value, float) and abs(value) <= _LARGEST else None

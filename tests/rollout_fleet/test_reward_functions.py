@@ -1,0 +1,199 @@
+import asyncio
+import json
+import os
+
+import numpy as np
+import pytest
+
+from asyncrl.core.errors import RewardError, SandboxError
+from asyncrl.core.types import Prompt
+from rollout_fleet.config import RolloutFleetConfig
+from rollout_fleet.reward_functions import FUNCTIONS_IN_PROCESSES, Code, code_of
+from rollout_fleet.reward_protocol import BoundReward
+from rollout_fleet.rewards import REWARDS, Rollout, WeightedRewards
+from rollout_fleet.sandbox import Sandbox
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def prompt_with(truth, **extra):
+    return Prompt(group_id=7, prompt_ids=np.asarray([3], dtype=np.int32), ground_truth=truth, extra=extra)
+
+
+async def score(reward, truth, text, *, options=None, **extra):
+    """One answer of a reward in this process: a number, or the description of a failure."""
+    bound = BoundReward(reward, options)
+    rollout = text if isinstance(text, Rollout) else Rollout.answer(text)
+    (answer,) = [one async for one in bound.answers(prompt_with(truth, **extra), [rollout])]
+    return answer if isinstance(answer, str) else answer.reward
+
+
+@pytest.mark.parametrize(
+    ("truth", "text", "reward"),
+    [
+        ("0.75", "so 3/4", 1.0),
+        ("0.75", r"first 5, then \boxed{0.750001} of 9", 1.0),
+        ("0.75", "Answer: 0.76 of 0.75", 1.0),
+        ("0.75", "0.76", 0.0),
+        ("1,250", "it is 1.25e3", 1.0),
+        ("-2", "2", 0.0),
+        (0, "1e-9", 1.0),
+        ("5", "1/0", 0.0),
+        ("5", "five", 0.0),
+        ("5", "1e999", 0.0),
+    ],
+)
+async def test_numbers_are_compared_with_a_tolerance_by_the_reward_numeric(truth, text, reward):
+    assert await score("numeric", truth, text) == reward
+
+
+async def test_the_tolerance_of_the_reward_numeric_is_an_option_and_a_truth_without_number_a_failure():
+    assert await score("numeric", "100", "104", options={"relative": 0.05}) == 1.0
+    assert "the ground truth must be a number, got 'many'" in await score("numeric", "many", "3")
+
+
+@pytest.mark.parametrize(("num_tokens", "reward"), [(0, 0), (80, 0), (90, -0.5), (100, -1), (500, -1)])
+async def test_the_reward_length_is_the_soft_overlong_punishment(num_tokens, reward):
+    options = {"max_tokens": 100, "buffer_tokens": 20}
+    assert await score("length", None, Rollout.answer("", num_tokens=num_tokens), options=options) == reward
+
+
+async def test_the_reward_length_needs_counted_tokens_and_valid_options():
+    options = {"max_tokens": 100, "buffer_tokens": 20}
+    assert "were not counted" in await score("length", None, "text", options=options)
+    with pytest.raises(ValueError, match=r"reward length: buffer_tokens must be in 1..max_tokens = 5, got 6"):
+        BoundReward("length", {"max_tokens": 5, "buffer_tokens": 6})
+
+
+async def test_the_reward_format_matches_the_whole_response():
+    good = "<think>\n1+1\n</think> <answer>2</answer>"
+    assert [await score("format", None, text) for text in (good, good + " more", "2")] == [1.0, 0.0, 0.0]
+    assert await score("format", None, "7.", options={"pattern": r"\d\."}) == 1.0
+    with pytest.raises(ValueError, match=r"reward format: pattern must be a regular expression, got '\('"):
+        BoundReward("format", {"pattern": "("})
+
+
+async def test_a_regular_expression_that_takes_for_ever_costs_its_deadline_only():
+    """In the worker it would stop the loop of all groups."""
+    assert "format" in FUNCTIONS_IN_PROCESSES
+    config = RolloutFleetConfig(reward="format", reward_options={"format": {"pattern": "(a+)+b"}}, reward_timeout_s=1.0)
+    rewards = WeightedRewards(config)
+    await rewards.start()
+    try:
+        with pytest.raises(RewardError, match=r"did not score it within rollout_fleet\.reward_timeout_s = 1 s"):
+            await rewards.score(prompt_with(None), ["a" * 60])
+        assert (await rewards.score(prompt_with(None), ["aab", "b"])).total.tolist() == [1.0, 0.0]
+    finally:
+        await rewards.close()
+
+
+@pytest.mark.parametrize(
+    ("truth", "text", "reward"),
+    [
+        (r"\frac{1}{2}", r"thus \boxed{0.5}", 1.0),
+        ("x^2 + 2x + 1", r"$(x+1)^2$", 1.0),
+        (r"$\sqrt{8}$", r"\boxed{2\sqrt{2}}", 1.0),
+        ("7", r"\boxed{8}", 0.0),
+        ("7", "no idea", 0.0),
+    ],
+)
+async def test_equal_expressions_are_equal_to_the_reward_math_verify(truth, text, reward):
+    pytest.importorskip("math_verify", reason="the extra `math` is not installed")
+    assert await score("math_verify", truth, text) == reward
+
+
+def test_without_its_package_the_reward_math_verify_is_refused_by_name(monkeypatch):
+    monkeypatch.setattr("rollout_fleet.reward_functions.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"math_verify: the package math-verify must be installed.*asyncrl\[math\]"):
+        WeightedRewards(RolloutFleetConfig(reward="math_verify"))
+
+
+@pytest.fixture(scope="module")
+def can_isolate():
+    try:
+        asyncio.run(Sandbox().start())
+    except SandboxError as error:
+        pytest.skip(f"this machine cannot isolate programs: {error}")
+
+
+def test_the_code_of_a_response_is_its_last_fenced_block():
+    assert code_of("first\n```python\nx = 1\n```\nthen\n``` py\nx = 2\n```\n") == "x = 2\n"
+    assert code_of("print(1)") == "print(1)"
+
+
+ADDS = "Here:\n```python\na, b = map(int, input().split())\nprint(a + b)\n```"
+PAIRS = [{"stdin": "1 2\n", "stdout": "3\n"}, {"input": "2 2", "output": "4"}]
+
+
+@pytest.mark.parametrize(
+    ("tests", "text", "reward"),
+    [
+        (PAIRS, ADDS, 1.0),
+        (json.dumps({"inputs": ["1 2", ["5 5"]], "outputs": ["3  ", ["10"]]}), ADDS, 1.0),
+        (PAIRS, "print(3)", 0.0),
+        (PAIRS, "this is no program", 0.0),
+        ("assert add(1, 2) == 3\nassert add(2, 2) == 4", "def add(a, b):\n    return a + b", 1.0),
+        ("assert add(1, 2) == 3", "def add(a, b):\n    return a - b", 0.0),
+        (["assert f() == 1", "assert f() == 2"], "f = iter([1, 2]).__next__", 0.0),
+        ("assert False", "import sys\nsys.exit(0)", 0.0),
+        ("assert False", "import os\nos._exit(0)", 0.0),
+        ("assert False", "print('all asserts hold')\nraise SystemExit", 0.0),
+        ("assert open('tests.py')", "pass", 0.0),
+        ("assert f() == 1", "import sys\nsys.stdout.close()\ndef f(): return 1", 0.0),
+    ],
+)
+@pytest.mark.usefixtures("can_isolate")
+async def test_programs_are_run_against_their_tests_by_the_reward_code(tests, text, reward):
+    assert await score("code", tests, text) == reward
+
+
+@pytest.mark.usefixtures("can_isolate")
+async def test_the_reward_code_may_count_passed_tests_and_read_them_from_a_column():
+    options = {"partial": True, "tests": "cases", "limits": {"wall_time_s": 5.0}}
+    assert await score("code", None, "print(3)", options=options, cases=PAIRS) == 0.5
+    assert "must have tests in column 'cases'" in await score("code", None, "print(3)", options=options)
+
+
+@pytest.mark.parametrize("tests", [None, "", [], [{"stdin": "1"}], {"inputs": ["1"], "outputs": []}, 3])
+@pytest.mark.usefixtures("can_isolate")
+async def test_rows_without_tests_fail_the_reward_code_by_name(tests):
+    assert "the tests must be Python asserts or a list of {stdin, stdout}, got" in await score("code", tests, "")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"kind": "jail"}, "reward code: the kind of a sandbox"), ({"limits": {"ram": 1}}, "reward code: .*'ram'")],
+)
+def test_wrong_options_of_the_reward_code_are_refused(options, words):
+    with pytest.raises(ValueError, match=words):
+        BoundReward("code", options)
+
+
+@pytest.mark.usefixtures("can_isolate")
+async def test_the_reward_code_runs_in_a_scoring_process_and_an_endless_program_has_no_reward():
+    config = RolloutFleetConfig(reward="code", reward_options={"code": {"limits": {"cpu_time_s": 1.0}}})
+    rewards = WeightedRewards(config)
+    await rewards.start()
+    try:
+        texts = ["while True: pass", "print(3)", f"import os; os.kill({os.getpid()}, 9)"]
+        scores = await rewards.score(prompt_with([{"stdin": "", "stdout": "3"}]), texts)
+    finally:
+        await rewards.close()
+    assert scores.total.tolist() == [0.0, 1.0, 0.0]
+
+
+async def test_a_machine_that_cannot_isolate_refuses_the_reward_code_before_the_first_score(monkeypatch):
+    async def refuse(self):
+        raise SandboxError("this machine must isolate code of the policy")
+
+    monkeypatch.setattr(Sandbox, "start", refuse)
+    with pytest.raises(SandboxError, match="must isolate"):
+        await Code().start()
+
+
+async def test_the_reward_environment_needs_an_outcome():
+    assert "the environment returned no reward" in await score("environment", None, "text")
+
+
+def test_every_built_in_reward_says_where_it_runs():
+    assert set(REWARDS.names()) > FUNCTIONS_IN_PROCESSES

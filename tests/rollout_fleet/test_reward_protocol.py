@@ -1,0 +1,195 @@
+"""What user's reward functions may get and return, through real scoring processes."""
+
+import numpy as np
+import pytest
+
+from asyncrl.core.errors import RewardError
+from asyncrl.core.types import Prompt
+from rollout_fleet.config import RolloutFleetConfig
+from rollout_fleet.episodes.environment import Outcome
+from rollout_fleet.reward_protocol import BoundReward
+from rollout_fleet.rewards import Rollout, Score, WeightedRewards
+
+pytestmark = pytest.mark.timeout(60)
+MODULE = """
+import asyncio, os, sys, time
+from rollout_fleet.rewards import Score
+
+def by_turn(prompt, rollout):
+    return Score(reward=1.0, turn_rewards={turn: len(text) / 2 for turn, text in rollout.turns.items()})
+
+def shortest(prompt, rollouts):
+    least = min(len(rollout.text) for rollout in rollouts)
+    return [float(len(rollout.text) == least) for rollout in rollouts]
+
+def too_few(prompt, rollouts):
+    return [1.0]
+
+def group_fails(prompt, rollouts):
+    if "exit" in [rollout.text for rollout in rollouts]:
+        os._exit(1)
+    raise KeyError("all")
+
+started = []
+
+async def waits(prompt, response_text, *, others=2):
+    started.append(response_text)
+    if response_text == "fail":
+        raise OSError("no judge")
+    deadline = time.monotonic() + 30
+    while len(started) < others and time.monotonic() < deadline:
+        await asyncio.sleep(0.01)
+    return float(len(started) >= others)
+
+def has_its_own_loop(prompt, response_text):
+    async def one():
+        return 1.0
+    return asyncio.run(one())
+
+class Counts:
+    def __init__(self, *, start, step=1.0):
+        self.value, self.step = start, step
+
+    async def start(self):
+        self.value += 100
+
+    def __call__(self, prompt, response_text):
+        self.value += self.step
+        return self.value
+
+def bad_turns(prompt, rollout):
+    return Score(turn_rewards={1: float("nan")} if rollout.text == "nan" else {2: 1.0})
+"""
+
+
+def prompt_of(source=""):
+    return Prompt(group_id=7, prompt_ids=np.asarray([3], dtype=np.int32), ground_truth="42", data_source=source)
+
+
+@pytest.fixture
+async def scorer(tmp_path, monkeypatch):
+    (tmp_path / "odd_rewards.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    made = []
+
+    async def make(*names, **options):
+        rewards = WeightedRewards(RolloutFleetConfig(rewards=list(names), **options))
+        made.append(rewards)
+        await rewards.start()
+        return rewards
+
+    yield make
+    for rewards in made:
+        await rewards.close()
+
+
+ROLLOUTS = [Rollout(text="done", turns={1: "ab", 3: "done"}), Rollout.answer("d")]
+
+
+async def test_rewards_of_turns_are_weighted_and_add_to_the_rewards_of_trajectories(scorer):
+    rewards = await scorer("0.5*odd_rewards:by_turn", "odd_rewards:shortest")
+    scores = await rewards.score(prompt_of(), ROLLOUTS)
+    assert scores.total.tolist() == [0.5, 1.5]
+    assert list(scores.turn_rewards) == [{1: 0.5, 3: 1.0}, {1: 0.25}]
+    assert scores.sums.tolist() == [2.0, 1.75]
+    assert {name: part.tolist() for name, part in scores.parts.items()} == {"by_turn": [4.0, 1.5], "shortest": [0, 1]}
+    second = scores.of(np.asarray([False, True]))
+    assert (second.total.tolist(), second.turn_rewards) == ([1.5], [{1: 0.25}])
+
+
+async def test_a_group_relative_reward_sees_all_rollouts_and_returns_one_score_each(scorer):
+    rewards = await scorer("odd_rewards:shortest")
+    assert (await rewards.score(prompt_of(), ["aa", "a", "bbb", "b"])).total.tolist() == [0, 1, 0, 1]
+    rewards = await scorer("odd_rewards:too_few")
+    with pytest.raises(RewardError, match="group 7 returned 1 scores; it must return one per rollout, 2"):
+        await rewards.score(prompt_of(), ["a", "b"])
+
+
+@pytest.mark.parametrize(("text", "words"), [("a", "raised KeyError"), ("exit", "ended its process")])
+async def test_a_group_relative_reward_that_fails_leaves_no_rollout_scored(scorer, text, words):
+    rewards = await scorer("odd_rewards:group_fails")
+    with pytest.raises(RewardError, match=words):
+        await rewards.score(prompt_of(), [text, "b"])
+    scores = await rewards.score(prompt_of(), [text, "b", "c"], may_fail=True)
+    assert np.isnan(scores.total).all()
+    assert [words in failure for failure in scores.failures] == [True] * 3
+
+
+async def test_an_async_reward_scores_all_rollouts_at_once(scorer):
+    rewards = await scorer("odd_rewards:waits", reward_options={"waits": {"others": 4}})
+    assert (await rewards.score(prompt_of(), ["a", "b", "c", "d"])).total.tolist() == [1.0] * 4
+    scores = await rewards.score(prompt_of(), ["a", "fail", "c"], may_fail=True)
+    assert np.isnan(scores.total).tolist() == [False, True, False]
+
+
+async def test_a_reward_that_is_not_async_may_make_an_event_loop_of_its_own(scorer):
+    rewards = await scorer("odd_rewards:has_its_own_loop")
+    assert (await rewards.score(prompt_of(), ["a", "b"])).total.tolist() == [1.0, 1.0]
+
+
+async def test_a_class_is_made_once_with_its_options_and_started(scorer):
+    rewards = await scorer("odd_rewards:Counts", reward_options={"Counts": {"start": 1.0, "step": 2.0}})
+    assert (await rewards.score(prompt_of(), ["a", "b"])).total.tolist() == [103.0, 105.0]
+    assert (await rewards.score(prompt_of(), ["a"])).total.tolist() == [107.0]
+
+
+async def test_rewards_of_turns_must_be_finite_and_of_turns_that_exist(scorer):
+    rewards = await scorer("odd_rewards:bad_turns")
+    with pytest.raises(RewardError, match="it must return one finite number per response"):
+        await rewards.score(prompt_of(), ["nan"])
+    with pytest.raises(RewardError, match=r"rewards of turns \[2\]; the turns of this rollout are \[1\]"):
+        await rewards.score(prompt_of(), ["a"])
+
+
+async def test_rewards_are_chosen_by_the_data_source_of_the_prompt(scorer):
+    by_source = {"code": ["2*odd_rewards:shortest"], "math": ["exact_match", "0.5*last_number"]}
+    rewards = await scorer(rewards_by_source=by_source)
+    texts = ["42", "it is 42"]
+    of_code, of_math, of_others = [await rewards.score(prompt_of(one), texts) for one in ("code", "math", "other")]
+    assert of_code.total.tolist() == [2.0, 0.0]
+    assert of_math.total.tolist() == [1.5, 0.5]
+    assert of_others.total.tolist() == [1.0, 0.0]
+    assert [sorted(scores.parts) for scores in (of_code, of_math, of_others)] == [
+        ["shortest"],
+        ["exact_match", "last_number"],
+        ["exact_match"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (
+            {"reward_options": {"length": {}}},
+            r"reward_options must have mappings .* by the names \['exact_match",
+        ),
+        ({"reward_options": {"exact_match": 3}}, "got exact_match: 3; correct the name"),
+        ({"rewards_by_source": {"a": []}}, r"rewards_by_source\.a must name a reward, got none"),
+        ({"rewards_by_source": {"a": ["x*b"]}}, r"rewards_by_source\.a must hold NAME or WEIGHT"),
+        ({"rewards_by_source": {"a": ["x.py:f"], "b": ["y.py:f"]}}, "must have different names"),
+    ],
+)
+def test_wrong_options_of_rewards_are_refused(options, words):
+    with pytest.raises(ValueError, match=rf"rollout_fleet\.{words}" if words.startswith("re") else words):
+        RolloutFleetConfig(**options)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("numeric", {"tolerance": 1}, r"reward_options\.numeric must fit the options \['relative', 'absolute'\]"),
+        ("length", {}, r"reward_options\.length must fit .*'max_tokens', 'buffer_tokens'.* got \{\}: missing"),
+        ("exact_match", {"prompt": 1}, r"reward_options\.exact_match must fit"),
+    ],
+)
+def test_options_that_a_reward_does_not_have_are_refused_by_name(name, options, words):
+    with pytest.raises(ValueError, match=words):
+        WeightedRewards(RolloutFleetConfig(reward=name, reward_options={name: options}))
+
+
+async def test_scores_of_an_outcome_with_turns_are_those_of_the_environment():
+    outcome = Outcome(reward=0.5, turn_rewards={2: 0.25})
+    (score,) = [
+        one async for one in BoundReward("environment").answers(prompt_of(), [Rollout(text="", outcome=outcome)])
+    ]
+    assert score == Score(reward=0.5, turn_rewards={2: 0.25})
