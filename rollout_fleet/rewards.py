@@ -177,7 +177,7 @@ class Scores:
 
     def of(self, chosen: np.ndarray) -> Scores:
         """Select samples by a [G] mask."""
-        places = np.flatnonzero(chosen).tolist()
+        places = list(map(int, np.flatnonzero(chosen)))
         return Scores(
             total=self.total[chosen],
             parts={name: part[chosen] for name, part in self.parts.items()},
