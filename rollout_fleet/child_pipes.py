@@ -20,6 +20,8 @@ from asyncrl.core.host import end_with_parent, outlive_stop
 LENGTH = struct.Struct("<Q")
 READY = "ready"
 """The child's first message."""
+MARK = "ASYNCRL_CHILD"
+"""Variable in the environment of a child and all its descendants."""
 _ROUNDS = 20
 
 

@@ -21,12 +21,9 @@ from typing import Any
 from asyncrl.core.errors import DeadlineError, WorkerDiedError
 from asyncrl.core.host import NO_GPUS
 
-from .child_pipes import LENGTH, kill_marked
+from .child_pipes import LENGTH, MARK, kill_marked
 from .config import RolloutFleetConfig
 from .engines.process_guard import without_secrets
-
-MARK = "ASYNCRL_CHILD"
-"""Variable in the environment of a child and all its descendants."""
 
 
 class ChildProcess:

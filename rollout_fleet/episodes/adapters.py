@@ -1,23 +1,47 @@
-"""Environments over the interfaces of other agents and environments; each imports its package when it is used."""
+"""Environments over the interfaces of other agents and environments; each imports its package when it is used.
+
+`FunctionEnvironment` calls a function, ``command`` runs a program, ``gym`` and ``openenv`` play a game with ``reset``
+and ``step``, ``mcp`` gives the tools of MCP servers to the policy, and ``verifiers`` runs an environment of that
+package. docs/agents.md has a section on each.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import importlib
 import inspect
-from collections.abc import Callable, Mapping
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import sys
+import tempfile
+from asyncio.subprocess import PIPE
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from asyncrl.core.registry import Registry
+
+from .environment import ENVIRONMENTS, EpisodeFailure, FailureKind, Message, Outcome, Policy, ToolError
 
 if TYPE_CHECKING:
     from asyncrl.core.types import Prompt
 
-    from .environment import Policy
+_INTEGER = re.compile(r"-?\d+")
+_GYMNASIUM_ID = re.compile(r".*-v\d+")
+_SHOWN = 2000
+"""Characters of a program's output in a message."""
 
 
 class FunctionEnvironment:
     """A function ``main(prompt, policy, **options)`` or ``main(prompt, base_url, api_key, **options)``.
 
     The second form is for agents that bring a client of their own, such as an unmodified ``openai`` client. A function
-    that is not async runs in a thread.
+    that is not async runs in a thread. The function may have an attribute ``replayable``, as `Environment` does.
 
     Raises:
         ValueError: the function has other parameters.
@@ -44,3 +68,410 @@ class FunctionEnvironment:
         if inspect.iscoroutinefunction(self._function):
             return await self._function(*arguments, **self._options)
         return await asyncio.to_thread(self._function, *arguments, **self._options)
+
+
+@ENVIRONMENTS.register("command")
+class CommandEnvironment:
+    """A program that is an agent, in any language: one process per episode.
+
+    The program finds ``OPENAI_BASE_URL``, ``OPENAI_API_KEY``, ``ANTHROPIC_BASE_URL`` and ``ANTHROPIC_API_KEY`` in its
+    environment, and the text of the last message on its standard input. ``ASYNCRL_PROMPT`` is the path of a JSON file
+    with ``messages``, ``ground_truth``, ``data_source`` and ``extra``. It may write its outcome, a number or the fields
+    of `Outcome` as JSON, to the path ``ASYNCRL_OUTCOME`` or to the last line of its standard output. Otherwise its
+    standard output is the answer that rewards score. An exit status other than 0 is a failure.
+
+    Args:
+        command: The program and its arguments. Example: ``python agent.py --fast``.
+        cwd: Its working directory; empty: a scratch folder of the episode, which is removed. A relative path in
+            ``command`` is looked up in the directory of the run.
+    """
+
+    replayable = False
+
+    def __init__(self, command: str | Sequence[str], cwd: str = "") -> None:
+        words = shlex.split(command) if isinstance(command, str) else list(map(str, command))
+        if not words or shutil.which(words[0]) is None:
+            raise ValueError(
+                f"rollout_fleet.environment.options.command must begin with a program, got {command!r}, which cannot "
+                "be found; name its whole path"
+            )
+        self._words = [str(Path(word).absolute()) if os.sep in word and Path(word).exists() else word for word in words]
+        self._words[1:] = [str(Path(word).absolute()) if Path(word).is_file() else word for word in self._words[1:]]
+        self._cwd = cwd
+
+    async def run(self, prompt: Prompt, policy: Policy) -> Any:
+        """Run the program to its end; it is killed with all that it started when the episode is cancelled."""
+        with tempfile.TemporaryDirectory(prefix="asyncrl-episode-") as scratch:
+            asked, outcome = Path(scratch, "prompt.json"), Path(scratch, "outcome.json")
+            _write_prompt(asked, prompt)
+            environment = {
+                "OPENAI_BASE_URL": policy.base_url,
+                "OPENAI_API_KEY": policy.api_key,
+                "ANTHROPIC_BASE_URL": policy.base_url.removesuffix("/v1"),
+                "ANTHROPIC_API_KEY": policy.api_key,
+                "ASYNCRL_PROMPT": str(asked),
+                "ASYNCRL_OUTCOME": str(outcome),
+            }
+            process = await asyncio.create_subprocess_exec(
+                *self._words,
+                stdin=PIPE,
+                stdout=PIPE,
+                stderr=PIPE,
+                cwd=self._cwd or scratch,
+                env={**os.environ, **environment},
+                start_new_session=True,
+            )
+            try:
+                text = str(prompt.messages[-1].get("content", "")) if prompt.messages else ""
+                output, errors = (part.decode(errors="replace") for part in await process.communicate(text.encode()))
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+            if process.returncode != 0:
+                raise EpisodeFailure(
+                    FailureKind.environment,
+                    f"{self._words[0]} ended with exit status {process.returncode}: {errors[-_SHOWN:]}",
+                )
+            return _outcome_of(outcome, output)
+
+
+def _write_prompt(path: Path, prompt: Prompt) -> None:
+    fields = ("messages", "ground_truth", "data_source", "extra")
+    path.write_text(json.dumps({name: getattr(prompt, name) for name in fields}, default=str))
+
+
+def _outcome_of(path: Path, output: str) -> Any:
+    """What a program has written: to the file of its outcome, or to its standard output."""
+    if path.exists():
+        written = path.read_text()
+        try:
+            return json.loads(written)
+        except ValueError as error:
+            message = f"ASYNCRL_OUTCOME must hold JSON, got {written[:_SHOWN]!r}: {error}"
+            raise EpisodeFailure(FailureKind.reward, message) from error
+    with suppress(ValueError):
+        value = json.loads(output.rstrip().rpartition("\n")[2])
+        if isinstance(value, (int, float)) or (isinstance(value, dict) and value.keys() & {"reward", "answer"}):
+            return value
+    return Outcome(answer=output)
+
+
+class _InvalidAction(Exception):
+    """The policy's text is not an action. The message goes to the policy, which answers again."""
+
+
+Step = Callable[[str], Awaitable[tuple[Any, float, bool]]]
+
+
+async def _play(
+    prompt: Prompt, policy: Policy, observation: Any, step: Step, *, max_steps: int, turn_rewards: bool
+) -> Outcome:
+    """Alternate between the policy and ``step``, which turns an action's text into observation, reward and end."""
+    messages = _with_observation(list(prompt.messages), observation)
+    total, num_invalid, num_steps, done = 0.0, 0, 0, False
+    rewards: dict[int, float] = {}
+    message = Message(content="")
+    while not done and num_steps < max_steps:
+        message = await policy.chat(messages)
+        num_steps += 1
+        try:
+            observation, reward, done = await step(message.text)
+        except _InvalidAction as error:
+            observation, reward = str(error), 0.0
+            num_invalid += 1
+        total += reward
+        rewards[message.turn] = reward
+        messages = _with_observation([*messages, message], observation)
+    return Outcome(
+        reward=0.0 if turn_rewards else total,
+        turn_rewards=rewards if turn_rewards else {},
+        metrics={"steps": num_steps, "invalid_actions": num_invalid, "finished": done},
+        answer=message.text,
+    )
+
+
+def _with_observation(messages: list[Any], observation: Any) -> list[Any]:
+    """Append an observation: chat messages, or text as the user's message, in one message with the user's last."""
+    if isinstance(observation, (list, tuple)) and all(isinstance(part, Mapping) for part in observation):
+        return [*messages, *observation]
+    text = str(observation)
+    if not text:
+        return messages
+    if messages and messages[-1]["role"] == "user":
+        return [*messages[:-1], {"role": "user", "content": f"{messages[-1]['content']}\n\n{text}"}]
+    return [*messages, {"role": "user", "content": text}]
+
+
+@ENVIRONMENTS.register("gym")
+class GymEnvironment:
+    """A game with ``reset`` and ``step``: Gymnasium's interface, in text or messages.
+
+    ``reset`` gets the prompt's ``group_id`` as ``seed``, so that all rollouts of a group begin alike, and the row's
+    ``extra`` as ``options``, if it has these parameters. It returns the observation, or ``(observation, info)``.
+    ``step`` gets the policy's text, and returns ``(observation, reward, terminated, truncated, info)``, or
+    ``(observation, reward, done, info)``. In a discrete action space (with ``n``), the last integer of the text is the
+    action. Both may be async; otherwise they run in a thread.
+
+    Args:
+        env: Your class as ``file.py:Class`` or ``module:Class``, or the id of a registered environment of the package
+            ``gymnasium``. Example: ``FrozenLake-v1``.
+        kwargs: Its keyword arguments.
+        max_steps: The game ends after so many steps.
+        turn_rewards: Give the reward of each step to its turn; otherwise their sum is the reward.
+    """
+
+    def __init__(
+        self, env: str, kwargs: Mapping[str, Any] | None = None, max_steps: int = 100, turn_rewards: bool = False
+    ) -> None:
+        self._kwargs = dict(kwargs or {})
+        self._limits = {"max_steps": max_steps, "turn_rewards": turn_rewards}
+        if _GYMNASIUM_ID.fullmatch(env):
+            gymnasium = _package("gymnasium", "environment.name=gym with the id of a registered environment")
+            self._make: Callable[..., Any] = lambda **options: gymnasium.make(env, **options)
+        else:
+            self._make = Registry[Any]("rollout_fleet.environment.options.env").get(env)
+
+    async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
+        """Play one game."""
+        game = self._make(**self._kwargs)
+        try:
+            given = {"seed": prompt.group_id, "options": dict(prompt.extra)}
+            parameters = inspect.signature(game.reset).parameters
+            begun = await self._call(policy, "reset", game.reset, **{k: v for k, v in given.items() if k in parameters})
+            observation = begun[0] if isinstance(begun, tuple) and len(begun) == 2 else begun
+
+            async def step(text: str) -> tuple[Any, float, bool]:
+                result = await self._call(policy, "step", game.step, _action(game, text))
+                return result[0], float(result[1]), any(map(bool, result[2:-1]))
+
+            return await _play(prompt, policy, observation, step, **self._limits)
+        finally:
+            if callable(close := getattr(game, "close", None)):
+                await self._call(policy, "close", close)
+
+    @staticmethod
+    async def _call(policy: Policy, name: str, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        is_async = inspect.iscoroutinefunction(function)
+        call = function(*args, **options) if is_async else asyncio.to_thread(function, *args, **options)
+        return await policy.run_tool(call, name=name)
+
+
+def _action(game: Any, text: str) -> Any:
+    """The policy's text, or the number in it for a discrete action space."""
+    space = getattr(game, "action_space", None)
+    num_actions = getattr(space, "n", None)
+    if num_actions is None:
+        return text
+    first = int(getattr(space, "start", 0))
+    numbers = _INTEGER.findall(text)
+    if not numbers or not first <= int(numbers[-1]) < first + int(num_actions):
+        raise _InvalidAction(f"Answer with a number from {first} to {first + int(num_actions) - 1}.")
+    return int(numbers[-1])
+
+
+@ENVIRONMENTS.register("openenv")
+class OpenEnvEnvironment:
+    """An environment behind a server of OpenEnv (github.com/meta-pytorch/OpenEnv); a session per episode.
+
+    Args:
+        url: Of the server. Example: ``http://127.0.0.1:8000``.
+        action: Field of the action that gets the policy's text; ``json``: the text is the whole action.
+        observation: Field of the observation that the policy reads; empty: all of it, as JSON.
+        max_steps, turn_rewards: As of ``gym``.
+    """
+
+    replayable = False
+
+    def __init__(
+        self,
+        url: str,
+        action: str = "message",
+        observation: str = "",
+        max_steps: int = 100,
+        turn_rewards: bool = False,
+    ) -> None:
+        self._aiohttp = _package("aiohttp", "environment.name=openenv")
+        self._url = re.sub(r"^http", "ws", url.rstrip("/")) + "/ws"
+        self._action, self._observation = action, observation
+        self._limits = {"max_steps": max_steps, "turn_rewards": turn_rewards}
+
+    async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
+        """Play one session: a WebSocket, on which the server keeps its own instance of the environment."""
+        async with AsyncExitStack() as stack:
+            try:
+                client = await stack.enter_async_context(self._aiohttp.ClientSession())
+                socket = await stack.enter_async_context(client.ws_connect(self._url, max_msg_size=100 << 20))
+            except self._aiohttp.ClientError as error:
+                message = f"the OpenEnv server {self._url} cannot be reached: {error}; check options.url"
+                raise ToolError(message) from error
+
+            async def ask(kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
+                await socket.send_json({"type": kind, "data": data})
+                answer = await socket.receive_json()
+                if answer["type"] == "error":
+                    code, message = answer["data"].get("code"), answer["data"].get("message")
+                    if code == "VALIDATION_ERROR":
+                        raise _InvalidAction(f"{message}: {answer['data'].get('errors', '')}")
+                    raise ToolError(f"the OpenEnv server {self._url} answered {code}: {message}")
+                return answer["data"]
+
+            async def step(text: str) -> tuple[Any, float, bool]:
+                answer = await _invalid_or_tool(policy, ask("step", self._action_of(text)), "step")
+                return self._shown(answer), float(answer.get("reward") or 0.0), bool(answer.get("done"))
+
+            begun = await policy.run_tool(ask("reset", {"seed": prompt.group_id, **prompt.extra}), name="reset")
+            return await _play(prompt, policy, self._shown(begun), step, **self._limits)
+
+    def _action_of(self, text: str) -> dict[str, Any]:
+        if self._action != "json":
+            return {self._action: text}
+        try:
+            action = json.loads(text)
+        except ValueError as error:
+            raise _InvalidAction(f"Answer with a JSON object: {error}") from error
+        if not isinstance(action, dict):
+            raise _InvalidAction("Answer with a JSON object.")
+        return action
+
+    def _shown(self, answer: Mapping[str, Any]) -> Any:
+        observation = answer.get("observation") or {}
+        return observation.get(self._observation, "") if self._observation else json.dumps(observation)
+
+
+async def _invalid_or_tool(policy: Policy, call: Awaitable[Any], name: str) -> Any:
+    """Run a tool; an invalid action is no failure of the tool."""
+    try:
+        return await policy.run_tool(call, name=name)
+    except ToolError as error:
+        if isinstance(error.__cause__, _InvalidAction):
+            raise error.__cause__ from None
+        raise
+
+
+async def use_tools(
+    policy: Policy,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    tools: Sequence[Mapping[str, Any]],
+    call: Callable[[str, Mapping[str, Any]], Awaitable[str]],
+    **options: Any,
+) -> list[Any]:
+    """Let the policy call tools until it answers without a call; returns all messages.
+
+    The calls of one message run in parallel. A call that cannot be made, or whose tool raises an exception, is answered
+    with its error, and the policy goes on.
+
+    Args:
+        policy: The policy.
+        messages: The conversation so far.
+        tools: JSON schemas, in the form of OpenAI's API.
+        call: Runs a tool by its name with its arguments, and returns its result.
+        **options: Further fields of each request.
+
+    Raises:
+        ToolError: a tool exceeded its deadline or lost its connection.
+        EpisodeFailure: as `Policy.chat`.
+    """
+    names = {tool["function"]["name"] for tool in tools}
+
+    async def answer(wanted: Mapping[str, Any]) -> dict[str, Any]:
+        name = wanted["function"]["name"]
+        try:
+            if name not in names:
+                raise ToolError(f"there is no tool {name!r}, only {sorted(names)}")
+            try:
+                arguments = json.loads(wanted["function"]["arguments"] or "{}")
+            except ValueError as error:
+                raise ToolError(f"the arguments of {name} are not JSON: {error}") from error
+            content = await policy.run_tool(call(name, arguments), name=name)
+        except ToolError as error:
+            if isinstance(error.__cause__, OSError):  # of a connection, or a deadline
+                raise
+            content = f"error: {error}"
+        return {"role": "tool", "tool_call_id": wanted["id"], "name": name, "content": content}
+
+    conversation = list(messages)
+    while True:
+        message = await policy.chat(conversation, tools=tools, **options)
+        conversation.append(message)
+        if not message.tool_calls:
+            return conversation
+        conversation += await asyncio.gather(*map(answer, message.tool_calls))
+
+
+@ENVIRONMENTS.register("mcp")
+class McpEnvironment:
+    """The tools of MCP servers, which the policy may call until it answers; needs the package ``mcp``.
+
+    The reward comes from reward functions, which score the last message.
+
+    Args:
+        servers: By name, as in other MCP clients: ``{command: …, args: […], env: {…}}`` is started for each episode,
+            ``{url: …}`` is a running server (streamable HTTP).
+    """
+
+    replayable = False
+
+    def __init__(self, servers: Mapping[str, Mapping[str, Any]]) -> None:
+        self._mcp = _package("mcp", "environment.name=mcp")
+        for name, server in servers.items():
+            if ("command" in server) == ("url" in server):
+                raise ValueError(
+                    f"rollout_fleet.environment.options.servers.{name} must have either a command or a url, got "
+                    f"{dict(server)}"
+                )
+        self._servers = servers
+
+    async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
+        """Connect to the servers, let the policy use their tools, and return its answer."""
+        async with AsyncExitStack() as stack:
+            sessions: dict[str, Any] = {}
+            schemas = list(prompt.tools)
+            for server in self._servers.values():
+                session = await self._connect(stack, server)
+                for tool in (await policy.run_tool(session.list_tools(), name="list_tools")).tools:
+                    fields = tool.model_dump(by_alias=True)
+                    sessions[tool.name] = session
+                    function = {
+                        "name": tool.name,
+                        "description": tool.description or "",
+                        "parameters": fields["inputSchema"],
+                    }
+                    schemas.append({"type": "function", "function": function})
+
+            async def call(name: str, arguments: Mapping[str, Any]) -> str:
+                result = await sessions[name].call_tool(name, dict(arguments))
+                return "\n".join(getattr(part, "text", f"[{part.type}]") for part in result.content)
+
+            messages = await use_tools(policy, prompt.messages, tools=schemas, call=call)
+        return Outcome(answer=messages[-1].text)
+
+    async def _connect(self, stack: AsyncExitStack, server: Mapping[str, Any]) -> Any:
+        try:
+            if "url" in server:
+                http = importlib.import_module("mcp.client.streamable_http")
+                client = getattr(http, "streamable_http_client", None) or http.streamablehttp_client
+                streams = await stack.enter_async_context(client(server["url"]))
+            else:
+                parameters = self._mcp.StdioServerParameters(
+                    command=server["command"],
+                    args=list(map(str, server.get("args", ()))),
+                    env={str(name): str(value) for name, value in server.get("env", {}).items()},
+                )
+                stdio = importlib.import_module("mcp.client.stdio")
+                streams = await stack.enter_async_context(stdio.stdio_client(parameters, errlog=sys.stderr))
+            session = await stack.enter_async_context(self._mcp.ClientSession(*streams[:2]))
+            await session.initialize()
+        except OSError as error:
+            raise ToolError(f"the MCP server {dict(server)} cannot be started or reached: {error}") from error
+        return session
+
+
+def _package(name: str, needed_by: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ValueError(
+            f"rollout_fleet.{needed_by} needs the package {name} in {sys.executable}: {error}; install it there, or "
+            "name another Python by rollout_fleet.environment.python"
+        ) from error

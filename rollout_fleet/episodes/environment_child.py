@@ -39,7 +39,7 @@ from dataclasses import asdict, replace
 from typing import Any, BinaryIO
 
 from asyncrl.core.types import Prompt
-from rollout_fleet.child_pipes import LENGTH, READY, kill_marked, open_pipes, write_frame
+from rollout_fleet.child_pipes import LENGTH, MARK, READY, kill_marked, open_pipes, write_frame
 
 from .adapters import FunctionEnvironment
 from .environment import ENVIRONMENTS, OVERFLOW_CODE, EpisodeFailure, FailureKind, Outcome, Policy, ToolError
@@ -147,7 +147,8 @@ def _trace(loop: asyncio.AbstractEventLoop) -> None:
     def init(program: subprocess.Popen[Any], *args: Any, **options: Any) -> None:
         if (traces := _current.get()) is not None:
             traces.has_programs = True
-            options["env"] = {**(options.get("env") or os.environ), EPISODE: traces.episode}
+            marks = {EPISODE: traces.episode, MARK: os.environ.get(MARK, "")}
+            options["env"] = {**(options.get("env") or os.environ), **marks}
         start_program(program, *args, **options)
 
     loop.set_task_factory(make_task)  # type: ignore[arg-type]

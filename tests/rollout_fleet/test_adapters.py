@@ -1,0 +1,355 @@
+"""The adapters of environments: gyms, programs, OpenEnv servers and MCP servers, each in a child process."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from aiohttp import web
+
+from asyncrl.core.types import Prompt
+from rollout_fleet.config import RolloutFleetConfig
+from rollout_fleet.episodes.config import EnvironmentConfig
+from rollout_fleet.episodes.environment import EpisodeFailure, FailureKind, Outcome
+from rollout_fleet.episodes.environment_processes import EnvironmentProcesses
+from tests.support.policy_endpoint import PolicyEndpoint
+
+pytestmark = pytest.mark.timeout(120)
+GAMES = '''
+class Space:
+    n, start = 10, 0
+
+class Guess:
+    """Gymnasium's interface; the number is the seed."""
+    action_space = Space()
+
+    def __init__(self, limit=5):
+        self.limit = limit
+
+    def reset(self, *, seed=None, options=None):
+        self.number, self.left = seed, self.limit
+        return f"Guess a number from 0 to 9. {options}", {}
+
+    def step(self, action):
+        self.left -= 1
+        hint = "Right." if action == self.number else "Higher." if action < self.number else "Lower."
+        return hint, float(action == self.number), action == self.number, self.left == 0, {}
+
+    def close(self):
+        print("closed")
+
+class Letters:
+    """An older interface, async, with messages as observations, and the text itself as action."""
+    async def reset(self):
+        self.seen = ""
+        return [{"role": "system", "content": "Write letters."}, {"role": "user", "content": "a"}]
+
+    async def step(self, action):
+        self.seen += action
+        return action + "b", len(action), len(self.seen) > 5, {}
+
+class Broken(Guess):
+    def step(self, action):
+        raise RuntimeError("the board is gone")
+'''
+
+
+def make_prompt(text: str = "hello", **fields) -> Prompt:
+    ids = np.asarray([3, 4], dtype=np.int32)
+    messages = ({"role": "user", "content": text},)
+    return Prompt(**{"group_id": 7, "prompt_ids": ids, "messages": messages, **fields})
+
+
+async def play(name: str, options: dict, script=None, *, prompt: Prompt | None = None) -> tuple[Outcome, list[dict]]:
+    config = RolloutFleetConfig(environment=EnvironmentConfig(name=name, options=options, tool_timeout_s=5.0))
+    environments = EnvironmentProcesses(config)
+    await environments.start()
+    try:
+        async with PolicyEndpoint(*([script] if script else [])) as endpoint:
+            outcome = await environments.run(prompt or make_prompt(), endpoint.open(), sample=0)
+            return outcome, endpoint.requests
+    finally:
+        await environments.close()
+
+
+@pytest.fixture
+def games(tmp_path: Path) -> str:
+    (tmp_path / "games.py").write_text(GAMES)
+    return str(tmp_path / "games.py")
+
+
+def guesses(*texts: str):
+    left = iter(texts)
+    return lambda body: {"role": "assistant", "content": next(left)}
+
+
+async def test_a_gym_with_numbers_as_actions_is_played_to_its_end(games):
+    script = guesses("is it 5?", "no idea", "12", "8", "I say 7")
+    outcome, requests = await play("gym", {"env": f"{games}:Guess"}, script, prompt=make_prompt(extra={"level": 1}))
+    assert outcome.reward == 1.0
+    assert outcome.answer == "I say 7"
+    assert {name: outcome.metrics[name] for name in ("steps", "invalid_actions", "finished")} == {
+        "steps": 5.0, "invalid_actions": 2.0, "finished": 1.0,
+    }  # fmt: skip
+    assert requests[0]["messages"] == [{"role": "user", "content": "hello\n\nGuess a number from 0 to 9. {'level': 1}"}]
+    heard = [message["content"] for message in requests[-1]["messages"] if message["role"] == "user"]
+    assert heard[1:] == ["Higher.", *["Answer with a number from 0 to 9."] * 2, "Lower."]
+
+
+async def test_the_rewards_of_steps_go_to_their_turns_if_asked(games):
+    options = {"env": f"{games}:Guess", "turn_rewards": True, "kwargs": {"limit": 2}}
+    outcome, _ = await play("gym", options, guesses("7", "8"))
+    assert (outcome.reward, outcome.turn_rewards) == (0.0, {1: 1.0})
+
+
+async def test_a_game_that_is_not_won_ends_at_the_limit_of_steps(games):
+    outcome, requests = await play("gym", {"env": f"{games}:Guess", "max_steps": 3}, guesses(*"1234"))
+    assert (outcome.reward, outcome.metrics["finished"], len(requests)) == (0.0, 0.0, 3)
+
+
+async def test_an_async_gym_with_messages_and_the_older_interface_is_played(games):
+    outcome, requests = await play("gym", {"env": f"{games}:Letters"}, guesses("xx", "yyyy"))
+    assert (outcome.reward, outcome.answer) == (6.0, "yyyy")
+    assert [message["role"] for message in requests[0]["messages"]] == ["user", "system", "user"]
+
+
+async def test_a_gym_that_raises_is_a_failure_of_a_tool(games):
+    with pytest.raises(EpisodeFailure, match="tool step raised RuntimeError: the board is gone") as failure:
+        await play("gym", {"env": f"{games}:Broken"}, guesses("1"))
+    assert failure.value.kind is FailureKind.tool
+
+
+async def test_a_registered_gymnasium_environment_is_played():
+    pytest.importorskip("gymnasium", reason="the package gymnasium is not installed")
+    outcome, _ = await play("gym", {"env": "FrozenLake-v1", "max_steps": 4}, guesses(*"0123"))
+    assert outcome.metrics["steps"] >= 1
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("gym", {"env": "missing.py:Game"}, "options.env=missing.py:Game: there is no file"),
+        ("gym", {"env": "NoGame-v3", "kwarks": {}}, r"options must be the arguments of gym\(env"),
+        ("command", {"command": "no-such-program --x"}, "command must begin with a program, got 'no-such-program"),
+        (
+            "mcp",
+            {"servers": {"a": {"args": []}}},
+            "servers.a must have either a command or a url|needs the package mcp",
+        ),
+    ],
+)
+async def test_options_of_an_adapter_that_do_not_fit_are_refused(name, options, words):
+    with pytest.raises(ValueError, match=words):
+        await play(name, options)
+
+
+AGENT = """
+import json, os, sys, urllib.request
+
+asked = sys.stdin.read()
+prompt = json.load(open(os.environ["ASYNCRL_PROMPT"]))
+assert asked == prompt["messages"][-1]["content"]
+request = urllib.request.Request(
+    os.environ["OPENAI_BASE_URL"] + "/chat/completions",
+    data=json.dumps({"model": "policy", "messages": prompt["messages"]}).encode(),
+    headers={"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"},
+)
+answer = json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"]
+mode = sys.argv[1]
+print("thinking")
+if mode == "answer":
+    print(answer)
+if mode == "line":
+    print(json.dumps({"reward": float(answer == prompt["ground_truth"]), "answer": answer}))
+if mode in ("file", "bad file"):
+    open(os.environ["ASYNCRL_OUTCOME"], "w").write("0.5" if mode == "file" else "half")
+if mode == "fail":
+    sys.exit("no tools here")
+"""
+
+
+@pytest.mark.parametrize(
+    ("mode", "outcome"),
+    [
+        ("answer", Outcome(answer="thinking\nHELLO\n")),
+        ("line", Outcome(reward=1.0, answer="HELLO")),
+        ("file", Outcome(reward=0.5)),
+    ],
+)
+async def test_a_program_is_an_agent_and_says_its_outcome(tmp_path, mode, outcome):
+    (tmp_path / "agent.py").write_text(AGENT)
+    command = f"{sys.executable} {tmp_path}/agent.py {mode}"
+    assert (await play("command", {"command": command}, prompt=make_prompt(ground_truth="HELLO")))[0] == outcome
+
+
+@pytest.mark.parametrize(
+    ("mode", "kind", "words"),
+    [
+        ("fail", FailureKind.environment, "ended with exit status 1: no tools here"),
+        ("bad file", FailureKind.reward, "ASYNCRL_OUTCOME must hold JSON, got 'half'"),
+    ],
+)
+async def test_a_program_that_fails_is_a_failure_with_its_last_words(tmp_path, mode, kind, words):
+    (tmp_path / "agent.py").write_text(AGENT)
+    with pytest.raises(EpisodeFailure, match=words) as failure:
+        await play("command", {"command": [sys.executable, f"{tmp_path}/agent.py", mode]})
+    assert failure.value.kind is kind
+
+
+@pytest.fixture
+async def openenv_url():
+    """A server of OpenEnv: one session per WebSocket; it counts letters, and refuses actions without ``message``."""
+
+    async def session(request: web.Request) -> web.WebSocketResponse:
+        socket = web.WebSocketResponse()
+        await socket.prepare(request)
+        heard = 0
+        async for raw in socket:
+            asked = json.loads(raw.data)
+            data: dict = {"observation": {"echo": f"say something, {asked['data'].get('seed')}"}, "done": False}
+            if asked["type"] == "step" and "message" not in asked["data"]:
+                data = {"message": "Invalid message", "code": "VALIDATION_ERROR", "errors": ["message"]}
+                await socket.send_json({"type": "error", "data": data})
+                continue
+            if asked["type"] == "step" and asked["data"]["message"] == "break":
+                await socket.send_json({"type": "error", "data": {"message": "boom", "code": "EXECUTION_ERROR"}})
+                continue
+            if asked["type"] == "step":
+                heard += 1
+                text = asked["data"]["message"]
+                data = {"observation": {"echo": text[::-1], "n": 1}, "reward": len(text) / 10, "done": heard == 2}
+            await socket.send_json({"type": "observation", "data": data})
+        return socket
+
+    app = web.Application()
+    app.router.add_get("/ws", session)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    await runner.cleanup()
+
+
+async def test_a_session_of_an_openenv_server_is_played(openenv_url):
+    options = {"url": openenv_url, "observation": "echo"}
+    outcome, requests = await play("openenv", options, guesses("abc", "abcd"))
+    assert outcome.reward == pytest.approx(0.7)
+    assert [message["content"] for message in requests[1]["messages"]] == ["hello\n\nsay something, 7", "abc", "cba"]
+
+
+async def test_an_action_that_an_openenv_server_refuses_is_told_to_the_policy(openenv_url):
+    options = {"url": openenv_url, "action": "json"}
+    script = guesses("no json", '{"text": "a"}', '{"message": "a"}', '{"message": "b"}')
+    outcome, requests = await play("openenv", options, script)
+    assert outcome.metrics["invalid_actions"] == 2.0
+    heard = [message["content"] for message in requests[-1]["messages"] if message["role"] == "user"]
+    assert heard[1].startswith("Answer with a JSON object")
+    assert heard[2] == "Invalid message: ['message']"
+    assert json.loads(heard[3]) == {"echo": "a", "n": 1}
+
+
+async def test_an_openenv_server_that_fails_or_is_not_there_is_a_failure_of_a_tool(openenv_url):
+    for options, words in (
+        ({"url": openenv_url}, "answered EXECUTION_ERROR: boom"),
+        ({"url": "http://127.0.0.1:9"}, "the OpenEnv server ws://127.0.0.1:9/ws cannot be reached"),
+    ):
+        with pytest.raises(EpisodeFailure, match=words) as failure:
+            await play("openenv", options, guesses("break"))
+        assert failure.value.kind is FailureKind.tool
+
+
+MCP = '''
+"""A stand-in for the package mcp: sessions over standard streams with the real one's names."""
+import asyncio, json
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+@dataclass
+class StdioServerParameters:
+    command: str
+    args: list = field(default_factory=list)
+    env: dict = field(default_factory=dict)
+
+class Tool(SimpleNamespace):
+    def model_dump(self, by_alias):
+        return {"inputSchema": {"type": "object", "properties": {"a": {"type": "number"}}}}
+
+class ClientSession:
+    def __init__(self, read, write):
+        self.parameters = read
+    async def __aenter__(self):
+        return self
+    async def __aexit__(self, *_):
+        pass
+    async def initialize(self):
+        pass
+    async def list_tools(self):
+        return SimpleNamespace(tools=[Tool(name=self.parameters.args[0], description="doubles")])
+    async def call_tool(self, name, arguments):
+        if arguments["a"] > 100:
+            raise OSError("the server is gone")
+        return SimpleNamespace(content=[SimpleNamespace(type="text", text=str(2 * arguments["a"]))])
+'''
+MCP_STDIO = """
+from contextlib import asynccontextmanager
+
+@asynccontextmanager
+async def stdio_client(parameters, errlog):
+    yield parameters, None
+"""
+
+
+@pytest.fixture
+def mcp_package(tmp_path, monkeypatch):
+    (tmp_path / "mcp" / "client").mkdir(parents=True)
+    (tmp_path / "mcp" / "__init__.py").write_text(MCP)
+    (tmp_path / "mcp" / "client" / "stdio.py").write_text(MCP_STDIO)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+def tool_call(number: int, name: str, arguments: str) -> dict:
+    return {"id": f"call-{number}", "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+async def test_the_policy_uses_tools_of_mcp_servers_in_parallel_and_is_told_its_errors(mcp_package):
+    def script(body):
+        if body["messages"][-1]["role"] == "tool":
+            return {"role": "assistant", "content": body["messages"][-4]["content"]}
+        calls = [
+            tool_call(0, "double", '{"a": 4}'), tool_call(1, "twice", '{"a": 5}'),
+            tool_call(2, "triple", "{}"), tool_call(3, "double", "{"),
+        ]  # fmt: skip
+        return {"role": "assistant", "content": None, "tool_calls": calls}
+
+    servers = {"one": {"command": "server", "args": ["double"]}, "two": {"command": "server", "args": ["twice"]}}
+    outcome, requests = await play("mcp", {"servers": servers}, script)
+    assert outcome.answer == "8"
+    assert outcome.metrics["tool_calls"] == 4.0  # two lists of tools, two calls
+    assert [tool["function"]["name"] for tool in requests[0]["tools"]] == ["double", "twice"]
+    assert [message["content"] for message in requests[1]["messages"][-4:]] == [
+        "8",
+        "10",
+        "error: there is no tool 'triple', only ['double', 'twice']",
+        "error: the arguments of double are not JSON: Expecting property name enclosed in double quotes: "
+        "line 1 column 2 (char 1)",
+    ]
+
+
+async def test_an_mcp_server_that_is_lost_is_a_failure_of_a_tool(mcp_package):
+    def script(body):
+        return {"role": "assistant", "content": None, "tool_calls": [tool_call(0, "double", '{"a": 101}')]}
+
+    with pytest.raises(EpisodeFailure, match="tool double raised OSError: the server is gone") as failure:
+        await play("mcp", {"servers": {"one": {"command": "server", "args": ["double"]}}}, script)
+    assert failure.value.kind is FailureKind.tool
+
+
+async def test_an_adapter_without_its_package_names_the_package(monkeypatch, tmp_path):
+    (tmp_path / "mcp.py").write_text("raise ImportError('no mcp here')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ValueError, match=r"environment.name=mcp needs the package mcp in .*python.*: no mcp here"):
+        await play("mcp", {"servers": {}})
