@@ -22,6 +22,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from asyncrl.checks import check_placement, resolve_devices
 from asyncrl.config import (
+    LEARNER_POOL,
     LOOPBACK,
     RAY_SETS_DEVICES,
     WORKER_ENV,
@@ -223,15 +224,17 @@ def node_shares(config: RunConfig) -> list[dict[str, float]]:
 def learner_layout(config: RunConfig) -> ResourcePoolManager:
     """Make the learner's pools."""
     placement = config.placement
-    of_engine = placement.cpus_per_engine / config.rollout_fleet.sglang.tp_size if placement.colocated else 0.0
+    cpus = placement.cpus_per_learner_rank
+    with_engine = cpus + placement.cpus_per_engine / config.rollout_fleet.sglang.tp_size
+    shared = {"max_colocate_count": 2, "num_cpus_per_process": with_engine}
     layout = ResourcePoolManager(
         resource_pool_spec={
             pool: placement.on_nodes(size, placement.ranks_per_node) for pool, size in learner_pools(config).items()
         },
         mapping={Role.from_string(role): pool for role, pool in learner_roles(config).items()},
         use_gpu=config.learner.device == "cuda",
-        max_colocate_count=2 if placement.colocated else 1,
-        num_cpus_per_process=placement.cpus_per_learner_rank + of_engine,
+        num_cpus_per_process=cpus,
+        own_options={LEARNER_POOL: shared} if placement.colocated else {},  # engines share no other pool
         apart=placement.strategy is Strategy.spread,
         labels=_labels(config, placement.learner_labels),
         timeout_s=config.ray.start_timeout_s,

@@ -465,6 +465,7 @@ class ResourcePoolManager:
         apart: The nodes of a pool are different nodes of the cluster.
         labels: Labels that the nodes must have, as Ray's label selectors.
         timeout_s: Seconds to wait for the cluster to grant a pool.
+        own_options: Options of `RayResourcePool` by pool that replace those above.
     """
 
     resource_pool_spec: dict[str, list[int]]
@@ -477,12 +478,14 @@ class ResourcePoolManager:
     apart: bool = False
     labels: Mapping[str, str] = field(default_factory=dict)
     timeout_s: float = 300.0
+    own_options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def create_resource_pool(self) -> None:
         """Make the pools. Raises `ValueError` naming what is missing on which node if the cluster cannot grant them."""
         for name, process_on_nodes in self.resource_pool_spec.items():
             own = ("use_gpu", "max_colocate_count", "num_cpus_per_process", "apart", "labels", "timeout_s")
             options: dict[str, Any] = {option: getattr(self, option) for option in own}
+            options |= self.own_options.get(name, {})
             self.resource_pool_dict[name] = RayResourcePool(process_on_nodes, name_prefix=name, **options)
         self._check_resource_available()
 

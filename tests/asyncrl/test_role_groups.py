@@ -1,6 +1,7 @@
 """Roles on Ray: fused into one process or each in a pool of its own, the numbers are the same."""
 
 import asyncio
+import gc
 import os
 import signal
 import sys
@@ -25,6 +26,7 @@ from asyncrl.core.types import FinishReason, Plan, WeightOffer
 from asyncrl.run.learner_group import LearnerGroup, _or_death
 from asyncrl.run.run_folder import RunPaths
 from buffer import BufferConnection
+from learner.offload import OffloadPolicy
 from tests.support.tiny_models import VOCABULARY, save_tiny_model
 from tests.support.trajectories import make_group
 
@@ -249,6 +251,47 @@ def test_roles_of_one_process_compute_the_same_with_options_of_their_own(fused, 
     assert_same(got, fused.steps)
     for one, other in zip(got[0], fused.steps[0], strict=True):
         assert one["critic.num_micro_batches"] > other["critic.num_micro_batches"]
+
+
+def bytes_of_roles() -> list[int]:
+    """What each role of this process has on the device."""
+    gc.unfreeze()  # the worker has hidden its objects from the collector
+    return [policy.device_bytes() for policy in gc.get_objects() if isinstance(policy, OffloadPolicy)]
+
+
+def test_every_role_of_the_actors_pool_leaves_the_device_at_the_hand_over(start, tmp_path) -> None:
+    judge = AutoModelForSequenceClassification.from_pretrained(save_tiny_model(tmp_path / "base"), num_labels=1)
+    judge.save_pretrained(tmp_path / "rm")
+    learner = start(
+        "placement.colocated=true",
+        "learner.offload_at_transition_only=true",
+        "learner.critic.param_offload=true",
+        "learner.critic.optimizer_offload=true",
+        f"learner.reward_model.path={tmp_path / 'rm'}",
+        "placement.pools={frozen: 1}",
+        "placement.reference=frozen",
+    )
+
+    async def turns() -> list[list[int]]:
+        await learner.init()
+        found = []
+        for version in range(2):
+            await learner.trainer_mode()
+            plan = await learner.scored(plan_of(version))
+            for pending in (learner.update(plan), learner.update_critic(plan)):
+                await pending
+            found.append(await asyncio.to_thread(learner._roles["actor"].execute_func_rank_zero, bytes_of_roles))
+            await learner.rollout_mode(version + 1)
+            found.append(await asyncio.to_thread(learner._roles["actor"].execute_func_rank_zero, bytes_of_roles))
+        await learner.save_policy(tmp_path / "policy")  # the engines have the device
+        found.append(await asyncio.to_thread(learner._roles["actor"].execute_func_rank_zero, bytes_of_roles))
+        return found
+
+    training, generating, again, *later = asyncio.run(asyncio.wait_for(turns(), DEADLINE_S))
+    assert [bool(size) for size in sorted(training)] == [False, True, True]  # the critic's leave after each use
+    assert again == training
+    assert generating == later[0] == later[1] == [0, 0, 0]
+    assert pids(learner)["ref"] != pids(learner)["actor"]
 
 
 def test_a_sequence_parallel_actor_and_a_critic_without_it_share_their_processes(fused, start) -> None:

@@ -14,7 +14,7 @@ from ray import cloudpickle
 from asyncrl.checks import resolve_devices
 from asyncrl.cli import preflight, train_command
 from asyncrl.cli.compose import compose_run
-from asyncrl.config import learner_pools
+from asyncrl.config import learner_pools, requested_cpus, requested_gpus
 from asyncrl.core.errors import DeadlineError, UsageError
 from asyncrl.core.host import gpu_memory_bytes, visible_gpus
 from asyncrl.core.types import Prompt
@@ -229,6 +229,18 @@ def test_a_colocated_engine_sees_the_gpus_of_its_learner_ranks_in_their_order(ra
     assert devices_of(seen, "engine") == [
         ",".join(of_ranks[first : first + tp_size]) for first in range(0, num_ranks, tp_size)
     ]
+
+
+def test_colocated_engines_share_the_actors_pool_only_and_other_pools_reserve_nothing_for_them(ray_with_8_gpus):
+    apart = ["algorithm.advantage=gae", "placement.pools={values:2}", "placement.critic=values"]
+    config = resolve_devices(run(*colocated(2, 1), *apart), 8, print)
+    seen = seen_by_all(config)
+    of_ranks, of_values = devices_of(seen, "learner"), devices_of(seen, "values")
+    assert devices_of(seen, "engine") == of_ranks
+    assert len({*of_ranks, *of_values}) == requested_gpus(config) == 4
+    layout = learner_layout(config)
+    reserved = [pool.bundle() for pool in layout.resource_pool_dict.values() for _ in range(pool.world_size)]
+    assert sum(bundle["CPU"] for bundle in reserved) == requested_cpus(config) == 2 * (1 + 1) + 2 * 1
 
 
 def test_new_ranks_and_engines_get_the_gpus_of_the_dead_ones(ray_with_8_gpus, tmp_path):

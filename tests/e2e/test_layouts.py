@@ -56,6 +56,47 @@ def test_colocated_pools_train_within_the_bound_and_offload_at_every_turn(start,
     assert sorted(path.name for path in (run.run_dir / "checkpoints").iterdir()) == ["v00000004", "v00000005"]
 
 
+PPO = ["experiment=ppo", "learner.critic.warmup_steps=1"]
+TWO = ["learner.num_ranks=2", "rollout_fleet.num_engines=2"]
+ADAPTERS = ["learner.lora.rank=4", "algorithm.kl_coef=0.01"]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        pytest.param([*PPO, *TWO, "learner.reference.sp_size=2"], id="fused-ppo"),
+        pytest.param([*PPO, "rollout_fleet.engine=sglang"], id="fused-ppo-sglang", marks=pytest.mark.slow),
+        pytest.param(ADAPTERS[1:], id="reference", marks=pytest.mark.slow),
+        pytest.param(["algorithm.advantage=gae"], id="critic", marks=pytest.mark.slow),
+        pytest.param(ADAPTERS, id="adapters", marks=pytest.mark.slow),
+        pytest.param([*PPO, *ADAPTERS, *TWO], id="adapters-and-critic", marks=pytest.mark.slow),
+        pytest.param(
+            [*ADAPTERS, "rollout_fleet.engine=sglang", "weights.adapters=false"],
+            id="merged-adapters-sglang",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            [*PPO, "placement.pools={values: 1}", "placement.critic=values"], id="critic-apart", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_every_role_beside_a_colocated_engine_gives_its_device_up_at_every_turn(start, overrides):
+    entropy = "algorithm.entropy_coef=0.1"  # an untrained policy earns no reward, and would not move
+    run = finished(start, *overrides, "placement.colocated=true", "learner.offload_at_transition_only=true", entropy)
+    assert run.survivors() == []
+    has_critic = "learner.critic.value_loss" in run.records[-1]
+    assert has_critic == (PPO[0] in overrides or "algorithm.advantage=gae" in overrides)
+    shared = ["learner."] + ["learner.critic."] * (has_critic and "placement.critic=values" not in overrides)
+    for record in run.records:
+        assert record["engine_version"] == record["step"] + 1
+        for role in shared:
+            assert record[f"{role}rollout_device_bytes_after"] == 0
+            assert record[f"{role}trainer_device_bytes_after"] > 0
+    if set(ADAPTERS) & set(overrides):
+        assert run.records[-1]["learner.reference_kl"] > 0
+    assert run.records[-1]["learner.grad_norm"] > 0
+
+
 @pytest.mark.parametrize(
     "overrides",
     [
