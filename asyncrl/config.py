@@ -352,7 +352,8 @@ class WeightsConfig:
         interface: Network interface on which ``collective`` reaches learner rank 0. ``lo`` is this host only. On any
             other interface, a process that reaches the host's ports may receive the weights or disturb the transfer.
         full_every: Every ``full_every``-th published version is full. The others hold exactly the changes since the
-            version before, and each engine keeps an image of its version in shared memory. 1: all versions are full.
+            version before, and each engine keeps an image of its version in shared memory; with ``collective`` the
+            engines of a host share it. 1: all versions are full.
         adapters: With ``learner.lora``, publish the adapters alone, and the frozen weights once; each engine applies
             the adapters. False publishes merged weights. Without adapters the option has no effect.
         copy_to_memory: Each engine copies a version into its host's shared memory while it generates, and loads the
@@ -375,7 +376,7 @@ class WeightsConfig:
 
     @property
     def keeps_images(self) -> bool:
-        """Whether each engine has an image of a version in shared memory, at least during the load."""
+        """Whether engines have an image of a version in shared memory: each its own, or one per host with a stream."""
         return self.copies or self.rules.carrier is Carrier.host_stream
 
     @property
@@ -494,9 +495,20 @@ def num_buffer_clients(config: RunConfig) -> int:
 
 def num_store_servers(config: RunConfig) -> int:
     """Largest number of store servers: those beside the ledger, or one on each host of engines."""
+    return num_engine_hosts(config) if keeps_stores_on_hosts(config) else config.buffer.num_store_servers
+
+
+def num_images(config: RunConfig) -> int:
+    """Largest number of images of weights in the shared memory of a host, one per engine. Streams share them."""
+    if not config.weights.keeps_images:
+        return 0
+    is_stream = config.weights.rules.carrier is Carrier.host_stream
+    return 2 if is_stream else config.rollout_fleet.most_engines  # 2: the version that engines load, and the next one
+
+
+def num_engine_hosts(config: RunConfig) -> int:
+    """Largest number of hosts with engines."""
     fleet, placement = config.rollout_fleet, config.placement
-    if not keeps_stores_on_hosts(config):
-        return config.buffer.num_store_servers
     if placement.num_nodes == 1:
         return 1
     per_node = 1 if fleet.is_elastic else placement.engines_per_node or 1  # without a limit, each may have its own host

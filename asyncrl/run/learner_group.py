@@ -17,7 +17,7 @@ from typing import Any, NoReturn, TypeVar
 
 from ray.exceptions import RayError, RayTaskError
 
-from asyncrl.config import RunConfig, learner_pools, learner_roles, role_model, role_options
+from asyncrl.config import RunConfig, learner_pools, learner_roles, num_engine_hosts, role_model, role_options
 from asyncrl.core.errors import BatchLost, ClusterDiedError, DeadlineError, LearnerDiedError, WorkerDiedError
 from asyncrl.core.host import make_private_folder
 from asyncrl.core.remote import StepDeadline, death_among, raised_in_worker, refs_of, within
@@ -437,7 +437,7 @@ def _publish_options(config: RunConfig) -> PublishOptions:
         # While engines receive version u + 1, admission at u lets the learner reach u + max_lag + 1, and no further.
         num_held=config.buffer.max_lag + 2,
         interface=config.weights.interface,
-        num_receivers=fleet.most_engines * (fleet.sglang.tp_size if into_engines else 1),
+        num_receivers=fleet.most_engines * fleet.sglang.tp_size if into_engines else num_engine_hosts(config),
         backend="nccl" if into_engines and own_gpus else "gloo",
     )
 

@@ -235,7 +235,7 @@ class NodeFolders:
             free = await self._ask(addresses, "free_bytes", str(shared_folder(self._run_dir)))
             if small := [f"{node} has {size >> 20}" for node, size in free.items() if size <= self._image_bytes]:
                 raise ValueError(
-                    "each engine keeps an image of the weights in its host's shared memory, which needs "
+                    "engines keep images of the weights in their host's shared memory, which needs "
                     f"{self._image_bytes >> 20} MiB free, got: {', '.join(small)} MiB; free some, give its container a "
                     "larger --shm-size, or set weights.transport=file with weights.full_every=1 and "
                     "weights.copy_to_memory=false"

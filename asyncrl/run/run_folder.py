@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from asyncrl.config import RunConfig, Transport
+from asyncrl.config import RunConfig, Transport, num_images
 from asyncrl.core.host import FOLDER_MODE, make_private_folder
 
 logger = logging.getLogger(__name__)
@@ -249,10 +249,10 @@ def check_memory(config: RunConfig) -> None:
     weights = config.weights
     if weights.transport is Transport.shared_memory and (missing := _missing_memory(config, _num_versions(config))):
         raise ValueError(f"weights.transport=shared_memory needs room: {missing}; set weights.transport=file")
-    if weights.keeps_images and (missing := _missing_memory(config, config.rollout_fleet.most_engines)):
+    if (images := num_images(config)) and (missing := _missing_memory(config, images)):
         raise ValueError(
-            f"each engine keeps an image of the weights in shared memory, and needs room: {missing}; free some, or set "
-            "weights.transport=file with weights.full_every=1 and weights.copy_to_memory=false"
+            f"engines keep {images} images of the weights in shared memory, and need room: {missing}; free some, or "
+            "set weights.transport=file with weights.full_every=1 and weights.copy_to_memory=false"
         )
 
 
@@ -280,5 +280,5 @@ def _num_versions(config: RunConfig) -> int:
     """
     full_every = config.weights.full_every
     num_kept = max(config.learner.keep_snapshots, config.buffer.max_lag + 2) + full_every - 1
-    num_images = 2 + config.rollout_fleet.most_engines if config.weights.keeps_images else 0
-    return (1 if config.publishes_adapters else num_kept + 2) + num_images
+    images = num_images(config)
+    return (1 if config.publishes_adapters else num_kept + 2) + (2 + images if images else 0)

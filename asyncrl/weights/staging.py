@@ -1,9 +1,10 @@
 """Stages offered weights for one engine while it generates, so that the engine stands still only for the load.
 
 - A full version or an adapter in a folder is hard-linked, so that the learner may remove it.
-- A delta is applied to an image of the engine's version in host memory. Full versions are copied there if the options
-  say so, or if the file system has no hard links.
-- A version of a host stream is received into host memory; frozen weights of adapters only once.
+- A delta in a folder is applied to an image of the engine's version in host memory. Full versions are copied there if
+  the options say so, or if the file system has no hard links.
+- A version of a host stream is received into host memory, once for all engines of the host, and hard-linked
+  (`received.py`).
 - A version of an engine stream is not staged.
 """
 
@@ -28,12 +29,12 @@ from asyncrl.core.types import Carrier, WeightOffer
 from asyncrl.weights.carriers import load_limit_s
 from asyncrl.weights.delta import apply_delta
 from asyncrl.weights.manifest import Manifest, read_manifest
+from asyncrl.weights.received import ReceivedVersions, copy_file
 
 logger = logging.getLogger(__name__)
 
 LINKS = ".staged"
 """Folder beside the published versions, with one folder per engine."""
-COPY_BYTES = 16 << 20
 
 
 class WeightStager:
@@ -42,8 +43,7 @@ class WeightStager:
     Args:
         name: Unique in a run. Example: ``"engine-3"``.
         memory: Folder in the host's memory; it is made if it does not exist. No other user may write to it.
-        copies: Copy full versions to ``memory`` instead of linking them, and keep received versions there, so that
-            deltas can be applied.
+        copies: Copy full versions to ``memory`` instead of linking them, so that deltas can be applied.
         timeout_s: Deadline of staging, without the second per 100 MB.
     """
 
@@ -56,6 +56,7 @@ class WeightStager:
         self._timeout_s = timeout_s
         self._links: Path | None = None
         self._held = ""  # digest of the manifest of the version, or of the frozen weights, in the image
+        self._received = ReceivedVersions(memory / "received", name, timeout_s=timeout_s)
 
     @asynccontextmanager
     async def staged(self, offer: WeightOffer) -> AsyncIterator[WeightOffer]:
@@ -73,13 +74,17 @@ class WeightStager:
         try:
             make_private_folder(self._memory)
             if offer.carrier == Carrier.host_stream:
-                local = await self._received(offer)
+                local = await self._linked_on_host(offer)
             elif offer.carrier != Carrier.engine_stream:
                 local = await self._in_time(WeightStager.stage, offer)
         except NotPrivate as error:
             raise WeightsError(f"{self._name} did not stage {offer.name}: {error}") from error
         try:
             yield local
+        except Exception:
+            if offer.carrier == Carrier.host_stream:  # its bytes may be damaged
+                self._received.discard(offer)
+            raise
         finally:
             self._remove_links()
 
@@ -120,45 +125,18 @@ class WeightStager:
 
         working.add_done_callback(remove)
 
-    async def _received(self, offer: WeightOffer) -> WeightOffer:
-        """Receive a version into this host's memory; with deltas, into the image."""
-        from asyncrl.weights.stream import receive_weights  # torch, which other workers do without
-
-        holds = self._held if offer.kind == "delta" else ""
-        local = await receive_weights(offer, self._image, timeout_s=self._timeout_s, holds=holds)
-        self._links = Path(local.manifest).parent
-        if offer.kind == "adapter":
-            await self._receive_frozen(offer, await asyncio.to_thread(read_manifest, local))
-        elif self._copies:
+    async def _linked_on_host(self, offer: WeightOffer) -> WeightOffer:
+        """Receive a version unless another engine of this host has, and link it."""
+        async with self._received.version(offer) as shared:
             try:
-                return await self._in_time(WeightStager._in_memory, local)
-            except WeightsError as error:
-                if local.kind == "full":
-                    raise
-                logger.warning("%s: %s; it receives the whole version", self._name, error)
-                self._remove_links()
-                return await self._received(offer)
-        return local
-
-    async def _receive_frozen(self, offer: WeightOffer, manifest: Manifest) -> None:
-        """Receive the frozen weights of an adapter, unless the image holds them."""
-        from asyncrl.weights.stream import receive_weights
-
-        base = manifest.base
-        assert base is not None, "an adapter applies to something"
-        if base.digest == self._held:
-            return
-        self._held = ""
-        frozen = Path(base.manifest).parent
-        if frozen.parent != self._image:
-            raise WeightsError(
-                f"{offer.name} applies to weights at {base.manifest}, expected a folder of {self._image}"
-            )
-        shutil.rmtree(frozen, ignore_errors=True)
-        sent = replace(base, manifest=offer.manifest, carrier=offer.carrier, access=offer.access)
-        received = await receive_weights(sent, self._image, timeout_s=self._timeout_s)
-        Path(received.manifest).parent.rename(frozen)
-        self._held = base.digest
+                return await asyncio.to_thread(self._links_of, shared)
+            except FileNotFoundError as error:
+                raise WeightsGone(f"another engine could not load {offer.name} and removed it: {error}") from error
+            except OSError as error:
+                raise WeightsError(
+                    f"{self._name} cannot link {offer.name} in {self._memory}: {error}; weights.transport=collective "
+                    "needs a file system with hard links there"
+                ) from error
 
     def stage(self, offer: WeightOffer) -> WeightOffer:
         """Stage an offer of a folder, without a deadline; raises as `staged` does."""
@@ -188,6 +166,7 @@ class WeightStager:
             with suppress(OSError):  # not empty: another engine has not ended
                 self._links.parent.rmdir()
         shutil.rmtree(self._image, ignore_errors=True)
+        self._received.close()
 
     def _remove_links(self) -> None:
         if self._links is not None:
@@ -195,26 +174,31 @@ class WeightStager:
 
     def _linked(self, offer: WeightOffer) -> WeightOffer | None:
         """Link a version, which its publisher may then remove; returns None if that is impossible or unsafe."""
+        try:
+            return self._links_of(offer)
+        except FileNotFoundError:
+            raise
+        except (NotPrivate, OSError) as error:
+            source = Path(offer.manifest).parent
+            logger.warning("%s: copies %s to memory, since it cannot be linked: %s", self._name, source, error)
+            self._copies = True
+            return None
+
+    def _links_of(self, offer: WeightOffer) -> WeightOffer:
+        """Link the files of a version, and of the version that it needs. Raises `NotPrivate` or `OSError`."""
         manifest, source = read_manifest(offer), Path(offer.manifest)
         if Path(manifest.directory) != source.parent:
             return offer
         folders = {source.parent: manifest.files}
-        if manifest.base is not None:
+        if manifest.base is not None and offer.kind != "full":
             folders[Path(manifest.base.manifest).parent] = read_manifest(manifest.base).files
-        try:
-            check_owned(source.parent.parent)
-            self._links = make_private_folder(source.parent.parent / LINKS) / self._image.name
-            self._remove_links()  # of an earlier engine with this name
-            for folder, files in folders.items():
-                target = make_private_folder(self._links / folder.name)
-                for name in (*files, source.name):
-                    os.link(folder / name, target / name)
-        except FileNotFoundError:
-            raise
-        except (NotPrivate, OSError) as error:
-            logger.warning("%s: copies %s to memory, since it cannot be linked: %s", self._name, source.parent, error)
-            self._copies = True
-            return None
+        check_owned(source.parent.parent)
+        self._links = make_private_folder(source.parent.parent / LINKS) / self._image.name
+        self._remove_links()  # of an earlier engine with this name
+        for folder, files in folders.items():
+            target = make_private_folder(self._links / folder.name)
+            for name in (*files, source.name):
+                os.link(folder / name, target / name)
         return replace(offer, manifest=str(self._links / source.parent.name / source.name))
 
     def _adapter_in_memory(self, offer: WeightOffer) -> WeightOffer:
@@ -236,17 +220,11 @@ class WeightStager:
     def _in_memory(self, offer: WeightOffer) -> WeightOffer:
         """Turn the image into the offered version: by the deltas since its version, or from a full version."""
         steps = [(offer, read_manifest(offer))]
-        while steps[-1][0].kind == "delta":  # a stream may send the full version of a delta's manifest
-            delta = steps[-1][1].delta
-            if delta is None or delta.base.digest == self._held:
-                break
+        while (delta := steps[-1][1].delta) is not None and delta.base.digest != self._held:
             steps.append((delta.base, read_manifest(delta.base)))
         for step, manifest in reversed(steps):
             self._held = ""
-            if step.kind == "full" and Path(manifest.directory).parent == self._image:  # received
-                for name in manifest.files:
-                    Path(manifest.directory, name).replace(self._image / name)
-            elif step.kind == "full":
+            if step.kind == "full":
                 self._copy(manifest, self._image)
             else:
                 with os.fdopen(open_private(self._image / manifest.files[0], os.O_RDWR), "r+b") as file:
@@ -258,18 +236,9 @@ class WeightStager:
 
     def _copy(self, manifest: Manifest, folder: Path) -> None:
         """Copy the data files into a folder of the image. They overwrite old files there and reuse their memory."""
+        make_private_folder(folder)
         for name in manifest.files:
-            with Path(manifest.directory, name).open("rb") as source:
-                try:
-                    descriptor = open_private(make_private_folder(folder) / name, os.O_WRONLY | os.O_CREAT)
-                    with os.fdopen(descriptor, "wb") as target:
-                        shutil.copyfileobj(source, target, COPY_BYTES)
-                        target.truncate()
-                except OSError as error:
-                    raise WeightsError(
-                        f"no room for {manifest.num_bytes} bytes of weights in {self._image}: {error}; free some, or "
-                        "set weights.full_every=1 and weights.copy_to_memory=false in a directory with hard links"
-                    ) from error
+            copy_file(Path(manifest.directory, name), folder / name)
 
 
 def _copy_manifest(source: Path, target: Path) -> None:

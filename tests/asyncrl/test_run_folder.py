@@ -74,9 +74,16 @@ def test_the_engines_images_of_the_weights_need_room_whatever_the_transport(run_
     snapshots(run_dir, *options)
     for option in ("weights.full_every=2", "weights.copy_to_memory=true"):
         with pytest.raises(
-            ValueError, match=r"keeps an image .* 7 MiB free and 8 MiB are needed; .*weights.full_every=1"
+            ValueError, match=r"keep 4 images .* 7 MiB free and 8 MiB are needed; .*weights.full_every=1"
         ):
             snapshots(run_dir, *options, option)
+
+
+def test_engines_of_a_host_share_two_images_of_a_stream(run_dir, monkeypatch):
+    options = ("weights.transport=collective", "weights.full_every=2", "rollout_fleet.num_engines=4")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(1 << 24, 0, 3 << 20))
+    with pytest.raises(ValueError, match=r"keep 2 images .* 3 MiB free and 4 MiB are needed"):
+        snapshots(run_dir, *options)
 
 
 def test_a_directory_that_hosts_share_gets_a_folder_per_run(run_dir, tmp_path):

@@ -36,8 +36,9 @@ def publish_bytes(
     base: tuple[WeightOffer, np.ndarray] | None = None,
     frozen: WeightOffer | None = None,
     item_bytes: int = 2,
+    num_files: int = 2,
 ) -> WeightOffer:
-    """Publish an image as one tensor of two delta files or one data file, in pieces of 16 KiB.
+    """Publish an image as one tensor of delta files or one data file, in pieces of 16 KiB.
 
     With ``frozen`` it is said to be an adapter of those weights.
     """
@@ -50,9 +51,11 @@ def publish_bytes(
         (target / "model.safetensors").write_bytes(image)
     else:
         spans = [(piece.start, piece.num_bytes, item_bytes) for piece in pieces]
-        files, half = ("delta-0.bin", "delta-1.bin"), len(spans) // 2
-        changes = write_delta(target / files[0], 0, base[1], image, spans[:half])
-        changes += write_delta(target / files[1], 1, base[1], image, spans[half:])
+        files, size = tuple(f"delta-{index}.bin" for index in range(num_files)), -(-len(spans) // num_files)
+        changes = []
+        for index, name in enumerate(files):
+            own = spans[index * size : (index + 1) * size]
+            changes += write_delta(target / name, index, base[1], image, own)
         delta = Delta(base=base[0], files=files, changes=tuple(changes))
     stored = StoredTensor(name="w", dtype="U8", shape=(len(image),), file=0, start=0, num_bytes=len(image))
     manifest = Manifest(

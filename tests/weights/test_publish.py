@@ -193,7 +193,7 @@ def adapters_of_a_rank(config, path, folder, hosts):
         options = replace(options, carrier=Carrier.host_stream, num_receivers=2, timeout_s=60.0)
     shards = PretrainedShards.of(trainer)
     publisher = WeightPublisher(shards, str(directory / "p"), keep=1, options=options, log=NewestOnly())
-    stager = WeightStager(f"engine-{rank}", memory=directory / "memory", copies=False, timeout_s=60.0)
+    stager = WeightStager(f"engine-{rank}", memory=directory / f"memory-{hosts[rank]}", copies=False, timeout_s=60.0)
     seen = []
     for version in (3, 4):
         trainer.update(random_sequences(3), policy_objective(AlgorithmConfig(loss="reinforce")))
