@@ -76,7 +76,7 @@ class SamplingConfig:
         stop: Texts that end a response; the tokens that wrote the text stay part of it.
         stop_token_ids: Tokens that end a response, beside the model's own. Requests of episodes set both.
         seed: Seed of one response. As in OpenAI's API it is not a guarantee: SGLang uses it only with its option
-            ``enable_deterministic_inference``.
+            ``enable_deterministic_inference``, and the in-process engine only without ``top_p``, ``top_k``, ``min_p``.
         json_schema: JSON schema, as text, of the response; engines without constrained decoding refuse it. Then the
             log-probs are those of the constrained distribution.
     """
@@ -128,6 +128,8 @@ class SGLangConfig:
             CPU. float32 is refused on CUDA: SGLang's attention kernels support half types only.
         tp_size: Tensor-parallel ranks of one server.
         max_total_tokens: KV cache size in tokens; 0 lets SGLang choose (on a CPU that is most of the memory).
+        tokenizer: Load the model's tokenizer in the server, which stop texts and JSON schemas need. A run with
+            ``rollout_fleet.environment.name``, or a stop text of its own, has it.
         max_running_requests: Most samples decoded at once.
         samples_per_request: Most samples sent in one HTTP request. On a CPU the server's throughput depends on it; a
             finished sample never waits for the others of its request.
@@ -143,6 +145,7 @@ class SGLangConfig:
     dtype: str = "auto"
     tp_size: int = 1
     max_total_tokens: int = 0
+    tokenizer: bool = False
     max_running_requests: int = 256
     samples_per_request: int = 64
     memory_saver: bool = False
@@ -321,6 +324,12 @@ class RolloutFleetConfig:
     def most_groups_in_flight(self) -> int:
         """Most prompt groups that one worker generates at once."""
         return _bounds(self.groups_in_flight)[1]
+
+    @property
+    def needs_server_tokenizer(self) -> bool:
+        """Whether an SGLang server finds stop texts and follows JSON schemas."""
+        sampling = self.sampling
+        return bool(self.sglang.tokenizer or self.environment.name or sampling.stop or sampling.json_schema)
 
     @property
     def server_stop_timeout_s(self) -> float:

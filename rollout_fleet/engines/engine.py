@@ -191,6 +191,8 @@ class Engine(ABC):
         self._check_up()
         for request in {id(request.prompt_ids): request for request in requests}.values():  # each prompt once
             check_prompt(request, self._vocab_size)
+        for sampling in {request.sampling for request in requests}:
+            self._check_sampling(sampling)
         answers: Answers = asyncio.Queue()
         running = {request.id: self.sample_type(request, self._version) for request in requests}
         self._running |= running
@@ -204,12 +206,12 @@ class Engine(ABC):
                     if isinstance(finished, Exception):
                         if self.has_failed:
                             for sample in running.values():
-                                yield sample.request, self._so_far(sample)
+                                yield sample.request, _kept(sample.request, self._so_far(sample))
                         raise finished
                     for request, output in finished:
                         del running[request.id]
                         self._running.pop(request.id, None)
-                        yield request, output
+                        yield request, _kept(request, output)
             if tasks:  # a server's connection that is closed before the end of its stream cannot be used again
                 await asyncio.wait(tasks, timeout=STREAM_END_S)
         finally:
@@ -218,6 +220,14 @@ class Engine(ABC):
                 self._running.pop(request_id, None)
             self._told.remove(answers)
             await cancel(tasks)
+
+    def _check_sampling(self, sampling: SamplingConfig) -> None:
+        """Raise `RequestRefused` for options that the engine does not have. Here: constrained decoding."""
+        if sampling.json_schema:
+            raise RequestRefused(
+                f"{self._name} has no constrained decoding for a JSON schema; use rollout_fleet.engine=sglang, or ask "
+                "for JSON in a message"
+            )
 
     @abstractmethod
     def _begin(self, samples: Sequence[Any], answers: Answers) -> Sequence[asyncio.Task[None]]:
@@ -366,6 +376,11 @@ class Engine(ABC):
         except asyncio.CancelledError:
             self.fail(EngineError(f"{self._name} was told to {what}, and the load was cancelled"))
             raise
+
+
+def _kept(request: SampleRequest, output: SampleOutput) -> SampleOutput:
+    """An answer without the tokens of an aborted sample under a JSON schema, whose grammar no request can continue."""
+    return NOTHING if output.finish_reason is None and request.sampling.json_schema else output
 
 
 async def cancel(tasks: Collection[asyncio.Task[Any]]) -> None:

@@ -9,12 +9,13 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from asyncrl.core.errors import EngineError, RequestRefused, WorkerDiedError
 from asyncrl.core.types import FinishReason, WeightOffer
+from rollout_fleet.config import SamplingConfig
 
 from .engine import Answers, Engine, EngineLoad, RunningSample, SampleOutput, SampleRequest
 
@@ -68,6 +69,8 @@ class _ScriptedSample(RunningSample):
 class ScriptedEngine(Engine):
     """An engine with a script, called with each request and the version served at its arrival.
 
+    A response ends at a stop token of its request, or at a stop text, which ``decode`` finds.
+
     Attributes:
         requests: All requests so far.
         running_at_once: The most requests that ran at the same time.
@@ -79,9 +82,12 @@ class ScriptedEngine(Engine):
 
     sample_type = _ScriptedSample
 
-    def __init__(self, script: Script = repeat_last_token) -> None:
+    def __init__(
+        self, script: Script = repeat_last_token, *, decode: Callable[[Sequence[int]], str] | None = None
+    ) -> None:
         super().__init__("the scripted engine", vocab_size=1 << 31, silence_timeout_s=math.inf)
         self._script = script
+        self._decode = decode
         self.requests: list[SampleRequest] = []
         self.running_at_once = 0
         self.num_slots = 0
@@ -133,10 +139,25 @@ class ScriptedEngine(Engine):
     async def _answer(self, sample: _ScriptedSample, answers: Answers) -> None:
         """Put a sample, or its error, into ``answers``."""
         try:
-            sample.answer = self._script(sample.request, self._version)
+            answer = self._script(sample.request, self._version)
+            sample.answer = replace(answer, response=self._until_stop(answer.response, sample.request))
             answers.put_nowait([(sample.request, await self._write(sample))])
         except Exception as error:  # noqa: BLE001 - `generate` raises it
             answers.put_nowait(error)
+
+    def _check_sampling(self, sampling: SamplingConfig) -> None:
+        super()._check_sampling(sampling)
+        if sampling.stop and self._decode is None:
+            raise RequestRefused(f"{self._name} needs `decode` for stop texts, got stop={list(sampling.stop)}")
+
+    def _until_stop(self, response: Sequence[int], request: SampleRequest) -> Sequence[int]:
+        """A response up to its first stop token or stop text."""
+        sampling = request.sampling
+        for length, token in enumerate(response, start=1):
+            text = self._decode(response[:length]) if sampling.stop and self._decode else ""
+            if token in sampling.stop_token_ids or any(stop in text for stop in sampling.stop):
+                return response[:length]
+        return response
 
     async def _write(self, sample: _ScriptedSample) -> SampleOutput:
         """Write the sample token by token; a late token does not delay later ones."""

@@ -286,14 +286,29 @@ class SGLangEngine(Engine):
             "stream": True,
         }
 
+    def _check_sampling(self, sampling: SamplingConfig) -> None:
+        """Raise `RequestRefused` for options that need the tokenizer in a server without one."""
+        asked = [name for name in ("stop", "json_schema") if getattr(sampling, name)]
+        if asked and not self._config.needs_server_tokenizer:
+            raise RequestRefused(
+                f"{self._name} has no tokenizer for {' and '.join(asked)}; set rollout_fleet.sglang.tokenizer=true, "
+                "which a run with rollout_fleet.environment.name implies"
+            )
+
     def _sampling_parameters(self, sampling: SamplingConfig) -> dict[str, Any]:
+        optional = {
+            "stop": list(sampling.stop),
+            "json_schema": sampling.json_schema,
+            "sampling_seed": sampling.seed,
+        }
         return {
+            **{name: value for name, value in optional.items() if value not in ([], "", None)},
             "max_new_tokens": sampling.max_new_tokens,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k,
             "min_p": sampling.min_p,
-            "stop_token_ids": list(self._facts.eos_ids),
+            "stop_token_ids": sorted({*self._facts.eos_ids, *sampling.stop_token_ids}),
             "no_stop_trim": True,
             "skip_special_tokens": False,
             "stream_interval": STREAM_INTERVAL,

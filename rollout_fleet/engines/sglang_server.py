@@ -281,7 +281,9 @@ class SGLangServer:
         if config.max_total_tokens or on_cpu:
             arguments["--max-total-tokens"] = str(config.max_total_tokens or CPU_KV_TOKENS)
         # SGLang's warm-up has no log-probs, and token ids that a small vocabulary lacks. `SGLangEngine` has its own.
-        flags = ["--skip-server-warmup", "--skip-tokenizer-init", "--sleep-on-idle", "--incremental-streaming-output"]
+        flags = ["--skip-server-warmup", "--sleep-on-idle", "--incremental-streaming-output"]
+        if not self._fleet.needs_server_tokenizer:
+            flags.append("--skip-tokenizer-init")
         if not on_cpu:
             # Log-probs of bfloat16 logits are up to 0.06 nats off.
             flags.append("--enable-fp32-lm-head")

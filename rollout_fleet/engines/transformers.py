@@ -15,7 +15,6 @@ import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -30,6 +29,7 @@ from asyncrl.core.errors import EngineError, WeightsError, WorkerDiedError
 from asyncrl.core.types import FinishReason, WeightOffer
 from asyncrl.weights.load import AdaptedModules, ComparedWrites, PublishedAdapter, WeightSource, load_from
 from rollout_fleet.config import EngineDevice, RolloutFleetConfig, SamplingConfig
+from rollout_fleet.sample_log import Decode, load_decoder
 
 from .engine import (
     Answers,
@@ -48,12 +48,15 @@ logger = logging.getLogger(__name__)
 
 _TRIED_LENGTHS = (3, 11, 11)
 _TRIED_TOKENS = 4
+TAIL_TOKENS = 8  # decoded beyond a stop text's length: a character may take several tokens
 
 
 class StepRecorder:
     """Records the log-probs before sampling and the tokens after it, at every step of a batch, and ends rows.
 
-    A row ends with one of ``eos_ids``, at its ``max_new_tokens``, or at the next token after its sample is aborted. A
+    A row ends with one of ``eos_ids`` or of its own stop tokens, with a stop text, which ``decode`` finds, at its
+    ``max_new_tokens``, or at the next token after its sample is aborted. A row with a seed is drawn with it, unless
+    the distribution is truncated. A
     batch is written in rounds (`begin_round`); each round has the unfinished rows. With ``drops_rows`` a round ends
     when half of its rows have ended. At temperature 0 (greedy) log-probs are those of temperature 1. ``on_step`` is
     called after every step. The recorder is itself the logits processor: transformers inspects the signature of a
@@ -67,8 +70,17 @@ class StepRecorder:
         eos_ids: Sequence[int],
         drops_rows: bool = False,
         on_step: Callable[[], None] = lambda: None,
+        decode: Decode | None = None,
     ) -> None:
         self._samples = samples
+        self._decode = decode
+        samplings = [sample.request.sampling for sample in samples]
+        self._stop_ids = [set(sampling.stop_token_ids) for sampling in samplings]
+        self._generators = {
+            row: torch.Generator().manual_seed(sampling.seed + len(samples[row].request.prompt_ids))
+            for row, sampling in enumerate(samplings)
+            if sampling.seed is not None and sampling.temperature > 0 and not sampling.truncations
+        }
         self._max_new_tokens = torch.tensor([sample.request.sampling.max_new_tokens for sample in samples])
         self._eos_ids = torch.tensor(eos_ids, dtype=torch.int64)
         self._temperature = samples[0].request.sampling.temperature or 1.0
@@ -93,9 +105,17 @@ class StepRecorder:
         return is_left.nonzero().squeeze(1)
 
     def __call__(self, input_ids: Tensor, logits: Tensor) -> Tensor:
-        """Keep the log-probs under the temperature for `after_sampling`; returns the [b, V] logits."""
+        """Keep the log-probs under the temperature for `after_sampling`; returns the [b, V] logits.
+
+        In a row with a seed, the logits leave one token, which is drawn here.
+        """
         scaled = logits.float() if self._temperature == 1.0 else logits.float() / self._temperature
         self._step_logprobs = scaled.log_softmax(-1)
+        for place, row in enumerate(self._rows.tolist() if self._generators else ()):
+            if generator := self._generators.get(row):
+                drawn = int(torch.multinomial(self._step_logprobs[place].exp().cpu(), 1, generator=generator))
+                logits[place] = -torch.inf
+                logits[place, drawn] = 0.0
         return logits
 
     def after_sampling(self, token_ids: Tensor) -> Tensor:
@@ -111,7 +131,7 @@ class StepRecorder:
                 if sample.request.on_first_token is not None:
                     sample.request.on_first_token()
         was_left = self._is_left[rows]
-        is_eos = torch.isin(new_ids, self._eos_ids) & was_left
+        is_eos = (torch.isin(new_ids, self._eos_ids) | self._is_at_stop(rows.tolist(), new_ids.tolist())) & was_left
         self._is_stopped[rows] |= is_eos
         samples = [self._samples[row] for row in rows.tolist()]
         for sample, is_writing in zip(samples, was_left.tolist(), strict=True):
@@ -122,6 +142,18 @@ class StepRecorder:
         if self._drops_rows and 2 * int(is_left.sum()) <= len(rows):
             is_left = torch.zeros_like(is_left)
         return ~is_left.to(token_ids.device)
+
+    def _is_at_stop(self, rows: Sequence[int], new_ids: Sequence[int]) -> Tensor:
+        """[b] bool, whether a row ends with a stop token or a stop text of its own."""
+        ends = [token in self._stop_ids[row] for row, token in zip(rows, new_ids, strict=True)]
+        for place, row in enumerate(rows):
+            stop = self._samples[row].request.sampling.stop
+            if stop and not ends[place]:
+                assert self._decode is not None
+                tail = self._token_ids[-max(map(len, stop)) - TAIL_TOKENS :]
+                text = self._decode([int(step[row]) for step in tail])
+                ends[place] = any(part in text for part in stop)
+        return torch.tensor(ends, dtype=torch.bool)
 
     def outputs(self, version: int) -> list[SampleOutput]:
         """The samples after all rows have ended; every token carries ``version``."""
@@ -166,6 +198,7 @@ class GenerationModel:
         self._seed = seed
         self._on_step = on_step
         self._model: Any = None
+        self._decode: Decode | None = None
         self._may_pad, self._cuts_cache = True, False
         self._eos_ids: tuple[int, ...] = ()  # empty during `_check_logprobs`, where no token ends a row
         self._held: dict[str, Tensor] = {}
@@ -257,7 +290,7 @@ class GenerationModel:
 
     @torch.inference_mode()
     def generate(self, samples: Sequence[RunningSample], version: int) -> list[SampleOutput]:
-        """Generate new samples in one batch; their sampling options may differ in ``max_new_tokens`` only.
+        """Generate new samples in one batch; their sampling options have one `distribution`.
 
         The result is in the order of the samples; ``on_first_token`` is called in this thread. Every token carries
         ``version``, the policy version of the weights. If padding changes the model's log-probs, prompts of each length
@@ -290,7 +323,14 @@ class GenerationModel:
         sampling = samples[0].request.sampling
         longest = max(sample.request.sampling.max_new_tokens for sample in samples)
         prompts = [sample.request.prompt_ids for sample in samples]
-        recorder = StepRecorder(samples, eos_ids=self._eos_ids, drops_rows=self._cuts_cache, on_step=self._on_step)
+        has_stops = any(sample.request.sampling.stop for sample in samples)
+        recorder = StepRecorder(
+            samples,
+            eos_ids=self._eos_ids,
+            drops_rows=self._cuts_cache,
+            on_step=self._on_step,
+            decode=self._decoder() if has_stops else None,
+        )
         (ids, mask), cache = self._left_padded(prompts), self._shared_prefill(prompts)
         while len(rows := recorder.begin_round()):
             if recorder.num_steps:
@@ -309,6 +349,11 @@ class GenerationModel:
             )
             ids, cache = written.sequences, written.past_key_values
         return recorder.outputs(version)
+
+    def _decoder(self) -> Decode:
+        if self._decode is None:
+            self._decode = load_decoder(self._model_path, special_tokens=True)
+        return self._decode
 
     @torch.inference_mode()
     def _check_logprobs(self) -> None:
@@ -414,6 +459,11 @@ class GenerationModel:
             return_dict_in_generate=True,
             **options,
         )
+
+
+def distribution(sampling: SamplingConfig) -> tuple[float, ...]:
+    """What the samples of a batch have in common: temperature, top-p, top-k and min-p."""
+    return (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p)
 
 
 def _greedy(prompt: np.ndarray, max_new_tokens: int) -> SampleRequest:
@@ -530,11 +580,10 @@ class TransformersEngine(Engine):
 
     def _next_batch(self) -> list[_PendingSample]:
         """Take the samples that have waited longest and may share a batch, up to the budget of rows."""
-        sampling = self._waiting[0].request.sampling
+        kind = distribution(self._waiting[0].request.sampling)
         batch: list[_PendingSample] = []
         for sample in self._waiting:
-            own = sample.request.sampling
-            if own is sampling or own == replace(sampling, max_new_tokens=own.max_new_tokens):
+            if distribution(sample.request.sampling) == kind:
                 batch.append(sample)
             if len(batch) == self._config.transformers.max_rows:
                 break

@@ -377,9 +377,7 @@ class Session:
 
     def _message(self, answer: Answer, parsed: ParsedAnswer, stop: Sequence[str]) -> dict[str, Any]:
         """The assistant's message in OpenAI's form; without the text from a stop string on."""
-        content = parsed.content
-        if answer.finish_reason == "stop":
-            content = min((content.partition(text)[0] for text in stop), key=len, default=content)
+        content = min((parsed.content.partition(text)[0] for text in stop), key=len, default=parsed.content)
         message: dict[str, Any] = {"role": "assistant", "content": content}
         if parsed.reasoning:
             message["reasoning_content"] = parsed.reasoning
@@ -421,8 +419,7 @@ class Session:
             written = tokenizer.decode(answer.token_ids.tolist(), skip_special_tokens=True)
             if text:
                 self._texts.append((text + written, answer.turn))
-            if answer.finish_reason == "stop":
-                written = min((written.partition(stop)[0] for stop in request.options.stop), key=len, default=written)
+            written = min((written.partition(stop)[0] for stop in request.options.stop), key=len, default=written)
             answers[index] = replace(answer, message={"role": "assistant", "content": written})
         return answers
 

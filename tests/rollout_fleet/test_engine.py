@@ -6,11 +6,12 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 
-from asyncrl.core.errors import DeadlineError, EngineError
+from asyncrl.core.errors import DeadlineError, EngineError, RequestRefused
 from asyncrl.core.trajectory import Trajectory, TrajectoryGroup, Turn
 from asyncrl.core.types import FinishReason
 from rollout_fleet.config import SamplingConfig
 from rollout_fleet.engines.engine import SampleOutput, SampleRequest, SilenceWatch, check_output, check_prompt
+from rollout_fleet.engines.scripted import ScriptedAnswer, ScriptedEngine
 
 pytestmark = [pytest.mark.timeout(30), pytest.mark.usefixtures("virtual_time")]
 
@@ -147,3 +148,31 @@ async def test_an_intended_pause_does_not_count_as_silence():
         await asyncio.sleep(0.4)
         assert not waiting.done()
     waiting.cancel()
+
+
+async def test_the_scripted_engine_ends_a_response_at_stop_tokens_and_stop_texts():
+    engine = ScriptedEngine(lambda *_: ScriptedAnswer(response=[3, 4, 5, 6]), decode=lambda ids: "".join(map(str, ids)))
+    await engine.start()
+    for sampling, expected in (
+        (SamplingConfig(stop_token_ids=(4, 5)), [3, 4]),
+        (SamplingConfig(stop=("45",)), [3, 4, 5]),
+        (SamplingConfig(), [3, 4, 5, 6]),
+    ):
+        request = SampleRequest(id="a", prompt_ids=np.array([3]), sampling=sampling)
+        ((_, output),) = [answer async for answer in engine.generate([request])]
+        assert (output.token_ids.tolist(), output.finish_reason) == (expected, FinishReason.stop)
+    blind = ScriptedEngine()
+    await blind.start()
+    request = SampleRequest(id="a", prompt_ids=np.array([3]), sampling=SamplingConfig(stop=("x",)))
+    with pytest.raises(RequestRefused, match="needs `decode` for stop texts"):
+        await anext(blind.generate([request]))
+
+
+async def test_an_aborted_sample_under_a_schema_keeps_no_tokens(monkeypatch):
+    engine = ScriptedEngine(lambda *_: ScriptedAnswer(response=[3, 4, 5], cut_off=2))
+    monkeypatch.setattr(engine, "_check_sampling", lambda _: None)
+    await engine.start()
+    for schema, expected in (("{}", []), ("", [3, 4])):
+        request = SampleRequest(id="a", prompt_ids=np.array([3]), sampling=SamplingConfig(json_schema=schema))
+        ((_, output),) = [answer async for answer in engine.generate([request])]
+        assert (output.token_ids.tolist(), output.finish_reason) == (expected, None)

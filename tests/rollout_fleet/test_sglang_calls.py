@@ -90,7 +90,7 @@ async def server(tmp_path):
 def new_engine(server, folder, *, vocab_size=50, **options):
     (folder / "config.json").write_text(json.dumps({"vocab_size": vocab_size, "eos_token_id": 1}))
     engine = SGLangEngine(
-        RolloutFleetConfig(sglang=SGLangConfig(samples_per_request=2), **options),
+        RolloutFleetConfig(**{"sglang": SGLangConfig(samples_per_request=2), **options}),
         model_path=str(folder),
         device=EngineDevice.cuda,
         rank=0,
@@ -489,3 +489,27 @@ async def test_a_refused_request_is_not_a_failure_of_the_engine(engine, server):
     with pytest.raises(RequestRefused, match="too long"):
         await answers_of(engine, 1)
     assert not engine.has_failed
+
+
+async def test_options_of_a_request_reach_the_server_beside_the_stop_tokens_of_the_model(server, tmp_path):
+    engine = new_engine(server, tmp_path, sglang=SGLangConfig(tokenizer=True))
+    own = SamplingConfig(stop=("END",), stop_token_ids=(9, 2), seed=5, json_schema="{}")
+    for sampling in (own, SamplingConfig()):
+        server.calls.clear()
+        body = engine._request_body([SampleRequest(id="a", prompt_ids=np.array([3]), sampling=sampling)])
+        sent = body["sampling_params"][0]
+        assert {name: sent.get(name) for name in ("stop", "sampling_seed", "json_schema")} == (
+            {"stop": ["END"], "sampling_seed": 5, "json_schema": "{}"}
+            if sampling is own
+            else dict.fromkeys(("stop", "sampling_seed", "json_schema"))
+        )
+        assert sent["stop_token_ids"] == sorted({*engine._facts.eos_ids, *sampling.stop_token_ids})
+
+
+async def test_a_stop_text_or_a_schema_is_refused_by_a_server_without_a_tokenizer(engine):
+    for option in ({"stop": ("END",)}, {"json_schema": "{}"}):
+        request = SampleRequest(id="a", prompt_ids=np.array([3]), sampling=SamplingConfig(**option))
+        with pytest.raises(
+            RequestRefused, match=rf"no tokenizer for {next(iter(option))}; set rollout_fleet.sglang.tok"
+        ):
+            await anext(engine.generate([request]))

@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from asyncrl.core.errors import DeadlineError, EngineError, WeightsError, WorkerDiedError
+from asyncrl.core.errors import DeadlineError, EngineError, RequestRefused, WeightsError, WorkerDiedError
 from asyncrl.core.types import FROZEN, FinishReason
 from asyncrl.weights.carriers import PublishOptions
 from asyncrl.weights.publish import WeightPublisher
@@ -507,3 +507,39 @@ async def test_adapters_alone_are_computed_beside_frozen_weights_that_are_loaded
             np.testing.assert_allclose(output.logprobs, forward_logprobs(folder_of(full), request, output), atol=1e-4)
     finally:
         publisher.close()
+
+
+async def test_a_response_ends_at_stop_tokens_and_stop_texts_of_its_own_request(start, monkeypatch):
+    engine = await start()
+    (free,) = await answer(engine, requests_of(1, 1, temperature=0.0))
+    ids = free.token_ids.tolist()
+
+    def decode(ids):
+        return "".join(f"<{token}>" for token in ids)
+
+    monkeypatch.setattr(engine._model, "_decode", decode)
+    stop = decode(ids[2:5])[1:-1]
+    stops = [{"stop_token_ids": (ids[2],)}, {"stop": (stop,)}, {}]
+    requests = [request for sampling in stops for request in requests_of(1, 1, temperature=0.0, **sampling)]
+    by_token, by_text, unstopped = await answer(engine, requests)
+    assert by_token.token_ids.tolist() == ids[: ids.index(ids[2]) + 1]
+    assert by_text.token_ids.tolist() == next(ids[:n] for n in range(len(ids)) if stop in decode(ids[:n]))
+    assert unstopped.token_ids.tolist() == ids
+    assert {by_token.finish_reason, by_text.finish_reason} == {FinishReason.stop}
+
+
+async def test_a_seed_gives_one_response_whatever_else_is_in_its_batch(start):
+    engine = await start()
+    outputs = []
+    for others in (1, 5):
+        requests = [*requests_of(1, others), *requests_of(1, 1, seed=7), *requests_of(1, 1, seed=8)]
+        outputs.append([output.token_ids.tolist() for output in await answer(engine, requests)][-2:])
+    assert outputs[0] == outputs[1]
+    assert outputs[0][0] != outputs[0][1]
+
+
+async def test_a_schema_is_refused_by_an_engine_without_constrained_decoding(start):
+    engine = await start()
+    with pytest.raises(RequestRefused, match=r"no constrained decoding for a JSON schema; use rollout_fleet\.eng"):
+        await answer(engine, requests_of(1, 1, json_schema="{}"))
+    assert len(await answer(engine, requests_of(1, 1))) == 1
