@@ -20,7 +20,7 @@ from .engines.engine import EngineLoad, SampleOutput, SampleRequest
 from .episodes import PROMPT, Episode, EpisodeBudget
 from .episodes.run import EpisodeRun
 from .metrics import FleetMeter
-from .rewards import Scores
+from .rewards import Rollout, Scores
 
 FULL_CACHE = 0.9
 """KV cache use from which the limit shrinks."""
@@ -213,6 +213,21 @@ class InflightGroup:
         group_id, attempt = self.key
         return TrajectoryGroup.from_trajectories(padded, group_id=group_id, attempt=attempt)
 
+    def rollout(self, index: int, decode: Callable[[Sequence[int]], str]) -> Rollout:
+        """The finished episode with this index, as reward functions see it."""
+        episode, run = self.episodes[index], self.runs[index] if self.runs else None
+        outcome = run.outcome if run is not None else None
+        turns = {turn: decode(episode.turn(turn).token_ids.tolist()) for turn in episode.sampled}
+        answer = episode.answer
+        return Rollout(
+            text=(outcome.answer if outcome is not None else "") or next(reversed(turns.values()), ""),
+            turns=turns,
+            num_tokens=episode.num_tokens,
+            is_truncated=answer is not None and answer.finish_reason is FinishReason.length,
+            outcome=outcome,
+            failure=str(run.failure or "") if run is not None else "",
+        )
+
     def scored(self, scores: Scores, chosen: Sequence[int]) -> TrajectoryGroup:
         """The finished group of the ``chosen`` episodes, by their scores. Several rewards become ``reward.NAME``."""
         trajectories = []
@@ -221,7 +236,7 @@ class InflightGroup:
             parts = {f"reward.{name}": float(values[place]) for name, values in scores.parts.items()}
             trajectory = self.episodes[index].trajectory(
                 float(scores.total[place]),
-                turn_rewards=outcome.turn_rewards if outcome else None,
+                turn_rewards=scores.turn_rewards[place] if scores.turn_rewards else None,
                 metrics=parts | dict(outcome.metrics if outcome else {}),
             )
             trajectories.append(replace(trajectory, baseline=index >= len(self.trained)))

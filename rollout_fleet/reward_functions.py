@@ -88,10 +88,16 @@ class Length:
 
 
 @REWARDS.register("environment")
-def environment(prompt: Prompt, rollout: Rollout) -> Score:
-    """Return the rewards of the environment's own outcome, those of turns included."""
+def environment(prompt: Prompt, rollout: Rollout, *, failed: float = 0.0) -> Score:
+    """Return the rewards of the environment's own outcome, those of turns included.
+
+    An episode that failed and is scored nevertheless (``environment.on_failure``) gets ``failed``. An outcome without
+    rewards, or a run without an environment, raises `ValueError`.
+    """
     del prompt
     outcome = rollout.outcome
+    if outcome is None and rollout.failure:
+        return Score(reward=failed)
     if outcome is None or (outcome.reward is None and not outcome.turn_rewards):
         raise ValueError("the environment returned no reward; set Outcome.reward, or use another reward")
     return Score(reward=outcome.reward or 0.0, turn_rewards=outcome.turn_rewards)

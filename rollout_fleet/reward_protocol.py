@@ -33,20 +33,18 @@ class Rollout:
     Attributes:
         text: The text to score, without special tokens: the last turn, or the answer that the environment named.
         turns: The text of each sampled turn by its index in the episode. Example: ``{1: "call", 3: "answer"}``.
-        messages: The conversation in the form of OpenAI's API; empty for a prompt of plain text.
         num_tokens: Tokens that the policy wrote in all turns; None if they were not counted.
         is_truncated: Whether the last turn reached a limit of length.
         outcome: What the environment returned; None without an environment.
-        metrics: Numbers that were counted during the rollout.
+        failure: Why the environment has no outcome, if its episode is scored nevertheless; otherwise empty.
     """
 
     text: str
     turns: Mapping[int, str] = field(default_factory=dict)
-    messages: tuple[Mapping[str, Any], ...] = ()
     num_tokens: int | None = None
     is_truncated: bool = False
     outcome: Outcome | None = None
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    failure: str = ""
 
     @classmethod
     def answer(cls, text: str, *, num_tokens: int | None = None, is_truncated: bool = False) -> Rollout:

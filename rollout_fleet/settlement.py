@@ -171,27 +171,27 @@ class Settlement:
         started = time.perf_counter()
         prompt = group.lease.prompt
         answers = [answer for index in chosen if (answer := group.episodes[index].answer) is not None]
-        texts = [self._decode(answer.token_ids.tolist()) for answer in answers]
+        rollouts = [group.rollout(index, self._decode) for index in chosen]
         may_fail = self._config.on_reward_failure is OnRewardFailure.drop_trajectory
-        fewest = FEWEST_SAMPLES if may_fail else len(texts)
+        fewest = FEWEST_SAMPLES if may_fail else len(rollouts)
         with record.span(SpanKind.reward, lane="/reward", group=prompt.group_id):
-            scores = await self._rewards.score(prompt, texts, may_fail=may_fail)
+            scores = await self._rewards.score(prompt, rollouts, may_fail=may_fail)
         self._stamp(GroupEvent.reward, group)
         self._meter.add(reward_s=time.perf_counter() - started)
         has_reward = np.isfinite(scores.total)
         places = np.flatnonzero(has_reward).tolist()
-        num_failed = len(texts) - len(places)
+        num_failed = len(rollouts) - len(places)
         if num_failed:
             if len(places) < fewest:
                 raise RewardError(
-                    f"the reward failed on {num_failed} of {len(texts)} responses to prompt group {prompt.group_id}, "
-                    f"and a group needs {fewest}; the warnings before this message have the errors"
+                    f"the reward failed on {num_failed} of {len(rollouts)} responses to prompt group "
+                    f"{prompt.group_id}, and a group needs {fewest}; the warnings before this message have the errors"
                 )
             self._meter.add(groups_failed=Counter(reward_trajectory=num_failed))
             scores = scores.of(has_reward)
         if self._samples is not None:
-            kept = [answers[place] for place in places]
-            await self._samples.add(prompt, kept, [texts[place] for place in places], scores)
+            kept, texts = [answers[place] for place in places], [rollouts[place].text for place in places]
+            await self._samples.add(prompt, kept, texts, scores)
         return group.scored(scores, [chosen[place] for place in places])
 
     async def _store(self, group: InflightGroup, stored: TrajectoryGroup) -> None:

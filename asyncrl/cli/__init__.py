@@ -19,6 +19,7 @@ _COMMANDS = {
     "profile": ("asyncrl.profile.command", "show why learner and fleet of a run were idle"),
     "evaluate": ("asyncrl.cli.evaluate_command", "evaluate a model, a checkpoint or a run on held-out prompts"),
     "samples": ("asyncrl.samples", "show the decoded samples of a run"),
+    "rewards": ("asyncrl.cli.rewards_command", "try rewards on given responses, before a run"),
     "dashboard": ("asyncrl.profile.dashboard", "serve the live report of a run"),
     "join": ("rollout_fleet.join", "add engines to a running training"),
     "leave": ("rollout_fleet.join:leave", "remove an engine from a running training, or list the engines"),

@@ -109,7 +109,7 @@ class Episode:
     @property
     def num_turns(self) -> int:
         """Turns sampled or being sampled in this life."""
-        return sum(node.turn.sampled and node.is_live for node in self._nodes)
+        return len(self.sampled)
 
     @property
     def num_tokens(self) -> int:
@@ -130,6 +130,11 @@ class Episode:
     def running(self) -> list[int]:
         """The turns that are being sampled."""
         return [index for index, node in enumerate(self._nodes) if node.is_running]
+
+    @property
+    def sampled(self) -> list[int]:
+        """The turns that were sampled in this life, or are being sampled."""
+        return [index for index, node in enumerate(self._nodes) if node.turn.sampled and node.is_live]
 
     @property
     def answer(self) -> Turn | None:
@@ -282,8 +287,7 @@ class Episode:
         if self.running:
             raise ValueError(f"episode {self.name}: turns {self.running} are still running; let them finish first")
         earned = turn_rewards or {}
-        sampled = [index for index, node in enumerate(self._nodes) if node.turn.sampled and node.is_live]
-        turns, places = self._subforest([*sampled, *earned])
+        turns, places = self._subforest([*self.sampled, *earned])
         return Trajectory(
             turns=turns,
             reward=reward,

@@ -22,6 +22,7 @@ from rollout_fleet.episodes import PROMPT, EpisodeBudget
 from rollout_fleet.episodes.config import EnvironmentConfig, OnFailure, OnFailureConfig
 from rollout_fleet.episodes.environment import EpisodeFailure, FailureKind, Outcome
 from rollout_fleet.episodes.run import EpisodeRun
+from rollout_fleet.rewards import REWARDS, Score
 from tests.support.rollout import running_loop, update
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("virtual_time")]
@@ -99,7 +100,8 @@ def turns(num_turns: int, tool_s: float = 0.1) -> Play:
 
 async def test_a_group_of_episodes_is_stored_with_all_its_turns(make_buffer):
     buffer = make_buffer(3)
-    async with running_loop(buffer, writes_by_context, player=Playing(turns(3))) as (loop, _, _):
+    options = {"player": Playing(turns(3)), "reward": "environment"}
+    async with running_loop(buffer, writes_by_context, **options) as (loop, _, _):
         await buffer.stored(3)
         counters = await loop.stop()
     for group in buffer.groups:
@@ -107,8 +109,24 @@ async def test_a_group_of_episodes_is_stored_with_all_its_turns(make_buffer):
         assert [len(branch.turns) for branch in group.branches] == [6, 6], "a prompt, three answers, two tools"
         assert dict(group.summary.metrics)["turns"] == 3.0
         assert group.turn_sums.tolist() == [0.5, 0.5]
+        assert group.summary.rewards == (1.5, 1.5), "of the outcome, and of its turn"
     assert counters.tokens_generated == buffer.num_tokens == buffer.num_accounted
     assert (counters.groups_finished, counters.tokens_in_flight) == (3, 0)
+
+
+async def test_a_reward_of_turns_sees_every_turn_and_the_outcome_counts_only_by_its_reward(make_buffer, monkeypatch):
+    def by_turn(prompt, rollout):
+        assert rollout.outcome == Outcome(reward=1.0, turn_rewards={max(rollout.turns): 0.5}, metrics={"turns": 2.0})
+        return Score(reward=float(rollout.num_tokens), turn_rewards=dict.fromkeys(rollout.turns, 0.25))
+
+    monkeypatch.setitem(REWARDS._entries, "by_turn", by_turn)
+    buffer = make_buffer(1)
+    options = {"player": Playing(turns(2)), "reward": "by_turn"}
+    async with running_loop(buffer, writes_by_context, **options):
+        await buffer.stored(1)
+    (group,) = buffer.groups
+    assert group.turn_sums.tolist() == [0.5, 0.5]
+    assert group.rewards.sum() == group.summary.num_tokens
 
 
 @pytest.mark.parametrize("save_progress", list(SaveProgress))

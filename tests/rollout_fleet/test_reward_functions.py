@@ -8,6 +8,7 @@ import pytest
 from asyncrl.core.errors import RewardError, SandboxError
 from asyncrl.core.types import Prompt
 from rollout_fleet.config import RolloutFleetConfig
+from rollout_fleet.episodes.environment import Outcome
 from rollout_fleet.reward_functions import FUNCTIONS_IN_PROCESSES, Code, code_of
 from rollout_fleet.reward_protocol import BoundReward
 from rollout_fleet.rewards import REWARDS, Rollout, WeightedRewards
@@ -191,8 +192,13 @@ async def test_a_machine_that_cannot_isolate_refuses_the_reward_code_before_the_
         await Code().start()
 
 
-async def test_the_reward_environment_needs_an_outcome():
+async def test_the_reward_environment_needs_an_outcome_unless_the_episode_failed():
     assert "the environment returned no reward" in await score("environment", None, "text")
+    empty = Rollout(text="", outcome=Outcome())
+    assert "the environment returned no reward" in await score("environment", None, empty)
+    failed = Rollout(text="", failure="it overflowed")
+    assert await score("environment", None, failed) == 0.0
+    assert await score("environment", None, failed, options={"failed": -1.0}) == -1.0
 
 
 def test_every_built_in_reward_says_where_it_runs():
