@@ -8,6 +8,7 @@ valid.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -25,6 +26,9 @@ from .trainer import ModelOptimizer
 
 log = logging.getLogger(__name__)
 
+_FREED_WITHIN_S = 30.0
+"""After its death, how long the memory of an engine on the same device may take to be freed."""
+_RETRY_S = 0.2
 _ALIGNMENT = 512
 """Alignment of each copy in the slab, in bytes."""
 
@@ -188,8 +192,8 @@ class OffloadPolicy:
         """Switch to training: load the tensors that `enter_rollout` offloaded."""
         before = self.device_bytes()
         if self._at_transition:
-            self._model.load()
-            self._optimizer.load()
+            _when_freed(self._model.load)
+            _when_freed(self._optimizer.load)
         self._note("trainer", before)
 
     def _note(self, mode: str, before: int) -> None:
@@ -215,6 +219,19 @@ class OffloadPolicy:
             self._model.offload()
         if optimizer:
             self._optimizer.offload()
+
+
+def _when_freed(load: Callable[[], None]) -> None:
+    """Load; wait for the memory of an engine that was killed because it did not release the device."""
+    began_s = time.monotonic()
+    while True:
+        try:
+            return load()
+        except torch.OutOfMemoryError as error:
+            if time.monotonic() - began_s > _FREED_WITHIN_S:
+                raise
+            log.warning("the device is not free yet: %s", error)
+            time.sleep(_RETRY_S)
 
 
 def _model_tensors(model: nn.Module) -> Iterator[Tensor]:

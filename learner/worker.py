@@ -309,10 +309,15 @@ class ModelWorker(Worker):
         """
         if self._publisher is None:
             raise ValueError(f"role {self.role.name!r} cannot publish weights: its snapshot_dir is None; pass one")
+        self._publish_copy(version)
+
+    def _publish_copy(self, version: int, then: Callable[[], None] = lambda: None) -> None:
+        """As `publish_weights`. The version is offered after ``then``, called after the copy, returned on all ranks."""
+        assert self._publisher is not None
         self._check_turn(version)
         self._version = version if self._version is None else self._version
         with record.span(SpanKind.publish_copy, version=version), self._offload.reading():
-            self._publisher.publish(version)
+            self._publisher.publish(version, then=then)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def finish_publish(self) -> None:
@@ -329,11 +334,15 @@ class ModelWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def rollout_mode(self, version: int) -> None:
-        """Publish the weights if the role publishes weights, and offload according to the options."""
-        if self._publisher is not None:
-            self.publish_weights(version)
-        self._offload.enter_rollout()
-        self.finish_publish()
+        """Publish the weights if the role publishes weights, and offload according to the options.
+
+        Returns when rank 0 has offered the version. Engines may load an offer at once, so all ranks offload before it.
+        """
+        if self._publisher is None:
+            self._offload.enter_rollout()
+        else:
+            self._publish_copy(version, then=self._offload.enter_rollout)
+            self.finish_publish()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def trainer_mode(self) -> None:

@@ -134,6 +134,9 @@ class RolloutLoop:
         self._state = LoopState.idle
         self._failure: Exception | None = None
         self._has_device = True
+        self._is_released = False
+        self._releasing = asyncio.Lock()
+        self._incarnation = 0
         self._is_loading = False
         self._is_asking = False
         self._released = record.NO_SPAN
@@ -226,7 +229,8 @@ class RolloutLoop:
     async def load_weights(self, offer: WeightOffer) -> None:
         """Stage offered weights while samples are generated, then load them; later leases are at their version.
 
-        Raises as `Engine.load_weights`, and `WeightsGone` if the weights were removed before they were staged.
+        Raises as `Engine.load_weights`, and `WeightsGone` if the weights were removed before they were staged, or if
+        they are of a learner that was replaced (`release_device`).
         """
         member, epoch, now_s = self._member, self._member.epoch, time.monotonic()
         version = member.version
@@ -237,7 +241,9 @@ class RolloutLoop:
                 staging.close()
                 if self._config.save_progress is SaveProgress.at_updates:
                     await self._park(self._config.load_timeout_s)
-                self._is_loading = True
+                if offer.incarnation < self._incarnation:
+                    raise WeightsGone(f"{offer.name} is of incarnation {offer.incarnation} of the learner, which died")
+                self._is_loading, self._is_released = True, False
                 self._meter.loaded(await self._engine.load_weights(local))
             member.verified(epoch, offer.version)
             self._released.close()
@@ -257,12 +263,35 @@ class RolloutLoop:
             self._is_loading = False
             await self._notify()
 
-    async def release_device(self) -> None:
+    async def release_device(self, incarnation: int | None = None) -> None:
         """Ask for no more leases, let running groups finish, and release the engine's device until the next weights.
 
-        Groups that do not finish within ``drain_timeout_s`` are aborted, and continued after the next weights. Raises
-        `DeadlineError` if the engine does not abort them.
+        Groups that do not finish within ``drain_timeout_s`` are aborted, and continued after the next weights. An
+        engine that loads weights, or has not loaded its first, does so before. A released device stays released.
+
+        Args:
+            incarnation: Of the learner that starts in place of a dead one. From now on the engine loads no offer of an
+                earlier incarnation. None: the learner lives.
+
+        Raises:
+            DeadlineError: the engine does not abort its groups.
         """
+        if incarnation is not None:
+            self._incarnation = max(self._incarnation, incarnation)
+            await self._notify()
+        current = self._incarnation
+
+        def may_release() -> bool:
+            awaits_first = incarnation is None and current == self._incarnation and not self._member.may_lease
+            return not self._is_loading and not awaits_first
+
+        async with self._releasing:
+            await self._until(may_release)
+            if not self._is_released:
+                await self._release_device()
+                self._is_released = True
+
+    async def _release_device(self) -> None:
         self._has_device = False
         await self._notify()
         await self._until(lambda: not self._is_asking)

@@ -123,6 +123,11 @@ class Member:
         return self.state in SERVING
 
     @property
+    def may_release(self) -> bool:
+        """Whether the member is up, with or without verified weights, and can release its device."""
+        return self.may_lease or self.state is MemberState.catching_up
+
+    @property
     def has_ended(self) -> bool:
         """Whether the member has left, or failed for good."""
         return self.state in ENDED

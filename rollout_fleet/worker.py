@@ -155,9 +155,9 @@ class RolloutWorker(Worker):
         raise EngineLost(f"{self._member.name} has ended")
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
-    async def release_device(self) -> None:
-        """Let running groups finish, and release the device until the next weights are loaded."""
-        await self._started().release_device()
+    async def release_device(self, incarnation: int | None = None) -> None:
+        """Let running groups finish, and release the device until the next weights; see `RolloutLoop`."""
+        await self._started().release_device(incarnation)
 
     async def answer(self, prompts: Sequence[Prompt], version: int, num_samples: int) -> list[AnsweredPrompt]:
         """Answer held-out prompts with the policy of ``version``, as `HeldOutAnswers.answer` does."""

@@ -299,8 +299,16 @@ class FleetPort(Protocol):
 class ColocatedFleetPort(FleetPort, Protocol):
     """A fleet that can release its devices."""
 
-    async def release_device(self) -> None:
-        """Wait until running groups end, then release the devices until the next weights are offered."""
+    async def release_device(self, incarnation: int | None = None) -> None:
+        """Wait until running groups end, then release the devices until the next weights are offered.
+
+        No engine starts before `take_device`. ``incarnation`` is that of a learner which starts in place of a dead one:
+        the engines load no weights of an earlier incarnation from now on.
+        """
+        ...
+
+    def take_device(self) -> None:
+        """Let engines start again. The learner has offloaded, and offers the next weights."""
         ...
 
 

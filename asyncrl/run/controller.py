@@ -39,6 +39,9 @@ before::
           ▲                                                                             │
           └── engines load the weights, and go on ◀── learner publishes them, and offloads
 
+The death of a rank ends the loop at any point of the circle. The engines then release the devices, and the loop begins
+again at the newest checkpoint. An engine that starts again waits for a turn of the engines.
+
 The same ledger bounds staleness. Groups that still run when a batch is full finish under the old weights. They are
 stored, and trained on with a lag of one step or more.
 """
@@ -66,7 +69,7 @@ from asyncrl.core.ports import (
     LearnerPort,
     PromptSource,
 )
-from asyncrl.core.types import Plan, Prompt
+from asyncrl.core.types import BufferStats, Plan, Prompt
 from asyncrl.metrics import StepRecord, TrainingResult
 from asyncrl.run.evaluator import PinnedEngines, num_pinned_engines
 from asyncrl.run.reporting import Reporter
@@ -163,8 +166,7 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
 
         The checkpoint may be one step ahead of the ledger; the buffer first commits the steps in between.
         """
-        for version in range((await self._buffer.stats()).learner_version, state.version):
-            await self._buffer.commit(version)
+        await self._commit_before(state.version)
         added = state.since(self._resumed)
         await self._buffer.rewind(
             state.version,
@@ -196,7 +198,10 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
 
     async def settle(self) -> None:
         """Commit the steps that a cancelled `train` left queued. Call it when the ranks have made them."""
-        for version in range((await self._buffer.stats()).learner_version, self._queued_version):
+        await self._commit_before(self._queued_version)
+
+    async def _commit_before(self, stop: int) -> None:
+        for version in range((await self._buffer.stats()).learner_version, stop):
             await self._buffer.commit(version)
 
     async def account(self) -> TrainingResult:
@@ -319,11 +324,24 @@ class Controller(_Training[LearnerPort, FleetPort]):
 class ColocatedController(_Training[ColocatedLearnerPort, ColocatedFleetPort]):
     """Lets both pools take turns on the same devices. At the start the learner is offloaded and the engines are up."""
 
+    _trained: tuple[Plan, float, Mapping[str, float]] | None = None
+    """Plan, seconds of waiting for it, and metrics of a step that is not reported yet."""
+
     def loops(self) -> Sequence[Loop]:
         """See `_Training.loops`."""
         return (self._take_turns,)
 
+    async def rewind(self, state: RunState, *, incarnation: int) -> None:
+        """As the base does. Then the engines release their devices to the learner's new ranks."""
+        await self._commit_before(state.version)
+        if self._trained is not None and self._trained[0].version < state.version:  # the checkpoint holds the step
+            await self._report(await self._buffer.stats())
+        self._trained = None
+        await super().rewind(state, incarnation=incarnation)
+        await self._fleet.release_device(incarnation)
+
     async def _take_turns(self) -> None:
+        self._fleet.take_device()
         for version in self._versions:
             plan, waited_s = await self._planned(version)
             await self._fleet.release_device()
@@ -333,8 +351,10 @@ class ColocatedController(_Training[ColocatedLearnerPort, ColocatedFleetPort]):
             with record.span(record.SpanKind.dispatched, lane="/complete", step=version):
                 metrics = await self._learner.update(plan)
                 metrics = {**metrics, **await self._learner.update_critic(plan)}
+            self._trained = plan, waited_s, metrics
             checkpoint = await self._checkpointer.save_if_due(version + 1)
             await self._learner.rollout_mode(version + 1)
+            self._fleet.take_device()
             stats = await self._buffer.commit(version)
             self._checkpointer.committed(version)
             await self._follow_fleet()
@@ -342,5 +362,10 @@ class ColocatedController(_Training[ColocatedLearnerPort, ColocatedFleetPort]):
                 await self._evaluate(version + 1, None)
             if checkpoint is not None:
                 await checkpoint
-            counts = await self._fleet.counters()
-            self._reporter.step(plan, plan_wait_s=waited_s, metrics=metrics, stats=stats, counts=counts)
+            await self._report(stats)
+
+    async def _report(self, stats: BufferStats) -> None:
+        assert self._trained is not None
+        counts = await self._fleet.counters()
+        (plan, waited_s, metrics), self._trained = self._trained, None
+        self._reporter.step(plan, plan_wait_s=waited_s, metrics=metrics, stats=stats, counts=counts)

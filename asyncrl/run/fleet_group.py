@@ -77,8 +77,15 @@ class FleetGroup:
         self._control = ControlClient(buffer.client())
         self._say = say
         self._places = EnginePlaces(config, worker=_worker_class(config, buffer, paths), logs=paths.logs, pool=pool)
+        self._may_use_devices = asyncio.Event()
+        self._may_use_devices.set()
         self._parts = MemberParts(
-            places=self._places, bury=self._control.bury, supply=supply, on_change=self._note_change, say=say
+            places=self._places,
+            bury=self._control.bury,
+            supply=supply,
+            on_change=self._note_change,
+            may_use_devices=self._may_use_devices,
+            say=say,
         )
         most = fleet.most_engines if fleet.is_elastic else None
         self._roster = Roster(fewest=fleet.fewest_engines, most=most, needed=fleet.min_engines)
@@ -167,7 +174,10 @@ class FleetGroup:
         )
 
     def _note_change(self) -> None:
-        """Report when no engine is up and when one is back; bound the time that training waits for an engine."""
+        """Report when no engine is up and when one is back; bound the time that training waits for an engine.
+
+        The time does not count while learner ranks use the engines' devices.
+        """
         if not self._has_started:
             return
         is_idle = not any(member.is_serving for member in self._members.values())
@@ -176,7 +186,7 @@ class FleetGroup:
         self._is_idle = is_idle
         fleet = self._config.rollout_fleet
         is_short = is_idle or (fleet.is_elastic and len(self._left) < fleet.min_engines)
-        if self._is_closing or not is_short:
+        if self._is_closing or not is_short or not self._may_use_devices.is_set():
             self._be_patient(None)
         elif self._patience is None:
             self._be_patient(fleet.no_engine_timeout_s)
@@ -300,9 +310,16 @@ class FleetGroup:
 
     # The controller's port
 
-    async def release_device(self) -> None:
+    async def release_device(self, incarnation: int | None = None) -> None:
         """See `ColocatedFleetPort.release_device`."""
-        await asyncio.gather(*(member.release_device() for member in self._members.values()))
+        self._may_use_devices.clear()
+        self._note_change()
+        await asyncio.gather(*(member.release_device(incarnation) for member in self._members.values()))
+
+    def take_device(self) -> None:
+        """See `ColocatedFleetPort.take_device`."""
+        self._may_use_devices.set()
+        self._note_change()
 
     async def counters(self) -> FleetCounts:
         """See `FleetPort.counters`."""

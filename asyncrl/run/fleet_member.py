@@ -62,6 +62,7 @@ class MemberParts:
         bury: `ControlBuffer.bury`.
         supply: Gives a node, named by its id, the files that a worker reads; returns the path of the model there.
         on_change: Called when `FleetMember.is_serving` may have changed.
+        may_use_devices: Set while no learner rank uses the devices of the engines. A worker starts only then.
         say: Shows people a line.
     """
 
@@ -69,6 +70,7 @@ class MemberParts:
     bury: Callable[[str, int], Awaitable[int]]
     supply: Callable[[str], Awaitable[str]]
     on_change: Callable[[], None]
+    may_use_devices: asyncio.Event
     say: Callable[[str], None]
 
 
@@ -83,9 +85,7 @@ class FleetMember:
     def __init__(self, rank: int, config: RunConfig, parts: MemberParts) -> None:
         fleet = config.rollout_fleet
         self.rank = rank
-        restarts = 0 if config.placement.colocated else fleet.restarts
-        limits = replace(member_limits(fleet), restarts=restarts)
-        self.member = Member(f"rollout worker {rank}", limits, time.monotonic())
+        self.member = Member(f"rollout worker {rank}", member_limits(fleet), time.monotonic())
         note_member(self.member, f"engine-{rank}/worker")
         self._parts = parts
         self._fleet = fleet
@@ -98,6 +98,8 @@ class FleetMember:
         self._answer_s = config.buffer.request_timeout_s
         self._start_s = fleet.start_timeout_s + START_MARGIN_S
         self._has_process = True
+        self._shares_device = config.placement.colocated
+        self._may_use_device = True
         self._worker = ""
         self._before: list[FleetCounters] = []
         self._last = FleetCounters()
@@ -197,14 +199,31 @@ class FleetMember:
         """The known counters over all lives."""
         return FleetCounters.total([*self._before, self._last])
 
-    async def release_device(self) -> None:
-        """Let running groups finish, and release the device. A worker that does not release it fails, and is killed."""
+    async def release_device(self, incarnation: int | None = None) -> None:
+        """Let running groups finish, and release the device; see `RolloutLoop.release_device`.
+
+        A worker that comes up does so before. A worker that does not release its device fails, and is killed. No other
+        starts in its place before `MemberParts.may_use_devices` is set.
+        """
         what, option = "the engines to release their devices", "rollout_fleet.drain_timeout_s"
         timeout_s = self._fleet.drain_timeout_s + 2 * self._fleet.load_timeout_s + 10
-        releasing = within(self._call("release_device"), timeout_s, what, option)
+        await self._until(lambda member: member.may_release or not self._may_use_device)
+        if not self._may_use_device:
+            return
+        is_watched = self.member.may_lease
+        releasing = within(self._call("release_device", incarnation), timeout_s, what, option)
         if not await self._tried(self.member.epoch, releasing):
-            await self._until(lambda member: member.has_ended)
-            await asyncio.to_thread(self._parts.places.close, self.rank)
+            if not is_watched:  # its start waits for it
+                await self._free_device()
+            await self._until(lambda _: not self._may_use_device)
+
+    async def _free_device(self) -> None:
+        """Kill the worker, unless it is dead, so that the learner can use its device."""
+        if not self._may_use_device:
+            return
+        await asyncio.to_thread(self._parts.places.close, self.rank)
+        self._may_use_device = False
+        await self._notify()
 
     async def drain(self) -> FleetCounters:
         """End `run` and release all leases; the worker stays up for `answer`. Returns the final counters."""
@@ -302,6 +321,8 @@ class FleetMember:
         except Exception as error:  # noqa: BLE001 - raised to the callers that wait for this member
             self.member.fail(str(raised_in_worker(error)))
             self._failure = error
+            if self._shares_device:
+                await self._free_device()
             await self._notify()
 
     async def _notify(self) -> None:
@@ -366,6 +387,8 @@ class FleetMember:
         logger.warning(words)
         self._parts.say(words.partition("\n")[0])  # the rest is the end of a log, which ours holds
         await self._end_worker(fault)
+        if self._shares_device:
+            await self._free_device()
         member.stopped(time.monotonic())
         if member.has_ended:
             raise fault
@@ -416,6 +439,8 @@ class FleetMember:
         found = await self._place(node, place_timeout_s)
         model_path = await self._parts.supply(found)
         make = partial(self._parts.places.replace_worker, self.rank, model_path=model_path)
+        await self._parts.may_use_devices.wait()
+        self._may_use_device = True
         await finished_in_thread(make, self._start_s)
         self._has_process = True
         await self.start()

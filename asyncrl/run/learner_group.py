@@ -109,12 +109,16 @@ class LearnerGroup:
     async def begin_again(self, checkpoint: Path, version: int, *, incarnation: int) -> None:
         """Start new ranks from a checkpoint of ``version`` and publish it. Raises as `init` and `load` do.
 
+        On devices shared with engines, the engines have released them, and get them back with the published weights.
         Removes later versions that the previous life has published.
         """
         await finished_in_thread(partial(self._begin, incarnation=incarnation), self._config.ray.start_timeout_s)
         await asyncio.to_thread(remove_published, self._paths.snapshots, after=version)
         await self.init()
         await self.load(checkpoint)
+        if self._config.placement.colocated:
+            await self.rollout_mode(version)
+            return
         await self.publish(version)
         await self.finish_publish()
 

@@ -4,6 +4,9 @@ Engines and buffer stay up. The ledger goes back to the checkpoint's version und
 It revokes running attempts, drops stored groups (``rewound``) and withdraws offers. Engines lease again after they have
 loaded what the new ranks publish. So no token of a version that died with the old ranks is ever trained on.
 
+On devices shared with engines, the engines release them before the new ranks start, and take them back with what these
+publish.
+
 If a store dies, only its batch is lost. No rank has made the step, so the ranks live, and the controller plans the step
 anew. A batch that is lost more than `MAX_REPLANS` times counts as a death.
 """
@@ -79,7 +82,9 @@ class LearnerRestarts:
                 return await self._work()
             except Exception as fault:
                 lost = death_in(fault)
-                if not isinstance(lost, BatchLost) or self._is_colocated:  # colocated engines have no devices now
+                if (
+                    not isinstance(lost, BatchLost) or self._is_colocated
+                ):  # engines on shared devices have released them
                     raise
 
     async def _replan(self, lost: Exception) -> None:
@@ -95,8 +100,6 @@ class LearnerRestarts:
         """Raise ``death`` with the reason if the learner may not start again."""
         if self._limit == 0:
             raise death
-        if self._is_colocated:
-            raise _with_reason(death, "a run with placement.colocated=true does not restart its learner")
         if self.num_restarts >= self._limit:
             raise _with_reason(death, f"learner.restarts={self._limit} are used up")
         if self._newest() is None:

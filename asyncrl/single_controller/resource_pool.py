@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import secrets
 import socket
 import string
@@ -728,7 +727,7 @@ _free_port_there: Any = ray.remote(num_cpus=0)(free_port)
 
 
 def _visible_devices() -> str:
-    return os.environ["CUDA_VISIBLE_DEVICES"]
+    return ",".join(ray.get_runtime_context().get_accelerator_ids()["GPU"])  # as CUDA_VISIBLE_DEVICES names them
 
 
 _devices_there: Any = ray.remote(num_cpus=0)(_visible_devices)

@@ -14,7 +14,7 @@ import logging
 import re
 import shutil
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -102,8 +102,10 @@ class WeightPublisher:
         self._ready: Future[list[RankPart]] = self._thread.submit(self._prepare)
         self._pending: Future[WeightOffer | None] | None = None
 
-    def publish(self, version: int) -> Future[WeightOffer | None]:
+    def publish(self, version: int, *, then: Callable[[], None] = lambda: None) -> Future[WeightOffer | None]:
         """Copy the current weights, and publish them as ``version`` in the background.
+
+        ``then`` is called when this rank has copied. The version is offered after ``then`` has returned on all ranks.
 
         Returns:
             The offer on rank 0, None on the other ranks. The next call waits for it.
@@ -116,6 +118,7 @@ class WeightPublisher:
             parts = self._ready.result()
             for part in parts:
                 part.write()
+            then()
         except Exception as error:
             self._pending = self._thread.submit(self._finish, version, error)
             raise

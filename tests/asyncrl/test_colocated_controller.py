@@ -1,11 +1,16 @@
 """Taking turns against scripted parts: what happens in which order, and that nobody works in another's turn."""
 
+import asyncio
+
 import pytest
 
 from asyncrl.checks import check_options
 from asyncrl.cli.compose import compose_run
 from asyncrl.run.controller import ColocatedController
+from asyncrl.run.learner_restarts import LearnerRestarts
+from asyncrl.run.resume import RepeatedPrompts
 from tests.asyncrl.test_controller import Prompts, ScriptedBuffer, ScriptedFleet, ScriptedLearner, train
+from tests.asyncrl.test_learner_restarts import MortalLearner, RewindingBuffer
 
 
 class Learner(ScriptedLearner):
@@ -18,9 +23,12 @@ class Learner(ScriptedLearner):
 
 
 class Fleet(ScriptedFleet):
-    async def release_device(self):
+    async def release_device(self, incarnation=None):
         assert self.buffer.version == 0 or self.loaded[-1] == self.buffer.version
-        self.buffer.events.append(("release", None))
+        self.buffer.events.append(("release", incarnation))
+
+    def take_device(self):
+        self.buffer.events.append(("take", None))
 
 
 async def test_pools_take_turns_step_by_step():
@@ -35,15 +43,134 @@ async def test_pools_take_turns_step_by_step():
         on_step=records.append,
     )
     await train(turns, fleet)
-    want = []
+    want = [("take", None)]
     for step in range(3):
         saved = [("save queued", step + 1)] if step > 0 else []
         want += [("plan", step), ("release", None), ("trainer mode", None), ("update queued", step), ("updated", step)]
-        want += [*saved, ("rollout mode", step + 1), ("commit", step)]
+        want += [*saved, ("rollout mode", step + 1), ("take", None), ("commit", step)]
     assert buffer.events == want
     assert fleet.loaded == [1, 2, 3]
     assert [record.engine_version for record in records] == [1, 2, 3]
     assert buffer.version == 3
+
+
+class SharedDevice:
+    """Says who uses it; the other side must not."""
+
+    def __init__(self):
+        self.user, self.turns = "engines", []
+
+    def take(self, user, *, free_of):
+        assert self.user != free_of, f"{user} took the device, which {free_of} used in {self.turns}"
+        self.user = user
+        self.turns.append(user)
+
+
+class DyingLearner(MortalLearner):
+    """Dies in one call of one step."""
+
+    def __init__(self, buffer, folder, device, dies_in):
+        super().__init__(buffer, folder, [])
+        self.device, self.dies_in = device, dies_in
+
+    def _reach(self, place):
+        if place == self.dies_in:
+            self.dies_in = None
+            raise self.error
+
+    async def trainer_mode(self):
+        self.device.take("learner", free_of="engines")
+        self._reach(("trainer_mode", self.buffer.version))
+
+    async def _update(self, version):
+        self._reach(("update", version))
+        return await super()._update(version)
+
+    async def rollout_mode(self, version):
+        self._reach(("before the offer", version))
+        self.device.user = None
+        await self._offer(version)
+        self._reach(("after the offer", version))
+
+    async def end(self):
+        await super().end()
+        self.device.user = None if self.device.user == "learner" else self.device.user
+
+    async def begin_again(self, checkpoint, version, *, incarnation):
+        self.device.take("learner", free_of="engines")
+        self.device.user = None
+        await super().begin_again(checkpoint, version, incarnation=incarnation)
+
+
+class TakingFleet(ScriptedFleet):
+    """Its engines take the device with each offer that they load, and give it back when they are asked."""
+
+    def __init__(self, buffer, device, learner):
+        super().__init__(buffer, 0.001)
+        self.device, self.learner, self.releases = device, learner, []
+
+    async def run(self, version=0):
+        self.loading = asyncio.current_task()
+        while True:
+            version = (await self.buffer.next_offer(version)).version
+            self.device.take("engines", free_of="learner")
+            await asyncio.sleep(0.001)
+            await self.buffer.loaded(version, 0.001)
+
+    async def release_device(self, incarnation=None):
+        self.releases.append(incarnation)
+        if self.learner.dies_in == ("release", self.buffer.version):
+            self.learner.dies_in = None
+            raise self.learner.error
+        if incarnation is not None:
+            self.loading.cancel()
+            self.loading = asyncio.ensure_future(self.run(-1))
+        self.device.user = None
+
+    def take_device(self):
+        assert self.device.user != "learner"
+
+
+@pytest.mark.parametrize(
+    "dies_in",
+    [
+        ("release", 3),
+        ("trainer_mode", 3),
+        ("update", 3),
+        ("before the offer", 4),
+        ("after the offer", 4),
+        ("update", 5),
+    ],
+)
+async def test_wherever_a_colocated_learner_dies_it_starts_again_on_devices_that_the_engines_released(
+    tmp_path, virtual_time, dies_in
+):
+    overrides = ["total_steps=6", "checkpoint.every_steps=2", "placement.colocated=true"]
+    buffer, device, records = RewindingBuffer(), SharedDevice(), []
+    learner = DyingLearner(buffer, tmp_path, device, dies_in)
+    fleet = TakingFleet(buffer, device, learner)
+    turns = ColocatedController(
+        compose_run(overrides), buffer=buffer, learner=learner, fleet=fleet, prompts=Prompts(), on_step=records.append
+    )
+    restarts = LearnerRestarts(
+        compose_run(overrides),
+        controller=turns,
+        learner=learner,
+        prompts=RepeatedPrompts(Prompts()),
+        resumed=None,
+        say=lambda _: None,
+    )
+    fleet.loading = asyncio.ensure_future(fleet.run())
+    try:
+        await asyncio.wait_for(restarts.through(turns.train), 60)
+    finally:
+        fleet.loading.cancel()
+    back_to = 4 if (dies_in[1] > 3 and dies_in[0] != "update") or dies_in[1] == 5 else 2
+    assert learner.lives == [(f"v{back_to:08d}", 1)]
+    assert [number for number in fleet.releases if number is not None] == [1]
+    assert [record.step for record in records][-1] == 5
+    assert sorted({record.step for record in records}) == list(range(6))
+    assert (await turns.account()).tokens.balance == 0
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from asyncrl.core.errors import (
     AccountError,
     ClusterDiedError,
     DeadlineError,
+    EngineError,
     EngineLost,
     RequestRefused,
     RewardError,
@@ -362,6 +363,75 @@ async def test_a_dead_engine_does_not_end_the_hand_over_of_the_device(training_o
         workers.die(1, raised_by_ray(EngineLost("the engine of rank 1 failed")))
     await asyncio.wait_for(releasing, 100)
     assert workers.closed == [1]
-    assert fleet.engines() == ["0"]
     assert not (run.done() and run.exception())
     await asyncio.wait_for(fleet.release_device(), 100)
+    num_before = len(workers.replaced)
+    await asyncio.sleep(500)
+    assert len(workers.replaced) == num_before, "no engine starts while the learner has the device"
+    fleet.take_device()
+    await asyncio.sleep(5)
+    assert workers.replaced == [1]
+    assert fleet.engines() == ["0", "1"]
+    assert not (run.done() and run.exception())
+    await asyncio.wait_for(fleet.release_device(), 100)
+    assert workers.calls[-2:] == [(0, "release_device"), (1, "release_device")]
+
+
+async def test_the_learner_waits_until_an_engine_that_comes_up_has_released_the_device(training_on):
+    workers = Workers()
+    fleet, _ = await training_on(workers, "placement.colocated=true")
+    starts = asyncio.Event()
+
+    async def start(rank):
+        await starts.wait()
+        return f"worker-{rank}-1"
+
+    workers.start, workers.takes_s = start, 1.0
+    workers.die(1, WorkerDiedError("killed"))
+    await asyncio.sleep(10)
+    releasing = asyncio.create_task(fleet.release_device())
+    await asyncio.sleep(10)
+    assert workers.replaced == [1]
+    assert not releasing.done()
+    starts.set()
+    await asyncio.wait_for(releasing, 10)
+    assert (1, "release_device") in workers.calls
+
+
+async def test_an_engine_that_comes_up_and_does_not_release_the_device_is_killed_and_started_later(training_on):
+    workers = Workers()
+    fleet, run = await training_on(workers, "placement.colocated=true")
+
+    async def never(rank, *_):
+        await asyncio.Event().wait()
+
+    async def fail(rank, incarnation):
+        if rank == 1:
+            raise raised_by_ray(EngineError("the server answered 500"))
+
+    workers.load_first, workers.release_device, workers.takes_s = never, fail, 1.0
+    workers.die(1, WorkerDiedError("killed"))
+    await asyncio.sleep(10)
+    await asyncio.wait_for(fleet.release_device(incarnation=1), 10)
+    assert workers.closed == [1, 1]
+    workers.load_first = lambda rank: asyncio.sleep(0.1)
+    fleet.take_device()
+    await asyncio.sleep(10)
+    assert workers.replaced == [1, 1]
+    assert fleet.engines() == ["0", "1"]
+    assert not run.done()
+
+
+async def test_the_learners_turn_does_not_count_as_time_without_engines(training_on):
+    workers = Workers()
+    fleet, run = await training_on(workers, "placement.colocated=true", "rollout_fleet.no_engine_timeout_s=20")
+    workers.takes_s = 1.0
+    releasing = asyncio.create_task(fleet.release_device())
+    for rank in (0, 1):
+        workers.die(rank, WorkerDiedError("killed"))
+    await asyncio.wait_for(releasing, 10)
+    await asyncio.sleep(100)
+    assert not run.done()
+    fleet.take_device()
+    await asyncio.sleep(10)
+    assert fleet.engines() == ["0", "1"]

@@ -50,6 +50,31 @@ class Learner:
             return self.trainer.scores(random_sequences(1))[0]
 
 
+@pytest.mark.parametrize("is_freed", [True, False])
+def test_training_waits_for_the_memory_of_a_killed_engine(model_path, monkeypatch, is_freed):
+    monkeypatch.setattr("learner.offload._RETRY_S", 0.01)
+    monkeypatch.setattr("learner.offload._FREED_WITHIN_S", 60.0 if is_freed else 0.05)
+    learner = Learner(TRANSITION, model_path)
+    learner.update()
+    learner.residence.enter_rollout()
+    move, left = MovableTensors._move_to_device, [torch.OutOfMemoryError("CUDA out of memory")] * 3
+
+    def move_when_free(tensors):
+        if left:
+            raise left.pop() if is_freed else left[0]
+        move(tensors)
+
+    monkeypatch.setattr(MovableTensors, "_move_to_device", move_when_free)
+    if not is_freed:
+        with pytest.raises(torch.OutOfMemoryError):
+            learner.residence.enter_training()
+        assert learner.flags == (True, True)
+        return
+    learner.residence.enter_training()
+    assert (left, learner.flags) == ([], (False, False))
+    learner.update()
+
+
 def test_by_default_everything_stays_on_the_device(model_path):
     learner = Learner(PLAIN, model_path)
     for act in (learner.update, learner.log_prob, learner.residence.enter_rollout, learner.residence.enter_training):

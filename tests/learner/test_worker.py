@@ -1,6 +1,7 @@
 """The worker's methods on one and on two ranks, called as in the worker group, with a scripted buffer."""
 
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -253,6 +254,33 @@ def test_worker_modes_offload_and_load(directory):
     metrics = worker.step(batch([2]))
     assert metrics["rollout_device_bytes_before"] > 0
     assert metrics["rollout_device_bytes_after"] == 0
+
+
+def slow_offload(directory: str) -> dict[str, float]:
+    """When this rank has offloaded, and when it has offered a version."""
+    times: dict[str, float] = {}
+
+    class Buffer(ScriptedBuffer):
+        def offer(self, offer: WeightOffer) -> int:
+            times["offered"] = time.time()
+            return super().offer(offer)
+
+    worker = start(directory, 2, connect_buffer=Buffer, offload_at_transition_only=True)
+    offload = worker._offload.enter_rollout
+
+    def offload_slowly() -> None:
+        time.sleep(1.0 if worker.rank else 0.0)
+        offload()
+        times["offloaded"] = time.time()
+
+    worker._offload.enter_rollout = offload_slowly
+    worker.rollout_mode(8)
+    return times
+
+
+def test_every_rank_offloads_before_engines_on_its_device_are_offered_the_weights(directory):
+    first, second = run_on_ranks(2, slow_offload, directory)
+    assert first["offloaded"] < second["offloaded"] < first["offered"]
 
 
 def test_every_sp_rank_of_a_group_gets_its_shard():

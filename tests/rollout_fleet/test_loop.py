@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -16,8 +17,9 @@ from asyncrl.core.errors import (
     WeightsGone,
     WorkerDiedError,
 )
-from rollout_fleet.config import OnRewardFailure
+from rollout_fleet.config import OnRewardFailure, RolloutFleetConfig
 from rollout_fleet.engines.scripted import ScriptedAnswer, ScriptedEngine
+from rollout_fleet.member import Member, member_limits
 from rollout_fleet.metrics import FleetMeter
 from rollout_fleet.rewards import REWARDS, WeightedRewards
 from tests.support.offers import bare_offer
@@ -424,6 +426,61 @@ async def test_a_released_device_runs_nothing_and_a_load_takes_it_back(make_buff
             await loop.load_weights(bare_offer(0))
             await loop.release_device()
         assert engine.released
+
+
+async def test_a_device_that_is_released_stays_released(make_buffer):
+    num_releases = []
+    async with running_loop(make_buffer(20), writes(3)) as (loop, engine, _):
+        release = engine.release_memory
+
+        async def release_slowly():
+            num_releases.append(1)
+            await asyncio.sleep(0.02)
+            await release()
+
+        engine.release_memory = release_slowly
+        await asyncio.gather(loop.release_device(), loop.release_device(1), loop.release_device(2))
+        await loop.release_device(2)
+    assert num_releases == [1]
+
+
+async def test_a_learner_that_starts_again_waits_for_a_load_and_its_engines_load_nothing_of_the_dead_one(make_buffer):
+    buffer = make_buffer(20, max_lag=4)
+    async with running_loop(buffer, writes(3)) as (loop, engine, run):
+        await buffer.stored(2)
+        engine.load_delay_s = 0.1
+        loading = asyncio.create_task(loop.load_weights(bare_offer(1)))
+        await asyncio.sleep(0.02)
+        await loop.release_device(1)
+        assert loading.done()
+        assert engine.released
+        with pytest.raises(WeightsGone, match="policy version 2 is of incarnation 0 of the learner, which died"):
+            await loop.load_weights(bare_offer(2))
+        assert engine.released, "an offer that was under way does not take the device back"
+        await asyncio.sleep(0.05)
+        num_asked = len(buffer.leases_asked)
+        assert not run.done()
+        await loop.load_weights(replace(bare_offer(1), incarnation=1))
+        assert not engine.released
+        await asyncio.sleep(0.05)
+        assert len(buffer.leases_asked) > num_asked
+
+
+@pytest.mark.parametrize("dies", [False, True])
+async def test_an_engine_without_weights_loads_them_before_the_learners_turn_unless_the_learner_died(make_buffer, dies):
+    loop = make_loop(make_buffer(4), engine := ScriptedEngine())
+    loop._member = member = Member("engine-0", member_limits(RolloutFleetConfig()), time.monotonic())
+    member.started(member.epoch)
+    await engine.start()
+    releasing = asyncio.create_task(loop.release_device())
+    await asyncio.sleep(0.02)
+    assert not engine.released
+    if dies:
+        await loop.release_device(1)
+    else:
+        await loop.load_weights(bare_offer(0))
+    await asyncio.wait_for(releasing, 1)
+    assert engine.released
 
 
 async def test_a_group_that_outlives_the_drain_deadline_is_aborted_and_continued_after_the_next_load(make_buffer):

@@ -111,7 +111,7 @@ class Workers:
             raise error
         return FleetMeter().counters()
 
-    async def release_device(self, rank):
+    async def release_device(self, rank, incarnation):
         await asyncio.sleep(self.takes_s)
 
     async def start(self, rank):

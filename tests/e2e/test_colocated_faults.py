@@ -1,0 +1,127 @@
+"""Deaths of ranks and engines that share devices, wherever the devices are: the run goes on, and its account closes."""
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.faults import assert_it_ends_right
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+
+RANK, WORKER, SERVER = "ray::ActorWorker", "ray::RolloutWorker", "sglang::scheduler"
+STEPS = 12
+LOSS = """
+import pathlib
+import time
+from learner.losses import LossTerms, by_token
+
+@by_token
+def slow(inputs, config):
+    pathlib.Path({mark!r}).touch()
+    time.sleep(0.1)
+    return LossTerms(per_token=-inputs.columns["advantages"] * inputs.log_probs)
+"""
+
+
+@pytest.fixture
+def started(start, tmp_path):
+    """Return a maker of colocated runs; their learner leaves a mark while it trains, and publishes to files."""
+    mark, loss = tmp_path / "trains", tmp_path / "own_loss.py"
+    loss.write_text(LOSS.format(mark=str(mark)))
+
+    def run(engine, num_ranks, *options):
+        run = start(
+            f"total_steps={STEPS}",
+            "sft.enabled=false",
+            "evaluation.enabled=false",
+            "placement.colocated=true",
+            f"rollout_fleet.engine={engine}",
+            f"learner.num_ranks={num_ranks}",
+            f"rollout_fleet.num_engines={num_ranks}",
+            "learner.offload_at_transition_only=true",
+            "algorithm.groups_per_step=8",
+            f"algorithm.loss={loss}:slow",
+            "checkpoint.every_steps=2",
+            "weights.transport=file",
+            "learner.keep_snapshots=-1",
+            "record_trajectories=true",
+            *options,
+        )
+        run.mark = mark
+        return run
+
+    return run
+
+
+def wait_for(is_true, timeout_s=120.0):
+    until_s = time.monotonic() + timeout_s
+    while not is_true():
+        assert time.monotonic() < until_s, "the phase does not come"
+        time.sleep(0.002)
+
+
+def wait_for_phase(run, phase):
+    """Wait until the learner trains, has just published, or the engines generate."""
+    run.wait_for_line("step 1/")
+    run.wait_for_step(5)
+    if phase == "trains":
+        Path(run.mark).unlink()
+        wait_for(Path(run.mark).exists)
+    elif phase == "hands over":
+        newest = max(path.name for path in (run.run_dir / "snapshots").glob("v*"))
+        wait_for(lambda: max(path.name for path in (run.run_dir / "snapshots").glob("v*")) > newest)
+
+
+@pytest.mark.parametrize(
+    ("engine", "num_ranks", "phase"),
+    [
+        ("transformers", 2, "hands over"),
+        pytest.param("transformers", 2, "trains", marks=pytest.mark.slow),
+        pytest.param("transformers", 2, "generates", marks=pytest.mark.slow),
+        pytest.param("sglang", 1, "trains", marks=pytest.mark.slow),
+        pytest.param("sglang", 1, "hands over", marks=pytest.mark.slow),
+        pytest.param("sglang", 1, "generates", marks=pytest.mark.slow),
+    ],
+)
+def test_a_colocated_run_outlives_the_death_of_a_rank_in_each_phase(started, engine, num_ranks, phase):
+    run = started(engine, num_ranks)
+    wait_for_phase(run, phase)
+    os.kill(run.pids_at(RANK)[-1], signal.SIGKILL)
+    run.wait_for_line("the learner goes on from version", timeout_s=120)
+    assert_it_ends_right(run, num_steps=STEPS, timeout_s=300)
+    assert run.summary["restarts"]["learner"] == 1
+    assert "rollout worker 0 has ended" not in run.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", ["trains", "hands over", "generates"])
+@pytest.mark.parametrize(("engine", "part"), [("transformers", WORKER), ("sglang", WORKER), ("sglang", SERVER)])
+def test_a_colocated_run_outlives_the_death_of_an_engine_in_each_phase(started, engine, part, phase):
+    run = started(engine, 1)
+    wait_for_phase(run, phase)
+    os.kill(run.pid_at(part), signal.SIGKILL)
+    run.wait_for_line("rollout worker 0 is back", timeout_s=120)
+    assert_it_ends_right(run, num_steps=STEPS, timeout_s=300)
+    assert run.summary["restarts"]["learner"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["transformers", "sglang"])
+def test_a_colocated_run_outlives_deaths_of_ranks_and_engines_at_any_time(started, engine):
+    seed = int(os.environ.get("ASYNCRL_FAULT_SEED", random.randrange(10**6)))
+    print(f"ASYNCRL_FAULT_SEED={seed}")  # noqa: T201 - pytest shows it when the test fails
+    dice = random.Random(seed)
+    run = started(
+        engine, 1, "learner.restarts=100", "rollout_fleet.restarts=100", "rollout_fleet.restart_backoff_s=0.1"
+    )
+    run.wait_for_line("step 1/")
+    for _ in range(8):
+        time.sleep(dice.uniform(0.0, 6.0))
+        for part in dice.choice([[RANK], [RANK], [WORKER], [RANK, WORKER]]):
+            for pid in run.pids_at(part)[-1:]:
+                os.kill(pid, signal.SIGKILL)
+    assert_it_ends_right(run, num_steps=STEPS, timeout_s=600)
