@@ -16,8 +16,11 @@ from safetensors import SafetensorError, safe_open
 from asyncrl.config import (
     LEARNER_POOL,
     RunConfig,
+    has_environment,
     learner_pools,
     learner_roles,
+    longest_path,
+    may_play_episodes,
     num_positions,
     requested_cpus,
     requested_gpus,
@@ -137,7 +140,15 @@ def check_files(config: RunConfig) -> None:
         )
     limit = num_positions(config)
     prompt, response = config.data.max_prompt_tokens, config.rollout_fleet.sampling.max_new_tokens
-    if prompt + response > limit:
+    context = config.rollout_fleet.environment.max_context
+    if may_play_episodes(config) and not context:
+        _check_path(config, {role: role_options(config, role) for role in learner_roles(config)})
+    if may_play_episodes(config) and context > limit:
+        raise ValueError(
+            f"rollout_fleet.environment.max_context must be <= the model's {limit} positions{why_positions_end(config)}"
+            f", got {context}; lower it, or set 0 for all positions"
+        )
+    if prompt + response > limit and not has_environment(config):
         raise ValueError(
             f"data.max_prompt_tokens + rollout_fleet.sampling.max_new_tokens must be <= the model's {limit} positions"
             f"{why_positions_end(config)}, got {prompt} + {response} = {prompt + response}"
@@ -253,15 +264,64 @@ def _check_layout(config: RunConfig, role: str, pool: str, size: int) -> None:
 
 
 def _check_budgets(config: RunConfig, options: Mapping[str, LearnerConfig]) -> None:
-    """Check that the longest single-turn sequence fits a micro-batch of each role, whose options are ``options``."""
-    longest = config.data.max_prompt_tokens + config.rollout_fleet.sampling.max_new_tokens
+    """Check that the longest sequence fits a micro-batch of each role, whose options are ``options``.
+
+    A path of an episode that is bounded by the model's positions only is checked in `check_files`.
+    """
+    environment, prompt = config.rollout_fleet.environment, config.data.max_prompt_tokens
+    if not has_environment(config):
+        _check_longest(
+            config,
+            options,
+            "the longest sequence, data.max_prompt_tokens + rollout_fleet.sampling.max_new_tokens",
+            prompt + config.rollout_fleet.sampling.max_new_tokens,
+            "lower the two",
+        )
+    if may_play_episodes(config) and environment.max_context:
+        _check_path(config, options)
+    if not may_play_episodes(config) or not policy_needs_trajectories(config):
+        return
+    actor = options["actor"]
+    budget, most = actor.max_tokens_per_micro_batch * actor.sp_size, environment.max_tree_tokens
+    if not prompt < most <= budget:
+        raise ValueError(
+            f"rollout_fleet.environment.max_tree_tokens must be above data.max_prompt_tokens = {prompt} and at most "
+            f"learner.max_tokens_per_micro_batch x learner.sp_size = {budget} with algorithm.loss="
+            f"{config.algorithm.loss}, weight={config.algorithm.weight} and masks={[*map(str, config.algorithm.masks)]}"
+            f", got {most or 'no limit'}: they read all paths of an episode in one micro-batch; set "
+            f"rollout_fleet.environment.max_tree_tokens={budget}, or choose a loss, a weight and masks per token"
+        )
+
+
+def policy_needs_trajectories(config: RunConfig) -> bool:
+    """Whether the policy's objective reads whole trajectories. It imports torch, which takes seconds."""
+    from learner.losses import policy_objective
+
+    return policy_objective(config.algorithm).needs_trajectories
+
+
+def _check_path(config: RunConfig, options: Mapping[str, LearnerConfig]) -> None:
+    """Check that the longest path of an episode fits each role, and has room for a token after the longest prompt."""
+    longest, prompt = longest_path(config), config.data.max_prompt_tokens
+    from_model = " = 0, the model's positions" * (not config.rollout_fleet.environment.max_context)
+    name = f"rollout_fleet.environment.max_context{from_model}"
+    if longest <= prompt:
+        raise ValueError(
+            f"{name} must be above data.max_prompt_tokens = {prompt}, got {longest}: no token could be sampled after "
+            "the longest prompt; raise the first or lower the second"
+        )
+    _check_longest(config, options, f"the longest path of an episode, {name}", longest, "lower max_context")
+
+
+def _check_longest(
+    config: RunConfig, options: Mapping[str, LearnerConfig], what: str, longest: int, remedy: str
+) -> None:
     for role, own in options.items():
         if longest > own.max_tokens_per_micro_batch * own.sp_size:
             budget, sp_size = (config.learner.option_name(role, f) for f in ("max_tokens_per_micro_batch", "sp_size"))
             raise ValueError(
-                f"{budget} x {sp_size} must hold the longest sequence, "
-                f"data.max_prompt_tokens + rollout_fleet.sampling.max_new_tokens = {longest}, got "
-                f"{own.max_tokens_per_micro_batch} x {own.sp_size}; raise it, or lower the two"
+                f"{budget} x {sp_size} must hold {what} = {longest}, got {own.max_tokens_per_micro_batch} x "
+                f"{own.sp_size}; raise it, or {remedy}"
             )
 
 

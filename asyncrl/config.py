@@ -560,7 +560,7 @@ def learner_pools(config: RunConfig) -> dict[str, int]:
 
 def has_environment(config: RunConfig) -> bool:
     """Whether the run has an environment, which needs the messages of its prompts."""
-    return bool(getattr(getattr(config.rollout_fleet, "environment", None), "name", ""))
+    return bool(config.rollout_fleet.environment.name)
 
 
 def role_options(config: RunConfig, role: str) -> LearnerConfig:
@@ -572,6 +572,32 @@ def role_model(config: RunConfig, role: str) -> str:
     """The folder of the model of a role of this run: the policy's, if the role has no path of its own."""
     own = {"critic": config.learner.critic.path, "rm": config.learner.reward_model.path}
     return own.get(role, "") or config.model.path
+
+
+def may_play_episodes(config: RunConfig) -> bool:
+    """Whether the run or a row of its data may have an environment."""
+    return has_environment(config) or bool(config.data.environment_key)
+
+
+def longest_sequence(config: RunConfig) -> int:
+    """Tokens of the longest sequence that the learner may get; raises as `longest_path`.
+
+    It is the longest path of an episode, or the longest prompt with the longest answer where there is no environment.
+    """
+    paths = [longest_path(config)] if may_play_episodes(config) else []
+    answers = [config.data.max_prompt_tokens + config.rollout_fleet.sampling.max_new_tokens]
+    return max(paths if has_environment(config) else [*paths, *answers])
+
+
+def longest_path(config: RunConfig) -> int:
+    """Tokens of the longest path of an episode. Raises `ValueError` if neither an option nor the model bounds it."""
+    context = config.rollout_fleet.environment.max_context or num_positions(config)
+    if context == math.inf:
+        raise ValueError(
+            f"rollout_fleet.environment.max_context must be set, got 0: the model in {config.model.path} does not "
+            "limit its positions, so that nothing bounds the paths of an episode; set their longest length in tokens"
+        )
+    return int(context)
 
 
 def num_positions(config: RunConfig) -> float:

@@ -19,6 +19,7 @@ from asyncrl.config import (
     RunConfig,
     learner_pools,
     learner_roles,
+    longest_sequence,
     model_settings,
     role_model,
     role_options,
@@ -373,7 +374,7 @@ def kv_bytes_per_token(model: ModelSize, size: int) -> int:
 
 def longest_sample(config: RunConfig) -> int:
     """Tokens of the longest possible sample, including its prompt."""
-    return config.data.max_prompt_tokens + config.rollout_fleet.sampling.max_new_tokens
+    return longest_sequence(config)
 
 
 def kv_tokens(config: RunConfig) -> int:

@@ -83,6 +83,8 @@ class EnvironmentConfig:
         max_turns: Sampled turns per episode.
         max_tokens: Sampled tokens per episode; 0 is ``max_turns`` times ``sampling.max_new_tokens``.
         max_context: Tokens on any path of an episode, prompt and answer included; 0 is the model's context length.
+        max_tree_tokens: Tokens of all paths of an episode together, each with its whole history; 0 is no limit. A loss,
+            weight or mask of whole trajectories needs a limit, because the learner then reads all paths at once.
         start_timeout_s: Deadline for a process to start, and for loading an environment in it.
         turn_timeout_s: Deadline of one request for a turn.
         tool_timeout_s: Deadline of one call of a tool (`Policy.run_tool`, and the tools of the adapters).
@@ -107,6 +109,7 @@ class EnvironmentConfig:
     max_turns: int = 32
     max_tokens: int = 0
     max_context: int = 0
+    max_tree_tokens: int = 0
     start_timeout_s: float = 120.0
     turn_timeout_s: float = 600.0
     tool_timeout_s: float = 60.0
@@ -128,5 +131,6 @@ class EnvironmentConfig:
             memory_limit_gb="> 0",
             max_tokens=">= 0; 0 follows from max_turns and sampling.max_new_tokens",
             max_context=">= 0; 0 is the model's context length",
+            max_tree_tokens=">= 0; 0 is no limit",
             max_groups=">= 0; 0 follows from rollout_fleet.groups_in_flight",
         )

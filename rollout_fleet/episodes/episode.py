@@ -19,8 +19,9 @@ sends the requests and runs the environment.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
@@ -42,11 +43,14 @@ class EpisodeBudget:
         max_turns: Sampled turns. Example: 32.
         max_tokens: Sampled tokens of all turns; a running turn counts with all tokens that it may still write.
         max_context: Tokens on any path, the prompt and the answer included; at most the model's context length.
+        max_tree_tokens: Tokens of all paths together, each with its whole history, so that the learner can train on
+            them at once; 0 is no limit. A running turn counts with all tokens that it may still write.
     """
 
     max_turns: int
     max_tokens: int
     max_context: int
+    max_tree_tokens: int = 0
 
 
 @dataclass(kw_only=True, slots=True)
@@ -70,6 +74,12 @@ class _Node:
     @property
     def is_running(self) -> bool:
         return self.turn.sampled and self.is_live and self.turn.finish_reason is None
+
+    @property
+    def reserved_depth(self) -> int:
+        """Tokens on the path when the turn has written all that it may write."""
+        left = self.sampling.max_new_tokens - len(self.turn.token_ids) if self.is_running and self.sampling else 0
+        return self.depth + left
 
 
 class Episode:
@@ -173,6 +183,7 @@ class Episode:
         life, or `ROOT` for a new root.
 
         Raises:
+            EpisodeOverflow: the path, or all paths together, would be longer than the budget; the forest is as before.
             ValueError: there are no tokens, or the parent is running or not of this life.
         """
         self._check_parent(parent)
@@ -180,6 +191,12 @@ class Episode:
         if not len(ids):
             raise ValueError(f"episode {self.name}: a given turn needs at least one token")
         index = self._given.get((parent, ids.tobytes()))
+        if index is None or not self._nodes[index].is_live:
+            depth = self._depth(parent) + len(ids)
+            used = {"max_context": depth, "max_tree_tokens": self._other_paths(parent) + depth}
+            for what, most in self._limits.items():
+                if what in used and used[what] > most:
+                    raise EpisodeOverflow(f"episode {self.name} would use {used[what]} of {what} = {most}")
         if index is None:
             index = self._append(Turn.given(ids, parent=parent), is_live=True)
         self._nodes[index].is_live = True
@@ -193,14 +210,16 @@ class Episode:
         all turns below them. Equal requests are siblings: each gets its own turn.
 
         Raises:
-            EpisodeOverflow: the budget has no turn, no token or no context left; the forest is as before.
+            EpisodeOverflow: the budget has no turn, token, context or tree left; the forest is as before.
             ValueError: as `give`; ``new_tokens`` may be empty below a turn.
         """
         self._check_parent(parent)
-        depth = (0 if parent == ROOT else self._nodes[parent].depth) + len(new_tokens)
+        depth = self._depth(parent) + len(new_tokens)
         if depth == 0:
             raise ValueError(f"episode {self.name}: a new root needs at least one token")
-        most = min(sampling.max_new_tokens, self._room(depth))
+        known = self._given.get((parent, _int32(new_tokens).tobytes()))
+        above = parent if known is None or not self._nodes[known].is_live else known
+        most = min(sampling.max_new_tokens, self._room(depth, above))
         context = self.give(parent, new_tokens) if len(new_tokens) else parent
         recorded = (
             (index, node)
@@ -323,22 +342,41 @@ class Episode:
         if self._nodes[parent].is_running:
             raise ValueError(f"episode {self.name}: turn {parent} is still running; take its answer first")
 
-    def _room(self, depth: int) -> int:
-        """Tokens that a new turn below a path of ``depth`` tokens may write. Raises `EpisodeOverflow` for none."""
-        budget = self._budget
+    def _depth(self, index: int) -> int:
+        return 0 if index == ROOT else self._nodes[index].depth
+
+    @property
+    def _limits(self) -> dict[str, int]:
+        limits = {field.name: getattr(self._budget, field.name) for field in fields(self._budget)}
+        return limits if limits["max_tree_tokens"] else {**limits, "max_tree_tokens": sys.maxsize}
+
+    def _other_paths(self, extended: int) -> int:
+        """Tokens of all paths, each with its whole history, without one that ends in ``extended``."""
+        live = {index: node for index, node in enumerate(self._nodes) if node.is_live and index != PROMPT}
+        inner = {node.turn.parent for node in live.values()}
+        return sum(node.reserved_depth for index, node in live.items() if index not in inner and index != extended)
+
+    def _room(self, depth: int, above: int) -> int:
+        """Tokens that a new turn may write at the end of a path of ``depth`` tokens, which extends turn ``above``.
+
+        Raises `EpisodeOverflow` for none.
+        """
         asked = [node for node in self._nodes if node.sampling is not None]
         spent = sum(
             node.sampling.max_new_tokens if node.is_running and node.sampling else len(node.turn.token_ids)
             for node in asked
         )
-        for what, used, most in (
-            ("max_turns", len(asked), budget.max_turns),
-            ("max_tokens", spent, budget.max_tokens),
-            ("max_context", depth, budget.max_context),
-        ):
-            if used >= most:
-                raise EpisodeOverflow(f"episode {self.name} has used {used} of {what} = {most}")
-        return min(budget.max_tokens - spent, budget.max_context - depth)
+        used = {
+            "max_turns": len(asked),
+            "max_tokens": spent,
+            "max_context": depth,
+            "max_tree_tokens": self._other_paths(above) + depth,
+        }
+        limits = self._limits
+        for what, most in limits.items():
+            if used[what] >= most:
+                raise EpisodeOverflow(f"episode {self.name} has used {used[what]} of {what} = {most}")
+        return min(limits[what] - used[what] for what in ("max_tokens", "max_context", "max_tree_tokens"))
 
     def _waits(self, node: _Node) -> bool:
         return node.turn.sampled and not node.is_live and not node.is_dropped

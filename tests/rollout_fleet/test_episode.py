@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -94,12 +94,21 @@ class Environment:
             if kind == "wait":
                 self.wait()
             elif kind == "give" and tokens:
-                turn = self.episode.give(parent, tokens)
-                self.paths[turn] = [*self.paths[parent], *tokens]
-                self.parents.append(turn)
+                self.give(parent, tokens)
             elif kind == "sample" and (tokens or parent != ROOT):
                 self.sample(parent, tokens, most)
         self.wait()
+
+    def give(self, parent, tokens):
+        before = self.episode.progress()
+        try:
+            turn = self.episode.give(parent, tokens)
+        except EpisodeOverflow:
+            self.num_overflows += 1
+            assert same(before, self.episode.progress()), "the forest is as before"
+        else:
+            self.paths[turn] = [*self.paths[parent], *tokens]
+            self.parents.append(turn)
 
     def sample(self, parent, tokens, most):
         before = self.episode.progress()
@@ -177,18 +186,30 @@ def test_every_trained_token_of_an_episode_was_sampled_in_exactly_its_context(pr
 @given(
     programs,
     st.builds(
-        EpisodeBudget, max_turns=st.integers(0, 4), max_tokens=st.integers(0, 20), max_context=st.integers(2, 20)
+        EpisodeBudget,
+        max_turns=st.integers(0, 4),
+        max_tokens=st.integers(0, 20),
+        max_context=st.integers(2, 20),
+        max_tree_tokens=st.integers(0, 40),
     ),
 )
 def test_an_episode_never_exceeds_its_budget(program, budget):
     episode, engine = Episode("e", PROMPT_IDS, budget), Engine(most_at_once=3)
-    Environment(episode, engine).run(program)
+    environment = Environment(episode, engine)
+    environment.run(program)
     check(episode, engine)
     turns = episode.trajectory(0.0).turns
     assert episode.num_turns == sum(turn.sampled for turn in turns) <= budget.max_turns
     assert episode.num_tokens <= budget.max_tokens
-    sampled = [path for path, turn in zip(paths_of(episode), turns, strict=True) if turn.sampled]
-    assert all(len(path) <= budget.max_context for path in sampled)
+    given = [turn for turn in environment.paths if turn > PROMPT and not episode.turn(turn).sampled]
+    kept = episode.trajectory(0.0, turn_rewards=dict.fromkeys(given, 1.0))
+    stored = as_stored(kept)
+    if stored is None:
+        return
+    group = TrajectoryGroup.from_trajectories([kept], group_id=4, attempt=0)
+    lengths = [len(group.along(branch, "token_ids")) for branch in group.branches]
+    assert max(lengths) <= budget.max_context
+    assert not budget.max_tree_tokens or sum(lengths) <= budget.max_tree_tokens
 
 
 @given(programs, st.lists(st.integers(1, 12), max_size=5), st.integers(1, 4))
@@ -291,6 +312,10 @@ def test_a_request_that_differs_drops_what_follows_it_and_not_what_other_branche
         (EpisodeBudget(max_turns=1, max_tokens=99, max_context=99), "episode 4-0-1 has used 1 of max_turns = 1"),
         (EpisodeBudget(max_turns=9, max_tokens=4, max_context=99), "used 4 of max_tokens = 4"),
         (EpisodeBudget(max_turns=9, max_tokens=99, max_context=7), "used 7 of max_context = 7"),
+        (
+            EpisodeBudget(max_turns=9, max_tokens=99, max_context=99, max_tree_tokens=12),
+            "used 13 of max_tree_tokens = 12",  # 6 of the running turn's path, and 7 of the second path
+        ),
     ],
 )
 def test_a_request_beyond_the_budget_is_refused_by_name_before_it_is_sent(budget, message):
@@ -299,6 +324,30 @@ def test_a_request_beyond_the_budget_is_refused_by_name_before_it_is_sent(budget
     with pytest.raises(EpisodeOverflow, match=message):
         episode.sample(PROMPT, [1, 2, 3, 4, 5], SamplingConfig(max_new_tokens=4))
     assert len(episode.next_requests()) == 1
+
+
+def test_a_given_turn_beyond_the_budget_is_refused_by_name():
+    episode = Episode("4-0-1", PROMPT_IDS, EpisodeBudget(max_turns=9, max_tokens=99, max_context=7))
+    with pytest.raises(EpisodeOverflow, match="episode 4-0-1 would use 8 of max_context = 7"):
+        episode.give(PROMPT, [1] * 6)
+    assert episode.give(PROMPT, [1] * 5) == episode.give(PROMPT, [1] * 5)
+    budget = EpisodeBudget(max_turns=9, max_tokens=99, max_context=99, max_tree_tokens=10)
+    episode = Episode("4-0-1", PROMPT_IDS, budget)
+    first = episode.give(PROMPT, [1, 2])
+    assert episode.give(first, [3, 4]) == 2  # the same path, now of 6 tokens
+    with pytest.raises(EpisodeOverflow, match="would use 11 of max_tree_tokens = 10"):
+        episode.give(first, [5])
+    assert episode.give(PROMPT, [5, 5]) == 3
+
+
+def test_a_single_path_may_use_the_whole_tree():
+    episode, engine = Episode("e", PROMPT_IDS, replace(AMPLE, max_tree_tokens=24)), Engine()
+    parent = PROMPT
+    while len(episode.path(parent)) < 24:
+        parent = episode.sample(parent, [], SamplingConfig(max_new_tokens=4))
+        engine.finish(episode)
+    with pytest.raises(EpisodeOverflow, match="used 24 of max_tree_tokens = 24"):
+        episode.sample(parent, [], SamplingConfig(max_new_tokens=4))
 
 
 def test_what_makes_no_sense_is_refused_with_the_name_of_the_episode():

@@ -1,0 +1,175 @@
+"""With an environment, any episode that its budget allows fits the learner; a run whose budget does not is refused."""
+
+import json
+
+import numpy as np
+import pytest
+
+from asyncrl.checks import check_files, check_options
+from asyncrl.cli.compose import compose_run
+from asyncrl.cli.quickstart import make_assets
+from asyncrl.config import longest_sequence
+from asyncrl.core.errors import EpisodeOverflow
+from asyncrl.core.trajectory import TrajectoryGroup
+from asyncrl.core.types import FinishReason
+from learner.packing import pack
+from learner.types import group_sequences
+from rollout_fleet.config import SamplingConfig
+from rollout_fleet.engines.engine import SampleOutput
+from rollout_fleet.episodes import Episode, EpisodeBudget
+
+BASE = (
+    *("experiment=custom", "data.max_prompt_tokens=20", "rollout_fleet.sampling.max_new_tokens=200"),
+    *("learner.max_tokens_per_micro_batch=128", "rollout_fleet.environment.name=game.py:Game"),
+)
+CONTEXT = "rollout_fleet.environment.max_context=128"
+GSPO = ("algorithm.loss=gspo", "algorithm.clip_low=0.01", "algorithm.clip_high=0.01")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A model with 128 positions, and its data."""
+    folder = tmp_path_factory.mktemp("quickstart") / "assets"
+    return make_assets(folder, seed=0, num_train=4, num_held_out=4, num_demonstrations=4)
+
+
+def compose(model, *overrides):
+    data = [f"data.train_files=[{model.train}]", f"data.eval_files=[{model.held_out}]"]
+    return compose_run([*BASE, f"model.path={model.model}", *data, *overrides])
+
+
+def check(config):
+    check_options(config)
+    check_files(config)
+
+
+@pytest.mark.parametrize("overrides", [(), (CONTEXT,), ("rollout_fleet.environment.max_context=21",)])
+def test_an_answer_may_be_longer_than_the_context_of_an_episode_since_its_budget_cuts_it(model, overrides):
+    check(compose(model, *overrides))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["learner.max_tokens_per_micro_batch=127"],
+            r"learner.max_tokens_per_micro_batch x learner.sp_size must hold the longest path of an episode, "
+            r"rollout_fleet.environment.max_context = 0, the model's positions = 128, got 127 x 1",
+        ),
+        ([CONTEXT, "learner.max_tokens_per_micro_batch=100"], r"max_context = 128, got 100 x 1; .* lower max_context"),
+        (
+            ["algorithm.advantage=turn_gae", CONTEXT, "learner.critic.max_tokens_per_micro_batch=64"],
+            r"learner.critic.max_tokens_per_micro_batch x learner.sp_size must hold .* = 128, got 64 x 1",
+        ),
+        (
+            ["rollout_fleet.environment.max_context=129", "learner.max_tokens_per_micro_batch=200"],
+            r"must be <= the model's 128 positions, got 129",
+        ),
+        (["rollout_fleet.environment.max_context=20"], r"must be above data.max_prompt_tokens = 20, got 20"),
+        (["data.max_prompt_tokens=128"], r"the model's positions must be above data.max_prompt_tokens = 128, got 128"),
+        (
+            ["rollout_fleet.environment.name=", "data.environment_key=where"],
+            r"data.max_prompt_tokens \+ rollout_fleet.sampling.max_new_tokens = 220, got 128 x 1",
+        ),
+        (
+            [
+                *("rollout_fleet.environment.name=", "data.environment_key=where", CONTEXT),
+                *("rollout_fleet.sampling.max_new_tokens=9", "learner.max_tokens_per_micro_batch=127"),
+            ],
+            r"must hold the longest path of an episode, .* = 128, got 127 x 1",
+        ),
+    ],
+)
+def test_a_path_that_does_not_fit_every_role_is_refused_with_the_options(model, overrides, message):
+    with pytest.raises(ValueError, match=message):
+        check(compose(model, *overrides))
+
+
+def test_sequence_parallel_ranks_share_a_path(model):
+    check(compose(model, CONTEXT, "learner.max_tokens_per_micro_batch=64", "learner.num_ranks=2", "learner.sp_size=2"))
+
+
+def test_a_model_without_a_limit_of_positions_needs_a_limit_of_the_context(model, tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for file in model.model.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(
+        json.dumps({k: v for k, v in settings.items() if k != "max_position_embeddings"})
+    )
+    with pytest.raises(ValueError, match=r"rollout_fleet.environment.max_context must be set, got 0"):
+        check(compose(model, f"model.path={folder}"))
+    check(compose(model, f"model.path={folder}", CONTEXT))
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        GSPO,
+        ("algorithm.anchor=proximal", "algorithm.weight=sequence"),
+        ("algorithm.masks=[token,k3]",),
+        (f"algorithm.loss={__file__}:whole_loss",),
+    ],
+)
+def test_a_loss_of_whole_trajectories_needs_a_bound_of_the_tree(model, loss):
+    for most, shown in ((0, "no limit"), (20, "20"), (129, "129")):
+        bound = f"rollout_fleet.environment.max_tree_tokens={most}"
+        with pytest.raises(
+            ValueError, match=rf"max_tree_tokens must be above .* = 20 and at most .* = 128 .*got {shown}:"
+        ):
+            check(compose(model, CONTEXT, *loss, bound))
+    check(compose(model, CONTEXT, *loss, "rollout_fleet.environment.max_tree_tokens=128"))
+
+
+def whole_loss(inputs, config):
+    raise AssertionError("the check does not call it")
+
+
+def test_a_loss_per_token_needs_no_bound_of_the_tree(model):
+    check(compose(model, CONTEXT, "algorithm.masks=[token]"))
+    check(compose(model, *GSPO, "rollout_fleet.environment.name=", "rollout_fleet.sampling.max_new_tokens=9"))
+
+
+def test_the_longest_sequence_is_a_path_or_an_answer(model):
+    assert longest_sequence(compose(model)) == 128
+    assert longest_sequence(compose(model, "rollout_fleet.environment.max_context=90")) == 90
+    assert longest_sequence(compose(model, "rollout_fleet.environment.name=")) == 220
+    assert longest_sequence(compose(model, "rollout_fleet.environment.name=", "data.environment_key=where")) == 220
+
+
+def test_every_tree_within_the_bound_fits_one_micro_batch():
+    """Random episodes that use their budget: with and without shared prompts, all branches fit together."""
+    rng, budget, full = np.random.default_rng(0), 60, 0
+    for number in range(200):
+        limits = EpisodeBudget(max_turns=12, max_tokens=99, max_context=40, max_tree_tokens=budget)
+        episode = Episode(f"{number}", np.arange(5, dtype=np.int32), limits)
+        parents = [0, -1]
+        for _ in range(14):
+            tokens = rng.integers(0, 9, rng.integers(1, 6)).tolist()
+            try:
+                turn = episode.sample(int(rng.choice(parents)), tokens, SamplingConfig(max_new_tokens=6))
+            except EpisodeOverflow:
+                full += 1
+                continue
+            if turn in episode.running:
+                (request,) = episode.next_requests()
+                episode.take(request.id, answer(rng, request.sampling.max_new_tokens))
+            parents.append(turn)
+        group = TrajectoryGroup.from_trajectories([episode.trajectory(1.0)], group_id=0, attempt=0)
+        for share in (False, True):
+            for whole in (False, True):
+                sequences = group_sequences(group)
+                (one,) = pack(sequences, max_tokens=budget, whole=whole, share_prompts=share, keep_branches=True)
+                assert len(one.input_ids) <= budget
+    assert full > 200
+
+
+def answer(rng, most):
+    length = int(rng.integers(1, most + 1))
+    return SampleOutput(
+        token_ids=rng.integers(0, 9, length).astype(np.int32),
+        logprobs=np.zeros(length, dtype=np.float32),
+        versions=np.zeros(length, dtype=np.int32),
+        finish_reason=FinishReason.stop,
+    )
