@@ -368,6 +368,16 @@ class RolloutFleetConfig:
         """The options of a reward."""
         return dict(self.reward_options.get(reward_label(reward), {}))
 
+    def check_reward_options(self) -> None:
+        """Raise `ValueError` unless ``reward_options`` are options of this run's rewards."""
+        labels = [reward_label(name) for name in self.reward_names]
+        for label, options in self.reward_options.items():
+            if label not in labels or not isinstance(options, Mapping):
+                raise ValueError(
+                    f"rollout_fleet.reward_options must have mappings of options by the names {labels} of the run's "
+                    f"rewards, got {label}: {options}; correct the name, or add the reward"
+                )
+
     def _check_rewards(self) -> None:
         for option, entries in {"rewards": self.rewards, **self.rewards_by_source}.items():
             where = option if entries is self.rewards else f"rewards_by_source.{option}"
@@ -381,12 +391,6 @@ class RolloutFleetConfig:
             raise ValueError(
                 f"rollout_fleet.rewards_by_source must have different names, got {labels}; rename a function"
             )
-        for label, options in self.reward_options.items():
-            if label not in labels or not isinstance(options, Mapping):
-                raise ValueError(
-                    f"rollout_fleet.reward_options must have mappings of options by the names {labels} of the run's "
-                    f"rewards, got {label}: {options}; correct the name, or add the reward"
-                )
 
     def __post_init__(self) -> None:
         self._check_rewards()

@@ -193,6 +193,7 @@ class WeightedRewards:
     """
 
     def __init__(self, config: RolloutFleetConfig) -> None:
+        config.check_reward_options()
         self._config = config
         self._rewards = {name: RewardProcesses(name, config) for name in config.reward_names}
 

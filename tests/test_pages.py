@@ -17,7 +17,7 @@ CODE = [
 ]
 PAGES = {
     name: (ROOT / "docs" / f"{name}.md").read_text()
-    for name in ("metrics", "tuning", "troubleshooting", "profiling", "several_hosts", "gpus")
+    for name in ("metrics", "rewards", "tuning", "troubleshooting", "profiling", "several_hosts", "gpus")
 }
 GUARANTEES = (ROOT / "docs" / "guarantees.md").read_text()
 

@@ -75,10 +75,13 @@ class TriedResponse:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status: 1 if a response has no reward."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options, overrides = parser.parse_known_args(arguments)
+    if flags := [word for word in overrides if word.startswith("-")]:
+        parser.error(f"unknown flag {flags[0]}")
     logging.basicConfig(level=logging.INFO if options.verbose else logging.ERROR, format="%(message)s")
     try:
-        config = _config(options)
+        config = _config(options, overrides)
         given = list(_of_samples(options, config) if options.samples else _of_rows(options, config))
         tried = asyncio.run(try_rewards(config, given))
     except ValueError as error:
@@ -132,10 +135,11 @@ async def try_rewards(config: RunConfig, given: Sequence[GivenResponses]) -> lis
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="asyncrl rewards", description="Work with rewards, outside of a run.")
     commands = parser.add_subparsers(dest="command", required=True)
-    one = commands.add_parser("try", help="score given responses, before a run")
+    about = "score given responses, before a run"
+    usage = "asyncrl rewards try REWARD DATA [--answers COLUMN | --samples RUN] [-n N] [--json] [OPTION=VALUE ...]"
+    one = commands.add_parser("try", help=about, description=about, usage=usage)
     one.add_argument("reward", metavar="REWARD", help="NAME or WEIGHT*NAME; several with commas")
     one.add_argument("data", metavar="DATA", help="parquet or jsonl file with the rows of the prompts")
-    one.add_argument("options", nargs="*", metavar="OPTION=VALUE", help="experiment=…, data.*, rollout_fleet.*")
     one.add_argument("--answers", default="", metavar="COLUMN", help="responses (default data.ground_truth_key)")
     one.add_argument("--samples", type=Path, metavar="RUN", help="responses: the samples of this run of DATA")
     one.add_argument("-n", "--num", type=int, default=20, help="prompts to score; 0 scores all (default 20)")
@@ -144,12 +148,12 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _config(options: argparse.Namespace) -> RunConfig:
+def _config(options: argparse.Namespace, overrides: Sequence[str]) -> RunConfig:
     """The options of the command line, or of the run whose samples are scored, with the rewards to try."""
     if not options.samples:
-        config = compose_run(options.options)
-    elif options.options:
-        raise ValueError(f"with --samples the options are those of the run, got {options.options}; leave them out")
+        config = compose_run(overrides)
+    elif overrides:
+        raise ValueError(f"with --samples the options are those of the run, got {list(overrides)}; leave them out")
     else:
         config = read_config(options.samples)
     entries = [entry.strip().rpartition("*") for entry in options.reward.split(",")]

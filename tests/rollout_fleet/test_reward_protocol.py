@@ -171,7 +171,7 @@ async def test_rewards_are_chosen_by_the_data_source_of_the_prompt(scorer):
 )
 def test_wrong_options_of_rewards_are_refused(options, words):
     with pytest.raises(ValueError, match=rf"rollout_fleet\.{words}" if words.startswith("re") else words):
-        RolloutFleetConfig(**options)
+        WeightedRewards(RolloutFleetConfig(**options))
 
 
 @pytest.mark.parametrize(
