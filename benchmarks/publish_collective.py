@@ -1,6 +1,7 @@
 """A publish from the memory of two gloo ranks to two receivers on this host.
 
-``collective``: over loopback into memory of the host. ``collective_engine``: over loopback, tensor by tensor, as the
+``collective``: over loopback into the memory of two hosts with two workers each. The hosts are two folders in shared
+memory, and workers of one host see one of them. ``collective_engine``: over loopback, tensor by tensor, as the
 ranks of engines receive, read whole and verified, into no model.
 """
 
@@ -10,24 +11,28 @@ import argparse
 import asyncio
 import json
 import os
-import shutil
 import socket
 import statistics
 import subprocess
 import sys
 import time
-from contextlib import closing
+from collections.abc import Callable
+from contextlib import AsyncExitStack, closing
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from asyncrl.core.types import Carrier, WeightOffer
 from asyncrl.weights.carriers import PublishOptions
 from asyncrl.weights.load import open_weights
 from asyncrl.weights.publish import WeightPublisher
-from asyncrl.weights.stream import receive_weights
+from asyncrl.weights.staging import WeightStager
+from asyncrl.weights.stream import WeightGroup
 from benchmarks.report import Target
 from learner.config import Device, LearnerConfig
 from learner.fsdp import local_tensor
@@ -37,12 +42,17 @@ from learner.roles import ACTOR
 
 NUM_RANKS = 2
 NUM_RECEIVERS = 2
+WORKERS_PER_HOST = 2
 TIMEOUT_S = 60.0
 CARRIERS = {
     "collective": Carrier.host_stream,
     "collective_engine": Carrier.engine_stream,
 }
-TARGETS = {f"publish_memcpys_{way}": Target() for way in CARRIERS}
+TARGETS = {
+    **{f"publish_memcpys_{way}": Target() for way in CARRIERS},
+    "network_bytes_per_host_per_published_byte": Target(at_most=1.05),
+    "host_memory_per_published_byte": Target(at_most=1.05),
+}
 
 
 def rank_main(way: str, model_path: str, folder: str) -> None:
@@ -71,11 +81,21 @@ def rank_main(way: str, model_path: str, folder: str) -> None:
 
 
 def measure(model_path: str, scratch: Path, num_runs: int) -> dict[str, float]:
-    """Return the time until two receivers have the version, in memcpys of the larger shard; ``scratch`` is memory."""
-    return {f"publish_memcpys_{way}": _measure(way, model_path, scratch / way, num_runs) for way in CARRIERS}
+    """Return the time until all receivers have the version, in memcpys of the larger shard, and what hosts receive.
+
+    ``scratch`` is a folder in memory.
+    """
+    figures: dict[str, float] = {}
+    for way in CARRIERS:
+        runs = _measure(way, model_path, scratch / way, num_runs)
+        figures[f"publish_memcpys_{way}"] = statistics.median(run[0] for run in runs)
+        if CARRIERS[way] == Carrier.host_stream:
+            figures["network_bytes_per_host_per_published_byte"] = max(run[1] for run in runs)
+            figures["host_memory_per_published_byte"] = max(run[2] for run in runs)
+    return figures
 
 
-def _measure(way: str, model_path: str, scratch: Path, num_runs: int) -> float:
+def _measure(way: str, model_path: str, scratch: Path, num_runs: int) -> list[tuple[float, float, float]]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -92,32 +112,86 @@ def _measure(way: str, model_path: str, scratch: Path, num_runs: int) -> float:
         for rank in range(NUM_RANKS)
     ]
     try:
-        ratios = [_publish_and_receive(ranks, scratch / "received") for _ in range(num_runs + 1)]
+        with closing(_Hosts(scratch / "received")) as hosts:
+            return [_publish_and_receive(ranks, hosts) for _ in range(num_runs + 1)][1:]
     finally:
         for rank in ranks:
             rank.communicate()
-    return statistics.median(ratios[1:])
 
 
-def _publish_and_receive(ranks: list[subprocess.Popen[str]], folder: Path) -> float:
-    """Publish one version; return its time in memcpys."""
+class _Hosts:
+    """Two hosts with two workers each; a host is a folder in shared memory.
+
+    Attributes:
+        num_bytes: Bytes that the workers received from the network.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folders = [folder / f"host-{number}" for number in range(NUM_RECEIVERS)]
+        self._workers = [
+            WeightStager(f"engine-{number}", memory=memory, copies=False, timeout_s=TIMEOUT_S)
+            for memory in self._folders
+            for number in range(WORKERS_PER_HOST)
+        ]
+        self.num_bytes, receive = 0, WeightGroup.receive
+
+        def counted(group: WeightGroup, data: Tensor, *arguments: Any) -> Callable[[], None]:
+            self.num_bytes += data.nbytes
+            return receive(group, data, *arguments)
+
+        self._patch = patch.object(WeightGroup, "receive", counted)
+        self._patch.start()
+
+    async def stage(self, offer: WeightOffer) -> tuple[float, int]:
+        """Stage a version on all workers.
+
+        Returns:
+            Time of the end, and the bytes of weights in the memory of the fuller host at that time.
+        """
+        async with AsyncExitStack() as stack:
+            await asyncio.gather(*(stack.enter_async_context(worker.staged(offer)) for worker in self._workers))
+            return time.perf_counter(), max(map(_bytes_in, self._folders))
+
+    def close(self) -> None:
+        """Remove the folders of the hosts."""
+        self._patch.stop()
+        for worker in self._workers:
+            worker.close()
+
+
+def _bytes_in(folder: Path) -> int:
+    """Return the bytes of the data files below a folder, each file once."""
+    return sum(
+        {
+            found.st_ino: found.st_blocks * 512 for path in folder.rglob("*.safetensors") if (found := path.stat())
+        }.values()
+    )
+
+
+def _publish_and_receive(ranks: list[subprocess.Popen[str]], hosts: _Hosts) -> tuple[float, float, float]:
+    """Publish one version; return its time in memcpys, and network bytes and memory of a host per published byte."""
     for rank in ranks:
         assert rank.stdin is not None
         rank.stdin.write("\n")
         rank.stdin.flush()
     lines = [json.loads(rank.stdout.readline()) for rank in ranks if rank.stdout is not None]
-    offered_s = time.perf_counter()
-    asyncio.run(_receive(WeightOffer(**lines[0][2]), folder))
-    received_s = time.perf_counter() - offered_s
-    shutil.rmtree(folder, ignore_errors=True)
-    return (lines[0][1] + received_s) / max(line[0] for line in lines)
-
-
-async def _receive(offer: WeightOffer, folder: Path) -> None:
+    offer = WeightOffer(**lines[0][2])
+    began_bytes, num_bytes, offered_s = hosts.num_bytes, 0, time.perf_counter()
     if offer.carrier == Carrier.host_stream:
-        await asyncio.gather(*(receive_weights(offer, folder, timeout_s=TIMEOUT_S) for _ in range(NUM_RECEIVERS)))
+        received_s, num_bytes = asyncio.run(hosts.stage(offer))
     else:
-        await asyncio.gather(*(asyncio.to_thread(_read_whole, offer) for _ in range(NUM_RECEIVERS)))
+        asyncio.run(_read_in_engines(offer))
+        received_s = time.perf_counter()
+    memcpys = (lines[0][1] + received_s - offered_s) / max(line[0] for line in lines)
+    return (
+        memcpys,
+        (hosts.num_bytes - began_bytes) / NUM_RECEIVERS / offer.num_bytes,
+        num_bytes / offer.num_bytes,
+    )
+
+
+async def _read_in_engines(offer: WeightOffer) -> None:
+    await asyncio.gather(*(asyncio.to_thread(_read_whole, offer) for _ in range(NUM_RECEIVERS)))
 
 
 def _read_whole(offer: WeightOffer) -> None:

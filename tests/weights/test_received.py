@@ -4,6 +4,8 @@ import asyncio
 import logging
 import os
 import signal
+import subprocess
+import sys
 import threading
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -21,6 +23,7 @@ from asyncrl.weights.staging import WeightStager
 from asyncrl.weights.stream import WeightGroup, WeightSender
 from tests.support.peers import peers
 from tests.support.published_bytes import bytes_of, changed, publish_bytes, random_bytes
+from tests.support.training_run import ROOT
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -34,8 +37,9 @@ class Network:
         num_received: Bytes that receivers took from the network, in this process.
     """
 
-    def __init__(self, folder, *, num_receivers=1, num_held=3, timeout_s=10.0):
-        self.folder, self.images, self.offers, self.rounds, self.num_received = folder, [], [], [], 0
+    def __init__(self, folder, *, num_receivers=1, num_held=3, timeout_s=10.0, num_values=90_000):
+        self.folder, self.num_values, self.num_received = folder, num_values, 0
+        self.images, self.offers, self.rounds = [], [], []
         options = PublishOptions(
             carrier=Carrier.host_stream, num_receivers=num_receivers, timeout_s=timeout_s, num_held=num_held
         )
@@ -50,7 +54,7 @@ class Network:
 
     def publish(self, *, deltas=False):
         version = len(self.offers)
-        image = changed(self.images[-1], seed=version) if version else random_bytes(90_000)
+        image = changed(self.images[-1], seed=version) if version else random_bytes(self.num_values)
         base = (self.offers[-1], self.images[-1]) if deltas and version % 4 else None
         offer = publish_bytes(self.folder, version, image, base=base, num_files=1)
         manifest, delta = read_manifest(offer), None
@@ -134,6 +138,44 @@ async def test_two_hosts_with_two_engines_each_receive_one_copy_per_host(tmp_pat
         assert sum(counts) == 2 * sum(piece.num_bytes for piece in read_manifest(learner.offers[0]).pieces)
     finally:
         learner.sender.close()
+
+
+def print_bytes_on_the_network(folder):
+    """Publish 4 MB to two hosts with two engines each; print the kernel's bytes on loopback per host and byte."""
+    learner = Network(folder / "published", num_receivers=2, num_values=2_000_000)
+    stagers = [
+        WeightStager(f"engine-{number}", memory=folder / f"memory-{number // 2}", copies=False, timeout_s=30.0)
+        for number in range(4)
+    ]
+
+    def bytes_so_far():
+        (line,) = [line for line in Path("/proc/net/dev").read_text().splitlines() if "lo:" in line]
+        return int(line.partition(":")[2].split()[0])
+
+    async def stage_all(offer):
+        async with AsyncExitStack() as stack:
+            for local in await staged_together(stack, stagers, offer):
+                assert np.array_equal(bytes_of(local), learner.images[-1])
+
+    for _ in range(2):
+        offer = learner.publish()
+        began = bytes_so_far()
+        asyncio.run(stage_all(offer))
+        sys.stdout.write(f"{(bytes_so_far() - began) / 2 / len(learner.images[-1])}\n")
+    for closed in (*stagers, learner.sender):
+        closed.close()
+
+
+def test_the_kernel_counts_one_copy_per_host_on_the_network(tmp_path):
+    code = f"from pathlib import Path; from {__name__} import *; print_bytes_on_the_network(Path({str(tmp_path)!r}))"
+    alone = ["unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
+    if subprocess.run([*alone, "true"], capture_output=True).returncode:
+        pytest.skip("network namespaces are not permitted here")
+    done = subprocess.run([*alone, sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=50)
+    assert done.returncode == 0, done.stderr
+    shares = [float(line) for line in done.stdout.split()]
+    assert len(shares) == 2
+    assert all(1.0 <= share <= 1.05 for share in shares), shares
 
 
 async def test_a_late_engine_finds_the_newest_version_on_its_host(network, host):
