@@ -15,7 +15,8 @@ from .chat_tokenizer import ChatTokenizer
 
 JSON_TAGS = "json"
 SGLANG = "sglang:"
-REASONING_END = "</think>"
+REASONING_BEGIN, REASONING_END = "<think>", "</think>"
+PROMPT_END = 16  # tokens that may hold the tag with which a template begins the reasoning
 _CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
 
 
@@ -115,19 +116,20 @@ def make_tool_parser(name: str, tokenizer: ChatTokenizer) -> ToolCallParser:
 
 
 def split_reasoning(
-    tokenizer: ChatTokenizer, prompt_ids: Sequence[int], token_ids: Sequence[int], stop_ids: Sequence[int]
-) -> tuple[str, Sequence[int], bool]:
-    """Split an answer without its stop token at ``</think>``; returns the reasoning, the rest, and whether it ended.
+    tokenizer: ChatTokenizer, prompt_ids: Sequence[int], token_ids: Sequence[int]
+) -> tuple[str, Sequence[int]]:
+    """Split an answer without its stop token at ``</think>``; returns the reasoning and the rest.
 
     The reasoning begins in the answer, or at the end of the prompt.
     """
     from renderers.reasoning import scan_reasoning
 
     ids = list(token_ids)
-    boundary = scan_reasoning(tokenizer, ids, prompt_ids=list(prompt_ids), stop_ids=set(stop_ids))
+    is_begun = tokenizer.decode(list(prompt_ids[-PROMPT_END:])).rstrip().endswith(REASONING_BEGIN)
+    boundary = scan_reasoning(tokenizer, ids, prefilled=is_begun)
     if boundary.text is None:
-        return "", ids, True
+        return "", ids
     if boundary.is_open:
-        return boundary.text, [], False
+        return boundary.text, []
     end = bisect_left(range(len(ids)), True, key=lambda n: REASONING_END in tokenizer.decode(ids[: n + 1]))
-    return boundary.text, ids[end + 1 :], True
+    return boundary.text, ids[end + 1 :]

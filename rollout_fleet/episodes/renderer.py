@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .chat_parsers import JSON_TAGS, make_tool_parser, split_reasoning
+from .chat_parsers import JSON_TAGS, REASONING_BEGIN, REASONING_END, make_tool_parser, split_reasoning
 from .chat_tokenizer import PLAIN_ROLES, PLAIN_TEMPLATE, ChatTokenizer
 from .config import RendererConfig
 
@@ -243,7 +243,9 @@ class TemplateRenderer(ChatRenderer):
             old = self._text(history, tools, prompts=False)
             whole = self._text([*history, *new_messages], tools, prompts=True)
             reasoning = (str(message.get("reasoning_content") or "").strip() for message in history)
-            if whole != old + added or not all(text in whole for text in reasoning):
+            path = self.tokenizer.decode([*prompt_ids, *sampled_ids])
+            is_kept = all(text in whole for text in reasoning) and path.count(REASONING_END) == old.count(REASONING_END)
+            if whole != old + added or not is_kept:
                 return None
         text = self._after_stop(sampled_ids, self._close + added)
         return None if text is None else self._encode_after_stop(text)
@@ -251,7 +253,7 @@ class TemplateRenderer(ChatRenderer):
     def parse(self, prompt_ids: Sequence[int], sampled_ids: Sequence[int], tools: Sequence[Message]) -> ParsedAnswer:
         """See `ChatRenderer.parse`."""
         ids = self.without_stop(sampled_ids)
-        reasoning, rest, _ = split_reasoning(self.tokenizer, prompt_ids, ids, self.stop_ids)
+        reasoning, rest = split_reasoning(self.tokenizer, prompt_ids, ids)
         content, calls, malformed = self.tokenizer.decode(rest), [], []
         if self._tool_parser is not None:
             content, calls, malformed = self._tool_parser.split(rest, tools)
@@ -268,9 +270,15 @@ class TemplateRenderer(ChatRenderer):
         """See `ChatRenderer.close`."""
         before = self._text(history, tools, prompts=True)
         after = self._text([*history, answer], tools, prompts=False)
-        if not after.startswith(before):
+        opened = before.rstrip().removesuffix(REASONING_BEGIN)
+        if after.startswith(before):
+            sampled = after[len(before) :]
+        elif opened != before.rstrip() and after.startswith(
+            opened
+        ):  # the history has no reasoning, the prompt begins it
+            sampled = f"{answer.get('reasoning_content', '')}{REASONING_END}{after[len(opened) :]}"
+        else:
             return None
-        sampled = after[len(before) :]
         ends = [sampled.rfind(text) + len(text) for text in self._stop_texts if text in sampled]
         return self.tokenizer.encode(sampled[: max(ends)] if ends else sampled)
 
@@ -332,9 +340,9 @@ def load_renderer(model_path: str, config: RendererConfig) -> ChatRenderer:
     verdicts = renderer.self_test()
     source = "" if tokenizer.chat_template else "; the model has no chat template, so the plain one is used"
     logger.info("%s: renderer %s%s", model_path, renderer.name, source)
-    for kind, verdict in verdicts.items():
-        log = logger.info if verdict == "continues" else logger.warning
-        log("renderer %s: %s: %s", renderer.name, kind, verdict)
+    odd = [f"{kind}: {verdict}" for kind, verdict in verdicts.items() if verdict != "continues"]
+    if odd:
+        logger.warning("renderer %s does not append the tokens of each next turn. %s", renderer.name, "; ".join(odd))
     return renderer
 
 

@@ -98,6 +98,7 @@ DEEPSEEK = """\
 {%- elif m.role == 'user' %}{{- '<|User|>' + m.content + ('<|Assistant|>' if not loop.last or add_generation_prompt) }}
 {%- elif m.role == 'tool' %}{{- '<|tool_output|>' + m.content }}
 {{- '<|Assistant|>' if loop.last and add_generation_prompt }}
+{{- '<|Assistant|>' if not loop.last and messages[loop.index].role != 'tool' }}
 {%- else %}{{- m.content }}{%- endif %}
 {%- endfor %}
 {{- '<think>\\n' if add_generation_prompt }}"""

@@ -1,0 +1,185 @@
+"""Renderers of chat templates in the styles of several families, over a small tokenizer."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from rollout_fleet.episodes.chat_tokenizer import ChatTokenizer
+from rollout_fleet.episodes.config import RendererConfig
+from rollout_fleet.episodes.renderer import load_renderer
+from tests.support.chat_models import CHATML, TEMPLATES, save_chat_model
+
+USER = {"role": "user", "content": "How warm is it?"}
+TOOL = {"type": "function", "function": {"name": "weather", "description": "d", "parameters": {"type": "object"}}}
+REASONING_BRANCHES = {"a message after an answer with reasoning", "a message after tools and reasoning"}
+ALL_KINDS = {
+    *REASONING_BRANCHES,
+    "a message after an answer",
+    "a message after a system message and an answer",
+    "a tool's result",
+    "a tool's result after reasoning",
+    "results of two parallel calls",
+    "a message after tools",
+}
+AFTER_USER = {kind for kind in ALL_KINDS if kind.startswith("a message")}
+
+
+def load(folder, style, *, template=None, **options):
+    return load_renderer(save_chat_model(folder / style, style, template=template), RendererConfig(**options))
+
+
+@pytest.mark.parametrize(
+    ("style", "name", "branches"),
+    [
+        ("qwen3", "qwen3", AFTER_USER),
+        ("chatml", "template", {*REASONING_BRANCHES, "a tool's result after reasoning"}),
+        (
+            "llama",
+            "template",
+            {*REASONING_BRANCHES, "a tool's result after reasoning", "results of two parallel calls"},
+        ),
+        ("glm", "template", REASONING_BRANCHES),
+        ("deepseek", "template", ALL_KINDS),
+        ("plain", "plain", set()),
+    ],
+)
+def test_the_self_test_of_a_renderer_says_which_histories_branch(tmp_path, style, name, branches, caplog):
+    renderer = load(tmp_path, style)
+    assert renderer.name == name
+    assert {kind for kind, appends in renderer.append_only.items() if not appends} == branches
+    assert set(renderer.append_only) == ALL_KINDS
+    for kind in branches:
+        assert kind in caplog.text
+
+
+@pytest.mark.parametrize("style", TEMPLATES)
+def test_a_renderer_that_keeps_reasoning_branches_for_none_that_its_template_accepts(tmp_path, style):
+    renderer = load(tmp_path, style, keep_reasoning=True)
+    verdicts = renderer.self_test()
+    assert all("branches" not in verdict for verdict in verdicts.values())
+
+
+def test_a_renderer_of_the_library_is_taken_only_if_it_renders_what_the_template_renders(tmp_path):
+    assert load(tmp_path / "a", "qwen3").name == "qwen3"
+    other = TEMPLATES["qwen3"].replace("You may call one or more functions", "You may call functions")
+    assert load(tmp_path / "b", "qwen3", template=other).name == "template"
+    assert load(tmp_path / "c", "qwen3", template=CHATML).name == "template"
+    assert load(tmp_path / "d", "qwen3", template=other, name="qwen3").name == "qwen3", "by its name"
+    assert load(tmp_path / "e", "qwen3", name="template").name == "template"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"name": "qwen33"}, r"renderer.name must be auto, template or one of .*, got 'qwen33'"),
+        ({"name": "llama-3"}, r"renderer.name=llama-3 does not fit"),
+        ({"name": "template", "tool_parser": "xml"}, r"tool_parser must be one of json, .*, got 'xml'"),
+    ],
+)
+def test_a_renderer_that_does_not_exist_or_fit_is_named(tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path, "chatml", **options)
+
+
+def test_a_model_without_a_template_needs_tokens_for_the_markers_of_roles(tmp_path):
+    path = tmp_path / "plain"
+    save_chat_model(path, "plain")
+    stored = json.loads((path / "tokenizer.json").read_text())
+    words = {"<unk>": 0, "1": 1, "<|endoftext|>": 2}
+    stored |= {"model": {"type": "WordLevel", "vocab": words, "unk_token": "<unk>"}, "added_tokens": []}
+    (path / "tokenizer.json").write_text(json.dumps(stored))
+    settings = {"eos_token": "<|endoftext|>", "unk_token": "<unk>"}
+    (path / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(ValueError, match=r"no tokens for <\|system\|> of the plain template; add a chat_template"):
+        load_renderer(str(path), RendererConfig())
+    (path / "tokenizer.json").write_text("{")
+    with pytest.raises(ValueError, match=r"tokenizer.json must be a tokenizer of the tokenizers library"):
+        load_renderer(str(path), RendererConfig())
+
+
+@pytest.mark.parametrize("style", ["qwen3", "chatml", "glm", "plain"])
+def test_a_tool_call_is_read_back_as_it_was_rendered(tmp_path, style):
+    renderer = load(tmp_path, style)
+    call = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome", "days": 2}'}}
+    answer = {"role": "assistant", "content": "I ask.", "tool_calls": [call, call]}
+    prompt = renderer.render([USER], [TOOL])
+    parsed = renderer.parse(prompt, renderer.close([USER], answer, [TOOL]), [TOOL])
+    assert parsed.calls == (("weather", {"city": "Rome", "days": 2}),) * 2
+    assert (parsed.content.strip(), parsed.num_malformed) == ("I ask.", 0)
+
+
+@pytest.mark.parametrize("style", ["qwen3", "chatml"])
+def test_a_tool_call_that_cannot_be_read_stays_in_the_content(tmp_path, style):
+    renderer = load(tmp_path, style)
+    sampled = renderer.tokenizer.encode("Hm.<tool_call>{oops}</tool_call><|im_end|>")
+    parsed = renderer.parse(renderer.render([USER], [TOOL]), sampled, [TOOL])
+    assert (parsed.calls, parsed.num_malformed) == ((), 1)
+    assert "Hm." in parsed.content
+    assert "{oops}" in parsed.content
+
+
+def test_reasoning_that_the_prompt_opens_or_that_does_not_end_is_read(tmp_path):
+    renderer = load(tmp_path, "deepseek")
+    prompt = renderer.render([USER], [])
+    ended = renderer.parse(prompt, renderer.tokenizer.encode("it is warm</think>So.<|endoftext|>"), [])
+    assert (ended.reasoning.strip(), ended.content) == ("it is warm", "So.")
+    unended = renderer.parse(prompt, renderer.tokenizer.encode("it is warm"), [])
+    assert (unended.reasoning.strip(), unended.content) == ("it is warm", "")
+
+
+def test_a_turn_that_ended_with_another_marker_of_a_role_is_not_continued(tmp_path):
+    renderer = load(tmp_path, "glm")
+    encode = renderer.tokenizer.encode
+    history = [USER, {"role": "assistant", "content": "21"}]
+    prompt = renderer.render([USER], [])
+    for marker, continues in (("<|user|>", True), ("<|observation|>", False)):
+        suffix = renderer.extend(prompt, encode("<think></think>\n21" + marker), history, [USER], [])
+        assert (suffix is not None) == continues
+
+
+def test_a_template_that_moves_with_the_history_is_not_continued(tmp_path):
+    moving = CHATML.replace("{{- '<|im_start|>' +", "{{- 'last: ' if loop.last }}{{- '<|im_start|>' +")
+    renderer = load(tmp_path, "chatml", template=moving)
+    assert not renderer.append_only["a message after an answer"]
+
+
+def test_tool_parsers_of_sglang_are_found_by_name(tmp_path):
+    pytest.importorskip("sglang")
+    renderer = load(tmp_path, "chatml", tool_parser="sglang:pythonic")
+    sampled = renderer.tokenizer.encode('[weather(city="Rome")]<|im_end|>')
+    parsed = renderer.parse(renderer.render([USER], [TOOL]), sampled, [TOOL])
+    assert parsed.calls == (("weather", {"city": "Rome"}),)
+    with pytest.raises(ValueError, match="SGLang has no tool parser 'klingon'"):
+        load(tmp_path / "other", "chatml", tool_parser="sglang:klingon")
+
+
+def test_the_tokenizer_encodes_and_renders_as_that_of_transformers(tmp_path):
+    from transformers import PreTrainedTokenizerFast
+
+    path = save_chat_model(tmp_path / "qwen3")
+    theirs, own = PreTrainedTokenizerFast.from_pretrained(path), ChatTokenizer(path)
+    messages = [{"role": "system", "content": "Be brief."}, USER]
+    text = own.render(messages, tools=[TOOL], add_generation_prompt=True)
+    assert text == theirs.apply_chat_template(messages, tools=[TOOL], tokenize=False, add_generation_prompt=True)
+    assert own.encode(text) == theirs.encode(text, add_special_tokens=False)
+    assert own.decode(own.encode(text)) == theirs.decode(own.encode(text)) == text
+    assert (own.eos_token_id, own.convert_tokens_to_ids("<think>")) == (
+        theirs.eos_token_id,
+        theirs.convert_tokens_to_ids("<think>"),
+    )
+
+
+def test_a_renderer_loads_neither_torch_nor_the_models_of_transformers(tmp_path):
+    path = save_chat_model(tmp_path / "qwen3")
+    code = f"""
+import sys
+from rollout_fleet.episodes.config import RendererConfig
+from rollout_fleet.episodes.renderer import load_renderer
+renderer = load_renderer({path!r}, RendererConfig())
+renderer.parse(renderer.render([{USER!r}], []), renderer.tokenizer.encode("x"), [])
+print(sorted({{"torch", "transformers.modeling_utils", "sglang"}} & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
