@@ -93,14 +93,12 @@ class BatchCache:
 
     Attributes:
         open_roles: Roles that have not stopped. The last role to stop destroys the process group.
-        is_lost: Whether a role of this process has lost the batch. Its other roles then skip the batch too, although
-            they may have fetched their groups before.
-        lost: Ids of the groups that a fetch did not find in the buffer.
+        lost: Ids of the groups that a fetch did not find in the buffer. Until `clear`, all roles of the process skip
+            their calls, also a role that has fetched its own groups of the batch before.
     """
 
     def __init__(self) -> None:
         self.open_roles: set[str] = set()
-        self.is_lost = False
         self.lost: set[int] = set()
         self._groups: tuple[int, dict[int, TrajectoryGroup]] = (-1, {})
         self._scores: dict[str, tuple[int, Scores]] = {}
@@ -113,7 +111,6 @@ class BatchCache:
 
     def clear(self) -> None:
         """Drop all data of a lost batch; the step gets a new batch."""
-        self.is_lost = False
         self.lost = set()
         self._groups = (-1, {})
         self._scores = {}
@@ -501,7 +498,7 @@ class ModelWorker(Worker):
         """
         import torch
 
-        cache, missing = self.cache, [] if self.cache.is_lost else self._missing(batch)
+        cache, missing = self.cache, self._missing(batch)
         if missing:
             with record.span(SpanKind.fetch, step=batch.version):
                 fetched = self._fetch_missing(missing)
@@ -509,7 +506,6 @@ class ModelWorker(Worker):
             cache.lost |= set(missing).difference(cache.groups(batch.version))
         most_lost = int(self._model.mesh.largest(torch.tensor([len(cache.lost)], dtype=torch.float64)).item())
         if most_lost:
-            cache.is_lost = True
             raise BatchLost(
                 f"the batch of step {batch.version} is lost: rank {self.rank} of {self.role.name!r} did not find "
                 f"{len(cache.lost)} of its {len(batch.group_ids)} groups in the buffer; the largest number of missing "
