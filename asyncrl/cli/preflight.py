@@ -39,7 +39,7 @@ from asyncrl.data.tokenizer import Tokenizer, load_tokenizer
 from asyncrl.metrics import check_trackers, counted
 from asyncrl.metrics.trackers import split_address
 from asyncrl.planner.device_memory import GIB, kv_tokens
-from asyncrl.planner.fit import CARDS, card_bytes, check_memory_of_devices, device_uses, model_size
+from asyncrl.planner.fit import CARDS, card_bytes, check_memory_of_devices, device_uses, policy_size
 from asyncrl.run.run_folder import SHARED_MEMORY, check_memory
 from asyncrl.sft.warm_start import finished_warm_start
 from buffer.config import Durability
@@ -98,7 +98,7 @@ def check_gpu_memory(config: RunConfig, card: int) -> None:
         ValueError: the message has the bytes of each device by kind, and the options that make the run fit.
     """
     try:
-        model = model_size(config.model.path)
+        model = policy_size(config)
     except ValueError:  # the dry run shows this error; `check_files` names a missing folder
         return
     if card:
@@ -287,7 +287,7 @@ def dry_run(config: RunConfig) -> DryRun:
 def _memory(config: RunConfig, problems: list[str]) -> Iterator[str]:
     """The memory of each kind of device by kind, held against the smallest visible GPU, or against the known GPUs."""
     try:
-        model = model_size(config.model.path)
+        model = policy_size(config)
     except ValueError as error:
         problems.append(str(error))
         return

@@ -88,7 +88,7 @@ class ModelSize:
             ValueError: ``config.json`` is missing, or it lacks the usual names of a decoder's sizes.
         """
         if not Path(path, "config.json").is_file():
-            raise ValueError(f"model.path={path} holds no config.json: the memory of its model cannot be estimated")
+            raise ValueError(f"{path} holds no config.json: the memory of its model cannot be estimated")
         num_stored = 0
         for file in Path(path).glob("*.safetensors"):
             with file.open("rb") as stream:
@@ -114,7 +114,7 @@ class ModelSize:
             vocabulary = settings["vocab_size"]
         except KeyError as error:
             raise ValueError(
-                f"model.path={name}: the memory of its model cannot be estimated, config.json lacks {error}"
+                f"{name}: the memory of its model cannot be estimated, config.json lacks {error}"
             ) from error
         is_tied = bool(settings.get("tie_word_embeddings"))
         attention = hidden * (2 * query + 2 * key)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from asyncrl.config import LEARNER_POOL, RunConfig
+from asyncrl.config import LEARNER_POOL, RunConfig, learner_roles, role_model, role_options
 from asyncrl.planner.device_memory import (
     CONTEXT_BYTES,
     GIB,
@@ -17,7 +17,7 @@ from asyncrl.planner.device_memory import (
     paused_rank_bytes,
     rank_memory,
 )
-from learner.config import Device, GradientSync, Resharding
+from learner.config import ROLE_SECTIONS, Device, GradientSync, Resharding
 from rollout_fleet.config import EngineDevice, EngineKind
 
 _MIB = 1 << 20
@@ -58,6 +58,13 @@ def model_size(path: str) -> ModelSize:
     if known is not None and not Path(path).is_dir():
         return ModelSize.from_settings(known, path)
     return ModelSize.of(path)
+
+
+def policy_size(config: RunConfig) -> ModelSize:
+    """The sizes of the policy. Raises the errors of `ModelSize.of` for the model of any role of the run."""
+    for role in learner_roles(config):
+        model_size(role_model(config, role))
+    return model_size(config.model.path)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,14 +164,24 @@ def _excess(config: RunConfig, model: ModelSize, card: int) -> int:
 
 
 def _remedies(config: RunConfig) -> Iterator[tuple[str, Any]]:
-    """Options that need less memory, in the order of their price in time."""
+    """Options that need less memory, in the order of their price in time; also where a role sets an option itself."""
+    for name, value in _remedies_of_all_roles(config):
+        yield name, value
+        section, _, option = name.rpartition(".")
+        names = {config.learner.option_name(role, option) for role in learner_roles(config)}
+        yield from ((own, value) for own in sorted(names - {name}) if section == "learner")
+
+
+def _remedies_of_all_roles(config: RunConfig) -> Iterator[tuple[str, Any]]:
     learner, tp_size = config.learner, config.rollout_fleet.sglang.tp_size
     yield "learner.gradient_sync", GradientSync.micro_batch
     yield "learner.activation_checkpointing", True
     yield "learner.resharding", Resharding.layer
     if config.placement.colocated:
         yield "learner.offload_at_transition_only", True
-    budget, longest = learner.max_tokens_per_micro_batch, -(-longest_sample(config) // learner.sp_size)
+    own = [role_options(config, role) for role in learner_roles(config)]
+    budget = max(options.max_tokens_per_micro_batch for options in own)
+    longest = -(-longest_sample(config) // min(options.sp_size for options in own))
     while (budget := budget // 2) >= longest:
         yield "learner.max_tokens_per_micro_batch", budget
     yield "learner.logprob_chunk_tokens", min(256, learner.logprob_chunk_tokens)
@@ -176,12 +193,15 @@ def _remedies(config: RunConfig) -> Iterator[tuple[str, Any]]:
 
 
 def with_options(config: RunConfig, options: Mapping[str, Any]) -> RunConfig:
-    """The run with other values of options of the learner, the fleet and SGLang, by their names."""
+    """The run with other values of options of the learner, its roles, the fleet and SGLang, by their names."""
     learner, fleet = config.learner, config.rollout_fleet
     for name, value in options.items():
         section, _, last = name.rpartition(".")
         if section == "learner":
             learner = replace(learner, **{last: value})
+        elif section.startswith("learner."):
+            role = section.removeprefix("learner.")
+            learner = replace(learner, **{role: replace(getattr(learner, role), **{last: value})})
         elif section == "rollout_fleet":
             fleet = replace(fleet, **{last: value})
         else:
@@ -218,15 +238,17 @@ class Layout:
 def layouts_that_fit(config: RunConfig, model: ModelSize, card: int, num_gpus: int) -> list[Layout]:
     """Every layout of a run on ``num_gpus`` GPUs of ``card`` bytes whose devices fit, by ranks and sp size.
 
+    All roles are in the pool ``learner`` and have the actor's layout.
     The token budgets are powers of two from 1,024 to 131,072. ``sp_size`` ranks hold a sequence together, so that their
     budgets together must hold the longest sample.
     """
     fleet, learner = config.rollout_fleet, config.learner
+    sections = {name: replace(getattr(learner, name), sp_size=None, fsdp_size=None) for name in ROLE_SECTIONS.values()}
     on_cuda = replace(
         config,
-        learner=replace(learner, device=Device.cuda, num_ranks=1, sp_size=1, fsdp_size=-1),
+        learner=replace(learner, device=Device.cuda, num_ranks=1, sp_size=1, fsdp_size=-1, **sections),
         rollout_fleet=replace(fleet, device=EngineDevice.cuda, engine=EngineKind.sglang),
-        placement=replace(config.placement, pools={}),
+        placement=replace(config.placement, pools={}, **dict.fromkeys(ROLE_SECTIONS.values(), LEARNER_POOL)),
         algorithm=replace(config.algorithm, groups_per_step=1 << 20),  # a budget is never larger than a step
     )
     tp_sizes = [size for size in (1, 2, 4, 8) if num_gpus > size and not model.key % size]

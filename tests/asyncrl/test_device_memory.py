@@ -21,6 +21,7 @@ from asyncrl.planner.device_memory import (
     kv_tokens,
     rank_bytes,
     rank_memory,
+    rank_setup,
 )
 from asyncrl.planner.fit import MODELS, card_bytes, device_uses, model_size, remedies_of, with_options
 from learner.config import GradientSync, LearnerConfig, LoraConfig, sums_each_micro_batch
@@ -108,6 +109,74 @@ def test_roles_of_a_pool_add_what_they_store_and_share_what_they_compute_with():
     assert both["optimizer"] == 2 * alone["optimizer"]
     assert both["frozen parameters"] == 2 * SMALL.num_parameters // 2
     assert both["output layer"] == alone["output layer"]
+
+
+PPO = ["algorithm.advantage=gae", "algorithm.kl_reward_coef=0.01", "learner.num_ranks=2"]
+
+
+def test_each_role_is_counted_with_its_own_options():
+    def sizes(*options):
+        return rank_memory(run(*ON_CUDA, *PPO, *options), SMALL)["learner"]
+
+    num = SMALL.num_parameters
+    assert sizes()["optimizer"] == 2 * 8 * num // 2
+    assert sizes("learner.critic.offload_policy=true")["optimizer"] == 8 * num // 2
+    assert sizes("learner.reference.frozen_dtype=float32")["frozen parameters"] == 4 * num // 2
+    assert "frozen parameters" not in sizes("learner.reference.param_offload=true")
+    assert "frozen parameters" not in sizes("learner.reference.offload_policy=true")
+    # While one of the two trains, the moments of the other are on the host.
+    assert sizes("learner.optimizer_offload=true")["optimizer"] == 8 * num // 2
+    assert sizes("learner.fsdp_size=2", "learner.critic.fsdp_size=1")["optimizer"] == 8 * num // 2 + 8 * num
+    own = ["learner.critic.max_tokens_per_micro_batch=4096", "learner.critic.activation_checkpointing=false"]
+    setups = {role: rank_setup(run(*ON_CUDA, *PPO, *own), role, SMALL) for role in ("actor", "critic", "ref")}
+    assert {role: setup.tokens for role, setup in setups.items()} == {"actor": 16384, "critic": 4096, "ref": 16384}
+    assert {role: setup.checkpointing for role, setup in setups.items()} == {
+        "actor": True,
+        "critic": False,
+        "ref": True,
+    }
+
+
+def test_a_role_with_a_path_of_its_own_is_counted_with_the_sizes_of_its_model(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(MODELS["Qwen3-4B"]))
+    critic = model_size(str(tmp_path))
+    parts = rank_memory(run(*PPO, f"learner.critic.path={tmp_path}"), SMALL)["learner"]
+    assert parts["parameters"] == 4 * SMALL.num_parameters // 2 + 4 * critic.num_parameters // 2
+    (tmp_path / "config.json").write_text("{}")
+    check_gpu_memory(run(*ON_CUDA, *PPO, f"learner.critic.path={tmp_path}"), card_bytes("L4"))
+
+
+COLOCATED = [*ON_CUDA, *PPO, "placement.colocated=true", "rollout_fleet.num_engines=2"]
+MOVES = "learner.offload_at_transition_only=true"
+
+
+def test_a_pool_apart_is_counted_alone_and_is_never_paused():
+    config = run(*COLOCATED, MOVES, "placement.pools={values: 1}", "placement.critic=values")
+    ranks = {use.name: use.parts for use in device_uses(config, SMALL, card_bytes("H100"))}
+    assert ranks["learner rank (values)"]["optimizer"] == 8 * SMALL.num_parameters
+    assert "paused engine" not in ranks["learner rank (values)"]
+    assert ranks["learner rank (learner)"]["paused engine"] == ranks["engine"]["paused rank"] == 2 * GIB
+
+
+@pytest.mark.parametrize(
+    ("options", "bytes_each"),
+    [
+        ([], 12 + 12 + 2),
+        ([MOVES], 0),
+        ([MOVES, "learner.critic.offload_at_transition_only=false"], 12),
+        ([MOVES, "learner.critic.param_offload=true"], 8),  # by use and not at the transition: the moments stay
+        ([MOVES, "learner.reference.param_offload=true"], 0),
+    ],
+)
+def test_a_colocated_engine_leaves_room_for_what_each_paused_role_keeps(options, bytes_each):
+    engine = device_uses(run(*COLOCATED, *options), SMALL, card_bytes("H100"))[-1]
+    assert engine.parts["paused rank"] - 2 * GIB == pytest.approx(bytes_each * SMALL.num_parameters / 2, abs=8)
+
+
+def test_a_role_whose_own_option_does_not_fit_is_refused_with_that_option():
+    own = ["learner.num_ranks=4", "learner.critic.max_tokens_per_micro_batch=262144", "algorithm.groups_per_step=1024"]
+    with pytest.raises(ValueError, match=r"set learner.critic.max_tokens_per_micro_batch=131072$"):
+        check_gpu_memory(run(*ON_CUDA, *PPO, *own, model="Qwen3-8B"), card_bytes("H200"))
 
 
 @pytest.mark.parametrize(
