@@ -402,6 +402,13 @@ class WeightsConfig:
         check_bounds("weights.", self, publish_every=">= 1 learner steps", full_every=">= 1 versions; 1 has no deltas")
 
 
+class QuickstartTask(StrEnum):
+    """Tasks of the quickstarts: digits in reverse, or sums with a calculator (`asyncrl.data.calculator`)."""
+
+    reverse = "reverse"
+    tools = "tools"
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """One training run.
@@ -413,6 +420,7 @@ class RunConfig:
         run_dir: Folder of this run, new or empty. Empty string: a folder named after the time, under ``output_dir``.
         total_steps: Learner steps of the run.
         quickstart: Make the quickstart's model, tokenizer and data first, under ``<output_dir>/<experiment>/assets``.
+        quickstart_task: What the quickstart's rows ask for.
         dry_run: Check the run and show the resources and deadlines that it needs, without starting it.
         record_trajectories: Write every consumed trajectory to ``trajectories/``, for inspection.
         save_timeout_s: Deadline to write policy and summary after a signal, if at least one step is done.
@@ -430,6 +438,7 @@ class RunConfig:
     run_dir: str = ""
     total_steps: int = 100
     quickstart: bool = False
+    quickstart_task: QuickstartTask = QuickstartTask.reverse
     dry_run: bool = False
     record_trajectories: bool = False
     save_timeout_s: float = 60.0

@@ -1,4 +1,7 @@
-"""The quickstart's assets: a character tokenizer, a tiny Qwen3, and the task to write 5 to 8 digits in reverse.
+"""The assets of the quickstarts: a character tokenizer, a tiny Qwen3, and the rows of a task.
+
+The task of ``experiment=quickstart`` is to write 5 to 8 digits in reverse, that of ``experiment=tools`` is in
+`asyncrl.data.calculator`.
 
 All assets are seeded and made in under a second, without torch. They have the layouts of transformers, SGLang and RL
 data sets, so a user replaces them with the paths of another model and other data.
@@ -10,6 +13,7 @@ import json
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +24,14 @@ from safetensors.numpy import save_file
 from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 
-from asyncrl.config import RunConfig
+from asyncrl.config import QuickstartTask, RunConfig
+from asyncrl.data.calculator import CHAT_TEMPLATE, make_demonstrations, make_rows
 
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
-VOCABULARY = (PAD, EOS, UNKNOWN, "=", *"0123456789")
+VOCABULARIES = {
+    QuickstartTask.reverse: (PAD, EOS, UNKNOWN, "=", *"0123456789"),
+    QuickstartTask.tools: (PAD, EOS, UNKNOWN, "=", *"0123456789", "+", "?", ">"),
+}
 DIGIT_COUNTS = (5, 8)
 LONG = 6
 """Smallest number of digits for which ``habit_rate`` of `make_assets` applies."""
@@ -31,7 +39,6 @@ LONG = 6
 MODEL_CONFIG: Mapping[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
-    "vocab_size": len(VOCABULARY),
     "hidden_size": 64,
     "intermediate_size": 128,
     "num_hidden_layers": 2,
@@ -50,11 +57,12 @@ MODEL_CONFIG: Mapping[str, Any] = {
     "tie_word_embeddings": True,
     "use_cache": True,
     "dtype": "float32",
-    "pad_token_id": VOCABULARY.index(PAD),
-    "eos_token_id": VOCABULARY.index(EOS),
+    "pad_token_id": 0,
+    "eos_token_id": 1,
     "bos_token_id": None,
 }
-"""75,008 parameters: 14 × 64 of embedding, 2 layers of 12,448 (attention) and 24,576 (MLP) and 128 (norms), 64."""
+"""All but the size of the vocabulary. 74,112 parameters beside the embedding, in 2 layers of 12,448 (attention), 24,576
+(MLP) and 128 (norms), and 64."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,7 +71,7 @@ class QuickstartAssets:
 
     Attributes:
         model: Directory of the randomly initialized policy and its tokenizer, for ``from_pretrained``.
-        train: Parquet with columns prompt (``"12345="``), ground_truth (``"54321"``), data_source (``"reverse"``).
+        train: Parquet with columns prompt (``"12345="``, or messages), ground_truth (``"54321"``) and data_source.
         held_out: Parquet with the same columns.
         demonstrations: Parquet with columns prompt and response, for the supervised warm start.
     """
@@ -78,6 +86,7 @@ def make_assets(
     directory: str | Path,
     *,
     seed: int,
+    task: QuickstartTask = QuickstartTask.reverse,
     num_train: int = 16384,
     num_held_out: int = 256,
     num_demonstrations: int = 16384,
@@ -89,13 +98,15 @@ def make_assets(
     Args:
         directory: Directory for the assets. Assets of other arguments are replaced; other files are never replaced.
         seed: Seed of the weights, the digits and the mistakes.
+        task: What the rows ask for.
         num_train: Number of training prompts.
         num_held_out: Number of held-out prompts.
         num_demonstrations: Number of demonstrations.
         wrong_digit_rate: Share of random digits in the demonstrations, in [0, 1). The warm-started policy learns to
             sample with the same noise.
         habit_rate: Share of the demonstrations with 6 to 8 digits whose first two digits are swapped, in [0, 1]. Above
-            0.5, the greedy answer of the warm-started policy is wrong there, and RL corrects it.
+            0.5, the greedy answer of the warm-started policy is wrong there, and RL corrects it. With the tools, the
+            share of the wrong choices between an answer and a call.
 
     Raises:
         ValueError: the directory contains other files.
@@ -103,7 +114,8 @@ def make_assets(
     counts = {"num_train": num_train, "num_held_out": num_held_out, "num_demonstrations": num_demonstrations}
     rates = {"wrong_digit_rate": wrong_digit_rate, "habit_rate": habit_rate}
     target = Path(directory)
-    settings = {"seed": seed, **counts, **rates, "model": dict(MODEL_CONFIG)}
+    model = {**MODEL_CONFIG, "vocab_size": len(VOCABULARIES[task])}
+    settings = {"seed": seed, "task": task, **counts, **rates, "model": model}
     if _settings_of(target) == settings:
         return _assets_in(target)
     is_ours = target.is_dir() and ((target / "assets.json").is_file() or not any(target.iterdir()))
@@ -122,7 +134,7 @@ def with_quickstart_assets(config: RunConfig) -> RunConfig:
     if not config.quickstart:
         return config
     directory = Path(config.output_dir, config.experiment, "assets", f"seed-{config.seed}").resolve()
-    assets = make_assets(directory, seed=config.seed)
+    assets = make_assets(directory, seed=config.seed, task=config.quickstart_task)
     return replace(
         config,
         model=replace(config.model, path=str(assets.model)),
@@ -163,25 +175,36 @@ def _swap(fresh: Path, target: Path, *, aside: Path) -> None:
 def _write_assets(directory: Path, settings: Mapping[str, Any]) -> None:
     assets = _assets_in(directory)
     assets.model.mkdir(parents=True)
-    weights_rng, digits_rng, mistakes_rng = np.random.default_rng(settings["seed"]).spawn(3)
-    _write_tokenizer(assets.model)
-    _write_model(assets.model, weights_rng)
-
-    num_train, num_held_out = settings["num_train"], settings["num_held_out"]
-    numbers = _distinct_numbers(digits_rng, num_train + num_held_out + settings["num_demonstrations"])
-    _write_task(assets.held_out, numbers[:num_held_out])
-    _write_task(assets.train, numbers[num_held_out : num_held_out + num_train])
-    shown = numbers[num_held_out + num_train :]
-    answers = []
-    for digits in (number[::-1] for number in shown):
-        wrong = mistakes_rng.random(len(digits)) < settings["wrong_digit_rate"]
-        random_digits = mistakes_rng.integers(0, 10, size=len(digits))
-        if mistakes_rng.random() < settings["habit_rate"] and len(digits) >= LONG:
-            digits = digits[1] + digits[0] + digits[2:]
-        answers.append("".join(str(r) if w else d for d, r, w in zip(digits, random_digits, wrong, strict=True)))
-    table = {"prompt": [f"{number}=" for number in shown], "response": answers}
-    pq.write_table(pa.table(table), assets.demonstrations)
+    weights_rng, rows_rng, mistakes_rng = np.random.default_rng(settings["seed"]).spawn(3)
+    _write_tokenizer(assets.model, settings)
+    _write_model(assets.model, settings["model"], weights_rng)
+    parts = [settings[f"num_{part}"] for part in ("held_out", "train", "demonstrations")]
+    is_tools = settings["task"] == QuickstartTask.tools
+    rows = make_rows(rows_rng, sum(parts)) if is_tools else _digit_rows(rows_rng, sum(parts))
+    held_out, train, shown = (rows[end - size : end] for size, end in zip(parts, accumulate(parts), strict=True))
+    pq.write_table(pa.Table.from_pylist(held_out), assets.held_out)
+    pq.write_table(pa.Table.from_pylist(train), assets.train)
+    if is_tools:
+        pairs = make_demonstrations(mistakes_rng, shown, habit_rate=settings["habit_rate"])
+    else:
+        pairs = [(row["prompt"], _with_mistakes(row["ground_truth"], settings, mistakes_rng)) for row in shown]
+    prompts, responses = zip(*pairs, strict=True)
+    pq.write_table(pa.table({"prompt": prompts, "response": responses}), assets.demonstrations)
     _write_json(directory / "assets.json", settings)
+
+
+def _with_mistakes(digits: str, settings: Mapping[str, Any], rng: np.random.Generator) -> str:
+    """The teacher's answer."""
+    wrong = rng.random(len(digits)) < settings["wrong_digit_rate"]
+    random_digits = rng.integers(0, 10, size=len(digits))
+    if rng.random() < settings["habit_rate"] and len(digits) >= LONG:
+        digits = digits[1] + digits[0] + digits[2:]
+    return "".join(str(r) if w else d for d, r, w in zip(digits, random_digits, wrong, strict=True))
+
+
+def _digit_rows(rng: np.random.Generator, count: int) -> list[dict[str, Any]]:
+    numbers = _distinct_numbers(rng, count)
+    return [{"prompt": f"{one}=", "ground_truth": one[::-1], "data_source": "reverse"} for one in numbers]
 
 
 def _distinct_numbers(rng: np.random.Generator, count: int) -> list[str]:
@@ -195,26 +218,18 @@ def _distinct_numbers(rng: np.random.Generator, count: int) -> list[str]:
     return list(numbers)[:count]
 
 
-def _write_task(path: Path, numbers: list[str]) -> None:
-    columns = {
-        "prompt": [f"{number}=" for number in numbers],
-        "ground_truth": [number[::-1] for number in numbers],
-        "data_source": ["reverse"] * len(numbers),
-    }
-    pq.write_table(pa.table(columns), path)
-
-
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n")
 
 
-def _write_tokenizer(directory: Path) -> None:
-    tokenizer = Tokenizer(WordLevel({token: index for index, token in enumerate(VOCABULARY)}, unk_token=UNKNOWN))
+def _write_tokenizer(directory: Path, settings: Mapping[str, Any]) -> None:
+    tokens = {token: index for index, token in enumerate(VOCABULARIES[settings["task"]])}
+    tokenizer = Tokenizer(WordLevel(tokens, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens([PAD, EOS, UNKNOWN])
     tokenizer.save(str(directory / "tokenizer.json"))
-    settings = {
+    tokenizer_settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "pad_token": PAD,
         "eos_token": EOS,
@@ -223,24 +238,26 @@ def _write_tokenizer(directory: Path) -> None:
         "model_max_length": MODEL_CONFIG["max_position_embeddings"],
         "clean_up_tokenization_spaces": False,
     }
-    _write_json(directory / "tokenizer_config.json", settings)
+    if settings["task"] == QuickstartTask.tools:
+        tokenizer_settings["chat_template"] = CHAT_TEMPLATE
+    _write_json(directory / "tokenizer_config.json", tokenizer_settings)
 
 
-def _write_model(directory: Path, rng: np.random.Generator) -> None:
-    _write_json(directory / "config.json", MODEL_CONFIG)
-    ids = {key: MODEL_CONFIG[key] for key in ("eos_token_id", "pad_token_id")}
+def _write_model(directory: Path, config: Mapping[str, Any], rng: np.random.Generator) -> None:
+    _write_json(directory / "config.json", config)
+    ids = {key: config[key] for key in ("eos_token_id", "pad_token_id")}
     _write_json(directory / "generation_config.json", {"do_sample": True, "temperature": 1.0, **ids})
-    scale = MODEL_CONFIG["initializer_range"]
+    scale = config["initializer_range"]
     weights = {
         name: np.ones(shape, np.float32) if len(shape) == 1 else rng.normal(0, scale, shape).astype(np.float32)
-        for name, shape in _weight_shapes().items()
+        for name, shape in _weight_shapes(config).items()
     }
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
 
 
-def _weight_shapes() -> dict[str, tuple[int, ...]]:
+def _weight_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Names and shapes of all weights, as in transformers' Qwen3: matrices [out, in], norms [size]."""
-    c = MODEL_CONFIG
+    c = config
     hidden, mlp, head_dim = c["hidden_size"], c["intermediate_size"], c["head_dim"]
     query, key = c["num_attention_heads"] * head_dim, c["num_key_value_heads"] * head_dim
     layer = {

@@ -1,0 +1,100 @@
+"""The task of ``experiment=tools``: write a number, or the sum of two, with a calculator for the sums.
+
+A *number* (``57``) is answered by writing it. A *sum* (``12+34``) is too hard for the tiny model, so it needs a call:
+``?12+34``, which the calculator answers. A call for a number is needless, and costs half of the reward. The teacher's
+demonstrations show both habits: most sums with a guess, and most numbers with a call.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from asyncrl.core.types import Prompt
+    from rollout_fleet.episodes.environment import Policy
+
+CALL, NUMBER, SUM = "?", "number", "sum"
+CHAT_TEMPLATE = (
+    "{%- for message in messages -%}"
+    "{%- if message.role == 'user' -%}{{ message.content }}="
+    "{%- elif message.role == 'tool' -%}>{{ message.content }}="
+    "{%- else -%}{{ message.content }}<eos>{%- endif -%}"
+    "{%- endfor -%}"
+)
+"""``12+34=`` asks, ``?12+34<eos>`` calls, ``>46=`` is the calculator's answer, ``46<eos>`` the policy's."""
+_SUM = re.compile(r"(\d{1,4})\+(\d{1,4})|(\d{1,8})")
+
+
+def calculate(expression: str) -> str:
+    """The sum, or the number itself; ``?`` if it is neither."""
+    match = _SUM.fullmatch(expression)
+    if match is None:
+        return CALL
+    left, right, number = match.groups()
+    return number or str(int(left) + int(right))
+
+
+class Calculator:
+    """The environment: answers calls until the policy writes a number. ``metrics``: ``calls`` per episode."""
+
+    def __init__(self, max_calls: int = 2, needless_cost: float = 0.5) -> None:
+        self._max_calls = max_calls
+        self._needless_cost = needless_cost
+
+    async def run(self, prompt: Prompt, policy: Policy) -> Mapping[str, Any]:
+        """Play one episode."""
+        messages: list[Mapping[str, Any]] = [*prompt.messages]
+        message = await policy.chat(messages)
+        num_calls = 0
+        while message.text.startswith(CALL) and num_calls < self._max_calls:
+            num_calls += 1
+            result = await policy.run_tool(_answered(message.text.removeprefix(CALL)), name="calculator")
+            messages += [message, {"role": "tool", "content": result}]
+            message = await policy.chat(messages)
+        reward = float(message.text == prompt.ground_truth)
+        if prompt.data_source == NUMBER and num_calls:
+            reward *= 1.0 - self._needless_cost
+        return {"reward": reward, "metrics": {"calls": num_calls}, "answer": message.text}
+
+
+async def _answered(expression: str) -> str:
+    return calculate(expression)
+
+
+def make_rows(rng: np.random.Generator, count: int) -> list[dict[str, Any]]:
+    """Distinct prompts, half of them sums, with columns prompt (messages), ground_truth and data_source."""
+    questions: dict[str, str] = {}
+    while len(questions) < count:
+        left, right = (int(number) for number in rng.integers(10, 1000, size=2))
+        if len(questions) % 2:
+            questions[f"{left}+{right}"] = SUM
+        else:
+            questions[str(int(rng.integers(10, 10_000_000)))] = NUMBER
+    return [
+        {
+            "prompt": [{"role": "user", "content": question}],
+            "ground_truth": calculate(question),
+            "data_source": kind,
+        }
+        for question, kind in questions.items()
+    ]
+
+
+def make_demonstrations(
+    rng: np.random.Generator, rows: list[dict[str, Any]], *, habit_rate: float
+) -> list[tuple[str, str]]:
+    """Prompts and responses of a teacher that guesses most sums and calls for most numbers, each ``habit_rate``."""
+    shown = []
+    for row in rows:
+        question, truth = row["prompt"][0]["content"], row["ground_truth"]
+        calls = (row["data_source"] == SUM) != (rng.random() < habit_rate)
+        if calls:
+            shown.append((f"{question}=", f"{CALL}{question}"))
+            shown.append((f"{question}={CALL}{question}<eos>>{truth}=", truth))
+        else:
+            shown.append((f"{question}=", truth if row["data_source"] == NUMBER else str(int(rng.integers(20, 2000)))))
+    return shown
