@@ -567,6 +567,14 @@ def learner_pools(config: RunConfig) -> dict[str, int]:
     return {pool: sizes[pool] for pool in dict.fromkeys(learner_roles(config).values())}
 
 
+def episode_context(config: RunConfig) -> int:
+    """Tokens that a path of an episode may have: the option, or what the model and a micro-batch of each role hold."""
+    if config.rollout_fleet.environment.max_context:
+        return config.rollout_fleet.environment.max_context
+    budgets = [role_options(config, role) for role in learner_roles(config)]
+    return int(min(num_positions(config), *(one.max_tokens_per_micro_batch * one.sp_size for one in budgets)))
+
+
 def has_environment(config: RunConfig) -> bool:
     """Whether the run has an environment, which needs the messages of its prompts."""
     return bool(config.rollout_fleet.environment.name)

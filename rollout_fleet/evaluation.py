@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,8 @@ from asyncrl.core.types import AnsweredPrompt, FinishReason, Prompt
 
 from .config import SamplingConfig
 from .engines.engine import Engine, SampleOutput, SampleRequest
+from .episodes.episode import Episode
+from .episodes.run import DirectRun, Player
 from .rewards import Rollout, Scores, WeightedRewards
 from .sample_log import Decode, SampleLog
 
@@ -21,6 +24,25 @@ logger = logging.getLogger(__name__)
 
 _ROUNDS = 2
 """Attempts at a prompt whose tokens mix policy versions, before it is left to another engine."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Answer:
+    """One answer to a held-out prompt.
+
+    Attributes:
+        sample: All tokens that the policy wrote; of an episode those of all turns.
+        rollout: For the rewards.
+        failure: Why an episode has no outcome.
+    """
+
+    sample: SampleOutput
+    rollout: Rollout
+    failure: str = ""
+
+    def is_of(self, version: int) -> bool:
+        """Whether it is finished, and every token was sampled under this version."""
+        return self.sample.finish_reason is not None and not np.any(self.sample.versions != version)
 
 
 class HeldOutAnswers:
@@ -36,12 +58,14 @@ class HeldOutAnswers:
         rewards: WeightedRewards,
         decode: Decode,
         sampling: SamplingConfig,
+        player: Player | None = None,
         log: SampleLog | None = None,
     ) -> None:
         self._engine = engine
         self._rewards = rewards
         self._decode = decode
         self._sampling = sampling
+        self._player = player
         self._greedy = sampling.greedy()
         self._log = log
         self._num_rounds = 0
@@ -64,8 +88,8 @@ class HeldOutAnswers:
                 outputs = await self._sample(left, [self._sampling] * num_samples + [self._greedy])
                 mixed = {
                     group_id
-                    for group_id, samples in outputs.items()
-                    if any(one.finish_reason is None or np.any(one.versions != version) for one in samples)
+                    for group_id, answers in outputs.items()
+                    if any(not one.failure and not one.is_of(version) for one in answers)
                 }
                 answered += await self._score([one for one in left if one.group_id not in mixed], outputs, version)
                 left = [prompt for prompt in left if prompt.group_id in mixed]
@@ -75,35 +99,69 @@ class HeldOutAnswers:
             )
         return answered
 
-    async def _sample(self, prompts: Sequence[Prompt], each: Sequence[SamplingConfig]) -> dict[int, list[SampleOutput]]:
+    async def _sample(self, prompts: Sequence[Prompt], each: Sequence[SamplingConfig]) -> dict[int, list[_Answer]]:
         """The answers to each prompt by its group id, the greedy one last."""
         self._num_rounds += 1
+        player = self._player
+        played = [prompt for prompt in prompts if player is not None and player.plays(prompt)]
+        single = [prompt for prompt in prompts if player is None or not player.plays(prompt)]
         requests = [
             SampleRequest(
                 id=f"evaluation-{self._num_rounds}-{prompt.group_id}-{index}",
                 prompt_ids=prompt.prompt_ids,
                 sampling=sampling,
             )
-            for prompt in prompts
+            for prompt in single
             for index, sampling in enumerate(each)
         ]
-        outputs = {request.id: output async for request, output in self._engine.generate(requests)}
-        ids = iter(requests)
-        return {prompt.group_id: [outputs[next(ids).id] for _ in each] for prompt in prompts}
+        episodes = [
+            self._play(player, prompt, index, sampling)
+            for prompt in played
+            for index, sampling in enumerate(each)
+            if player is not None
+        ]
+        playing = asyncio.gather(*episodes)
+        try:
+            outputs = {request.id: output async for request, output in self._engine.generate(requests)}
+            answers = iter([*[self._single(outputs[request.id]) for request in requests], *await playing])
+        finally:
+            playing.cancel()
+        return {prompt.group_id: [next(answers) for _ in each] for prompt in (*single, *played)}
+
+    def _single(self, sample: SampleOutput) -> _Answer:
+        text = self._decode(sample.token_ids.tolist())
+        is_truncated = sample.finish_reason is FinishReason.length
+        rollout = Rollout.answer(text, num_tokens=len(sample.token_ids), is_truncated=is_truncated)
+        return _Answer(sample=sample, rollout=rollout)
+
+    async def _play(self, player: Player, prompt: Prompt, index: int, sampling: SamplingConfig) -> _Answer:
+        """Let an environment play one episode on the engine."""
+        episode = Episode(f"evaluation-{self._num_rounds}-{prompt.group_id}-{index}", prompt.prompt_ids, player.budget)
+        run = DirectRun(episode, self._engine)
+        try:
+            await player.play(prompt, run, sampling=sampling, index=index)
+        finally:
+            await run.close()
+        failure = "" if run.failure is None else str(run.failure)
+        if episode.answer is None and not failure:
+            failure = f"the environment of held-out prompt {prompt.group_id} ended without a turn of the policy"
+        return _Answer(sample=run.sampled(), rollout=run.rollout(self._decode), failure=failure)
 
     async def _score(
-        self, prompts: Sequence[Prompt], outputs: Mapping[int, list[SampleOutput]], version: int
+        self, prompts: Sequence[Prompt], outputs: Mapping[int, list[_Answer]], version: int
     ) -> list[AnsweredPrompt]:
-        texts = [[self._decode(one.token_ids.tolist()) for one in outputs[prompt.group_id]] for prompt in prompts]
-        rollouts = [
-            list(map(rollout_of, texts_of, outputs[prompt.group_id]))
-            for prompt, texts_of in zip(prompts, texts, strict=True)
-        ]
-        scores = await asyncio.gather(*map(self._rewards.score, prompts, rollouts), return_exceptions=True)
+        async def score(prompt: Prompt) -> Scores:
+            answers = outputs[prompt.group_id]
+            if failed := next((one.failure for one in answers if one.failure), ""):
+                raise RewardError(failed)
+            return await self._rewards.score(prompt, [one.rollout for one in answers])
+
+        scores = await asyncio.gather(*map(score, prompts), return_exceptions=True)
         answered: list[AnsweredPrompt] = []
         kept: list[dict[str, Any]] = []
-        for prompt, its_texts, earned in zip(prompts, texts, scores, strict=True):
-            samples = outputs[prompt.group_id]
+        for prompt, earned in zip(prompts, scores, strict=True):
+            samples = [one.sample for one in outputs[prompt.group_id]]
+            texts = [one.rollout.text for one in outputs[prompt.group_id]]
             if isinstance(earned, RewardError):
                 logger.warning("a held-out prompt is left out: %s", earned)
                 answered.append(_entry(prompt, samples, reward_failure=str(earned)))
@@ -111,16 +169,10 @@ class HeldOutAnswers:
                 raise earned
             else:
                 answered.append(_entry(prompt, samples, earned))
-                kept += self._log.rows(prompt, samples, its_texts, earned) if self._log is not None else []
+                kept += self._log.rows(prompt, samples, texts, earned) if self._log is not None else []
         if self._log is not None and kept:
-            await self._log.keep_answers(version, kept, per_prompt=len(texts[0]))
+            await self._log.keep_answers(version, kept, per_prompt=len(outputs[prompts[0].group_id]))
         return answered
-
-
-def rollout_of(text: str, sample: SampleOutput) -> Rollout:
-    """A single answer as reward functions see it."""
-    is_truncated = sample.finish_reason is FinishReason.length
-    return Rollout.answer(text, num_tokens=len(sample.token_ids), is_truncated=is_truncated)
 
 
 def _entry(

@@ -20,7 +20,8 @@ from .engines.engine import EngineLoad, SampleOutput, SampleRequest
 from .episodes import PROMPT, Episode, EpisodeBudget
 from .episodes.run import EpisodeRun
 from .metrics import FleetMeter
-from .rewards import Rollout, Scores
+from .reward_protocol import Rollout
+from .rewards import Scores
 
 FULL_CACHE = 0.9
 """KV cache use from which the limit shrinks."""
@@ -214,19 +215,20 @@ class InflightGroup:
         return TrajectoryGroup.from_trajectories(padded, group_id=group_id, attempt=attempt)
 
     def rollout(self, index: int, decode: Callable[[Sequence[int]], str]) -> Rollout:
-        """The finished episode with this index, as reward functions see it."""
-        episode, run = self.episodes[index], self.runs[index] if self.runs else None
-        outcome = run.outcome if run is not None else None
-        turns = {turn: decode(episode.turn(turn).token_ids.tolist()) for turn in episode.sampled}
-        answer = episode.answer
-        return Rollout(
-            text=(outcome.answer if outcome is not None else "") or next(reversed(turns.values()), ""),
-            turns=turns,
-            num_tokens=episode.num_tokens,
-            is_truncated=answer is not None and answer.finish_reason is FinishReason.length,
-            outcome=outcome,
-            failure=str(run.failure or "") if run is not None else "",
+        """A finished episode as rewards see it."""
+        if self.runs:
+            return self.runs[index].rollout(decode)
+        answer = self.written(index)
+        is_truncated = answer.finish_reason is FinishReason.length
+        return Rollout.answer(
+            decode(answer.token_ids.tolist()), num_tokens=len(answer.token_ids), is_truncated=is_truncated
         )
+
+    def written(self, index: int) -> Turn | SampleOutput:
+        """All tokens that the policy wrote in an episode."""
+        answer = self.episodes[index].answer
+        assert answer is not None
+        return self.runs[index].sampled() if self.runs else answer
 
     def scored(self, scores: Scores, chosen: Sequence[int]) -> TrajectoryGroup:
         """The finished group of the ``chosen`` episodes, by their scores. Several rewards become ``reward.NAME``."""

@@ -70,7 +70,7 @@ class SampleLog:
         self._num_groups = 0
         self._num_parts = 0
 
-    async def prepare(self) -> None:
+    async def start(self) -> None:
         """Import pyarrow now: its import takes a second and would delay a batch of samples."""
         await asyncio.to_thread(importlib.import_module, "pyarrow.parquet")
 

@@ -19,7 +19,7 @@ from asyncrl.core.trajectory import TrajectoryGroup
 
 from .config import OnRewardFailure, RolloutFleetConfig, SaveProgress
 from .episodes.config import OnFailure
-from .episodes.environment import EpisodeFailure, FailureKind
+from .episodes.environment import EpisodeFailure, FailureKind, Outcome
 from .inflight import GroupEnd, InflightGroup
 from .metrics import FleetMeter
 from .rewards import WeightedRewards
@@ -161,6 +161,7 @@ class Settlement:
                 raise last
             logger.warning("%s (on_failure.%s=%s)", last, last.kind, action)
             if action is OnFailure.score and group.episodes[index].answer is not None:
+                run.outcome = Outcome(reward=0.0)
                 survivors.append(index)
         if last is not None and len(survivors) < FEWEST_SAMPLES:
             raise last
@@ -170,7 +171,6 @@ class Settlement:
         """Score a finished group, and leave out what has no reward. Raises `RewardError` if too little has one."""
         started = time.perf_counter()
         prompt = group.lease.prompt
-        answers = [answer for index in chosen if (answer := group.episodes[index].answer) is not None]
         rollouts = [group.rollout(index, self._decode) for index in chosen]
         may_fail = self._config.on_reward_failure is OnRewardFailure.drop_trajectory
         fewest = FEWEST_SAMPLES if may_fail else len(rollouts)
@@ -189,10 +189,11 @@ class Settlement:
                 )
             self._meter.add(groups_failed=Counter(reward_trajectory=num_failed))
             scores = scores.of(has_reward)
+        kept = [chosen[place] for place in places]
         if self._samples is not None:
-            kept, texts = [answers[place] for place in places], [rollouts[place].text for place in places]
-            await self._samples.add(prompt, kept, texts, scores)
-        return group.scored(scores, [chosen[place] for place in places])
+            texts = [rollouts[place].text for place in places]
+            await self._samples.add(prompt, [group.written(index) for index in kept], texts, scores)
+        return group.scored(scores, kept)
 
     async def _store(self, group: InflightGroup, stored: TrajectoryGroup) -> None:
         self._num_failures_in_a_row = 0

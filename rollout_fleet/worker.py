@@ -27,6 +27,7 @@ from asyncrl.weights.staging import WeightStager
 
 from .config import RolloutFleetConfig
 from .engines import make_engine
+from .episodes.player import EpisodePlayer
 from .evaluation import HeldOutAnswers
 from .loop import RolloutLoop
 from .member import Member, member_limits
@@ -46,6 +47,7 @@ class RolloutWorker(Worker):
         connect_buffer: Called in `start` with the engine's name in the buffer.
         copy_weights: Stage copies of full versions too, not only images of deltas.
         greedy_baseline: Sample one more response per prompt greedily, which is not trained on.
+        plays_episodes: Prompts may have an environment.
         sample_dir: Folder of decoded samples; empty to keep none.
         profile: What the process records for the run's profile.
 
@@ -65,6 +67,7 @@ class RolloutWorker(Worker):
         seed: int,
         copy_weights: bool = False,
         greedy_baseline: bool = False,
+        plays_episodes: bool = False,
         sample_dir: str = "",
         profile: ProfileConfig | None = None,
     ) -> None:
@@ -84,7 +87,13 @@ class RolloutWorker(Worker):
         )
         log = partial(SampleLog, rank=self.rank, config=config.samples, decode=decode)
         self._samples = log(Path(sample_dir)) if sample_dir else None
-        parts: dict[str, Any] = {"engine": self._engine, "rewards": self._rewards, "decode": decode}
+        self._player = EpisodePlayer(config, model_path=model_path) if plays_episodes else None
+        parts: dict[str, Any] = {
+            "engine": self._engine,
+            "rewards": self._rewards,
+            "decode": decode,
+            "player": self._player,
+        }
         self._held_out = HeldOutAnswers(sampling=config.sampling, log=self._samples, **parts)
         self._make_loop = partial(
             RolloutLoop,
@@ -105,8 +114,8 @@ class RolloutWorker(Worker):
 
         Raises as `Engine.start` does.
         """
-        starting = [self._engine.start()] + ([self._samples.prepare()] if self._samples is not None else [])
-        await asyncio.gather(*starting)
+        beside = [part.start() for part in (self._samples, self._player) if part is not None]
+        await asyncio.gather(self._engine.start(), *beside)
         self._member.started(self._member.epoch)
         await self._rewards.start()
         self._buffer = self._connect_buffer(str(self.rank))
@@ -195,6 +204,8 @@ class RolloutWorker(Worker):
                 logger.exception("%s was not stopped; its processes end with this one", self._member.name)
             self._stager.close()
             await self._rewards.close()
+            if self._player is not None:
+                await self._player.close()
             if self._buffer is not None:
                 await self._buffer.close()
             self._down.close()

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
 from asyncrl.core.errors import EpisodeEnded, RequestRefused
-from asyncrl.core.types import Prompt
+from asyncrl.core.types import FinishReason, Prompt
 from rollout_fleet.config import SamplingConfig
-from rollout_fleet.engines.engine import Engine, SampleOutput, SampleRequest, cancel
+from rollout_fleet.engines.engine import NOTHING, Engine, SampleOutput, SampleRequest, cancel
+from rollout_fleet.reward_protocol import Rollout
 
 from .environment import EpisodeFailure, Outcome
 from .episode import Episode, EpisodeBudget
@@ -47,6 +48,7 @@ class EpisodeRun:
         episode: The forest of turns.
         outcome: The environment's result, when it has one.
         failure: Why there is no outcome.
+        messages: The conversation up to the last turn, in the form of OpenAI's API.
 
     Args:
         ask: Called when a turn wants the engine; never waits.
@@ -57,6 +59,7 @@ class EpisodeRun:
         self.episode = episode
         self.outcome: Outcome | None = None
         self.failure: EpisodeFailure | None = None
+        self.messages: Sequence[Mapping[str, Any]] = ()
         self._ask = ask
         self._vocab_size = vocab_size
         self._waiting: dict[int, asyncio.Future[None]] = {}
@@ -66,6 +69,31 @@ class EpisodeRun:
     def is_over(self) -> bool:
         """Whether the environment has ended by itself, with an outcome or a failure."""
         return self.outcome is not None or self.failure is not None
+
+    def sampled(self) -> SampleOutput:
+        """All tokens that the policy wrote in this life, turn after turn; unfinished without an answer."""
+        turns = self.episode.sampled
+        return SampleOutput(
+            token_ids=np.concatenate([NOTHING.token_ids, *(turn.token_ids for _, turn in turns)]),
+            logprobs=np.concatenate([NOTHING.logprobs, *(turn.logprobs for _, turn in turns)]),
+            versions=np.concatenate([NOTHING.versions, *(turn.versions for _, turn in turns)]),
+            finish_reason=turns[-1][1].finish_reason if turns else None,
+        )
+
+    def rollout(self, decode: Callable[[Sequence[int]], str]) -> Rollout:
+        """The episode as rewards see it."""
+        turns = {index: decode(turn.token_ids.tolist()) for index, turn in self.episode.sampled}
+        last = self.episode.answer
+        return Rollout(
+            text=(self.outcome and self.outcome.answer) or next(reversed(turns.values()), ""),
+            turns=turns,
+            messages=tuple(self.messages),
+            num_tokens=self.episode.num_tokens,
+            is_truncated=last is not None and last.finish_reason is FinishReason.length,
+            outcome=self.outcome,
+            failure=str(self.failure or ""),
+            metrics=self.outcome.metrics if self.outcome else {},
+        )
 
     async def sample(self, parent: int, new_tokens: Sequence[int] | np.ndarray, sampling: SamplingConfig) -> int:
         """Ask the policy to continue the path of ``parent`` and ``new_tokens``; returns the turn when it has finished.
@@ -128,8 +156,8 @@ class EpisodeRun:
 class DirectRun(EpisodeRun):
     """An episode that asks an engine by itself: one of an evaluation, which has no lease and is in no account."""
 
-    def __init__(self, episode: Episode, engine: Engine, *, vocab_size: int) -> None:
-        super().__init__(episode, ask=self._send, vocab_size=vocab_size)
+    def __init__(self, episode: Episode, engine: Engine) -> None:
+        super().__init__(episode, ask=self._send, vocab_size=engine.vocab_size)
         self._engine = engine
         self._sending: set[asyncio.Task[None]] = set()
 

@@ -1,0 +1,97 @@
+"""Plays the episodes of one rollout worker: environments in their processes, their sessions and URLs in this one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict
+
+from asyncrl.core.types import Prompt
+from rollout_fleet.config import RolloutFleetConfig, SamplingConfig
+from rollout_fleet.engines.engine import read_model_facts
+
+from .config import OnSamplingOption
+from .endpoint import Endpoint
+from .environment import EpisodeFailure, FailureKind, Outcome
+from .environment_processes import EnvironmentProcesses
+from .episode import PROMPT, EpisodeBudget
+from .renderer import ChatRenderer, load_renderer
+from .run import EpisodeRun
+from .session import Session
+
+
+class EpisodePlayer:
+    """Implements `rollout_fleet.episodes.run.Player` with the environments that the options and the rows name.
+
+    Nothing is started before the first `start`; `close` may be called at any time.
+
+    Attributes:
+        counts: What happened in all sessions so far: requests, branches by cause, overridden options, tokens of
+            prompts, and the reused ones among them.
+    """
+
+    def __init__(self, config: RolloutFleetConfig, *, model_path: str) -> None:
+        self.counts: Counter[str] = Counter()
+        self._config = config
+        self._model_path = model_path
+        self._processes = EnvironmentProcesses(config)
+        self._endpoint = Endpoint()
+        self._renderer: ChatRenderer | None = None
+
+    @property
+    def budget(self) -> EpisodeBudget:
+        """See `Player.budget`."""
+        options, sampling = self._config.environment, self._config.sampling
+        return EpisodeBudget(
+            max_turns=options.max_turns,
+            max_tokens=options.max_tokens or options.max_turns * sampling.max_new_tokens,
+            max_context=options.max_context or read_model_facts(self._model_path).max_context,
+        )
+
+    def plays(self, prompt: Prompt) -> bool:
+        """See `Player.plays`."""
+        return bool(prompt.environment or self._config.environment.name)
+
+    async def start(self) -> None:
+        """Choose the renderer, start the processes, and load the run's environment; raises as these do."""
+        self._renderer = load_renderer(self._model_path, self._config.environment.renderer)
+        await self._endpoint.start()
+        await self._processes.start()
+
+    async def close(self) -> None:
+        """End the processes and the endpoint."""
+        await self._processes.close()
+        await self._endpoint.close()
+
+    async def play(self, prompt: Prompt, run: EpisodeRun, *, sampling: SamplingConfig, index: int) -> None:
+        """See `Player.play`."""
+        assert self._renderer is not None
+        name = prompt.environment or self._config.environment.name
+        refuses = self._config.environment.sampling is OnSamplingOption.refuse
+        session = Session(run, self._renderer, sampling=sampling, prompt=prompt, refuses=refuses)
+        access = self._endpoint.open(session)
+        try:
+            if not await self._processes.is_replayable(name, prompt.environment_options):
+                run.episode.forget()
+            outcome = await self._processes.run(
+                prompt, access, sample=index, name=name, options=prompt.environment_options
+            )
+            _check_turns(run, outcome)
+            run.outcome = outcome
+        except EpisodeFailure as failure:
+            run.failure = failure
+        finally:
+            self._endpoint.close_session(access.api_key)
+            for count, value in asdict(session.counts).items():
+                parts = value if isinstance(value, dict) else {"": value}
+                self.counts.update({f"{count}.{part}".rstrip("."): number for part, number in parts.items()})
+
+
+def _check_turns(run: EpisodeRun, outcome: Outcome) -> None:
+    """Raise `EpisodeFailure` unless the rewarded turns are those of this life of the episode."""
+    strange = sorted(turn for turn in outcome.turn_rewards if turn == PROMPT or not run.episode.is_known(turn))
+    if strange:
+        raise EpisodeFailure(
+            FailureKind.reward,
+            f"the environment of episode {run.episode.name} rewards turns {strange}, which are not turns after the "
+            "prompt; use the index that came with an answer",
+        )
