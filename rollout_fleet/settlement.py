@@ -19,7 +19,7 @@ from asyncrl.core.trajectory import TrajectoryGroup
 
 from .config import OnRewardFailure, RolloutFleetConfig, SaveProgress
 from .episodes.config import OnFailure
-from .episodes.environment import EpisodeFailure, FailureKind, Outcome
+from .episodes.environment import EpisodeFailure, FailureKind
 from .inflight import GroupEnd, InflightGroup
 from .metrics import FleetMeter
 from .rewards import WeightedRewards
@@ -161,7 +161,6 @@ class Settlement:
                 raise last
             logger.warning("%s (on_failure.%s=%s)", last, last.kind, action)
             if action is OnFailure.score and group.episodes[index].answer is not None:
-                run.outcome = Outcome(reward=0.0)
                 survivors.append(index)
         if last is not None and len(survivors) < FEWEST_SAMPLES:
             raise last

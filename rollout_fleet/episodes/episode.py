@@ -142,15 +142,15 @@ class Episode:
         return [index for index, node in enumerate(self._nodes) if node.is_running]
 
     @property
-    def sampled(self) -> list[tuple[int, Turn]]:
-        """The sampled turns of this life, finished or running, with their indices."""
-        return [(index, node.turn) for index, node in enumerate(self._nodes) if node.turn.sampled and node.is_live]
+    def sampled(self) -> list[int]:
+        """The turns that were sampled in this life, or are being sampled."""
+        return [index for index, node in enumerate(self._nodes) if node.turn.sampled and node.is_live]
 
     @property
     def answer(self) -> Turn | None:
         """The last sampled turn of this life; None before there is one."""
         turns = self.sampled
-        return turns[-1][1] if turns else None
+        return self.turn(turns[-1]) if turns else None
 
     def is_known(self, index: int) -> bool:
         """Whether the index is that of a turn of this life."""

@@ -72,17 +72,17 @@ class EpisodeRun:
 
     def sampled(self) -> SampleOutput:
         """All tokens that the policy wrote in this life, turn after turn; unfinished without an answer."""
-        turns = self.episode.sampled
+        turns = [self.episode.turn(index) for index in self.episode.sampled]
         return SampleOutput(
-            token_ids=np.concatenate([NOTHING.token_ids, *(turn.token_ids for _, turn in turns)]),
-            logprobs=np.concatenate([NOTHING.logprobs, *(turn.logprobs for _, turn in turns)]),
-            versions=np.concatenate([NOTHING.versions, *(turn.versions for _, turn in turns)]),
-            finish_reason=turns[-1][1].finish_reason if turns else None,
+            token_ids=np.concatenate([NOTHING.token_ids, *(turn.token_ids for turn in turns)]),
+            logprobs=np.concatenate([NOTHING.logprobs, *(turn.logprobs for turn in turns)]),
+            versions=np.concatenate([NOTHING.versions, *(turn.versions for turn in turns)]),
+            finish_reason=turns[-1].finish_reason if turns else None,
         )
 
     def rollout(self, decode: Callable[[Sequence[int]], str]) -> Rollout:
         """The episode as rewards see it."""
-        turns = {index: decode(turn.token_ids.tolist()) for index, turn in self.episode.sampled}
+        turns = {index: decode(self.episode.turn(index).token_ids.tolist()) for index in self.episode.sampled}
         last = self.episode.answer
         return Rollout(
             text=(self.outcome and self.outcome.answer) or next(reversed(turns.values()), ""),

@@ -256,12 +256,13 @@ async def test_a_failed_episode_costs_the_attempt_and_the_next_attempt_keeps_the
 async def test_a_failed_episode_is_scored_or_left_out(make_buffer, action):
     buffer = make_buffer(1)
     player = Playing(failing(FailureKind.tool, fails=lambda run, index: index == 2))
-    options = {"environment": EnvironmentConfig(on_failure=OnFailureConfig(tool=action)), "samples_per_prompt": 3}
+    environment = EnvironmentConfig(on_failure=OnFailureConfig(tool=action))
+    options = {"environment": environment, "samples_per_prompt": 3, "reward": "environment"}
     async with running_loop(buffer, writes_by_context, player=player, **options) as (loop, _, _):
         await buffer.stored(1)
         counters = await loop.stop()
     (group,) = buffer.groups
-    assert group.num_trajectories == (3 if action is OnFailure.score else 2)
+    assert group.rewards.tolist() == ([1.0, 1.0, 0.0] if action is OnFailure.score else [1.0, 1.0])
     assert counters.groups_failed[f"episode_tool_{action}"] == 1
     assert counters.tokens_generated == buffer.num_accounted
 
