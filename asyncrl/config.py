@@ -568,7 +568,12 @@ def learner_pools(config: RunConfig) -> dict[str, int]:
 
 
 def episode_context(config: RunConfig) -> int:
-    """Tokens that a path of an episode may have: the option, or what the model and a micro-batch of each role hold."""
+    """Most tokens on a path of an episode: the option, or what the model and a micro-batch of each role hold.
+
+    0 if no prompt has an environment.
+    """
+    if not (has_environment(config) or config.data.environment_key):
+        return 0
     if config.rollout_fleet.environment.max_context:
         return config.rollout_fleet.environment.max_context
     budgets = [role_options(config, role) for role in learner_roles(config)]

@@ -47,7 +47,7 @@ class RolloutWorker(Worker):
         connect_buffer: Called in `start` with the engine's name in the buffer.
         copy_weights: Stage copies of full versions too, not only images of deltas.
         greedy_baseline: Sample one more response per prompt greedily, which is not trained on.
-        plays_episodes: Prompts may have an environment.
+        episode_context: Most tokens on a path of an episode; 0 if no prompt has an environment.
         sample_dir: Folder of decoded samples; empty to keep none.
         profile: What the process records for the run's profile.
 
@@ -67,7 +67,7 @@ class RolloutWorker(Worker):
         seed: int,
         copy_weights: bool = False,
         greedy_baseline: bool = False,
-        plays_episodes: bool = False,
+        episode_context: int = 0,
         sample_dir: str = "",
         profile: ProfileConfig | None = None,
     ) -> None:
@@ -87,7 +87,9 @@ class RolloutWorker(Worker):
         )
         log = partial(SampleLog, rank=self.rank, config=config.samples, decode=decode)
         self._samples = log(Path(sample_dir)) if sample_dir else None
-        self._player = EpisodePlayer(config, model_path=model_path) if plays_episodes else None
+        self._player = (
+            EpisodePlayer(config, model_path=model_path, max_context=episode_context) if episode_context else None
+        )
         parts: dict[str, Any] = {
             "engine": self._engine,
             "rewards": self._rewards,

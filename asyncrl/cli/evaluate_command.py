@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -26,7 +27,7 @@ from asyncrl.checks import check_model
 from asyncrl.cli.compose import compose_run, dump_yaml, read_config
 from asyncrl.cli.preflight import check_folder, check_own_functions, check_vocabulary, try_reward
 from asyncrl.cli.quickstart import with_quickstart_assets
-from asyncrl.config import RunConfig, has_environment, with_time_to_read
+from asyncrl.config import RunConfig, episode_context, has_environment, with_time_to_read
 from asyncrl.core.errors import AsyncRLError
 from asyncrl.core.types import AnsweredPrompt, Prompt
 from asyncrl.data.prompts import load_eval_prompts
@@ -37,7 +38,7 @@ from asyncrl.run.run_folder import RunPaths
 from learner.checkpoint_folder import newest_checkpoint, read_progress
 from rollout_fleet.config import EngineKind
 from rollout_fleet.engines import check_engine_installed, make_engine
-from rollout_fleet.engines.engine import Engine
+from rollout_fleet.episodes.player import EpisodePlayer
 from rollout_fleet.evaluation import HeldOutAnswers
 from rollout_fleet.rewards import WeightedRewards
 from rollout_fleet.sample_log import SampleLog, load_decoder
@@ -199,13 +200,18 @@ async def evaluate(config: RunConfig, folder: Path, version: int) -> Evaluation:
     config = with_time_to_read(config)
     engine = make_engine(config.rollout_fleet, model_path=config.model.path, rank=0, log_dir=logs, seed=config.seed)
     rewards = WeightedRewards(config.rollout_fleet)
+    context = episode_context(config)
+    player = EpisodePlayer(config.rollout_fleet, model_path=config.model.path, max_context=context) if context else None
+    parts: dict[str, Any] = {"engine": engine, "rewards": rewards, "player": player}
     try:
-        await asyncio.gather(engine.start(), rewards.start())
-        fleet = OneEngine(config, engine=engine, rewards=rewards, sample_dir=folder / "samples")
+        await asyncio.gather(*(part.start() for part in parts.values() if part is not None))
+        fleet = OneEngine(config, **parts, sample_dir=folder / "samples")
         evaluation = await HeldOutEvaluator(config, fleet=fleet, prompts=prompts).evaluate_all(engine.version)
     finally:
         await engine.stop()
         await rewards.close()
+        if player is not None:
+            await player.close()
     if evaluation is None:
         raise AsyncRLError(f"none of the {len(prompts)} prompts has a reward: {fleet.failure or 'every reward failed'}")
     return replace(evaluation, policy_version=version)
@@ -232,12 +238,13 @@ class OneEngine:
         failure: The engine's last error; None without one.
     """
 
-    def __init__(self, config: RunConfig, *, engine: Engine, rewards: WeightedRewards, sample_dir: Path) -> None:
+    def __init__(self, config: RunConfig, *, sample_dir: Path, **parts: Any) -> None:
+        """``parts``: engine, rewards and player, as of `HeldOutAnswers`."""
         self.failure: AsyncRLError | None = None
         decode = load_decoder(config.model.path)
         fleet = config.rollout_fleet
         log = SampleLog(sample_dir, rank=0, config=fleet.samples, decode=decode)
-        self._answers = HeldOutAnswers(engine=engine, rewards=rewards, decode=decode, sampling=fleet.sampling, log=log)
+        self._answers = HeldOutAnswers(**parts, decode=decode, sampling=fleet.sampling, log=log)
 
     def engines(self) -> list[str]:
         """Return the name of the engine."""

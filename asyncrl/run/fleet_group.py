@@ -22,7 +22,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError
 
-from asyncrl.config import WORKER_ENV, RunConfig, episode_context, has_environment
+from asyncrl.config import WORKER_ENV, RunConfig, episode_context
 from asyncrl.core.errors import AsyncRLError, EngineLost, MembershipRefused
 from asyncrl.core.ports import FleetCounts
 from asyncrl.core.remote import raised_in_worker
@@ -454,16 +454,15 @@ def _worker_class(config: RunConfig, buffer: BufferConnection, paths: RunPaths) 
         copy_weights=config.weights.copies,
         seed=config.seed,
         greedy_baseline=config.algorithm.greedy_baseline,
-        plays_episodes=has_environment(config) or bool(config.data.environment_key),
+        episode_context=episode_context(config),
         sample_dir=str(paths.samples),
         profile=config.profile,
     )
 
 
 def fleet_options(config: RunConfig) -> RolloutFleetConfig:
-    """The fleet's options: the longest path of an episode, and servers that can release devices in colocated pools."""
+    """The fleet's options; with colocated pools, servers must be able to release their devices."""
     fleet = config.rollout_fleet
-    fleet = replace(fleet, environment=replace(fleet.environment, max_context=episode_context(config)))
     if not config.placement.colocated:
         return fleet
     return replace(fleet, sglang=replace(fleet.sglang, memory_saver=True))

@@ -18,7 +18,15 @@ import numpy as np
 import torch.distributed as dist
 from transformers import AutoTokenizer
 
-from asyncrl.config import RunConfig, StopMetric, WarmStartConfig, num_positions, why_positions_end
+from asyncrl.config import (
+    RunConfig,
+    StopMetric,
+    WarmStartConfig,
+    episode_context,
+    has_environment,
+    num_positions,
+    why_positions_end,
+)
 from asyncrl.core.errors import RewardError
 from asyncrl.core.host import visible_gpus
 from asyncrl.core.types import Prompt
@@ -36,6 +44,7 @@ from learner.trainer import Trainer
 from learner.types import TokenSequence
 from rollout_fleet.config import EngineDevice, EngineKind
 from rollout_fleet.engines import make_engine
+from rollout_fleet.episodes.player import EpisodePlayer
 from rollout_fleet.evaluation import HeldOutAnswers
 from rollout_fleet.rewards import WeightedRewards
 from rollout_fleet.sample_log import load_decoder
@@ -191,7 +200,8 @@ def _held_out_prompts(config: RunConfig, tokenizer: Any) -> list[Prompt]:
             f"sft.eval_prompts={config.sft.eval_prompts} needs data.eval_files, got none; set it, or set "
             "sft.eval_prompts=0"
         )
-    return load_eval_prompts(config.data, tokenizer)[: config.sft.eval_prompts]
+    needs = {"has_environment": has_environment(config)}
+    return load_eval_prompts(config.data, tokenizer, **needs)[: config.sft.eval_prompts]
 
 
 def _share(sequences: Sequence[TokenSequence], mesh: LearnerMesh) -> list[TokenSequence]:
@@ -258,22 +268,31 @@ class GreedyAccuracy:
         self._publisher: WeightPublisher | None = None
         self._engine = make_engine(self._config, model_path=self._model_path, rank=0, log_dir="", seed=config.seed)
         self._rewards = WeightedRewards(replace(self._config, reward_processes=1))
+        context = episode_context(config)
+        self._player = (
+            EpisodePlayer(self._config, model_path=self._model_path, max_context=context) if context else None
+        )
         self._answers = HeldOutAnswers(
             engine=self._engine,
             rewards=self._rewards,
             decode=load_decoder(self._model_path),
             sampling=self._config.sampling,
+            player=self._player,
         )
 
     async def __aenter__(self) -> GreedyAccuracy:
         if self._is_first:
             await self._engine.start()
             await self._rewards.start()
+            if self._player is not None:
+                await self._player.start()
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self._engine.stop()
         await self._rewards.close()
+        if self._player is not None:
+            await self._player.close()
         if self._publisher is not None:
             self._publisher.close()
         self._directory.cleanup()

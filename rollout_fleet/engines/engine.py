@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterator, Sequence
@@ -400,14 +399,12 @@ class ModelFacts:
         eos_ids: Tokens that end a response, from ``generation_config.json`` or ``config.json``.
         pad_id: Padding token; the first of ``eos_ids``, or 0, if the model has none.
         head_dim: Size of an attention head; 0 if heads differ in size.
-        max_context: Positions that the configuration names; a very large number if it names none.
     """
 
     vocab_size: int
     eos_ids: tuple[int, ...]
     pad_id: int
     head_dim: int
-    max_context: int
 
 
 def read_model_facts(model_path: str) -> ModelFacts:
@@ -431,13 +428,7 @@ def read_model_facts(model_path: str) -> ModelFacts:
     head_dim = config.get("head_dim") or config.get("hidden_size", 0) // (config.get("num_attention_heads") or 1)
     if config.get("v_head_dim") or config.get("kv_lora_rank"):  # latent attention, or values of another size
         head_dim = 0
-    return ModelFacts(
-        vocab_size=config["vocab_size"],
-        eos_ids=eos_ids,
-        pad_id=pad_id,
-        head_dim=head_dim,
-        max_context=config.get("max_position_embeddings") or sys.maxsize,
-    )
+    return ModelFacts(vocab_size=config["vocab_size"], eos_ids=eos_ids, pad_id=pad_id, head_dim=head_dim)
 
 
 def check_prompt(request: SampleRequest, vocab_size: int) -> None:

@@ -7,7 +7,6 @@ from dataclasses import asdict
 
 from asyncrl.core.types import Prompt
 from rollout_fleet.config import RolloutFleetConfig, SamplingConfig
-from rollout_fleet.engines.engine import read_model_facts
 
 from .config import OnSamplingOption
 from .endpoint import Endpoint
@@ -22,17 +21,18 @@ from .session import Session
 class EpisodePlayer:
     """Implements `rollout_fleet.episodes.run.Player` with the environments that the options and the rows name.
 
-    Nothing is started before the first `start`; `close` may be called at any time.
+    Nothing is started before `start`; `close` may be called at any time. ``max_context``: as in `EpisodeBudget`.
 
     Attributes:
         counts: What happened in all sessions so far: requests, branches by cause, overridden options, tokens of
             prompts, and the reused ones among them.
     """
 
-    def __init__(self, config: RolloutFleetConfig, *, model_path: str) -> None:
+    def __init__(self, config: RolloutFleetConfig, *, model_path: str, max_context: int) -> None:
         self.counts: Counter[str] = Counter()
         self._config = config
         self._model_path = model_path
+        self._max_context = max_context
         self._processes = EnvironmentProcesses(config)
         self._endpoint = Endpoint()
         self._renderer: ChatRenderer | None = None
@@ -44,7 +44,7 @@ class EpisodePlayer:
         return EpisodeBudget(
             max_turns=options.max_turns,
             max_tokens=options.max_tokens or options.max_turns * sampling.max_new_tokens,
-            max_context=options.max_context or read_model_facts(self._model_path).max_context,
+            max_context=self._max_context,
         )
 
     def plays(self, prompt: Prompt) -> bool:

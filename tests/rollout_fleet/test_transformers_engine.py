@@ -78,7 +78,7 @@ async def test_logprobs_equal_a_forward_pass_under_the_sampling_temperature(star
 
 def model_of(family: str, folder: Path, eos_ids: Sequence[int] = ()) -> tuple[str, GenerationModel]:
     path = save_tiny_model(folder, family, initializer_range=0.3)
-    facts = ModelFacts(vocab_size=VOCABULARY, eos_ids=tuple(eos_ids), pad_id=0, head_dim=16, max_context=128)
+    facts = ModelFacts(vocab_size=VOCABULARY, eos_ids=tuple(eos_ids), pad_id=0, head_dim=16)
     model = GenerationModel(path, facts=facts, dtype="float32", device="cpu", seed=0)
     model.load()
     return path, model
