@@ -403,7 +403,7 @@ class WeightsConfig:
 
 
 class QuickstartTask(StrEnum):
-    """Tasks of the quickstarts: digits in reverse, or sums with a calculator (`asyncrl.data.calculator`)."""
+    """Tasks of the quickstarts: digits in reverse, or sums with a calculator (`rollout_fleet.episodes.calculator`)."""
 
     reverse = "reverse"
     tools = "tools"

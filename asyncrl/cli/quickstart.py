@@ -1,7 +1,7 @@
 """The assets of the quickstarts: a character tokenizer, a tiny Qwen3, and the rows of a task.
 
 The task of ``experiment=quickstart`` is to write 5 to 8 digits in reverse, that of ``experiment=tools`` is in
-`asyncrl.data.calculator`.
+`rollout_fleet.episodes.calculator`.
 
 All assets are seeded and made in under a second, without torch. They have the layouts of transformers, SGLang and RL
 data sets, so a user replaces them with the paths of another model and other data.
@@ -25,7 +25,7 @@ from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 
 from asyncrl.config import QuickstartTask, RunConfig
-from asyncrl.data.calculator import CHAT_TEMPLATE, make_demonstrations, make_rows
+from rollout_fleet.episodes.calculator import CHAT_TEMPLATE, make_demonstrations, make_rows
 
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 VOCABULARIES = {

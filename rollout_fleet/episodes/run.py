@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import numpy as np
 
@@ -48,7 +48,6 @@ class EpisodeRun:
         episode: The forest of turns.
         outcome: The environment's result, when it has one.
         failure: Why there is no outcome.
-        messages: The conversation up to the last turn, in the form of OpenAI's API.
 
     Args:
         ask: Called when a turn wants the engine; never waits.
@@ -59,7 +58,6 @@ class EpisodeRun:
         self.episode = episode
         self.outcome: Outcome | None = None
         self.failure: EpisodeFailure | None = None
-        self.messages: Sequence[Mapping[str, Any]] = ()
         self._ask = ask
         self._vocab_size = vocab_size
         self._waiting: dict[int, asyncio.Future[None]] = {}
@@ -87,12 +85,10 @@ class EpisodeRun:
         return Rollout(
             text=(self.outcome and self.outcome.answer) or next(reversed(turns.values()), ""),
             turns=turns,
-            messages=tuple(self.messages),
             num_tokens=self.episode.num_tokens,
             is_truncated=last is not None and last.finish_reason is FinishReason.length,
             outcome=self.outcome,
             failure=str(self.failure or ""),
-            metrics=self.outcome.metrics if self.outcome else {},
         )
 
     async def sample(self, parent: int, new_tokens: Sequence[int] | np.ndarray, sampling: SamplingConfig) -> int:

@@ -15,7 +15,8 @@ import numpy as np
 
 if TYPE_CHECKING:
     from asyncrl.core.types import Prompt
-    from rollout_fleet.episodes.environment import Policy
+
+    from .environment import Policy
 
 CALL, NUMBER, SUM = "?", "number", "sum"
 CHAT_TEMPLATE = (
@@ -73,7 +74,7 @@ def make_rows(rng: np.random.Generator, count: int) -> list[dict[str, Any]]:
         if len(questions) % 2:
             questions[f"{left}+{right}"] = SUM
         else:
-            questions[str(int(rng.integers(10, 10_000_000)))] = NUMBER
+            questions[str(int(rng.integers(10, 1_000_000)))] = NUMBER
     return [
         {
             "prompt": [{"role": "user", "content": question}],
