@@ -37,8 +37,9 @@ MIN_FILES, MIN_SHARED_BYTES = 4096, 16 << 30
 LOSS_TOLERANCE = {"cuda": 0.02, "cpu": 1e-4}
 PEAK_TOLERANCE = 1.2
 """Largest accepted peak memory ÷ the planner's."""
-GAP_TOLERANCE = {"cuda": (0.03, 0.5), "cpu": (1e-3, 1e-2)}
+GAP_TOLERANCE = {"bfloat16": (0.03, 0.5), "float32": (1e-3, 1e-2)}
 """Largest mean and single difference of engine and learner log-probs, in nats."""
+_OTHER_KERNEL = "rollout_fleet.sglang.extra_args=[--attention-backend,triton]"
 
 
 class State(StrEnum):
@@ -257,8 +258,13 @@ def checkpoint(setup: Setup) -> Iterator[Result]:
 
 
 def serving(setup: Setup) -> Iterator[Result]:
-    """One engine after the other: log-probs, weights over each carrier, release, a damaged byte."""
+    """One engine after the other: its output layer, log-probs, weights over each carrier, release, a damaged byte."""
     model = setup.model or _saved_model(setup)
+    found = {}
+    for head in ("float32", "bfloat16"):
+        (found[head],) = run_task(setup, "serving_tasks:output_layer", model=model, fp32_head=head == "float32")
+    number = "; ".join(f"{head}: engine - learner {_gap(one)}" for head, one in found.items())
+    yield _result("output layer", _is_close(found["float32"], "bfloat16"), number, _OTHER_KERNEL, **found)
     is_cuda = setup.device == "cuda"
     for tp_size in (1, 2):
         if setup.num_gpus < tp_size:
@@ -270,6 +276,15 @@ def serving(setup: Setup) -> Iterator[Result]:
             yield _served(setup, f"tp={tp_size}", one)
 
 
+def _is_close(one: dict[str, Any], dtype: str) -> bool:
+    mean, single = GAP_TOLERANCE[dtype]
+    return one["mean"] <= mean and one["max"] <= single and one["num_tokens"] > 0
+
+
+def _gap(one: dict[str, Any]) -> str:
+    return f"{one['mean']:.1e} nats, at most {one['max']:.1e}"
+
+
 def _served(setup: Setup, where: str, one: dict[str, Any]) -> Result:
     what = one["what"]
     if what == "start":
@@ -277,12 +292,10 @@ def _served(setup: Setup, where: str, one: dict[str, Any]) -> Result:
     if what == "damage":
         number = one["refused"] or "a version with a damaged byte was served"
         return _result(f"damaged byte {where}", bool(one["refused"]), number, "do not train with this machine", **one)
-    mean, single = GAP_TOLERANCE[setup.device]
-    is_close = one["mean"] <= mean and one["max"] <= single and one["num_tokens"] > 0
-    gap = f"engine - learner {one['mean']:.1e} nats, at most {one['max']:.1e}"
+    is_close, gap = _is_close(one, setup.dtype), f"engine - learner {_gap(one)}"
     if what == "logprobs":
         number, name = f"{gap}; {one['tokens_per_s']:.0f} tokens/s", "log-probs of engine and learner"
-        remedy = "rollout_fleet.sglang.extra_args=[--attention-backend,triton]"
+        remedy = _OTHER_KERNEL
     elif what == "release":
         number = f"{one['cycles']} times, {one['seconds']:.2f} s, {one['freed_bytes'] / 1e9:.1f} GB freed; {gap}"
         name, remedy = "release and resume", "placement.colocated=false"

@@ -19,15 +19,16 @@ from asyncrl.weights.carriers import PublishOptions
 from asyncrl.weights.manifest import read_manifest
 from asyncrl.weights.publish import WeightPublisher
 from asyncrl.weights.staging import WeightStager
-from learner.config import Device, LearnerConfig
+from learner.config import Device, Dtype, LearnerConfig
 from learner.fsdp import local_tensor
 from learner.model_shards import PretrainedShards
 from learner.packed_model import PackedModel
 from learner.roles import ACTOR
 from learner.types import TokenSequence
 from rollout_fleet.config import EngineDevice, RolloutFleetConfig, SamplingConfig, SGLangConfig
-from rollout_fleet.engines.engine import SampleOutput, SampleRequest
+from rollout_fleet.engines.engine import SampleOutput, SampleRequest, read_model_facts
 from rollout_fleet.engines.sglang import SGLangEngine
+from rollout_fleet.engines.sglang_server import SGLangServer
 
 NUM_VERSIONS = 5
 NUM_CYCLES = 10
@@ -36,11 +37,17 @@ _SHARED_GPU = ["--mem-fraction-static", "0.35"]
 
 
 class _Pair:
-    """A learner and an engine of the same model; the engine has a GPU of its own where there is one."""
+    """A learner and an engine of the same model; the engine has a GPU of its own where there is one.
 
-    def __init__(self, setup: Setup, model: str, tp_size: int) -> None:
+    ``dtype`` replaces that of the setup; ``fp32_head`` is `SGLangServer`'s.
+    """
+
+    def __init__(
+        self, setup: Setup, model: str, tp_size: int, *, dtype: str = "", fp32_head: bool | None = None
+    ) -> None:
         self.setup, self.tp_size = setup, tp_size
-        config = LearnerConfig(device=Device(setup.device), max_tokens_per_micro_batch=4096)
+        dtype = dtype or setup.dtype
+        config = LearnerConfig(device=Device(setup.device), dtype=Dtype(dtype), max_tokens_per_micro_batch=4096)
         self.learner = PackedModel(config, ACTOR, model_path=model)
         self.is_alone = setup.device == "cuda" and setup.num_gpus > tp_size
         if self.is_alone:  # the learner has opened its GPU; the engine's process reads this
@@ -49,20 +56,17 @@ class _Pair:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices[1 : 1 + tp_size])
         sglang = SGLangConfig(
             tp_size=tp_size,
-            dtype=setup.dtype,
+            dtype=dtype,
             max_running_requests=NUM_SAMPLES,
             max_total_tokens=NUM_SAMPLES * 1024,
             memory_saver=setup.device == "cuda",
             extra_args=[] if setup.device == "cpu" or self.is_alone else _SHARED_GPU,
         )
-        self.engine = SGLangEngine(
-            RolloutFleetConfig(sglang=sglang, start_timeout_s=setup.timeout_s),
-            model_path=model,
-            device=EngineDevice(setup.device),
-            rank=0,
-            log_dir=setup.folder,
-            seed=0,
-        )
+        fleet = RolloutFleetConfig(sglang=sglang, start_timeout_s=setup.timeout_s)
+        options: dict[str, Any] = {"model_path": model, "device": EngineDevice(setup.device), "rank": 0, "seed": 0}
+        options["log_dir"] = setup.folder
+        server = SGLangServer(fleet, **options, head_dim=read_model_facts(model).head_dim, fp32_head=fp32_head)
+        self.engine = SGLangEngine(fleet, **options, server=server)
         self.version = 0
         self._count = 0
 
@@ -116,6 +120,16 @@ async def serving(setup: Setup, *, model: str, tp_size: int, carriers: list[str]
             yield {"what": f"weights-{carrier}", **await _updates(pair, Carrier(carrier), memory)}
         yield {"what": "release", **await _release(pair, memory)}
         yield {"what": "damage", **await _damage(pair, memory)}
+    finally:
+        await pair.engine.stop()
+
+
+async def output_layer(setup: Setup, *, model: str, fp32_head: bool) -> AsyncIterator[dict[str, Any]]:
+    """Log-probs of an engine in bfloat16, whose output layer computes in float32 or in bfloat16, and the learner's."""
+    pair = _Pair(setup, model, 1, dtype="bfloat16", fp32_head=fp32_head)
+    try:
+        await pair.engine.start()
+        yield pair.gap(await pair.sample())
     finally:
         await pair.engine.stop()
 

@@ -72,7 +72,8 @@ _LOGGING = {
 class SGLangServer:
     """One server process group, reachable at `url` with `headers` after `start`.
 
-    Its log is ``sglang-<rank>.log`` in ``log_dir``; ``head_dim`` is that of `ModelFacts`.
+    Its log is ``sglang-<rank>.log`` in ``log_dir``; ``head_dim`` is that of `ModelFacts`. With ``fp32_head`` the output
+    layer computes in float32; None: on a GPU.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class SGLangServer:
         log_dir: str,
         seed: int,
         head_dim: int = 0,
+        fp32_head: bool | None = None,
     ) -> None:
         self.name = f"sglang-{rank}"
         self.log_path = Path(log_dir) / f"{self.name}.log"
@@ -92,6 +94,7 @@ class SGLangServer:
         self._model_path = model_path
         self._device = device
         self._head_dim = head_dim
+        self._has_fp32_head = device is EngineDevice.cuda if fp32_head is None else fp32_head
         self._dtype = config.sglang.dtype_on(device)
         self._seed = seed
         self._port = 0
@@ -284,11 +287,10 @@ class SGLangServer:
         flags = ["--skip-server-warmup", "--sleep-on-idle", "--incremental-streaming-output"]
         if not self._fleet.needs_server_tokenizer:
             flags.append("--skip-tokenizer-init")
-        if not on_cpu:
-            # Log-probs of bfloat16 logits are up to 0.06 nats off.
+        if self._has_fp32_head:  # log-probs of bfloat16 logits are up to 0.06 nats off
             flags.append("--enable-fp32-lm-head")
-            if self._head_dim and self._head_dim not in COMMON_HEAD_DIMS:
-                arguments["--attention-backend"] = "triton"
+        if not on_cpu and self._head_dim and self._head_dim not in COMMON_HEAD_DIMS:
+            arguments["--attention-backend"] = "triton"
         if self.saves_memory:
             flags.append("--enable-memory-saver")
         if config.on_update is OnUpdate.keep:

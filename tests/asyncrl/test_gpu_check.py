@@ -90,6 +90,9 @@ def test_wrong_arguments_are_refused_with_the_choices(arguments, words, monkeypa
 def test_learner_and_engine_pass_the_check_at_toy_size(tmp_path):
     found = check(tmp_path, "--only", "stack,kernels,log_probs,training,offload,checkpoint,serving")
     assert {result["state"] for result in found.values()} == {"PASS"}
+    with_head, without_head = (found["output layer"]["figures"][head] for head in ("float32", "bfloat16"))
+    assert 0 < with_head["mean"] < 0.03
+    assert without_head["num_tokens"] > 100
     assert found["weights over folder tp=1"]["figures"]["versions_per_sample"] > 1
     assert found["release and resume tp=1"]["figures"]["cycles"] == 10
     assert "WeightsError" in found["damaged byte tp=1"]["number"]
