@@ -18,6 +18,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import uuid
 from asyncio.subprocess import PIPE
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
@@ -465,6 +466,65 @@ class McpEnvironment:
         except OSError as error:
             raise ToolError(f"the MCP server {dict(server)} cannot be started or reached: {error}") from error
         return session
+
+
+@ENVIRONMENTS.register("verifiers")
+class VerifiersEnvironment:
+    """An environment of the package ``verifiers``, 0.4 or later (``verifiers.v1``): its agents, tools and rewards.
+
+    The reward is the mean of its agents' rewards; each named reward and metric is reported.
+
+    Args:
+        env: The environment's configuration, as ``verifiers`` reads it from a file. Example:
+            ``{taskset: {id: reverse-text}, agent: {harness: {id: "null"}, runtime: {type: subprocess}}}``.
+        task_key: Column of ``data.extra_keys`` with the index of the row's task in the taskset.
+    """
+
+    replayable = False
+
+    def __init__(self, env: Mapping[str, Any], task_key: str = "task") -> None:
+        self._vf = _package("verifiers.v1", "environment.name=verifiers")
+        self._loaders = importlib.import_module("verifiers.v1.utils.loaders")
+        self._config = self._loaders.resolve_env_config(dict(env))
+        self._tasks = list(self._loaders.load_environment(self._config).taskset)
+        self._task_key = task_key
+
+    async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
+        """Run one episode of the row's task."""
+        index = prompt.extra.get(self._task_key)
+        if type(index) is not int or not 0 <= index < len(self._tasks):
+            raise ValueError(
+                f"column {self._task_key!r} must be the index of a task in 0..{len(self._tasks) - 1}, got {index!r}; "
+                f"write it into the data, and set data.extra_keys=[{self._task_key}]"
+            )
+        variable = f"ASYNCRL_EPISODE_{uuid.uuid4().hex}"  # verifiers reads keys from the environment only
+        client = self._vf.EvalClientConfig(base_url=policy.base_url, api_key_var=variable)
+        environment = self._loaders.load_environment(self._config)
+        os.environ[variable] = policy.api_key
+        try:
+            async with environment.serving():
+                context = self._vf.ModelContext(model="policy", client=client)
+                episode = await environment.run_episode(self._tasks[index], context)
+        finally:
+            del os.environ[variable]
+        errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+        if errors:
+            raise EpisodeFailure(FailureKind.environment, f"verifiers: {errors[-1].type}: {errors[-1].message}")
+        return _outcome_of_traces(episode.traces)
+
+
+def _outcome_of_traces(traces: Sequence[Any]) -> Outcome:
+    metrics: dict[str, list[float]] = {}
+    for trace in traces:
+        rewards = {name: reward.value for name, reward in trace.rewards.items() if reward is not None}
+        for name, value in {**rewards, **trace.metrics}.items():
+            if value is not None:
+                metrics.setdefault(name, []).append(float(value))
+    return Outcome(
+        reward=sum(trace.reward for trace in traces) / len(traces),
+        metrics={name: sum(values) / len(values) for name, values in metrics.items()},
+        answer=traces[-1].last_reply,
+    )
 
 
 def _package(name: str, needed_by: str) -> Any:

@@ -67,14 +67,19 @@ class PolicyEndpoint:
         await asyncio.sleep(self.turn_s)
         return body
 
-    async def _chat(self, request: web.Request) -> web.Response:
-        message = self._script(await self._body(request))
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        body = await self._body(request)
+        message = self._script(body)
         if "error" in message:
             return web.json_response(message, status=message.pop("status", 400))
         finish_reason = "tool_calls" if message.get("tool_calls") else "stop"
         choice = {"index": 0, "message": message, "finish_reason": finish_reason, "turn": len(self.requests)}
         usage = {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}
         answer = {"id": "c", "object": "chat.completion", "created": 0, "model": "policy"}
+        if body.get("stream"):
+            choice["delta"] = choice.pop("message")
+            chunk = json.dumps({**answer, "object": "chat.completion.chunk", "choices": [choice], "usage": usage})
+            return web.Response(text=f"data: {chunk}\n\ndata: [DONE]\n\n", content_type="text/event-stream")
         return web.json_response({**answer, "choices": [choice], "usage": usage})
 
     async def _sample(self, request: web.Request) -> web.Response:

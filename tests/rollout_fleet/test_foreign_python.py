@@ -1,0 +1,157 @@
+"""Environments under a Python of their own, which has none of asyncrl's packages."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from asyncrl.core.types import Prompt
+from rollout_fleet.config import RolloutFleetConfig
+from rollout_fleet.episodes.config import EnvironmentConfig
+from rollout_fleet.episodes.environment import EpisodeFailure, Outcome
+from rollout_fleet.episodes.environment_processes import EnvironmentProcesses
+from tests.support.policy_endpoint import PolicyEndpoint
+
+pytestmark = pytest.mark.timeout(600)
+AGENT = """
+import importlib.util, sys
+from rollout_fleet.episodes import Outcome
+
+async def main(prompt, policy):
+    message = await policy.chat(prompt.messages)
+    turn = await policy.sample(list(prompt.prompt_ids))
+    strange = {name: importlib.util.find_spec(name) is None for name in ("numpy", "aiohttp", "torch", "msgpack")}
+    return Outcome(reward=turn.token_ids[-1], metrics=strange, answer=f"{message.text} {sys.prefix}")
+"""
+
+
+def make_prompt(**extra) -> Prompt:
+    messages = ({"role": "user", "content": "hello"},)
+    return Prompt(group_id=7, prompt_ids=np.asarray([3, 4], dtype=np.int32), messages=messages, extra=extra)
+
+
+async def play(python: str, name: str, script=None, *, options=None, prompt: Prompt) -> tuple[Outcome, list[dict]]:
+    environment = EnvironmentConfig(name=name, python=python, options=options or {}, start_timeout_s=300.0)
+    environments = EnvironmentProcesses(RolloutFleetConfig(environment=environment))
+    await environments.start()
+    try:
+        async with PolicyEndpoint(*([script] if script else [])) as endpoint:
+            return await environments.run(prompt, endpoint.open(), sample=0), endpoint.requests
+    finally:
+        await environments.close()
+
+
+@pytest.fixture(scope="module")
+def bare_python(tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("bare")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+    return str(folder / "bin" / "python")
+
+
+async def test_an_environment_runs_under_a_python_without_any_package(bare_python, tmp_path):
+    (tmp_path / "agent.py").write_text(AGENT)
+    outcome, _ = await play(bare_python, f"{tmp_path}/agent.py:main", prompt=make_prompt())
+    assert outcome.reward == 5.0
+    assert outcome.metrics == {"numpy": 1.0, "aiohttp": 1.0, "torch": 1.0, "msgpack": 1.0}
+    assert outcome.answer == f"HELLO {Path(bare_python).parents[1]}"
+
+
+async def test_an_adapter_whose_package_the_python_lacks_names_package_and_python(bare_python):
+    with pytest.raises(ValueError, match=rf"needs the package aiohttp in {bare_python}: .*install it there"):
+        await play(bare_python, "openenv", options={"url": "http://127.0.0.1:1"}, prompt=make_prompt())
+
+
+ADDITION = """
+import verifiers.v1 as vf
+
+class AdditionData(vf.TaskData):
+    answer: str
+
+class AdditionTask(vf.Task[AdditionData]):
+    @vf.reward(weight=2.0)
+    async def exact(self, trace) -> float:
+        return float(self.data.answer in trace.last_reply)
+
+class AdditionTaskset(vf.Taskset[AdditionTask, vf.TasksetConfig]):
+    def load(self):
+        for a in range(3):
+            yield AdditionTask(AdditionData(prompt=f"{a} + 1", answer=str(a + 1)), self.config.task)
+
+__all__ = ["AdditionTaskset"]
+"""
+MCP_SERVER = """
+from mcp.server.mcpserver import MCPServer
+
+server = MCPServer("numbers")
+
+@server.tool()
+def double(a: int) -> int:
+    "Doubles a number."
+    return 2 * a
+
+server.run()
+"""
+
+
+@pytest.fixture(scope="module")
+def full_python(tmp_path_factory) -> str:
+    """A Python with verifiers, mcp and gymnasium, from the package index."""
+    folder = tmp_path_factory.mktemp("full")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+    python = str(folder / "bin" / "python")
+    command = [sys.executable, "-m", "uv", "pip", "install", "-q", "-p", python, "verifiers==0.4.0", "mcp", "gymnasium"]
+    installed = subprocess.run(command, capture_output=True, text=True)
+    if installed.returncode != 0:
+        pytest.skip(f"verifiers cannot be installed here: {installed.stderr[-300:]}")
+    return python
+
+
+@pytest.mark.slow
+async def test_an_environment_of_verifiers_runs_unmodified(full_python, tmp_path, monkeypatch):
+    """Its agent is a program that verifiers starts; uv finds the program's own packages."""
+    (tmp_path / "addition.py").write_text(ADDITION)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    seat = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
+    options = {"env": {"taskset": {"id": "addition"}, "agent": seat}}
+
+    def script(body):
+        return {"role": "assistant", "content": "3"}
+
+    outcome, requests = await play(full_python, "verifiers", script, options=options, prompt=make_prompt(task=2))
+    assert outcome == Outcome(reward=2.0, metrics={"exact": 2.0}, answer="3")
+    assert requests[0]["messages"] == [{"role": "user", "content": "2 + 1"}]
+    with pytest.raises(EpisodeFailure, match=r"column 'task' must be the index of a task in 0..2, got 3"):
+        await play(full_python, "verifiers", script, options=options, prompt=make_prompt(task=3))
+
+
+@pytest.mark.slow
+async def test_a_real_mcp_server_and_a_gymnasium_game_are_played(full_python, tmp_path):
+    (tmp_path / "server.py").write_text(MCP_SERVER)
+
+    def doubles(body):
+        if body["messages"][-1]["role"] == "tool":
+            return {"role": "assistant", "content": body["messages"][-1]["content"]}
+        function = {"name": "double", "arguments": '{"a": 21}'}
+        return {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"id": "c", "type": "function", "function": function}],
+        }
+
+    servers = {"numbers": {"command": full_python, "args": [f"{tmp_path}/server.py"]}}
+    outcome, requests = await play(full_python, "mcp", doubles, options={"servers": servers}, prompt=make_prompt())
+    assert outcome.answer == "42"
+    assert requests[0]["tools"][0]["function"]["parameters"]["required"] == ["a"]
+
+    def right(body):
+        return {"role": "assistant", "content": "2"}
+
+    options = {"env": "FrozenLake-v1", "kwargs": {"is_slippery": False}, "max_steps": 4}
+    outcome, _ = await play(full_python, "gym", right, options=options, prompt=make_prompt())
+    assert outcome.metrics["steps"] == 4.0
