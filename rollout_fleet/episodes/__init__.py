@@ -37,8 +37,10 @@ __all__ = [
     "ToolError",
     "TurnSampler",
     "load_renderer",
+    "use_tools",
 ]
 _PLACES = {
+    "adapters": ("use_tools",),
     "endpoint": ("Access", "Endpoint"),
     "environment": ("Environment", "EpisodeFailure", "FailureKind", "Outcome", "Policy", "ToolError"),
     "episode": ("PROMPT", "Episode", "EpisodeBudget"),

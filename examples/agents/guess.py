@@ -1,0 +1,37 @@
+"""A game with ``reset`` and ``step``, as Gymnasium has them: guess a number from 1 to 100.
+
+Run it with ``rollout_fleet.environment.name=gym`` and
+``rollout_fleet.environment.options={env: examples/agents/guess.py:GuessTheNumber, kwargs: {max_guesses: 7}}``.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from typing import Any
+
+
+class GuessTheNumber:
+    """The seed decides the number, so all rollouts of a prompt look for the same one."""
+
+    def __init__(self, highest: int = 100, max_guesses: int = 7) -> None:
+        self.highest = highest
+        self.max_guesses = max_guesses
+
+    def reset(self, *, seed: int | None = None) -> tuple[str, dict[str, Any]]:
+        """Choose a number."""
+        self.number = random.Random(seed).randint(1, self.highest)
+        self.guesses = 0
+        return f"Guess my number from 1 to {self.highest}. You have {self.max_guesses} guesses.", {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """Answer a guess: observation, reward, terminated, truncated, info."""
+        self.guesses += 1
+        is_last = self.guesses == self.max_guesses
+        numbers = re.findall(r"\d+", action)
+        if not numbers:
+            return "Say a number.", 0.0, False, is_last, {}
+        guess = int(numbers[-1])
+        if guess == self.number:
+            return "Right!", 1.0, True, False, {}
+        return ("Higher." if guess < self.number else "Lower."), 0.0, False, is_last, {}

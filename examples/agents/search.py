@@ -1,0 +1,77 @@
+"""A search agent over a folder of texts, with an unmodified ``openai`` client, parallel tools, and compaction.
+
+Run it with ``rollout_fleet.environment.name=examples/agents/search.py:main`` and
+``rollout_fleet.environment.options={folder: texts}``. Nothing here knows of asyncrl.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+from openai import AsyncOpenAI
+
+
+def _tool(name: str, description: str, argument: str) -> dict[str, Any]:
+    properties = {argument: {"type": "string"}}
+    parameters = {"type": "object", "properties": properties, "required": [argument]}
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
+
+
+TOOLS = [
+    _tool("search", "Find the files with all of these words. Returns their names and matching lines.", "words"),
+    _tool("read", "Read a file.", "file"),
+]
+SUMMARIZE = "Your memory is full. Write down all that you have found out so far and what you still look for."
+
+
+class Texts:
+    """The texts of a folder, in memory."""
+
+    def __init__(self, folder: str) -> None:
+        self.texts = {path.name: path.read_text() for path in sorted(Path(folder).glob("*.txt"))}
+
+    async def call(self, call: Any) -> dict[str, Any]:
+        """Answer one call of a tool."""
+        try:
+            arguments = json.loads(call.function.arguments)
+            content = self.search(arguments) if call.function.name == "search" else self.texts[arguments["file"]]
+        except (ValueError, KeyError, TypeError) as error:
+            content = f"error: {error!r}; the files are {sorted(self.texts)}"
+        return {"role": "tool", "tool_call_id": call.id, "content": content}
+
+    def search(self, arguments: dict[str, str]) -> str:
+        """The lines with any of the words, of the files with all of them."""
+        words = arguments["words"].lower().split()
+        found = []
+        for name, text in self.texts.items():
+            if all(word in text.lower() for word in words):
+                lines = [line for line in text.splitlines() if any(word in line.lower() for word in words)]
+                found += [f"{name}: {line}" for line in lines[:3]]
+        return "\n".join(found) or "nothing found"
+
+
+async def main(
+    prompt: Any, base_url: str, api_key: str, *, folder: str, max_chars: int = 8000, max_rounds: int = 16
+) -> dict[str, Any]:
+    """Answer a question from the texts; the reward is 1 if the answer contains the ground truth."""
+    texts, question = await asyncio.to_thread(Texts, folder), [dict(message) for message in prompt.messages]
+    messages, num_compactions, answer = list(question), 0, ""
+    async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+        for _ in range(max_rounds):
+            completion = await client.chat.completions.create(model="policy", messages=messages, tools=TOOLS)
+            message = completion.choices[0].message
+            answer = message.content or ""
+            messages.append(message.model_dump(exclude_none=True))
+            if not message.tool_calls:
+                break
+            messages += await asyncio.gather(*map(texts.call, message.tool_calls))
+            if sum(len(str(entry.get("content"))) for entry in messages) > max_chars:
+                request = [*messages, {"role": "user", "content": SUMMARIZE}]
+                summary = await client.chat.completions.create(model="policy", messages=request)
+                found = {"role": "user", "content": f"You found out before: {summary.choices[0].message.content}"}
+                messages, num_compactions = [*question, found], num_compactions + 1
+    reward = float(str(prompt.ground_truth).lower() in answer.lower())
+    return {"reward": reward, "answer": answer, "metrics": {"compactions": num_compactions}}
