@@ -14,7 +14,8 @@ time:
   else with it.
 - The same holds for every other parameter that has a part of these tensors.
 - The parameter is of a floating type with at least 16 bits: loaders of quantized parameters keep other state.
-- The load did not change address, shape, strides or type of any parameter.
+- Neither the load nor anything after it changed address, shape, strides or type of any parameter, or the arrangement
+  of the experts.
 - At least `MIN_TENSORS` tensors form the parameter. A loader may derive values from others, such as the latent
   projections of DeepSeek.
 """
@@ -73,6 +74,7 @@ class FusedCopies:
         parameters: The model's, by name.
         tensors: The copies of each tensor, by its name in a checkpoint.
         constants: Parameter, value and places of what the loader writes without a tensor.
+        arrangement: See `LoadObserver`.
     """
 
     def __init__(
@@ -80,8 +82,9 @@ class FusedCopies:
         parameters: Parameters,
         tensors: Mapping[str, _TensorCopies],
         constants: Sequence[tuple[str, float, Sequence[_Block]]],
+        arrangement: str | None,
     ) -> None:
-        self._places, self._tensors = _places_of(parameters), tensors
+        self._places, self._tensors, self._arrangement = _places_of(parameters), tensors, arrangement
         self._constants = [
             (name, value, joined(sorted(blocks, key=lambda block: block.start))) for name, value, blocks in constants
         ]
@@ -90,9 +93,10 @@ class FusedCopies:
         """Return the number of tensors."""
         return len(self._tensors)
 
-    def fit(self, parameters: Parameters) -> bool:
-        """Return whether the parameters have the same places as when the copies were recorded."""
-        return _places_of(parameters) == self._places
+    def fit(self, parameters: Parameters, arrangement: str | None) -> bool:
+        """Return whether the parameters have the same places and arrangement as when the copies were recorded."""
+        is_known = arrangement is not None and arrangement == self._arrangement
+        return is_known and _places_of(parameters) == self._places
 
     def take(self, tensors: Iterator[tuple[str, Tensor]], parameters: Parameters) -> Iterator[tuple[str, Tensor]]:
         """Copy the recorded tensors, and yield the others for the model's loader.
@@ -175,10 +179,12 @@ class LoadObserver:
 
     Args:
         parameters: The model's, by name.
+        arrangement: Everything else that the loader's places depend on, such as which experts this rank has. None: it
+            is not known, and the copies are never used.
     """
 
-    def __init__(self, parameters: Parameters) -> None:
-        self._parameters, self._places = parameters, _places_of(parameters)
+    def __init__(self, parameters: Parameters, arrangement: str | None = "") -> None:
+        self._parameters, self._places, self._arrangement = parameters, _places_of(parameters), arrangement
         self._names = {_storage(parameter): name for name, parameter in parameters.items()}
         self._known: dict[str, _TensorCopies] = {}
         # By storage: a reference that keeps its address from being used again, and the tensors by their first byte.
@@ -236,7 +242,7 @@ class LoadObserver:
             and not own & self._excluded
             and self._is_written_once(name)
         }
-        if _places_of(self._parameters) != self._places:
+        if self._arrangement is None or _places_of(self._parameters) != self._places:
             whole.clear()
         while True:
             others: set[str] = set().union(*(own for name, own in sources.items() if name not in whole))
@@ -258,6 +264,7 @@ class LoadObserver:
                 for tensor, own in copies.items()
             },
             [(name, value, blocks) for (name, value), blocks in constants.items()],
+            self._arrangement,
         )
 
     def _is_written_once(self, name: str) -> bool:

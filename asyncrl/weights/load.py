@@ -87,13 +87,16 @@ class WeightSource(Protocol):
         ...
 
 
-def load_verified(model: nn.Module, offer: WeightOffer, *, timeout_s: float = LOAD_TIMEOUT_S) -> int:
+def load_verified(
+    model: nn.Module, offer: WeightOffer, *, timeout_s: float = LOAD_TIMEOUT_S, arrangement: str | None = ""
+) -> int:
     """Load an offer through the model's ``load_weights``; return the number of verified values.
 
     Args:
         model: A model of SGLang, or a similar one.
         offer: The staged offer.
         timeout_s: Deadline of a stream, without the second per 100 MB.
+        arrangement: See `LoadObserver`.
 
     Raises:
         WeightsError: the bytes differ from the published ones, or a parameter holds other values afterwards.
@@ -108,10 +111,10 @@ def load_verified(model: nn.Module, offer: WeightOffer, *, timeout_s: float = LO
         if adapter is not None:
             tensors = adapter.merged(tensors, device)
         fused, observer = _fused.pop(model, None), None  # a load after a failure goes by names
-        if fused is not None and fused.fit(parameters):
+        if fused is not None and fused.fit(parameters, arrangement):
             tensors = fused.take(tensors, parameters)
         else:
-            observer = LoadObserver(parameters)
+            observer = LoadObserver(parameters, arrangement)
             tensors = observer.seen(tensors)
         with ComparedWrites(parameters, weights, observer) as writes:
             model.load_weights(tensors)  # type: ignore[operator]

@@ -113,13 +113,34 @@ def load(model: Any, _named_tensors: Any) -> None:
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     report: dict[str, Any] = {"order": fields["order"]}
     try:
-        report["num_values"] = load_verified(model, WeightOffer(**fields["offer"]), timeout_s=fields["timeout_s"])
+        report["num_values"] = load_verified(
+            model,
+            WeightOffer(**fields["offer"]),
+            timeout_s=fields["timeout_s"],
+            arrangement=arrangement_of_experts(model),
+        )
         report["num_fused"] = num_fused(model)
     except Exception as error:  # noqa: BLE001 - reported; an exception would end the server
         report["error"] = f"{type(error).__name__}: {error}"
     partial = order.with_name(f"{order.name}.{rank}.partial")
     partial.write_text(json.dumps(report))
     partial.replace(report_path(order, rank))
+
+
+def arrangement_of_experts(model: Any) -> str | None:
+    """Return which experts are where in this rank's parameters; None if this release of SGLang does not say so.
+
+    SGLang moves experts between ranks while it serves (``--enable-eplb``).
+    """
+    try:
+        from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
+    except ImportError:
+        return None
+    experts = get_global_expert_location_metadata()
+    places = [] if experts is None else experts.physical_to_logical_map.tolist()
+    names = ("_expert_storage_rank", "moe_ep_rank", "moe_tp_rank")
+    ranks = [[getattr(module, name, None) for name in names] for module in model.modules() if hasattr(module, names[0])]
+    return json.dumps([places, ranks])
 
 
 def report_path(order: Path, rank: int) -> Path:

@@ -4,9 +4,11 @@ import importlib.metadata
 import importlib.util
 import multiprocessing
 import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from rollout_fleet.engines import server_hooks
@@ -15,6 +17,7 @@ from rollout_fleet.engines.server_hooks import (
     PLUGIN,
     PREPARED,
     RETRACTED,
+    arrangement_of_experts,
     fork_on_cpu,
     register,
     rest_while_paused,
@@ -51,6 +54,23 @@ def test_a_scheduler_that_stands_still_sleeps_where_it_has_a_socket():
     rest_while_paused(None, SimpleNamespace(idle_sleeper=SimpleNamespace(maybe_sleep=lambda: naps.append(1))))
     rest_while_paused(None, SimpleNamespace(idle_sleeper=None))
     assert naps == [1]
+
+
+def test_an_arrangement_of_experts_changes_when_experts_or_ranks_move_and_may_be_unknown(monkeypatch):
+    maps = [None]
+    module = SimpleNamespace(get_global_expert_location_metadata=lambda: maps[-1])
+    monkeypatch.setitem(sys.modules, "sglang.srt.eplb.expert_location", module)
+    layers = [SimpleNamespace(), SimpleNamespace(_expert_storage_rank=0, moe_ep_rank=0, moe_tp_rank=1)]
+    model, seen = SimpleNamespace(modules=lambda: layers), [arrangement_of_experts(SimpleNamespace(modules=list))]
+    for places in (None, [[0, 1]], [[1, 0]]):
+        maps.append(None if places is None else SimpleNamespace(physical_to_logical_map=np.array(places)))
+        seen.append(arrangement_of_experts(model))
+        assert seen[-1] == arrangement_of_experts(model)
+    layers[1]._expert_storage_rank = 1
+    seen.append(arrangement_of_experts(model))
+    assert len(set(seen)) == len(seen) == 5
+    monkeypatch.setitem(sys.modules, "sglang.srt.eplb.expert_location", None)
+    assert arrangement_of_experts(model) is None
 
 
 def retracted(*, prompt: int, written: int, start: int) -> SimpleNamespace:

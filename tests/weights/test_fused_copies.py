@@ -321,6 +321,27 @@ def test_parameters_at_another_place_are_loaded_by_name_and_recorded_again(offer
         assert_holds(model, published(seed))
 
 
+def test_experts_that_moved_are_loaded_at_their_new_places(offer_of):
+    model = Mixture()
+    for seed, own, num_names in (
+        (0, range(6), 19),
+        (1, range(6), 1),
+        (2, range(5, -1, -1), 19),
+        (3, range(5, -1, -1), 1),
+    ):
+        model.own = list(own)
+        load_verified(model, offer_of(published(seed)), arrangement=str(model.own))
+        assert len(model.names) == num_names
+        assert_holds(model, published(seed))
+
+
+def test_with_an_unknown_arrangement_every_expert_is_loaded_by_name(offer_of):
+    model = Mixture()
+    for seed in range(3):
+        load_verified(model, offer_of(published(seed)), arrangement=None)
+        assert len(model.names) == 19
+
+
 def test_tensors_with_other_shapes_than_recorded_are_loaded_by_name(offer_of):
     model = Mixture(ranks=2)
     load_verified(model, offer_of(published(0)))
