@@ -243,8 +243,8 @@ class TemplateRenderer(ChatRenderer):
             old = self._text(history, tools, prompts=False)
             whole = self._text([*history, *new_messages], tools, prompts=True)
             reasoning = (str(message.get("reasoning_content") or "").strip() for message in history)
-            path = self.tokenizer.decode([*prompt_ids, *sampled_ids])
-            is_kept = all(text in whole for text in reasoning) and path.count(REASONING_END) == old.count(REASONING_END)
+            num_ends = self._num_reasoning_ends([*prompt_ids, *sampled_ids])
+            is_kept = all(text in whole for text in reasoning) and num_ends == old.count(REASONING_END)
             if whole != old + added or not is_kept:
                 return None
         text = self._after_stop(sampled_ids, self._close + added)
@@ -318,13 +318,19 @@ class TemplateRenderer(ChatRenderer):
             return text[len(sampled) :]
         return None if any(text.startswith(stop) for stop in self._stop_texts) else text
 
+    def _num_reasoning_ends(self, path: list[int]) -> int:
+        """How often reasoning ends on a path."""
+        token = self.tokenizer.convert_tokens_to_ids(REASONING_END)
+        if token not in (None, self.tokenizer.unk_token_id):
+            return path.count(token)
+        return self.tokenizer.decode(path).count(REASONING_END)
+
     def _encode_after_stop(self, text: str) -> list[int]:
         """Encode a text as it is encoded behind a stop token; a tokenizer may begin a text with a space of its own."""
         if self.stop_ids:
-            anchor = self.tokenizer.decode([self.stop_ids[0]])
-            ids, start = self.tokenizer.encode(anchor + text), self.tokenizer.encode(anchor)
-            if ids[: len(start)] == start:
-                return ids[len(start) :]
+            ids = self.tokenizer.encode(self.tokenizer.decode([self.stop_ids[0]]) + text)
+            if ids[0] == self.stop_ids[0]:
+                return ids[1:]
         return self.tokenizer.encode(text)
 
 

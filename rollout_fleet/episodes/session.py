@@ -18,11 +18,12 @@ import json
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Protocol
 
 import numpy as np
+import orjson
 
 from asyncrl.core.trajectory import ROOT
 from asyncrl.core.types import FinishReason, Prompt
@@ -467,7 +468,7 @@ class Session:
         """The run's sampling, with what a request may set. Raises `ValueError` for what it may not, or counts it."""
         if options.n < 1:
             raise ValueError(f"n must be >= 1, got {options.n}")
-        run = {**NEUTRAL, **asdict(self._sampling), "max_tokens": self._sampling.max_new_tokens}
+        run = {**NEUTRAL, **vars(self._sampling), "max_tokens": self._sampling.max_new_tokens}
         asked = {name: value for name, value in options.other.items() if value is not None}
         wrong = {name: value for name, value in asked.items() if value != run.get(name)}
         if options.max_tokens is not None and options.max_tokens > run["max_tokens"]:
@@ -517,8 +518,9 @@ class Session:
 
 def _digest(request: ChatRequest | TextRequest) -> str:
     """The same for requests of the same content, whatever their keys."""
-    content = asdict(replace(request, key="", is_retry=False))
-    return hashlib.blake2b(json.dumps(content, sort_keys=True, default=repr).encode(), digest_size=16).hexdigest()
+    kept = [value for name, value in vars(request).items() if name not in ("key", "is_retry")]
+    content = orjson.dumps(kept, option=orjson.OPT_SORT_KEYS, default=repr)
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
 @cache

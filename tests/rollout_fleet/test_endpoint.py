@@ -338,3 +338,17 @@ async def test_an_unknown_route_is_named(talk):
     talking, _ = talk()
     status, text = await post(talking.access, "/embeddings", {})
     assert (status, "there is no POST /v1/embeddings here" in text) == (404, True)
+
+
+@pytest.mark.parametrize("kind", ["OpenAIChatCompletionsModel", "OpenAIResponsesModel"])
+async def test_the_agents_of_openai_run_their_tool_loop_unmodified(talk, kind):
+    agents = pytest.importorskip("agents", reason="openai-agents is not installed, and wants a newer openai")
+    agents.set_tracing_disabled(True)
+    _, client = talk(*[CALL + "\n" + CALL + END, "It is 21." + END] * 2)
+    weather = agents.function_tool(lambda city: f"21 degrees in {city}", name_override="weather")
+    model = getattr(agents, kind)(model="policy", openai_client=client)
+    agent = agents.Agent(name="a", instructions="Be brief.", tools=[weather], model=model)
+    assert (await agents.Runner.run(agent, "How warm?")).final_output == "It is 21."
+    streamed = agents.Runner.run_streamed(agent, "How warm is it?")
+    assert [event async for event in streamed.stream_events()]
+    assert streamed.final_output == "It is 21."

@@ -1,0 +1,188 @@
+"""Agents: what the policy's endpoint costs per call: ``python -m benchmarks.agents``. One function per figure.
+
+``endpoint_ms``: 64 episodes with one call each under way. A client in a process of its own sends the growing
+conversation of each episode: a question, tool calls and their results, over eight turns. A turn takes between 0.3 and
+0.9 s by a script, so that calls come at different moments, as from an engine. The figure is the median of a call's time
+beyond its turn, as the client sees it, and includes the client's own share: ``bare_ms`` is the same for a server of
+aiohttp that only waits and answers. ``endpoint_cpu_ms`` is the CPU time per call, so its inverse bounds the rate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+from aiohttp import web
+from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+
+from asyncrl.core.types import FinishReason, Prompt
+from benchmarks.report import Target, print_report
+from rollout_fleet.config import SamplingConfig
+from rollout_fleet.engines.engine import SampleOutput
+from rollout_fleet.episodes import ChatRenderer, Endpoint, Episode, EpisodeBudget, Session, load_renderer
+from rollout_fleet.episodes.chat_tokenizer import PLAIN_ROLES
+from rollout_fleet.episodes.config import RendererConfig
+
+NUM_CONCURRENT = 64
+NUM_TURNS = 8
+NUM_EPISODES = 4  # per place
+QUESTION = {"role": "user", "content": "How warm is it in each of these cities? " + "Rome, Oslo, Lima, Cairo. " * 8}
+CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>'
+RESULT = "It is 21 degrees, with some clouds and little wind from the south-west. " * 8
+TOOL = {"type": "function", "function": {"name": "weather", "description": "d", "parameters": {"type": "object"}}}
+TARGETS = {"endpoint_ms": Target(at_most=3.0)}
+
+
+def turn_s(seed: int) -> float:
+    """Seconds of a turn; its seed says how long it takes, so that the client knows."""
+    return 0.3 + seed / 1e6
+
+
+class TimedTurns:
+    """Samples the same tool call in each turn, after `turn_s`."""
+
+    def __init__(self, prompt_ids: np.ndarray, call: Sequence[int]) -> None:
+        budget = EpisodeBudget(max_turns=1 << 20, max_tokens=1 << 30, max_context=1 << 30)
+        self.episode = Episode("0-0-0", prompt_ids, budget)
+        self._call = np.asarray(call, dtype=np.int32)
+
+    async def sample(self, parent: int, new_tokens: Sequence[int], sampling: SamplingConfig) -> int:
+        """See `TurnSampler.sample`."""
+        turn = self.episode.sample(parent, new_tokens, sampling)
+        (request,) = self.episode.next_requests()
+        await asyncio.sleep(turn_s(sampling.seed or 0))
+        size = len(self._call)
+        output = SampleOutput(
+            token_ids=self._call,
+            logprobs=np.full(size, -0.1, dtype=np.float32),
+            versions=np.zeros(size, dtype=np.int32),
+            finish_reason=FinishReason.stop,
+        )
+        self.episode.take(request.id, output)
+        return turn
+
+
+def save_tokenizer(folder: Path) -> str:
+    """A tokenizer of bytes with the markers of the plain chat template."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(BPE(vocab={letter: place for place, letter in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_tokens(["<think>", "</think>", "<tool_call>", "</tool_call>"])
+    markers = ["<|end|>", "<|tools|>", *(f"<|{role}|>" for role in PLAIN_ROLES)]
+    tokenizer.add_special_tokens([AddedToken(marker, special=True) for marker in markers])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>"}))
+    return str(folder)
+
+
+async def endpoint_ms(renderer: ChatRenderer) -> dict[str, float]:
+    """Milliseconds of a call beyond its turn at 64 concurrent, and the CPU time that the endpoint takes for it."""
+    prompt_ids = np.asarray(renderer.render([QUESTION], [TOOL]), dtype=np.int32)
+    call = renderer.tokenizer.encode(CALL + "<|end|>")
+    prompt = Prompt(group_id=0, prompt_ids=prompt_ids)
+    endpoint = Endpoint()
+    await endpoint.start()
+    accesses = [
+        endpoint.open(Session(TimedTurns(prompt_ids, call), renderer, sampling=SamplingConfig(), prompt=prompt))
+        for _ in range(NUM_CONCURRENT * NUM_EPISODES)
+    ]
+    began_s = time.process_time()
+    latencies = await _in_client([(access.base_url, access.api_key) for access in accesses])
+    cpu_s = time.process_time() - began_s
+    await endpoint.close()
+    bare = await _bare_latencies()
+    return {
+        "endpoint_ms": 1e3 * statistics.median(latencies),
+        "endpoint_p99_ms": 1e3 * float(np.percentile(latencies, 99)),
+        "endpoint_cpu_ms": 1e3 * cpu_s / len(latencies),
+        "bare_ms": 1e3 * statistics.median(bare),
+    }
+
+
+async def _bare_latencies() -> list[float]:
+    """Seconds beyond their turns of calls to a server that only waits and answers."""
+    function = {"name": "weather", "arguments": '{"city": "Rome"}'}
+    call = {"id": "call_1_0", "type": "function", "function": function}
+    body = {"choices": [{"message": {"role": "assistant", "content": None, "tool_calls": [call]}}]}
+
+    async def answer(request: web.Request) -> web.Response:
+        await asyncio.sleep(turn_s((await request.json())["seed"]))
+        return web.json_response(body)
+
+    app = web.Application()
+    app.add_routes([web.post("/v1/chat/completions", answer)])
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+    latencies = await _in_client([(url, "none")] * (NUM_CONCURRENT * NUM_EPISODES))
+    await runner.cleanup()
+    return latencies
+
+
+async def _in_client(accesses: Sequence[tuple[str, str]]) -> list[float]:
+    """Play all episodes in a process of its own; returns the seconds of each call beyond its turn."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return await asyncio.get_running_loop().run_in_executor(pool, _play_all, accesses)
+
+
+def _play_all(accesses: Sequence[tuple[str, str]]) -> list[float]:
+    return asyncio.run(_play(accesses))
+
+
+async def _play(accesses: Sequence[tuple[str, str]]) -> list[float]:
+    places, latencies = asyncio.Semaphore(NUM_CONCURRENT), []
+
+    async def episode(http: aiohttp.ClientSession, url: str, key: str) -> None:
+        async with places:
+            await asyncio.sleep(random.random())
+            messages: list[Mapping[str, Any]] = [QUESTION]
+            for _ in range(NUM_TURNS):
+                seed = random.randrange(600_000)
+                body = {"model": "policy", "messages": messages, "tools": [TOOL], "seed": seed}
+                data = json.dumps(body).encode()
+                began_s = time.perf_counter()
+                async with http.post(f"{url}/chat/completions", data=data, headers={"x-api-key": key}) as response:
+                    content = await response.read()
+                latencies.append(time.perf_counter() - began_s - turn_s(seed))
+                response.raise_for_status()
+                message = json.loads(content)["choices"][0]["message"]
+                (call,) = message["tool_calls"]
+                messages += [message, {"role": "tool", "tool_call_id": call["id"], "content": RESULT}]
+
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(connector=connector) as http, asyncio.TaskGroup() as group:
+        for url, key in accesses:
+            group.create_task(episode(http, url, key))
+    return latencies
+
+
+def main() -> None:
+    """Measure, and print a table and the figures as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.parse_args()
+    figures: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        renderer = load_renderer(save_tokenizer(Path(folder)), RendererConfig())
+        figures |= asyncio.run(endpoint_ms(renderer))
+    is_met = print_report("agents", {}, figures, TARGETS, baseline="the turn's own seconds")
+    sys.exit(0 if is_met else 1)
+
+
+if __name__ == "__main__":
+    main()
