@@ -361,6 +361,8 @@ class _Output:
             await self._process.stdin.drain()
             self._process.stdin.close()
         await self._process.wait()
+        with suppress(ConnectionError):  # it ended before it read everything; Python < 3.11.4 logs what nobody awaits
+            await self._process.stdin.wait_closed()
 
     async def _read(self, stream: asyncio.StreamReader, parts: list[bytes]) -> None:
         while chunk := await stream.read(1 << 16):
@@ -414,8 +416,8 @@ def _num_own_threads(kind: SandboxKind, uid: int | None) -> int:
         return 0
     kernel = tuple(int(part) for part in platform.release().split("-")[0].split(".")[:2])
     if kind is not SandboxKind.limits and kernel >= _KERNEL_COUNTS_PER_NAMESPACE:
-        return 1
-    count = 1
+        return 2 if kind is SandboxKind.namespaces else 1  # the process that makes the namespaces is in them too
+    count = 2  # the first process, and the thread that waits for it
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             count += len(os.listdir(entry / "task")) if entry.stat().st_uid == os.geteuid() else 0

@@ -3,6 +3,7 @@ import json
 import os
 
 import numpy as np
+import psutil
 import pytest
 
 from asyncrl.core.errors import RewardError, SandboxError
@@ -181,6 +182,27 @@ async def test_the_reward_code_runs_in_a_scoring_process_and_an_endless_program_
     finally:
         await rewards.close()
     assert scores.total.tolist() == [0.0, 1.0, 0.0]
+
+
+@pytest.mark.usefixtures("can_isolate")
+async def test_programs_end_with_the_scoring_process_that_missed_its_deadline():
+    options = {"code": {"limits": {"wall_time_s": 600.0}}}
+    rewards = WeightedRewards(RolloutFleetConfig(reward="code", reward_options=options, reward_timeout_s=8.0))
+    await rewards.start()
+    try:
+        name = f"prog{os.getpid()}"  # of the program's process, as this machine sees it
+        code = f"import ctypes, time; ctypes.CDLL(None).prctl(15, b'{name}'); time.sleep(600)"
+        scoring = asyncio.create_task(rewards.score(prompt_with("assert True"), [code]))
+        programs: list[psutil.Process] = []
+        while not programs and not scoring.done():
+            await asyncio.sleep(0.1)
+            programs = [one for one in psutil.process_iter(["name"]) if one.info["name"] == name]
+        with pytest.raises(RewardError, match="did not score it within"):
+            await scoring
+        _, alive = await asyncio.to_thread(psutil.wait_procs, programs, 30)
+    finally:
+        await rewards.close()
+    assert (len(programs), alive) == (1, [])
 
 
 async def test_a_machine_that_cannot_isolate_refuses_the_reward_code_before_the_first_score(monkeypatch):
