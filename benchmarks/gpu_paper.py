@@ -21,12 +21,13 @@ from benchmarks.full_size import MODELS, QUICKSTART, fake_update, peak_at_full_d
 from benchmarks.gpu_publish import h2d_bytes_per_published_byte, writes_per_expert_tensor
 from benchmarks.learner import frozen_head_ratio
 from benchmarks.report import Target, print_report
-from learner.config import GradientSync, LearnerConfig
+from learner.config import SELECTIVE, GradientSync, LearnerConfig
 
 CASES = {
     "Qwen3-0.6B on 1": ("Qwen3-0.6B", LearnerConfig(num_ranks=1)),
     "Qwen2.5-7B on 8": ("Qwen2.5-7B", LearnerConfig(num_ranks=8)),
     "Qwen3-8B on 4": ("Qwen3-8B", LearnerConfig(num_ranks=4)),
+    "Qwen3-8B on 4, selective": ("Qwen3-8B", LearnerConfig(num_ranks=4, activation_checkpointing=SELECTIVE)),
     "Qwen3-30B-A3B on 8": ("Qwen3-30B-A3B-Base", LearnerConfig(num_ranks=8)),
 }
 """Model and options of each comparison with the planner."""
@@ -51,6 +52,7 @@ def planned_bytes(name: str, learner: LearnerConfig) -> int:
         num_shards=learner.num_ranks,
         tokens=learner.max_tokens_per_micro_batch,
         checkpointing=bool(learner.activation_checkpointing),
+        keeps_attention=learner.activation_checkpointing == SELECTIVE,
         whole_gradients=learner.gradient_sync is GradientSync.update,
         chunk_tokens=learner.logprob_chunk_tokens,
     )
@@ -75,7 +77,8 @@ def main() -> None:
     rows: dict[str, str] = {}
     errors, peaks = [], {}
     for case, (name, options) in CASES.items():
-        learner = replace(options, activation_checkpointing=True, gradient_sync=GradientSync.micro_batch)
+        recomputed = options.activation_checkpointing or True
+        learner = replace(options, activation_checkpointing=recomputed, gradient_sync=GradientSync.micro_batch)
         peaks[case], planned = peak_at_full_depth(MODELS[name], learner), planned_bytes(name, learner)
         errors.append(abs(planned / peaks[case] - 1))
         rows[case] = f"{peaks[case] / 1e9:.1f} GB by the tracker, {planned / 1e9:.1f} GB by the planner"

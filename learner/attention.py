@@ -7,15 +7,19 @@ a causal mask no real token attends to the padding, so the result is exact. Many
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, cast
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
@@ -170,6 +174,47 @@ def _runs(lengths: Sequence[int]) -> list[tuple[int, int]]:
     return [*runs, (first, len(lengths))]
 
 
+class _CheckpointedLayer(threading.local):
+    """The layer that this thread computes under `attention_kept`; the backward pass of a GPU has its own thread.
+
+    Attributes:
+        attend: Runs the attention of the layer, or returns its kept output.
+    """
+
+    attend: Callable[[Callable[[], Tensor]], Tensor] | None = None
+
+
+_layer = _CheckpointedLayer()
+
+
+def attention_kept() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Contexts for the forward pass of a checkpointed layer, and for its recomputation without attention.
+
+    This is a ``context_fn`` of `torch.utils.checkpoint.checkpoint`. The forward pass keeps what attention saves for its
+    own backward pass: queries, keys, values and output. The recomputation takes the kept output. So attention of any
+    kernel runs once, and so do its collectives. A policy of `torch.utils.checkpoint` on single operations would not see
+    kernels outside of torch's dispatcher, such as flash-attn 4, or the operations inside compiled code.
+    """
+    outputs: deque[Tensor] = deque()
+
+    def keep(attend: Callable[[], Tensor]) -> Tensor:
+        with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):  # instead of the checkpoint's
+            out = attend()
+        outputs.append(out.detach().requires_grad_(out.requires_grad))
+        return out
+
+    return _attending(keep), _attending(lambda _: outputs.popleft())
+
+
+@contextmanager
+def _attending(attend: Callable[[Callable[[], Tensor]], Tensor]) -> Iterator[None]:
+    before, _layer.attend = _layer.attend, attend
+    try:
+        yield
+    finally:
+        _layer.attend = before
+
+
 def packed_attention(
     module: nn.Module,
     query: Tensor,
@@ -204,8 +249,27 @@ def packed_attention(
     cap = extra.get("softcap")
     if cap is not None and extra.get("s_aux") is not None:
         raise ValueError(f"packed attention takes sinks or a soft cap, got both in {type(module).__name__}")
+    options = {"scaling": scaling, "dropout": dropout, "cap": cap, "sinks": extra.get("s_aux")}
+    attend = partial(_attended, module, query, key, value, packed, sliding_window=sliding_window, **options)
+    return attend() if _layer.attend is None else _layer.attend(attend), None
+
+
+def _attended(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    packed: PackedLayout,
+    *,
+    scaling: float | None,
+    dropout: float,
+    sliding_window: int | None,
+    cap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """The output of `packed_attention`."""
     window, chunk = _span(module, sliding_window)
-    num_local, sinks = query.size(2), extra.get("s_aux")
+    num_local = query.size(2)
     q, k, v = _all_tokens(query, key, value)
     q = _own_temperature(module, q, packed, num_local)
     if sinks is not None:
@@ -219,7 +283,7 @@ def packed_attention(
         out = _own(call_kernel(packed.kernel, q, k, v, **spans, scale=scaling, window=window, soft_cap=cap), packed)
     else:
         out = _bucketed(q, k, v, packed, scaling=scaling, dropout=dropout, window=window, sinks=sinks, cap=cap)
-    return gather_heads_scatter_seq(out.unsqueeze(0), head_dim=2, seq_dim=1), None
+    return gather_heads_scatter_seq(out.unsqueeze(0), head_dim=2, seq_dim=1)
 
 
 def _span(module: nn.Module, window: int | None) -> tuple[int | None, int | None]:

@@ -46,6 +46,9 @@ class GradientSync(StrEnum):
     micro_batch = "micro_batch"
 
 
+SELECTIVE = "selective"
+"""Value of ``learner.activation_checkpointing``: layers are recomputed without their attention."""
+
 WHOLE_GRADIENTS_SHARE = 0.15
 """Largest share of a GPU's memory for whole gradients with ``gradient_sync=auto``: 3 billion parameters on 80 GB."""
 
@@ -582,7 +585,9 @@ class LearnerConfig:
             self-test confirms it for the model. Models with layers that carry a state from token to token do not
             share prompts.
         logprob_chunk_tokens: Number of tokens per chunk of float32 logits; one chunk is in memory at a time.
-        activation_checkpointing: Recompute layers in the backward pass. null: on CUDA only.
+        activation_checkpointing: Recompute layers in the backward pass. ``selective`` recomputes layers without their
+            attention, whose inputs and output stay in memory. null: on CUDA only, and ``selective`` if a run knows
+            that the rank then fits on its GPU.
         torch_compile: Compile the decoder layers with ``torch.compile``; the first steps take longer. null: on CUDA
             only.
         skip_selftest: Reason for skipping the self-test of loaded models; empty runs the self-test. Example:
@@ -627,7 +632,7 @@ class LearnerConfig:
     max_tokens_per_micro_batch: int = 16384
     share_prompts: bool = True
     logprob_chunk_tokens: int = 1024
-    activation_checkpointing: bool | None = None
+    activation_checkpointing: bool | str | None = None
     torch_compile: bool | None = None
     skip_selftest: str = ""
     fsdp_size: int = -1
@@ -662,6 +667,11 @@ class LearnerConfig:
         )
         for name in ("max_tokens_per_micro_batch", "logprob_chunk_tokens", "start_timeout_s", "step_timeout_s"):
             _require(getattr(self, name) > 0, f"learner.{name} must be > 0, got {getattr(self, name)}")
+        _require(
+            self.activation_checkpointing in (True, False, None, SELECTIVE),
+            f"learner.activation_checkpointing must be true, false, null or {SELECTIVE}, got "
+            f"{self.activation_checkpointing}; null chooses by the device",
+        )
         for name in ("keep_checkpoints", "keep_snapshots"):
             kept = getattr(self, name)
             _require(kept == -1 or kept >= 1, f"learner.{name} must be -1 or >= 1, got {kept}")

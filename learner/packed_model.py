@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from .attention import attention_kept
 from .attention_kernels import AttentionShape, attention_kernel
-from .config import AttentionKernel, LearnerConfig
+from .config import SELECTIVE, AttentionKernel, LearnerConfig
 from .fsdp import LearnerMesh, open_mesh, parameter_types, shard_model, with_memory_options
 from .heads import LogProbHead, PackedHead
 from .lora import adapters_off, add_adapters, fill_adapters
@@ -121,7 +122,8 @@ class PackedModel:
         validate_ulysses_config(getattr(pretrained.config, "num_attention_heads", config.sp_size), config.sp_size)
         config = self.config = with_memory_options(config, pretrained, self.mesh.device)
         if config.activation_checkpointing:
-            pretrained.gradient_checkpointing_enable({"use_reentrant": False})
+            contexts = {"context_fn": attention_kept} if config.activation_checkpointing == SELECTIVE else {}
+            pretrained.gradient_checkpointing_enable({"use_reentrant": False, **contexts})
         self._rope_limit = rope_limit(pretrained.config.get_text_config().to_dict())
         shard_model(self.head, self.mesh, config)
         self.selftest: SelfTestResult | None = None

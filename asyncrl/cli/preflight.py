@@ -39,7 +39,14 @@ from asyncrl.data.tokenizer import Tokenizer, load_tokenizer
 from asyncrl.metrics import check_trackers, counted
 from asyncrl.metrics.trackers import split_address
 from asyncrl.planner.device_memory import GIB, kv_tokens
-from asyncrl.planner.fit import CARDS, card_bytes, check_memory_of_devices, device_uses, policy_size
+from asyncrl.planner.fit import (
+    CARDS,
+    card_bytes,
+    check_memory_of_devices,
+    device_uses,
+    policy_size,
+    with_recomputation,
+)
 from asyncrl.run.run_folder import SHARED_MEMORY, check_memory
 from asyncrl.sft.warm_start import finished_warm_start
 from buffer.config import Durability
@@ -263,6 +270,7 @@ def dry_run(config: RunConfig) -> DryRun:
         try:
             if not config.ray.address:
                 with_assets = resolve_devices(with_assets, visible_gpus(), notes.append)
+                with_assets = with_recomputation(with_assets, gpu_memory_bytes())
             check_folders(config)
             asyncio.run(preflight(with_assets, notes.append))
         except ValueError as error:

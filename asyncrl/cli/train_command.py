@@ -33,9 +33,10 @@ from asyncrl.cli.supervisor import (
 )
 from asyncrl.config import RunConfig
 from asyncrl.core.errors import AsyncRLError, ClusterDiedError, DeadlineError
-from asyncrl.core.host import visible_gpus
+from asyncrl.core.host import gpu_memory_bytes, visible_gpus
 from asyncrl.core.remote import last_lines
 from asyncrl.metrics import TerminalView
+from asyncrl.planner.fit import with_recomputation
 from asyncrl.run import protect_own_cluster
 from asyncrl.run.resume import check_beginning
 from asyncrl.run.run_folder import (
@@ -231,6 +232,7 @@ async def _run(
             config = await asyncio.to_thread(with_quickstart_assets, config)
             if not config.ray.address:  # a cluster's devices are known after the run has joined it
                 config = resolve_devices(config, await asyncio.to_thread(visible_gpus), view.say)
+                config = with_recomputation(config, await asyncio.to_thread(gpu_memory_bytes))
             with view.waiting_for("preflight"):
                 prompts = await preflight(config, view.say)
         except (ValueError, asyncio.CancelledError):

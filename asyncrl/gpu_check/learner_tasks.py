@@ -185,7 +185,9 @@ def _trainer(setup: Setup, model: str, *, num_ranks: int = 1, **options: Any) ->
     return Trainer(config, model_path=model, total_updates=100)
 
 
-def train(setup: Setup, *, model: str, sp_size: int, activation_checkpointing: bool, torch_compile: bool) -> Measured:
+def train(
+    setup: Setup, *, model: str, sp_size: int, activation_checkpointing: bool | str, torch_compile: bool
+) -> Measured:
     """Make learner steps on the same batch; the first one's loss and gradient are compared between variants."""
     num_ranks = int(os.environ["WORLD_SIZE"])
     trainer = _trainer(

@@ -29,6 +29,7 @@ from asyncrl.core.host import visible_gpus
 from asyncrl.gpu_check.run_checks import quickstart
 from asyncrl.gpu_check.tasks import FULL, TOY, Setup, run_task
 from asyncrl.planner.device_memory import ModelSize, RankSetup, rank_bytes
+from learner.config import SELECTIVE
 
 PACKAGES = ("torch", "transformers", "sglang", "ray", "flash-attn-4", "flash-attn", "tensordict", "pyzmq", "numpy")
 PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "A100": 312.0, "B200": 2250.0, "L40S": 362.0}
@@ -175,7 +176,8 @@ def training(setup: Setup) -> Iterator[Result]:
         first: dict[str, Any] = {}
         for variant in _variants(setup):
             num_ranks, sp_size, recompute, compiled = variant
-            words = f"ranks={num_ranks} sp={sp_size}" + " recompute" * recompute + " compile" * compiled
+            words = f"ranks={num_ranks} sp={sp_size}" + " recompute" * bool(recompute) + " compile" * compiled
+            words += f" {SELECTIVE}" * (recompute == SELECTIVE)
             (one,) = run_task(
                 setup,
                 "learner_tasks:train",
@@ -200,12 +202,13 @@ def training(setup: Setup) -> Iterator[Result]:
             yield _result(f"train {kind} {words}", is_same and fits, number, remedy, **one, planned_bytes=planned)
 
 
-def _planned_bytes(setup: Setup, model: str, num_ranks: int, recompute: bool) -> int:
+def _planned_bytes(setup: Setup, model: str, num_ranks: int, recompute: bool | str) -> int:
     """The peak memory of a rank by the planner's formula."""
     rank = RankSetup(
         num_shards=num_ranks,
         tokens=setup.sizes.budget(num_ranks),
-        checkpointing=recompute,
+        checkpointing=bool(recompute),
+        keeps_attention=recompute == SELECTIVE,
         compute_bytes=2 if setup.device == "cuda" else 4,
     )
     return sum(rank_bytes(ModelSize.of(model), rank).values())
@@ -219,11 +222,11 @@ def _saved_model(setup: Setup, *, experts: bool = False) -> str:
     return str(folder)
 
 
-def _variants(setup: Setup) -> list[tuple[int, int, bool, bool]]:
+def _variants(setup: Setup) -> list[tuple[int, int, bool | str, bool]]:
     """Ranks, sequence-parallel ranks, activation checkpointing, compiling. The first one is the reference."""
-    rows = [(1, 1, False, False), (1, 1, True, False)]
+    rows: list[tuple[int, int, bool | str, bool]] = [(1, 1, False, False), (1, 1, True, False)]
     if setup.device == "cuda":
-        rows.append((1, 1, True, True))
+        rows += [(1, 1, True, True), (1, 1, SELECTIVE, True)]
     for sp_size in (1, 2, 4):
         if setup.num_gpus > 1 and setup.num_gpus % sp_size == 0:
             rows.append((setup.num_gpus, sp_size, True, False))

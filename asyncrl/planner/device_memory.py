@@ -24,7 +24,7 @@ from asyncrl.config import (
     role_model,
     role_options,
 )
-from learner.config import Device, Dtype, Resharding, sums_each_micro_batch
+from learner.config import SELECTIVE, Device, Dtype, Resharding, sums_each_micro_batch
 from rollout_fleet.config import FLOAT32_NAMES, EngineDevice, EngineKind
 
 GIB = 1 << 30
@@ -34,6 +34,8 @@ CONTEXT_BYTES = 2 * GIB
 """CUDA context, kernels, and the buffers of NCCL and cuBLAS: on a rank, outside of what torch allocates."""
 _PLAIN_HEADS = frozenset({"gemma", "gemma2", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen2_moe"})
 """Types of models that do not normalize queries and keys; other types are assumed to do so."""
+_WEIGHT_CHUNK_TOKENS = 4096
+"""Tokens per product of the output layer's gradient on a GPU: ``learner.heads.WEIGHT_CHUNK_TOKENS``."""
 _GRAPH_SIZES = 58
 """CUDA graphs that SGLang captures for prefill, at 8 MiB each."""
 
@@ -148,6 +150,7 @@ class RankSetup:
         num_shards: Ranks that share one copy of the parameters.
         tokens: Tokens of a micro-batch on this rank. ``sp_size`` ranks share sequences, with so many tokens each.
         checkpointing: Layers are recomputed in the backward pass.
+        keeps_attention: They are recomputed without their attention (``activation_checkpointing=selective``).
         whole_gradients: Gradients stay whole, in float32, until the update (``gradient_sync=update``).
         compute_bytes: Bytes of a number in the computation: 2 in bfloat16, 4 in float32.
         frozen_bytes: Bytes of a stored frozen parameter.
@@ -161,6 +164,7 @@ class RankSetup:
     num_shards: int
     tokens: int
     checkpointing: bool = True
+    keeps_attention: bool = False
     whole_gradients: bool = False
     compute_bytes: int = 2
     frozen_bytes: int = 2
@@ -199,14 +203,20 @@ def rank_bytes(model: ModelSize, setup: RankSetup) -> dict[str, int]:
     reduced = gathers * (not setup.whole_gradients) * _FLOAT32_BYTES
     # With checkpointing, the layers keep their inputs, and one layer at a time is computed again.
     whole_layer = _layer_per_token(model, size)
-    kept = setup.tokens * model.num_layers * (size * model.hidden if setup.checkpointing else whole_layer)
-    in_layer = _layer_per_token(model, size, in_backward=True) - (0 if setup.checkpointing else whole_layer)
+    attention = size * 2 * (model.query + model.key) if setup.checkpointing and setup.keeps_attention else 0
+    in_each = size * model.hidden + attention if setup.checkpointing else whole_layer
+    kept = setup.tokens * model.num_layers * in_each
+    in_layer = _layer_per_token(model, size, in_backward=True) - (attention if setup.checkpointing else whole_layer)
     chunk, of_logits = setup.chunk_tokens * model.vocabulary, 22 if setup.has_entropy_bonus else 14
+    output_layer = _FLOAT32_BYTES * head + max(_FLOAT32_BYTES * head + 6 * chunk, of_logits * chunk)
+    if head and size == 2 and setup.chunk_tokens < _WEIGHT_CHUNK_TOKENS:  # the product of several chunks
+        joined = size * min(setup.tokens, _WEIGHT_CHUNK_TOKENS) * model.vocabulary
+        output_layer = _FLOAT32_BYTES * head + joined + max(size * head, (of_logits - size) * chunk)
     moments = (
         {
             "gathered layers": prefetched,
             "activations": kept + setup.tokens * (size + 2 * _FLOAT32_BYTES) * model.hidden,  # last norm, its input
-            "output layer": _FLOAT32_BYTES * head + max(_FLOAT32_BYTES * head + 6 * chunk, of_logits * chunk),
+            "output layer": output_layer,
         },
         {
             "gathered layers": 2 * prefetched,
@@ -246,7 +256,8 @@ def rank_setup(config: RunConfig, role: str, model: ModelSize, *, card_bytes: in
     return RankSetup(
         num_shards=learner.fsdp_size if learner.fsdp_size > 0 else learner.num_ranks,
         tokens=min(learner.max_tokens_per_micro_batch, -(-in_step // learner.num_ranks)),
-        checkpointing=on_cuda if learner.activation_checkpointing is None else learner.activation_checkpointing,
+        checkpointing=on_cuda if learner.activation_checkpointing is None else bool(learner.activation_checkpointing),
+        keeps_attention=learner.activation_checkpointing == SELECTIVE,
         whole_gradients=not sums_each_micro_batch(learner.gradient_sync, trained, card_bytes if on_cuda else 0),
         compute_bytes=half,
         frozen_bytes=frozen,

@@ -17,12 +17,14 @@ from asyncrl.planner.device_memory import (
     paused_rank_bytes,
     rank_memory,
 )
-from learner.config import ROLE_SECTIONS, Device, GradientSync, Resharding
+from learner.config import ROLE_SECTIONS, SELECTIVE, Device, GradientSync, Resharding
 from rollout_fleet.config import EngineDevice, EngineKind
 
 _MIB = 1 << 20
 USABLE_SHARE = 0.95
 """Share of a GPU's memory that may be planned. torch's allocator keeps some bytes that no tensor uses."""
+SELECTIVE_SHARE = 0.85
+"""Share of a GPU's memory up to which layers keep their attention by default. The planner may be wrong by 8%."""
 CARDS = {
     "A10": 23028, "A100": 81920, "A100-40": 40960, "B200": 183359, "H100": 81559, "H20": 97871, "H200": 143771,
     "L4": 23034, "L40S": 46068, "RTX4090": 24564,
@@ -133,6 +135,23 @@ def check_memory_of_devices(config: RunConfig, model: ModelSize, card: int) -> N
     options = " ".join(f"{name}={str(value).lower()}" for name, value in remedies_of(config, model, card).items())
     remedy = f"set {options}" if options else "use GPUs with more memory, or a smaller model"
     raise ValueError(f"the run does not fit on GPUs of {card / GIB:.1f} GiB: {worst}; {remedy}")
+
+
+def with_recomputation(config: RunConfig, card: int) -> RunConfig:
+    """Set ``learner.activation_checkpointing`` to ``selective`` if nothing is set and all ranks then fit easily.
+
+    ``card`` is the memory of a GPU in bytes; 0 is unknown. Ranks on CUDA recompute whole layers otherwise, also if the
+    sizes of the model have unusual names.
+    """
+    if config.learner.activation_checkpointing is not None or config.learner.device is not Device.cuda or not card:
+        return config
+    selective = with_options(config, {"learner.activation_checkpointing": SELECTIVE})
+    try:
+        uses = device_uses(selective, policy_size(config), card)
+    except ValueError:
+        return config
+    ranks = [use for use in uses if use.name != "engine"]
+    return selective if all(use.total <= SELECTIVE_SHARE * card for use in ranks) else config
 
 
 def remedies_of(config: RunConfig, model: ModelSize, card: int) -> dict[str, Any]:

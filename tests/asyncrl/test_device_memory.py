@@ -14,6 +14,7 @@ from asyncrl.cli.plan_command import experiments_that_fit
 from asyncrl.cli.preflight import check_gpu_memory
 from asyncrl.cli.quickstart import make_assets
 from asyncrl.planner.device_memory import (
+    _WEIGHT_CHUNK_TOKENS,
     GIB,
     ModelSize,
     RankSetup,
@@ -23,9 +24,18 @@ from asyncrl.planner.device_memory import (
     rank_memory,
     rank_setup,
 )
-from asyncrl.planner.fit import MODELS, card_bytes, device_uses, model_size, remedies_of, with_options
+from asyncrl.planner.fit import (
+    MODELS,
+    card_bytes,
+    device_uses,
+    model_size,
+    remedies_of,
+    with_options,
+    with_recomputation,
+)
 from learner.config import GradientSync, LearnerConfig, LoraConfig, sums_each_micro_batch
 from learner.fsdp import with_memory_options
+from learner.heads import WEIGHT_CHUNK_TOKENS
 
 SMALL = model_size("Qwen3-0.6B")
 ON_CUDA = ["learner.device=cuda", "rollout_fleet.device=cuda"]
@@ -62,10 +72,14 @@ TRACKED = [
     ("Qwen3-8B", 12, {"num_shards": 4, "tokens": 8192}, 24.173),
     ("Qwen3-8B", 4, {"num_shards": 4, "tokens": 16384, "checkpointing": False}, 31.645),
     ("Qwen3-8B", 4, {"num_shards": 4, "tokens": 16384, "whole_gradients": True}, 24.119),
-    ("Qwen3-0.6B", 8, {"num_shards": 2, "tokens": 16384, "whole_gradients": True}, 6.403),
-    ("Qwen3-0.6B", 8, {"num_shards": 2, "tokens": 16384, "whole_gradients": True, "checkpointing": False}, 15.551),
-    ("Qwen3-0.6B", 4, {"num_shards": 1, "tokens": 8192, "whole_gradients": True}, 6.763),
+    ("Qwen3-0.6B", 8, {"num_shards": 2, "tokens": 16384, "whole_gradients": True}, 7.303),
+    ("Qwen3-0.6B", 8, {"num_shards": 2, "tokens": 16384, "whole_gradients": True, "checkpointing": False}, 16.449),
+    ("Qwen3-0.6B", 4, {"num_shards": 1, "tokens": 8192, "whole_gradients": True}, 7.680),
     ("Qwen3-30B-A3B", 3, {"num_shards": 8, "tokens": 16384}, 16.845),
+    ("Qwen3-8B", 6, {"num_shards": 4, "tokens": 16384, "keeps_attention": True}, 21.484),
+    ("Qwen3-8B", 12, {"num_shards": 4, "tokens": 8192, "keeps_attention": True}, 25.819),
+    ("Qwen3-0.6B", 8, {"num_shards": 2, "tokens": 16384, "whole_gradients": True, "keeps_attention": True}, 8.921),
+    ("Qwen3-30B-A3B", 3, {"num_shards": 8, "tokens": 16384, "keeps_attention": True}, 17.148),
 ]
 """Model, layers, setup, and the peak in GB that torch's `FSDPMemTracker` gives for the learner's packed model, in the
 second of two micro-batches: on fake tensors with CUDA's matrix products, 1,024 tokens per chunk, and AdamW's state."""
@@ -87,8 +101,10 @@ def test_memory_of_a_rank_equals_a_calculation_by_hand():
     scattered = with_options(config, {"learner.gradient_sync": GradientSync.micro_batch})
     assert rank_memory(scattered, SMALL)["learner"]["gradients"] == SMALL.num_parameters
     assert parts["gathered root unit"] == 2 * (151936 * 1024 + 1024)
-    # The tied output layer: its gradient in float32, and logits, probabilities and their gradients of a chunk.
-    assert parts["output layer"] == 4 * 151936 * 1024 + 14 * 1024 * 151936
+    # The tied output layer: its gradient in float32, the gradients of the logits of 4,096 tokens in bfloat16, and
+    # logits, probabilities and their gradients of a chunk.
+    assert parts["output layer"] == 4 * 151936 * 1024 + 2 * 4096 * 151936 + 12 * 1024 * 151936
+    assert _WEIGHT_CHUNK_TOKENS == WEIGHT_CHUNK_TOKENS
 
 
 def test_adapters_and_offloading_reduce_memory_of_a_rank():
@@ -200,6 +216,31 @@ def test_the_learner_recomputes_layers_on_cuda_and_sums_large_gradients_at_once(
     assert with_memory_options(named, model, torch.device("cuda")) == named
 
 
+@pytest.mark.parametrize(
+    ("model", "card", "options", "want"),
+    [
+        ("Qwen3-8B", "H100", ["learner.num_ranks=4"], "selective"),
+        ("Qwen3-8B", "H100", ["learner.num_ranks=2", "learner.max_tokens_per_micro_batch=8192"], None),
+        ("Qwen3-8B", "H100", ["learner.num_ranks=4", "learner.max_tokens_per_micro_batch=65536"], None),
+        ("Qwen3-8B", "H100", ["learner.num_ranks=4", "learner.activation_checkpointing=true"], True),
+        ("Qwen3-8B", "H100", ["learner.num_ranks=4", "learner.activation_checkpointing=false"], False),
+        ("Qwen3-0.6B", "A10", [], "selective"),
+        ("Qwen3-4B", "A100-40", ["learner.num_ranks=2"], None),
+    ],
+)
+def test_layers_keep_their_attention_by_default_if_the_ranks_then_fit_easily(model, card, options, want):
+    config = run(*ON_CUDA, *options, model=model)
+    assert with_recomputation(config, card_bytes(card)).learner.activation_checkpointing == want
+
+
+def test_without_a_known_gpu_or_model_the_recomputation_stays_unset(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    assert with_recomputation(run(*ON_CUDA), 0).learner.activation_checkpointing is None
+    assert with_recomputation(run("learner.device=cpu"), card_bytes("H100")).learner.activation_checkpointing is None
+    unusual = run(*ON_CUDA, model=str(tmp_path))
+    assert with_recomputation(unusual, card_bytes("H100")).learner.activation_checkpointing is None
+
+
 # Engines
 
 
@@ -231,7 +272,7 @@ def test_an_engine_fills_a_card_with_its_cache_up_to_the_memory_fraction():
          "learner.activation_checkpointing=true"),
         ("Qwen3-8B", ["learner.num_ranks=4", "learner.max_tokens_per_micro_batch=131072"], "H100",
          "learner.max_tokens_per_micro_batch=65536"),
-        ("Qwen3-8B", ["learner.num_ranks=1"], "H200", "learner.max_tokens_per_micro_batch=2048"),
+        ("Qwen3-8B", ["learner.num_ranks=1"], "H200", "learner.max_tokens_per_micro_batch=4096"),
         ("Qwen3-32B", ["learner.num_ranks=16"], "A100-40",
          "learner.max_tokens_per_micro_batch=2048 rollout_fleet.sglang.tp_size=2 learner.num_ranks=32"),
     ],

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from learner import attention
 from learner.config import AlgorithmConfig, Device, LearnerConfig, OptimizerConfig
 from learner.pretrained import load_causal_lm
 from learner.trainer import Trainer
@@ -106,6 +107,25 @@ def test_a_model_that_adds_tokens_of_its_own_to_a_sequence_is_refused_by_name(tm
 @pytest.mark.parametrize("family", ["qwen3_next", "lfm2"])
 def test_layers_that_carry_a_state_are_recomputed_on_the_same_sequences(family, paths):
     recomputed = packed(paths[family], 1, 1, activation_checkpointing=True)
+    assert_equal_to_the_plain_loop(paths[family], [recomputed], 1, 1)
+
+
+@pytest.mark.parametrize("family", TRAINED_FAMILIES)
+def test_layers_are_recomputed_without_their_attention(family, paths, monkeypatch):
+    """The same update, with as many calls of attention as without recomputation."""
+    calls, attended = [], attention._attended
+
+    def counted(*args: Any, **options: Any) -> torch.Tensor:
+        calls.append(torch.is_grad_enabled())
+        return attended(*args, **options)
+
+    monkeypatch.setattr(attention, "_attended", counted)
+    options = {"skip_selftest": "it counts calls"}
+    packed(paths[family], 1, 1, **options)
+    without = calls.count(True)
+    calls.clear()
+    recomputed = packed(paths[family], 1, 1, activation_checkpointing="selective", **options)
+    assert calls.count(True) == without
     assert_equal_to_the_plain_loop(paths[family], [recomputed], 1, 1)
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from learner import fsdp
+from learner import attention, fsdp
 from learner.config import AlgorithmConfig, Device, Dtype, GradientSync, LearnerConfig, LoraConfig, Resharding
 from learner.fsdp import decoder_layers, parameter_types
 from learner.losses import LossInputs, LossTerms, Objective
@@ -99,6 +100,54 @@ def test_compiled_layers_compute_the_same(model_path, monkeypatch):
     assert len(compiled) == len(decoder_layers(trainer.head)) == 2
     assert got_loss == pytest.approx(loss, rel=1e-5)
     assert_weights_equal(got, weights, atol=1e-5)
+
+
+@pytest.mark.parametrize("changes", [{"torch_compile": True}, {"lora": LoraConfig(rank=4)}])
+def test_layers_recomputed_without_attention_may_be_compiled_or_have_adapters(model_path, monkeypatch, changes):
+    original, calls, attended = torch.compile, [], attention._attended
+    monkeypatch.setattr(
+        torch, "compile", lambda function, **options: original(function, backend="aot_eager", **options)
+    )
+
+    def counted(*args: Any, **options: Any) -> torch.Tensor:
+        calls.append(torch.is_grad_enabled())
+        return attended(*args, **options)
+
+    monkeypatch.setattr(attention, "_attended", counted)
+    outcomes, counts = [], []
+    for recomputation in (False, True, "selective"):
+        config = replace(PLAIN, activation_checkpointing=recomputation, **changes)
+        trainer = Trainer(config, model_path=model_path, total_updates=1)
+        calls.clear()
+        outcomes.append(trained(trainer))
+        counts.append(calls.count(True))
+    (loss, weights), *others = outcomes
+    assert counts == [2, 4, 2]
+    for got_loss, got in others:
+        assert got_loss == pytest.approx(loss, rel=1e-5)
+        assert_weights_equal(got, weights, atol=1e-5)
+
+
+def test_a_backward_pass_in_another_thread_does_not_compute_attention_again(model_path, monkeypatch):
+    """On a GPU, autograd runs the backward pass in a thread of its own."""
+    calls, attended = [], attention._attended
+    monkeypatch.setattr(attention, "_attended", lambda *a, **k: calls.append(1) or attended(*a, **k))
+    gradients = []
+    for recomputation in (False, "selective"):
+        config = replace(PLAIN, activation_checkpointing=recomputation)
+        trainer = Trainer(config, model_path=model_path, total_updates=1)
+        trainer._set_training(True)
+        batch = trainer._pack(random_sequences(4)).micro_batches[0]
+        loss = trainer.head(batch.to(trainer.mesh.device))[0].sum()
+        calls.clear()
+        backward = threading.Thread(target=loss.backward)
+        backward.start()
+        backward.join()
+        gradients.append([p.grad.clone() for p in trainer.head.parameters() if p.grad is not None])
+    assert not calls
+    assert attention._layer.attend is None
+    for left, right in zip(*gradients, strict=True):
+        torch.testing.assert_close(left, right)
 
 
 @pytest.mark.parametrize(("device", "option", "want"), [

@@ -38,6 +38,15 @@ def test_an_update_of_each_experiment_runs_at_full_width_without_waiting(name):
     assert update.collectives["alltoall_base"] == (4 * num_attention if learner.sp_size > 1 else 0)
 
 
+def test_layers_recomputed_without_attention_exchange_heads_once_and_do_not_wait():
+    options = {"num_ranks": 4, "sp_size": 2, "activation_checkpointing": "selective"}
+    learner = LearnerConfig(max_tokens_per_micro_batch=64, **options)
+    (update,) = run_on_ranks(1, fake_update, SMALL, learner)
+    assert update.recomputes
+    assert update.waits == []
+    assert update.collectives["alltoall_base"] == 4 * update.num_micro_batches * LAYERS * 2
+
+
 def waits_with(change: str) -> list[str]:
     original = MicroBatch.to
 

@@ -128,8 +128,8 @@ def test_four_ranks_equal_one_process_also_with_copies_few_kv_heads_and_empty_ra
     meshes = [
         (config(4, sp_size=2), 16),
         (replace(config(4, sp_size=4), activation_checkpointing=True), 16),
-        (replace(config(4), fsdp_size=2), 16),
-        (replace(config(4, sp_size=2), fsdp_size=2, offload_policy=True), 16),
+        (replace(config(4), fsdp_size=2, activation_checkpointing="selective"), 16),
+        (replace(config(4, sp_size=2), fsdp_size=2, offload_policy=True, activation_checkpointing="selective"), 16),
         (config(4), 3),  # more ranks than sequences leave some empty
     ]
     results = run_on_ranks(4, on_each_mesh, model_path, meshes, timeout_s=200.0)
