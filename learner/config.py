@@ -507,7 +507,7 @@ class CriticConfig(RoleOptions):
         warmup_steps: Number of first learner steps that train only the critic.
         value_clip: The loss clips the change of a value since the start of the step to this bound; 0 does not clip.
         optimizer: The critic's own AdamW and schedule.
-        activation_checkpointing: Whether to recompute the critic's layers in the backward pass.
+        activation_checkpointing: Recompute the critic's layers; the values of ``learner.activation_checkpointing``.
         gradient_sync: When the ranks sum the critic's gradients.
         optimizer_offload: Whether to move the critic's optimizer state to the host after each update.
     """
@@ -516,7 +516,7 @@ class CriticConfig(RoleOptions):
     warmup_steps: int = 0
     value_clip: float = 0.5
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
-    activation_checkpointing: bool | None = None
+    activation_checkpointing: bool | str | None = None
     gradient_sync: GradientSync | None = None
     optimizer_offload: bool | None = None
 
