@@ -51,11 +51,13 @@ _FOREIGN = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__")
 """Variables that would lead another Python to the packages of this one."""
 WATCH_S = 0.5
 CANCEL_TIMEOUT_S = 10.0
-"""How long a process may take to clear up a cancelled episode before it is replaced."""
+"""How long a process whose event loop is not blocked may take to clear up a cancelled episode."""
 MOST_STUCK = 16
 """Threads and tasks of ended episodes with which a process goes on."""
 _TRACEBACK_S = 0.2
 _MAX_BACKOFF_S = 30.0
+_STEADY_S = 300.0
+"""The end of a process that has lived so long is not one of a series."""
 
 
 class HasAccess(Protocol):
@@ -78,11 +80,13 @@ class _EnvironmentProcess:
     Attributes:
         answers: A future per unanswered question, by number.
         is_retiring: It gets no further episodes, and is killed after its last one.
+        began: When it was started, on the monotonic clock.
     """
 
     def __init__(self, child: ChildProcess, config: RolloutFleetConfig) -> None:
         self.answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self.is_retiring = False
+        self.began = time.monotonic()
         self._child = child
         self._options = config.environment
         self._end: str | None = None
@@ -110,9 +114,10 @@ class _EnvironmentProcess:
             return
         with suppress(ConnectionError):
             await self._child.send({"cancel": number})
-        done, _ = await asyncio.wait([answer], timeout=CANCEL_TIMEOUT_S)
+        timeout_s = self._options.blocked_timeout_s + CANCEL_TIMEOUT_S
+        done, _ = await asyncio.wait([answer], timeout=timeout_s)
         if not done:
-            await self.end(f"did not clear up a cancelled episode within {CANCEL_TIMEOUT_S:g} s")
+            await self.end(f"did not clear up a cancelled episode within {timeout_s:g} s")
 
     def check(self, late_s: float) -> str:
         """Why the process must be killed; empty if it is well. ``late_s``: how long this process itself stood still."""
@@ -181,6 +186,7 @@ class EnvironmentProcesses:
         self._retiring: set[_EnvironmentProcess] = set()
         self._numbers = itertools.count()
         self._num_ends = 0
+        self._is_closed = False
         self._replayable: dict[str, bool] = {}
         self._background: set[asyncio.Task[None]] = set()
         self._watching: asyncio.Task[None] | None = None
@@ -195,7 +201,7 @@ class EnvironmentProcesses:
         """
         self._watching = asyncio.create_task(self._watch())
         try:
-            await asyncio.gather(*(self._process(slot) for slot in range(len(self._slots))))
+            await asyncio.gather(*(self._start_in(slot) for slot in range(len(self._slots))))
             if self._options.name:
                 await self.is_replayable(self._options.name)
         except EpisodeFailure as error:
@@ -268,7 +274,8 @@ class EnvironmentProcesses:
             raise
 
     async def close(self) -> None:
-        """Kill all processes; episodes that still run fail."""
+        """Kill all processes; episodes that still run fail, and no others begin."""
+        self._is_closed = True
         if self._watching is not None:
             self._watching.cancel()
         processes = [process for process in (*self._slots, *self._retiring) if process is not None]
@@ -329,23 +336,34 @@ class EnvironmentProcesses:
         self._slots[self._slots.index(process)] = None
 
     async def _process(self, slot: int) -> _EnvironmentProcess:
-        """The process of a slot; started, after a pause if processes keep ending, if there is none."""
+        """The process of a slot; started, after a pause if processes keep ending, if there is none.
+
+        Raises `EpisodeFailure` if it does not start.
+        """
         async with self._starting[slot]:
             process = self._slots[slot]
             if process is not None and not process.has_ended:
                 return process
             if process is not None:
-                self._num_ends += 1
+                self._slots[slot] = None
+                self._num_ends = 1 if time.monotonic() - process.began > _STEADY_S else self._num_ends + 1
                 self.counts["processes_ended"] += 1
+            if self._num_ends:
                 await asyncio.sleep(min(_MAX_BACKOFF_S, 0.1 * 2 ** min(self._num_ends, 10)))
             try:
-                child = await self._start_child()
-            except (WorkerDiedError, DeadlineError) as error:
-                if self._num_ends == 0:
-                    raise
+                return await self._start_in(slot)
+            except (WorkerDiedError, DeadlineError, ValueError) as error:
+                self._num_ends += 1
                 raise EpisodeFailure(FailureKind.infrastructure, str(error)) from error
-            process = self._slots[slot] = _EnvironmentProcess(child, self._config)
-            return process
+
+    async def _start_in(self, slot: int) -> _EnvironmentProcess:
+        child = None if self._is_closed else await self._start_child()
+        if child is None or self._is_closed:
+            if child is not None:
+                await child.kill()
+            raise EpisodeFailure(FailureKind.infrastructure, "the rollout worker has closed its environments")
+        process = self._slots[slot] = _EnvironmentProcess(child, self._config)
+        return process
 
     async def _start_child(self) -> ChildProcess:
         environment = child_environment(self._config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -304,6 +305,35 @@ async def test_a_python_that_does_not_exist_is_refused_by_its_option(agents):
     with pytest.raises(ValueError, match=r"environment.python must be the path of a Python interpreter, got '/no/py"):
         async with processes(f"{agents}:main", python="/no/python"):
             pass
+
+
+async def test_a_process_that_does_not_come_back_costs_the_episode_and_the_next_one_tries_again(agents, tmp_path):
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o700)
+    async with PolicyEndpoint() as endpoint, processes(f"{agents}:main", python=str(python)) as environments:
+        whole = python.read_text()
+        python.write_text("#!/bin/sh\nexit 7\n")
+        with pytest.raises(EpisodeFailure, match="exit status 3"):
+            await environments.run(prompt("crash"), endpoint.open(), sample=0)
+        for _ in range(2):
+            with pytest.raises(EpisodeFailure, match="exit status 7 before it was ready") as failure:
+                await environments.run(prompt(), endpoint.open(), sample=0)
+            assert failure.value.kind is FailureKind.infrastructure
+        python.write_text(whole)
+        assert (await environments.run(prompt(), endpoint.open(), sample=0)).reward == 1.0
+
+
+async def test_closing_fails_the_episodes_that_run_and_none_begins_after_it(agents):
+    async with PolicyEndpoint() as endpoint, processes(f"{agents}:main", episodes_per_process=1) as environments:
+        runs = [asyncio.create_task(environments.run(prompt("hang"), endpoint.open(), sample=0)) for _ in range(2)]
+        await asyncio.sleep(0.5)
+        await environments.close()
+        failures = await asyncio.gather(*runs, return_exceptions=True)
+    assert [str(failure) for failure in failures] == [
+        "the environment's process was stopped with its worker",
+        "the rollout worker has closed its environments",
+    ]
 
 
 async def test_of_200_episodes_each_has_one_outcome_or_one_failure_and_nothing_is_left(agents, tmp_path):
