@@ -98,6 +98,22 @@ def test_a_colocated_run_outlives_the_death_of_a_rank_in_each_phase(started, eng
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("engine", "options"),
+    [
+        pytest.param("sglang", ["rollout_fleet.num_engines=1", "rollout_fleet.sglang.tp_size=2"], id="tp=2"),
+        pytest.param("transformers", ["algorithm.advantage=gae", "algorithm.kl_coef=0.01"], id="critic-and-reference"),
+    ],
+)
+def test_a_colocated_run_of_any_layout_outlives_the_death_of_a_rank(started, engine, options):
+    run = started(engine, 2, *options)
+    wait_for_phase(run, "generates")
+    os.kill(run.pids_at(RANK if engine == "sglang" else "ray::FusedWorker")[-1], signal.SIGKILL)
+    run.wait_for_line("the learner goes on from version", timeout_s=120)
+    assert_it_ends_right(run, num_steps=STEPS, timeout_s=300)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("phase", ["trains", "hands over", "generates"])
 @pytest.mark.parametrize(("engine", "part"), [("transformers", WORKER), ("sglang", WORKER), ("sglang", SERVER)])
 def test_a_colocated_run_outlives_the_death_of_an_engine_in_each_phase(started, engine, part, phase):
