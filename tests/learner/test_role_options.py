@@ -223,6 +223,22 @@ def test_roles_with_other_sp_sizes_share_the_groups_that_one_of_them_has_fetched
             np.testing.assert_allclose(got[key], value, atol=1e-5)
 
 
+def test_three_layouts_in_four_processes_score_what_one_layout_does(directory, scores_with_the_actors_options):
+    config = replace(
+        BASE,
+        num_ranks=4,
+        sp_size=2,
+        reference=ReferenceConfig(sp_size=4),
+        critic=replace(BASE.critic, sp_size=1, fsdp_size=2),
+    )
+    order = ["critic", "rm", "ref"]
+    found = run_on_ranks(4, all_scores, directory, config, order)
+    for role in order:
+        got, want = merged(found, role), merged(scores_with_the_actors_options, role)
+        for key, value in want.items():
+            np.testing.assert_allclose(got[key], value, atol=1e-5)
+
+
 WITHOUT_KL = replace(ALGORITHM, kl_coef=0.0, kl_reward_coef=0.0)
 
 
