@@ -27,6 +27,7 @@ from .session import Answer, ChatRequest, Session, TextRequest
 
 KEEP_ALIVE_S = 5.0
 MAX_BODY_BYTES = 64 << 20
+MAX_CLOSED_KEYS = 100_000
 RETRY_COUNT = "x-stainless-retry-count"  # of the clients of OpenAI and Anthropic
 _PREFIX = "asyncrl-"
 A = TypeVar("A", ChatRequest, TextRequest)
@@ -79,7 +80,7 @@ class Endpoint:
         self.counts = EndpointCounts()
         self._keep_alive_s = keep_alive_s
         self._sessions: dict[str, Session] = {}
-        self._closed: set[str] = set()
+        self._closed: dict[str, None] = {}
         self._stored: dict[str, dict[str, Any]] = {}
         self._runner: web.AppRunner | None = None
         self._base_url = ""
@@ -121,10 +122,12 @@ class Endpoint:
         return Access(base_url=self._base_url, api_key=key)
 
     def close_session(self, api_key: str) -> None:
-        """Refuse later calls with this key."""
+        """Refuse later calls with this key; the last `MAX_CLOSED_KEYS` keys are told from unknown ones."""
         self._sessions.pop(api_key, None)
         self._stored.pop(api_key, None)
-        self._closed.add(api_key)
+        self._closed[api_key] = None
+        if len(self._closed) > MAX_CLOSED_KEYS:
+            del self._closed[next(iter(self._closed))]
 
     def _route(
         self, handle: Callable[[web.Request, Session, str], Awaitable[web.StreamResponse]]

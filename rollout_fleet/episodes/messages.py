@@ -92,12 +92,17 @@ def canonical(message: Message, call_places: Mapping[str, int]) -> str:
     return json.dumps(form, sort_keys=True, ensure_ascii=False)
 
 
+def follow(digest: bytes, message: Message, call_places: Mapping[str, int]) -> bytes:
+    """The digest of the messages with ``digest`` and one more; `canonical` says what ``call_places`` is."""
+    return hashlib.blake2b(digest + canonical(message, call_places).encode(), digest_size=16).digest()
+
+
 def chain(messages: Sequence[Message]) -> list[bytes]:
     """A digest of each prefix of the messages, from the first message alone to all of them."""
     places: dict[str, int] = {}
     digest, digests = b"", []
     for message in messages:
-        digest = hashlib.blake2b(digest + canonical(message, places).encode(), digest_size=16).digest()
+        digest = follow(digest, message, places)
         digests.append(digest)
         for call in message.get("tool_calls", ()):
             places[call["id"]] = len(places)

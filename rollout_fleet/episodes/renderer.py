@@ -115,6 +115,7 @@ class ChatRenderer(ABC):
                 prompt = self.render(messages, tools)
                 sampled = self.close(messages, answer, tools)
                 whole = self.render([*messages, answer, *new], tools)
+                self.parse(prompt, sampled or (), tools)  # what this imports is loaded now
             except ValueError as error:
                 verdicts[kind] = f"refused: {error}"
                 continue

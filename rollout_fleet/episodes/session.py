@@ -30,7 +30,7 @@ from asyncrl.core.types import FinishReason, Prompt
 from rollout_fleet.config import SamplingConfig
 
 from .episode import PROMPT, Episode
-from .messages import Message, chain, read_message, same_reasoning, with_reasoning
+from .messages import Message, chain, follow, read_message, same_reasoning, with_reasoning
 from .renderer import ChatRenderer, ParsedAnswer
 
 NEUTRAL: Mapping[str, Any] = {
@@ -313,7 +313,7 @@ class Session:
             answers[place_of_answer] = replace(answer, message=message, finish_reason=reason)
             history = [*place.messages, read_message(message, "answer")]
             ids = frozenset(call["id"] for call in message.get("tool_calls", ()))
-            self._histories[chain(history)[-1]].append(
+            self._histories[follow(digests[-1], history[-1], {})].append(
                 _History(
                     turn=answer.turn,
                     messages=history,
