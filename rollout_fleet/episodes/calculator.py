@@ -1,8 +1,8 @@
 """The task of ``experiment=tools``: write a number, or the sum of two, with a calculator for the sums.
 
-A *number* (``57``) is answered by writing it. A *sum* (``12+34``) is too hard for the tiny model, so it needs a call:
-``?12+34``, which the calculator answers. A call for a number is needless, and costs half of the reward. The teacher's
-demonstrations show both habits: most sums with a guess, and most numbers with a call.
+A *number* (``57123``) is answered by writing it. A *sum* (``112+834``) is too hard for the tiny model, so it needs a
+call: ``?112+834``, which the calculator answers. A call for a number is needless, and costs half of the reward. The
+teacher's demonstrations show both wrong habits: most sums with a guess, and most numbers with a call.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CHAT_TEMPLATE = (
     "{%- else -%}{{ message.content }}<eos>{%- endif -%}"
     "{%- endfor -%}"
 )
-"""``12+34=`` asks, ``?12+34<eos>`` calls, ``>46=`` is the calculator's answer, ``46<eos>`` the policy's."""
+"""``112+834=`` asks, ``?112+834<eos>`` calls, ``>946=`` is the calculator's answer, ``946<eos>`` the policy's."""
 _SUM = re.compile(r"(\d{1,4})\+(\d{1,4})|(\d{1,8})")
 
 
@@ -70,11 +70,11 @@ def make_rows(rng: np.random.Generator, count: int) -> list[dict[str, Any]]:
     """Distinct prompts, half of them sums, with columns prompt (messages), ground_truth and data_source."""
     questions: dict[str, str] = {}
     while len(questions) < count:
-        left, right = (int(number) for number in rng.integers(10, 1000, size=2))
         if len(questions) % 2:
+            left, right = rng.integers(100, 1000, size=2).tolist()
             questions[f"{left}+{right}"] = SUM
         else:
-            questions[str(int(rng.integers(10, 1_000_000)))] = NUMBER
+            questions[str(rng.integers(10_000, 100_000))] = NUMBER
     return [
         {
             "prompt": [{"role": "user", "content": question}],
@@ -97,5 +97,5 @@ def make_demonstrations(
             shown.append((f"{question}=", f"{CALL}{question}"))
             shown.append((f"{question}={CALL}{question}<eos>>{truth}=", truth))
         else:
-            shown.append((f"{question}=", truth if row["data_source"] == NUMBER else str(int(rng.integers(20, 2000)))))
+            shown.append((f"{question}=", truth if row["data_source"] == NUMBER else str(rng.integers(200, 2000))))
     return shown

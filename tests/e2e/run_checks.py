@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 import torch
 from transformers import AutoModelForCausalLM
 
+from asyncrl.core.trajectory import UNVERSIONED
 from tests.support.training_run import RunningTraining
 
 TOLERANCE = 1e-3
@@ -38,8 +39,8 @@ def assert_every_token_is_accounted_for(run: RunningTraining) -> None:
     """The account closes, and is that of the trained samples; no group was trained on twice."""
     assert_the_account_closes(run.summary)
     tokens = run.summary["tokens"]
-    rows = trained_samples(run, "group_id", "response_ids")
-    assert tokens["trained"] == sum(len(row["response_ids"]) for row in rows)
+    rows = trained_samples(run, "group_id", "response_mask")
+    assert tokens["trained"] == sum(sum(row["response_mask"]) for row in rows)
     num_groups = sum(run.summary["max_lag"]["histogram"].values())
     samples = Counter(row["group_id"] for row in rows)
     assert len(samples) == num_groups, "each group is consumed once"
@@ -50,7 +51,7 @@ def assert_trained_tokens_have_the_log_prob_of_their_version(run: RunningTrainin
     """Recomputes every ``every``-th sample under each version that its tokens name; returns the number of tokens."""
     rows_by_version = defaultdict(list)
     for row in trained_samples(run)[::every]:
-        for version in set(row["versions"]):
+        for version in {*row["versions"]} - {UNVERSIONED}:
             rows_by_version[version].append(row)
     assert len(rows_by_version) > 1
     num_compared = 0

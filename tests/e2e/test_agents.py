@@ -1,0 +1,68 @@
+"""Agents train on SGLang: a tool loop of several turns while the weights change, over the episode's HTTP endpoint."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from rollout_fleet.episodes.calculator import calculate
+from tests.e2e.run_checks import (
+    assert_every_token_is_accounted_for,
+    assert_trained_tokens_have_the_log_prob_of_their_version,
+    trained_samples,
+)
+from tests.support.training_run import RunningTraining
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+
+SHORT = [
+    "experiment=tools",
+    "total_steps=5",
+    "sft.max_steps=120",
+    "sft.eval_prompts=0",
+    "algorithm.groups_per_step=4",
+    "algorithm.samples_per_prompt=4",
+    "rollout_fleet.groups_in_flight=4",
+    "data.eval_max_prompts=8",
+    "learner.keep_snapshots=-1",
+    "record_trajectories=true",
+]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    running = RunningTraining(tmp_path_factory.mktemp("agents"), *SHORT)
+    try:
+        assert running.finish(timeout_s=380) == 0, running.output
+        yield running
+    finally:
+        running.end()
+
+
+def test_every_token_is_accounted_for_over_several_turns(run):
+    assert_every_token_is_accounted_for(run)
+    (last,) = [line for line in run.lines if "held out, policy version 5" in line]
+    assert "(8 prompts)" in last
+
+
+def test_every_trained_token_has_the_log_prob_that_its_version_gives_it(run):
+    assert assert_trained_tokens_have_the_log_prob_of_their_version(run, every=4) > 50
+
+
+def test_the_calculator_answered_what_the_policy_asked_token_for_token(run):
+    tokenizer = AutoTokenizer.from_pretrained(next(run.output_dir.glob("*/assets/*/model")))
+    num_calls = 0
+    for row in trained_samples(run):
+        text = tokenizer.decode(row["response_ids"])
+        turns = text.split("<eos>")
+        mask = np.asarray(row["response_mask"])
+        for asked, answered in pairwise(turns):
+            if not answered.startswith(">"):
+                continue
+            num_calls += 1
+            expression = asked.rpartition("?")[2]
+            assert answered.startswith(f">{calculate(expression)}=")
+        given = tokenizer.decode(np.asarray(row["response_ids"])[~mask])
+        assert set(given) <= set(">?=0123456789"), "only the calculator's answers are not trained"
+    assert num_calls > 10
