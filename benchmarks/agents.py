@@ -1,10 +1,16 @@
-"""Agents: what the policy's endpoint costs per call: ``python -m benchmarks.agents``. One function per figure.
+"""Agents: what the endpoint costs per call, and trees in the learner: ``python -m benchmarks.agents``.
+
+One function per figure.
 
 ``endpoint_ms``: 64 episodes with one call each under way. A client in a process of its own sends the growing
 conversation of each episode: a question, tool calls and their results, over eight turns. A turn takes between 0.3 and
 0.9 s by a script, so that calls come at different moments, as from an engine. The figure is the median of a call's time
 beyond its turn, as the client sees it, and includes the client's own share: ``bare_ms`` is the same for a server of
 aiohttp that only waits and answers. ``endpoint_cpu_ms`` is the CPU time per call, so its inverse bounds the rate.
+
+``tree_vs_linear_tokens``: tokens that the learner computes for the trees of a search agent, against each branch on its
+own. ``tree_vs_turns_tokens`` is against each turn with its whole context, ``tree_vs_distinct_tokens`` against each
+token of the trees once.
 """
 
 from __future__ import annotations
@@ -30,6 +36,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
 from asyncrl.core.types import FinishReason, Prompt
+from benchmarks.agent_trees import search_groups, tree_tokens
 from benchmarks.report import Target, print_report
 from rollout_fleet.config import SamplingConfig
 from rollout_fleet.engines.engine import SampleOutput
@@ -44,7 +51,11 @@ QUESTION = {"role": "user", "content": "How warm is it in each of these cities? 
 CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>'
 RESULT = "It is 21 degrees, with some clouds and little wind from the south-west. " * 8
 TOOL = {"type": "function", "function": {"name": "weather", "description": "d", "parameters": {"type": "object"}}}
-TARGETS = {"endpoint_ms": Target(at_most=3.0)}
+TARGETS = {
+    "endpoint_ms": Target(at_most=3.0),
+    "tree_vs_linear_tokens": Target(at_most=0.7),
+    "tree_vs_distinct_tokens": Target(at_most=1.0),
+}
 
 
 def turn_s(seed: int) -> float:
@@ -172,11 +183,18 @@ async def _play(accesses: Sequence[tuple[str, str]]) -> list[float]:
     return latencies
 
 
+def tree_vs_linear_tokens() -> dict[str, float]:
+    """The learner's packed tokens of trees, as shares of those of their branches, turns, and distinct tokens."""
+    count = tree_tokens(search_groups())
+    figures = {"linear": "branches", "turns": "turns", "distinct": "distinct"}
+    return {f"tree_vs_{name}_tokens": count["shared"] / count[what] for name, what in figures.items()}
+
+
 def main() -> None:
     """Measure, and print a table and the figures as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.parse_args()
-    figures: dict[str, float] = {}
+    figures = tree_vs_linear_tokens()
     with tempfile.TemporaryDirectory() as folder:
         renderer = load_renderer(save_tokenizer(Path(folder)), RendererConfig())
         figures |= asyncio.run(endpoint_ms(renderer))

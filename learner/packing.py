@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -171,7 +172,7 @@ def _item(
     prompt = prompts.get(chosen[0].trajectory)
     if prompt is None or not any(_holds(sequence, prompt) for sequence in chosen):
         return PackItem(None, 0, sum(packed), sum(packed))
-    leads = _leading_tokens(chosen, packed, prompts)
+    leads = _leading_tokens(chosen, packed, prompts, np.argsort(unit).tolist())
     num_packed = sum(packed) if leads is None else len(np.unique(leads))
     num_prompt = len(prompt) // chosen[0].input_ids.itemsize
     return PackItem(prompt, num_prompt, num_packed - num_prompt, sum(packed))
@@ -249,7 +250,7 @@ def _micro_batch(
     }
     tokens, positions = input_ids[kept], positions[kept]
     predict_index, token_index = in_loss - 1 - moved[of_sequence[in_loss]], None
-    leads = _leading_tokens(chosen, packed, prompts) if prompts else None
+    leads = _leading_tokens(chosen, packed, prompts, np.argsort(source).tolist()) if source and prompts else None
     if leads is not None:
         is_packed = leads == np.arange(len(leads))
         tokens, positions = tokens[is_packed], positions[is_packed]
@@ -278,30 +279,36 @@ def _column(name: str, chosen: Sequence[TokenSequence]) -> np.ndarray:
 
 
 def _leading_tokens(
-    chosen: Sequence[TokenSequence], packed: Sequence[int], prompts: Mapping[SampleKey, bytes]
+    chosen: Sequence[TokenSequence],
+    packed: Sequence[int],
+    prompts: Mapping[SampleKey, bytes],
+    order: Sequence[int],
 ) -> np.ndarray | None:
     """Map each token of the concatenated sequences to the token that is packed for it: [sum of ``packed``] int64.
 
-    A token maps to itself, or to the equal token of an earlier sequence with the same beginning. The earlier sequence
-    is the first one with the same prompt, or a branch of the same trajectory. Returns None if no tokens are shared.
+    A token maps to itself, or to the equal token of another sequence with the same beginning: the first one with the
+    same prompt, or a branch of the same trajectory. Returns None if no tokens are shared.
+
+    A sequence shares only tokens before its first one in the loss, with sequences that come before it in the ``order``.
+    In the order of the tree, the branches before a branch have all of its tokens up to there.
     """
-    leads, start, shares = np.arange(sum(packed)), 0, False
+    leads, shares, starts = np.arange(sum(packed)), False, [0, *accumulate(packed)]
     leaders: dict[bytes, tuple[int, np.ndarray]] = {}
     branches: dict[SampleKey, list[tuple[int, np.ndarray]]] = {}
-    for sequence, length in zip(chosen, packed, strict=True):
+    for place in order:
+        sequence, length, start = chosen[place], packed[place], starts[place]
         tokens, limit = sequence.input_ids[:length], min(length, _num_leading(sequence))
         earlier = branches.setdefault(sequence.trajectory, [])
         prompt = prompts.get(sequence.trajectory)
         candidates = [*earlier, *([leaders[prompt]] if prompt in leaders else [])]
-        shared = [(_num_common(tokens[:limit], other), place) for place, other in candidates]
-        num_shared, place = max(shared, default=(0, 0))
+        shared = [(_num_common(tokens[:limit], other), first) for first, other in candidates]
+        num_shared, first = max(shared, default=(0, 0))
         if num_shared:
-            leads[start : start + num_shared] = leads[place : place + num_shared]
+            leads[start : start + num_shared] = leads[first : first + num_shared]
             shares = True
         earlier.append((start, tokens))
         if prompt is not None and prompt not in leaders and _holds(sequence, prompt):
             leaders[prompt] = (start, tokens)
-        start += length
     return leads if shares else None
 
 

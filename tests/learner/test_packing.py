@@ -1,9 +1,12 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncrl.core.trajectory import Trajectory, TrajectoryGroup, Turn
 from asyncrl.core.types import FinishReason
 from learner.attention import packed_layout
 from learner.packing import MicroBatch, pack
@@ -83,6 +86,34 @@ def test_samples_share_the_prompt_but_not_the_token_before_the_loss(prompts, bud
         assert len(batch.input_ids) == max(1, own + len(shared))
         layout = packed_layout(batch.lengths, torch.device("cpu"), token_index=batch.token_index)
         assert torch.equal(layout.positions(), batch.position_ids)
+
+
+@given(
+    shape=st.lists(st.tuples(st.integers(-1, 12), st.booleans(), st.integers(1, 4)), max_size=12),
+    whole=st.booleans(),
+)
+def test_a_tree_of_any_shape_is_packed_once_and_laid_out_as_its_branches(shape, whole):
+    ids = iter(range(1_000_000))
+
+    def turn(length: int, parent: int, is_sampled: bool) -> Turn:
+        given_turn = Turn.given(np.array([next(ids) for _ in range(length)], dtype=np.int32), parent=parent)
+        return replace(given_turn, sampled=is_sampled, finish_reason=FinishReason.stop if is_sampled else None)
+
+    turns = [turn(3, -1, False), turn(2, 0, True)]
+    for parent, is_sampled, length in shape:
+        place = min(parent, len(turns) - 1)
+        turns.append(turn(length, place, is_sampled and place >= 0))
+    group = TrajectoryGroup.from_trajectories([Trajectory(turns=tuple(turns), reward=0.0)], group_id=0, attempt=0)
+    sequences = [one for one in group_sequences(group) if one.loss_mask.any()]
+    (batch,) = pack(sequences, max_tokens=10_000, whole=whole, share_prompts=True)
+    (alone,) = pack(sequences, max_tokens=10_000, whole=whole)
+    index = np.arange(sum(batch.lengths)) if batch.token_index is None else batch.token_index
+    assert torch.equal(batch.input_ids[index], alone.input_ids)
+    assert torch.equal(batch.position_ids[index], alone.position_ids)
+    assert torch.equal(batch.input_ids[batch.predict_index], alone.input_ids[alone.predict_index])
+    assert len(np.unique(batch.predict_index)) == len(batch.predict_index)
+    # Of each branch, at most the token before its first one in the loss is packed again.
+    assert len(batch.input_ids) <= len(np.unique(alone.input_ids)) + len(sequences)
 
 
 def rows(batch: MicroBatch) -> tuple[torch.Tensor, ...]:

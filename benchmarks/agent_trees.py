@@ -1,0 +1,139 @@
+"""What the learner computes for trees of turns: packed with shared tokens, against each branch on its own.
+
+The trees are those of a search agent: parallel tools, drafts of which one goes on, a retry with an edited history, a
+sub-agent, and a compaction when the context is full. The episodes are real (`rollout_fleet.episodes.Episode`), with
+random tokens; the packer is the learner's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from asyncrl.core.trajectory import ROOT, TrajectoryGroup
+from asyncrl.core.types import FinishReason
+from learner.packing import pack
+from learner.types import TokenSequence, group_sequences
+from rollout_fleet.config import SamplingConfig
+from rollout_fleet.engines.engine import SampleOutput
+from rollout_fleet.episodes import PROMPT, Episode, EpisodeBudget
+
+VOCABULARY = 32_000
+SYSTEM_TOKENS, QUESTION_TOKENS = 448, 64
+NUM_GROUPS, NUM_SAMPLES = 4, 8
+MAX_CONTEXT = 8_192
+MAX_TOKENS_PER_MICRO_BATCH = 16_384
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentLengths:
+    """Tokens of the parts of an episode, each drawn between the two numbers.
+
+    Attributes:
+        turn: A turn: reasoning, and calls of tools.
+        result: One result of a tool; the agent calls two at a time.
+        summary: The summary that a new root begins with, after the system's text.
+        rounds: Rounds of search of one episode.
+    """
+
+    turn: tuple[int, int] = (60, 180)
+    result: tuple[int, int] = (150, 500)
+    summary: tuple[int, int] = (150, 300)
+    rounds: tuple[int, int] = (5, 14)
+
+
+class SearchAgent:
+    """Plays one episode of the search agent, with random tokens in place of the policy's."""
+
+    def __init__(self, name: str, prompt_ids: np.ndarray, lengths: AgentLengths, rng: np.random.Generator) -> None:
+        budget = EpisodeBudget(max_turns=100, max_tokens=100_000, max_context=MAX_CONTEXT)
+        self.episode = Episode(name, prompt_ids, budget)
+        self._system = prompt_ids[:SYSTEM_TOKENS].tolist()
+        self._lengths = lengths
+        self._rng = rng
+
+    def play(self) -> Episode:
+        """Search, compact the context when it is half full, and answer after three drafts."""
+        turn = self._turn(PROMPT, [])
+        for number in range(self._between(self._lengths.rounds)):
+            results = self._results()
+            if number == 2:  # a sub-agent with a history of its own
+                self._turn(self._turn(ROOT, [*self._system, *self._tokens(self._lengths.summary)]), self._results())
+            if len(self.episode.path(turn)) > MAX_CONTEXT // 2:
+                turn = self._turn(ROOT, [*self._system, *self._tokens(self._lengths.summary)])
+                continue
+            if self._rng.random() < 0.1:  # a tool is called again: its second result takes the place of the first
+                self._turn(turn, results)
+                results = self._results()
+            turn = self._turn(turn, results)
+        drafts = [self._turn(turn, self._results()[:50]) for _ in range(3)]
+        self._turn(drafts[0], self._tokens((30, 60)))
+        return self.episode
+
+    def _turn(self, parent: int, new_tokens: Sequence[int]) -> int:
+        length = self._between(self._lengths.turn)
+        turn = self.episode.sample(parent, new_tokens, SamplingConfig(max_new_tokens=length))
+        (request,) = self.episode.next_requests()
+        output = SampleOutput(
+            token_ids=self._rng.integers(0, VOCABULARY, length).astype(np.int32),
+            logprobs=np.full(length, -1.0, dtype=np.float32),
+            versions=np.zeros(length, dtype=np.int32),
+            finish_reason=FinishReason.stop,
+        )
+        self.episode.take(request.id, output)
+        return turn
+
+    def _results(self) -> list[int]:
+        return [*self._tokens(self._lengths.result), *self._tokens(self._lengths.result)]
+
+    def _tokens(self, lengths: tuple[int, int]) -> list[int]:
+        return self._rng.integers(0, VOCABULARY, self._between(lengths)).tolist()
+
+    def _between(self, bounds: tuple[int, int]) -> int:
+        return int(self._rng.integers(bounds[0], bounds[1] + 1))
+
+
+def search_groups(
+    *, num_groups: int = NUM_GROUPS, num_samples: int = NUM_SAMPLES, lengths: AgentLengths | None = None, seed: int = 0
+) -> list[TrajectoryGroup]:
+    """Prompt groups of a search agent. All prompts begin with the same system's text and tools."""
+    rng = np.random.default_rng(seed)
+    system = rng.integers(0, VOCABULARY, SYSTEM_TOKENS)
+    groups = []
+    for group_id in range(num_groups):
+        prompt_ids = np.concatenate([system, rng.integers(0, VOCABULARY, QUESTION_TOKENS)]).astype(np.int32)
+        agents = [
+            SearchAgent(f"{group_id}-0-{i}", prompt_ids, lengths or AgentLengths(), rng) for i in range(num_samples)
+        ]
+        trajectories = [agent.play().trajectory(0.0) for agent in agents]
+        groups.append(TrajectoryGroup.from_trajectories(trajectories, group_id=group_id, attempt=0))
+    return groups
+
+
+def packed_tokens(sequences: Sequence[TokenSequence], *, share: bool) -> int:
+    """Tokens that the learner's forward computes for sequences, as the trainer packs them."""
+    batches = pack(sequences, max_tokens=MAX_TOKENS_PER_MICRO_BATCH, whole=False, share_prompts=share)
+    return sum(len(batch.input_ids) for batch in batches)
+
+
+def tree_tokens(groups: Sequence[TrajectoryGroup]) -> Mapping[str, float]:
+    """Count the tokens of the groups.
+
+    Returns:
+        ``shared``: packed, with shared tokens. ``branches``: each branch on its own. ``turns``: each sampled turn on
+        its own with its whole context, as trainers of single requests see it. ``distinct``: the tokens of the trees,
+        each once, which no packing can undercut. ``num_branches``, ``num_turns`` and ``trained`` tokens.
+    """
+    sequences = [sequence for group in groups for sequence in group_sequences(group)]
+    sampled = [turn for sequence in sequences for turn in sequence.turns]
+    return {
+        "shared": packed_tokens(sequences, share=True),
+        "branches": packed_tokens(sequences, share=False),
+        "turns": sum(turn.stop for turn in sampled),
+        "distinct": sum(len(group.token_ids) for group in groups),
+        "num_branches": len(sequences),
+        "num_turns": len(sampled),
+        "trained": sum(int(sequence.loss_mask.sum()) for sequence in sequences),
+    }
