@@ -16,10 +16,10 @@ from safetensors import SafetensorError, safe_open
 from asyncrl.config import (
     LEARNER_POOL,
     RunConfig,
+    episode_context,
     has_environment,
     learner_pools,
     learner_roles,
-    longest_path,
     may_play_episodes,
     num_positions,
     requested_cpus,
@@ -266,7 +266,7 @@ def _check_layout(config: RunConfig, role: str, pool: str, size: int) -> None:
 def _check_budgets(config: RunConfig, options: Mapping[str, LearnerConfig]) -> None:
     """Check that the longest sequence fits a micro-batch of each role, whose options are ``options``.
 
-    A path of an episode that is bounded by the model's positions only is checked in `check_files`.
+    Without ``max_context`` the length of a path follows from them and the model; `check_files` checks that.
     """
     environment, prompt = config.rollout_fleet.environment, config.data.max_prompt_tokens
     if not has_environment(config):
@@ -302,9 +302,9 @@ def policy_needs_trajectories(config: RunConfig) -> bool:
 
 def _check_path(config: RunConfig, options: Mapping[str, LearnerConfig]) -> None:
     """Check that the longest path of an episode fits each role, and has room for a token after the longest prompt."""
-    longest, prompt = longest_path(config), config.data.max_prompt_tokens
-    from_model = " = 0, the model's positions" * (not config.rollout_fleet.environment.max_context)
-    name = f"rollout_fleet.environment.max_context{from_model}"
+    longest, prompt = episode_context(config), config.data.max_prompt_tokens
+    derived = " = 0, what the model and a micro-batch hold," * (not config.rollout_fleet.environment.max_context)
+    name = f"rollout_fleet.environment.max_context{derived}"
     if longest <= prompt:
         raise ValueError(
             f"{name} must be above data.max_prompt_tokens = {prompt}, got {longest}: no token could be sampled after "

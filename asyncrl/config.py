@@ -572,7 +572,7 @@ def episode_context(config: RunConfig) -> int:
 
     0 if no prompt has an environment.
     """
-    if not (has_environment(config) or config.data.environment_key):
+    if not may_play_episodes(config):
         return 0
     if config.rollout_fleet.environment.max_context:
         return config.rollout_fleet.environment.max_context
@@ -602,24 +602,13 @@ def may_play_episodes(config: RunConfig) -> bool:
 
 
 def longest_sequence(config: RunConfig) -> int:
-    """Tokens of the longest sequence that the learner may get; raises as `longest_path`.
+    """Tokens of the longest sequence that the learner may get.
 
     It is the longest path of an episode, or the longest prompt with the longest answer where there is no environment.
     """
-    paths = [longest_path(config)] if may_play_episodes(config) else []
+    paths = [episode_context(config)] if may_play_episodes(config) else []
     answers = [config.data.max_prompt_tokens + config.rollout_fleet.sampling.max_new_tokens]
     return max(paths if has_environment(config) else [*paths, *answers])
-
-
-def longest_path(config: RunConfig) -> int:
-    """Tokens of the longest path of an episode. Raises `ValueError` if neither an option nor the model bounds it."""
-    context = config.rollout_fleet.environment.max_context or num_positions(config)
-    if context == math.inf:
-        raise ValueError(
-            f"rollout_fleet.environment.max_context must be set, got 0: the model in {config.model.path} does not "
-            "limit its positions, so that nothing bounds the paths of an episode; set their longest length in tokens"
-        )
-    return int(context)
 
 
 def num_positions(config: RunConfig) -> float:

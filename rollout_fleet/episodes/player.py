@@ -45,6 +45,7 @@ class EpisodePlayer:
             max_turns=options.max_turns,
             max_tokens=options.max_tokens or options.max_turns * sampling.max_new_tokens,
             max_context=self._max_context,
+            max_tree_tokens=options.max_tree_tokens,
         )
 
     def plays(self, prompt: Prompt) -> bool:

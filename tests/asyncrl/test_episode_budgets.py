@@ -8,7 +8,7 @@ import pytest
 from asyncrl.checks import check_files, check_options
 from asyncrl.cli.compose import compose_run
 from asyncrl.cli.quickstart import make_assets
-from asyncrl.config import longest_sequence
+from asyncrl.config import episode_context, longest_sequence
 from asyncrl.core.errors import EpisodeOverflow
 from asyncrl.core.trajectory import TrajectoryGroup
 from asyncrl.core.types import FinishReason
@@ -17,6 +17,7 @@ from learner.types import group_sequences
 from rollout_fleet.config import SamplingConfig
 from rollout_fleet.engines.engine import SampleOutput
 from rollout_fleet.episodes import Episode, EpisodeBudget
+from rollout_fleet.episodes.player import EpisodePlayer
 
 BASE = (
     *("experiment=custom", "data.max_prompt_tokens=20", "rollout_fleet.sampling.max_new_tokens=200"),
@@ -51,11 +52,6 @@ def test_an_answer_may_be_longer_than_the_context_of_an_episode_since_its_budget
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (
-            ["learner.max_tokens_per_micro_batch=127"],
-            r"learner.max_tokens_per_micro_batch x learner.sp_size must hold the longest path of an episode, "
-            r"rollout_fleet.environment.max_context = 0, the model's positions = 128, got 127 x 1",
-        ),
         ([CONTEXT, "learner.max_tokens_per_micro_batch=100"], r"max_context = 128, got 100 x 1; .* lower max_context"),
         (
             ["algorithm.advantage=turn_gae", CONTEXT, "learner.critic.max_tokens_per_micro_batch=64"],
@@ -66,7 +62,7 @@ def test_an_answer_may_be_longer_than_the_context_of_an_episode_since_its_budget
             r"must be <= the model's 128 positions, got 129",
         ),
         (["rollout_fleet.environment.max_context=20"], r"must be above data.max_prompt_tokens = 20, got 20"),
-        (["data.max_prompt_tokens=128"], r"the model's positions must be above data.max_prompt_tokens = 128, got 128"),
+        (["data.max_prompt_tokens=128"], r"micro-batch hold, must be above data.max_prompt_tokens = 128, got 128"),
         (
             ["rollout_fleet.environment.name=", "data.environment_key=where"],
             r"data.max_prompt_tokens \+ rollout_fleet.sampling.max_new_tokens = 220, got 128 x 1",
@@ -89,18 +85,26 @@ def test_sequence_parallel_ranks_share_a_path(model):
     check(compose(model, CONTEXT, "learner.max_tokens_per_micro_batch=64", "learner.num_ranks=2", "learner.sp_size=2"))
 
 
-def test_a_model_without_a_limit_of_positions_needs_a_limit_of_the_context(model, tmp_path):
+def test_without_a_context_a_path_may_use_what_the_model_and_each_role_hold(model, tmp_path):
+    small = ["learner.max_tokens_per_micro_batch=100"]
+    assert longest_sequence(compose(model)) == 128
+    assert longest_sequence(compose(model, *small)) == 100
+    check(compose(model, *small))
+    critic = [*small, "algorithm.advantage=turn_gae", "learner.critic.max_tokens_per_micro_batch=64"]
+    assert longest_sequence(compose(model, *critic)) == 64
+    check(compose(model, *critic))
+    with pytest.raises(ValueError, match=r"must be above data.max_prompt_tokens = 64, got 64"):
+        check(compose(model, *critic, "data.max_prompt_tokens=64"))
     folder = tmp_path / "model"
     folder.mkdir()
     for file in model.model.iterdir():
         (folder / file.name).write_bytes(file.read_bytes())
     settings = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(
-        json.dumps({k: v for k, v in settings.items() if k != "max_position_embeddings"})
-    )
-    with pytest.raises(ValueError, match=r"rollout_fleet.environment.max_context must be set, got 0"):
-        check(compose(model, f"model.path={folder}"))
-    check(compose(model, f"model.path={folder}", CONTEXT))
+    del settings["max_position_embeddings"]
+    (folder / "config.json").write_text(json.dumps(settings))
+    unbounded = compose(model, f"model.path={folder}")
+    check(unbounded)
+    assert longest_sequence(unbounded) == 128
 
 
 @pytest.mark.parametrize(
@@ -173,3 +177,10 @@ def answer(rng, most):
         versions=np.zeros(length, dtype=np.int32),
         finish_reason=FinishReason.stop,
     )
+
+
+def test_the_player_gives_each_episode_the_budget_of_the_options(model):
+    options = ["max_turns=3", "max_tokens=50", "max_tree_tokens=100", "max_context=90"]
+    config = compose(model, *(f"rollout_fleet.environment.{option}" for option in options))
+    player = EpisodePlayer(config.rollout_fleet, model_path=str(model.model), max_context=episode_context(config))
+    assert player.budget == EpisodeBudget(max_turns=3, max_tokens=50, max_context=90, max_tree_tokens=100)
