@@ -26,7 +26,7 @@ from statistics import fmean, median
 from asyncrl.cli.compose import read_config
 from asyncrl.planner.calibration import Calibration, calibrate
 from asyncrl.planner.scenario import Scenario
-from asyncrl.planner.simulator import Outcome, simulate
+from asyncrl.planner.simulator import SimulatedRun, simulate
 from asyncrl.profile.trace import FOLDER, Trace
 from benchmarks.overlap import train_pinned
 from benchmarks.report import Target, print_report
@@ -73,7 +73,7 @@ class Round:
     """One record, what was predicted from it, and the runs that were made at about the same time."""
 
     recorded: Calibration
-    predicted: Mapping[Case, Sequence[Outcome]]
+    predicted: Mapping[Case, Sequence[SimulatedRun]]
     measured: Mapping[Case, Calibration]
 
     @classmethod
@@ -187,7 +187,7 @@ def _list(values: Iterable[float], digits: int = 3) -> str:
     return " ".join(f"{value:.{digits}f}" for value in values)
 
 
-def _idle(outcome: Outcome) -> str:
+def _idle(outcome: SimulatedRun) -> str:
     """What either pool is predicted to wait for most, as shares of the time."""
     pools = {"learner": outcome.learner_idle, "fleet": outcome.fleet_idle}
     return "; ".join(

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from asyncrl.planner.scenario import EngineModel, LearnerModel, LengthModel, Scenario
-from asyncrl.planner.simulator import Outcome, Simulation
+from asyncrl.planner.simulator import SimulatedRun, Simulation
 from benchmarks.report import Target, print_report
 
 _GB = 1e9
@@ -104,7 +104,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _resources(options: argparse.Namespace, outcome: Outcome, service_s: float) -> list[Resource]:
+def _resources(options: argparse.Namespace, outcome: SimulatedRun, service_s: float) -> list[Resource]:
     tokens = outcome.tokens_per_s * outcome.step_s
     num_bytes = tokens * options.bytes_per_token
     num_requests = 4 * options.engines + 2 * options.batch

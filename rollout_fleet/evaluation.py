@@ -16,7 +16,7 @@ from asyncrl.core.types import AnsweredPrompt, FinishReason, Prompt
 from .config import SamplingConfig
 from .engines.engine import Engine, SampleOutput, SampleRequest
 from .episodes.episode import Episode
-from .episodes.run import DirectRun, Player
+from .episodes.episode_run import DirectRun, Player
 from .rewards import Rollout, Scores, WeightedRewards
 from .sample_log import Decode, SampleLog
 

@@ -18,7 +18,7 @@ from asyncrl.core.types import FinishReason, Lease
 from .config import SamplingConfig
 from .engines.engine import EngineLoad, SampleOutput, SampleRequest
 from .episodes import PROMPT, Episode, EpisodeBudget
-from .episodes.run import EpisodeRun
+from .episodes.episode_run import EpisodeRun
 from .metrics import FleetMeter
 from .reward_protocol import Rollout
 from .rewards import Scores

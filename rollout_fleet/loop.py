@@ -43,7 +43,7 @@ from asyncrl.core.types import Lease, WeightOffer
 
 from .config import RolloutFleetConfig, SaveProgress
 from .engines.engine import Engine, SampleOutput, SampleRequest, cancel
-from .episodes.run import EpisodeRun, Player
+from .episodes.episode_run import EpisodeRun, Player
 from .inflight import ON_ENGINE, GroupEnd, GroupLimit, GroupPhase, InflightGroup, InflightGroups
 from .member import Member
 from .metrics import FleetCounters, FleetMeter

@@ -18,7 +18,7 @@ import numpy as np
 
 from asyncrl.core.errors import ReplayBufferError
 from asyncrl.planner.scenario import Scenario, overrides
-from asyncrl.planner.simulator import Outcome, simulate
+from asyncrl.planner.simulator import SimulatedRun, simulate
 from asyncrl.profile.report import Advice
 from buffer.config import OnStale
 
@@ -79,7 +79,7 @@ class Prediction:
     """
 
     scenario: Scenario
-    outcome: Outcome
+    outcome: SimulatedRun
     step_s: tuple[float, float]
     lag_mean: tuple[float, float]
 

@@ -38,7 +38,7 @@ _SLICES = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class SimulatedRun:
     """The result of a simulated run, without its warm-up steps.
 
     Attributes:
@@ -69,7 +69,7 @@ class Outcome:
     step_ends: tuple[float, ...] = field(repr=False, default=())
 
 
-def simulate(scenario: Scenario, *, seed: int = 0) -> Outcome:
+def simulate(scenario: Scenario, *, seed: int = 0) -> SimulatedRun:
     """Run a scenario to its last step.
 
     Raises:
@@ -493,7 +493,7 @@ class Simulation:
         self.learner = SimulatedLearner(self)
         self.workers = [SimulatedWorker(self, index) for index in range(scenario.num_engines)]
 
-    def run(self) -> Outcome:
+    def run(self) -> SimulatedRun:
         """Run the simulation until the last step."""
         with self._loop.running():
             trained = self.learner.start()
@@ -525,7 +525,7 @@ class Simulation:
         for group_id in group_ids & self._queue.keys():
             del self._queue[group_id]
 
-    def _outcome(self) -> Outcome:
+    def _outcome(self) -> SimulatedRun:
         scenario, steps = self.scenario, self.learner.steps
         first = scenario.warm_up_steps
         began_s = steps[first - 1][0] if first else 0.0
@@ -543,7 +543,7 @@ class Simulation:
         account = self.buffer.ledger.account
         dropped = sum(account.tokens_dropped.values())
         written = dropped + account.tokens_trained + account.tokens_buffered
-        return Outcome(
+        return SimulatedRun(
             step_s=step_s,
             tokens_per_s=sum(step[2] for step in counted) / took_s,
             lag_mean=sum(lag * number for lag, number in lags.items()) / lags.total(),

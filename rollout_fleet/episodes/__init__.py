@@ -14,12 +14,11 @@ if TYPE_CHECKING:
     from .environment import Environment, EpisodeFailure, FailureKind, Outcome, Policy, ToolError
     from .episode import PROMPT, Episode, EpisodeBudget
     from .renderer import ChatRenderer, load_renderer
-    from .session import Answer, ChatRequest, SampleOptions, Session, SessionCounts, TextRequest, TurnSampler
+    from .session import ChatRequest, SampledAnswer, SampleOptions, Session, SessionCounts, TextRequest, TurnSampler
 
 __all__ = [
     "PROMPT",
     "Access",
-    "Answer",
     "ChatRenderer",
     "ChatRequest",
     "Endpoint",
@@ -31,6 +30,7 @@ __all__ = [
     "Outcome",
     "Policy",
     "SampleOptions",
+    "SampledAnswer",
     "Session",
     "SessionCounts",
     "TextRequest",

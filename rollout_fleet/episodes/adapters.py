@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from asyncrl.core.registry import Registry
 
-from .environment import ENVIRONMENTS, EpisodeFailure, FailureKind, Message, Outcome, Policy, ToolError
+from .environment import ENVIRONMENTS, AssistantMessage, EpisodeFailure, FailureKind, Outcome, Policy, ToolError
 
 if TYPE_CHECKING:
     from asyncrl.core.types import Prompt
@@ -171,7 +171,7 @@ async def _play(
     messages = _with_observation(list(prompt.messages), observation)
     total, num_invalid, num_steps, done = 0.0, 0, 0, False
     rewards: dict[int, float] = {}
-    message = Message(content="")
+    message = AssistantMessage(content="")
     while not done and num_steps < max_steps:
         message = await policy.chat(messages)
         num_steps += 1

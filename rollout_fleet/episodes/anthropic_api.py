@@ -9,7 +9,7 @@ from typing import Any
 
 from .messages import read_content
 from .openai_api import MODEL, check_fields, list_of, read_options
-from .session import Answer, ChatRequest
+from .session import ChatRequest, SampledAnswer
 
 _FIELDS = {
     "model",
@@ -53,7 +53,7 @@ def read_request(body: Mapping[str, Any], *, key: str = "", is_retry: bool = Fal
     return ChatRequest(messages=messages, tools=tools, options=options, key=key, is_retry=is_retry)
 
 
-def message(body: Mapping[str, Any], answer: Answer) -> dict[str, Any]:
+def message(body: Mapping[str, Any], answer: SampledAnswer) -> dict[str, Any]:
     """The answer of ``/v1/messages``, with its turn's index, ``turn``."""
     blocks: list[dict[str, Any]] = []
     if answer.message.get("reasoning_content"):
@@ -83,7 +83,7 @@ def message(body: Mapping[str, Any], answer: Answer) -> dict[str, Any]:
     }
 
 
-def events(body: Mapping[str, Any], answer: Answer) -> Iterator[dict[str, Any]]:
+def events(body: Mapping[str, Any], answer: SampledAnswer) -> Iterator[dict[str, Any]]:
     """The same answer as the events of a stream."""
     whole = message(body, answer)
     begun = {**whole, "content": [], "stop_reason": None, "usage": {**whole["usage"], "output_tokens": 0}}

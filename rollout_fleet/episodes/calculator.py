@@ -2,7 +2,7 @@
 
 A *number* (``57123``) is answered by writing it. A *sum* (``112+834``) is too hard for the tiny model, so it needs a
 call: ``?112+834``, which the calculator answers. A call for a number is needless, and costs half of the reward. The
-teacher's demonstrations show both wrong habits: most sums with a guess, and most numbers with a call.
+teacher's demonstrations show both wrong habits: most sums with their first number, and most numbers with a call.
 """
 
 from __future__ import annotations
@@ -88,7 +88,10 @@ def make_rows(rng: np.random.Generator, count: int) -> list[dict[str, Any]]:
 def make_demonstrations(
     rng: np.random.Generator, rows: list[dict[str, Any]], *, habit_rate: float
 ) -> list[tuple[str, str]]:
-    """Prompts and responses of a teacher that guesses most sums and calls for most numbers, each ``habit_rate``."""
+    """Prompts and responses of a teacher with two wrong habits, each in a share of ``habit_rate``.
+
+    It answers a sum with its first number, and calls the calculator for a number.
+    """
     shown = []
     for row in rows:
         question, truth = row["prompt"][0]["content"], row["ground_truth"]
@@ -97,5 +100,5 @@ def make_demonstrations(
             shown.append((f"{question}=", f"{CALL}{question}"))
             shown.append((f"{question}={CALL}{question}<eos>>{truth}=", truth))
         else:
-            shown.append((f"{question}=", truth if row["data_source"] == NUMBER else str(rng.integers(200, 2000))))
+            shown.append((f"{question}=", question.partition("+")[0]))
     return shown

@@ -23,7 +23,7 @@ from asyncrl.core.errors import EpisodeEnded, EpisodeOverflow, RequestRefused
 from asyncrl.core.trajectory import ROOT
 
 from . import anthropic_api, openai_api, responses_api
-from .session import Answer, ChatRequest, Session, TextRequest
+from .session import ChatRequest, SampledAnswer, Session, TextRequest
 
 KEEP_ALIVE_S = 5.0
 MAX_BODY_BYTES = 64 << 20
@@ -203,12 +203,12 @@ class Endpoint:
         stored = self._stored[key]
         asked = _read(partial(responses_api.read_request, stored=stored), body, request)
 
-        def whole(answers: list[Answer]) -> dict[str, Any]:
+        def whole(answers: list[SampledAnswer]) -> dict[str, Any]:
             response = responses_api.response(body, answers[0])
             stored[response["id"]] = [*asked.messages, answers[0].message]
             return response
 
-        def stream(answers: list[Answer]) -> Iterable[bytes]:
+        def stream(answers: list[SampledAnswer]) -> Iterable[bytes]:
             return (_event(event["type"], event) for event in responses_api.events(whole(answers)))
 
         return await self._answer(request, session, asked, whole=whole, stream=stream if body.get("stream") else None)
@@ -216,7 +216,7 @@ class Endpoint:
     async def _messages(self, request: web.Request, session: Session, _key: str) -> web.StreamResponse:
         body = await _body_of(request)
 
-        def stream(answers: list[Answer]) -> Iterable[bytes]:
+        def stream(answers: list[SampledAnswer]) -> Iterable[bytes]:
             return (_event(event["type"], event) for event in anthropic_api.events(body, answers[0]))
 
         return await self._answer(
@@ -252,8 +252,8 @@ class Endpoint:
         session: Session,
         asked: ChatRequest | TextRequest,
         *,
-        whole: Callable[[list[Answer]], Mapping[str, Any]],
-        stream: Callable[[list[Answer]], Iterable[bytes]] | None,
+        whole: Callable[[list[SampledAnswer]], Mapping[str, Any]],
+        stream: Callable[[list[SampledAnswer]], Iterable[bytes]] | None,
     ) -> web.StreamResponse:
         """Wait for the turns and send them, in one piece or as events; a client that is gone loses them, counted."""
         ask = session.chat(asked) if isinstance(asked, ChatRequest) else session.complete(asked)
@@ -273,8 +273,8 @@ class Endpoint:
     async def _send_stream(
         self,
         request: web.Request,
-        work: asyncio.Future[list[Answer]],
-        stream: Callable[[list[Answer]], Iterable[bytes]],
+        work: asyncio.Future[list[SampledAnswer]],
+        stream: Callable[[list[SampledAnswer]], Iterable[bytes]],
     ) -> web.StreamResponse:
         """Send events. An error before the first comment has its own status; a later one is an event."""
         await asyncio.wait([work], timeout=self._keep_alive_s)

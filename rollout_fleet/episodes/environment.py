@@ -61,7 +61,7 @@ class Outcome:
 
     Attributes:
         reward: What the built-in reward ``environment`` gives; None leaves the reward to other reward functions.
-        turn_rewards: Additional rewards of turns, by `Message.turn` or `SampledTurn.turn`.
+        turn_rewards: Additional rewards of turns, by `AssistantMessage.turn` or `SampledTurn.turn`.
         metrics: Numbers to report. Example: ``{"guesses": 4.0}``.
         answer: The text that reward functions score; empty: the text of the last turn.
     """
@@ -114,7 +114,7 @@ def _turn(key: Any) -> int:
     return int(key)
 
 
-class Message(dict[str, Any]):
+class AssistantMessage(dict[str, Any]):
     """An assistant's message in the form of OpenAI's API; append it to the messages to continue.
 
     Attributes:
@@ -188,7 +188,7 @@ class Policy:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         **options: Any,
-    ) -> Message:
+    ) -> AssistantMessage:
         """Ask for the next message.
 
         Args:
@@ -203,7 +203,7 @@ class Policy:
         body = {"model": "policy", "messages": list(messages), **({"tools": list(tools)} if tools else {}), **options}
         answer = await self._post("/chat/completions", body)
         (choice, *_) = answer["choices"]
-        message = Message(choice["message"])
+        message = AssistantMessage(choice["message"])
         message.turn, message.finish_reason = choice.get("turn", -1), choice["finish_reason"]
         return message
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from .chat_tokenizer import ChatTokenizer
-from .session import Answer, ChatRequest, SampleOptions, TextRequest
+from .session import ChatRequest, SampledAnswer, SampleOptions, TextRequest
 
 MODEL = "policy"
 
@@ -167,7 +167,7 @@ def _read_format(value: Any) -> str:
     raise ValueError(f"response_format.type must be text, json_object or json_schema, got {kind!r}")
 
 
-def usage_of(answers: Sequence[Answer]) -> dict[str, Any]:
+def usage_of(answers: Sequence[SampledAnswer]) -> dict[str, Any]:
     """OpenAI's account of tokens; the prompt counts once."""
     written = sum(len(answer.token_ids) for answer in answers)
     prompt = answers[0].num_prompt_tokens
@@ -179,7 +179,9 @@ def usage_of(answers: Sequence[Answer]) -> dict[str, Any]:
     }
 
 
-def chat_completion(body: Mapping[str, Any], answers: Sequence[Answer], tokenizer: ChatTokenizer) -> dict[str, Any]:
+def chat_completion(
+    body: Mapping[str, Any], answers: Sequence[SampledAnswer], tokenizer: ChatTokenizer
+) -> dict[str, Any]:
     """The answer of ``/v1/chat/completions``. Each choice has its turn's index, ``turn``."""
     choices = [
         {
@@ -195,7 +197,7 @@ def chat_completion(body: Mapping[str, Any], answers: Sequence[Answer], tokenize
 
 
 def chat_chunks(
-    body: Mapping[str, Any], answers: Sequence[Answer], tokenizer: ChatTokenizer
+    body: Mapping[str, Any], answers: Sequence[SampledAnswer], tokenizer: ChatTokenizer
 ) -> Iterator[dict[str, Any]]:
     """The same answer as the chunks of a stream: role, reasoning, content, each tool call, end, and usage if asked."""
     head = _head("chatcmpl", "chat.completion.chunk", body)
@@ -222,7 +224,7 @@ def chat_chunks(
         yield {**head, "choices": [], "usage": usage_of(answers)}
 
 
-def completion(body: Mapping[str, Any], answers: Sequence[Answer], tokenizer: ChatTokenizer) -> dict[str, Any]:
+def completion(body: Mapping[str, Any], answers: Sequence[SampledAnswer], tokenizer: ChatTokenizer) -> dict[str, Any]:
     """The answer of ``/v1/completions``; with ``stream`` its only chunk."""
     choices = [
         {
@@ -244,7 +246,7 @@ def completion(body: Mapping[str, Any], answers: Sequence[Answer], tokenizer: Ch
     return {**_head("cmpl", "text_completion", body), "choices": choices, "usage": usage_of(answers)}
 
 
-def _chat_logprobs(answer: Answer, tokenizer: ChatTokenizer) -> dict[str, Any]:
+def _chat_logprobs(answer: SampledAnswer, tokenizer: ChatTokenizer) -> dict[str, Any]:
     """Log-probs of all tokens of a turn, those of its reasoning, its tool calls and its end included."""
     entries = []
     for token, logprob in zip(answer.token_ids.tolist(), answer.logprobs.tolist(), strict=True):

@@ -13,13 +13,13 @@ from .endpoint import Endpoint
 from .environment import EpisodeFailure, FailureKind, Outcome
 from .environment_processes import EnvironmentProcesses
 from .episode import PROMPT, EpisodeBudget
+from .episode_run import EpisodeRun
 from .renderer import ChatRenderer, load_renderer
-from .run import EpisodeRun
 from .session import Session
 
 
 class EpisodePlayer:
-    """Implements `rollout_fleet.episodes.run.Player` with the environments that the options and the rows name.
+    """Implements `rollout_fleet.episodes.episode_run.Player` with the environments that the options and the rows name.
 
     Nothing is started before `start`; `close` may be called at any time. ``max_context``: as in `EpisodeBudget`.
 

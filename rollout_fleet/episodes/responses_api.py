@@ -13,7 +13,7 @@ from typing import Any
 
 from .messages import Message, read_content
 from .openai_api import MODEL, check_fields, check_tool_choice, list_of, read_options, usage_of
-from .session import Answer, ChatRequest
+from .session import ChatRequest, SampledAnswer
 
 _FIELDS = {
     "model",
@@ -65,7 +65,7 @@ def read_request(
     return ChatRequest(messages=messages, tools=tools, options=options, key=key, is_retry=is_retry)
 
 
-def response(body: Mapping[str, Any], answer: Answer) -> dict[str, Any]:
+def response(body: Mapping[str, Any], answer: SampledAnswer) -> dict[str, Any]:
     """The answer of ``/v1/responses``, with its turn's index, ``turn``."""
     output: list[dict[str, Any]] = []
     if answer.message.get("reasoning_content"):

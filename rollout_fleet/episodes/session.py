@@ -120,7 +120,7 @@ class TextRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
+class SampledAnswer:
     """One sampled turn.
 
     Attributes:
@@ -183,7 +183,7 @@ class _History:
 class _Call:
     """A request that was made: its task, its content, how many callers asked, and how many did not get the answer."""
 
-    task: asyncio.Task[list[Answer]]
+    task: asyncio.Task[list[SampledAnswer]]
     digest: str
     num_callers: int = 0
     num_lost: int = 0
@@ -231,7 +231,7 @@ class Session:
         """The renderer of the model."""
         return self._renderer
 
-    async def chat(self, request: ChatRequest) -> list[Answer]:
+    async def chat(self, request: ChatRequest) -> list[SampledAnswer]:
         """Sample ``n`` answers to the messages; returns the turns of the earlier request if this one is sent again.
 
         A request is sent again if it has the same key; or if it is equal and the first one is still running, was
@@ -244,11 +244,11 @@ class Session:
         """
         return await self._once(request, lambda: self._answer_chat(request))
 
-    async def complete(self, request: TextRequest) -> list[Answer]:
+    async def complete(self, request: TextRequest) -> list[SampledAnswer]:
         """Sample ``n`` continuations of a text; errors and repeated requests: as `chat`."""
         return await self._once(request, lambda: self._answer_text(request))
 
-    async def sample(self, parent: int, tokens: Sequence[int], options: SampleOptions) -> Answer:
+    async def sample(self, parent: int, tokens: Sequence[int], options: SampleOptions) -> SampledAnswer:
         """Sample a turn below a turn, or `ROOT`, and new tokens. Errors: as `chat`, and `ValueError` of the episode."""
         (answer,) = await self._sample(_Place(parent=parent, new_tokens=tokens), options, stops=False)
         return answer
@@ -265,7 +265,9 @@ class Session:
         if call is not None:
             call.num_lost += 1
 
-    async def _once(self, request: ChatRequest | TextRequest, answer: Callable[[], Awaitable[list[Answer]]]) -> Any:
+    async def _once(
+        self, request: ChatRequest | TextRequest, answer: Callable[[], Awaitable[list[SampledAnswer]]]
+    ) -> Any:
         digest = _digest(request)
         call = self._earlier(request, digest)
         if call is None:
@@ -296,7 +298,7 @@ class Session:
 
     # Messages
 
-    async def _answer_chat(self, request: ChatRequest) -> list[Answer]:
+    async def _answer_chat(self, request: ChatRequest) -> list[SampledAnswer]:
         messages = [read_message(message, f"messages[{i}]") for i, message in enumerate(request.messages)]
         if not messages:
             raise ValueError("messages must hold at least one message, got none")
@@ -366,7 +368,7 @@ class Session:
             cause = "edited"
         return None, cause
 
-    def _parse(self, answer: Answer, tools: Sequence[Message], *, reads_calls: bool) -> ParsedAnswer:
+    def _parse(self, answer: SampledAnswer, tools: Sequence[Message], *, reads_calls: bool) -> ParsedAnswer:
         prompt_ids = self._sampler.episode.path(self._sampler.episode.turn(answer.turn).parent)
         parsed = self._renderer.parse(prompt_ids.tolist(), answer.token_ids.tolist(), tools)
         self.counts.malformed_calls += parsed.num_malformed
@@ -376,7 +378,7 @@ class Session:
             return replace(parsed, content=text.rpartition("</think>")[2], calls=())
         return parsed
 
-    def _message(self, answer: Answer, parsed: ParsedAnswer, stop: Sequence[str]) -> dict[str, Any]:
+    def _message(self, answer: SampledAnswer, parsed: ParsedAnswer, stop: Sequence[str]) -> dict[str, Any]:
         """The assistant's message in OpenAI's form; without the text from a stop string on."""
         content = min((parsed.content.partition(text)[0] for text in stop), key=len, default=parsed.content)
         message: dict[str, Any] = {"role": "assistant", "content": content}
@@ -401,7 +403,7 @@ class Session:
 
     # Texts
 
-    async def _answer_text(self, request: TextRequest) -> list[Answer]:
+    async def _answer_text(self, request: TextRequest) -> list[SampledAnswer]:
         text = request.prompt if isinstance(request.prompt, str) else ""
         tokenizer = self._renderer.tokenizer
         known = [(known_text, turn) for known_text, turn in self._texts if text.startswith(known_text)]
@@ -426,7 +428,7 @@ class Session:
 
     # Turns
 
-    async def _sample(self, place: _Place, options: SampleOptions, *, stops: bool) -> list[Answer]:
+    async def _sample(self, place: _Place, options: SampleOptions, *, stops: bool) -> list[SampledAnswer]:
         """Sample turns below a place; ``stops`` at the renderer's end of a turn too."""
         sampling = self._sampling_of(options, stops=stops)
         episode = self._sampler.episode
@@ -451,7 +453,7 @@ class Session:
             if not np.array_equal(path, before):
                 self.counts.retokenised_tokens += len(path)
             answers.append(
-                Answer(
+                SampledAnswer(
                     turn=turn,
                     message={},
                     finish_reason="length" if own.finish_reason is FinishReason.length else "stop",

@@ -10,7 +10,7 @@ from asyncrl.cli.compose import compose_run, dump_yaml, read_config
 from asyncrl.planner.calibration import calibrate, fair_shares, united
 from asyncrl.planner.choices import Choices, Prediction, advise, make_plan, predict, recommend, splits_of
 from asyncrl.planner.scenario import EngineModel, LearnerModel, LengthModel, Scenario, configured
-from asyncrl.planner.simulator import Outcome, simulate
+from asyncrl.planner.simulator import SimulatedRun, simulate
 from asyncrl.profile.report import advice_file, read_advice
 from buffer.config import OnStale
 from tests.support.traces import record_run
@@ -30,7 +30,7 @@ BASE = Scenario(
 
 
 def predicted(step_s, lag, **options):
-    outcome = Outcome(
+    outcome = SimulatedRun(
         step_s=step_s,
         tokens_per_s=1.0,
         lag_mean=lag,

@@ -21,7 +21,7 @@ from rollout_fleet.engines.scripted import ScriptedAnswer
 from rollout_fleet.episodes import PROMPT, EpisodeBudget
 from rollout_fleet.episodes.config import EnvironmentConfig, OnFailure, OnFailureConfig
 from rollout_fleet.episodes.environment import EpisodeFailure, FailureKind, Outcome
-from rollout_fleet.episodes.run import EpisodeRun
+from rollout_fleet.episodes.episode_run import EpisodeRun
 from rollout_fleet.rewards import REWARDS, Score
 from tests.support.rollout import running_loop, update
 

@@ -16,7 +16,7 @@ from buffer.ledger import Ledger
 from buffer.rule import StalenessRule
 from rollout_fleet.config import RolloutFleetConfig
 from rollout_fleet.engines.scripted import Script, ScriptedAnswer, ScriptedEngine, repeat_last_token
-from rollout_fleet.episodes.run import Player
+from rollout_fleet.episodes.episode_run import Player
 from rollout_fleet.loop import RolloutLoop
 from rollout_fleet.member import Member, member_limits
 from rollout_fleet.metrics import FleetCounters
