@@ -461,11 +461,11 @@ def _worker_class(config: RunConfig, buffer: BufferConnection, paths: RunPaths) 
 
 
 def fleet_options(config: RunConfig) -> RolloutFleetConfig:
-    """The fleet's options; with colocated pools, servers must be able to release their devices."""
+    """The fleet's options: servers can release their devices in colocated pools, and read stop texts of agents."""
     fleet = config.rollout_fleet
-    if not config.placement.colocated:
-        return fleet
-    return replace(fleet, sglang=replace(fleet.sglang, memory_saver=True))
+    own = {"memory_saver": True} if config.placement.colocated else {}
+    own |= {"tokenizer": True} if episode_context(config) else {}
+    return replace(fleet, sglang=replace(fleet.sglang, **own))
 
 
 def _total(workers: Sequence[FleetCounters]) -> FleetCounts:
