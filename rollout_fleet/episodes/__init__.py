@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .adapters import use_tools
     from .endpoint import Access, Endpoint
     from .environment import Environment, EpisodeFailure, FailureKind, Outcome, Policy, ToolError
     from .episode import PROMPT, Episode, EpisodeBudget

@@ -1,8 +1,8 @@
 """The task of ``experiment=tools``: write a number, or the sum of two, with a calculator for the sums.
 
-A *number* (``57123``) is answered by writing it. A *sum* (``112+834``) is too hard for the tiny model, so it needs a
-call: ``?112+834``, which the calculator answers. A call for a number is needless, and costs half of the reward. The
-teacher's demonstrations show both wrong habits: most sums with their first number, and most numbers with a call.
+A *number* (``57123``) is answered by writing it. A *sum* (``12+34``) is too hard for the tiny model, so it needs a
+call: ``?12+34``, which the calculator answers. A call for a number is needless, and costs half of the reward. The
+teacher's demonstrations show both wrong habits: most sums with a guess, and most numbers with a call.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CHAT_TEMPLATE = (
     "{%- else -%}{{ message.content }}<eos>{%- endif -%}"
     "{%- endfor -%}"
 )
-"""``112+834=`` asks, ``?112+834<eos>`` calls, ``>946=`` is the calculator's answer, ``946<eos>`` the policy's."""
+"""``12+34=`` asks, ``?12+34<eos>`` calls, ``>46=`` is the calculator's answer, ``46<eos>`` the policy's."""
 _SUM = re.compile(r"(\d{1,4})\+(\d{1,4})|(\d{1,8})")
 
 
@@ -71,10 +71,10 @@ def make_rows(rng: np.random.Generator, count: int) -> list[dict[str, Any]]:
     questions: dict[str, str] = {}
     while len(questions) < count:
         if len(questions) % 2:
-            left, right = rng.integers(100, 1000, size=2).tolist()
+            left, right = rng.integers(10, 1000, size=2).tolist()
             questions[f"{left}+{right}"] = SUM
         else:
-            questions[str(rng.integers(10_000, 100_000))] = NUMBER
+            questions[str(rng.integers(10, 1_000_000))] = NUMBER
     return [
         {
             "prompt": [{"role": "user", "content": question}],
@@ -90,7 +90,7 @@ def make_demonstrations(
 ) -> list[tuple[str, str]]:
     """Prompts and responses of a teacher with two wrong habits, each in a share of ``habit_rate``.
 
-    It answers a sum with its first number, and calls the calculator for a number.
+    It guesses a sum, and calls the calculator for a number.
     """
     shown = []
     for row in rows:
@@ -100,5 +100,5 @@ def make_demonstrations(
             shown.append((f"{question}=", f"{CALL}{question}"))
             shown.append((f"{question}={CALL}{question}<eos>>{truth}=", truth))
         else:
-            shown.append((f"{question}=", question.partition("+")[0]))
+            shown.append((f"{question}=", truth if row["data_source"] == NUMBER else str(rng.integers(20, 2000))))
     return shown
