@@ -142,7 +142,9 @@ class HeldOutAnswers:
             await player.play(prompt, run, sampling=sampling, index=index)
         finally:
             await run.close()
-        failure = "" if run.failure is None else str(run.failure)
+        if self._engine.has_failed:
+            await self._engine.wait_failed()  # raises its failure
+        failure = "" if run.failure is None or player.scores(run.failure) else str(run.failure)
         if episode.answer is None and not failure:
             failure = f"the environment of held-out prompt {prompt.group_id} ended without a turn of the policy"
         return _Answer(sample=run.sampled(), rollout=run.rollout(self._decode), failure=failure)

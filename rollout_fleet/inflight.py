@@ -234,12 +234,14 @@ class InflightGroup:
         """The finished group of the ``chosen`` episodes, by their scores. Several rewards become ``reward.NAME``."""
         trajectories = []
         for place, index in enumerate(chosen):
-            outcome = self.runs[index].outcome if self.runs else None
-            parts = {f"reward.{name}": float(values[place]) for name, values in scores.parts.items()}
+            metrics = {f"reward.{name}": float(values[place]) for name, values in scores.parts.items()}
+            if self.runs:
+                run = self.runs[index]
+                metrics |= run.metrics | dict(run.outcome.metrics if run.outcome else {})
             trajectory = self.episodes[index].trajectory(
                 float(scores.total[place]),
                 turn_rewards=scores.turn_rewards[place] if scores.turn_rewards else None,
-                metrics=parts | dict(outcome.metrics if outcome else {}),
+                metrics=metrics,
             )
             trajectories.append(replace(trajectory, baseline=index >= len(self.trained)))
         group_id, attempt = self.key

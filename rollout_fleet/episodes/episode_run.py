@@ -30,6 +30,10 @@ class Player(Protocol):
         """Whether the prompt has an environment. Without one, a rollout is a single answer."""
         ...
 
+    def scores(self, failure: EpisodeFailure) -> bool:
+        """Whether rewards score an episode that failed so."""
+        ...
+
     async def play(self, prompt: Prompt, run: EpisodeRun, *, sampling: SamplingConfig, index: int) -> None:
         """Play one episode, and set the outcome or the failure of its run; ``index`` is its place in the group."""
         ...
@@ -48,6 +52,7 @@ class EpisodeRun:
         episode: The forest of turns.
         outcome: The environment's result, when it has one.
         failure: Why there is no outcome.
+        metrics: Numbers of the session to report.
 
     Args:
         ask: Called when a turn wants the engine; never waits.
@@ -58,6 +63,7 @@ class EpisodeRun:
         self.episode = episode
         self.outcome: Outcome | None = None
         self.failure: EpisodeFailure | None = None
+        self.metrics: dict[str, float] = {}
         self._ask = ask
         self._vocab_size = vocab_size
         self._waiting: dict[int, asyncio.Future[None]] = {}

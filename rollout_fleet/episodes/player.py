@@ -2,34 +2,26 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import asdict
-
 from asyncrl.core.types import Prompt
 from rollout_fleet.config import RolloutFleetConfig, SamplingConfig
 
-from .config import OnSamplingOption
+from .config import OnFailure, OnSamplingOption
 from .endpoint import Endpoint
 from .environment import EpisodeFailure, FailureKind, Outcome
 from .environment_processes import EnvironmentProcesses
 from .episode import PROMPT, EpisodeBudget
 from .episode_run import EpisodeRun
 from .renderer import ChatRenderer, load_renderer
-from .session import Session
+from .session import Session, SessionCounts
 
 
 class EpisodePlayer:
     """Implements `rollout_fleet.episodes.episode_run.Player` with the environments that the options and the rows name.
 
     Nothing is started before `start`; `close` may be called at any time. ``max_context``: as in `EpisodeBudget`.
-
-    Attributes:
-        counts: What happened in all sessions so far: requests, branches by cause, overridden options, tokens of
-            prompts, and the reused ones among them.
     """
 
     def __init__(self, config: RolloutFleetConfig, *, model_path: str, max_context: int) -> None:
-        self.counts: Counter[str] = Counter()
         self._config = config
         self._model_path = model_path
         self._max_context = max_context
@@ -51,6 +43,10 @@ class EpisodePlayer:
     def plays(self, prompt: Prompt) -> bool:
         """See `Player.plays`."""
         return bool(prompt.environment or self._config.environment.name)
+
+    def scores(self, failure: EpisodeFailure) -> bool:
+        """See `Player.scores`."""
+        return getattr(self._config.environment.on_failure, failure.kind) == OnFailure.score
 
     async def start(self) -> None:
         """Choose the renderer, start the processes, and load the run's environment; raises as these do."""
@@ -82,9 +78,20 @@ class EpisodePlayer:
             run.failure = failure
         finally:
             self._endpoint.close_session(access.api_key)
-            for count, value in asdict(session.counts).items():
-                parts = value if isinstance(value, dict) else {"": value}
-                self.counts.update({f"{count}.{part}".rstrip("."): number for part, number in parts.items()})
+            run.metrics = _metrics_of(run, session.counts)
+
+
+def _metrics_of(run: EpisodeRun, counts: SessionCounts) -> dict[str, float]:
+    """What docs/metrics.md explains as ``episode.NAME``."""
+    return {
+        "episode.turns": float(run.episode.num_turns),
+        "episode.branches": float(counts.branches.total()),
+        "episode.repeated_requests": float(counts.repeated),
+        "episode.malformed_calls": float(counts.malformed_calls),
+        "episode.reused_prompt": counts.reused_tokens / max(1, counts.prompt_tokens),
+        "episode.replayed_tokens": float(run.episode.num_replayed),
+        "episode.dropped_tokens": float(run.episode.num_dropped),
+    }
 
 
 def _check_turns(run: EpisodeRun, outcome: Outcome) -> None:

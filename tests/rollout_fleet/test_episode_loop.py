@@ -16,14 +16,15 @@ import pytest
 from asyncrl.core.errors import EpisodeEnded, EpisodeOverflow, RequestRefused, WorkerDiedError
 from asyncrl.core.trajectory import ROOT, TrajectoryGroup
 from asyncrl.core.types import Prompt
-from rollout_fleet.config import SamplingConfig, SaveProgress
-from rollout_fleet.engines.scripted import ScriptedAnswer
+from rollout_fleet.config import RolloutFleetConfig, SamplingConfig, SaveProgress
+from rollout_fleet.engines.scripted import ScriptedAnswer, ScriptedEngine
 from rollout_fleet.episodes import PROMPT, EpisodeBudget
 from rollout_fleet.episodes.config import EnvironmentConfig, OnFailure, OnFailureConfig
 from rollout_fleet.episodes.environment import EpisodeFailure, FailureKind, Outcome
 from rollout_fleet.episodes.episode_run import EpisodeRun
-from rollout_fleet.rewards import REWARDS, Score
-from tests.support.rollout import running_loop, update
+from rollout_fleet.evaluation import HeldOutAnswers
+from rollout_fleet.rewards import REWARDS, Score, WeightedRewards
+from tests.support.rollout import digits, make_prompts, running_loop, update
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("virtual_time")]
 
@@ -72,6 +73,9 @@ class Playing:
 
     def plays(self, prompt: Prompt) -> bool:
         return True
+
+    def scores(self, failure: EpisodeFailure) -> bool:
+        return failure.kind is FailureKind.overflow
 
     async def play(self, prompt: Prompt, run: EpisodeRun, *, sampling: SamplingConfig, index: int) -> None:
         try:
@@ -371,3 +375,40 @@ async def test_a_greedy_baseline_is_an_episode_too(make_buffer):
     (group,) = buffer.groups
     assert group.is_baseline.tolist() == [False, False, True]
     assert counters.tokens_generated == buffer.num_tokens
+
+
+def held_out(engine, environment: Play) -> HeldOutAnswers:
+    rewards = WeightedRewards(RolloutFleetConfig(reward="environment"))
+    return HeldOutAnswers(engine=engine, rewards=rewards, decode=digits, sampling=SAMPLING, player=Playing(environment))
+
+
+async def test_held_out_prompts_are_played_too():
+    engine = ScriptedEngine(writes_by_context)
+    await engine.start()
+    answered = await held_out(engine, turns(2)).answer(make_prompts(3), version=0, num_samples=2)
+    assert [(one.sampled, one.greedy) for one in answered] == [((1.5, 1.5), 1.5)] * 3
+    broken = failing(FailureKind.tool, fails=lambda run, index: run.episode.name.startswith("evaluation-1-1-"))
+    answered = await held_out(engine, broken).answer(make_prompts(3), version=0, num_samples=2)
+    assert [one.reward_failure for one in answered] == ["", "broken", ""]
+    overflowing = failing(FailureKind.overflow, fails=lambda run, index: index == 1)
+    answered = await held_out(engine, overflowing).answer(make_prompts(1), version=0, num_samples=2)
+    assert [(one.sampled, one.greedy) for one in answered] == [((1.5, 0.0), 1.5)], "as in training"
+    await engine.stop()
+
+
+async def test_an_engine_that_fails_in_the_middle_of_a_held_out_episode_fails_the_evaluation():
+    engine = ScriptedEngine(writes_by_context)
+    await engine.start()
+
+    async def environment(run: EpisodeRun, index: int) -> Outcome:
+        await run.sample(PROMPT, (), SAMPLING)
+        engine.die("killed")
+        try:
+            await run.sample(PROMPT, [TOOL], SAMPLING)
+        except WorkerDiedError as error:
+            raise EpisodeFailure(FailureKind.infrastructure, str(error)) from error
+        return Outcome()
+
+    with pytest.raises(WorkerDiedError, match="killed"):
+        await held_out(engine, environment).answer(make_prompts(1), version=0, num_samples=1)
+    await engine.stop()
