@@ -305,9 +305,11 @@ class Sandbox:
             canary.write(b"canary")
             canary.flush()
             os.chmod(canary.name, 0o644)  # a program must not reach it although its mode allows it
-            code = _PROBE.format(path=canary.name, hides=kind is not SandboxKind.limits)
+            limits = SandboxLimits(processes=8)
+            most = limits.processes + (OTHERS_PROCESSES if kind is SandboxKind.limits else 0)
+            code = _PROBE.format(path=canary.name, hides=kind is not SandboxKind.limits, forks=most + 1)
             try:
-                result = await self._run(kind, code, "", {}, "python", SandboxLimits(processes=8))
+                result = await self._run(kind, code, "", {}, "python", limits)
             except SandboxError as error:
                 return str(error)
         if result.is_success:
@@ -465,6 +467,10 @@ def _interpreter_folders(python: str) -> list[str]:
     return sorted({folder for folder in folders if folder not in ("/", "/usr")}, key=len)
 
 
+OTHERS_PROCESSES = 256
+"""Processes by which the kind ``limits`` may exceed its limit: the kernel counts all processes of the user, and those
+of other programs come and go."""
+
 _PROBE = """\
 import os, socket, sys
 problems = []
@@ -482,7 +488,7 @@ if {hides}:
     if len([name for name in os.listdir("/proc") if name.isdecimal()]) > 3:
         problems.append("a program can see other processes")
 def fork_on():
-    for _ in range(9):
+    for _ in range({forks}):
         if os.fork() == 0:
             os.read(held, 1)
             os._exit(0)

@@ -2,7 +2,7 @@
 
 A *number* (``57123``) is answered by writing it. A *sum* (``12+34``) is too hard for the tiny model, so it needs a
 call: ``?12+34``, which the calculator answers. A call for a number is needless, and costs half of the reward. The
-teacher's demonstrations show both wrong habits: most sums with a guess, and most numbers with a call.
+teacher's demonstrations show both wrong habits: most sums with their first number, and most numbers with a call.
 """
 
 from __future__ import annotations
@@ -71,10 +71,10 @@ def make_rows(rng: np.random.Generator, count: int) -> list[dict[str, Any]]:
     questions: dict[str, str] = {}
     while len(questions) < count:
         if len(questions) % 2:
-            left, right = rng.integers(10, 1000, size=2).tolist()
+            left, right = rng.integers(100, 1000, size=2).tolist()
             questions[f"{left}+{right}"] = SUM
         else:
-            questions[str(rng.integers(10, 1_000_000))] = NUMBER
+            questions[str(rng.integers(10_000, 100_000))] = NUMBER
     return [
         {
             "prompt": [{"role": "user", "content": question}],
@@ -90,7 +90,8 @@ def make_demonstrations(
 ) -> list[tuple[str, str]]:
     """Prompts and responses of a teacher with two wrong habits, each in a share of ``habit_rate``.
 
-    It guesses a sum, and calls the calculator for a number.
+    It answers a sum with its first number, and calls the calculator for a number. How to call, and how to read the
+    result, is shown for every sum, after the choice.
     """
     shown = []
     for row in rows:
@@ -100,5 +101,8 @@ def make_demonstrations(
             shown.append((f"{question}=", f"{CALL}{question}"))
             shown.append((f"{question}={CALL}{question}<eos>>{truth}=", truth))
         else:
-            shown.append((f"{question}=", truth if row["data_source"] == NUMBER else str(rng.integers(20, 2000))))
+            shown.append((f"{question}=", question.partition("+")[0]))
+            if row["data_source"] == SUM:
+                shown.append((f"{question}={CALL}", question))
+                shown.append((f"{question}={CALL}{question}<eos>>{truth}=", truth))
     return shown

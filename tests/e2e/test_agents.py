@@ -1,7 +1,5 @@
 """Agents train on SGLang: a tool loop of several turns while the weights change, over the episode's HTTP endpoint."""
 
-from itertools import pairwise
-
 import numpy as np
 import pytest
 from transformers import AutoTokenizer
@@ -54,15 +52,12 @@ def test_the_calculator_answered_what_the_policy_asked_token_for_token(run):
     tokenizer = AutoTokenizer.from_pretrained(next(run.output_dir.glob("*/assets/*/model")))
     num_calls = 0
     for row in trained_samples(run):
-        text = tokenizer.decode(row["response_ids"])
-        turns = text.split("<eos>")
-        mask = np.asarray(row["response_mask"])
-        for asked, answered in pairwise(turns):
-            if not answered.startswith(">"):
-                continue
+        ids, mask = np.asarray(row["response_ids"]), np.asarray(row["response_mask"])
+        stretches = np.split(ids, np.flatnonzero(np.diff(mask)) + 1)
+        texts = [tokenizer.decode(stretch) for stretch in stretches]
+        assert mask[0], "the policy answers first"
+        for asked, answered in zip(texts[0::2], texts[1::2], strict=False):
             num_calls += 1
-            expression = asked.rpartition("?")[2]
-            assert answered.startswith(f">{calculate(expression)}=")
-        given = tokenizer.decode(np.asarray(row["response_ids"])[~mask])
-        assert set(given) <= set(">?=0123456789"), "only the calculator's answers are not trained"
+            asked, answered = asked.removesuffix("<eos>"), answered.removeprefix("<eos>")  # after a cut-off turn
+            assert answered == f">{calculate(asked.removeprefix('?'))}="
     assert num_calls > 10

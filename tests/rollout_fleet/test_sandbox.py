@@ -1,6 +1,7 @@
 """Hostile programs in every kind of sandbox that works on this machine."""
 
 import asyncio
+import errno
 import os
 import shutil
 import socket
@@ -15,7 +16,7 @@ import pytest
 
 from asyncrl.core.errors import SandboxError
 from rollout_fleet import sandbox as sandbox_module
-from rollout_fleet.sandbox import EndedBy, Sandbox, SandboxKind, SandboxLimits
+from rollout_fleet.sandbox import OTHERS_PROCESSES, EndedBy, Sandbox, SandboxKind, SandboxLimits
 
 pytestmark = pytest.mark.timeout(120)
 SYSTEM_PYTHON = "/usr/bin/python3"
@@ -99,7 +100,12 @@ except OSError as error:
     print(count, error.errno)
 """
     result = await run(kind, code, limits=SandboxLimits(processes=12))
-    assert result.stdout.split() == ["11", "11"], result  # EAGAIN
+    count, error = map(int, result.stdout.split())
+    assert error == errno.EAGAIN
+    if kind is SandboxKind.limits and os.geteuid() != 0:  # other processes of this user come and go
+        assert count <= 11 + OTHERS_PROCESSES
+    else:
+        assert count == 11
     bomb = "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass"
     result = await run(kind, bomb, limits=SandboxLimits(processes=12, cpu_time_s=1.0))
     assert result.ended_by is EndedBy.cpu_time
@@ -109,7 +115,7 @@ async def test_many_threads_in_a_sandbox_count_as_processes(kind):
     code = """
 import threading, time
 try:
-    for count in range(100):
+    for count in range(500):
         threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
 except RuntimeError:
     print("refused")
