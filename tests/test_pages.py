@@ -4,12 +4,17 @@ import ast
 import re
 from dataclasses import fields
 
+import numpy as np
 import pytest
 
 from asyncrl.cli.compose import describe
 from asyncrl.config import RunConfig
 from asyncrl.metrics import StepRecord
 from asyncrl.profile import FleetCause, LearnerCause
+from rollout_fleet.episodes.episode import Episode, EpisodeBudget
+from rollout_fleet.episodes.episode_run import EpisodeRun
+from rollout_fleet.episodes.player import session_metrics
+from rollout_fleet.episodes.session import SessionCounts
 from tests.support.training_run import ROOT, documented_metrics
 
 CODE = [
@@ -54,7 +59,12 @@ def test_the_metrics_page_and_the_code_have_the_same_metrics():
     for_trackers = {"groups", "lags"}
     own = {field.name for field in fields(StepRecord)} - {"learner", "metrics"} - for_trackers
     assert own <= documented
-    assert {name for name in documented if not name.startswith(("learner.", "reward."))} <= own
+    budget = EpisodeBudget(max_turns=1, max_tokens=1, max_context=2, max_tree_tokens=2)
+    episode = Episode("0-0-0", np.array([1], dtype=np.int32), budget)
+    an_episode = EpisodeRun(episode, ask=lambda: None, vocab_size=2)
+    of_episodes = {name for name in documented if name.startswith("episode.")}
+    assert of_episodes == set(session_metrics(an_episode, SessionCounts()))
+    assert {name for name in documented - of_episodes if not name.startswith(("learner.", "reward."))} <= own
     source = "\n".join(path.read_text() for path in (ROOT / "learner").glob("*.py"))
     ends = {name.rpartition(".")[2] for name in documented if name.startswith("learner.")}
     ends -= {f"{mode}_device_bytes_{when}" for mode in ("rollout", "trainer") for when in ("before", "after")}

@@ -78,10 +78,10 @@ class EpisodePlayer:
             run.failure = failure
         finally:
             self._endpoint.close_session(access.api_key)
-            run.metrics = _metrics_of(run, session.counts)
+            run.metrics = session_metrics(run, session.counts)
 
 
-def _metrics_of(run: EpisodeRun, counts: SessionCounts) -> dict[str, float]:
+def session_metrics(run: EpisodeRun, counts: SessionCounts) -> dict[str, float]:
     """What docs/metrics.md explains as ``episode.NAME``."""
     return {
         "episode.turns": float(run.episode.num_turns),
