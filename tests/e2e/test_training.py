@@ -63,7 +63,9 @@ def test_versions_advance_one_a_step_and_no_lag_exceeds_the_bound(run):
     assert [record["step"] for record in run.records] == list(range(STEPS))
     assert run.summary["policy_version"] == STEPS
     assert run.summary["max_lag"]["realised"] <= run.summary["max_lag"]["bound"]
-    assert all(record["learner.grad_norm"] > 0 for record in run.records)
+    # Without a difference between rewards there is nothing to learn, and the gradient is 0.
+    assert all(record["learner.grad_norm"] > 0 or record["equal_reward_groups"] == 1 for record in run.records)
+    assert any(record["learner.grad_norm"] > 0 for record in run.records)
     assert sum(run.summary["max_lag"]["histogram"].values()) == STEPS * 16
     versions = {version for row in trained_samples(run) for version in row["versions"]}
     assert 0 in versions
