@@ -156,9 +156,9 @@ class Settlement:
                 survivors.append(index)
                 continue
             last, action = run.failure, OnFailure(getattr(on_failure, run.failure.kind))
-            self._meter.add(groups_failed=Counter([f"episode_{last.kind}_{action}"]))
             if action is OnFailure.retry:
                 raise last
+            self._meter.add(groups_failed=Counter([f"episode_{last.kind}_{action}"]))
             logger.warning("%s (on_failure.%s=%s)", last, last.kind, action)
             if action is OnFailure.score and group.episodes[index].answer is not None:
                 survivors.append(index)
@@ -209,10 +209,11 @@ class Settlement:
         self._meter.add(groups_failed=Counter([reason]))
         self._num_failures_in_a_row += 1
         if self._num_failures_in_a_row >= self._config.max_failures_in_a_row:
-            raise type(error)(
+            message = (
                 f"{error} (failure {self._num_failures_in_a_row} in a row, the limit of "
                 "rollout_fleet.max_failures_in_a_row)"
             )
+            raise EpisodeFailure(error.kind, message) if isinstance(error, EpisodeFailure) else type(error)(message)
         await self._try_again(group, reason, error)
 
     async def _try_again(self, group: InflightGroup, reason: str, error: Exception | None) -> None:

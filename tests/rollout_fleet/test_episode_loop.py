@@ -412,3 +412,14 @@ async def test_an_engine_that_fails_in_the_middle_of_a_held_out_episode_fails_th
     with pytest.raises(WorkerDiedError, match="killed"):
         await held_out(engine, environment).answer(make_prompts(1), version=0, num_samples=1)
     await engine.stop()
+
+
+async def test_too_many_failed_episodes_in_a_row_end_the_worker_with_the_failure(make_buffer):
+    buffer = make_buffer(2)
+    player = Playing(failing(FailureKind.tool, fails=lambda run, index: True))
+    options = {"player": player, "max_failures_in_a_row": 2, "max_attempts": 9}
+    async with running_loop(buffer, writes_by_context, **options) as (loop, _, run):
+        with pytest.raises(EpisodeFailure, match=r"broken \(failure 2 in a row, the limit of"):
+            await asyncio.wait_for(run, 20)
+    assert loop.counters().groups_failed["episode_tool"] == 2
+    assert loop.counters().groups_failed.total() == 2, "a failed attempt counts once"
