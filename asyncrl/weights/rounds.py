@@ -28,7 +28,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import msgspec
 
@@ -381,30 +381,36 @@ class ChannelAddress:
 
 
 class WeightChannel:
-    """A connection to rank 0, which is not made again. It blocks, and serves one thread at a time. A context manager.
+    """A connection to rank 0. It blocks, and serves one thread at a time. A context manager.
 
-    Args:
+    Attributes:
         address: Of rank 0.
-        timeout_s: Time to connect.
-
-    Raises as `receive` does, and `ChannelRefused` if no process listens at the address, or the process belongs to
-    another sender.
+        own_host: This host's address on the connection, which rank 0's host can reach.
     """
 
-    def __init__(self, address: ChannelAddress, timeout_s: float) -> None:
-        self.address, ends_s = address, time.monotonic() + timeout_s
+    def __init__(self, address: ChannelAddress) -> None:
+        self.address, self._socket = address, socket.socket()
+
+    def connect(self, timeout_s: float) -> Self:
+        """Connect to rank 0, once.
+
+        Raises:
+            ChannelRefused: no process listens at the address, or the process belongs to another sender.
+            WeightsError: as `receive`; also if `close` was called, before or by another thread.
+            TimeoutError: as `receive`.
+        """
+        address, ends_s = self.address, time.monotonic() + timeout_s
         host, _, port = address.endpoint.rpartition(":")
-        self._socket = socket.socket()
         try:
-            self._socket.settimeout(min(timeout_s, SILENCE_S))
             try:
+                self._socket.settimeout(min(timeout_s, SILENCE_S))
                 self._socket.connect((host, int(port)))
             except ConnectionRefusedError:
                 raise ChannelRefused(f"nobody listens at {address.endpoint}") from None
             except OSError as error:
                 raise WeightsError(f"learner rank 0 at {address.endpoint} cannot be reached: {error}") from None
             _keep_alive(self._socket)
-            self.own_host: str = self._socket.getsockname()[0]  # that rank 0's host can reach
+            self.own_host: str = self._socket.getsockname()[0]
             nonce, key = secrets.token_bytes(_NONCE_BYTES), address.access
             self._write(_proof(key, b"client", self._read(_NONCE_BYTES, ends_s)) + nonce)
             if not hmac.compare_digest(self._read(_PROOF_BYTES, ends_s), _proof(key, b"server", nonce)):
@@ -412,6 +418,7 @@ class WeightChannel:
         except BaseException:
             self._socket.close()
             raise
+        return self
 
     @property
     def is_open(self) -> bool:
@@ -439,7 +446,7 @@ class WeightChannel:
         return msgspec.msgpack.decode(self._read(int.from_bytes(self._read(_SIZE_BYTES, ends_s)), ends_s))
 
     def close(self) -> None:
-        """End the connection at once, also for a thread that waits for a message."""
+        """End the connection at once, also for a thread that connects or waits for a message."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()

@@ -175,11 +175,15 @@ class WeightSender:
         number, is_sent = 0, True
         while not self._is_closed.is_set():
             try:
-                with WeightChannel(self.address, rounds.SILENCE_S) as self._channel:
+                with WeightChannel(self.address) as channel:
+                    self._channel = channel  # for `close`, which ends it while it connects too
+                    if self._is_closed.is_set():
+                        return
+                    channel.connect(rounds.SILENCE_S)
                     while True:
                         report = {"kind": "done", "rank": self._rank, "round": number, "failed": not is_sent}
-                        self._channel.send(report)
-                        this = msgspec.convert(self._channel.receive(None), Round)
+                        channel.send(report)
+                        this = msgspec.convert(channel.receive(None), Round)
                         number, is_sent = this.number, self._send(this)
             except (WeightsError, TimeoutError) as error:
                 if not self._is_closed.wait(_RETRY_S):
@@ -353,7 +357,7 @@ class GroupMember:
     """This process among the members of one learner's rounds: its connection to rank 0, and its newest group."""
 
     def __init__(self, address: ChannelAddress, timeout_s: float) -> None:
-        self.channel = WeightChannel(address, timeout_s)
+        self.channel = WeightChannel(address).connect(timeout_s)
         self._group: WeightGroup | None = None
 
     def group(self, this: Round, place: int, deadline: RoundDeadline) -> WeightGroup:

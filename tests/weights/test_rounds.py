@@ -100,7 +100,7 @@ def echo(connection, message):
 
 
 def connected(coordinator):
-    return WeightChannel(coordinator.address, SECONDS)
+    return WeightChannel(coordinator.address).connect(SECONDS)
 
 
 def test_a_message_and_its_bytes_arrive_and_are_answered():
@@ -115,7 +115,7 @@ def test_the_channel_refuses_strangers_and_keys_of_an_earlier_sender(coordinator
         earlier = replace(coordinator.address, access=other.address.access)
     for address in (earlier, replace(coordinator.address, access="")):
         with pytest.raises(ChannelRefused, match=f"another sender listens at {coordinator.address.endpoint}"):
-            WeightChannel(address, SECONDS)
+            WeightChannel(address).connect(SECONDS)
 
 
 def test_the_channel_takes_no_message_of_a_client_without_the_key():
@@ -143,7 +143,7 @@ def test_a_receiver_refuses_a_sender_without_the_key(coordinator):
         impostor.start()
         address = replace(coordinator.address, endpoint=f"127.0.0.1:{listener.getsockname()[1]}")
         with pytest.raises(ChannelRefused, match="another sender listens at"):
-            WeightChannel(address, SECONDS)
+            WeightChannel(address).connect(SECONDS)
         impostor.join(SECONDS)
 
 
@@ -201,7 +201,7 @@ def test_a_stopped_sender_has_time_until_the_deadline(coordinator):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = replace(coordinator.address, endpoint=f"127.0.0.1:{silent.getsockname()[1]}")
         with pytest.raises(TimeoutError, match=f"learner rank 0 at {address.endpoint} was silent for 0.2 s"):
-            WeightChannel(address, 0.2)
+            WeightChannel(address).connect(0.2)
 
 
 def test_a_learner_rank_that_connects_again_gets_its_messages(coordinator):

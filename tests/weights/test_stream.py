@@ -2,6 +2,7 @@
 
 import asyncio
 import signal
+import socket
 import threading
 import time
 from collections import Counter
@@ -368,7 +369,7 @@ async def test_hosts_that_ask_for_two_versions_at_once_get_the_newer_one(ranks, 
 async def test_a_receiver_that_is_silent_after_asking_does_not_delay_a_round(ranks, tmp_path):
     offered = offered_by(ranks, 1, tmp_path)
     address = ChannelAddress(endpoint=offered.manifest, access=offered.access)
-    with WeightChannel(address, 10.0) as silent:
+    with WeightChannel(address).connect(10.0) as silent:
         silent.send({"kind": "ask", "version": 1, "holds": "", "host": ""})
         assert_holds(await receive_weights(offered, tmp_path / "r", timeout_s=30.0), 1)
 
@@ -484,4 +485,12 @@ def test_a_missing_interface_is_refused_with_the_existing_ones():
 def test_closed_senders_leave_no_thread(ranks):
     for state in ranks:
         state["sender"].close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "weight-rounds"]
+
+
+def test_a_sender_that_is_closed_while_it_connects_leaves_no_thread():
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts connections and never answers
+        endpoint = f"127.0.0.1:{silent.getsockname()[1]}"
+        sender = WeightSender(OPTIONS, rank=1, num_ranks=2, address=ChannelAddress(endpoint=endpoint, access="key"))
+        sender.close()
     assert not [thread for thread in threading.enumerate() if thread.name == "weight-rounds"]
