@@ -1,1 +1,1 @@
-"""Measurements against the alternatives. Each prints a table, and its figures as JSON on the last line."""
+"""Benchmarks of asyncrl against alternatives. Each module prints a table, and its figures as JSON on the last line."""

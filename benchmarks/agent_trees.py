@@ -1,6 +1,7 @@
-"""What the learner computes for trees of turns: packed with shared tokens, against each branch on its own.
+"""Count the tokens that the learner computes for trees of turns: packed with shared tokens, and branch by branch.
 
-The trees are those of a search agent: parallel tools, drafts of which one goes on, a retry with an edited history, a
+The trees are those of a search agent: parallel tools, several drafts (the episode continues one of them), a retry with
+    an edited history, a
 sub-agent, and a compaction when the context is full. The episodes are real (`rollout_fleet.episodes.Episode`), with
 random tokens; the packer is the learner's.
 """
@@ -34,7 +35,7 @@ class AgentLengths:
     Attributes:
         turn: A turn: reasoning, and calls of tools.
         result: One result of a tool; the agent calls two at a time.
-        summary: The summary that a new root begins with, after the system's text.
+        summary: The summary at the start of a new root, after the system message.
         rounds: Rounds of search of one episode.
     """
 
@@ -64,7 +65,7 @@ class SearchAgent:
             if len(self.episode.path(turn)) > MAX_CONTEXT // 2:
                 turn = self._turn(ROOT, [*self._system, *self._tokens(self._lengths.summary)])
                 continue
-            if self._rng.random() < 0.1:  # a tool is called again: its second result takes the place of the first
+            if self._rng.random() < 0.1:  # a tool is called again: its second result replaces the first one
                 self._turn(turn, results)
                 results = self._results()
             turn = self._turn(turn, results)
@@ -98,7 +99,7 @@ class SearchAgent:
 def search_groups(
     *, num_groups: int = NUM_GROUPS, num_samples: int = NUM_SAMPLES, lengths: AgentLengths | None = None, seed: int = 0
 ) -> list[TrajectoryGroup]:
-    """Prompt groups of a search agent. All prompts begin with the same system's text and tools."""
+    """Prompt groups of a search agent. All prompts begin with the same system message and tools."""
     rng = np.random.default_rng(seed)
     system = rng.integers(0, VOCABULARY, SYSTEM_TOKENS)
     groups = []
@@ -123,8 +124,8 @@ def tree_tokens(groups: Sequence[TrajectoryGroup]) -> Mapping[str, float]:
 
     Returns:
         ``shared``: packed, with shared tokens. ``branches``: each branch on its own. ``turns``: each sampled turn on
-        its own with its whole context, as trainers of single requests see it. ``distinct``: the tokens of the trees,
-        each once, which no packing can undercut. ``num_branches``, ``num_turns`` and ``trained`` tokens.
+        its own with its whole context, as a trainer of single requests sees it. ``distinct``: the tokens of the trees,
+        each once. No packing needs fewer tokens. ``num_branches``, ``num_turns`` and ``trained`` tokens.
     """
     sequences = [sequence for group in groups for sequence in group_sequences(group)]
     sampled = [turn for sequence in sequences for turn in sequence.turns]

@@ -2,15 +2,16 @@
 
 One function per figure.
 
-``endpoint_ms``: 64 episodes with one call each under way. A client in a process of its own sends the growing
-conversation of each episode: a question, tool calls and their results, over eight turns. A turn takes between 0.3 and
-0.9 s by a script, so that calls come at different moments, as from an engine. The figure is the median of a call's time
-beyond its turn, as the client sees it, and includes the client's own share: ``bare_ms`` is the same for a server of
-aiohttp that only waits and answers. ``endpoint_cpu_ms`` is the CPU time per call, so its inverse bounds the rate.
+``endpoint_ms``: 64 episodes with one call each under way. A client in a separate process sends the growing conversation
+    of each episode: a question, tool calls and their results, over eight turns. A script sets the duration of each turn
+    between 0.3 and 0.9 s, so calls come at different moments, as with a real engine. The figure is the median of a
+    call's time minus the duration of its turn, measured by the client. It includes the client's own time: ``bare_ms``
+    is the same figure for an aiohttp server that only waits and answers. ``endpoint_cpu_ms`` is the CPU time per call,
+    so its inverse bounds the rate.
 
-``tree_vs_linear_tokens``: tokens that the learner computes for the trees of a search agent, against each branch on its
-own. ``tree_vs_turns_tokens`` is against each turn with its whole context, ``tree_vs_distinct_tokens`` against each
-token of the trees once.
+``tree_vs_linear_tokens``: tokens that the learner computes for the trees of a search agent, divided by those of its
+    separate branches. ``tree_vs_turns_tokens`` divides by the tokens of all turns, each with its whole context.
+    ``tree_vs_distinct_tokens`` counts each token of the trees once.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ TARGETS = {
 
 
 def turn_s(seed: int) -> float:
-    """Seconds of a turn; its seed says how long it takes, so that the client knows."""
+    """Duration of a turn in seconds. It depends only on the seed, so the client can compute it too."""
     return 0.3 + seed / 1e6
 
 
@@ -88,7 +89,7 @@ class TimedTurns:
 
 
 def save_tokenizer(folder: Path) -> str:
-    """A tokenizer of bytes with the markers of the plain chat template."""
+    """A byte tokenizer with the markers of the plain chat template."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(BPE(vocab={letter: place for place, letter in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -102,7 +103,7 @@ def save_tokenizer(folder: Path) -> str:
 
 
 async def endpoint_ms(renderer: ChatRenderer) -> dict[str, float]:
-    """Milliseconds of a call beyond its turn at 64 concurrent, and the CPU time that the endpoint takes for it."""
+    """Time of a call minus its turn in ms, at 64 concurrent calls; and the endpoint's CPU time per call."""
     prompt_ids = np.asarray(renderer.render([QUESTION], [TOOL]), dtype=np.int32)
     call = renderer.tokenizer.encode(CALL + "<|end|>")
     prompt = Prompt(group_id=0, prompt_ids=prompt_ids)
@@ -126,7 +127,7 @@ async def endpoint_ms(renderer: ChatRenderer) -> dict[str, float]:
 
 
 async def _bare_latencies() -> list[float]:
-    """Seconds beyond their turns of calls to a server that only waits and answers."""
+    """Seconds of calls, minus their turns, to a server that only waits and answers."""
     function = {"name": "weather", "arguments": '{"city": "Rome"}'}
     call = {"id": "call_1_0", "type": "function", "function": function}
     body = {"choices": [{"message": {"role": "assistant", "content": None, "tool_calls": [call]}}]}
@@ -147,7 +148,7 @@ async def _bare_latencies() -> list[float]:
 
 
 async def _in_client(accesses: Sequence[tuple[str, str]]) -> list[float]:
-    """Play all episodes in a process of its own; returns the seconds of each call beyond its turn."""
+    """Play all episodes in a separate process. Returns the seconds of each call minus those of its turn."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return await asyncio.get_running_loop().run_in_executor(pool, _play_all, accesses)
 
@@ -184,7 +185,7 @@ async def _play(accesses: Sequence[tuple[str, str]]) -> list[float]:
 
 
 def tree_vs_linear_tokens() -> dict[str, float]:
-    """The learner's packed tokens of trees, as shares of those of their branches, turns, and distinct tokens."""
+    """The learner's packed tokens of trees ÷ those of their branches, turns, and distinct tokens."""
     count = tree_tokens(search_groups())
     figures = {"linear": "branches", "turns": "turns", "distinct": "distinct"}
     return {f"tree_vs_{name}_tokens": count["shared"] / count[what] for name, what in figures.items()}

@@ -1,7 +1,7 @@
 """The buffer's speed: ``python -m benchmarks.buffer [--quick] [--only disk small]``; the last line is JSON.
 
-Everything is measured in one run, alternating with what it is compared to, and reported as the median of the rounds.
-TransferQueue needs the ``bench`` extra; where it is absent its figure is null, and a line says so.
+One run measures everything. Each measurement alternates with its baseline, and the median of the rounds is reported.
+TransferQueue needs the ``bench`` extra; without it, its figure is null and a line reports this.
 """
 
 import argparse
@@ -77,7 +77,7 @@ class Buffer:
 
     Args:
         groups_per_step: B.
-        window: The producer's.
+        window: Largest number of puts without an acknowledgement.
         durability: Whether puts are written to disk before they are acknowledged.
     """
 
@@ -116,7 +116,7 @@ class Buffer:
         self.version += 1
 
     async def close(self) -> None:
-        """End the clients and the server."""
+        """Close the clients and stop the server."""
         await self.worker.close()
         self.rank.close()
         self.process.stop()
@@ -124,7 +124,7 @@ class Buffer:
 
 
 async def put_all(worker: WorkerClient, groups: list[TrajectoryGroup], window: int) -> None:
-    """Put every group, at most ``window`` without an acknowledgement."""
+    """Put every group, with at most ``window`` unacknowledged puts."""
     left = iter(groups)
 
     async def put() -> None:
@@ -135,7 +135,7 @@ async def put_all(worker: WorkerClient, groups: list[TrajectoryGroup], window: i
 
 
 async def buffer_round_s(buffer: Buffer, num_bytes: int) -> float:
-    """Seconds to put a step's groups with the window and to fetch them."""
+    """Seconds to put the groups of a step with the window, and to fetch them."""
     groups = [group_of(lease, num_bytes) for lease in await buffer.lease()]
     began = time.perf_counter()
     await put_all(buffer.worker, groups, _WINDOW)
@@ -147,7 +147,7 @@ async def buffer_round_s(buffer: Buffer, num_bytes: int) -> float:
 
 
 def raw_round_s(raw: RawStore, number: int, num_bytes: int) -> float:
-    """The same bytes through bare sockets."""
+    """Send the same bytes through bare sockets."""
     frames = [encoding.group_frames(group_of(None, num_bytes)) for _ in range(number)]
     began = time.perf_counter()
     raw.put_all(frames, _WINDOW)
@@ -157,7 +157,7 @@ def raw_round_s(raw: RawStore, number: int, num_bytes: int) -> float:
 
 
 async def against_raw(num_bytes: int, number: int, rounds: int) -> tuple[float, float]:
-    """Ours ÷ raw in throughput, and our seconds a group."""
+    """The buffer's throughput ÷ that of bare sockets, and the buffer's seconds per group."""
     buffer = Buffer(number)
     ratios, seconds = [], []
     with RawStore() as raw:
@@ -170,7 +170,7 @@ async def against_raw(num_bytes: int, number: int, rounds: int) -> tuple[float, 
 
 
 async def rows_per_s(number: int, rounds: int, *, window: int) -> float:
-    """35 KB groups put a second, each after the acknowledgement of the one ``window`` before."""
+    """Puts of 35 KB groups per second, with at most ``window`` unacknowledged puts."""
     buffer = Buffer(number, window=window)
     rates = []
     for _ in range(rounds + 1):
@@ -184,7 +184,7 @@ async def rows_per_s(number: int, rounds: int, *, window: int) -> float:
 
 
 async def disk_vs_memory(number: int, rounds: int) -> float:
-    """35 KB groups put per second with the window: durability=disk / memory, in turns."""
+    """Puts of 35 KB groups per second with the window: durability=disk ÷ durability=memory, measured alternately."""
     buffers = [Buffer(number, durability=durability) for durability in (Durability.memory, Durability.disk)]
     ratios = []
     for _ in range(rounds + 1):
@@ -214,7 +214,7 @@ async def single_round_s(buffer: Buffer, num_bytes: int) -> float:
 
 
 async def against(other: Callable[[], float], num_bytes: int, rounds: int) -> float:
-    """How many times faster than ``other`` one batch is put and got."""
+    """Time of ``other`` to put and get one batch ÷ time of the buffer."""
     buffer = Buffer(1)
     ratios = []
     for _ in range(rounds + 2):
@@ -225,7 +225,7 @@ async def against(other: Callable[[], float], num_bytes: int, rounds: int) -> fl
 
 
 def peer_batch(num_bytes: int) -> buffer_peers.Batch:
-    """The arrays of one batch as 64 padded rows, as the other data planes take them."""
+    """The arrays of one batch as 64 padded rows, the format of the other data planes."""
     length = num_bytes // _BYTES_PER_TOKEN // 64
     return {
         "response_ids": np.zeros((64, length), dtype=np.int32),
@@ -236,7 +236,7 @@ def peer_batch(num_bytes: int) -> buffer_peers.Batch:
 
 
 async def against_peers(rounds: int) -> dict[str, float | None]:
-    """Against Ray's queue and TransferQueue (its better number of storage units) at 2.2 MB."""
+    """Compare with Ray's queue and TransferQueue (with its better number of storage units) at 2.2 MB."""
     num_bytes = 2_200_000
     batch = peer_batch(num_bytes)
     with buffer_peers.own_ray():
@@ -254,7 +254,7 @@ async def against_peers(rounds: int) -> dict[str, float | None]:
 
 
 class LedgerLoad:
-    """A ledger with ``outstanding`` groups, of which a quarter are consumed and replaced each step."""
+    """A ledger with ``outstanding`` groups; each step consumes and replaces a quarter of them."""
 
     def __init__(self, outstanding: int) -> None:
         self._size = outstanding // 4
@@ -305,7 +305,7 @@ class LedgerLoad:
 
 
 def ledger_figures(largest: int, rounds: int) -> dict[str, float]:
-    """Transitions a second, and cost with many groups outstanding ÷ cost with a thousand, interleaved."""
+    """Transitions per second, and cost with many outstanding groups ÷ cost with a thousand, measured alternately."""
     calm_collector()
     loads = {size: LedgerLoad(size) for size in (1000, largest)}
     seconds: dict[int, list[float]] = {size: [] for size in loads}
@@ -319,7 +319,7 @@ def ledger_figures(largest: int, rounds: int) -> dict[str, float]:
 
 
 async def slowest_producer_share(num_producers: int, num_consumers: int, duration_s: float) -> dict[str, float]:
-    """Producers and fetching consumers at once: the slowest producer's groups ÷ the mean, and memory ÷ its bound."""
+    """Run producers and consumers at once; return the slowest producer's groups ÷ the mean, and memory ÷ its bound."""
     size, limit = 64, 256 * 1024**2
     config = BufferConfig(max_lag=4, queue_size=512, max_stored_bytes=limit)
     counts = [0] * num_producers
@@ -339,7 +339,7 @@ async def slowest_producer_share(num_producers: int, num_consumers: int, duratio
                 try:
                     await asyncio.wait({wait, advanced}, return_when=asyncio.FIRST_COMPLETED)
                 finally:
-                    wait.cancel()  # unless it is done; the engine advanced: ask again at its new version
+                    wait.cancel()  # unless the producer is done, ask again at the engine's new version
                 if not wait.done():
                     continue
                 for lease in wait.result():
@@ -389,41 +389,41 @@ TARGETS = {
 
 
 async def ledger_section(quick: bool) -> Figures:
-    """The ledger alone: what exact admission keeps, and its transitions per second."""
+    """The ledger without the server: the tokens that exact admission keeps, and transitions per second."""
     figures = admission_figures(num_ticks=1000 if quick else 3000)
     return {**figures, **ledger_figures(100_000 if quick else 1_000_000, 3 if quick else 5)}
 
 
 async def large_section(quick: bool) -> Figures:
-    """Groups of 2 MB against bare sockets."""
+    """Compare groups of 2 MB with bare sockets."""
     ratio, group_s = await against_raw(2_000_000, 32, _rounds(quick))
     return {"payload_vs_raw_zmq": ratio, "payload_gb_per_s": 2 * 2_000_000 / group_s / 1e9}
 
 
 async def small_section(quick: bool) -> Figures:
-    """Groups of 35 KB against bare sockets."""
+    """Compare groups of 35 KB with bare sockets."""
     ratio, group_s = await against_raw(35_000, 512, _SHORT_ROUNDS * _rounds(quick))
     return {"small_vs_raw_zmq": ratio, "small_groups_per_s": 1 / group_s}
 
 
 async def rows_section(quick: bool) -> Figures:
-    """Groups of 35 KB put one after another, and with the window."""
+    """Puts of 35 KB groups one after another, and with the window."""
     one = await rows_per_s(512, _rounds(quick), window=1)
     return {"rows_per_s": one, "rows_windowed_per_s": await rows_per_s(512, _rounds(quick), window=_WINDOW)}
 
 
 async def disk_section(quick: bool) -> Figures:
-    """``durability=disk`` against ``memory``."""
+    """Compare ``durability=disk`` with ``memory``."""
     return {"disk_vs_memory": await disk_vs_memory(512, _SHORT_ROUNDS * _rounds(quick))}
 
 
 async def fairness_section(quick: bool) -> Figures:
-    """Many producers and consumers at once."""
+    """Run many producers and consumers at once."""
     return {**await slowest_producer_share(64, 8, 5.0 if quick else 15.0)}
 
 
 async def peers_section(quick: bool) -> Figures:
-    """Other data planes."""
+    """Compare with other data planes."""
     return await against_peers(_rounds(quick))
 
 
@@ -443,7 +443,7 @@ SECTIONS = {
 
 
 async def measure(names: Sequence[str], *, quick: bool) -> Figures:
-    """The figures of some sections."""
+    """Measure some sections; return their figures."""
     figures: Figures = {}
     for name in names:
         figures |= await SECTIONS[name](quick)

@@ -1,7 +1,7 @@
-"""What exact admission keeps: saved prefixes that are continued, against the rule that counts every open group as due.
+"""Compare exact admission with the former rule by the saved prefixes that can be continued.
 
-A saturated simulation on the ledger, without sockets or clocks: workers keep every admitted place busy, one of them
-dies now and then after saving what it has, and the learner takes a batch whenever one is ready.
+A saturated simulation on the ledger, without sockets or clocks: workers keep every admitted place busy. From time to
+    time a worker saves its tokens and dies. The learner takes a batch as soon as one is ready.
 
 Run as ``python -m benchmarks.buffer_admission``; `benchmarks.buffer` includes the same figures.
 """
@@ -24,7 +24,7 @@ _DEATHS_PER_TICK = 0.1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FormerRule(StalenessRule):
-    """Admission as it was before it was exact: every open group counts as due by the new group's deadline."""
+    """The former admission rule: every open group counts as due by the new group's deadline."""
 
     def admits(self, open_by_deadline: Mapping[int, int], *, version: int, engine_version: int) -> bool:
         """See `StalenessRule.admits`."""
@@ -34,7 +34,7 @@ class FormerRule(StalenessRule):
 
 @dataclass(kw_only=True)
 class _Rollout:
-    """A group being generated: its lease, its tokens so far, and how many it will have."""
+    """A running group: its lease, its tokens so far, and its final number of tokens."""
 
     lease: GrantedLease
     num_tokens: int
@@ -45,9 +45,9 @@ class SaturatedRun:
     """Workers, a learner and a ledger.
 
     Args:
-        rule: Admits.
-        seed: Of lengths and deaths.
-        max_deaths: A group is dropped when so many workers died with it; 0 drops none.
+        rule: Decides which groups are admitted.
+        seed: Seed of the lengths and deaths.
+        max_deaths: A group is dropped after this number of worker deaths; 0 drops none.
     """
 
     def __init__(self, rule: StalenessRule, *, seed: int, max_deaths: int = 0) -> None:
@@ -59,7 +59,7 @@ class SaturatedRun:
         self._lengths: dict[int, int] = {}
 
     def tick(self) -> None:
-        """Every running group grows, finished ones are stored, the learner steps, and free places are leased."""
+        """Grow every running group, store finished groups, make a step if possible, and lease free places."""
         for rollout in list(self._running.values()):
             rollout.num_tokens = min(rollout.num_tokens + _TOKENS_PER_TICK, rollout.length)
             if rollout.num_tokens == rollout.length:
@@ -116,7 +116,7 @@ class SaturatedRun:
 
 
 def saved_tokens_kept(rule: StalenessRule, *, num_ticks: int = 3000, seed: int = 0, max_deaths: int = 0) -> float:
-    """The share of saved tokens that was not dropped as too old to be continued."""
+    """The share of saved tokens that were not dropped for their age."""
     run = SaturatedRun(rule, seed=seed, max_deaths=max_deaths)
     for _ in range(num_ticks):
         run.tick()
@@ -124,7 +124,7 @@ def saved_tokens_kept(rule: StalenessRule, *, num_ticks: int = 3000, seed: int =
 
 
 def admission_figures(*, num_ticks: int) -> dict[str, float]:
-    """The shares kept by the exact rule and by the former one, for B = 16."""
+    """The shares that the exact rule and the former rule keep, for B = 16."""
     figures = {}
     for max_lag in (1, 2):
         exact = saved_tokens_kept(StalenessRule(max_lag=max_lag, groups_per_step=16), num_ticks=num_ticks)
@@ -138,7 +138,7 @@ def admission_figures(*, num_ticks: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Entry point: a table, and as the last line the figures of the exact rule and of the former rule as JSON."""
+    """Entry point: print a table, and the figures of both rules as JSON on the last line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.buffer_admission", description=main.__doc__)
     parser.add_argument("--quick", action="store_true", help="simulate 1000 ticks instead of 3000")
     figures = admission_figures(num_ticks=1000 if parser.parse_args().quick else 3000)

@@ -1,4 +1,4 @@
-"""Other data planes with the buffer's task: put a batch, get it back. Each returns the seconds of one round."""
+"""Other data planes on the buffer's task: put a batch and get it back. Each returns the seconds of one round."""
 
 import importlib
 import logging
@@ -15,7 +15,7 @@ Batch = Mapping[str, np.ndarray]
 
 @contextmanager
 def own_ray() -> Iterator[None]:
-    """A Ray of our own, at the usual priority, for a while."""
+    """Start a separate Ray cluster at normal priority for the context."""
     import ray
 
     os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - Ray reads this spelling
@@ -27,7 +27,7 @@ def own_ray() -> Iterator[None]:
 
 
 def ray_queue_round(batch: Batch) -> Callable[[], float]:
-    """`ray.util.queue` carrying numpy arrays."""
+    """Send numpy arrays through `ray.util.queue`."""
     from ray.util.queue import Queue
 
     queue = Queue()
@@ -44,7 +44,7 @@ def ray_queue_round(batch: Batch) -> Callable[[], float]:
 
 
 def transfer_queue_round(batch: Batch, num_units: int) -> Callable[[], float] | None:
-    """TransferQueue, verl's data plane, with ``num_units`` storage units; None where it is not installed."""
+    """TransferQueue, verl's data plane, with ``num_units`` storage units; None if it is not installed."""
     try:
         transfer_queue = importlib.import_module("transfer_queue")
     except ImportError:
@@ -76,5 +76,5 @@ def transfer_queue_round(batch: Batch, num_units: int) -> Callable[[], float] | 
 
 
 def stop_transfer_queue() -> None:
-    """End its actors, so that the next setting starts afresh."""
+    """End the actors, so that the next setting starts with new ones."""
     importlib.import_module("transfer_queue").close()

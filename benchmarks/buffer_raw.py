@@ -1,4 +1,4 @@
-"""The least that ZMQ can do for a buffer: store frames under a key, acknowledge, send back. No ledger, no checks."""
+"""A minimal buffer on ZMQ: store frames under a key, acknowledge, send back. It has no ledger and no checks."""
 
 import subprocess
 import sys
@@ -9,7 +9,7 @@ import zmq
 
 
 def serve() -> None:
-    """Print the address, then store and return frames until killed."""
+    """Print the address, then store and return frames until the process is killed."""
     socket = zmq.Context.instance().socket(zmq.ROUTER)
     socket.bind("tcp://127.0.0.1:*")
     print(socket.getsockopt_string(zmq.LAST_ENDPOINT), flush=True)
@@ -25,7 +25,7 @@ def serve() -> None:
 
 
 class RawStore:
-    """`serve` in a process, and one blocking connection to it."""
+    """Runs `serve` in a process, with one blocking connection to it."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -36,7 +36,7 @@ class RawStore:
         self._socket.connect(self._process.stdout.readline().strip())
 
     def put_all(self, payloads: Sequence[Sequence[Any]], window: int) -> None:
-        """Send every payload under its number, at most ``window`` without an acknowledgement."""
+        """Send every payload under its number, with at most ``window`` unacknowledged payloads."""
         in_flight = 0
         for number, payload in enumerate(payloads):
             if in_flight == window:

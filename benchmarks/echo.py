@@ -1,4 +1,7 @@
-"""The workers of both sides of `benchmarks.protocol`, in one module, so that both load the same libraries."""
+"""The workers of `benchmarks.protocol` with asyncrl and with plain Ray.
+
+One module has both, so they load the same libraries.
+"""
 
 from __future__ import annotations
 
@@ -9,28 +12,28 @@ from asyncrl.single_controller import DataProto, Dispatch, Worker, register
 
 
 class Echo(Worker):
-    """Returns the `DataProto` that it is given."""
+    """Returns the `DataProto` that it receives."""
 
     @register(Dispatch.DP_COMPUTE_PROTO)
     def echo(self, data: DataProto) -> DataProto:
-        """The same batch, when the group has it back."""
+        """Return the same batch; the caller waits for it."""
         return data
 
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False)
     def echo_later(self, data: DataProto) -> DataProto:
-        """The same batch, as a future."""
+        """Return the same batch; the caller gets a future."""
         return data
 
     @register(Dispatch.DP_COMPUTE_METRIC)
     def count(self, data: DataProto) -> int:
-        """Rows that arrived."""
+        """Return the number of received rows."""
         return len(data)
 
 
 @ray.remote(num_cpus=0.5)
 class PlainEcho:
-    """The same without asyncrl: returns the numpy arrays that it is given."""
+    """The same worker without asyncrl: returns the numpy arrays that it receives."""
 
     def echo(self, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """The same arrays."""
+        """Return the same arrays."""
         return arrays

@@ -1,15 +1,16 @@
-"""Training time to a held-out accuracy of 0.90: asyncrl against TRL's GRPOTrainer, and against itself at max_lag 0.
+"""Training time to a held-out accuracy of 0.90: asyncrl against TRL and against synchronous asyncrl.
 
-``python -m benchmarks.end_to_end`` (needs the ``bench`` extra). For each seed one warm-started policy; from it train,
-in turns and each in a process of its own: asyncrl with the in-process engine at the default ``buffer.max_lag``, asyncrl
-at ``buffer.max_lag=0``, and TRL, on the same task, model, hyper-parameters and cores. Evaluation is on nobody's clock:
-TRL's stands still, and asyncrl's published weights are kept and evaluated afterwards by the same function. The target
-is reached where the mean of three evaluations of 2,048 samples each crosses it, interpolated (`first_crossing`). A seed
-that misses it counts with all its training time, and is reported. A step has twice as many prompts as the quickstart's,
-and half its learning rate, on every side (`WORK`): a policy that moves so far in a step that it is there in 50 of them
-learns less from samples of two versions before (``steps_to_090_vs_trl``; give the quickstart's options to see it).
-Wall time depends on what else the machine does; the CPU time of each side, its start included, stands beside it.
-``time_standard_error`` is what other seeds would change.
+``python -m benchmarks.end_to_end`` needs the ``bench`` extra. Three competitors train from the same warm-started policy
+per seed, in turns, each in its own process: asyncrl with the in-process engine at the default ``buffer.max_lag``,
+asyncrl at ``buffer.max_lag=0``, and TRL. Task, model, hyper-parameters and cores are the same. Evaluation does not
+count as training time: TRL's clock stops, and asyncrl's published weights are kept and evaluated afterwards by the same
+function. The target is reached where the mean of three evaluations of 2,048 samples each crosses it, interpolated
+(`first_crossing`). A seed that misses the target is reported, and counts with its whole training time. For all
+competitors, a step has twice as many prompts as the quickstart and half its learning rate (`WORK`). With the
+quickstart's options a policy changes so much per step that it reaches the target in 50 steps; it then learns less from
+samples of two versions before (``steps_to_090_vs_trl``). Wall time depends on other work of the machine; therefore the
+CPU time of each competitor, its start included, is also reported. ``time_standard_error`` is the standard error over
+seeds.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from benchmarks.report import Target, print_report
 TARGET_ACCURACY = 0.90
 RUN_TIMEOUT_S = 900
 WORK = ("algorithm.groups_per_step=64", "rollout_fleet.groups_in_flight=64", "learner.optimizer.lr=5.0e-4")
-"""Where it differs from the quickstart."""
+"""The options that differ from those of the quickstart."""
 _LOOK_EVERY_S = 1.0
 _NUM_DRAWS = 1000
 
@@ -50,10 +51,10 @@ class Outcome:
     """One training.
 
     Attributes:
-        time_s: Training time to the target; all of it where the target was missed.
+        time_s: Training time to the target; the whole training time if the target was missed.
         start_s: Time before the first step.
         steps: Learner steps to the target.
-        step_s: Training time per step, of all steps.
+        step_s: Training time per step, averaged over all steps.
         cpu_s: CPU seconds of all processes for the whole training, the start included.
         hit: Whether the target was reached.
     """
@@ -67,7 +68,7 @@ class Outcome:
 
 
 class Contest:
-    """The competitors on one seed, from one warm start."""
+    """Run the competitors on one seed, from one warm start."""
 
     def __init__(self, seed: int, output_dir: Path, *overrides: str, eval_every: int, threads: int) -> None:
         self._overrides = [f"seed={seed}", f"output_dir={output_dir}", *WORK, *overrides]
@@ -208,7 +209,7 @@ def _median_ratio(mine: list[Outcome], others: list[Outcome], name: str) -> floa
 
 
 def _standard_error(mine: list[Outcome], others: list[Outcome], name: str) -> float:
-    """Of the median ratio: how far it would be off with other seeds, by seeds drawn with replacement."""
+    """Standard error of the median ratio over seeds, by the bootstrap."""
     ratios, draw = _ratios(mine, others, name), random.Random(0)
     return statistics.pstdev(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(_NUM_DRAWS))
 
@@ -218,7 +219,7 @@ def _ratios(mine: list[Outcome], others: list[Outcome], name: str) -> list[float
 
 
 def _curve(warm: Path, snapshots: Path, held_out: HeldOut, eval_every: int) -> list[tuple[float, float]]:
-    """Version and sampled accuracy of the evaluated versions, until the mean of three has reached the target."""
+    """Pairs of version and sampled accuracy, until the mean of three evaluations has reached the target."""
     torch.set_num_threads(2)
     versions = {0: warm} | {int(path.name.removeprefix("v")): path for path in snapshots.glob("v????????")}
     curve: list[tuple[float, float]] = []
@@ -230,7 +231,7 @@ def _curve(warm: Path, snapshots: Path, held_out: HeldOut, eval_every: int) -> l
 
 
 def _run(command: list[str]) -> tuple[list[str], float]:
-    """Run one competitor to its end; returns the lines it printed, and the CPU seconds of all its processes."""
+    """Run one competitor to its end. Returns its printed lines, and the CPU seconds of all its processes."""
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(command, stdout=output, stderr=errors)
         try:
@@ -246,9 +247,10 @@ def _run(command: list[str]) -> tuple[list[str], float]:
 
 
 def _cpu_s_until_end(process: subprocess.Popen[bytes], timeout_s: float) -> float:
-    """CPU seconds of a process and all below it, whoever waits for them; what one uses after the last look is missed.
+    """Wait for the end of a process; return the CPU seconds of the process and its descendants.
 
-    Raises `TimeoutError` if it takes longer.
+    The times are read once per second, so the time of a process after its last reading is missing. Raises
+    `TimeoutError` if the process runs longer than ``timeout_s``.
     """
     used, run = dict[int, float](), psutil.Process(process.pid)
     end_s = time.monotonic() + timeout_s

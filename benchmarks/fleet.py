@@ -1,4 +1,4 @@
-"""What the fleet makes of its engines: ``python -m benchmarks.fleet [--only PART]``; the last line is JSON.
+"""Efficiency of the rollout fleet: ``python -m benchmarks.fleet [--only PART]``; the last line is JSON.
 
 The parts: `scripted` (engines of different speeds, samples of two lengths, an engine that dies; two minutes of little
 work), `leases` (a thousand simulated workers on the real buffer server; half a minute) and `engines` (two real SGLang
@@ -47,7 +47,7 @@ def scripted() -> dict[str, float]:
 
 
 def leases() -> dict[str, float]:
-    """Figures of a thousand simulated workers, of which a commit admits some, or all."""
+    """Figures of a thousand simulated workers; a commit admits some of them, or all."""
     from benchmarks.fleet_leases import measure_leases
 
     figures = {}

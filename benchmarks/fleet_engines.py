@@ -1,8 +1,8 @@
-"""The fleet on real SGLang servers: its tokens per second against a bare client, and a server that is killed.
+"""The fleet on real SGLang servers: tokens per second compared with a bare client, and recovery from a killed server.
 
-Two servers on the CPU, each pinned to a core. Both sides sample the same prompts with the same options and as many at
-once, in turns. The fleet is two rollout loops under their supervisors in this process, and a buffer server in one of
-its own; the bare client posts one group per request and keeps nothing.
+Two servers on the CPU, each pinned to a core. Fleet and bare client take turns. They sample the same prompts with the
+same options and the same number of requests at once. The fleet consists of two rollout loops under their supervisors in
+this process, and a buffer server in its own process. The bare client posts one group per request and keeps nothing.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ PLACES = 8  # per engine
 SAMPLES = 2
 NEW_TOKENS = 256
 SHORT_TOKENS = 64
-"""Where a server is killed: what the other one takes over, and computes again, is little then beside what it does."""
+"""Length for the kills: the prefixes that the other server takes over and computes again are then short."""
 GROUPS_PER_ROUND = 64
 NUM_ROUNDS = 5
 NUM_KILLS = 4
-USUAL_S = 10.0  # seconds of both at work, before and after each kill
-SPREAD_S = 4.0  # until the samples of an engine are at different places
+USUAL_S = 10.0  # seconds with both engines at work, before and after each kill
+SPREAD_S = 4.0  # until the samples of an engine have different lengths
 _VOCABULARY = 1000
 
 
 def save_model(directory: Path) -> str:
-    """A random Qwen3 of 4 layers and 5 million parameters, which seldom ends a response by itself."""
+    """A random Qwen3 of 4 layers and 5 million parameters. It rarely ends a response by itself."""
     ids = {"eos_token_id": 1, "bos_token_id": 2, "pad_token_id": 0}
     shape = {"layers": 4, "hidden": 256, "mlp": 768, "heads": 4, "head_dim": 64, "vocab_size": _VOCABULARY}
     return save_random_qwen3(directory, **shape, **ids)
 
 
 class _PinnedEngine(SGLangEngine):
-    """An engine whose server runs on one core."""
+    """An engine with its server pinned to one core."""
 
     _starting = asyncio.Lock()
 
@@ -67,7 +67,7 @@ class _PinnedEngine(SGLangEngine):
         self.num_heard = 0
 
     async def start(self) -> None:
-        """See `Engine.start`. What is started while this process is pinned stays where it is."""
+        """See `Engine.start`. Child processes inherit the core to which this process is pinned during the start."""
         async with self._starting:
             everywhere = os.sched_getaffinity(0)
             os.sched_setaffinity(0, {self._core})
@@ -77,7 +77,7 @@ class _PinnedEngine(SGLangEngine):
         await starting
 
     def _take(self, event: Any, samples: Any) -> Any:
-        """Count tokens as they come: samples end too seldom for a rate over seconds."""
+        """Count tokens when they arrive: samples end too rarely for a rate over seconds."""
         self.num_heard += len(event.get("output_ids", ()))
         return super()._take(event, samples)
 
@@ -91,7 +91,7 @@ class _Fleet:
     num_prompts: int = 0
 
     async def roll_out(self, number: int) -> float:
-        """Roll groups out; returns the tokens per second until the last is stored."""
+        """Roll out groups. Returns the tokens per second until the last group is stored."""
         tokens, stored = self.tokens, self.stored
         began_s = time.perf_counter()
         await self.enqueue(number)
@@ -109,23 +109,23 @@ class _Fleet:
 
     @property
     def tokens(self) -> int:
-        """Tokens that the engines have answered with."""
+        """Number of tokens in the engines' answers."""
         return sum(worker.counters.tokens_generated for worker in self.workers)
 
     @property
     def stored(self) -> int:
-        """Groups that are stored."""
+        """Number of stored groups."""
         return sum(worker.counters.groups_finished for worker in self.workers)
 
 
 def prompts_of(number: int) -> Iterator[np.ndarray]:
-    """The same prompts for both sides."""
+    """The same prompts for fleet and bare client."""
     rng = np.random.default_rng(0)
     return iter(rng.integers(3, _VOCABULARY, (number, 16), np.int32))
 
 
 def measure_engines() -> dict[str, float]:
-    """The figures of real servers."""
+    """Measure real servers; return the figures."""
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="asyncrl-bench-") as folder:
         return asyncio.run(_measure(Path(folder)))
 
@@ -143,13 +143,13 @@ async def _measure(scratch: Path) -> dict[str, float]:
 
 
 async def _rates(fleet: _Fleet) -> dict[str, float]:
-    """Both sides in turns."""
+    """Measure fleet and bare client in turns."""
     rates: dict[str, list[float]] = {"fleet": [], "bare": []}
     for turn in range(NUM_ROUNDS + 1):
         sides = ["fleet", "bare"] if turn % 2 else ["bare", "fleet"]
         for side in sides:
             rate = await (fleet.roll_out(GROUPS_PER_ROUND) if side == "fleet" else _bare(fleet, GROUPS_PER_ROUND))
-            if turn:  # the first is a warm-up
+            if turn:  # the first round is a warm-up
                 rates[side].append(rate)
                 logger.info("%s: %.0f tokens/s", side, rate)
     paired = [fleet_rate / bare for fleet_rate, bare in zip(rates["fleet"], rates["bare"], strict=True)]
@@ -199,7 +199,7 @@ async def _make_fleet(stack: AsyncExitStack, scratch: Path, new_tokens: int) -> 
 
 
 async def _bare(fleet: _Fleet, number: int) -> float:
-    """Tokens per second of a client that posts groups, as many at once, to the same servers."""
+    """Tokens per second of a client that posts groups to the same servers, with the same number of requests at once."""
     waiting = list(prompts_of(number))
     num_tokens = 0
 
@@ -227,7 +227,7 @@ async def _bare(fleet: _Fleet, number: int) -> float:
 
 @dataclass
 class _Heard:
-    """Tokens that came from an engine, and in how many seconds."""
+    """Tokens that came from an engine, and the seconds of counting."""
 
     tokens: int = 0
     seconds: float = 0.0
@@ -238,7 +238,7 @@ class _Heard:
         return self.tokens / self.seconds
 
     async def listen(self, engine: _PinnedEngine, event: Awaitable[object]) -> float:
-        """Count until something has happened; returns the seconds that it took."""
+        """Count tokens until ``event`` is done. Returns the seconds."""
         began_s, before = time.perf_counter(), engine.num_heard
         await event
         took_s = time.perf_counter() - began_s
@@ -248,12 +248,12 @@ class _Heard:
 
 
 class _Kills:
-    """A server is killed in each of several fleets: until its engine serves again, what is lost, how the other does.
+    """Kills a server in each of several fleets; measures recovery time, lost tokens and the other engine's rate.
 
-    A core's speed changes by a fifth within minutes: each recovery is compared with the same engine's start before it,
-    the other one at work. Tokens arrive in chunks of `STREAM_INTERVAL` per sample, so that ten seconds hold a few dozen
-    bursts: the survivor's rates are those of all recoveries together, and of the stretches before and after them. What
-    an ordinary start beside it leaves of that rate is reported, too.
+    The speed of a core changes by a fifth within minutes. Therefore each recovery is compared with the previous start
+    of the same engine, while the other engine works. Tokens arrive in chunks of `STREAM_INTERVAL` per sample, so ten
+    seconds have only a few dozen chunks. Therefore the rates of the surviving engine are summed over all recoveries,
+    and over the periods before and after them. Its rate during an ordinary start of the other engine is reported too.
     """
 
     def __init__(self) -> None:
@@ -262,11 +262,11 @@ class _Kills:
         self._lost: list[float] = []
 
     async def strike(self, fleet: _Fleet) -> None:
-        """Start the second engine, then the first beside it, whose server is killed while both are at work."""
+        """Start the second engine, then the first; kill the server of the first while both are at work."""
         struck, other = fleet.workers
         await other.start()
         survivor = _engine(other)
-        for _ in range(NUM_ENGINES * PLACES):  # one by one, as responses of many lengths end and others begin
+        for _ in range(NUM_ENGINES * PLACES):  # one by one, so that samples end at different times
             await fleet.enqueue(1)
             await asyncio.sleep(SPREAD_S / (NUM_ENGINES * PLACES))
         await fleet.enqueue(40 * GROUPS_PER_ROUND)
@@ -282,7 +282,7 @@ class _Kills:
         logger.info("started in %.1f s, served again after %.1f s", start_s, took_s)
 
     def figures(self) -> dict[str, float]:
-        """What came of all kills."""
+        """The figures of all kills."""
         return {
             "recovery_vs_engine_start": statistics.median(self._vs_start),
             "survivors_during_recovery": self._beside_recovery.rate / self._usual.rate,
@@ -297,7 +297,7 @@ def _engine(worker: LocalWorker) -> _PinnedEngine:
 
 
 async def _kill_and_wait(worker: LocalWorker) -> None:
-    """SIGKILL to a server, not to its guard; returns when its engine serves again."""
+    """Send SIGKILL to a server, but not to its guard. Returns when its engine serves again."""
     member = worker.member
     epoch, port = member.epoch, _engine(worker).server.url.rpartition(":")[2]
     for process in psutil.process_iter(["cmdline"]):
@@ -310,6 +310,6 @@ async def _kill_and_wait(worker: LocalWorker) -> None:
 
 
 async def _lost(fleet: _Fleet) -> int:
-    """Tokens that the account dropped for the sake of an engine."""
+    """Tokens that the account dropped because an engine failed or was lost."""
     dropped = (await fleet.client.stats()).tokens_dropped
     return dropped.get("engine_failed", 0) + dropped.get("lost", 0)

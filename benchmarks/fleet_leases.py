@@ -1,9 +1,9 @@
-"""How soon the leases that a commit admits are with their workers, where a thousand workers wait.
+"""Time from a commit until its admitted leases reach their workers, with a thousand waiting workers.
 
-The buffer is the real server in a process of its own, and the controller's calls are the real client's. The workers are
-sockets in two other processes; each speaks the protocol of a rollout worker (offers, loaded, leases, puts), and
-generates nothing. With ``max_lag`` 0 no group begins at a version before its commit: each lease is one that the commit
-admitted, and its time includes the worker's hearing of the version.
+The buffer is the real server in its own process, and the controller uses the real client. The workers are sockets in
+two other processes. Each speaks the protocol of a rollout worker (offers, loaded, leases, puts) and generates nothing.
+With ``max_lag`` 0 no group begins at a version before its commit. So the commit admitted each lease, and the time
+includes the notice of the new version to the worker.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ WARM_UP_STEPS = 3
 EPOCH = "benchmark"
 START_TIMEOUT_S = 60.0
 SETTLE_S = 0.2
-"""Before each commit, for whatever the step before still has to say."""
+"""Pause before each commit, for the remaining messages of the previous step."""
 
 
 def measure_leases(groups_per_step: int, *, num_workers: int = NUM_WORKERS, num_steps: int = NUM_STEPS) -> list[float]:
-    """Seconds from a commit until each lease of the next version is with its worker, over all steps."""
+    """Seconds from a commit until each lease of the next version reaches its worker, over all steps."""
     return asyncio.run(_measure(groups_per_step, num_workers, num_steps))
 
 
@@ -67,12 +67,12 @@ async def _measure(groups_per_step: int, num_workers: int, num_steps: int) -> li
             waits.append((heard_ns - committed[version - 1]) / 1e9)
     expected = len(committed) * groups_per_step
     if len(waits) != expected:
-        raise RuntimeError(f"{len(waits)} leases were heard of, {expected} were admitted; the measurement is void")
+        raise RuntimeError(f"workers received {len(waits)} leases, expected {expected}; the measurement is void")
     return waits
 
 
 async def _train(client: ControlClient, learner: LearnerClient, groups_per_step: int, num_steps: int) -> dict[int, int]:
-    """Take the steps; returns when each was committed, without the first ones."""
+    """Make the steps. Returns the time of each commit, without the warm-up steps."""
     prompt_ids = np.arange(16, dtype=np.int32)
     committed = {}
     for version in range(num_steps + 1):
@@ -116,7 +116,7 @@ def _end(process: subprocess.Popen[str]) -> str:
 
 
 class SimulatedWorker:
-    """A rollout worker's side of the protocol: one lease at a time, stored as soon as it comes."""
+    """A rollout worker's side of the protocol: one lease at a time, stored at once."""
 
     def __init__(self, address: str, number: int, heard: list[tuple[int, int]]) -> None:
         socket: zmq.Socket[bytes] = client_context().socket(zmq.DEALER)
@@ -155,7 +155,7 @@ class SimulatedWorker:
                     raise error_of(failure)
 
     def _load(self, version: int) -> None:
-        """Serve the version; a request for leases at the one before is taken back."""
+        """Serve the version; cancel a pending request for leases at the previous version."""
         before, self._version = self._lease_id, version
         taken_back = [self._request(commands.Cancel(before))] if before else []
         loaded = self._request(commands.Loaded(version=version, seconds=0.0, engine=self._name))
@@ -197,7 +197,7 @@ async def _work(address: str, first: int, number: int) -> None:
 
 
 def main() -> None:
-    """Be some of the workers; `measure_leases` starts this."""
+    """Run some of the workers; `measure_leases` starts this process."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("address")
     parser.add_argument("first", type=int)

@@ -1,8 +1,8 @@
-"""What the fleet makes of engines of different speeds, of samples of two lengths, and of an engine that dies.
+"""Efficiency of the fleet with engines of different speeds, samples of two lengths, and an engine that dies.
 
 Four rollout loops with scripted engines on a real buffer server, in one process. A scripted engine writes each sample
-at a fixed pace, so what the fleet reaches against the sum of its engines is a matter of who gets which work, and when.
-The engines write few tokens per second, so that this process has little to do: `busy_share` says how much.
+at a fixed pace. So the throughput of the fleet, relative to the sum of its engines, depends only on the assignment of
+work. The engines write few tokens per second, so this process has little work; `busy_share` is its share of busy time.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from rollout_fleet.rewards import WeightedRewards
 
 GROUPS_PER_STEP = 16
 MAX_LAG = 3
-PLACES = 8  # per engine; admission leaves twice as many as all four have
+PLACES = 8  # per engine; admission allows twice the places of all four engines
 SAMPLES = 2
 TOKENS = 80
 TOKEN_DELAY_S = 0.01
@@ -46,7 +46,7 @@ OCCUPANCY_GROUPS = 160
 
 @dataclass(kw_only=True)
 class _FleetRun:
-    """Engines on one server, and a learner that takes each batch as soon as it is there."""
+    """Engines on one buffer server, and a learner that takes each batch as soon as it is complete."""
 
     server: BufferServer
     control: ControlClient
@@ -54,7 +54,7 @@ class _FleetRun:
     workers: list[LocalWorker]
 
     async def learn(self) -> None:
-        """Feed, train, publish, until cancelled; more prompts are queued than admission ever leaves."""
+        """Feed, train and publish until cancelled. The queue always has more prompts than admission allows."""
         num_prompts = 2 * (MAX_LAG + 1) * GROUPS_PER_STEP
         await self.control.enqueue([_prompt(number) for number in range(num_prompts)])
         for version in itertools.count():
@@ -65,7 +65,7 @@ class _FleetRun:
             await self.control.commit(version)
 
     async def tokens_trained(self) -> int:
-        """Up to now."""
+        """Number of tokens trained so far."""
         return (await self.control.stats()).tokens_trained
 
 
@@ -78,7 +78,7 @@ def _offer(version: int) -> WeightOffer:
 
 
 class _SlowToStart(ScriptedEngine):
-    """Takes ``START_S`` to come up."""
+    """An engine whose start takes ``START_S``."""
 
     async def start(self) -> None:
         await asyncio.sleep(START_S)
@@ -86,7 +86,7 @@ class _SlowToStart(ScriptedEngine):
 
 
 class _Meter:
-    """Samples that run on an engine, times seconds, from the first on until the moment that was marked last."""
+    """Integrates the number of running samples of an engine over time, from the first sample to the last `mark`."""
 
     def __init__(self) -> None:
         self._began: float | None = None
@@ -95,7 +95,7 @@ class _Meter:
         self.occupied_s = self.lasted_s = 0.0
 
     def change(self, by: int) -> None:
-        """So many samples more run."""
+        """Change the number of running samples."""
         now = time.perf_counter()
         if self._began is None:
             self._began = self._since = now
@@ -103,7 +103,7 @@ class _Meter:
         self._num_running += by
 
     def mark(self, now: float) -> None:
-        """Count until now."""
+        """Integrate until ``now``."""
         if self._began is not None:
             self._pass_time(now)
             self.occupied_s, self.lasted_s = self._passed_s, now - self._began
@@ -114,7 +114,7 @@ class _Meter:
 
 
 def _metered(script: Script, meter: _Meter) -> _SlowToStart:
-    """An engine that tells a meter of each sample."""
+    """An engine that reports the start and end of each sample to a meter."""
 
     class Metered(_SlowToStart):
         async def _write(self, sample: Any) -> SampleOutput:
@@ -136,7 +136,7 @@ async def _start(
     meters: list[_Meter] | None = None,
     hand_over: bool = True,
 ) -> _FleetRun:
-    """Bring up one engine per delay between tokens, on a server of their own."""
+    """Start one engine per delay between tokens, with a new buffer server."""
     config = RolloutFleetConfig(
         engine=EngineKind.scripted, groups_in_flight=PLACES, reward="exact_match", renew_every_s=5.0
     )
@@ -169,7 +169,7 @@ async def _start(
 
 
 class LocalWorker:
-    """A rollout loop with its engine in this process; `keep_up` starts another engine when one fails."""
+    """A rollout loop with its engine in this process; `keep_up` replaces an engine that fails."""
 
     def __init__(
         self, name: str, config: RolloutFleetConfig, *, make: Callable[[], Engine], address: str, num_samples: int
@@ -188,12 +188,12 @@ class LocalWorker:
 
     @property
     def counters(self) -> FleetCounters:
-        """What it has done in all its lives."""
+        """The counters summed over all engines of this worker."""
         now = [] if self._loop is None else [self._loop.counters()]
         return FleetCounters.total([*self._before, *now])
 
     async def start(self) -> None:
-        """Bring the first engine up, and replace it from then on."""
+        """Start the first engine; from then on, replace an engine that fails."""
         await self._come_up()
         self._keeping = asyncio.create_task(keep_up(self))
 
@@ -258,9 +258,9 @@ ONE_SLOW = [*EQUAL[:3], 10 * TOKEN_DELAY_S]
 
 
 async def share_of_speeds(delays_s: Sequence[float], *, hand_over: bool = True) -> tuple[float, float]:
-    """Tokens trained on per second, as a share of the sum of the engines' speeds, each by its delay between tokens.
+    """Tokens trained per second ÷ the sum of the engines' speeds; and this process's share of busy time.
 
-    And the share of the time for which this process was busy.
+    The delays between tokens give the engines' speeds.
     """
     async with AsyncExitStack() as stack:
         run = await _start(stack, delays_s, hand_over=hand_over)
@@ -276,10 +276,11 @@ async def share_of_speeds(delays_s: Sequence[float], *, hand_over: bool = True) 
 
 
 async def occupancy() -> float:
-    """The share of the engines' places that is taken until the last lease, where one group in four is ten times longer.
+    """The occupied share of the engines' places until the last lease.
 
-    All samples of a group are as long, so that a place is empty only while a group is scored, stored and leased. What
-    is handed on while the last groups end is leased once more, which does not count.
+    One group in four is ten times longer. All samples of a group have the same length, so a place is empty only while a
+    group is scored, stored and leased. Groups that are handed over at the end are leased again; these leases do not
+    count.
     """
 
     def length(prompt_id: int) -> int:
@@ -303,7 +304,7 @@ async def occupancy() -> float:
 
 
 async def recovery() -> dict[str, float]:
-    """One of four engines dies: how long until it serves again, by its start, and the tokens that are dropped."""
+    """Kill one of four engines; return the recovery time ÷ the start time, and the number of dropped tokens."""
     async with AsyncExitStack() as stack:
         run = await _start(stack, EQUAL)
         learning = asyncio.create_task(run.learn())

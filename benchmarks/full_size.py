@@ -1,8 +1,8 @@
 """Runs one update of the learner at full size on fake tensors: shapes, memory, collectives and waits for the device.
 
-Fake tensors have a shape and a type and no values, and the process group is torch's fake one. The code is the learner's
-own: `PackedModel`, FSDP2, the packed forward, log-probs, backward and AdamW. Tensors are said to be on the CPU, since a
-torch without CUDA cannot name another device; their types are those of a GPU.
+Fake tensors have a shape and a dtype but no values. The process group is torch's fake process group. The code is the
+learner's own: `PackedModel`, FSDP2, the packed forward, log-probs, backward and AdamW. The tensors' device is the CPU,
+because a torch without CUDA has no other device; their dtypes are those of a GPU.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ class _Collectives(TorchDispatchMode):
 
 
 class _Waits(TorchFunctionMode):
-    """Notes calls for which the host would wait for the device, on tensors that would be there."""
+    """Records the calls in which the host would wait for the device if the tensors were on a GPU."""
 
     def __init__(self, update: FakeUpdate) -> None:
         super().__init__()
@@ -234,7 +234,7 @@ def fake_update(
                 tracker.track_external(trainer.head, trainer.optimizer.adamw)
 
             def prepare(*args: Any, **options: Any) -> None:
-                tracker.reset_mod_stats()  # the tracker takes one call of each module
+                tracker.reset_mod_stats()  # the tracker accepts only one call per module
                 prepare_backward(*args, **options)
 
             stack.enter_context(mock.patch.object(trainer_module, "prepare_backward", prepare))
@@ -259,7 +259,7 @@ def fake_update(
 
 
 def peak_at_full_depth(settings: dict[str, Any], learner: LearnerConfig) -> int:
-    """Peak bytes of a rank with all layers, extrapolated from four and six: it grows by the same for each layer."""
+    """Peak bytes of a rank with all layers, extrapolated from four and six: each adds the same number."""
     first, second = (fake_update(settings | {"num_hidden_layers": n}, learner).peak_bytes for n in (4, 6))
     return first + (settings["num_hidden_layers"] - 4) * (second - first) // 2
 
@@ -287,7 +287,7 @@ def _faked(batch: MicroBatch, fake: FakeTensorMode) -> MicroBatch:
 
 @contextmanager
 def _fake_group(config: LearnerConfig) -> Iterator[LearnerMesh]:
-    """The first rank of a group that does not exist."""
+    """Rank 0 of a fake process group."""
     dist.init_process_group("fake", rank=0, world_size=config.num_ranks, store=FakeStore())
     try:
         shape = (config.num_ranks // config.sp_size, config.sp_size)
@@ -298,7 +298,7 @@ def _fake_group(config: LearnerConfig) -> Iterator[LearnerMesh]:
             fsdp_size=config.num_ranks if config.fsdp_size == -1 else config.fsdp_size,
             timeout=timedelta(seconds=60),
         )
-        _ = mesh.fsdp_mesh  # made before tensors are fake
+        _ = mesh.fsdp_mesh  # created before tensors are fake
         yield mesh
     finally:
         dist.destroy_process_group()

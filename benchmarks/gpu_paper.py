@@ -1,7 +1,7 @@
-"""What a GPU would see, measured without one: ``python -m benchmarks.gpu_paper``; the last line is JSON.
+"""Memory and waits of a learner on a GPU, computed without a GPU: ``python -m benchmarks.gpu_paper``.
 
-Memory and waits come from an update at full size on fake tensors (`benchmarks.full_size`). Two depths are run, and the
-peak is extrapolated to the full depth: it grows by the same number of bytes for each layer.
+They come from an update at full size on fake tensors (`benchmarks.full_size`). The update runs at two depths, and the
+peak is extrapolated to the full depth: each layer adds the same number of bytes. The last output line is JSON.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ TARGETS = {
 
 
 def planned_bytes(name: str, learner: LearnerConfig) -> int:
-    """The planner's peak of a rank."""
+    """The peak of a rank that the planner predicts."""
     with tempfile.TemporaryDirectory() as folder:
         AutoConfig.for_model(**MODELS[name]).save_pretrained(folder)
         size = ModelSize.of(folder)

@@ -1,4 +1,4 @@
-"""What an engine on a GPU copies of a published version, counted without a GPU."""
+"""Counts the bytes that an engine on a GPU copies to load a published version, without a GPU."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ DEVICE = torch.device("meta")
 
 
 class HostToDevice(TorchDispatchMode):
-    """Counts the bytes of host tensors that operations in this block bring to `DEVICE`.
+    """Counts the bytes of host tensors that operations in this block copy to `DEVICE`.
 
     Attributes:
-        num_bytes: As the device receives them.
+        num_bytes: Bytes that the device receives.
     """
 
     def __init__(self) -> None:
@@ -45,10 +45,10 @@ class HostToDevice(TorchDispatchMode):
 
 
 class _CountedWeights(FileWeights):
-    """Counts what the thread that copies brings to the device.
+    """Counts the bytes that the copying thread sends to the device.
 
     Attributes:
-        num_bytes: Of all tensors.
+        num_bytes: Bytes of all tensors.
     """
 
     num_bytes = 0
@@ -61,7 +61,7 @@ class _CountedWeights(FileWeights):
 
 
 class _Model(nn.Module):
-    """Loads as models of an engine do: joined projections, experts in one parameter, and plain parameters."""
+    """Loads weights as an engine's model does: joined projections, experts in one parameter, and plain parameters."""
 
     def __init__(self, hidden: int, num_experts: int) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class _Model(nn.Module):
             self.embedding = nn.Parameter(torch.empty(40 * hidden, hidden, dtype=torch.bfloat16))
 
     def published(self) -> dict[str, Tensor]:
-        """Return whole tensors with the names of a checkpoint."""
+        """Return full tensors with the names of a checkpoint."""
         hidden = self.qkv.shape[1]
         tensors = {f"{name}_proj": torch.randn(hidden, hidden) for name in "qkv"}
         tensors |= {f"experts.{index}": torch.randn(hidden, hidden) for index in range(len(self.experts))}
@@ -141,7 +141,7 @@ class _Experts(nn.Module):
 
 
 class _Unverified:
-    """Stands for the source of a load, without bytes."""
+    """The source of a load, without bytes."""
 
     copier = None
 
@@ -149,7 +149,7 @@ class _Unverified:
 def writes_per_expert_tensor() -> float:
     """Return the writes of a later load of the experts of Qwen3-30B-A3B, per tensor.
 
-    The first load writes each tensor by itself.
+    The first load writes each tensor separately.
     """
     model = _Experts()
     parameters = dict(model.named_parameters())

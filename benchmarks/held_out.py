@@ -1,4 +1,4 @@
-"""Held-out accuracy of a policy, measured the same way for every trainer that is compared."""
+"""Held-out accuracy of a policy, measured in the same way for all compared trainers."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ import torch
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOut:
-    """Held-out prompts and how they are answered.
+    """Held-out prompts, and the settings for sampling answers.
 
     Attributes:
         prompt_ids: [B, P] int64, padded on the left.
         attention_mask: [B, P] int64, 0 where padded.
         ground_truths: B exact answers.
-        tokenizer: The policy's.
-        samples_per_prompt: Answers sampled of each prompt.
+        tokenizer: The policy's tokenizer.
+        samples_per_prompt: Sampled answers per prompt.
         max_new_tokens: Longest answer, in tokens.
-        seed: Of the sampling: equal weights give equal accuracy.
+        seed: Seed of the sampling: equal weights give equal accuracy.
     """
 
     prompt_ids: torch.Tensor
@@ -37,10 +37,10 @@ class HeldOut:
 
     @torch.no_grad()
     def accuracy(self, model: Any, *, greedy: bool = False) -> float:
-        """Share of answers that equal the ground truth, special tokens left out.
+        """Share of answers that equal the ground truth, without special tokens.
 
         Args:
-            model: A transformers causal language model; its mode and torch's random state are as before afterwards.
+            model: A transformers causal language model; its mode and torch's random state are restored afterwards.
             greedy: Answer each prompt once, with the likeliest tokens, instead of sampling at temperature 1.
         """
         samples = 1 if greedy else self.samples_per_prompt
@@ -65,7 +65,7 @@ class HeldOut:
 
 
 def first_crossing(curve: Sequence[tuple[float, float]], target: float) -> float | None:
-    """Where an accuracy that is measured with noise reaches a target: over the mean of three neighbours, in between.
+    """The first x at which a noisy accuracy reaches a target, interpolated on the mean of three neighbors.
 
     Args:
         curve: [x, accuracy], x rising: steps or seconds. Example: 0.8 at 10, 0.9 at 20, 1.0 at 30 and 40, target 0.9,
@@ -73,11 +73,11 @@ def first_crossing(curve: Sequence[tuple[float, float]], target: float) -> float
         target: Accuracy.
 
     Returns:
-        x by linear interpolation; None where the target is not reached.
+        x by linear interpolation; None if the target is not reached.
     """
     smooth = [
         (curve[index][0], fmean(accuracy for _, accuracy in curve[max(0, index - 1) : index + 2]))
-        for index in range(len(curve) - 1)  # the last one has no neighbour behind it
+        for index in range(len(curve) - 1)  # the last point has only one neighbor
     ]
     for before, after in pairwise(smooth):
         if before[1] < target <= after[1]:

@@ -1,7 +1,7 @@
 """Training at an exact lag, in one process: every batch is sampled with the weights of ``lag`` learner steps ago.
 
-The parts are the system's own (prompt stream, in-process engine's model, plan, learner step, snapshots); only the
-pipeline between them is left out, so that the lag is the same number at every step and a run takes seconds.
+The parts are those of the system: prompt stream, model of the in-process engine, plan, learner step, snapshots. Only
+    the pipeline between the parts is missing. Therefore the lag is the same at every step, and a run takes seconds.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from rollout_fleet.sample_log import load_decoder
 
 @dataclass(frozen=True, kw_only=True)
 class LaggedOutcome:
-    """What one training came to.
+    """The outcome of one training.
 
     Attributes:
         curve: Learner version to sampled held-out accuracy, version 0 included.
@@ -61,14 +61,14 @@ class LaggedOutcome:
 
 
 class LaggedTraining:
-    """One training. Make it, `run` it once.
+    """One training. Call `run` once.
 
     Args:
         config: The run; ``model.path`` is the policy to start from.
-        lag: Learner steps between the weights that sample a batch and those that it trains; 0 is on-policy. The
-            first ``lag`` batches are sampled by version 0.
+        lag: Learner steps from the weights that sample a batch to the weights that train on it; 0 is on-policy. Version
+            0 samples the first ``lag`` batches.
         eval_every: Learner steps between evaluations.
-        eval_samples: Samples of each held-out prompt.
+        eval_samples: Samples per held-out prompt.
     """
 
     def __init__(self, config: RunConfig, *, lag: int, eval_every: int, eval_samples: int) -> None:
@@ -141,7 +141,7 @@ class LaggedTraining:
         return groups
 
     def _accuracy(self, snapshot: WeightOffer) -> float:
-        """Mean reward of held-out prompts, sampled as in training; leaves torch's random state as it was."""
+        """Mean reward of held-out prompts, sampled as in training; restores torch's random state."""
         self._engine.load_weights(snapshot, timeout_s=self._config.rollout_fleet.load_timeout_s)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self._config.seed)
@@ -172,7 +172,7 @@ class LaggedTraining:
 
 
 def _alone(pending: Future[WeightOffer | None]) -> WeightOffer:
-    """The offer of the one rank."""
+    """The offer of the only rank."""
     offer = pending.result()
     assert offer is not None
     return offer

@@ -1,8 +1,7 @@
 """The learner's speed and memory: ``python -m benchmarks.learner [--quick]``; the last line is JSON.
 
-Everything is measured in one run on one thread, in CPU time, alternating with what it is compared to, and reported as
-the median of the paired ratios. TRL needs the ``bench`` extra; where it is absent its figure is null, and a line says
-so.
+One run measures everything in CPU time on one thread. Each measurement alternates with its baseline, and the median of
+the paired ratios is reported. TRL needs the ``bench`` extra; without it, its figure is null and a line reports this.
 """
 
 import argparse
@@ -56,7 +55,7 @@ def save_model(directory: str) -> str:
 
 
 def sequences_of(prompt_lengths: Sequence[int], response_lengths: Sequence[int]) -> list[TokenSequence]:
-    """Random tokens, with what a loss reads."""
+    """Random tokens, with the columns that a loss reads."""
     rng = np.random.default_rng(0)
     return [
         TokenSequence(
@@ -72,7 +71,7 @@ def sequences_of(prompt_lengths: Sequence[int], response_lengths: Sequence[int])
 
 
 def quickstart_batch() -> list[TokenSequence]:
-    """32 prompt groups of 8 samples, 15 tokens on the average."""
+    """32 prompt groups of 8 samples, with 15 tokens on average."""
     digits = np.random.default_rng(1).integers(5, 9, 32).repeat(8)
     sequences = sequences_of((digits + 2).tolist(), (digits + 1).tolist())
     for index, sequence in enumerate(sequences):
@@ -82,7 +81,7 @@ def quickstart_batch() -> list[TokenSequence]:
 
 
 def long_tailed_batch() -> list[TokenSequence]:
-    """Response lengths of a log-normal distribution, as reasoning traces have: most are short, a few are not."""
+    """Response lengths from a log-normal distribution, as in reasoning traces: most are short, a few are long."""
     lengths = np.clip(np.random.default_rng(2).lognormal(3.6, 0.9, 96), 4, 400).astype(int)
     return sequences_of([8] * 96, lengths.tolist())
 
@@ -98,7 +97,7 @@ def our_step(model_path: str, sequences: list[TokenSequence], *, share_prompts: 
 def two_updates(
     model_path: str, sequences: list[TokenSequence], *, separate_forward: bool = False
 ) -> Callable[[], object]:
-    """A step of decoupled PPO with two updates; ``separate_forward`` scores the whole batch before the first one."""
+    """A step of decoupled PPO with two updates; ``separate_forward`` scores the whole batch before the first update."""
     trainer = Trainer(
         LearnerConfig(device=Device.cpu, optimizer=OptimizerConfig(lr=LR)), model_path=model_path, total_updates=10_000
     )
@@ -114,7 +113,7 @@ def two_updates(
 
 
 def plain_step(model_path: str, sequences: list[TokenSequence]) -> Callable[[], object]:
-    """A plain loop over the same tokens, packed before the clock starts, with the same attention."""
+    """A plain loop over the same tokens with the same attention; packing is not timed."""
     model = AutoModelForCausalLM.from_pretrained(model_path, attn_implementation=ATTENTION_NAME, dtype=torch.float32)
     (batch,) = pack(sequences, max_tokens=1_000_000)
     layout = packed_layout(batch.lengths, torch.device("cpu"))
@@ -179,7 +178,7 @@ def trl_step(model_path: str, sequences: list[TokenSequence]) -> Callable[[], ob
 
 
 def speed_ratio(ours: Callable[[], object], theirs: Callable[[], object], rounds: int) -> dict[str, float]:
-    """Median of time of theirs ÷ time of ours, over alternating rounds, and both medians in milliseconds."""
+    """Median of the other's time ÷ our time over alternating rounds, and both median times in milliseconds."""
     ours()
     theirs()
     pairs = [(_seconds(ours), _seconds(theirs)) for _ in range(rounds)]
@@ -191,14 +190,14 @@ def speed_ratio(ours: Callable[[], object], theirs: Callable[[], object], rounds
 
 
 def _seconds(step: Callable[[], object]) -> float:
-    """CPU time: on one thread it is the step's own, whatever else runs on the machine."""
+    """CPU seconds of a call. On one thread they do not depend on other work of the machine."""
     start = time.process_time()
     step()
     return time.process_time() - start
 
 
 def peak_log_prob_bytes(way: str, num_tokens: int, vocabulary: int) -> int:
-    """Peak memory of log-probs and their gradients above what the inputs hold, in a process of its own."""
+    """Peak memory of log-probs and their gradients, without the inputs, in a separate process."""
     command = [sys.executable, "-m", "benchmarks.learner", "--peak", way, str(num_tokens), str(vocabulary)]
     answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600)
     return int(answer.stdout.splitlines()[-1])
@@ -208,8 +207,8 @@ def print_peak(way: str, num_tokens: int, vocabulary: int) -> None:
     """The measuring process of `peak_log_prob_bytes`."""
     hidden, weight = torch.randn(num_tokens, 64, requires_grad=True), torch.randn(vocabulary, 64, requires_grad=True)
     targets = torch.randint(0, vocabulary, (num_tokens,))
-    (hidden[:8] @ weight[:8].t()).sum().backward()  # the gradients' memory is there in both ways
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    (hidden[:8] @ weight[:8].t()).sum().backward()  # both methods need the memory of the gradients
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     before = _peak_bytes()
     if way == "ours":
         chunk = LearnerConfig().logprob_chunk_tokens
@@ -226,9 +225,9 @@ def _peak_bytes() -> int:
 
 
 def load_memory_ratio(directory: str, num_ranks: int = 4) -> float:
-    """Memory that loading a model takes on a rank, at its peak ÷ the rank's shards, on the worst rank.
+    """Peak memory of a rank during a model load ÷ the size of its shards, on the worst rank.
 
-    The model has 100 million parameters, in several files.
+    The model has 100 million parameters in several files.
     """
     model = save_random_qwen3(directory, layers=8, hidden=768, mlp=3072, heads=12, head_dim=64, vocab_size=16_000)
     AutoModelForCausalLM.from_pretrained(model).save_pretrained(f"{directory}/parts", max_shard_size="100MB")
@@ -256,7 +255,7 @@ def print_load_memory(model_path: str) -> None:
 
 
 def balance_max_over_mean() -> float:
-    """Cost of the fullest rank ÷ the mean, in the worst of several batches with lengths as reasoning traces have them.
+    """Largest cost of a rank ÷ mean cost, in the worst of several batches with the lengths of reasoning traces.
 
     32 prompt groups of 8 samples on 16 ranks, and 64 groups on 64 ranks.
     """
@@ -274,10 +273,10 @@ def balance_max_over_mean() -> float:
 
 
 def tokens_vs_ideal(num_prompt: int, num_samples: int, num_response: int, budget: int = 16_384) -> float:
-    """Packed tokens of 8 prompts ÷ the fewest possible: each prompt once and every sample's own tokens."""
+    """Packed tokens of 8 prompts ÷ the smallest possible number: each prompt once, plus the tokens of all samples."""
     sequences = sequences_of([num_prompt] * 8 * num_samples, [num_response] * 8 * num_samples)
     for index, sequence in enumerate(sequences):
-        sequence.input_ids[:num_prompt] = index // num_samples  # not a real prompt, but one of its own
+        sequence.input_ids[:num_prompt] = index // num_samples  # a separate prompt, but not a real one
     batches = pack(sequences, max_tokens=budget, whole=False, share_prompts=True)
     ideal = 8 * (num_prompt + num_samples * num_response)
     return sum(len(batch.input_ids) for batch in batches) / ideal
@@ -297,7 +296,7 @@ def _summary(group_id: int, lengths: list[int]) -> GroupSummary:
 
 
 def window_attention_ratio(rounds: int, num_tokens: int = 4096, window: int = 128) -> float:
-    """Seconds of forward and backward of attention in a window ÷ those of the same attention with a dense mask."""
+    """Seconds of forward and backward of sliding-window attention ÷ seconds of the same attention with a dense mask."""
     q, k, v = (torch.randn(1, heads, num_tokens, 64, requires_grad=True) for heads in (8, 2, 2))
     layout = packed_layout((num_tokens,), torch.device("cpu"))
 
@@ -313,7 +312,7 @@ def window_attention_ratio(rounds: int, num_tokens: int = 4096, window: int = 12
 
 
 def frozen_head_ratio(rounds: int, num_tokens: int = 512, vocabulary: int = 80_000) -> float:
-    """Seconds of the backward pass of log-probs with a frozen output layer ÷ those with a trained one."""
+    """Seconds of the backward pass of log-probs with a frozen output layer ÷ seconds with a trained output layer."""
     hidden, weight = torch.randn(num_tokens, 256, requires_grad=True), torch.randn(vocabulary, 256)
     targets = torch.zeros(num_tokens, dtype=torch.int64)
 
@@ -335,7 +334,7 @@ def frozen_head_ratio(rounds: int, num_tokens: int = 512, vocabulary: int = 80_0
 
 
 def gae_seconds() -> float:
-    """Generalised advantages of 64 trajectories of 16,384 tokens; the median of several runs."""
+    """Time of generalized advantages of 64 trajectories of 16,384 tokens; median of several runs."""
     lengths = torch.full((64,), 16_384)
     rewards, values = torch.randn(2, int(lengths.sum()), dtype=torch.float64)
 
@@ -347,7 +346,7 @@ def gae_seconds() -> float:
 
 
 def measure(rounds: int, num_tokens: int, vocabulary: int) -> tuple[dict[str, str], dict[str, float | None]]:
-    """All measurements, in words, and the figures."""
+    """Measure everything; return the lines of the table and the figures."""
     rows: dict[str, str] = {}
     figures: dict[str, float | None] = {}
     with tempfile.TemporaryDirectory() as directory:
@@ -389,7 +388,7 @@ def measure(rounds: int, num_tokens: int, vocabulary: int) -> tuple[dict[str, st
 
 
 def selftest_seconds(model_path: str, rounds: int) -> float:
-    """CPU seconds of the self-test of a loaded model; the median."""
+    """Median CPU seconds of the self-test of a loaded model."""
     model = PackedModel(LearnerConfig(device=Device.cpu), REFERENCE, model_path=model_path)
     test = SelfTest(model.head, model.mesh, model.sharding, dtype=model.types.compute, name=model_path)
     return statistics.median(_seconds(test.run) for _ in range(rounds))

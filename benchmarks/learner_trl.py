@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer without its generation: the training half of a step, on samples that are given."""
+"""TRL's GRPOTrainer without its generation: the training half of a step, on given samples."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _tokenizer() -> PreTrainedTokenizerFast:
 
 
 def _inputs(sequences: Sequence[TokenSequence]) -> dict[str, Tensor]:
-    """Prompts padded on the left, responses on the right, as the trainer makes them."""
+    """Prompts padded on the left and responses on the right, as the trainer pads them."""
     prompts = [s.input_ids[~s.loss_mask] for s in sequences]
     responses = [s.input_ids[s.loss_mask] for s in sequences]
     num_prompt, num_response = max(map(len, prompts)), max(map(len, responses))

@@ -1,20 +1,20 @@
-"""How well generation and training overlap: the same work at several ``buffer.max_lag``, against each pool alone.
+"""Overlap of generation and training: the same work at several ``buffer.max_lag``, compared with each pool alone.
 
-``python -m benchmarks.overlap`` trains a random policy on the quickstart's prompts, with neither warm start nor
-evaluation, at ``buffer.max_lag`` 0, 1, 2 and 4, each run in processes of its own, with the engine and the learner rank
-pinned to a core each; first with the engine in process, then with SGLang (figures that end in ``_sglang``), whose
-server's processes share the engine's core. What each pool takes alone is measured where the two really take turns: in
-the run at max_lag 0 the engine generates while the rank stands still, and the other way round. The ideal step is the
-longer of the two. It includes what the last samples of a batch take, which later batches fill where they may overlap,
-so that an efficiency can exceed 1.
+``python -m benchmarks.overlap`` trains a random policy on the quickstart's prompts, without warm start and evaluation,
+at ``buffer.max_lag`` 0, 1, 2 and 4. Each run has its own processes; the engine and the learner rank are each pinned to
+a core. The in-process engine comes first, then SGLang (figures that end in ``_sglang``); all processes of the SGLang
+server share the engine's core. The run at max_lag 0 gives the time of each pool alone, because there the pools take
+turns: the rank waits while the engine generates, and the engine waits while the rank trains. The ideal step is the
+longer of the two times. It includes the time of the last samples of a batch. Other batches can fill this time when
+pools overlap, so an efficiency can exceed 1.
 
-The work of a step is chosen so that each pool takes some tenths of a second for it, or more (`Work`). The
-quickstart's own steps (``--work quickstart``) take less than a tenth: there the controller, the buffer and the messages
-of 256 short samples take a seventh of the two cores. A machine's speed drifts by more than the figures' distance from
-their bounds: the runs are made in rounds, each of which compares its own, and medians of the rounds count.
+The work of a step takes each pool at least some tenths of a second (`Work`). The quickstart's own steps (``--work
+quickstart``) take less than a tenth: there the controller, the buffer and the messages of 256 short samples take a
+seventh of the two cores. The speed of a machine changes by more than the margin of the figures. Therefore the runs are
+made in rounds, runs are compared only within a round, and the median of the rounds counts.
 
-The recorder's cost is measured apart, since it is far below what two runs differ by: the seconds that one record costs
-its process, the writing thread's included, times the records per step of the process that notes most.
+The recorder's cost is measured separately, because it is much smaller than the difference between two runs. It is the
+CPU time of one record, with its writing thread, times the records per step of the process with the most records.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from benchmarks.report import Target, print_report
 
 LAGS = (0, 1, 2, 4)
 ENGINES = {"transformers": "", "sglang": "_sglang"}
-"""What the figures of an engine end in."""
+"""Suffix of the figures of an engine."""
 NUM_STEPS = 30
 NUM_WARM_UP = 5
-"""Steps at the begin that do not count: code is loaded, memory is touched first."""
+"""First steps, which do not count: they load code and allocate memory."""
 NUM_RECORDS = 50_000
 _RUN_TIMEOUT_S = 600
 _LOOK_EVERY_S = 0.05
@@ -53,14 +53,14 @@ _LOOK_EVERY_S = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What a step generates and trains on, with a random Qwen3 of two layers.
+    """The work of a step, with a random Qwen3 of two layers.
 
     Attributes:
-        groups: Prompts of a step, of 8 samples each.
-        in_flight: Prompts that are generated at once.
+        groups: Prompts per step, with 8 samples each.
+        in_flight: Prompts in flight.
         hidden: Width of the model.
-        new_tokens: Longest response. Few end earlier: the end is one of `VOCABULARY` tokens that are about as likely.
-        steps: Of a run.
+        new_tokens: Longest response. Few end earlier: the end token is one of `VOCABULARY` about equally likely tokens.
+        steps: Steps per run.
     """
 
     groups: int
@@ -70,7 +70,7 @@ class Work:
     steps: int = NUM_STEPS
 
     def overrides(self, folder: Path) -> list[str]:
-        """Make model and data in a folder; returns the options that name them."""
+        """Make model and data in a folder. Returns the options that select them."""
         assets = make_assets(folder / "assets", seed=0)
         tokenizer = AutoTokenizer.from_pretrained(assets.model)
         ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
@@ -100,7 +100,7 @@ write: as in large runs, a step takes several times what is in flight."""
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """One run: its trace, and the steps that count."""
+    """One run: its trace, and the steps without the warm-up."""
 
     trace: Trace
     steps: tuple[StepWindow, ...]
@@ -112,16 +112,16 @@ class Measurement:
 
     @property
     def counted(self) -> set[int]:
-        """Versions of the steps that count."""
+        """Versions of the steps without the warm-up."""
         return {step.version for step in self.steps}
 
     def learner_alone_s(self) -> float:
-        """Median seconds of a rank's step, its weights' copy included."""
+        """Median seconds of a rank's step, with the copy of its weights."""
         updates = self._median(span for span in self.trace.spans_of(SpanKind.update) if span.step in self.counted)
         return updates + self._median(self.trace.spans_of(SpanKind.publish_copy))
 
     def fleet_alone_s(self) -> float:
-        """Median seconds from the first lease of a batch to its last group being stored; only where they take turns."""
+        """Median seconds from the first lease of a batch to its last stored group; valid if the pools take turns."""
         times: dict[int, list[int]] = {}
         for group in self.trace.groups.values():
             if group.step in self.counted:
@@ -130,7 +130,7 @@ class Measurement:
         return statistics.median(max(moments) - min(moments) for moments in times.values()) * 1e-9
 
     def attribution_error_ns(self) -> int:
-        """Nanoseconds by which busy and idle time miss what the places had, over both pools."""
+        """Nanoseconds between the sum of busy and idle time and the available time of all places, over both pools."""
         attribution, (start, end) = Attribution.of(self.trace), self.trace.window
         places = {Pool.learner: len(self.trace.lanes(Pool.learner)), Pool.fleet: 0}
         for lane in self.trace.lanes(Pool.fleet):
@@ -161,7 +161,7 @@ def main() -> int:
 
 
 def _rounds(folder: Path, engine: str, args: argparse.Namespace) -> list[dict[int, Measurement]]:
-    """The runs of an engine: by round, and in it by max_lag."""
+    """The runs of an engine, by round and max_lag."""
     work = None if args.work == "quickstart" else WORKS[engine]
     steps = args.steps or (NUM_STEPS if work is None else work.steps)
     own = [] if work is None else work.overrides(folder / "work")
@@ -228,7 +228,7 @@ def _measured(folder: Path, *overrides: str, engine: str) -> Measurement:
 
 
 def train_pinned(folder: Path, *overrides: str, engine: str) -> Path:
-    """Train in a process of its own, with engine and rank pinned once they are there; returns the run's folder."""
+    """Train in a separate process; pin engine and rank after their start. Returns the run's folder."""
     command = [sys.executable, "-m", "asyncrl", "train", f"output_dir={folder}", f"rollout_fleet.engine={engine}"]
     command += [
         "sft.enabled=false",
@@ -259,7 +259,7 @@ def train_pinned(folder: Path, *overrides: str, engine: str) -> Path:
 
 
 def _pin(folder: Path, seen: set[Path]) -> set[Path]:
-    """Pin processes that began to record: engines to the first core, ranks to the last; their files are read once."""
+    """Pin processes that record: engines to the first core, ranks to the last core. Each file is read once."""
     cores, found = sorted(os.sched_getaffinity(0)), set()
     for path in set(folder.glob(f"quickstart/*/{FOLDER}/*.msgpack")) - seen:
         header = next(iter(msgpack.Unpacker(path.open("rb"))), None)
@@ -268,13 +268,13 @@ def _pin(folder: Path, seen: set[Path]) -> set[Path]:
         found.add(path)
         if header[1]["pool"] in (Pool.fleet, Pool.learner):
             core = cores[0] if header[1]["pool"] == Pool.fleet else cores[-1]
-            for task in Path(f"/proc/{header[1]['pid']}/task").iterdir():  # threads made later inherit it
+            for task in Path(f"/proc/{header[1]['pid']}/task").iterdir():  # later threads inherit the core
                 os.sched_setaffinity(int(task.name), {core})
     return found
 
 
 def _records_per_step(run: Measurement) -> float:
-    """Records per step of the process that notes most; a span is two."""
+    """Records per step of the process with the most records; a span counts as two."""
     counts: dict[str, int] = {}
     for notes, weight in ((run.trace.spans, 2), (run.trace.levels, 1), (run.trace.stamps, 1)):
         for note in notes:
@@ -283,7 +283,7 @@ def _records_per_step(run: Measurement) -> float:
 
 
 def seconds_per_record(folder: Path) -> float:
-    """CPU seconds of a process per record of the usual kinds, its writing thread included."""
+    """CPU seconds of a process per record of the usual kinds, with its writing thread."""
     recorder = Recorder(folder / "cost", process="cost", pool=Pool.fleet)
     began_s = time.process_time()
     for number in range(NUM_RECORDS // 4):

@@ -1,14 +1,14 @@
-"""Predictions against reality: ``python -m benchmarks.plan``.
+"""Compare the planner's predictions with real runs: ``python -m benchmarks.plan``.
 
-Records one quickstart on the in-process engine at ``buffer.max_lag=0``, with engine and learner rank pinned to a
-core each, predicts the runs at 1, 2 and 4 and with two engines from it, and then makes these runs. The simulation knows
-that all engines share one core, the rank has another, and the other processes take time of both (`HostModel`).
+Records one quickstart on the in-process engine at ``buffer.max_lag=0``; engine and learner rank are each pinned to a
+core. From this record it predicts the runs at max_lag 1, 2 and 4 and with two engines. Then it makes these runs. In the
+simulation all engines share one core, the rank has the other core, and other processes use both (`HostModel`).
 ``--again DIR`` compares runs that ``--keep DIR`` has kept.
 
-A machine's speed changes over minutes, by more than the figures' bounds. So this is done in rounds: each predicts its
-own runs from its own record, and the median error of the rounds counts. Each round makes its runs in an order of its
-own, so that none always follows the same other one. What equal runs of two rounds differ by stands beside it
-(``equal_runs_differ_by``, ``equal_lags_differ_by``): no prediction can be known to be better than that.
+A machine's speed changes within minutes by more than the bounds of the figures. Therefore there are several rounds:
+each round predicts its own runs from its own record, and the median error of the rounds counts. The order of the runs
+differs between rounds. The difference between equal runs of two rounds is reported too (``equal_runs_differ_by``,
+``equal_lags_differ_by``): the errors of predictions cannot be measured more precisely than this.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from benchmarks.report import Target, print_report
 NUM_SIMULATED = 150
 """Steps of each simulation."""
 NUM_SEEDS = 4
-"""Simulations of each case and round, of which the mean counts: which of two equal engines gets how much is chance."""
+"""Simulations per case and round; their mean counts, because the division of work between equal engines is random."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A run that is predicted and made.
+    """A run to predict and to make.
 
     Attributes:
-        max_lag: Its bound.
-        num_engines: Its engines.
+        max_lag: ``buffer.max_lag`` of the run.
+        num_engines: Number of engines of the run.
     """
 
     max_lag: int
@@ -51,16 +51,16 @@ class Case:
 
     @property
     def name(self) -> str:
-        """For the table."""
+        """Name of the case in the table."""
         return f"max_lag {self.max_lag}" if self.num_engines == 1 else f"{self.num_engines} engines"
 
     @property
     def folder(self) -> str:
-        """Of its runs."""
+        """Folder of the runs of this case."""
         return self.name.replace(" ", "-")
 
     def scenario(self, recorded: Scenario) -> Scenario:
-        """The recorded scenario under this case's options."""
+        """The recorded scenario with the options of this case."""
         return replace(recorded, max_lag=self.max_lag, num_engines=self.num_engines, num_steps=NUM_SIMULATED)
 
 
@@ -70,7 +70,7 @@ CASES = (Case(max_lag=1), Case(max_lag=2), Case(max_lag=4), Case(max_lag=2, num_
 
 @dataclass(frozen=True, kw_only=True)
 class Round:
-    """One record, what was predicted from it, and the runs that were made at about the same time."""
+    """One record, the predictions from it, and the runs made at about the same time."""
 
     recorded: Calibration
     predicted: Mapping[Case, Sequence[SimulatedRun]]
@@ -78,7 +78,7 @@ class Round:
 
     @classmethod
     def of(cls, folder: Path, number: int) -> Round:
-        """Predict, and read the runs of a round."""
+        """Predict the runs of a round, and read them."""
         recorded = _read_run(folder / RECORDED.folder / str(number))
         return cls(
             recorded=recorded,
@@ -98,11 +98,11 @@ class Round:
         return fmean(outcome.lag_mean for outcome in self.predicted[case])
 
     def throughput_error(self, case: Case) -> float:
-        """Measured over predicted seconds per step, less 1."""
+        """Measured ÷ predicted seconds per step, minus 1."""
         return self.measured[case].step_s / self.step_s(case) - 1
 
     def lag_error(self, case: Case) -> float:
-        """Measured less predicted mean lag."""
+        """Measured minus predicted mean lag."""
         return self.measured[case].lag_mean - self.lag_mean(case)
 
 
@@ -125,7 +125,7 @@ def main() -> int:
 
 
 def order_of_runs(number: int) -> Sequence[Case]:
-    """The runs of a round, each once, in an order that differs from round to round and not from day to day."""
+    """The runs of a round in a random order; the number of the round is the seed."""
     cases = (RECORDED, *CASES)
     return random.Random(number).sample(cases, len(cases))
 
@@ -140,7 +140,7 @@ def _make(folder: Path, case: Case, num_steps: int) -> None:
 
 
 def _read_run(folder: Path) -> Calibration:
-    """What the run in a folder says."""
+    """Calibrate from the run in a folder."""
     run = next((path.parent for path in folder.rglob(FOLDER) if (path.parent / "config.yaml").is_file()), None)
     if run is None:
         raise FileNotFoundError(f"there is no recorded run in {folder}; make them with --keep")
@@ -179,7 +179,7 @@ def _report(rounds: Sequence[Round]) -> int:
 
 
 def _difference(values: Sequence[float], between: Callable[[float, float], float]) -> float:
-    """The median difference between two of the values; 0 of one value."""
+    """The median difference between two of the values; 0 for a single value."""
     return median([between(one, other) for one, other in combinations(values, 2)] or [0.0])
 
 
@@ -188,7 +188,7 @@ def _list(values: Iterable[float], digits: int = 3) -> str:
 
 
 def _idle(outcome: SimulatedRun) -> str:
-    """What either pool is predicted to wait for most, as shares of the time."""
+    """The largest predicted causes of idle time of each pool, as shares of the time."""
     pools = {"learner": outcome.learner_idle, "fleet": outcome.fleet_idle}
     return "; ".join(
         f"{pool} idle: " + ", ".join(f"{cause} {share:.0%}" for cause, share in _largest(causes))

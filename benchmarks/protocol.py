@@ -1,4 +1,4 @@
-"""The codec against torch.save and pickle 5, and the single controller against plain Ray calls.
+"""Compare the codec with torch.save and pickle 5, and the single controller with plain Ray calls.
 
 ``python -m benchmarks.protocol`` measures a batch of 64 rows of 2048 tokens: ids, two float columns, a mask, strings.
 """
@@ -26,8 +26,8 @@ from benchmarks.report import Target, median_times, milliseconds, print_report
 NUM_ROWS = 64
 NUM_TOKENS = 2048
 NUM_WORKERS = 4
-# How fast a worker is depends on where the machine put it. Both sides' workers are started anew this often; their
-# rounds take turns, and the figure is the median of the ratios.
+# The speed of a worker depends on its placement by the machine. Therefore the workers of both sides are started this
+# many times. Their rounds alternate, and the figure is the median of the ratios.
 NUM_STARTS = 3
 RAY_OPTIONS = {
     "address": "local",
@@ -46,7 +46,7 @@ TARGETS = {
 
 
 def make_batch() -> DataProto:
-    """About 2.3 MB."""
+    """A batch of about 2.3 MB."""
     generator = torch.Generator().manual_seed(0)
     shape = (NUM_ROWS, NUM_TOKENS)
     return DataProto.from_dict(
@@ -62,12 +62,12 @@ def make_batch() -> DataProto:
 
 
 def codec_round_trip(data: DataProto) -> None:
-    """Encode and decode; tensors end as views of the frames."""
+    """Encode and decode; the decoded tensors are views of the frames."""
     from_parts(DataProto, decode(encode(parts_of(data))))
 
 
 def torch_save_round_trip(data: DataProto) -> None:
-    """What verl does: one file of the consolidated tensors, and pickle for the rest."""
+    """Encode as verl does: one file of the consolidated tensors, and pickle for the rest."""
     file = io.BytesIO()
     assert data.batch is not None
     torch.save(data.batch.contiguous().consolidate(), file)
@@ -77,7 +77,7 @@ def torch_save_round_trip(data: DataProto) -> None:
 
 
 def pickle5_round_trip(arrays: dict[str, np.ndarray]) -> None:
-    """Pickle 5 with the buffers of plain arrays out of band."""
+    """Pickle 5, with the arrays as out-of-band buffers."""
     buffers: list[pickle.PickleBuffer] = []
     stream = pickle.dumps(arrays, protocol=5, buffer_callback=buffers.append)
     pickle.loads(stream, buffers=buffers)
@@ -90,7 +90,7 @@ def plain_arrays(data: DataProto) -> dict[str, np.ndarray]:
 
 
 def plain_dispatch(actors: list[Any], arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Split, call, wait, put together: the same work in plain Ray calls."""
+    """Split, call, wait and join: the same work with plain Ray calls."""
     parts = {key: np.array_split(array, len(actors)) for key, array in arrays.items()}
     calls = [actor.echo.remote({key: part[rank] for key, part in parts.items()}) for rank, actor in enumerate(actors)]
     results = ray.get(calls)
@@ -98,7 +98,7 @@ def plain_dispatch(actors: list[Any], arrays: dict[str, np.ndarray]) -> dict[str
 
 
 def bytes_received(call: Callable[[], Any]) -> int:
-    """Bytes of objects that this process deserialises during a call."""
+    """Bytes of objects that this process deserializes during a call."""
     context = global_worker.get_serialization_context()
     original = context.deserialize_objects
     received = 0
@@ -117,7 +117,7 @@ def bytes_received(call: Callable[[], Any]) -> int:
 
 
 def measure_dispatch(data: DataProto, arrays: dict[str, np.ndarray]) -> dict[str, float]:
-    """Times of a dispatch both ways, on workers started for this measurement."""
+    """Times of a dispatch with asyncrl and with plain Ray, on new workers."""
     group = RayWorkerGroup(worker_pool(), RayClassWithInitArgs(Echo), name_prefix="measured")
     actors: list[Any] = [PlainEcho.remote() for _ in range(NUM_WORKERS)]
     try:
@@ -144,12 +144,12 @@ def measure_bytes(data: DataProto) -> tuple[int, int]:
 
 
 def worker_pool() -> RayResourcePool:
-    """Room for the workers of one group."""
+    """A resource pool for the workers of one group."""
     return RayResourcePool([NUM_WORKERS], use_gpu=False, max_colocate_count=1, num_cpus_per_process=0.5)
 
 
 def main() -> None:
-    """Measure everything, and print it."""
+    """Measure everything, and print the figures."""
     torch.set_num_threads(1)
     data = make_batch()
     arrays = plain_arrays(data)

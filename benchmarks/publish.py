@@ -1,7 +1,8 @@
 """The cost of a weight publish: ``python -m benchmarks.publish``; the last line is JSON.
 
-A model of 340 MB on two gloo ranks, and a real SGLang server on the CPU. Each figure is the median of ratios of two
-things timed one after the other in the same process. Writes to shared memory and to the folder ``--directory``.
+A model of 340 MB on two gloo ranks, and a real SGLang server on the CPU. Each figure is the median of ratios; the two
+times of a ratio are measured one after the other in the same process. The benchmark writes to shared memory and to the
+folder ``--directory``.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def save_model(directory: Path) -> str:
 
 
 def rank_main(model_path: str, folders: list[str]) -> None:
-    """Run one learner rank, which publishes to each folder in turn and prints its times."""
+    """Run one learner rank, which publishes to each folder in turn and prints the times."""
     torch.set_num_threads(1)
     config = LearnerConfig(device=Device.cpu, num_ranks=NUM_RANKS)
     model = PackedModel(config, ACTOR, model_path=model_path)
@@ -83,7 +84,7 @@ def rank_main(model_path: str, folders: list[str]) -> None:
         _reset_peak()
         publisher = WeightPublisher(PretrainedShards.of(model), folder, keep=2)
         for version in range(NUM_RUNS + 1):
-            publisher._ready.result()  # in training the next file is ready before a step ends
+            publisher._ready.result()  # in training, the next file is ready before the step ends
             dist.barrier()
             memcpy_s = _timed(copy)
             dist.barrier()

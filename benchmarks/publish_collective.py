@@ -1,8 +1,8 @@
 """A publish from the memory of two gloo ranks to two receivers on this host.
 
-``collective``: over loopback into the memory of two hosts with two workers each. The hosts are two folders in shared
-memory, and workers of one host see one of them. ``collective_engine``: over loopback, tensor by tensor, as the
-ranks of engines receive, read whole and verified, into no model.
+``collective``: over loopback into the memory of two hosts with two workers each. Each host is a folder in shared
+    memory, and its workers use only this folder. ``collective_engine``: over loopback, tensor by tensor, as the ranks
+    of engines receive a version. The receiver reads and verifies all bytes, but has no model.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def rank_main(way: str, model_path: str, folder: str) -> None:
     shards = [local_tensor(parameter.detach()) for parameter in model.head.parameters()]
     copies = [torch.zeros_like(shard) for shard in shards]
     for version, _ in enumerate(sys.stdin):
-        publisher._ready.result()  # in training the next file is ready before a step ends
+        publisher._ready.result()  # in training, the next file is ready before the step ends
         dist.barrier()
         began_s = time.perf_counter()
         for place, shard in zip(copies, shards, strict=True):
@@ -81,7 +81,7 @@ def rank_main(way: str, model_path: str, folder: str) -> None:
 
 
 def measure(model_path: str, scratch: Path, num_runs: int) -> dict[str, float]:
-    """Return the time until all receivers have the version, in memcpys of the larger shard, and what hosts receive.
+    """Return the time until all receivers have the version, in memcpys of the larger shard, and the received bytes.
 
     ``scratch`` is a folder in memory.
     """
@@ -120,7 +120,7 @@ def _measure(way: str, model_path: str, scratch: Path, num_runs: int) -> list[tu
 
 
 class _Hosts:
-    """Two hosts with two workers each; a host is a folder in shared memory.
+    """Two hosts with two workers each. A host is a folder in shared memory.
 
     Attributes:
         num_bytes: Bytes that the workers received from the network.
@@ -146,7 +146,7 @@ class _Hosts:
         """Stage a version on all workers.
 
         Returns:
-            Time of the end, and the bytes of weights in the memory of the fuller host at that time.
+            The time at the end, and the bytes of weights in the memory of the fuller host at that time.
         """
         async with AsyncExitStack() as stack:
             await asyncio.gather(*(stack.enter_async_context(worker.staged(offer)) for worker in self._workers))

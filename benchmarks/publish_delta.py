@@ -34,7 +34,7 @@ TARGETS = {
 
 
 def measure(model_path: str, folder: Path, num_runs: int) -> dict[str, float]:
-    """Return the figures; one rank publishes in ``folder``."""
+    """Measure one rank that publishes in ``folder``; return the figures."""
     ratios = [
         wire_vs_ideal(folder, dtype, share, seed=seed)
         for dtype in (torch.bfloat16, torch.float32)
@@ -68,9 +68,9 @@ def wire_vs_ideal(folder: Path, dtype: torch.dtype, share: float, *, seed: int) 
 def publish_memcpys(
     model_path: str, folder: Path, num_runs: int, *, full_every: int = 1, lora: LoraConfig | None = None
 ) -> tuple[float, WeightOffer]:
-    """Seconds from the call to the offer over one memcpy of all weights, and the last offer; one rank, float32.
+    """Time from the call to the offer ÷ one memcpy of all weights, and the last offer; one rank, float32.
 
-    What is published is a delta under ``full_every``, an adapter under ``lora``.
+    Publishes a delta with ``full_every``, and an adapter with ``lora``.
     """
     config = LearnerConfig(device=Device.cpu, lora=lora or LoraConfig())
     model = PackedModel(config, ACTOR, model_path=model_path)
@@ -87,7 +87,7 @@ def publish_memcpys(
     for version in range(1, num_runs + 1):
         for weight in weights:
             weight.view(-1)[version % 32 :: 32] *= 1.01
-        publisher._ready.result()  # in training the next file is ready before a step ends
+        publisher._ready.result()  # in training, the next file is ready before the step ends
         began_s = time.perf_counter()
         for place, weight in zip(copies, weights, strict=True):
             place.copy_(weight)

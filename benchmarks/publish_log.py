@@ -1,7 +1,7 @@
-"""The cost of a publish for the controller if a thousand engines follow the log of offers.
+"""The cost of a publish for the controller with a thousand engines that follow the log of offers.
 
-The log is the real one, in a buffer server of its own; the receivers are sockets in another process, which speak the
-protocol of a rollout worker and load nothing.
+A separate buffer server has the real log. The receivers are sockets in another process; they speak the protocol of a
+rollout worker and load nothing.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ def rank_main(model_path: str, folder: str) -> None:
     config = LearnerConfig(device=Device.cpu, num_ranks=NUM_RANKS, optimizer=OptimizerConfig(lr=1e-6))
     trainer, objective = Trainer(config, model_path=model_path, total_updates=1000), policy_objective(AlgorithmConfig())
     publisher = WeightPublisher(PretrainedShards.of(trainer), folder, keep=2)
-    publisher._thread.submit(os.sched_setaffinity, 0, cores[-1:]).result()  # its child threads inherit this
+    publisher._thread.submit(os.sched_setaffinity, 0, cores[-1:]).result()  # child threads inherit the core
     sequences = _sequences(trainer.mesh.rank)
     times: dict[str, list[float]] = {"without_s": [], "with_s": []}
     for step in range(NUM_STEPS + 1):
@@ -78,7 +78,7 @@ def rank_main(model_path: str, folder: str) -> None:
             if name == "with_s":
                 publisher.publish(step)
             trainer.update(sequences, objective)
-            if step:  # the first is a warm-up
+            if step:  # the first round is a warm-up
                 times[name].append(time.perf_counter() - began_s)
     publisher.close()
     sys.stdout.write(json.dumps(times) + "\n")

@@ -1,8 +1,8 @@
 """The cost of a weight update for running samples: ``python -m benchmarks.publish_update``; the last line is JSON.
 
 Long running samples on a real SGLang server on the CPU, with and without updates, for each value of
-``rollout_fleet.sglang.on_update``. The cost of one update is what it adds to the time until the last sample ends: the
-pause, and what is computed again after it.
+``rollout_fleet.sglang.on_update``. The cost of one update is the time by which the last sample ends later: the pause,
+    and the computation that is repeated after it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ async def measure(on_update: OnUpdate, model_path: str, offer: WeightOffer, scra
 
 
 async def _run(engine: SGLangEngine, run: int, offer: WeightOffer, num_updates: int) -> float:
-    """Sample with updates in between; return the seconds."""
+    """Sample with updates at intervals; return the seconds."""
     rng = np.random.default_rng(run + 1)
     options = SamplingConfig(max_new_tokens=NUM_NEW_TOKENS)
     requests = [

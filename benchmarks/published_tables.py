@@ -1,8 +1,8 @@
-"""Predictions against what other systems have published: ``python -m benchmarks.published_tables``.
+"""Compare predictions with published figures of other systems: ``python -m benchmarks.published_tables``.
 
 Three tables: lags measured by Applied Compute (2026), step times of verl's fully asynchronous trainer by staleness
-threshold, and marin's issue 8955. What they do not say (lengths, speeds) is fitted on some rows and predicted for the
-others; docs/planning.md says which, and where it fails. A prediction that misses is printed as missed.
+threshold, and marin's issue 8955. The tables lack lengths and speeds. These are fitted on some rows, and the other rows
+are predicted. docs/planning.md names the fitted rows and the failures. A missed prediction is printed as missed.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class LagRow:
     Attributes:
         concurrency: Samples that run at once.
         batch: Samples of a step.
-        queue: Batches that the queue holds; it drops the oldest beyond.
+        queue: Largest number of batches in the queue; a full queue drops the oldest batch.
         rate_ratio: Generation ÷ training rate.
         straggling: Mean of the longest sample of a group ÷ mean length.
-        lag: Measured, in steps.
+        lag: Measured lag in steps.
     """
 
     concurrency: int
@@ -54,14 +54,14 @@ LAGS = (
 )
 VERL_STEP_S = {0.0: 231.34, 0.1: 171.30, 0.3: 146.11, 0.5: 150.63}
 VERL_UPDATE_S = (98.77 + 113.16) / 2
-"""Of the two fitted rows; the others' are not looked at."""
+"""Mean of the two fitted rows; the update times of the other rows are not used."""
 VERL_REST_S = 4.0
 MARIN_STEP_S = {0.0: 85.24, 1.0: 55.83, 2.0: 50.93, 3.0: 47.54, 4.0: 43.01}
 MARIN_COPY_S = 21.0
 
 
 def lag_scenario(row: LagRow) -> Scenario:
-    """Sample slots that never idle, weights that arrive at once, and a queue that drops the oldest."""
+    """A scenario with always busy sample slots, immediate weight updates, and a queue that drops the oldest batch."""
     token_s, length = 0.01, 1000
     batch_s = row.batch * length * token_s / row.concurrency
     return Scenario(
@@ -83,7 +83,7 @@ def lag_scenario(row: LagRow) -> Scenario:
 
 
 def spread_of(straggling: float) -> float:
-    """The spread of log-normal lengths whose longest of 8 is ``straggling`` times their mean."""
+    """The spread of log-normal lengths for which the longest of 8 is ``straggling`` times the mean."""
     draws = np.random.default_rng(0).standard_normal((20_000, _GROUP))
 
     def of(spread: float) -> float:
@@ -98,7 +98,7 @@ def spread_of(straggling: float) -> float:
 
 
 def verl_scenario(threshold: float, *, token_s: float, spread: float) -> Scenario:
-    """A threshold s of verl lets (1 + s) times the prompts of a sync begin per version: 16 mini-steps of 32 prompts."""
+    """The scenario of verl with threshold s: (1 + s) syncs of 16 mini-steps of 32 prompts begin per version."""
     per_sync = 16
     return Scenario(
         num_engines=8,
@@ -120,7 +120,10 @@ def verl_scenario(threshold: float, *, token_s: float, spread: float) -> Scenari
 
 
 def marin_scenario(max_lag: int, *, token_s: float, slowdown: float, train_s: float) -> Scenario:
-    """Copies that stop both pools; an engine whose step takes ``1 + slowdown`` times as long at its usual load."""
+    """The scenario of marin.
+
+    Copies stop both pools, and an engine's step takes ``1 + slowdown`` times as long at its usual load.
+    """
     return Scenario(
         num_engines=8,
         num_ranks=8,
@@ -144,7 +147,7 @@ def fit(
     predict: Callable[[float, Mapping[str, float]], float],
     fitted: Mapping[float, float],
 ) -> Mapping[str, float]:
-    """The candidate with the smallest largest error on the fitted rows, from setting to step time."""
+    """The candidate whose largest error on the fitted rows is smallest. Rows map a setting to its step time."""
 
     def error(candidate: Mapping[str, float]) -> float:
         return max(abs(predict(setting, candidate) / step_s - 1) for setting, step_s in fitted.items())
@@ -201,7 +204,7 @@ def _compare(
     fitted: Sequence[float],
     rows: dict[str, str],
 ) -> list[float]:
-    """Fit on some rows and predict the others; the relative errors of the predicted ones."""
+    """Fit on some rows and predict the others. Returns the relative errors of the predictions."""
     best = fit(candidates, predict, {setting: measured[setting] for setting in fitted})
     rows[f"{name}: fitted"] = ", ".join(f"{option} {value:g}" for option, value in best.items())
     errors = []

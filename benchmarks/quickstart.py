@@ -1,8 +1,8 @@
-"""Whether the quickstart learns what its demonstrations do not teach: ``python -m benchmarks.quickstart``.
+"""Check that the quickstart learns from rewards, beyond its demonstrations: ``python -m benchmarks.quickstart``.
 
-Runs the quickstart as a user does, with its warm start and its evaluations, for each engine and each seed in turn. The
-warm start leaves greedy answers that are mostly wrong, so that a high accuracy afterwards was learned from rewards and
-is no mere sharpening. Accuracies do not depend on what else the machine does; the wall times beside them do.
+Runs the quickstart as a user does, with its warm start and its evaluations, for each engine and each seed in turn.
+After the warm start most greedy answers are wrong. So a high accuracy after training comes from rewards, not from a
+sharper distribution. Other work of the machine changes the wall times, but not the accuracies.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class Learned:
 
     Attributes:
         greedy: Greedy held-out accuracy before and after training.
-        sampled: The same of samples at temperature 1.
-        max_lag: Largest lag of what it trained on.
-        train_s: Seconds of training; ``wall_s`` of the whole run.
+        sampled: The same for samples at temperature 1.
+        max_lag: Largest lag of the training data.
+        train_s: Seconds of training; ``wall_s`` is the time of the whole run.
     """
 
     greedy: tuple[float, float]
@@ -69,7 +69,7 @@ def learn(engine: str, seed: int, output_dir: Path, overrides: Sequence[str]) ->
 
 
 def main() -> int:
-    """Run all, and report; returns 0 when every target is met."""
+    """Run all cases and print the report. Returns 0 if every target is met."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.quickstart", description="What the quickstart learns.")
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
@@ -86,7 +86,7 @@ def main() -> int:
 
 
 def report(runs: dict[str, Learned]) -> int:
-    """Print the runs, and the worst of them."""
+    """Print all runs, and the worst figures."""
     figures = {
         "greedy_before_worst": max(run.greedy[0] for run in runs.values()),
         "greedy_after_worst": min(run.greedy[1] for run in runs.values()),

@@ -1,4 +1,4 @@
-"""Random policies in Hugging Face folders, of the sizes that the benchmarks ask for."""
+"""Random policies in Hugging Face folders, with the sizes that the benchmarks need."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 
 def save_random_qwen3(directory: Path | str, *, layers: int, hidden: int, mlp: int, heads: int, **options: Any) -> str:
-    """Write a random Qwen3 in float32 with tied embeddings and half as many key-value heads; returns the folder.
+    """Write a random Qwen3 in float32 with tied embeddings and half as many key-value heads. Returns the folder.
 
     Args:
-        directory: Where to; it is made if it is not there.
+        directory: Target folder; it is created if it does not exist.
         layers: Decoder layers.
         hidden: Width of the residual stream.
         mlp: Width of the feed-forward layers.
         heads: Query heads; even.
-        options: More of `Qwen3Config`, ``vocab_size`` and ``head_dim`` above all.
+        options: More options of `Qwen3Config`, such as ``vocab_size`` and ``head_dim``.
     """
     config = Qwen3Config(
         num_hidden_layers=layers,

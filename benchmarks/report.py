@@ -1,4 +1,4 @@
-"""What all benchmarks print: a table of medians, and the figures as JSON on the last line."""
+"""The output of all benchmarks: a table of medians, and the figures as JSON on the last line."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Target:
-    """What a figure is held to; either bound may be None.
+    """The bounds of a figure; either bound may be None.
 
     Attributes:
-        at_least: Least value that meets it.
-        at_most: Largest value that meets it.
+        at_least: Smallest value that meets the target.
+        at_most: Largest value that meets the target.
     """
 
     at_least: float | None = None
@@ -36,15 +36,16 @@ class Target:
 def median_times(
     calls: dict[str, Callable[[], Any]], *, num_runs: int = 9, num_calls: int = 1, warm_up: int = 1
 ) -> dict[str, float]:
-    """Median seconds per call of each alternative, which take turns, so that a busy machine is busy for all.
+    """Median seconds per call of each alternative.
 
-    Every other run goes through them backwards, so that none is always behind the same other.
+    The alternatives take turns, so other work of the machine affects all of them. Every second run reverses the order,
+    so an alternative does not always follow the same other one.
 
     Args:
-        calls: Name to what is timed.
-        num_runs: Runs of each; the median is over them.
-        num_calls: Calls within a run, for short ones.
-        warm_up: Runs of each that are not counted.
+        calls: Name to the timed function.
+        num_runs: Runs per alternative; the median is over these runs.
+        num_calls: Calls per run; more than one for short calls.
+        warm_up: Runs per alternative that are not counted.
     """
     times: dict[str, list[float]] = {name: [] for name in calls}
     for run in range(num_runs + warm_up):
@@ -56,7 +57,7 @@ def median_times(
 
 
 def _timed(call: Callable[[], Any], num_calls: int) -> float:
-    """Seconds of some calls, without garbage collections, which would hit whoever is running (as ``timeit`` does)."""
+    """Seconds of some calls, without garbage collection, as in ``timeit``."""
     gc.disable()
     try:
         start = time.perf_counter()
@@ -78,11 +79,11 @@ def print_report(
     """Print measurements and figures as tables, then the figures as one line of JSON.
 
     Args:
-        title: What was measured.
-        rows: Measurement to its value in words. Example: ``{"codec": "0.021 ms"}``.
-        figures: Name to value; None where it could not be measured here.
-        targets: Name of a figure to what it is held to.
-        baseline: What the ratios are against.
+        title: Title of the measurement.
+        rows: Measurement to its value as text. Example: ``{"codec": "0.021 ms"}``.
+        figures: Name to value; None if it could not be measured here.
+        targets: Name of a figure to its bounds.
+        baseline: Denominator of the ratios.
 
     Returns:
         Whether every target is met; a figure that was not measured does not count.
@@ -107,5 +108,5 @@ def print_report(
 
 
 def milliseconds(seconds: float) -> str:
-    """Seconds in milliseconds, in words."""
+    """Format seconds as milliseconds."""
     return f"{seconds * 1e3:.3f} ms"

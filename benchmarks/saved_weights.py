@@ -1,4 +1,4 @@
-"""Manifests of saved models, for engines that load weights which no learner has published."""
+"""Manifests of saved models, for engines that load weights without a learner."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _HEADER_LIMIT = 1 << 28
 
 
 def describe_model(directory: str, *, for_device: bool = False) -> Manifest:
-    """Read and digest the weights in a model's directory, which no learner has published.
+    """Read and digest the weights of a saved model.
 
     Args:
         directory: The model in Hugging Face layout.

@@ -1,8 +1,8 @@
-"""What saturates first in a very large system: ``python -m benchmarks.scale``.
+"""Find the part that saturates first in a very large system: ``python -m benchmarks.scale``.
 
 Simulates 4,096 engines and 1,024 ranks around the buffer's own code, and measures the CPU time that this code takes
-for each simulated step. What the simulation cannot show, bytes on wires and in stores, follows from its counts. The
-rates that these are held against are assumptions, and options; docs/scale.md says where they come from.
+for each simulated step. The simulation does not model bytes on the network and in stores; they are computed from its
+counts. The assumed rates of network and stores are options; docs/scale.md names their sources.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _GB = 1e9
 
 @dataclass(frozen=True, kw_only=True)
 class Resource:
-    """Something that a step uses up.
+    """A resource that a step uses.
 
     Attributes:
-        name: What it is.
-        seconds: For which one step keeps it busy.
-        why: How that was found.
+        name: Name of the resource.
+        seconds: Time that one step keeps the resource busy.
+        why: How the time was computed.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Resource:
 
 
 def scenario(options: argparse.Namespace) -> Scenario:
-    """Responses of 8k tokens, 16 of a prompt, on engines of which each writes one group at a time."""
+    """Responses of 8k tokens, 16 per prompt, on engines that each generate one group at a time."""
     return Scenario(
         num_engines=options.engines,
         num_ranks=options.ranks,
@@ -58,7 +58,7 @@ def scenario(options: argparse.Namespace) -> Scenario:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Simulate, and print what each part of a step costs."""
+    """Simulate, and print the cost of each part of a step."""
     options = _parser().parse_args(arguments)
     system = scenario(options)
     began_s = time.process_time()

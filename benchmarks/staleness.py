@@ -1,8 +1,8 @@
-"""What staleness costs, and what corrects for it: ``python -m benchmarks.staleness``.
+"""The cost of staleness, and the effect of corrections: ``python -m benchmarks.staleness``.
 
-The quickstart's task from one warm start a seed, at an exact lag η, with every correction, in one and in four
-optimizer updates a learner step: ``benchmarks/lagged.py`` trains each cell in this process. Finished cells are kept in
-a file, and a run that was cut short goes on where it stopped. The last line is JSON.
+Trains the quickstart's task from one warm start per seed, at an exact lag η, with every correction, and with one and
+four optimizer updates per learner step. ``benchmarks/lagged.py`` trains each cell of the table in this process.
+Finished cells are kept in a file, and an interrupted run continues there. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ PUBLISHED = ("none", "ppo_behavior", "tis", "decoupled", "icepop")
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One training of the table.
+    """One cell of the table: one training.
 
     Attributes:
-        seed: Of assets, warm start and sampling.
+        seed: Seed of assets, warm start and sampling.
         eta: The exact lag, in learner steps.
         correction: A key of `CORRECTIONS`.
-        mini_batches: Optimizer updates of one learner step.
+        mini_batches: Optimizer updates per learner step.
         steps: Learner steps.
         lr: Constant learning rate.
     """
@@ -81,10 +81,10 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True)
 class Results:
-    """Finished cells, one JSON object a line.
+    """Finished cells, one JSON object per line.
 
     Attributes:
-        path: The file; made when the first cell is finished.
+        path: The file; the first finished cell creates it.
     """
 
     path: Path
@@ -97,14 +97,14 @@ class Results:
         return {Cell(**row["cell"]): row for row in rows}
 
     def add(self, cell: Cell, figures: Mapping[str, Any]) -> None:
-        """Keep a finished cell."""
+        """Append a finished cell."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a") as file:
             file.write(json.dumps({"cell": asdict(cell), **figures}) + "\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Train what is missing of the table, and print it."""
+    """Train the missing cells of the table, and print the table."""
     options = _parser().parse_args(arguments)
     cells = list(_cells(options))
     results = Results(path=Path(options.results))
@@ -137,7 +137,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _cells(options: argparse.Namespace) -> Iterator[Cell]:
-    """Seed by seed, so that a table cut short is whole for its first seeds."""
+    """All cells, seed by seed, so an interrupted table is complete for its first seeds."""
     for seed in options.seeds:
         for eta in options.eta:
             for mini_batches in options.mini_batches:
@@ -153,7 +153,7 @@ def _cells(options: argparse.Namespace) -> Iterator[Cell]:
 
 
 def _warm_started(seed: int, output_dir: str) -> RunConfig:
-    """The quickstart of a seed, starting from its warm-started policy, which is made where it is missing."""
+    """The quickstart of a seed from its warm-started policy, which is made if it is missing."""
     overrides = [f"seed={seed}", f"output_dir={output_dir}"]
     config = with_quickstart_assets(compose_run(overrides))
     policy = warm_start_path(config)
@@ -205,7 +205,7 @@ def _print_table(cells: Sequence[Cell], done: Mapping[Cell, Mapping[str, Any]], 
 
 
 def _means(done: Mapping[Cell, Mapping[str, Any]]) -> dict[str, float]:
-    """Mean over seeds of the accuracy at the end. Example key: ``tis/eta=4/updates=1``."""
+    """Mean over seeds of the final accuracy. Example key: ``tis/eta=4/updates=1``."""
     values: dict[str, list[float]] = {}
     for cell, row in done.items():
         values.setdefault(f"{cell.correction}/eta={cell.eta}/updates={cell.mini_batches}", []).append(row["final"])

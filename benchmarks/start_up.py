@@ -1,9 +1,9 @@
-"""From the command to the first learner step: how long, and what each part takes.
+"""Time from the command to the end of the first learner step, and the time of each part.
 
-``python -m benchmarks.start_up`` starts the quickstart for one step, in a folder of its own: with a warm start, and
-again with the one that is there by then. ``--engine sglang`` or ``transformers``; further options of the run may
-follow. Wall times hold for an idle machine; ``cpu_s`` is the CPU time of all processes of the run until then, which
-others on the machine change less.
+``python -m benchmarks.start_up`` starts the quickstart for one step in a new folder, twice: the first start makes the
+warm start, the second one reuses it. ``--engine sglang`` or ``transformers``; further options of the run may follow.
+Wall times are valid only on an idle machine. ``cpu_s`` is the CPU time of all processes of the run until then, which
+depends less on other work.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class StartUp:
     """One start.
 
     Attributes:
-        first_step_s: From the command to the end of the first learner step.
+        first_step_s: Seconds from the command to the end of the first learner step.
         cpu_s: CPU seconds of all processes until then.
-        parts: What was waited for: when it was ready, and after how long.
+        parts: Name of a part to the time when it was ready, and the seconds of waiting for it.
     """
 
     first_step_s: float
@@ -69,16 +69,16 @@ def start(engine: str, output_dir: Path, overrides: Sequence[str]) -> StartUp:
 
 
 def _cpu_s(run: psutil.Process) -> float:
-    """CPU seconds of the processes of a run, with those that have ended and were waited for."""
+    """CPU seconds of the processes of a run, with ended child processes."""
     used = 0.0
     for process in (run, *run.children(recursive=True)):
         with suppress(psutil.NoSuchProcess):
-            used += sum(process.cpu_times()[:4])  # user, system, and both of the children that have ended
+            used += sum(process.cpu_times()[:4])  # user and system time, of the process and of its ended children
     return used
 
 
 def main() -> int:
-    """Measure, and report; returns 0 when the target is met."""
+    """Measure and print the report. Returns 0 if the target is met."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.start_up", description="Command to first step.")
     parser.add_argument("--engine", choices=sorted(_WALL_S), default="transformers")
     parser.add_argument("overrides", nargs="*", help="further options of the run")

@@ -1,8 +1,9 @@
-"""What crosses the network where rollouts are kept on their hosts: ``python -m benchmarks.stores``, as root.
+"""Network traffic when groups stay on the hosts that produced them: ``python -m benchmarks.stores``, as root.
 
-Two hosts with a network of their own each, joined by a link of a shaped rate. The ledger is on the first, a worker on
-each, a learner rank on the second. Each worker puts groups as fast as it can; the rank fetches each batch and commits
-it. The same with the payloads beside the ledger, and on a store per host. The link's own counters are compared.
+There are two hosts, each with its own network namespace, connected by a link with a limited rate. The ledger is on the
+first host, a worker on each host, and a learner rank on the second host. Each worker puts groups as fast as it can. The
+rank fetches and commits each batch. One run has the payloads beside the ledger, the other run has a store per host. The
+benchmark compares the counters of the link.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ _MB = 1e6
 
 
 class HostProcess:
-    """A host: a process with a network namespace of its own, under which others are started; ends with this process."""
+    """A host: a process with its own network namespace, in which other processes run. It ends with this process."""
 
     def __init__(self) -> None:
         command = ["setpriv", "--pdeathsig", "KILL", "unshare", "--net", "sh", "-c", "echo up; exec sleep infinity"]
@@ -56,17 +57,17 @@ class HostProcess:
             sys.exit("network namespaces are not permitted here; run it as root on a machine of your own")
 
     def run(self, *command: str, check: bool = True) -> None:
-        """Run a command there."""
+        """Run a command on the host."""
         subprocess.run(self.inside(command), check=check, stderr=None if check else subprocess.DEVNULL)
 
     def inside(self, command: Sequence[str]) -> list[str]:
-        """The command that runs another one there."""
+        """The command line that runs a command on the host."""
         return ["nsenter", "--target", str(self.process.pid), "--net", "--", *command]
 
 
 @contextmanager
 def two_hosts(rate: str) -> Iterator[list[HostProcess]]:
-    """Two hosts that a link joins, of this rate in each direction, as tc writes it."""
+    """Two hosts connected by a link with this rate in each direction, in the notation of tc."""
     hosts = [HostProcess() for _ in ADDRESSES]
     try:
         first, second = (str(host.process.pid) for host in hosts)
@@ -86,9 +87,9 @@ def two_hosts(rate: str) -> Iterator[list[HostProcess]]:
 
 
 class Host:
-    """What runs on one of the two hosts, in one process.
+    """The process of one of the two hosts.
 
-    ``keys`` is the directory of the keys, ``number`` that of the host.
+    ``keys`` is the directory of the keys, ``number`` the number of the host.
     """
 
     def __init__(self, number: int, *, keys: Path, stores_on: StoresOn, num_bytes: int) -> None:
@@ -100,11 +101,11 @@ class Host:
         )
 
     def client(self, address: str, role: BufferRole) -> BufferClient:
-        """A client on this host."""
+        """A client of the buffer on this host."""
         return BufferClient(address, keys=client_keys(self._keys, role), epoch="benchmark", host=str(self._number))
 
     async def join(self, address: str) -> None:
-        """Have a store of this host join, where the payloads are on hosts."""
+        """Add a store on this host if the payloads stay on their hosts."""
         if self._config.stores_on is StoresOn.hosts:
             store = StoreServer(self._config, number=self._number)
             await ControlClient(self.client(address, BufferRole.controller)).add_store(store.address, str(self._number))
@@ -120,7 +121,7 @@ class Host:
             version = (await ledger.stats()).learner_version
 
     async def serve(self) -> None:
-        """The first host: the ledger and a worker, until this process is killed."""
+        """Run the first host: the ledger and a worker, until this process is killed."""
         server = BufferServer(self._config, groups_per_step=GROUPS_PER_STEP)
         sys.stdout.write(f"{server.address}\n")
         sys.stdout.flush()
@@ -128,7 +129,7 @@ class Host:
         await self.work(server.address)
 
     async def learn(self, address: str, num_steps: int) -> dict[str, float]:
-        """The second host: a worker, and the rank, which makes the steps; bytes over the link and seconds per step."""
+        """Run the second host: a worker and the learner rank. Returns bytes over the link and seconds per step."""
         await self.join(address)
         control = ControlClient(self.client(address, BufferRole.controller))
         rank = LearnerClient(self.client(address, BufferRole.learner))
@@ -164,14 +165,14 @@ def _size_of(group: Any) -> int:
 
 
 def link_bytes() -> int:
-    """Bytes that have crossed this host's link, in both directions, by the interface's counters."""
+    """Bytes on this host's link in both directions, by the counters of the interface."""
     lines = Path("/proc/net/dev").read_text().splitlines()
     numbers = next(line for line in lines if line.strip().startswith("eth0:")).partition(":")[2].split()
     return int(numbers[0]) + int(numbers[8])
 
 
 def measure(options: argparse.Namespace, stores_on: StoresOn) -> dict[str, float]:
-    """One run on two new hosts."""
+    """Make one run on two new hosts."""
     command = [sys.executable, "-m", "benchmarks.stores", "--stores-on", stores_on]
     command += ["--mb", str(options.mb), "--steps", str(options.steps)]
     with ExitStack() as stack:
@@ -190,7 +191,7 @@ def measure(options: argparse.Namespace, stores_on: StoresOn) -> dict[str, float
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure both, or be one of the hosts."""
+    """Measure both runs, or run one of the hosts."""
     options = _parser().parse_args(arguments)
     if options.host is not None:
         host = Host(options.host, keys=options.keys, stores_on=options.stores_on, num_bytes=int(options.mb * _MB))

@@ -1,7 +1,7 @@
-"""Training time to a held-out accuracy with TRL's GRPOTrainer, as fast as it goes on two CPU cores.
+"""Training time to a held-out accuracy with TRL's GRPOTrainer, configured for speed on two CPU cores.
 
-One process, one JSON line at the end: ``python -m benchmarks.trl_baseline --model WARM --train A --held-out B``. The
-clock runs from the first step, stands still during evaluation, and leaves out the start, which is reported beside it.
+``python -m benchmarks.trl_baseline --model WARM --train A --held-out B`` runs in one process and prints one JSON line
+at the end. The clock starts at the first step and stops during evaluation. The start-up time is reported separately.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from benchmarks.held_out import HeldOut, first_crossing, load_held_out
 
 @dataclass(frozen=True, kw_only=True)
 class TrlSettings:
-    """One run.
+    """Settings of one run.
 
     Attributes:
         model: Directory of the warm-started policy and its tokenizer.
         train: Parquet with columns prompt and ground_truth.
         held_out: The same columns.
-        seed: Of data order and sampling.
+        seed: Seed of data order and sampling.
         max_steps: Optimizer updates at most; the learning rate falls linearly to 0 over them.
         groups_per_step: Prompts of one update.
         samples_per_prompt: Rollouts of one prompt.
@@ -42,7 +42,7 @@ class TrlSettings:
         clip_grad_norm: Largest global gradient norm.
         eval_every: Updates between evaluations.
         target: Sampled held-out accuracy at which the run ends.
-        threads: Of torch.
+        threads: Number of torch's threads.
     """
 
     model: str
@@ -66,15 +66,15 @@ class TrlSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class TrlResult:
-    """What a run measured.
+    """The figures of a run.
 
     Attributes:
         time_to_target_s: Training seconds until the target, by `first_crossing`; None when ``max_steps`` came first.
-        steps_to_target: The same in updates.
+        steps_to_target: Updates until the target; None as above.
         startup_s: From the start of the process to the first step, without the first evaluation.
         steps: Updates made.
-        train_s: Training seconds of all of them.
-        cpu_s: CPU seconds of the process, the start included, evaluations not.
+        train_s: Training seconds of all updates.
+        cpu_s: CPU seconds of the process, with the start and without evaluations.
         accuracy_curve: [updates, training seconds, sampled accuracy] at each evaluation.
     """
 
@@ -88,25 +88,28 @@ class TrlResult:
 
 
 class StoppedClock:
-    """Seconds while running."""
+    """A clock that can be stopped."""
 
     def __init__(self) -> None:
         self.elapsed_s = 0.0
         self._since: float | None = None
 
     def start(self) -> None:
-        """Go on."""
+        """Start or continue the clock."""
         self._since = time.perf_counter()
 
     def stop(self) -> None:
-        """Stand still; a clock that stands already does so on."""
+        """Stop the clock; no effect if it is stopped."""
         if self._since is not None:
             self.elapsed_s += time.perf_counter() - self._since
         self._since = None
 
 
 class TargetCallback(TrainerCallback):
-    """Evaluates before the first step and every ``eval_every`` ones, on a stopped clock; ends the run at the target."""
+    """Evaluates before the first step and after every ``eval_every`` steps, with the clock stopped.
+
+    Ends the run at the target.
+    """
 
     def __init__(self, settings: TrlSettings, held_out: HeldOut) -> None:
         self.settings = settings
@@ -117,13 +120,13 @@ class TargetCallback(TrainerCallback):
         self.evaluation_cpu_s = 0.0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Take the start-up time and the accuracy before training."""
+        """Record the start-up time and the accuracy before training."""
         self.startup_s = time.time() - psutil.Process().create_time()
         self._measure(kwargs["model"], 0)
         self.clock.start()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Evaluate where it is due; after the last step in any case."""
+        """Evaluate if an evaluation is due, and after the last step."""
         if state.global_step % self.settings.eval_every and state.global_step < self.settings.max_steps:
             return
         self.clock.stop()
@@ -134,7 +137,7 @@ class TargetCallback(TrainerCallback):
             self.clock.start()
 
     def crossing(self, column: int) -> float | None:
-        """Updates (0) or training seconds (1) to the target; None while the mean of three has not reached it."""
+        """Updates (0) or training seconds (1) to the target; None if the mean of three has not reached it."""
         return first_crossing([(row[column], row[2]) for row in self.curve], self.settings.target)
 
     def _measure(self, model: Any, step: int) -> None:
@@ -166,7 +169,7 @@ def run(settings: TrlSettings) -> TrlResult:
 
 
 def _trainer(settings: TrlSettings, model: Any, tokenizer: Any, callback: Any, directory: str) -> Any:
-    """GRPOTrainer as it is fastest here: one generation and one forward a step, nothing logged, nothing saved."""
+    """GRPOTrainer in its fastest configuration: one generation and one forward per step, no logging, no saving."""
     from datasets import Dataset  # pyright: ignore[reportMissingImports] - the bench extra
     from trl.trainer.grpo_config import GRPOConfig  # pyright: ignore[reportMissingImports] - the bench extra
     from trl.trainer.grpo_trainer import GRPOTrainer  # pyright: ignore[reportMissingImports] - the bench extra
@@ -177,8 +180,7 @@ def _trainer(settings: TrlSettings, model: Any, tokenizer: Any, callback: Any, d
         bf16=False,
         seed=settings.seed,
         max_steps=settings.max_steps,
-        # One batch is one update: generated at once, trained at once, so that the ratio is 1 and no second forward
-        # for the old log-probs is needed.
+        # Each generated batch is one update, so the ratio is 1 and the old log-probs need no second forward.
         per_device_train_batch_size=settings.groups_per_step * settings.samples_per_prompt,
         gradient_accumulation_steps=1,
         steps_per_generation=1,
@@ -186,7 +188,7 @@ def _trainer(settings: TrlSettings, model: Any, tokenizer: Any, callback: Any, d
         num_generations=settings.samples_per_prompt,
         max_completion_length=settings.max_new_tokens,
         temperature=1.0,
-        # Token mean over the batch, rewards centred and divided by the group's standard deviation, no KL term.
+        # Token mean over the batch; rewards centered and divided by the group's standard deviation; no KL term.
         loss_type="dapo",
         scale_rewards="group",
         beta=0.0,
@@ -218,7 +220,7 @@ def _trainer(settings: TrlSettings, model: Any, tokenizer: Any, callback: Any, d
 
 
 def exact_match(completions: list[str], ground_truth: list[str], **columns: Any) -> list[float | None]:
-    """1 where the completion is the ground truth, else 0."""
+    """1 if the completion is the ground truth, else 0."""
     return [float(text == truth) for text, truth in zip(completions, ground_truth, strict=True)]
 
 

@@ -1,7 +1,7 @@
 """The worker of the PPO example: an actor with its rollout, or a reference, as verl's `ActorRolloutRefWorker`.
 
 The actor publishes its weights and the engines load and verify them as in an asynchronous run. The engine of each
-data-parallel rank runs on an event loop of its own, in a thread of its first sp rank.
+data-parallel rank runs on its own event loop, in a thread of the first sp rank.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
-"""The asynchronous way of one batch, from the prompt to the loss and of the new weights back, in one process.
+"""One asynchronous learner step in one process: from the prompt to the loss, and the new weights back to the engine.
 
-Every class is the one that a run uses. A run puts each of them into a process of its own, and overlaps them: the
-rollout worker drives the engine, the buffer server holds the ledger, the learner's ranks hold the trainer. To run it::
+The classes are those of a run. A run places them in separate processes that work at the same time: the rollout worker
+    drives the engine, the buffer server holds the ledger, the learner ranks hold the trainer. To run it::
 
     python -m examples.one_step
 """
@@ -88,7 +88,7 @@ async def one_step(folder: str) -> tuple[dict[str, float], Engine, Ledger]:
     assert offer is not None  # this is rank 0
     await engine.load_weights(offer)
 
-    # Now the engine may begin another batch. What it wrote before has a lag of 1 in step 1.
+    # Now the engine may begin another batch. Samples that it wrote before have a lag of 1 in step 1.
     assert len(ledger.apply(LeaseGroups(engine_version=engine.version, max_groups=99)).leases) == NUM_GROUPS
     ledger.apply(PlanBatch(version=1))
     assert {1 - group.oldest_version for group in ledger.batch(version=1).groups} == {MAX_LAG}

@@ -1,7 +1,7 @@
 """Synchronous PPO as a verl driver writes it: one process calls groups of workers, step by step.
 
 Four Ray actors hold an actor with its rollout, a reference and a critic, fused, on a mesh of dp × sp = 2 × 2. Each
-data-parallel rank has an SGLang server, which takes the weights as it does in an asynchronous run. Run it with::
+data-parallel rank has an SGLang server, which loads weights as in an asynchronous run. Run it with::
 
     python -m examples.ppo_single_controller total_steps=20
 
@@ -91,7 +91,7 @@ class PPOTrainer:
             on_step(step, metrics | {"reward": batch.batch["scores"].mean().item()})
 
     def generated(self, prompts: list[Prompt], *, do_sample: bool) -> DataProto:
-        """Responses to the prompts, and ``scores`` [B], their rewards."""
+        """Responses to the prompts, with their rewards ``scores`` [B]."""
         width = self.run.data.max_prompt_tokens
         ids = torch.zeros(len(prompts), width, dtype=torch.long)
         mask = torch.zeros_like(ids)
@@ -106,7 +106,7 @@ class PPOTrainer:
 
 
 def add_advantages(batch: DataProto, algorithm: AlgorithmConfig) -> None:
-    """Rewards of tokens less the KL penalty, then GAE: ``advantages`` and ``returns`` [B, R]."""
+    """Token rewards minus the KL penalty, then GAE: ``advantages`` and ``returns`` [B, R]."""
     columns, mask = batch.batch, batch.batch["response_mask"].bool()
     rewards = algorithm.kl_reward_coef * (columns["ref_log_prob"] - columns["old_log_probs"])
     rewards[torch.arange(len(mask)), mask.sum(1) - 1] += columns["scores"]

@@ -1,4 +1,4 @@
-"""A calculator as a tool: the policy calls it until it answers without a call.
+"""A calculator as a tool: the policy may call it until it gives its answer.
 
 Run it with ``rollout_fleet.environment.name=examples/agents/calculator.py:Calculator``. Rows need ``messages`` and the
 right answer as ground truth.

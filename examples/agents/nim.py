@@ -1,7 +1,7 @@
-"""Two roles of one policy against each other: Nim. Players take 1 to 3 stones in turn; who takes the last one wins.
+"""Two roles of one policy against each other: Nim. The player who takes the last stone wins.
 
-Each role has its own conversation, which is a root of its own in the episode. The winner's turns have the reward 1, the
-loser's -1. Use an advantage that reads the rewards of turns. Run it with
+In turn, the players take 1 to 3 stones. Each role has its own conversation, a separate root of the episode. The
+winner's turns have the reward 1, the loser's -1. Use an advantage that reads the rewards of turns. Run it with
 ``rollout_fleet.environment.name=examples/agents/nim.py:Nim``.
 """
 
@@ -26,7 +26,7 @@ class Nim:
         self.stones = stones
 
     async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
-        """Play one game; the group's position decides how many stones there are."""
+        """Play one game. The group's position decides the number of stones."""
         left = self.stones + prompt.group_id % 4
         conversations: list[list[Any]] = [
             [{"role": "user", "content": RULES.format(role=role, stones=left)}] for role in ("first", "second")

@@ -1,7 +1,7 @@
 """A search agent over a folder of texts, with an unmodified ``openai`` client, parallel tools, and compaction.
 
 Run it with ``rollout_fleet.environment.name=examples/agents/search.py:main`` and
-``rollout_fleet.environment.options={folder: texts}``. Nothing here knows of asyncrl.
+``rollout_fleet.environment.options={folder: texts}``. This module does not import asyncrl.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Texts:
         return {"role": "tool", "tool_call_id": call.id, "content": content}
 
     def search(self, arguments: dict[str, str]) -> str:
-        """The lines with any of the words, of the files with all of them."""
+        """The lines with any of the words, from the files that have all the words."""
         words = arguments["words"].lower().split()
         found = []
         for name, text in self.texts.items():
