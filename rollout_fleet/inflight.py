@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, StrEnum, auto
+from functools import partial
 
 import numpy as np
 
@@ -180,10 +182,11 @@ class InflightGroup:
     def next_requests(self, *, on_first_token: Callable[[], None] | None = None) -> list[SampleRequest]:
         """Make one request per running turn without one; `take` gets the answers."""
         requests = []
-        for index, episode in enumerate(self.episodes):
-            for request in episode.next_requests():
+        for index, source in enumerate(self.runs or self.episodes):
+            for request in source.next_requests():
                 self._outstanding[request.id] = index
-                requests.append(replace(request, on_first_token=on_first_token) if on_first_token else request)
+                told = [tell for tell in (on_first_token, request.on_first_token) if tell is not None]
+                requests.append(replace(request, on_first_token=partial(_tell_all, told)) if told else request)
         return requests
 
     def take(self, request_id: str, output: SampleOutput) -> int:
@@ -246,6 +249,11 @@ class InflightGroup:
             trajectories.append(replace(trajectory, baseline=index >= len(self.trained)))
         group_id, attempt = self.key
         return TrajectoryGroup.from_trajectories(trajectories, group_id=group_id, attempt=attempt)
+
+
+def _tell_all(told: Sequence[Callable[[], None]]) -> None:
+    for tell in told:
+        tell()
 
 
 def _recorded(progress: TrajectoryGroup, num_samples: int) -> list[Trajectory | None]:
@@ -381,20 +389,27 @@ class InflightGroups:
     def _note_places(self) -> None:
         self._is_noting = False
         running = tail = settling = parked = 0
+        free = Counter[LevelName]()  # of groups that an environment plays, the episodes without a running turn
         for group in self._groups.values():
-            num_samples, num_outstanding = len(group.episodes), len(group.outstanding)
-            if group.is_playing and group.phase in (*ON_ENGINE, GroupPhase.parked):
-                running += num_outstanding
-                parked += group.num_running - num_outstanding
-            elif group.phase in ON_ENGINE:
-                running += num_outstanding
-                tail += num_samples - num_outstanding
-            elif group.phase is GroupPhase.parked:
-                parked += num_samples
+            if group.phase is GroupPhase.settling:
+                settling += len(group.episodes)
+                continue
+            num_running, num_outstanding = group.num_running, len(group.outstanding)
+            running += num_outstanding
+            if group.phase is not GroupPhase.generating:  # there, a turn without a request is about to be sent
+                parked += num_running - num_outstanding
+            if group.is_playing:
+                free.update(run.place for run in group.runs)
             else:
-                settling += num_samples
-        num_places = self._limit.value * self._samples_per_group
+                tail += len(group.episodes) - num_running
+        left = max(0, self._limit.value * self._samples_per_group - running - tail - parked)
+        shares = {}
+        free[LevelName.settling] = settling
+        for name in (LevelName.settling, LevelName.tool, LevelName.environment, LevelName.tail):
+            shares[name] = min(free[name], left)
+            left -= shares[name]
         record.level(LevelName.running, running)
-        record.level(LevelName.tail, tail)
-        record.level(LevelName.settling, min(settling, num_places - running - tail - parked))
+        record.level(LevelName.tail, tail + shares.pop(LevelName.tail))
+        for name, places in shares.items():
+            record.level(name, places)
         record.level(LevelName.parked, parked)

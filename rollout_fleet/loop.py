@@ -449,10 +449,14 @@ class RolloutLoop:
             if group.phase is GroupPhase.generating:
                 self._spawn(self._generate, [group])
 
-        group.runs = [EpisodeRun(episode, ask=ask, vocab_size=self._engine.vocab_size) for episode in group.episodes]
+        group.runs = [
+            EpisodeRun(episode, ask=ask, vocab_size=self._engine.vocab_size, on_place=self._groups.note_places)
+            for episode in group.episodes
+        ]
         self._playing[group.key] = [
             self._spawn(self._play, group, index, player) for index in range(len(group.episodes))
         ]
+        self._groups.note_places()
 
     async def _play(self, group: InflightGroup, index: int, player: Player) -> None:
         """Play one episode. The last one that ends lets its group leave the engine."""

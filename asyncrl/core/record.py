@@ -113,11 +113,13 @@ class SpanKind(StrEnum):
 class LevelName(StrEnum):
     """A count that holds until its next change."""
 
-    # Per engine, in places for samples: running + tail + settling + parked + free = capacity
+    # Per engine, in places for samples: the sum of the counts from running to parked is at most the capacity
     capacity = "capacity"
     running = "running"  # the engine has the sample
     tail = "tail"  # the sample is finished; others of its group run
-    settling = "settling"  # the place is free; its finished group waits for reward, environment or storage
+    settling = "settling"  # the place is free; its finished group waits for reward or storage
+    tool = "tool"  # the place is free; a running episode waits for a tool
+    environment = "environment"  # the place is free; the environment of a running episode has not asked for a turn
     parked = "parked"  # interrupted for new weights
     asking = "asking"  # 1 while the worker waits for admission
     version = "version"  # the engine's version; on the buffer's lane: the learner's committed version

@@ -37,6 +37,8 @@ class FleetCause(StrEnum):
     re_prefill = "re_prefill"
     evaluation = "evaluation"
     reward = "reward"
+    tool = "tool"
+    environment = "environment"
     group_tail = "group_tail"
     no_prompts = "no_prompts"
     buffer_full = "buffer_full"
@@ -62,6 +64,8 @@ class LearnerCause(StrEnum):
     batch_tail = "batch_tail"
     slow_generation = "slow_generation"
     reward = "reward"
+    tool = "tool"
+    environment = "environment"
     engine_down = "engine_down"
     start = "start"
     no_prompts = "no_prompts"
@@ -72,7 +76,7 @@ class LearnerCause(StrEnum):
 
 OWN_CAUSES: Mapping[str, frozenset[str]] = {
     Pool.learner: frozenset({LearnerCause.fetch, LearnerCause.rank_skew}),
-    Pool.fleet: frozenset({FleetCause.reward, FleetCause.group_tail}),
+    Pool.fleet: frozenset({FleetCause.reward, FleetCause.tool, FleetCause.environment, FleetCause.group_tail}),
 }
 """Idle causes that a pool has even if the other pool is infinitely fast."""
 
@@ -231,6 +235,7 @@ def swept(window: tuple[int, int], series: Mapping[str, Series]) -> Iterator[tup
 
 _ENGINE_LEVELS = (
     *(LevelName.capacity, LevelName.running, LevelName.tail, LevelName.settling, LevelName.parked, LevelName.version),
+    *(LevelName.tool, LevelName.environment),
 )
 _ENGINE_SPANS = (
     *(SpanKind.down, SpanKind.start, SpanKind.released, SpanKind.pause, SpanKind.re_prefill, SpanKind.evaluation),
@@ -278,6 +283,8 @@ def _engine_states(now: Mapping[str, int]) -> Iterator[tuple[str, int]]:
         (FleetCause.evaluation, left if now[f"span.{SpanKind.evaluation}"] else 0),
         (FleetCause.reward, now[LevelName.settling]),
         (FleetCause.publish_pause, now[LevelName.parked]),
+        (FleetCause.tool, now[LevelName.tool]),
+        (FleetCause.environment, now[LevelName.environment]),
         (FleetCause.group_tail, now[LevelName.tail]),
         (why_free, left),
     )
@@ -303,6 +310,8 @@ _WAITS_FOR = (
     (FleetCause.re_prefill, LearnerCause.publish),
     (FleetCause.publish_wait, LearnerCause.publish),
     (FleetCause.reward, LearnerCause.reward),
+    (FleetCause.tool, LearnerCause.tool),
+    (FleetCause.environment, LearnerCause.environment),
     (FleetCause.engine_down, LearnerCause.engine_down),
     (FleetCause.start, LearnerCause.start),
     (FleetCause.no_prompts, LearnerCause.no_prompts),

@@ -15,7 +15,9 @@ from asyncrl.profile.trace import BUFFER_LANE, CONTROLLER_LANE, GroupLife, Span,
 
 _POOLS = {pool.value: number for number, pool in enumerate((Pool.learner, Pool.fleet, Pool.buffer, Pool.controller), 1)}
 _COUNTERS = (LevelName.stored, LevelName.leased, LevelName.planned, LevelName.budget, LevelName.version)
-_ENGINE_COUNTERS = (LevelName.running, LevelName.tail, LevelName.settling, LevelName.parked)
+_ENGINE_COUNTERS = (
+    *(LevelName.running, LevelName.tail, LevelName.settling, LevelName.tool, LevelName.environment, LevelName.parked),
+)
 
 
 def trace_events(trace: Trace, *, torch_traces: Iterable[str] = ()) -> dict[str, Any]:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import http.client
 import io
+import itertools
 import json
 import math
 import time
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 OVERFLOW_CODE = "context_length_exceeded"
 """Code of the endpoint's error when the episode's budget is used; OpenAI's own code."""
+OnTool = Callable[[int, str, bool], None]
+"""Told when a call of a tool begins and ends: its number in the episode, the tool's name, and whether it runs now."""
 _LARGEST = 3.4028234663852886e38  # of float32
 
 
@@ -174,6 +177,7 @@ class Policy:
         sample_index: int = 0,
         turn_timeout_s: float = 600.0,
         tool_timeout_s: float = 60.0,
+        on_tool: OnTool = lambda number, name, is_running: None,
     ) -> None:
         self.base_url = base_url
         self.api_key = api_key
@@ -181,6 +185,8 @@ class Policy:
         self.metrics: dict[str, float] = {}
         self._turn_timeout_s = turn_timeout_s
         self._tool_timeout_s = tool_timeout_s
+        self._on_tool = on_tool
+        self._tool_numbers = itertools.count()
 
     async def chat(
         self,
@@ -227,7 +233,8 @@ class Policy:
         Raises:
             ToolError: the call raised an exception or exceeded its deadline.
         """
-        started, failed = time.monotonic(), 1
+        started, failed, number = time.monotonic(), 1, next(self._tool_numbers)
+        self._on_tool(number, name, True)
         try:
             async with asyncio.timeout(self._tool_timeout_s):
                 result = await call
@@ -243,6 +250,7 @@ class Policy:
         except Exception as error:
             raise ToolError(f"tool {name} raised {type(error).__name__}: {error}") from error
         finally:
+            self._on_tool(number, name, False)
             for metric, value in (("calls", 1), ("errors", failed), ("s", time.monotonic() - started)):
                 self.metrics[f"tool_{metric}"] = self.metrics.get(f"tool_{metric}", 0.0) + value
 

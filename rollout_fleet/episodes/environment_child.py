@@ -5,6 +5,7 @@ JSON::
 
     {"run": 7, …} ──▶   "loading"                            its event loop may stand still until the next message
                         "beat"                               once per second
+                        {"id": 7, "tool": [0, "search", true]}       its call 0 of a tool begins; false: it has ended
                         {"id": 7, "outcome": …, "num_left": 0, "num_stuck": 0}  or  {"id": 7, "failure": …, …}
     {"cancel": 7} ──▶   the answer to 7
 
@@ -49,6 +50,8 @@ logger = logging.getLogger(__name__)
 BEAT_S = 1.0
 GRACE_S = 1.0
 """How long the tasks of an ended episode may take to end after their cancellation."""
+MOST_NAMED = 80
+"""Letters of a tool's name that are told; the policy may have written it."""
 EPISODE = "ASYNCRL_EPISODE"
 """Variable in the environment of the programs that an episode starts."""
 _ENVIRONMENTS_KEPT = 16
@@ -213,7 +216,8 @@ class EnvironmentChild:
         context = contextvars.copy_context()
         context.run(_current.set, traces)
         try:
-            policy, prompt = Policy(**question["policy"]), _prompt(question["prompt"])
+            policy = Policy(**question["policy"], on_tool=functools.partial(self._on_tool, number))
+            prompt = _prompt(question["prompt"])
             environment = self._environment(question["name"], question["options"])
             body = context.run(asyncio.create_task, _outcome(environment, prompt, policy))
             await asyncio.wait([body])
@@ -228,6 +232,9 @@ class EnvironmentChild:
         num_stuck = sum(ended.num_stuck for ended in self._ended)
         del self._episodes[number]
         write_frame(self._answers, {"id": number, **answer, "num_left": num_left, "num_stuck": num_stuck})
+
+    def _on_tool(self, episode: int, number: int, name: str, is_running: bool) -> None:
+        write_frame(self._answers, {"id": episode, "tool": [number, name[:MOST_NAMED], is_running]})
 
     def _environment(self, name: str, options: Mapping[str, Any]) -> Any:
         """The environment of this name and these options; the latest ones are kept."""

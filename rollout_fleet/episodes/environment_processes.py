@@ -32,7 +32,7 @@ from asyncrl.core.types import Prompt
 from rollout_fleet.children import ChildProcess, child_environment, with_remedy
 from rollout_fleet.config import RolloutFleetConfig
 
-from .environment import EpisodeFailure, FailureKind, Outcome
+from .environment import EpisodeFailure, FailureKind, OnTool, Outcome
 
 logger = logging.getLogger(__name__)
 
@@ -79,12 +79,14 @@ class _EnvironmentProcess:
 
     Attributes:
         answers: A future per unanswered question, by number.
+        listeners: Who hears of the tools of an episode, by the number of its question.
         is_retiring: It gets no further episodes, and is killed after its last one.
         began: When it was started, on the monotonic clock.
     """
 
     def __init__(self, child: ChildProcess, config: RolloutFleetConfig) -> None:
         self.answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self.listeners: dict[int, OnTool] = {}
         self.is_retiring = False
         self.began = time.monotonic()
         self._child = child
@@ -156,7 +158,10 @@ class _EnvironmentProcess:
                 options, is_loading = self._options, message == "loading"
                 allowed_s = options.start_timeout_s if is_loading else options.blocked_timeout_s
                 self._quiet_until = time.monotonic() + allowed_s
-                if isinstance(message, dict) and (answer := self.answers.get(message["id"])) is not None:
+                if isinstance(message, dict) and "tool" in message:
+                    if (listener := self.listeners.get(message["id"])) is not None:
+                        listener(*message["tool"])
+                elif isinstance(message, dict) and (answer := self.answers.get(message["id"])) is not None:
                     answer.set_result(message)
         except (asyncio.IncompleteReadError, ConnectionError, ValueError):
             status = await self._child.exit_status()
@@ -233,6 +238,7 @@ class EnvironmentProcesses:
         sample: int,
         name: str = "",
         options: Mapping[str, Any] | None = None,
+        on_tool: OnTool | None = None,
     ) -> Outcome:
         """Run one episode in a process with a free place.
 
@@ -244,6 +250,7 @@ class EnvironmentProcesses:
             sample: Which rollout of the group this is, in 0..G - 1.
             name: The environment; empty for the run's.
             options: Options of the row. If its environment is the run's, they extend and replace those of the run.
+            on_tool: Told of the calls of `Policy.run_tool`.
 
         Raises:
             EpisodeFailure: there is no outcome.
@@ -263,7 +270,7 @@ class EnvironmentProcesses:
             },
         }
         try:
-            answer = await self._run(question)
+            answer = await self._run(question, on_tool)
             if "failure" in answer:
                 kind, message = answer["failure"]
                 raise EpisodeFailure(FailureKind(kind), with_remedy(message, self._config, who="environments"))
@@ -286,12 +293,14 @@ class EnvironmentProcesses:
         of_run = self._options.options if name == self._options.name else {}
         return {**of_run, **(options or {})}
 
-    async def _run(self, question: Mapping[str, Any]) -> dict[str, Any]:
+    async def _run(self, question: Mapping[str, Any], on_tool: OnTool | None) -> dict[str, Any]:
         await self._places.acquire()
         process, number = None, next(self._numbers)
         answer: dict[str, Any]
         try:
             process = await self._process(self._least_loaded())
+            if on_tool is not None:
+                process.listeners[number] = on_tool
             async with asyncio.timeout(self._options.episode_timeout_s):
                 answer = await process.ask({"run": number, **question}, number)
         except TimeoutError:
@@ -315,6 +324,7 @@ class EnvironmentProcesses:
         """Cancel an episode without an answer, give its place back, and kill a retiring process after its last one."""
         try:
             if process is not None:
+                process.listeners.pop(number, None)
                 await process.cancel(number)
         finally:
             self._places.release()

@@ -256,6 +256,10 @@ class Episode:
             requests.append(request)
         return requests
 
+    def turn_of(self, request_id: str) -> int:
+        """The turn that an unanswered request samples."""
+        return self._outstanding[request_id]
+
     def take(self, request_id: str, output: SampleOutput) -> int:
         """Append the engine's answer to its turn, and return the turn. It runs on if the engine aborted the sample.
 

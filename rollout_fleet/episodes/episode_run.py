@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 import numpy as np
 
 from asyncrl.core.errors import EpisodeEnded, RequestRefused
+from asyncrl.core.record import LevelName
 from asyncrl.core.types import FinishReason, Prompt
 from rollout_fleet.config import SamplingConfig
 from rollout_fleet.engines.engine import NOTHING, Engine, SampleOutput, SampleRequest, cancel
@@ -16,6 +19,7 @@ from rollout_fleet.reward_protocol import Rollout
 
 from .environment import EpisodeFailure, Outcome
 from .episode import Episode, EpisodeBudget
+from .episode_times import EpisodeTimes
 
 
 class Player(Protocol):
@@ -53,18 +57,29 @@ class EpisodeRun:
         outcome: The environment's result, when it has one.
         failure: Why there is no outcome.
         metrics: Numbers of the session to report.
+        times: When it waited for what.
 
     Args:
         ask: Called when a turn wants the engine; never waits.
         vocab_size: Token ids must be below it.
+        on_place: Called when `place` may have changed and no turn was asked for; never waits.
     """
 
-    def __init__(self, episode: Episode, *, ask: Callable[[], None], vocab_size: int) -> None:
+    def __init__(
+        self,
+        episode: Episode,
+        *,
+        ask: Callable[[], None],
+        vocab_size: int,
+        on_place: Callable[[], None] = lambda: None,
+    ) -> None:
         self.episode = episode
         self.outcome: Outcome | None = None
         self.failure: EpisodeFailure | None = None
         self.metrics: dict[str, float] = {}
+        self.times = EpisodeTimes()
         self._ask = ask
+        self._on_place = on_place
         self._vocab_size = vocab_size
         self._waiting: dict[int, asyncio.Future[None]] = {}
         self._end_reason = ""
@@ -73,6 +88,32 @@ class EpisodeRun:
     def is_over(self) -> bool:
         """Whether the environment has ended by itself, with an outcome or a failure."""
         return self.outcome is not None or self.failure is not None
+
+    @property
+    def place(self) -> LevelName:
+        """What occupies the episode's place on the engine: its turns, a tool, its environment, or its group's tail."""
+        if self.is_over:
+            return LevelName.tail
+        if self.episode.running:
+            return LevelName.running
+        return LevelName.tool if self.times.is_in_tool else LevelName.environment
+
+    def called(self, names: Sequence[str]) -> None:
+        """The answer that the environment gets now calls these tools."""
+        self.times.called(names)
+        self._on_place()
+
+    def tool(self, number: int, name: str, is_running: bool) -> None:
+        """As `EpisodeTimes.tool`."""
+        self.times.tool(number, name, is_running)
+        self._on_place()
+
+    def next_requests(self) -> list[SampleRequest]:
+        """As `Episode.next_requests`; the first token of each is timed."""
+        return [
+            replace(request, on_first_token=partial(self.times.first_token, self.episode.turn_of(request.id)))
+            for request in self.episode.next_requests()
+        ]
 
     def sampled(self) -> SampleOutput:
         """All tokens that the policy wrote in this life, turn after turn; unfinished without an answer."""
@@ -116,12 +157,14 @@ class EpisodeRun:
                 f"{ids.max()}; encode them with the policy's tokenizer"
             )
         index = self.episode.sample(parent, ids, sampling)
+        self.times.asked(index)
         await self.finished(index)
         return index
 
     async def finished(self, index: int) -> None:
         """Wait for the end of a turn; raises as `sample`."""
         if index not in self.episode.running:
+            self.times.ended(index)
             return
         self._check_running()
         if index not in self._waiting:
@@ -132,8 +175,10 @@ class EpisodeRun:
     def take(self, request_id: str, output: SampleOutput) -> None:
         """Append an answer of the engine, and wake who waits for its turn."""
         index = self.episode.take(request_id, output)
-        if index not in self.episode.running and (waiting := self._waiting.pop(index, None)) is not None:
-            _wake(waiting)
+        if index not in self.episode.running:
+            self.times.ended(index)
+            if (waiting := self._waiting.pop(index, None)) is not None:
+                _wake(waiting)
 
     def refuse(self, request_id: str, error: RequestRefused) -> None:
         """The engine does not take a request: its turn is dropped, and who waits for it gets the error."""
@@ -144,6 +189,7 @@ class EpisodeRun:
     def end(self, reason: str) -> None:
         """Answer no more; the first reason counts. After the environment's own end, running turns are dropped."""
         self._end_reason = self._end_reason or reason
+        self.times.end_calls()
         if self.is_over:
             self.episode.abandon()
         for waiting in self._waiting.values():
@@ -169,7 +215,7 @@ class DirectRun(EpisodeRun):
         await cancel(self._sending)
 
     def _send(self) -> None:
-        task = asyncio.create_task(self._generate(self.episode.next_requests()))
+        task = asyncio.create_task(self._generate(self.next_requests()))
         self._sending.add(task)
         task.add_done_callback(self._sending.discard)
 
@@ -178,7 +224,7 @@ class DirectRun(EpisodeRun):
             while requests:
                 async for request, output in self._engine.generate(requests):
                     self.take(request.id, output)
-                requests = self.episode.next_requests()
+                requests = self.next_requests()
         except Exception as error:  # noqa: BLE001 - who waits for a turn gets the failure of the engine
             for waiting in self._waiting.values():
                 _wake(waiting, error)

@@ -64,13 +64,13 @@ class EpisodePlayer:
         assert self._renderer is not None
         name = prompt.environment or self._config.environment.name
         refuses = self._config.environment.sampling is OnSamplingOption.refuse
-        session = Session(run, self._renderer, sampling=sampling, prompt=prompt, refuses=refuses)
+        session = Session(run, self._renderer, sampling=sampling, prompt=prompt, refuses=refuses, on_calls=run.called)
         access = self._endpoint.open(session)
         try:
             if not await self._processes.is_replayable(name, prompt.environment_options):
                 run.episode.forget()
             outcome = await self._processes.run(
-                prompt, access, sample=index, name=name, options=prompt.environment_options
+                prompt, access, sample=index, name=name, options=prompt.environment_options, on_tool=run.tool
             )
             _check_turns(run, outcome)
             run.outcome = outcome

@@ -202,6 +202,7 @@ class Session:
     """The conversations of one episode.
 
     ``sampling`` is how the run samples; ``refuses`` refuses requests with other options, rather than override these.
+    ``on_calls`` gets the names of the tools that an answer calls, none of most answers.
     """
 
     def __init__(
@@ -212,6 +213,7 @@ class Session:
         sampling: SamplingConfig,
         prompt: Prompt,
         refuses: bool = False,
+        on_calls: Callable[[Sequence[str]], None] = lambda names: None,
     ) -> None:
         self.counts = SessionCounts()
         self.prompt = prompt
@@ -219,6 +221,7 @@ class Session:
         self._renderer = renderer
         self._sampling = sampling
         self._refuses = refuses
+        self._on_calls = on_calls
         self._histories: dict[bytes, list[_History]] = defaultdict(list)
         self._seen: set[bytes] = set()
         self._texts: list[tuple[str, int]] = []
@@ -311,6 +314,7 @@ class Session:
         for place_of_answer, answer in enumerate(answers):
             parsed = self._parse(answer, tools, reads_calls=request.options.reads_calls)
             message = self._message(answer, parsed, request.options.stop)
+            self._on_calls([name for name, _ in parsed.calls])
             reason = "tool_calls" if parsed.calls and answer.finish_reason == "stop" else answer.finish_reason
             answers[place_of_answer] = replace(answer, message=message, finish_reason=reason)
             history = [*place.messages, read_message(message, "answer")]

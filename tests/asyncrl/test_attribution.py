@@ -70,6 +70,34 @@ def test_re_prefill_makes_running_samples_idle_and_evaluation_takes_the_other_pl
     ]
 
 
+def test_a_free_place_is_idle_for_the_tool_or_the_environment_of_an_episode_before_the_tail_of_its_group():
+    notes = [("capacity", 0, 8), ("running", 0, 4), ("environment", 0, 4), ("running", 10, 5), ("tool", 10, 2)]
+    notes += [("environment", 10, 1), ("running", 40, 1), ("tool", 40, 3), ("tail", 40, 2), ("pause", 60, 70)]
+    notes += [("running", 80, 8), ("tool", 80, 6)]
+    attribution = fleet_of(notes, buffer=[("queued", 0, 5), ("budget", 0, 0)])
+    assert states(attribution, "fleet") == [
+        (0, 10, "busy", 4),
+        (0, 10, "environment", 4),
+        (10, 40, "busy", 5),
+        (10, 40, "tool", 2),
+        (10, 60, "environment", 1),
+        (40, 60, "busy", 1),
+        (40, 60, "group_tail", 2),
+        (40, 60, "staleness_gate", 1),
+        (40, 60, "tool", 3),
+        (60, 70, "publish_pause", 8),
+        (70, 80, "busy", 1),
+        (70, 80, "environment", 1),
+        (70, 80, "group_tail", 2),
+        (70, 80, "staleness_gate", 1),
+        (70, 80, "tool", 3),
+        (80, 100, "busy", 8),
+    ], "places that other work has filled are busy, whoever waits for a tool"
+    idle = {"tool": 150, "environment": 100, "publish_pause": 80, "group_tail": 60, "staleness_gate": 30}
+    assert attribution.total("fleet").idle == idle
+    assert attribution.total("fleet").alone("fleet", 100) == 100 * (380 + 150 + 100 + 60) / 800, "its own causes"
+
+
 def learner_of(spans, *, controller=(), fleet=(), buffer=OPEN, steps=(0, 100)):
     trace = trace_of(learner=spans, controller=controller, fleet=fleet, buffer=buffer, steps=steps)
     return Attribution.of(trace)
@@ -112,6 +140,15 @@ def test_a_learner_without_a_batch_gets_the_fleets_cause_if_no_sample_runs():
         (40, 60, "publish", 1),
         (60, 100, "lease", 1),
     ]
+
+
+def test_a_learner_without_a_batch_waits_for_tools_and_environments_only_if_no_sample_runs():
+    wait = [("controller/plan", "plan_wait", 0, 100)]
+    fleet = [("engine-0", "capacity", 0, 4), ("engine-0", "running", 0, 1), ("engine-0", "tool", 0, 3)]
+    fleet += [("engine-0", "running", 30, 0), ("engine-0", "environment", 30, 1), ("engine-0", "tool", 80, 0)]
+    attribution = learner_of([("learner-0", "fetch", 200, 201)], controller=wait, fleet=fleet)
+    expected = [(0, 30, "slow_generation", 1), (30, 80, "tool", 1), (80, 100, "environment", 1)]
+    assert states(attribution, "learner") == expected
 
 
 def test_a_rank_that_has_not_begun_a_planned_step_is_idle_for_dispatch():

@@ -187,6 +187,16 @@ async def test_options_of_a_row_extend_those_of_the_run_and_a_row_names_another_
         assert outcome.metrics, "the options of the run are not those of another environment"
 
 
+async def test_the_worker_hears_of_each_call_of_a_tool(agents):
+    heard = []
+    async with PolicyEndpoint() as endpoint, processes(f"{agents}:main", tool_timeout_s=0.1) as environments:
+        with pytest.raises(EpisodeFailure, match="tool search"):
+            await environments.run(
+                prompt("hang in a tool"), endpoint.open(), sample=0, on_tool=lambda *call: heard.append(call)
+            )
+    assert heard == [(0, "search", True), (0, "search", False)]
+
+
 async def test_raw_tokens_are_sampled_below_a_turn(agents):
     async with PolicyEndpoint() as endpoint, processes(f"{agents}:Raw") as environments:
         outcome = await environments.run(prompt(), endpoint.open(), sample=0)

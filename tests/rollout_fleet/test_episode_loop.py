@@ -159,6 +159,45 @@ async def test_a_waiting_tool_holds_no_place(make_buffer):
         await buffer.stored(3)
 
 
+async def test_the_places_of_episodes_in_tools_and_environments_are_noted(make_buffer, recorded):
+    buffer = make_buffer(1)
+    places: dict[int, list[str]] = {0: [], 1: []}
+
+    async def environment(run: EpisodeRun, index: int) -> Outcome:
+        places[index].append(run.place)
+        await asyncio.sleep(1)
+        turn = await run.sample(PROMPT, (), SAMPLING)
+        run.called(["search"])
+        places[index].append(run.place)
+        await asyncio.sleep(1 + index)
+        asking = asyncio.create_task(run.sample(turn, [TOOL], SAMPLING))
+        await asyncio.sleep(0)
+        places[index].append(run.place)
+        await asking
+        run.called([])
+        places[index].append(run.place)
+        run.tool(0, "calculator", True)
+        places[index].append(run.place)
+        await asyncio.sleep(3)
+        run.tool(0, "calculator", False)
+        places[index].append(run.place)
+        await asyncio.sleep(1 + index)
+        return Outcome()
+
+    async with running_loop(buffer, writes_by_context, player=Playing(environment), groups_in_flight=1) as (loop, _, _):
+        await buffer.stored(1)
+        await loop.stop()
+    expected = ["environment", "tool", "running", "environment", "tool", "environment"]
+    assert list(places.values()) == [expected, expected]
+    trace = recorded()
+    values = {
+        name: [level.value for level in trace.levels_of(name, "engine-0")] for name in ("environment", "tool", "tail")
+    }
+    assert (max(values["environment"]), max(values["tool"])) == (2, 2)
+    assert values["tail"] == [0, 1, 0], "an episode has ended, and the other one of its group plays"
+    assert (values["environment"][-1], values["tool"][-1]) == (0, 0)
+
+
 async def test_more_groups_wait_for_tools_if_the_option_allows_it(make_buffer):
     buffer = make_buffer(8)
     environment = EnvironmentConfig(max_groups=5)

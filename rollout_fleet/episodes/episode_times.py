@@ -1,0 +1,105 @@
+"""What an episode waits for, and when: each turn's way through the engine, and the tools between turns.
+
+::
+
+    asked ──queue──▶ first token ──generation──▶ ended ──tool or environment──▶ the next turn is asked for
+
+An episode is inside a tool while a call of `Policy.run_tool` runs, and from an answer that calls tools until its next
+request. While neither is true and no turn runs, it is inside its environment. Pure; the clock is an argument.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(kw_only=True, slots=True)
+class TurnTimes:
+    """The times of a sampled turn, in seconds since the episode began; a turn that is replayed takes none.
+
+    Attributes:
+        asked_s: The environment asked for the turn.
+        first_token_s: Its first token came; None before that.
+        ended_s: It had its last token; None while it runs.
+    """
+
+    asked_s: float
+    first_token_s: float | None = None
+    ended_s: float | None = None
+
+
+@dataclass(kw_only=True, slots=True)
+class ToolTimes:
+    """One call of a tool, or of several that an answer called at once; seconds since the episode began."""
+
+    name: str
+    began_s: float
+    ended_s: float | None = None
+
+
+class EpisodeTimes:
+    """The times of one episode.
+
+    Attributes:
+        turns: By the index of the sampled turn.
+        tools: In the order of their begins.
+    """
+
+    def __init__(self, clock: Callable[[], float] = lambda: time.monotonic()) -> None:
+        self.turns: dict[int, TurnTimes] = {}
+        self.tools: list[ToolTimes] = []
+        self._clock = clock
+        self._zero_s = clock()
+        self._running: dict[int, ToolTimes] = {}
+        self._called: ToolTimes | None = None
+
+    @property
+    def is_in_tool(self) -> bool:
+        """Whether a tool runs, as far as the worker knows."""
+        return bool(self._running) or self._called is not None
+
+    @property
+    def now_s(self) -> float:
+        """Seconds since the episode began."""
+        return self._clock() - self._zero_s
+
+    def asked(self, turn: int) -> None:
+        """The environment asks for a turn: the tools of the last answer have ended."""
+        self.turns.setdefault(turn, TurnTimes(asked_s=self.now_s))
+        self.end_calls()
+
+    def first_token(self, turn: int) -> None:
+        """The first token of a turn came. A turn that goes on after a weight update keeps its first time."""
+        times = self.turns[turn]
+        if times.first_token_s is None:
+            times.first_token_s = self.now_s
+
+    def ended(self, turn: int) -> None:
+        """A turn has its last token."""
+        times = self.turns[turn]
+        if times.ended_s is None:
+            times.ended_s = self.now_s
+
+    def called(self, names: Sequence[str]) -> None:
+        """The last answer calls these tools, or none."""
+        self.end_calls()
+        if names:
+            self._called = ToolTimes(name=", ".join(names), began_s=self.now_s)
+
+    def tool(self, number: int, name: str, is_running: bool) -> None:
+        """A call of `Policy.run_tool` begins or ends; ``number`` tells the calls of an episode apart."""
+        if is_running:
+            self._running[number] = ToolTimes(name=name, began_s=self.now_s)
+            self.tools.append(self._running[number])
+        elif (running := self._running.pop(number, None)) is not None:
+            running.ended_s = self.now_s
+
+    def end_calls(self) -> None:
+        """The tools of the last answer have ended. They are noted unless `tool` has noted them one by one."""
+        called, self._called = self._called, None
+        has_noted = called is not None and bool(self.tools) and self.tools[-1].began_s >= called.began_s
+        if called is not None and not has_noted:
+            called.ended_s = self.now_s
+            self.tools.append(called)
