@@ -227,7 +227,7 @@ class Room:
 
 
 FILTERS: Mapping[str, Filter] = {
-    "equal_rewards": lambda summary: len(set(summary.rewards)) > 1,
+    "equal_rewards": lambda summary: not summary.has_equal_rewards,
     "no_tokens": lambda summary: summary.num_tokens > 0,
 }
 """Name to filter. A dropped group is counted under the name. A group of equal rewards has zero advantages everywhere

@@ -22,6 +22,8 @@ from asyncrl.config import (
     keeps_stores_on_hosts,
     learner_pools,
     learner_roles,
+    longest_sequence,
+    may_play_episodes,
     model_settings,
     num_buffer_clients,
     num_store_servers,
@@ -356,17 +358,31 @@ def _device(asked: str, resolved: str) -> str:
 
 
 def _tokens(config: RunConfig) -> Iterator[str]:
-    algorithm, learner = config.algorithm, config.learner
+    algorithm, learner, environment = config.algorithm, config.learner, config.rollout_fleet.environment
     samples = algorithm.groups_per_step * algorithm.samples_per_prompt
     response, prompt = config.rollout_fleet.sampling.max_new_tokens, config.data.max_prompt_tokens
-    most = samples * (response + prompt)
+    most, what = _longest_trajectory(config), f"({prompt:,} of a prompt + {response:,} of a response)"
+    yield f"{algorithm.groups_per_step} groups x {algorithm.samples_per_prompt} samples = {samples} trajectories"
+    if may_play_episodes(config):
+        sampled, path = environment.max_tokens or environment.max_turns * response, longest_sequence(config)
+        yield (
+            f"an episode has at most {counted(environment.max_turns, 'turn')}, {sampled:,} sampled tokens, and "
+            f"{path:,} tokens per path"
+        )
+        what = f"{most:,} of all paths of an episode" if environment.max_tree_tokens else f"{most:,} of a path"
+    branches = may_play_episodes(config) and not environment.max_tree_tokens
+    unless = "; more if episodes branch" * branches
     dp_size = learner.num_ranks // learner.sp_size
     budget = dp_size * learner.sp_size * learner.max_tokens_per_micro_batch
-    yield f"{algorithm.groups_per_step} groups x {algorithm.samples_per_prompt} samples = {samples} trajectories"
-    yield f"at most {most:,} tokens: {samples} x ({prompt:,} of a prompt + {response:,} of a response)"
-    micro_batches = counted(-(-most // budget), "micro-batch")
-    yield f"at most {micro_batches} per rank, {counted(algorithm.num_mini_batches, 'optimizer update')}"
+    yield f"at most {samples * most:,} tokens: {samples} x {what}{unless}"
+    micro_batches = counted(-(-samples * most // budget), "micro-batch")
+    yield f"at most {micro_batches} per rank, {counted(algorithm.num_mini_batches, 'optimizer update')}{unless}"
     yield f"an engine's KV cache holds {kv_tokens(config):,} tokens at most"
+
+
+def _longest_trajectory(config: RunConfig) -> int:
+    """Most tokens of a trajectory: of an answer with its prompt, or of an episode, whose branches may exceed it."""
+    return max(longest_sequence(config), config.rollout_fleet.environment.max_tree_tokens * may_play_episodes(config))
 
 
 def _staleness(config: RunConfig) -> Iterator[str]:
@@ -381,7 +397,7 @@ def _staleness(config: RunConfig) -> Iterator[str]:
     if buffer.max_lag == 0:
         yield "generation and training alternate: they do not overlap with buffer.max_lag=0"
     yield f"weights are published every {counted(config.weights.publish_every, 'step')}; a straggler: {buffer.on_stale}"
-    longest = config.rollout_fleet.sampling.max_new_tokens * config.algorithm.samples_per_prompt
+    longest = (_longest_trajectory(config) - config.data.max_prompt_tokens) * config.algorithm.samples_per_prompt
     held, room = most_open * longest * _BYTES_PER_TOKEN, buffer.max_stored_bytes * max(1, buffer.num_store_servers)
     fits = "fits" if held <= room else "does not fit; leases wait for room if responses are that long"
     yield f"the buffer holds at most {_amount(held)} of responses: {fits} (buffer.max_stored_bytes)"

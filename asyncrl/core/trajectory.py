@@ -432,7 +432,23 @@ class TrajectoryGroup:
             num_branches=num_branches,
             num_truncated=sum(not self.is_baseline[trajectory] for trajectory in cut),
             metrics=metrics,
+            has_unlike_turns=self._has_unlike_turns,
         )
+
+    @property
+    def _has_unlike_turns(self) -> bool:
+        """See `GroupSummary.has_unlike_turns`."""
+        if not any(self.earned):
+            return False
+        chains = [list[float]() for _ in range(self.num_trajectories)]
+        last = [ROOT] * self.num_trajectories
+        for turn, (trajectory, _, _, sampled, _) in enumerate(self._rows):
+            if sampled and self.previous_turns[turn] != last[trajectory]:
+                return True
+            if sampled:
+                chains[trajectory].append(self.earned[turn])
+                last[trajectory] = turn
+        return any(chain != chains[0] for chain in chains)
 
     @property
     def _single_turns(self) -> tuple[int, ...] | None:

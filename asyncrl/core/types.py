@@ -108,6 +108,7 @@ class GroupSummary:
         num_branches: [G] ints, branches of each trajectory; empty in the same case.
         num_truncated: Trajectories with a turn that reached the length limit, without baselines.
         metrics: Name and mean of each metric of the trajectories, sorted, without baselines.
+        has_unlike_turns: Whether single turns have rewards, and these differ between trajectories or are of branches.
     """
 
     group_id: int
@@ -122,11 +123,17 @@ class GroupSummary:
     num_branches: tuple[int, ...] = ()
     num_truncated: int = 0
     metrics: tuple[tuple[str, float], ...] = ()
+    has_unlike_turns: bool = False
 
     @property
     def is_scored(self) -> bool:
         """Whether every reward is finite. A reward model may return NaN or infinity."""
         return all(map(math.isfinite, self.rewards))
+
+    @property
+    def has_equal_rewards(self) -> bool:
+        """Whether all trajectories have the same reward, and the same rewards of turns."""
+        return len(set(self.rewards)) == 1 and not self.has_unlike_turns
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

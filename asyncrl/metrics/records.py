@@ -28,7 +28,7 @@ class StepRecord:
         time_s: Seconds from the start of training to the end of the update.
         reward: Mean reward over the batch's samples.
         reward_std: Standard deviation of the rewards over the batch's samples.
-        equal_reward_groups: Share of groups with equal rewards; their group advantages are zero.
+        equal_reward_groups: Share of groups with equal rewards, also of turns; their group advantages are zero.
         truncated_samples: Share of samples that reached the length limit.
         samples_per_group: Mean number of samples per group of the batch; below ``samples_per_prompt`` if samples were
             dropped because their reward failed.

@@ -179,7 +179,9 @@ class Reporter:
         return {
             "reward": statistics.fmean(rewards),
             "reward_std": statistics.pstdev(rewards),
-            "equal_reward_groups": statistics.mean(len(set(group.rewards[self._trained])) == 1 for group in groups),
+            "equal_reward_groups": statistics.mean(
+                len(set(group.rewards[self._trained])) == 1 and not group.has_unlike_turns for group in groups
+            ),
             "truncated_samples": sum(group.num_truncated for group in groups) / len(rewards),
             "samples_per_group": statistics.fmean(self._numbers_of_samples(plan)),
             "unscored_groups": len(plan.groups) - len(groups),

@@ -49,6 +49,17 @@ def test_a_dry_run_shows_resolved_devices_and_the_resources_of_an_elastic_fleet(
     assert "1 transformers engines on what the cluster has" in page
 
 
+def test_a_dry_run_counts_the_tokens_of_episodes_by_their_paths(tmp_path):
+    own = ["experiment=tools", f"output_dir={tmp_path}", "algorithm.groups_per_step=4", "learner.device=cpu"]
+    page = dry_run(compose_run(own)).page
+    assert "an episode has at most 3 turns, 36 sampled tokens, and 64 tokens per path" in page
+    assert "at most 2,048 tokens: 32 x 64 of a path; more if episodes branch" in page
+    page = dry_run(compose_run([*own, "rollout_fleet.environment.max_tree_tokens=100"])).page
+    assert "at most 3,200 tokens: 32 x 100 of all paths of an episode\n" in page
+    page = dry_run(compose_run([f"output_dir={tmp_path}", "algorithm.groups_per_step=4"])).page
+    assert " of a prompt + 12 of a response)\n" in page
+
+
 def test_a_dry_run_of_the_quickstart_passes_and_leaves_no_files(tmp_path, capsys):
     options = [f"output_dir={tmp_path / 'out'}", "rollout_fleet.engine=transformers"]
     assert train_command.main(["dry_run=true", *options]) == 0

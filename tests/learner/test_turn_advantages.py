@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.core.trajectory import ROOT, Trajectory, TrajectoryGroup, Turn
-from asyncrl.core.types import FinishReason
+from asyncrl.core.types import FinishReason, GroupSummary
+from buffer.rule import dropped_by, find_filters
 from learner.advantages import ADVANTAGES, BatchAdvantages, Scale, group_advantages
 from learner.config import Aggregation, AlgorithmConfig, Device, LearnerConfig
 from learner.fsdp import open_mesh
@@ -271,6 +272,35 @@ def forests(draw: st.DrawFn) -> Trajectory:
         if draw(st.booleans()):
             rewards[turn] = draw(st.sampled_from([0.0, 1.0, -0.5, 2.0]))
     return Trajectory(turns=tuple(turns), reward=draw(st.sampled_from([0.0, 1.0, 3.0])), turn_rewards=rewards)
+
+
+def summary_of(group: Sequence[Trajectory]) -> GroupSummary:
+    return TrajectoryGroup.from_trajectories(group, group_id=0, attempt=0).summary
+
+
+@pytest.mark.parametrize(
+    ("group", "drops"),
+    [
+        ([chain([1.0, 0.0]), chain([0.0, 1.0])], False),
+        ([chain([1.0], 0.0), chain([0.0], 1.0)], False),
+        ([chain([0.0, 1.0]), chain([0.0, 1.0])], True),
+        ([chain([0.0], 1.0), chain([0.0, 0.0], 1.0)], True),
+        ([chain([0.0], 1.0), chain([0.0], 0.0)], False),
+        ([tree(1.0)] * 2, True),
+        ([tree(1.0, {3: 1.0})] * 2, False),
+    ],
+)
+def test_the_filter_of_equal_rewards_keeps_groups_whose_turns_have_other_rewards(group, drops):
+    """The first group has the same sum of rewards twice, and advantages of 0.5 and -0.5 for its second turns."""
+    assert (dropped_by(find_filters(["equal_rewards"]), summary_of(group)) == "equal_rewards") == drops
+
+
+@given(forests(), st.lists(forests(), max_size=2), st.integers(0, 2))
+def test_a_group_that_the_filter_of_equal_rewards_drops_has_no_turn_advantage(first, others, num_copies):
+    group = [first, *others, *[first] * num_copies]
+    if summary_of(group).has_equal_rewards:
+        for found in advantages(estimated([group], advantage="turn_grpo_no_std")):
+            assert found == pytest.approx([0.0] * len(found), abs=1e-6)
 
 
 class Plain:
