@@ -1,7 +1,7 @@
 """Count the tokens that the learner computes for trees of turns: packed with shared tokens, and branch by branch.
 
 The trees are those of a search agent: parallel tools, several drafts (the episode continues one of them), a retry with
-    an edited history, a
+an edited history, a
 sub-agent, and a compaction when the context is full. The episodes are real (`rollout_fleet.episodes.Episode`), with
 random tokens; the packer is the learner's.
 """

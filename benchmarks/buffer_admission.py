@@ -1,7 +1,7 @@
 """Compare exact admission with the former rule by the saved prefixes that can be continued.
 
 A saturated simulation on the ledger, without sockets or clocks: workers keep every admitted place busy. From time to
-    time a worker saves its tokens and dies. The learner takes a batch as soon as one is ready.
+time a worker saves its tokens and dies. The learner takes a batch as soon as one is ready.
 
 Run as ``python -m benchmarks.buffer_admission``; `benchmarks.buffer` includes the same figures.
 """

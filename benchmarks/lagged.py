@@ -1,7 +1,7 @@
 """Training at an exact lag, in one process: every batch is sampled with the weights of ``lag`` learner steps ago.
 
 The parts are those of the system: prompt stream, model of the in-process engine, plan, learner step, snapshots. Only
-    the pipeline between the parts is missing. Therefore the lag is the same at every step, and a run takes seconds.
+the pipeline between the parts is missing. Therefore the lag is the same at every step, and a run takes seconds.
 """
 
 from __future__ import annotations

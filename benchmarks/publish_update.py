@@ -2,7 +2,7 @@
 
 Long running samples on a real SGLang server on the CPU, with and without updates, for each value of
 ``rollout_fleet.sglang.on_update``. The cost of one update is the time by which the last sample ends later: the pause,
-    and the computation that is repeated after it.
+and the computation that is repeated after it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One asynchronous learner step in one process: from the prompt to the loss, and the new weights back to the engine.
 
 The classes are those of a run. A run places them in separate processes that work at the same time: the rollout worker
-    drives the engine, the buffer server holds the ledger, the learner ranks hold the trainer. To run it::
+drives the engine, the buffer server holds the ledger, the learner ranks hold the trainer. To run it::
 
     python -m examples.one_step
 """

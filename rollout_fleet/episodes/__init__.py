@@ -1,7 +1,7 @@
 """Episodes: rollouts of several turns, with tools and environments between them.
 
-The names below are resolved when they are first used: a child process with another Python imports the parts of this
-package that need the standard library only.
+The names below are resolved at their first use. So a child process with another Python can import the parts of this
+package that need only the standard library.
 """
 
 from __future__ import annotations

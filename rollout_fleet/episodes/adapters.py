@@ -1,4 +1,4 @@
-"""Environments over the interfaces of other agents and environments; each imports its package when it is used.
+"""Environments over the interfaces of other agents and environments; each adapter imports its package at its first use.
 
 `FunctionEnvironment` calls a function, ``command`` runs a program, ``gym`` and ``openenv`` play a game with ``reset``
 and ``step``, ``mcp`` gives the tools of MCP servers to the policy, and ``verifiers`` runs an environment of that
@@ -101,7 +101,7 @@ class CommandEnvironment:
         self._cwd = cwd
 
     async def run(self, prompt: Prompt, policy: Policy) -> Any:
-        """Run the program to its end; it is killed with all that it started when the episode is cancelled."""
+        """Run the program to its end. A cancelled episode kills the program and all processes that it started."""
         with tempfile.TemporaryDirectory(prefix="asyncrl-episode-") as scratch:
             asked, outcome = Path(scratch, "prompt.json"), Path(scratch, "outcome.json")
             _write_prompt(asked, prompt)
@@ -142,7 +142,7 @@ def _write_prompt(path: Path, prompt: Prompt) -> None:
 
 
 def _outcome_of(path: Path, output: str) -> Any:
-    """What a program has written: to the file of its outcome, or to its standard output."""
+    """The output of a program: from its outcome file, or from its standard output."""
     if path.exists():
         written = path.read_text()
         try:
@@ -192,7 +192,7 @@ async def _play(
 
 
 def _with_observation(messages: list[Any], observation: Any) -> list[Any]:
-    """Append an observation: chat messages, or text as the user's message, in one message with the user's last."""
+    """Append an observation: chat messages, or text. Text extends the last message if that is the user's."""
     if isinstance(observation, (list, tuple)) and all(isinstance(part, Mapping) for part in observation):
         return [*messages, *observation]
     text = str(observation)
@@ -207,11 +207,11 @@ def _with_observation(messages: list[Any], observation: Any) -> list[Any]:
 class GymEnvironment:
     """A game with ``reset`` and ``step``: Gymnasium's interface, in text or messages.
 
-    ``reset`` gets the prompt's ``group_id`` as ``seed``, so that all rollouts of a group begin alike, and the row's
-    ``extra`` as ``options``, if it has these parameters. It returns the observation, or ``(observation, info)``.
-    ``step`` gets the policy's text, and returns ``(observation, reward, terminated, truncated, info)``, or
-    ``(observation, reward, done, info)``. In a discrete action space (with ``n``), the last integer of the text is the
-    action. Both may be async; otherwise they run in a thread.
+    ``reset`` gets the prompt's ``group_id`` as ``seed``, so that all rollouts of a group start in the same state, and
+    the row's ``extra`` as ``options``. Both are passed only if ``reset`` has these parameters. It returns the
+    observation, or ``(observation, info)``. ``step`` gets the policy's text, and returns ``(observation, reward,
+    terminated, truncated, info)``, or ``(observation, reward, done, info)``. In a discrete action space (with ``n``),
+    the last integer of the text is the action. Both may be async; otherwise they run in a thread.
 
     Args:
         env: Your class as ``file.py:Class`` or ``module:Class``, or the id of a registered environment of the package
@@ -275,10 +275,10 @@ class OpenEnvEnvironment:
     """An environment behind a server of OpenEnv (github.com/meta-pytorch/OpenEnv); a session per episode.
 
     Args:
-        url: Of the server. Example: ``http://127.0.0.1:8000``.
+        url: URL of the server. Example: ``http://127.0.0.1:8000``.
         action: Field of the action that gets the policy's text; ``json``: the text is the whole action.
         observation: Field of the observation that the policy reads; empty: all of it, as JSON.
-        max_steps, turn_rewards: As of ``gym``.
+        max_steps, turn_rewards: As in ``gym``.
     """
 
     replayable = False
@@ -297,7 +297,7 @@ class OpenEnvEnvironment:
         self._limits = {"max_steps": max_steps, "turn_rewards": turn_rewards}
 
     async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
-        """Play one session: a WebSocket, on which the server keeps its own instance of the environment."""
+        """Play one session: a WebSocket. The server keeps an instance of the environment per session."""
         async with AsyncExitStack() as stack:
             try:
                 client = await stack.enter_async_context(self._aiohttp.ClientSession())
@@ -340,7 +340,7 @@ class OpenEnvEnvironment:
 
 
 async def _invalid_or_tool(policy: Policy, call: Awaitable[Any], name: str) -> Any:
-    """Run a tool; an invalid action is no failure of the tool."""
+    """Run a tool. An invalid action does not count as a failure of the tool."""
     try:
         return await policy.run_tool(call, name=name)
     except ToolError as error:
@@ -357,10 +357,10 @@ async def use_tools(
     call: Callable[[str, Mapping[str, Any]], Awaitable[str]],
     **options: Any,
 ) -> list[Any]:
-    """Let the policy call tools until it answers without a call; returns all messages.
+    """Let the policy call tools until the policy answers without a call. Returns all messages.
 
-    The calls of one message run in parallel. A call that cannot be made, or whose tool raises an exception, is answered
-    with its error, and the policy goes on.
+    The calls of one message run in parallel. If a call cannot be made, or its tool raises an exception, the policy gets
+    the error and continues.
 
     Args:
         policy: The policy.
@@ -402,13 +402,13 @@ async def use_tools(
 
 @ENVIRONMENTS.register("mcp")
 class McpEnvironment:
-    """The tools of MCP servers, which the policy may call until it answers; needs the package ``mcp``.
+    """Gives the tools of MCP servers to the policy until the policy answers; needs the package ``mcp``.
 
     The reward comes from reward functions, which score the last message.
 
     Args:
-        servers: By name, as in other MCP clients: ``{command: …, args: […], env: {…}}`` is started for each episode,
-            ``{url: …}`` is a running server (streamable HTTP).
+        servers: Servers by name, as in other MCP clients: ``{command: …, args: […], env: {…}}`` is started for each
+            episode, ``{url: …}`` is a running server (streamable HTTP).
     """
 
     replayable = False

@@ -29,7 +29,7 @@ _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"
 
 
 def read_request(body: Mapping[str, Any], *, key: str = "", is_retry: bool = False) -> ChatRequest:
-    """Read the body of ``/v1/messages``. Raises `ValueError` that names a field and what it may be."""
+    """Read the body of ``/v1/messages``. Raises `ValueError` with the field and its valid values."""
     check_fields(body, _FIELDS)
     choice = body.get("tool_choice") or {}
     if choice.get("type", "auto") not in ("auto", "none") or choice.get("disable_parallel_tool_use"):
@@ -113,7 +113,7 @@ def error(kind: str, text: str) -> dict[str, Any]:
 
 
 def _read_message(content: Any, where: str) -> list[dict[str, Any]]:
-    """The messages in OpenAI's form of one of Anthropic's: each tool result becomes a message of its own."""
+    """Convert an Anthropic message to messages in OpenAI's form; each tool result becomes a separate message."""
     role = content.get("role") if isinstance(content, Mapping) else None
     if role not in ("user", "assistant"):
         raise ValueError(f"{where}.role must be user or assistant, got {role!r}")
@@ -155,4 +155,4 @@ def _input_of(arguments: str) -> Any:
     try:
         return json.loads(arguments or "{}")
     except ValueError:
-        return {"arguments": arguments}  # Anthropic's form has no place for text
+        return {"arguments": arguments}  # Anthropic's format has no field for text

@@ -1,8 +1,8 @@
-"""The task of ``experiment=tools``: write a number, or the sum of two, with a calculator for the sums.
+"""The task of ``experiment=tools``: write a number, or the sum of two numbers, with a calculator for the sums.
 
-A *number* (``57123``) is answered by writing it. A *sum* (``12+34``) is too hard for the tiny model, so it needs a
-call: ``?12+34``, which the calculator answers. A call for a number is needless, and costs half of the reward. The
-teacher's demonstrations show both wrong habits: most sums with their first number, and most numbers with a call.
+The answer to a *number* (``57123``) is the number itself. A *sum* (``12+34``) is too hard for the tiny model, so it
+needs a call: ``?12+34``, which the calculator answers. A call for a number is unnecessary and costs half of the reward.
+The teacher's demonstrations show both wrong habits: most sums with their first number, and most numbers with a call.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ def make_demonstrations(
 ) -> list[tuple[str, str]]:
     """Prompts and responses of a teacher with two wrong habits, each in a share of ``habit_rate``.
 
-    It answers a sum with its first number, and calls the calculator for a number. How to call, and how to read the
-    result, is shown for every sum, after the choice.
+    It answers a sum with its first number, and calls the calculator for a number. Every sum also has a demonstration
+    that starts after the choice: the call, and the answer with its result.
     """
     shown = []
     for row in rows:

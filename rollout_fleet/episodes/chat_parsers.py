@@ -1,4 +1,4 @@
-"""Sampled tokens to an assistant message, for chat templates that the library ``renderers`` has no renderer for.
+"""Parse sampled tokens into an assistant message, for chat templates without a renderer in the library ``renderers``.
 
 Tool calls are read by a parser of that library, by SGLang's (``sglang:NAME``), or as ``<tool_call>{JSON}</tool_call>``.
 """
@@ -16,7 +16,7 @@ from .chat_tokenizer import ChatTokenizer
 JSON_TAGS = "json"
 SGLANG = "sglang:"
 REASONING_BEGIN, REASONING_END = "<think>", "</think>"
-PROMPT_END = 16  # tokens that may hold the tag with which a template begins the reasoning
+PROMPT_END = 16  # number of tokens that can contain the template's tag before the reasoning
 _CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
 
 

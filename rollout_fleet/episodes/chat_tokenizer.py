@@ -35,7 +35,7 @@ class ChatTokenizer:
     """The tokenizer of a model folder in Hugging Face layout.
 
     Attributes:
-        name_or_path: The name that ``renderers`` goes by. Example: ``"Qwen/Qwen3-8B"``.
+        name_or_path: The model name by which ``renderers`` selects a renderer. Example: ``"Qwen/Qwen3-8B"``.
         chat_template: The Jinja template; empty if the model has none.
         special_tokens: Token of each role of a special token. Example: ``{"eos_token": "<eos>"}``.
 
@@ -48,7 +48,7 @@ class ChatTokenizer:
         file = folder / "tokenizer.json"
         try:
             self._fast = Tokenizer.from_file(str(file))
-        except Exception as error:  # the library raises nothing narrower
+        except Exception as error:  # the library has no narrower exception
             raise ValueError(
                 f"{file} must be a tokenizer of the tokenizers library, got {error}; save the model with "
                 "AutoTokenizer.from_pretrained(MODEL).save_pretrained(FOLDER)"
@@ -80,12 +80,15 @@ class ChatTokenizer:
         return self._fast.encode(text, add_special_tokens=False).ids
 
     def decode(self, token_ids: Sequence[int] | int, *, skip_special_tokens: bool = False, **_: Any) -> str:
-        """Text of tokens."""
+        """Decode tokens to text."""
         ids = [token_ids] if isinstance(token_ids, int) else list(token_ids)
         return self._fast.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def convert_tokens_to_ids(self, tokens: Any) -> Any:
-        """Id of a token, or ids of a list of tokens; the unknown token's id, or None, for what is not in the table."""
+        """Id of a token, or ids of a list of tokens.
+
+        A token outside the vocabulary gives the unknown token's id, or None.
+        """
         if isinstance(tokens, str):
             found = self._fast.token_to_id(tokens)
             return self.unk_token_id if found is None else found

@@ -1,4 +1,4 @@
-"""Options of environments: the only home of their defaults."""
+"""Options of environments, with their defaults."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -8,7 +8,7 @@ from asyncrl.core.errors import check_bounds
 
 
 class OnFailure(StrEnum):
-    """What becomes of a failed episode.
+    """What happens after a failed episode.
 
     ``retry``: the attempt at its prompt group fails. ``score``: the rewards score what was sampled. ``drop``: the group
     is trained on without the episode.
@@ -20,7 +20,7 @@ class OnFailure(StrEnum):
 
 
 class OnSamplingOption(StrEnum):
-    """What becomes of a request whose temperature, top_p or the like differs from ``rollout_fleet.sampling``."""
+    """Handling of a request with a temperature, top_p, ... that differs from ``rollout_fleet.sampling``."""
 
     override = "override"
     refuse = "refuse"
@@ -28,7 +28,7 @@ class OnSamplingOption(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class OnFailureConfig:
-    """What becomes of a failed episode: ``retry``, ``score`` or ``drop``, by the kind of its failure.
+    """Handling of a failed episode by the kind of its failure: ``retry``, ``score`` or ``drop``.
 
     Attributes:
         environment: The environment raised an exception, hung, or ended its process.
@@ -50,13 +50,13 @@ class RendererConfig:
     """How the messages of an episode become tokens (`rollout_fleet.episodes.renderer`).
 
     Attributes:
-        name: ``auto`` takes the renderer of the library ``renderers`` that renders token for token what the model's
-            chat template renders, and otherwise the template itself. ``template`` takes the template. Any other name is
-            a renderer of that library. Example: ``qwen3``.
+        name: ``auto`` selects the renderer of the library ``renderers`` if its tokens equal those of the model's chat
+            template; otherwise it selects the template. ``template`` always selects the template. Any other name is a
+            renderer of that library. Example: ``qwen3``.
         tool_parser: How tool calls are read with ``template``: a parser of ``renderers``, ``sglang:NAME``, or ``json``
             for ``<tool_call>{JSON}</tool_call>``. Empty: ``json`` if the template writes these tags, otherwise none.
-        keep_reasoning: Keep sampled reasoning in the context also where the template drops it. Then no turn starts a
-            new branch for its reasoning; the contexts differ from those of the template.
+        keep_reasoning: Keep sampled reasoning in the context even if the template drops it. Then reasoning never causes
+            a new branch, but the contexts differ from those of the template.
         options: Arguments of the renderer or the template. Example: ``{"enable_thinking": false}``.
     """
 
@@ -91,7 +91,7 @@ class EnvironmentConfig:
         tool_timeout_s: Deadline of one call of a tool (`Policy.run_tool`, and the tools of the adapters).
         episode_timeout_s: Deadline of an episode, from its start in a process.
         blocked_timeout_s: A process whose event loop is blocked for so long is killed, and its episodes fail.
-        on_failure: What becomes of failed episodes, by the kind of the failure.
+        on_failure: Handling of failed episodes, by the kind of the failure.
         sampling: The learner trains under one temperature and without top_p, top_k and the like. ``override``: a
             request's other values are replaced by those of ``rollout_fleet.sampling``, counted, and named in a warning.
             ``refuse``: the request fails.

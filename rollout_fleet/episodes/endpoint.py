@@ -1,7 +1,8 @@
 """The policy's HTTP endpoint in a rollout worker: OpenAI's and Anthropic's routes over the sessions of its episodes.
 
-One address, and one key per episode: the key finds the session. An answer is sent when its turn has finished; a stream
-gets comments until then, so that no proxy or client gives it up. Errors have the shape of the API that was called.
+One address, and one key per episode: the key finds the session. An answer is sent when its turn has finished. Until
+then a stream gets comments, so that proxies and clients do not close the connection. Errors have the format of the
+called API.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from .session import ChatRequest, SampledAnswer, Session, TextRequest
 KEEP_ALIVE_S = 5.0
 MAX_BODY_BYTES = 64 << 20
 MAX_CLOSED_KEYS = 100_000
-RETRY_COUNT = "x-stainless-retry-count"  # of the clients of OpenAI and Anthropic
+RETRY_COUNT = "x-stainless-retry-count"  # headers of the clients of OpenAI and Anthropic
 _PREFIX = "asyncrl-"
 A = TypeVar("A", ChatRequest, TextRequest)
 logger = logging.getLogger(__name__)
@@ -49,12 +50,12 @@ class Access:
 
 @dataclass(kw_only=True)
 class EndpointCounts:
-    """What happened on an endpoint.
+    """Counts of an endpoint.
 
     Attributes:
         requests: Calls with a key of an episode.
         unknown_keys: Calls with another key; ``closed_keys``: with the key of an episode that has ended.
-        lost: Answers whose client was gone.
+        lost: Answers whose client had disconnected.
         errors: Error answers by HTTP status.
     """
 
@@ -109,7 +110,7 @@ class Endpoint:
         self._base_url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
 
     async def close(self) -> None:
-        """Stop listening. Running calls are cut off; their turns go on in their episodes."""
+        """Stop listening and cut off running calls. Their turns continue in their episodes."""
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
@@ -122,7 +123,7 @@ class Endpoint:
         return Access(base_url=self._base_url, api_key=key)
 
     def close_session(self, api_key: str) -> None:
-        """Refuse later calls with this key; the last `MAX_CLOSED_KEYS` keys are told from unknown ones."""
+        """Refuse later calls with this key; the last `MAX_CLOSED_KEYS` keys are distinguished from unknown keys."""
         self._sessions.pop(api_key, None)
         self._stored.pop(api_key, None)
         self._closed[api_key] = None
@@ -132,7 +133,7 @@ class Endpoint:
     def _route(
         self, handle: Callable[[web.Request, Session, str], Awaitable[web.StreamResponse]]
     ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
-        """Find the session of a call, and answer errors in the shape of the API."""
+        """Find the session of a call; return errors in the format of the API."""
 
         async def route(request: web.Request) -> web.StreamResponse:
             try:
@@ -255,7 +256,10 @@ class Endpoint:
         whole: Callable[[list[SampledAnswer]], Mapping[str, Any]],
         stream: Callable[[list[SampledAnswer]], Iterable[bytes]] | None,
     ) -> web.StreamResponse:
-        """Wait for the turns and send them, in one piece or as events; a client that is gone loses them, counted."""
+        """Wait for the turns and send them, in one piece or as events.
+
+        Counts the turns of a client that has disconnected.
+        """
         ask = session.chat(asked) if isinstance(asked, ChatRequest) else session.complete(asked)
         work = asyncio.ensure_future(ask)
         try:
@@ -330,7 +334,7 @@ async def _body_of(request: web.Request) -> dict[str, Any]:
 
 
 def _read(reader: Callable[..., A], body: Mapping[str, Any], request: web.Request) -> A:
-    """Read a body, with what the headers say about a request that is sent again."""
+    """Read a body, and the headers about a repeated request."""
     retries = request.headers.get(RETRY_COUNT, "0")
     is_retry = retries.isdigit() and int(retries) > 0
     try:

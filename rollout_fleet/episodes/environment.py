@@ -1,7 +1,7 @@
-"""The environment of an episode, which is the user's code, and the policy as that code sees it.
+"""The interface of environments (the user's code), and the policy's client for that code.
 
 An environment runs in a child process (`rollout_fleet.episodes.environment_processes`) and talks to the policy over
-HTTP only. This module needs the standard library only, because the child's Python may be another one.
+HTTP only. This module needs only the standard library, because the child process may use another Python.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _LARGEST = 3.4028234663852886e38  # of float32
 
 
 class FailureKind(StrEnum):
-    """Why an episode failed; ``rollout_fleet.environment.on_failure`` says for each what follows."""
+    """Why an episode failed; ``rollout_fleet.environment.on_failure`` sets the handling of each kind."""
 
     environment = "environment"
     tool = "tool"
@@ -44,7 +44,7 @@ class FailureKind(StrEnum):
 
 
 class EpisodeFailure(AsyncRLError):
-    """An episode has no outcome. The message says why."""
+    """An episode has no outcome. The message has the reason."""
 
     def __init__(self, kind: FailureKind, message: str) -> None:
         super().__init__(kind, message)
@@ -60,10 +60,10 @@ class ToolError(AsyncRLError):
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How an episode ended, in the words of its environment.
+    """The outcome of an episode, as its environment reports it.
 
     Attributes:
-        reward: What the built-in reward ``environment`` gives; None leaves the reward to other reward functions.
+        reward: Result of the built-in reward ``environment``; None leaves the reward to other reward functions.
         turn_rewards: Additional rewards of turns, by `AssistantMessage.turn` or `SampledTurn.turn`.
         metrics: Numbers to report. Example: ``{"guesses": 4.0}``.
         answer: The text that reward functions score; empty: the text of the last turn.
@@ -130,12 +130,12 @@ class AssistantMessage(dict[str, Any]):
 
     @property
     def text(self) -> str:
-        """Its content; empty for a message of tool calls only."""
+        """The text of the message; empty if the message has only tool calls."""
         return self.get("content") or ""
 
     @property
     def tool_calls(self) -> list[dict[str, Any]]:
-        """Its calls of tools: ``{"id", "type", "function": {"name", "arguments"}}`` each, with arguments as JSON."""
+        """The tool calls: ``{"id", "type", "function": {"name", "arguments"}}`` per call, with arguments as JSON."""
         return self.get("tool_calls") or []
 
 
@@ -144,7 +144,7 @@ class SampledTurn:
     """A turn that `Policy.sample` asked for.
 
     Attributes:
-        turn: Its index in the episode: the ``parent`` of what follows.
+        turn: Index of the turn in the episode; the ``parent`` of the following turns.
         token_ids: The sampled tokens.
         logprobs: One per token.
         finish_reason: ``stop`` or ``length``.
@@ -162,9 +162,9 @@ class Policy:
     Any client of OpenAI's API can be used instead, with ``base_url`` and ``api_key``.
 
     Attributes:
-        base_url: Of this episode. Example: ``"http://127.0.0.1:41234/v1"``.
-        api_key: Of this episode; refused after its end.
-        sample_index: Which rollout of its prompt group this is, in 0..G - 1.
+        base_url: URL for this episode. Example: ``"http://127.0.0.1:41234/v1"``.
+        api_key: Key of this episode; refused after its end.
+        sample_index: Index of this rollout in its prompt group, 0..G - 1.
         metrics: Numbers that are added to the outcome's: ``tool_calls``, ``tool_errors`` and ``tool_s`` if `run_tool`
             was used.
     """
@@ -216,7 +216,7 @@ class Policy:
     async def sample(self, tokens: Sequence[int], *, parent: int | None = 0, **options: Any) -> SampledTurn:
         """Sample a turn below ``parent`` and the new ``tokens``; the turn of the prompt is 0, None is a new root.
 
-        ``options`` as in `chat`; the errors, too.
+        ``options`` and errors are those of `chat`.
         """
         body = {"parent": parent, "tokens": [int(token) for token in tokens], **options}
         answer = await self._post("/asyncrl/sample", body)
@@ -228,7 +228,7 @@ class Policy:
         return answer["turn"]
 
     async def run_tool(self, call: Awaitable[T], *, name: str = "tool") -> T:
-        """Await a call of a tool under ``rollout_fleet.environment.tool_timeout_s``, and count it.
+        """Await a tool call with the deadline ``rollout_fleet.environment.tool_timeout_s``, and count the call.
 
         Raises:
             ToolError: the call raised an exception or exceeded its deadline.
@@ -280,7 +280,7 @@ class Policy:
 
 
 async def _post_json(url: str, api_key: str, body: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
-    """Send one request on a connection of its own, by the standard library; returns status and answer."""
+    """Send one request on a new connection, with the standard library. Returns status and answer."""
     place = urlsplit(url)
     payload = json.dumps(body).encode()
     reader, writer = await asyncio.open_connection(place.hostname, place.port or 80)
@@ -304,19 +304,19 @@ async def _post_json(url: str, api_key: str, body: Mapping[str, Any]) -> tuple[i
 
 
 class Environment(Protocol):
-    """The user's code between the turns of an episode; its control flow is its own.
+    """The user's code between the turns of an episode. This code controls the episode.
 
     One object serves all episodes of a process with the same options, many at once: keep the state of an episode in
-    `run`. A class attribute ``replayable = False`` says that an episode whose worker died starts afresh instead of
-    being answered from its recorded turns; set it if `run` changes anything outside its process.
+    `run`. With the class attribute ``replayable = False``, an episode whose worker died starts again without its
+    recorded turns. Set it if `run` changes anything outside its process.
     """
 
     async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
         """Run one episode.
 
         Raises:
-            Exception: any; the episode has failed, with the kind ``tool`` for a `ToolError`, that of an
-                `EpisodeFailure`, and otherwise ``environment``.
+            Exception: the episode has failed. The kind is ``tool`` for a `ToolError`, the kind of an `EpisodeFailure`,
+                and otherwise ``environment``.
         """
         ...
 

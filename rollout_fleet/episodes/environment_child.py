@@ -60,7 +60,7 @@ _SHUTTING_DOWN = frozenset({410, 503})  # the endpoint's status when the episode
 
 
 class _Traces:
-    """What one episode has started in this process."""
+    """The tasks, threads and programs that one episode has started in this process."""
 
     def __init__(self, episode: str) -> None:
         self.episode = episode
@@ -71,7 +71,7 @@ class _Traces:
         self.has_programs = False
 
     async def clear_up(self, own_thread: ThreadPoolExecutor) -> int:
-        """Kill the programs and cancel the tasks that still run; returns their number."""
+        """Kill the programs and cancel the tasks that still run. Returns their number."""
         killed = sum(map(_kill_fork, self.forks))
         if self.has_programs:
             kill = functools.partial(kill_marked, EPISODE, self.episode, spare=(os.getpid(),))
@@ -85,7 +85,7 @@ class _Traces:
 
     @property
     def num_stuck(self) -> int:
-        """What of it still runs."""
+        """Number of tasks, calls and threads of the episode that still run."""
         unfinished = sum(not work.done() for work in (*self.tasks, *self.calls))
         return unfinished + sum(thread.is_alive() for thread in self.threads)
 
@@ -99,16 +99,16 @@ def _kill_fork(pid: int) -> bool:
             return False
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-    except (ChildProcessError, ProcessLookupError):  # the environment has waited for it
+    except (ChildProcessError, ProcessLookupError):  # the environment has already reaped it
         return False
     return True
 
 
 class _TracedThreads(ThreadPoolExecutor):
-    """The threads of ``asyncio.to_thread``; notes which episode made a call."""
+    """The thread pool of ``asyncio.to_thread``; records the episode of each call."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        traces, token = _current.get(), _current.set(None)  # the pool's own threads belong to no episode
+        traces, token = _current.get(), _current.set(None)  # threads of the pool do not belong to an episode
         try:
             call = super().submit(fn, *args, **kwargs)
         finally:
@@ -130,7 +130,7 @@ def _noting_pid(start: Callable[..., int]) -> Callable[..., int]:
 
 
 def _trace(loop: asyncio.AbstractEventLoop) -> None:
-    """Note the tasks, threads, forks and programs that each episode starts."""
+    """Record the tasks, threads, forks and programs that each episode starts."""
 
     def make_task(loop: asyncio.AbstractEventLoop, coro: Coroutine[Any, Any, Any], **options: Any) -> asyncio.Task[Any]:
         task = asyncio.Task(coro, loop=loop, **options)
@@ -163,7 +163,7 @@ def _trace(loop: asyncio.AbstractEventLoop) -> None:
 
 
 class EnvironmentChild:
-    """Runs the episodes that the parent asks for; its answers go to a pipe."""
+    """Runs the episodes that the parent requests; writes the answers to a pipe."""
 
     def __init__(self, answers: BinaryIO) -> None:
         self._answers = answers
@@ -222,7 +222,7 @@ class EnvironmentChild:
             body = context.run(asyncio.create_task, _outcome(environment, prompt, policy))
             await asyncio.wait([body])
             answer["outcome"] = asdict(body.result())
-        except BaseException as error:  # of the user's code, or the parent has cancelled this task
+        except BaseException as error:  # the user's code raised it, or the parent has cancelled this task
             failure = _failure(error)
             answer["failure"] = (failure.kind, str(failure))
             if not isinstance(error, (asyncio.CancelledError, EpisodeFailure)):
@@ -237,7 +237,7 @@ class EnvironmentChild:
         write_frame(self._answers, {"id": episode, "tool": [number, name[:MOST_NAMED], is_running]})
 
     def _environment(self, name: str, options: Mapping[str, Any]) -> Any:
-        """The environment of this name and these options; the latest ones are kept."""
+        """The environment with this name and these options. A cache keeps the latest environments."""
         key = json.dumps([name, options], sort_keys=True, default=repr)
         environment = self._kept.pop(key, None)
         if environment is None:
@@ -288,13 +288,13 @@ async def _outcome(environment: Any, prompt: Prompt, policy: Policy) -> Outcome:
 
 
 def _failure(error: BaseException) -> EpisodeFailure:
-    """The failure of an episode that ended with this exception: by the first of its causes that has a kind."""
+    """The failure of an episode that ended with this exception. The first of its causes with a kind counts."""
     for cause in _causes(error):
         if isinstance(cause, EpisodeFailure):
             return cause
         if isinstance(cause, ToolError):
             return EpisodeFailure(FailureKind.tool, str(cause))
-        if getattr(cause, "code", None) == OVERFLOW_CODE:  # of an OpenAI client
+        if getattr(cause, "code", None) == OVERFLOW_CODE:  # an exception of an OpenAI client
             return EpisodeFailure(FailureKind.overflow, str(cause))
         if getattr(cause, "status_code", None) in _SHUTTING_DOWN:
             return EpisodeFailure(FailureKind.infrastructure, str(cause))
@@ -314,13 +314,13 @@ def main(parent_pid: int) -> None:
     """Run environments until the parent's pipe closes."""
     questions, answers = open_pipes(parent_pid)
     logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(name)s %(message)s")
-    faulthandler.register(signal.SIGUSR1, file=sys.stderr)  # the parent asks where a blocked event loop is
+    faulthandler.register(signal.SIGUSR1, file=sys.stderr)  # the parent requests the traceback of a blocked event loop
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
     serving = loop.create_task(EnvironmentChild(answers).serve(questions))
     while not serving.done():
         try:
             loop.run_until_complete(serving)
-        except SystemExit:  # a task of an environment; whoever awaits the task gets the exception
+        except SystemExit:  # a task of an environment raised it; the code that awaits the task gets it
             logger.warning("a task of an environment called sys.exit, which ends the task only")
-    os._exit(0)  # and wait for no thread
+    os._exit(0)  # do not wait for threads

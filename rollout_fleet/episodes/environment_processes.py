@@ -61,7 +61,7 @@ _STEADY_S = 300.0
 
 
 class HasAccess(Protocol):
-    """Where an episode finds the policy; made by the worker's endpoint."""
+    """The policy's address for one episode; the worker's endpoint makes it."""
 
     @property
     def base_url(self) -> str:
@@ -100,7 +100,7 @@ class _EnvironmentProcess:
         return self._end is not None
 
     async def ask(self, question: Mapping[str, Any], number: int) -> dict[str, Any]:
-        """Send a question and return the answer; the future stays in ``answers`` if this is cancelled."""
+        """Send a question and return the answer. If this call is cancelled, the future stays in ``answers``."""
         answer = self.answers[number] = asyncio.get_running_loop().create_future()
         answer.add_done_callback(lambda _: self.answers.pop(number, None))
         if self._end is not None:
@@ -110,7 +110,7 @@ class _EnvironmentProcess:
         return await asyncio.shield(answer)
 
     async def cancel(self, number: int) -> None:
-        """Cancel an episode; a process that does not clear it up in time gets no others."""
+        """Cancel an episode. A process that does not clear the episode up in time gets no further episodes."""
         answer = self.answers.get(number)
         if answer is None:
             return
@@ -122,7 +122,10 @@ class _EnvironmentProcess:
             await self.end(f"did not clear up a cancelled episode within {timeout_s:g} s")
 
     def check(self, late_s: float) -> str:
-        """Why the process must be killed; empty if it is well. ``late_s``: how long this process itself stood still."""
+        """Why the process must be killed; empty if it is healthy.
+
+        ``late_s``: time for which this worker's loop was blocked.
+        """
         self._quiet_until += late_s
         options = self._options
         if time.monotonic() > self._quiet_until:
@@ -177,8 +180,8 @@ class EnvironmentProcesses:
     """Child processes that run the environments of one rollout worker.
 
     Attributes:
-        counts: What happened, by name: failures by kind (``failed_tool``), ``processes_killed``, ``processes_ended``,
-            ``processes_retired``, and ``leftovers``: programs and tasks that ended episodes had left.
+        counts: Counts of events by name: failures by kind (``failed_tool``), ``processes_killed``, ``processes_ended``,
+            ``processes_retired``, and ``leftovers``: programs and tasks that still ran after their episodes.
     """
 
     def __init__(self, config: RolloutFleetConfig) -> None:
@@ -242,13 +245,13 @@ class EnvironmentProcesses:
     ) -> Outcome:
         """Run one episode in a process with a free place.
 
-        If this is cancelled, so is the environment, and what it started is ended.
+        A cancellation of this call also cancels the environment, and ends all that it started.
 
         Args:
             prompt: The prompt.
             access: Base URL and key of the episode.
-            sample: Which rollout of the group this is, in 0..G - 1.
-            name: The environment; empty for the run's.
+            sample: Index of the rollout in its group, 0..G - 1.
+            name: The environment; empty: that of the run.
             options: Options of the row. If its environment is the run's, they extend and replace those of the run.
             on_tool: Told of the calls of `Policy.run_tool`.
 
@@ -281,7 +284,7 @@ class EnvironmentProcesses:
             raise
 
     async def close(self) -> None:
-        """Kill all processes; episodes that still run fail, and no others begin."""
+        """Kill all processes. Running episodes fail, and no further episodes begin."""
         self._is_closed = True
         if self._watching is not None:
             self._watching.cancel()
@@ -321,7 +324,7 @@ class EnvironmentProcesses:
         return answer
 
     async def _clear(self, process: _EnvironmentProcess | None, number: int) -> None:
-        """Cancel an episode without an answer, give its place back, and kill a retiring process after its last one."""
+        """Cancel an episode without an answer and free its place. Kill a retiring process after its last episode."""
         try:
             if process is not None:
                 process.listeners.pop(number, None)
@@ -336,7 +339,7 @@ class EnvironmentProcesses:
         return min(range(len(self._slots)), key=lambda slot: len(p.answers) if (p := self._slots[slot]) else 0)
 
     def _retire(self, process: _EnvironmentProcess) -> None:
-        """Give the process no further episodes: threads and tasks that cannot be ended pile up in it."""
+        """Give the process no further episodes, because it has too many threads and tasks that cannot be ended."""
         if process.is_retiring:
             return
         logger.warning("a process of environments is replaced: more than %d threads or tasks are left", MOST_STUCK)
@@ -346,9 +349,10 @@ class EnvironmentProcesses:
         self._slots[self._slots.index(process)] = None
 
     async def _process(self, slot: int) -> _EnvironmentProcess:
-        """The process of a slot; started, after a pause if processes keep ending, if there is none.
+        """The process of a slot.
 
-        Raises `EpisodeFailure` if it does not start.
+        A missing process is started, after a pause if earlier ones ended soon. Raises `EpisodeFailure` if the process
+        does not start.
         """
         async with self._starting[slot]:
             process = self._slots[slot]

@@ -37,14 +37,14 @@ PROMPT = 0
 
 @dataclass(frozen=True, kw_only=True)
 class EpisodeBudget:
-    """What one episode may use.
+    """The budget of one episode.
 
     Attributes:
         max_turns: Sampled turns. Example: 32.
         max_tokens: Sampled tokens of all turns; a running turn counts with all tokens that it may still write.
         max_context: Tokens on any path, the prompt and the answer included; at most the model's context length.
-        max_tree_tokens: Tokens of all paths together, each with its whole history, so that the learner can train on
-            them at once; 0 is no limit. A running turn counts with all tokens that it may still write.
+        max_tree_tokens: Tokens of all paths together, each with its whole history. The learner can then train on them
+            at once. 0: no limit. A running turn counts with all tokens that it may still write.
     """
 
     max_turns: int
@@ -58,10 +58,10 @@ class _Node:
     """A turn in the forest.
 
     Attributes:
-        turn: Without a finish reason while it is not finished.
+        turn: The turn; it has no finish reason before it is finished.
         depth: Tokens on the path, from the root to the end of this turn.
-        is_live: It was given or asked for in this life of the episode; otherwise it waits for its replay.
-        is_dropped: It was recorded, and another request came.
+        is_live: The turn was given or requested in this attempt; otherwise it is recorded and waits for its replay.
+        is_dropped: The turn was recorded, but the environment made another request.
         sampling: How the turn is sampled; ``max_new_tokens`` bounds the whole turn. None before it is asked for.
     """
 
@@ -77,21 +77,21 @@ class _Node:
 
     @property
     def reserved_depth(self) -> int:
-        """Tokens on the path when the turn has written all that it may write."""
+        """Tokens on the path if the turn reaches its maximum length."""
         left = self.sampling.max_new_tokens - len(self.turn.token_ids) if self.is_running and self.sampling else 0
         return self.depth + left
 
 
 class Episode:
-    """One rollout of a prompt, turn by turn: what was sampled is what is trained.
+    """One rollout of a prompt, turn by turn. The learner trains on exactly the sampled tokens.
 
-    With ``recorded``, the `progress` of an earlier life, the environment runs again: `sample` answers from the recorded
-    turns until a request differs or they end.
+    ``recorded`` is the `progress` of an earlier attempt. The environment then runs again, and `sample` answers from the
+    recorded turns. This replay ends with the last recorded turn, or at the first request that differs.
 
     Attributes:
         name: Begins the ids of its requests; without ``/``. Example: ``"4711-0-3"``: group, attempt, sample.
-        num_replayed: Recorded tokens that a request of this life has asked for.
-        num_dropped: Tokens that were dropped: recorded ones because another request came, or those of abandoned turns.
+        num_replayed: Recorded tokens that a request of this attempt has used.
+        num_dropped: Dropped tokens: recorded ones after a different request, and those of abandoned turns.
 
     Raises:
         ValueError: the record is of another prompt.
@@ -118,22 +118,22 @@ class Episode:
 
     @property
     def num_turns(self) -> int:
-        """Turns sampled or being sampled in this life."""
+        """Number of finished and running sampled turns of this attempt."""
         return len(self.sampled)
 
     @property
     def num_tokens(self) -> int:
-        """Sampled tokens of this life, the replayed included."""
+        """Sampled tokens of this attempt, with the replayed tokens."""
         return sum(len(node.turn.token_ids) for node in self._nodes if node.turn.sampled and node.is_live)
 
     @property
     def num_held(self) -> int:
-        """All tokens that were recorded, or that this life sampled, the dropped included."""
+        """All recorded tokens and all sampled tokens of this attempt, with the dropped ones."""
         return self.num_tokens + self.num_waiting + self.num_dropped
 
     @property
     def num_waiting(self) -> int:
-        """Recorded tokens that no request has asked for yet."""
+        """Recorded tokens that no request has used yet."""
         return sum(len(node.turn.token_ids) for node in self._nodes if self._waits(node))
 
     @property
@@ -143,27 +143,27 @@ class Episode:
 
     @property
     def sampled(self) -> list[int]:
-        """The turns that were sampled in this life, or are being sampled."""
+        """The finished and the running sampled turns of this attempt."""
         return [index for index, node in enumerate(self._nodes) if node.turn.sampled and node.is_live]
 
     @property
     def answer(self) -> Turn | None:
-        """The last sampled turn of this life; None before there is one."""
+        """The last sampled turn of this attempt; None before the first one."""
         turns = self.sampled
         return self.turn(turns[-1]) if turns else None
 
     def is_known(self, index: int) -> bool:
-        """Whether the index is that of a turn of this life."""
+        """Whether the index belongs to a turn of this attempt."""
         return 0 <= index < len(self._nodes) and self._nodes[index].is_live
 
     def forget(self) -> None:
-        """Drop the recorded turns that no request has asked for yet: the environment cannot be replayed."""
+        """Drop the recorded turns that no request has used yet, because the environment cannot be replayed."""
         for node in filter(self._waits, self._nodes):
             node.is_dropped = True
             self.num_dropped += len(node.turn.token_ids)
 
     def turn(self, index: int) -> Turn:
-        """Return a turn; a turn without a finish reason is running, or was given."""
+        """Return a turn; a turn without a finish reason is running or given."""
         return self._nodes[index].turn
 
     def path(self, index: int) -> np.ndarray:
@@ -173,19 +173,19 @@ class Episode:
             parts.append(self._nodes[index].turn.token_ids)
             index = self._nodes[index].turn.parent
         parts = [part for part in parts[::-1] if len(part)]
-        if len(parts) == 1:  # the prompt's own array: an engine then knows that requests share it
+        if len(parts) == 1:  # the same array for all requests, so the engine can see that they share the prompt
             return parts[0]
         return np.concatenate(parts, dtype=np.int32) if parts else np.empty(0, dtype=np.int32)
 
     def give(self, parent: int, tokens: Sequence[int] | np.ndarray) -> int:
         """Append tokens that the policy did not sample; returns the turn.
 
-        Equal tokens below the same parent are one turn: what branches share, they share. ``parent`` is a turn of this
-        life, or `ROOT` for a new root.
+        Equal tokens below the same parent become one turn, so branches share it. ``parent`` is a turn of this attempt,
+        or `ROOT` for a new root.
 
         Raises:
             EpisodeOverflow: the path, or all paths together, would be longer than the budget; the forest is as before.
-            ValueError: there are no tokens, or the parent is running or not of this life.
+            ValueError: there are no tokens, or the parent is running or not a turn of this attempt.
         """
         self._check_parent(parent)
         ids = _int32(tokens)
@@ -204,11 +204,11 @@ class Episode:
         return index
 
     def sample(self, parent: int, new_tokens: Sequence[int] | np.ndarray, sampling: SamplingConfig) -> int:
-        """Ask the policy to continue the path of ``parent`` and ``new_tokens``; returns the turn, which then runs.
+        """Start a turn that continues the path of ``parent`` with ``new_tokens``; return the running turn.
 
-        A recorded turn that answers this request is returned instead of a new one: finished, or running with its tokens
-        so far. If there is none, the recorded turns that other requests from this parent asked for are dropped, with
-        all turns below them. Equal requests are siblings: each gets its own turn.
+        If a recorded turn matches the request, this turn is returned: finished, or running with its tokens so far.
+        Otherwise the recorded turns of other requests from this parent are dropped, with all turns below them.
+        Equal requests are siblings: each gets its own turn.
 
         Raises:
             EpisodeOverflow: the budget has no turn, token, context or tree left; the forest is as before.
@@ -240,7 +240,7 @@ class Episode:
         return index
 
     def next_requests(self) -> list[SampleRequest]:
-        """Make a request for each running turn without one; `take` gets the answers."""
+        """Make a request for each running turn that has none; `take` gets the answers."""
         requests = []
         for index in sorted(set(self.running).difference(self._outstanding.values())):
             node = self._nodes[index]
@@ -261,9 +261,9 @@ class Episode:
         return self._outstanding[request_id]
 
     def take(self, request_id: str, output: SampleOutput) -> int:
-        """Append the engine's answer to its turn, and return the turn. It runs on if the engine aborted the sample.
+        """Append the engine's answer to its turn, and return the turn.
 
-        The tokens of an abandoned turn are only counted.
+        The turn keeps running if the engine aborted the sample. Tokens of an abandoned turn are counted and discarded.
         """
         index = self._outstanding.pop(request_id)
         node = self._nodes[index]
@@ -284,13 +284,13 @@ class Episode:
         return index
 
     def refuse(self, request_id: str) -> int:
-        """Drop the turn of a request that the engine does not take; returns the turn."""
+        """Drop the turn of a request that the engine refused; return the turn."""
         index = self._outstanding.pop(request_id)
         self._abandon([index])
         return index
 
     def abandon(self) -> None:
-        """Drop all running turns: nobody waits for them. Tokens that the engine still answers count too."""
+        """Drop all running turns, because nobody waits for them. Later tokens of the engine are counted too."""
         self._abandon(self.running)
 
     def trajectory(
@@ -302,8 +302,7 @@ class Episode:
     ) -> Trajectory:
         """Convert the finished episode; ``turn_rewards`` are by the indices of this episode.
 
-        Left out are recorded turns that no request asked for, and given turns that no sampled turn follows, unless they
-        have a reward.
+        The result lacks recorded turns without a request, and given turns without a later sampled turn or a reward.
 
         Raises:
             ValueError: a turn is still running.
@@ -320,7 +319,7 @@ class Episode:
         )
 
     def progress(self) -> Trajectory:
-        """The turns to save, for another life of this episode: unfinished ones and those not replayed yet too."""
+        """The turns to save for another attempt of this episode, with the unfinished and the not yet replayed turns."""
         kept = (node.turn.sampled and not node.is_dropped and len(node.turn.token_ids) > 0 for node in self._nodes)
         turns, _ = self._subforest([index for index, is_kept in enumerate(kept) if is_kept])
         return Trajectory(turns=turns, reward=0.0)
@@ -356,15 +355,15 @@ class Episode:
         return limits if limits["max_tree_tokens"] else {**limits, "max_tree_tokens": sys.maxsize}
 
     def _other_paths(self, extended: int) -> int:
-        """Tokens of all paths, each with its whole history, without one that ends in ``extended``."""
+        """Tokens of all paths, each with its whole history, without a path that ends in ``extended``."""
         live = {index: node for index, node in enumerate(self._nodes) if node.is_live and index != PROMPT}
         inner = {node.turn.parent for node in live.values()}
         return sum(node.reserved_depth for index, node in live.items() if index not in inner and index != extended)
 
     def _room(self, depth: int, above: int) -> int:
-        """Tokens that a new turn may write at the end of a path of ``depth`` tokens, which extends turn ``above``.
+        """Largest number of tokens of a new turn after a path of ``depth`` tokens below turn ``above``.
 
-        Raises `EpisodeOverflow` for none.
+        Raises `EpisodeOverflow` if the number is 0.
         """
         asked = [node for node in self._nodes if node.sampling is not None]
         spent = sum(
@@ -387,9 +386,9 @@ class Episode:
         return node.turn.sampled and not node.is_live and not node.is_dropped
 
     def _drop_others(self, parent: int, context: int) -> None:
-        """Drop the recorded turns that other requests from ``parent`` asked for, and all recorded turns below them."""
+        """Drop the recorded turns of other requests from ``parent``, and all recorded turns below them."""
         for node in filter(self._waits, self._nodes):
-            above = node.turn.parent  # up to the turn from which this one was asked for
+            above = node.turn.parent  # up to the parent of the request for this turn
             while above not in (ROOT, context) and not (self._nodes[above].turn.sampled or self._nodes[above].is_live):
                 above = self._nodes[above].turn.parent
             if above != ROOT and (above in (parent, context) or self._nodes[above].is_dropped):
@@ -397,13 +396,13 @@ class Episode:
                 self.num_dropped += len(node.turn.token_ids)
 
     def _end_if_full(self, node: _Node) -> None:
-        """End a running turn that has all the tokens that it may write."""
+        """Finish a running turn that has reached its maximum length."""
         assert node.sampling is not None
         if node.turn.finish_reason is None and len(node.turn.token_ids) >= node.sampling.max_new_tokens:
             node.turn = replace(node.turn, finish_reason=FinishReason.length)
 
     def _subforest(self, indices: Sequence[int]) -> tuple[tuple[Turn, ...], dict[int, int]]:
-        """These turns with the prompt and all turns above them, and the place of each by its index."""
+        """Return these turns with the prompt and all turns above them, and the place of each turn by its index."""
         kept = {PROMPT}
         for index in indices:
             while index != ROOT and index not in kept:

@@ -1,4 +1,4 @@
-"""One episode while its environment plays it: each turn waits for its engine, over updates and aborts."""
+"""One running episode: its environment's calls wait for turns of the engine, across weight updates and aborts."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from .episode_times import EpisodeTimes
 
 
 class Player(Protocol):
-    """Plays episodes: starts their environments, and answers what these ask (`rollout_fleet.episodes.player`)."""
+    """Plays episodes: starts their environments, and answers their requests (`rollout_fleet.episodes.player`)."""
 
     @property
     def budget(self) -> EpisodeBudget:
-        """What each episode may use."""
+        """The budget of each episode."""
         ...
 
     def plays(self, prompt: Prompt) -> bool:
@@ -35,7 +35,7 @@ class Player(Protocol):
         ...
 
     def scores(self, failure: EpisodeFailure) -> bool:
-        """Whether rewards score an episode that failed so."""
+        """Whether rewards score an episode with this failure."""
         ...
 
     async def play(self, prompt: Prompt, run: EpisodeRun, *, sampling: SamplingConfig, index: int) -> None:
@@ -44,7 +44,7 @@ class Player(Protocol):
 
 
 class EpisodeRun:
-    """The turns of one episode, for the session that its environment talks to.
+    """The turns of one episode, for the session of its environment.
 
     ::
 
@@ -54,7 +54,7 @@ class EpisodeRun:
 
     Attributes:
         episode: The forest of turns.
-        outcome: The environment's result, when it has one.
+        outcome: The environment's result; None before it has one.
         failure: Why there is no outcome.
         metrics: Numbers of the session to report.
         times: When it waited for what.
@@ -86,7 +86,7 @@ class EpisodeRun:
 
     @property
     def is_over(self) -> bool:
-        """Whether the environment has ended by itself, with an outcome or a failure."""
+        """Whether the environment has ended with an outcome or a failure."""
         return self.outcome is not None or self.failure is not None
 
     @property
@@ -116,7 +116,7 @@ class EpisodeRun:
         ]
 
     def sampled(self) -> SampleOutput:
-        """All tokens that the policy wrote in this life, turn after turn; unfinished without an answer."""
+        """All tokens that the policy wrote in this attempt, turn after turn; unfinished if there is no answer."""
         turns = [self.episode.turn(index) for index in self.episode.sampled]
         return SampleOutput(
             token_ids=np.concatenate([NOTHING.token_ids, *(turn.token_ids for turn in turns)]),
@@ -126,7 +126,7 @@ class EpisodeRun:
         )
 
     def rollout(self, decode: Callable[[Sequence[int]], str]) -> Rollout:
-        """The episode as rewards see it."""
+        """The input of reward functions for this episode."""
         turns = {index: decode(self.episode.turn(index).token_ids.tolist()) for index in self.episode.sampled}
         last = self.episode.answer
         return Rollout(
@@ -139,13 +139,13 @@ class EpisodeRun:
         )
 
     async def sample(self, parent: int, new_tokens: Sequence[int] | np.ndarray, sampling: SamplingConfig) -> int:
-        """Ask the policy to continue the path of ``parent`` and ``new_tokens``; returns the turn when it has finished.
+        """Sample a turn that continues the path of ``parent`` with ``new_tokens``; return the finished turn.
 
-        A caller that goes away leaves the turn running, so that the same request finds it again.
+        If the caller is cancelled, the turn keeps running, so the same request finds it again.
 
         Raises:
             EpisodeOverflow: the budget is used up; the forest is as before.
-            EpisodeEnded: the episode gets no more answers.
+            EpisodeEnded: the episode has been ended.
             RequestRefused: a token is outside the vocabulary, or the engine refuses the request.
             ValueError: as `Episode.sample`.
         """
@@ -162,7 +162,7 @@ class EpisodeRun:
         return index
 
     async def finished(self, index: int) -> None:
-        """Wait for the end of a turn; raises as `sample`."""
+        """Wait for the end of a turn. Raises the errors of `sample`."""
         if index not in self.episode.running:
             self.times.ended(index)
             return
@@ -173,7 +173,7 @@ class EpisodeRun:
         await asyncio.shield(self._waiting[index])
 
     def take(self, request_id: str, output: SampleOutput) -> None:
-        """Append an answer of the engine, and wake who waits for its turn."""
+        """Append an answer of the engine, and wake the calls that wait for its turn."""
         index = self.episode.take(request_id, output)
         if index not in self.episode.running:
             self.times.ended(index)
@@ -181,13 +181,13 @@ class EpisodeRun:
                 _wake(waiting)
 
     def refuse(self, request_id: str, error: RequestRefused) -> None:
-        """The engine does not take a request: its turn is dropped, and who waits for it gets the error."""
+        """Handle a request that the engine refused: drop its turn, and raise the error in the waiting calls."""
         index = self.episode.refuse(request_id)
         if (waiting := self._waiting.pop(index, None)) is not None:
             _wake(waiting, error)
 
     def end(self, reason: str) -> None:
-        """Answer no more; the first reason counts. After the environment's own end, running turns are dropped."""
+        """End the episode; the first reason counts. If the environment has ended, running turns are dropped."""
         self._end_reason = self._end_reason or reason
         self.times.end_calls()
         if self.is_over:
@@ -202,7 +202,7 @@ class EpisodeRun:
 
 
 class DirectRun(EpisodeRun):
-    """An episode that asks an engine by itself: one of an evaluation, which has no lease and is in no account."""
+    """An episode of an evaluation: it sends its requests to an engine itself, and has no lease and no account."""
 
     def __init__(self, episode: Episode, engine: Engine) -> None:
         super().__init__(episode, ask=self._send, vocab_size=engine.vocab_size)
@@ -210,7 +210,7 @@ class DirectRun(EpisodeRun):
         self._sending: set[asyncio.Task[None]] = set()
 
     async def close(self) -> None:
-        """End the requests that still run."""
+        """Cancel the running requests."""
         self.end("its environment has ended")
         await cancel(self._sending)
 
@@ -238,4 +238,4 @@ def _wake(waiting: asyncio.Future[None], error: Exception | None = None) -> None
         waiting.set_result(None)
     else:
         waiting.set_exception(error)
-        waiting.exception()  # marks it as retrieved; perhaps its caller has gone away
+        waiting.exception()  # marks the exception as retrieved, even without a caller

@@ -1,6 +1,6 @@
-"""Chat messages: what a client sends, in the form that templates get, and when two messages count as equal.
+"""Chat messages: converts a client's messages to the form that templates need, and compares messages.
 
-A client sends the history back with every request, and libraries normalise it on the way. Messages are equal if they
+A client sends the history with every request, and client libraries normalize the history. Messages are equal if they
 differ only in these: ids of tool calls, the formatting of JSON arguments, white space around an assistant's content, a
 content of None, ``""`` or text parts, unknown fields, and reasoning that the client left out. Different reasoning is an
 edit.
@@ -19,7 +19,7 @@ _TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 
 
 def read_message(message: Any, where: str) -> dict[str, Any]:
-    """Return a client's message with the fields that templates know; the content is text.
+    """Return a client's message with the fields that templates support; the content is text.
 
     Raises:
         ValueError: the message has an unknown role, or a part that is not text. ``where`` names it.
@@ -74,9 +74,10 @@ def _read_call(call: Any, where: str) -> dict[str, Any]:
 
 
 def canonical(message: Message, call_places: Mapping[str, int]) -> str:
-    """A text that is the same for messages that count as equal; reasoning is left out.
+    """Return the same text for messages that count as equal, without reasoning.
 
-    ``call_places`` is the place of each tool call so far by its id, so that results are told apart without the ids.
+    ``call_places`` maps the id of each earlier tool call to its place; the text identifies results by these places, not
+    by ids.
     """
     content = message["content"]
     form: list[Any] = [message["role"], content.strip() if message["role"] == "assistant" else content]
@@ -93,12 +94,12 @@ def canonical(message: Message, call_places: Mapping[str, int]) -> str:
 
 
 def follow(digest: bytes, message: Message, call_places: Mapping[str, int]) -> bytes:
-    """The digest of the messages with ``digest`` and one more; `canonical` says what ``call_places`` is."""
+    """Extend the digest of messages by one message; ``call_places`` as in `canonical`."""
     return hashlib.blake2b(digest + canonical(message, call_places).encode(), digest_size=16).digest()
 
 
 def chain(messages: Sequence[Message]) -> list[bytes]:
-    """A digest of each prefix of the messages, from the first message alone to all of them."""
+    """The digests of all prefixes of the messages, from the first message to all messages."""
     places: dict[str, int] = {}
     digest, digests = b"", []
     for message in messages:
@@ -110,7 +111,7 @@ def chain(messages: Sequence[Message]) -> list[bytes]:
 
 
 def same_reasoning(sent: Sequence[Message], known: Sequence[Message]) -> bool:
-    """Whether all reasoning that a client sent is that of the known messages; it may leave any out."""
+    """Whether the client's reasoning equals that of the known messages, where the client sent any."""
     for own, other in zip(sent, known, strict=True):
         reasoning = own.get("reasoning_content", "").strip()
         if reasoning and reasoning != other.get("reasoning_content", "").strip():
@@ -119,7 +120,7 @@ def same_reasoning(sent: Sequence[Message], known: Sequence[Message]) -> bool:
 
 
 def with_reasoning(sent: Sequence[Message], known: Sequence[Message]) -> list[Message]:
-    """The messages that a client sent, with the known reasoning where the client left it out."""
+    """The client's messages; missing reasoning is taken from the known messages."""
     return [
         {**own, "reasoning_content": other["reasoning_content"]}
         if other.get("reasoning_content") and not own.get("reasoning_content")

@@ -1,6 +1,7 @@
-"""OpenAI's chat completions and completions: their JSON to requests of a session, and answers to their JSON.
+"""OpenAI's chat completions and completions: converts JSON to requests of a session, and answers to JSON.
 
-What an engine or the learner cannot follow is refused by name, never ignored. Fields that change no token are accepted.
+A field that the engine or the learner does not support is refused by name, never ignored. Fields that do not change the
+tokens are accepted.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ _CHAT = {
 
 
 def read_chat(body: Mapping[str, Any], *, key: str = "", is_retry: bool = False) -> ChatRequest:
-    """Read the body of ``/v1/chat/completions``. Raises `ValueError` that names a field and what it may be."""
+    """Read the body of ``/v1/chat/completions``. Raises `ValueError` with the field and its valid values."""
     check_fields(body, _CHAT)
     tools = list_of(body, "tools")
     for place, tool in enumerate(tools):
@@ -85,7 +86,7 @@ def read_chat(body: Mapping[str, Any], *, key: str = "", is_retry: bool = False)
 
 
 def read_completion(body: Mapping[str, Any], *, key: str = "", is_retry: bool = False) -> TextRequest:
-    """Read the body of ``/v1/completions``. Raises `ValueError` that names a field and what it may be."""
+    """Read the body of ``/v1/completions``. Raises `ValueError` with the field and its valid values."""
     check_fields(body, {*_COMMON, "prompt"})
     prompt = body.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
@@ -100,7 +101,7 @@ def read_completion(body: Mapping[str, Any], *, key: str = "", is_retry: bool = 
 def read_options(
     body: Mapping[str, Any], *, max_tokens: Any, json_schema: str = "", reads_calls: bool = True
 ) -> SampleOptions:
-    """The sampling options of a body. Raises `ValueError` that names a field and what it may be."""
+    """The sampling options of a body. Raises `ValueError` with the field and its valid values."""
     stop = body.get("stop") or []
     stop = [stop] if isinstance(stop, str) else stop
     if not isinstance(stop, list) or not all(isinstance(text, str) and text for text in stop):
@@ -124,7 +125,7 @@ def read_options(
 
 
 def check_fields(body: Mapping[str, Any], known: set[str]) -> None:
-    """Raise `ValueError` for a field that would be ignored."""
+    """Raise `ValueError` for an unsupported field."""
     unknown = sorted(name for name in body.keys() - known - _WITHOUT_EFFECT if body[name] is not None)
     if unknown:
         raise ValueError(f"{unknown[0]} is not supported here; leave it out. Supported are {', '.join(sorted(known))}")
@@ -168,7 +169,7 @@ def _read_format(value: Any) -> str:
 
 
 def usage_of(answers: Sequence[SampledAnswer]) -> dict[str, Any]:
-    """OpenAI's account of tokens; the prompt counts once."""
+    """The ``usage`` field of OpenAI's API; the prompt counts once."""
     written = sum(len(answer.token_ids) for answer in answers)
     prompt = answers[0].num_prompt_tokens
     return {
@@ -199,7 +200,7 @@ def chat_completion(
 def chat_chunks(
     body: Mapping[str, Any], answers: Sequence[SampledAnswer], tokenizer: ChatTokenizer
 ) -> Iterator[dict[str, Any]]:
-    """The same answer as the chunks of a stream: role, reasoning, content, each tool call, end, and usage if asked."""
+    """The chunks of a streamed answer: role, reasoning, content, each tool call, end, and usage if asked."""
     head = _head("chatcmpl", "chat.completion.chunk", body)
 
     def chunk(index: int, delta: Mapping[str, Any], finish_reason: str | None = None, **more: Any) -> dict[str, Any]:
@@ -225,7 +226,7 @@ def chat_chunks(
 
 
 def completion(body: Mapping[str, Any], answers: Sequence[SampledAnswer], tokenizer: ChatTokenizer) -> dict[str, Any]:
-    """The answer of ``/v1/completions``; with ``stream`` its only chunk."""
+    """The answer of ``/v1/completions``; with ``stream`` the only chunk."""
     choices = [
         {
             "index": index,
@@ -247,7 +248,7 @@ def completion(body: Mapping[str, Any], answers: Sequence[SampledAnswer], tokeni
 
 
 def _chat_logprobs(answer: SampledAnswer, tokenizer: ChatTokenizer) -> dict[str, Any]:
-    """Log-probs of all tokens of a turn, those of its reasoning, its tool calls and its end included."""
+    """Log-probs of all tokens of a turn, with reasoning, tool calls and end."""
     entries = []
     for token, logprob in zip(answer.token_ids.tolist(), answer.logprobs.tolist(), strict=True):
         text = tokenizer.decode([token])

@@ -1,4 +1,4 @@
-"""Plays the episodes of one rollout worker: environments in their processes, their sessions and URLs in this one."""
+"""Plays the episodes of one rollout worker: environments in child processes, sessions and URLs in this process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .session import Session, SessionCounts
 class EpisodePlayer:
     """Implements `rollout_fleet.episodes.episode_run.Player` with the environments that the options and the rows name.
 
-    Nothing is started before `start`; `close` may be called at any time. ``max_context``: as in `EpisodeBudget`.
+    `start` starts the processes; `close` may be called at any time. ``max_context``: as in `EpisodeBudget`.
     """
 
     def __init__(self, config: RolloutFleetConfig, *, model_path: str, max_context: int) -> None:
@@ -49,7 +49,10 @@ class EpisodePlayer:
         return getattr(self._config.environment.on_failure, failure.kind) == OnFailure.score
 
     async def start(self) -> None:
-        """Choose the renderer, start the processes, and load the run's environment; raises as these do."""
+        """Choose the renderer, start the processes, and load the run's environment.
+
+        Raises the errors of these steps.
+        """
         self._renderer = load_renderer(self._model_path, self._config.environment.renderer)
         await self._endpoint.start()
         await self._processes.start()
@@ -82,7 +85,7 @@ class EpisodePlayer:
 
 
 def session_metrics(run: EpisodeRun, counts: SessionCounts) -> dict[str, float]:
-    """What docs/metrics.md explains as ``episode.NAME``."""
+    """The metrics ``episode.NAME`` of docs/metrics.md."""
     return {
         "episode.turns": float(run.episode.num_turns),
         "episode.branches": float(counts.branches.total()),
@@ -95,7 +98,7 @@ def session_metrics(run: EpisodeRun, counts: SessionCounts) -> dict[str, float]:
 
 
 def _check_turns(run: EpisodeRun, outcome: Outcome) -> None:
-    """Raise `EpisodeFailure` unless the rewarded turns are those of this life of the episode."""
+    """Raise `EpisodeFailure` unless the rewarded turns are turns of this attempt of the episode."""
     strange = sorted(turn for turn in outcome.turn_rewards if turn == PROMPT or not run.episode.is_known(turn))
     if strange:
         raise EpisodeFailure(

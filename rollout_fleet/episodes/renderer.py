@@ -1,4 +1,4 @@
-"""Messages to tokens and back, with the chat template of the model.
+"""Converts messages to tokens and back, with the model's chat template.
 
 `load_renderer` takes the library ``renderers``' renderer of the model family if it renders token for token what the
 model's own chat template renders. Otherwise the template itself renders, and `TemplateRenderer` finds the tokens that
@@ -22,7 +22,7 @@ from .config import RendererConfig
 AUTO = "auto"
 TEMPLATE = "template"
 _SENTINEL = "asyncrl sentinel"
-_NAMED_TOOLS = ("gpt-oss",)  # renderers that write a tool's name only where the message has it
+_NAMED_TOOLS = ("gpt-oss",)  # renderers that write a tool's name only if the message has it
 logger = logging.getLogger(__name__)
 
 Message = Mapping[str, Any]
@@ -49,7 +49,7 @@ class ChatRenderer(ABC):
     """Renders conversations for one model.
 
     Attributes:
-        name: For logs. Example: ``"qwen3"``; ``"template"`` for the model's chat template itself.
+        name: Name in logs. Example: ``"qwen3"``; ``"template"`` for the model's chat template itself.
         tokenizer: The model's tokenizer.
         stop_ids: Tokens that end an assistant's turn.
         append_only: Whether the conversation kinds of `self_test` continue without a branch, by name.
@@ -63,7 +63,7 @@ class ChatRenderer(ABC):
 
     @abstractmethod
     def render(self, messages: Sequence[Message], tools: Sequence[Message]) -> list[int]:
-        """Tokens of a conversation, up to where the assistant's next turn begins.
+        """Tokens of a conversation, up to the begin of the assistant's next turn.
 
         Raises:
             ValueError: the template refuses the messages.
@@ -78,7 +78,7 @@ class ChatRenderer(ABC):
         new_messages: Sequence[Message],
         tools: Sequence[Message],
     ) -> list[int] | None:
-        """Tokens to append to a sampled turn for new messages, up to where the next turn begins.
+        """Tokens of new messages that follow a sampled turn, up to the begin of the next turn.
 
         Args:
             prompt_ids: Tokens on the path before the turn.
@@ -93,7 +93,7 @@ class ChatRenderer(ABC):
 
     @abstractmethod
     def parse(self, prompt_ids: Sequence[int], sampled_ids: Sequence[int], tools: Sequence[Message]) -> ParsedAnswer:
-        """Read a sampled turn; what cannot be read stays in the content."""
+        """Parse a sampled turn; text that cannot be parsed stays in the content."""
 
     @abstractmethod
     def close(self, history: Sequence[Message], answer: Message, tools: Sequence[Message]) -> list[int] | None:
@@ -104,7 +104,7 @@ class ChatRenderer(ABC):
         return token_ids[:-1] if len(token_ids) and token_ids[-1] in self.stop_ids else token_ids
 
     def self_test(self) -> dict[str, str]:
-        """Render conversations of each kind; returns the verdict on each.
+        """Render conversations of each kind; return the result for each kind.
 
         ``continues``: the next turn appends tokens only. ``branches``: the template renders the history differently,
         so that the session starts a new branch. ``refused``: the template does not accept such a conversation.
@@ -115,7 +115,7 @@ class ChatRenderer(ABC):
                 prompt = self.render(messages, tools)
                 sampled = self.close(messages, answer, tools)
                 whole = self.render([*messages, answer, *new], tools)
-                self.parse(prompt, sampled or (), tools)  # what this imports is loaded now
+                self.parse(prompt, sampled or (), tools)  # its imports are loaded now
             except ValueError as error:
                 verdicts[kind] = f"refused: {error}"
                 continue
@@ -184,7 +184,7 @@ class LibraryRenderer(ChatRenderer):
             return list(
                 self._inner.render_ids(self._prepared(messages), tools=_tools(tools), add_generation_prompt=prompts)
             )
-        except Exception as error:  # a renderer raises whatever its code runs into
+        except Exception as error:  # a renderer may raise any exception
             raise ValueError(f"the renderer {self.name} refuses these messages: {error}") from error
 
     def _prepared(self, messages: Sequence[Message]) -> list[Any]:
@@ -194,10 +194,10 @@ class LibraryRenderer(ChatRenderer):
 class TemplateRenderer(ChatRenderer):
     """The model's chat template, with parsers by option.
 
-    The tokens that new messages append are found in the text: a short conversation is rendered with and without the new
-    messages, and the difference is encoded. The whole conversation is rendered as well, to see that the template
-    appends exactly this text and keeps the reasoning. ``keeps_reasoning`` skips the second check: then sampled
-    reasoning stays in the context, whatever the template does.
+    A short conversation is rendered with and without the new messages; the difference is encoded and gives the new
+    tokens. The whole conversation is rendered too, to check that the template appends exactly this text and keeps the
+    reasoning. ``keeps_reasoning`` skips the second check: then sampled reasoning stays in the context, whatever the
+    template does.
     """
 
     def __init__(
@@ -276,7 +276,7 @@ class TemplateRenderer(ChatRenderer):
             sampled = after[len(before) :]
         elif opened != before.rstrip() and after.startswith(
             opened
-        ):  # the history has no reasoning, the prompt begins it
+        ):  # the history has no reasoning; the prompt starts it
             sampled = f"{answer.get('reasoning_content', '')}{REASONING_END}{after[len(opened) :]}"
         else:
             return None
@@ -291,7 +291,7 @@ class TemplateRenderer(ChatRenderer):
     def _find_stop_texts(self) -> list[str]:
         """Special tokens that close an assistant's message.
 
-        A template without a close leaves it to the token that begins the next message, as GLM's does.
+        Some templates (GLM) have no closing token; the first token of the next message closes the previous one.
         """
         special = self.tokenizer.all_special_tokens
         found = [text for text in special if text in self._close]
@@ -308,7 +308,7 @@ class TemplateRenderer(ChatRenderer):
         return found
 
     def _after_stop(self, sampled_ids: Sequence[int], text: str) -> str | None:
-        """The part of ``text``, the close and the new messages, that follows the sampled tokens."""
+        """The part of ``text`` after the sampled tokens; ``text`` has the close and the new messages."""
         if not len(sampled_ids) or sampled_ids[-1] not in self.stop_ids:
             return text
         sampled = self.tokenizer.decode([int(sampled_ids[-1])])
@@ -320,14 +320,14 @@ class TemplateRenderer(ChatRenderer):
         return None if any(text.startswith(stop) for stop in self._stop_texts) else text
 
     def _num_reasoning_ends(self, path: list[int]) -> int:
-        """How often reasoning ends on a path."""
+        """Number of ends of reasoning on a path."""
         token = self.tokenizer.convert_tokens_to_ids(REASONING_END)
         if token not in (None, self.tokenizer.unk_token_id):
             return path.count(token)
         return self.tokenizer.decode(path).count(REASONING_END)
 
     def _encode_after_stop(self, text: str) -> list[int]:
-        """Encode a text as it is encoded behind a stop token; a tokenizer may begin a text with a space of its own."""
+        """Encode a text as if it followed a stop token; some tokenizers add a space to the begin of a text."""
         if self.stop_ids:
             ids = self.tokenizer.encode(self.tokenizer.decode([self.stop_ids[0]]) + text)
             if ids[0] == self.stop_ids[0]:
@@ -336,7 +336,7 @@ class TemplateRenderer(ChatRenderer):
 
 
 def load_renderer(model_path: str, config: RendererConfig) -> ChatRenderer:
-    """Choose the renderer of a model, and run its self-test, whose verdicts are logged.
+    """Choose the renderer of a model, run its self-test, and log the results.
 
     Raises:
         ValueError: the named renderer does not exist or does not fit the tokenizer, or a model without a chat template
@@ -382,7 +382,7 @@ def _choose(tokenizer: ChatTokenizer, config: RendererConfig) -> ChatRenderer:
     for name in sorted(names, key=lambda name: name != first):
         try:
             renderer = LibraryRenderer(name, tokenizer, options)
-        except Exception as error:  # noqa: BLE001 - a renderer of another family raises whatever its code runs into
+        except Exception as error:  # noqa: BLE001 - a renderer of another family may raise any exception
             logger.debug("renderer %s does not fit: %r", name, error)
             continue
         if _renders_like(renderer, own):
@@ -418,7 +418,7 @@ def _renders_like(renderer: ChatRenderer, own: ChatRenderer) -> bool:
                 if renderer.render(conversation, tools) != expected:
                     return False
             except ValueError:
-                continue  # it says what it does not render, and so does the session
+                continue  # the renderer refuses such messages, and so does the session
             num_equal += 1
     return num_equal >= len(_TEST_TURNS)
 
@@ -428,7 +428,7 @@ def _tools(tools: Sequence[Message]) -> list[Any] | None:
 
 
 def _prepared(messages: Sequence[Message], *, names: bool = False) -> list[dict[str, Any]]:
-    """Messages as templates expect them: content is a string, and arguments of tool calls are objects."""
+    """Convert messages to the form for templates: content is a string, and arguments of tool calls are objects."""
     prepared: list[dict[str, Any]] = []
     called: dict[str, str] = {}
     for message in messages:

@@ -1,6 +1,6 @@
-"""OpenAI's responses, as far as agent loops use them: input items to requests of a session, and answers to items.
+"""OpenAI's responses API, as far as agent loops use it: converts items to requests of a session, and answers to items.
 
-The items are texts, reasoning, function calls and their outputs. Tools that OpenAI itself would run are refused.
+The items are texts, reasoning, function calls and their outputs. Tools that OpenAI's servers would run are refused.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def read_request(
     """Read the body of ``/v1/responses``; ``stored`` has the messages of earlier responses by their ids.
 
     Raises:
-        ValueError: a field is not supported, with its name and what it may be.
+        ValueError: a field is not supported; the message has its name and valid values.
     """
     check_fields(body, _FIELDS)
     messages: list[Message] = []
@@ -110,7 +110,7 @@ def response(body: Mapping[str, Any], answer: SampledAnswer) -> dict[str, Any]:
 
 
 def events(whole: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """A response as the events of a stream."""
+    """The events of a streamed response."""
     begun = {**whole, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
     all_events: list[dict[str, Any]] = [{"type": "response.created", "response": begun}]
     for index, item in enumerate(whole["output"]):
@@ -143,7 +143,7 @@ def _item_events(index: int, item: Mapping[str, Any]) -> Iterator[dict[str, Any]
 
 
 def _read_items(items: Sequence[Any]) -> list[dict[str, Any]]:
-    """Messages of input items; reasoning, text and calls of the assistant that follow one another are one message."""
+    """Convert input items to messages. Consecutive reasoning, text and calls of the assistant become one message."""
     messages: list[dict[str, Any]] = []
     can_join = False
 

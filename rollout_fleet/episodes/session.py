@@ -1,4 +1,4 @@
-"""A session: the messages of one episode's requests, matched against the episode's forest of turns.
+"""A session: matches the messages of one episode's requests with the episode's forest of turns.
 
 ::
 
@@ -54,9 +54,9 @@ class TurnSampler(Protocol):
         ...
 
     async def sample(self, parent: int, new_tokens: Sequence[int], sampling: SamplingConfig) -> int:
-        """Ask for a turn, as `Episode.sample`, and wait until it has finished; returns the turn.
+        """Request a turn as `Episode.sample` does, and wait for its end; return the turn.
 
-        Weight updates, aborts and continuations happen inside.
+        The call covers weight updates, aborts and continuations.
 
         Raises:
             EpisodeOverflow: the episode has used its budget.
@@ -67,16 +67,16 @@ class TurnSampler(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class SampleOptions:
-    """How a request wants its turns sampled.
+    """Sampling options of a request.
 
     Attributes:
-        n: Turns to sample; siblings.
-        max_tokens: Longest turn; None is ``rollout_fleet.sampling.max_new_tokens``, which is also the most.
-        stop: Texts that end a turn; ``stop_token_ids``: tokens that end it, beside the renderer's.
+        n: Number of turns to sample; they are siblings.
+        max_tokens: Longest turn in tokens, at most ``rollout_fleet.sampling.max_new_tokens``; None is this maximum.
+        stop: Texts that end a turn; ``stop_token_ids``: tokens that end a turn, in addition to the renderer's.
         seed: See `SamplingConfig.seed`; the i-th of n turns gets ``seed + i``.
         json_schema: See `SamplingConfig.json_schema`.
         reads_calls: Read tool calls; otherwise they stay in the content.
-        other: Options by OpenAI's names that the learner cannot follow if they differ from the run's.
+        other: Options, by OpenAI's names, that the learner does not support if they differ from the run's.
             Example: ``{"temperature": 0.2}``.
     """
 
@@ -99,7 +99,7 @@ class ChatRequest:
         tools: In OpenAI's form: ``{"type": "function", "function": …}``.
         options: How to sample.
         key: Idempotency key; requests with one key are one request.
-        is_retry: The client says that it has sent this request before.
+        is_retry: The client's headers mark this request as repeated.
     """
 
     messages: Sequence[Message]
@@ -125,7 +125,7 @@ class SampledAnswer:
 
     Attributes:
         turn: Index in the episode.
-        message: The assistant's message in OpenAI's form; of a text request, its text is the content.
+        message: The assistant's message in OpenAI's form. For a text request, its content is the text.
         finish_reason: ``stop``, ``length`` or ``tool_calls``.
         num_prompt_tokens: Tokens on the path before the turn; ``num_reused_tokens`` of them were on it before the
             request.
@@ -144,18 +144,18 @@ class SampledAnswer:
 
 @dataclass(kw_only=True)
 class SessionCounts:
-    """What happened in a session.
+    """Counts of a session.
 
     Attributes:
-        requests: New requests; ``repeated``: requests that got the turns of an earlier one.
-        branches: Requests that could not continue their history, by cause: ``template`` (it renders the history
-            differently, without the reasoning for one), ``unparseable`` (the same, after an answer that could not be
-            read), ``edited`` (the history has other messages), ``tools`` (other tools), ``new_root`` (nothing of the
-            messages is known: compaction, or a sub-agent).
+        requests: New requests; ``repeated``: requests that got the turns of an earlier request.
+        branches: Requests that could not continue their history, by cause: ``template`` (the template renders the
+            history differently, for example without the reasoning), ``unparseable`` (the same, after an answer that
+            could not be parsed), ``edited`` (the history has other messages), ``tools`` (other tools), ``new_root`` (no
+            message is known: compaction, or a sub-agent).
         overridden: Sampling options that differed from the run's, by name.
         malformed_calls: Tool calls that could not be read.
         prompt_tokens: Tokens of all prompts; ``reused_tokens`` of them were on the path before their request.
-        retokenised_tokens: Tokens of prompts that are not those of the path that they continue. Always 0.
+        retokenised_tokens: Tokens of prompts that differ from the continued path. Always 0.
     """
 
     requests: int = 0
@@ -170,7 +170,7 @@ class SessionCounts:
 
 @dataclass(frozen=True, kw_only=True)
 class _History:
-    """Messages that the path of a sampled turn contains; the last one is the turn's."""
+    """The messages on the path of a sampled turn; the last message is the turn."""
 
     turn: int
     messages: Sequence[Message]
@@ -181,7 +181,7 @@ class _History:
 
 @dataclass(kw_only=True)
 class _Call:
-    """A request that was made: its task, its content, how many callers asked, and how many did not get the answer."""
+    """A request: its task, its content, its number of callers, and how many of them did not get the answer."""
 
     task: asyncio.Task[list[SampledAnswer]]
     digest: str
@@ -191,7 +191,7 @@ class _Call:
 
 @dataclass(frozen=True, kw_only=True)
 class _Place:
-    """Where a request's turns begin."""
+    """The place in the forest where a request's turns begin."""
 
     parent: int
     new_tokens: Sequence[int]
@@ -235,10 +235,11 @@ class Session:
         return self._renderer
 
     async def chat(self, request: ChatRequest) -> list[SampledAnswer]:
-        """Sample ``n`` answers to the messages; returns the turns of the earlier request if this one is sent again.
+        """Sample ``n`` answers to the messages; a repeated request gets the turns of the first one.
 
-        A request is sent again if it has the same key; or if it is equal and the first one is still running, was
-        `lose`-d, or the client says that it retries. Otherwise an equal request asks for siblings.
+        A request with the key of an earlier request is repeated. An equal request is repeated if the first one is still
+        running, if its answer was lost (`lose`), or if the client marks it as a retry. Any other equal request gets
+        siblings.
 
         Raises:
             ValueError: a message, a tool or an option is not supported.
@@ -248,22 +249,25 @@ class Session:
         return await self._once(request, lambda: self._answer_chat(request))
 
     async def complete(self, request: TextRequest) -> list[SampledAnswer]:
-        """Sample ``n`` continuations of a text; errors and repeated requests: as `chat`."""
+        """Sample ``n`` continuations of a text; errors and repeated requests as in `chat`."""
         return await self._once(request, lambda: self._answer_text(request))
 
     async def sample(self, parent: int, tokens: Sequence[int], options: SampleOptions) -> SampledAnswer:
-        """Sample a turn below a turn, or `ROOT`, and new tokens. Errors: as `chat`, and `ValueError` of the episode."""
+        """Sample a turn after a turn or `ROOT`, and new tokens.
+
+        Raises as `chat`, and `ValueError` as `Episode.sample`.
+        """
         (answer,) = await self._sample(_Place(parent=parent, new_tokens=tokens), options, stops=False)
         return answer
 
     def give(self, parent: int, tokens: Sequence[int]) -> int:
-        """Append tokens that were not sampled; returns the turn. Errors: as `Episode.give`."""
+        """Append tokens that were not sampled; returns the turn. Raises as `Episode.give`."""
         turn = self._sampler.episode.give(parent, tokens)
         self._know(turn)
         return turn
 
     def lose(self, request: ChatRequest | TextRequest) -> None:
-        """Note that the client did not get the answer: the same request gets it again, once."""
+        """Record that the client did not get the answer. The same request then gets the answer again, once."""
         call = self._by_key.get(request.key) if request.key else self._by_digest.get(_digest(request))
         if call is not None:
             call.num_lost += 1
@@ -333,7 +337,7 @@ class Session:
     def _place(
         self, messages: Sequence[Message], tools: Sequence[Message], tools_digest: str, digests: Sequence[bytes]
     ) -> _Place:
-        """Find where the turns of a request begin; a request that cannot continue its history is counted."""
+        """Find the place where the turns of a request begin. Count a request that cannot continue its history."""
         history, cause = self._longest_history(messages, tools_digest, digests)
         if history is not None:
             num_known = len(history.messages)
@@ -354,7 +358,7 @@ class Session:
     def _longest_history(
         self, messages: Sequence[Message], tools: str, digests: Sequence[bytes]
     ) -> tuple[_History | None, str]:
-        """The longest known history that the messages continue; otherwise the cause, if they begin like a known one."""
+        """The longest known history that the messages continue; otherwise the cause of the branch."""
         called = {str(message.get("tool_call_id")) for message in messages if message["role"] == "tool"}
         cause = ""
         for length in range(len(messages) - 1, 0, -1):
@@ -383,7 +387,7 @@ class Session:
         return parsed
 
     def _message(self, answer: SampledAnswer, parsed: ParsedAnswer, stop: Sequence[str]) -> dict[str, Any]:
-        """The assistant's message in OpenAI's form; without the text from a stop string on."""
+        """The assistant's message in OpenAI's form, cut at a stop text."""
         content = min((parsed.content.partition(text)[0] for text in stop), key=len, default=parsed.content)
         message: dict[str, Any] = {"role": "assistant", "content": content}
         if parsed.reasoning:
@@ -433,7 +437,7 @@ class Session:
     # Turns
 
     async def _sample(self, place: _Place, options: SampleOptions, *, stops: bool) -> list[SampledAnswer]:
-        """Sample turns below a place; ``stops`` at the renderer's end of a turn too."""
+        """Sample turns at a place. With ``stops``, the renderer's stop tokens also end a turn."""
         sampling = self._sampling_of(options, stops=stops)
         episode = self._sampler.episode
         seeds = [None if options.seed is None else options.seed + i for i in range(options.n)]
@@ -471,7 +475,10 @@ class Session:
         return answers
 
     def _sampling_of(self, options: SampleOptions, *, stops: bool) -> SamplingConfig:
-        """The run's sampling, with what a request may set. Raises `ValueError` for what it may not, or counts it."""
+        """The run's sampling options with a request's changes.
+
+        Other changes raise `ValueError`, or are counted and ignored.
+        """
         if options.n < 1:
             raise ValueError(f"n must be >= 1, got {options.n}")
         run = {**NEUTRAL, **vars(self._sampling), "max_tokens": self._sampling.max_new_tokens}
@@ -500,14 +507,14 @@ class Session:
         )
 
     def _know(self, turn: int) -> None:
-        """Note a turn and the turns above it."""
+        """Record a turn and the turns above it."""
         while turn != ROOT:
             parent = self._sampler.episode.turn(turn).parent
             self._children.setdefault(parent, {})[turn] = None
             turn = parent
 
     def _deepest(self, tokens: Sequence[int]) -> tuple[int, int]:
-        """The deepest turn whose path these tokens begin with, and the number of tokens on its path."""
+        """The deepest turn whose path is a prefix of these tokens, and the number of tokens on its path."""
         ids = np.asarray(tokens, dtype=np.int32)
         best, open_paths = (ROOT, 0), [(ROOT, 0)]
         while open_paths:
@@ -523,7 +530,7 @@ class Session:
 
 
 def _digest(request: ChatRequest | TextRequest) -> str:
-    """The same for requests of the same content, whatever their keys."""
+    """A digest of a request's content; the key does not count."""
     kept = [value for name, value in vars(request).items() if name not in ("key", "is_retry")]
     content = orjson.dumps(kept, option=orjson.OPT_SORT_KEYS, default=repr)
     return hashlib.blake2b(content, digest_size=16).hexdigest()
