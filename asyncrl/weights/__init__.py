@@ -1,1 +1,1 @@
-"""How a policy version reaches the engines: its manifest, and the ways in which its bytes travel and are verified."""
+"""The transfer of policy versions to the engines: manifests, carriers of the bytes, and verification."""

@@ -1,4 +1,4 @@
-"""Assembles published tensors from pieces that arrive, and compares each piece with its digest."""
+"""Assembles published tensors from received pieces, and compares each piece with its digest."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ BUCKET_BYTES = 64 << 20
 
 
 def known_dtype(stored: StoredTensor) -> torch.dtype:
-    """Return torch's type of a tensor. Raises `WeightsError` if torch does not have the type."""
+    """Return torch's dtype of a tensor. Raises `WeightsError` if torch does not have this dtype."""
     if stored.dtype not in DTYPES:
         raise WeightsError(f"{stored.name} is of type {stored.dtype}; known are {sorted(DTYPES)}")
     return getattr(torch, DTYPES[stored.dtype])
 
 
 class DeviceDigests:
-    """Computes `manifest.device_digest_of` on a device; nothing there waits for the host."""
+    """Computes `manifest.device_digest_of` on a device, without synchronization with the host."""
 
     def __init__(self, device: torch.device) -> None:
         self._factors: Tensor = factors_of(torch.arange(PIECE_BYTES // 4, device=device))
@@ -36,7 +36,7 @@ class DeviceDigests:
 
         Args:
             data: [bytes] uint8 on the device, adjacent pieces.
-            sizes: Bytes of each piece. Equal ones are digested together.
+            sizes: Bytes of each piece. Pieces of equal size are digested together.
         """
         digests: list[Tensor] = []
         at = 0
@@ -55,7 +55,7 @@ class BucketCopies:
     """Copies host bytes to a device through two buckets, page-locked for a GPU.
 
     Args:
-        threads: Copy into the buckets.
+        threads: Threads that copy into the buckets.
         device: The device.
     """
 
@@ -66,7 +66,7 @@ class BucketCopies:
         self._sent = [torch.cuda.Event() for _ in range(2)] if is_cuda else []
 
     def copied(self, source: np.ndarray) -> Tensor:
-        """Return a copy, [bytes] uint8; the device may still be filling it."""
+        """Return a copy, [bytes] uint8. The device may not have finished the copy yet."""
         target = torch.empty(len(source), dtype=torch.uint8, device=self._device)
         for start in range(0, len(source), BUCKET_BYTES):
             index, data = self._count % 2, source[start : start + BUCKET_BYTES]
@@ -84,14 +84,14 @@ class BucketCopies:
 
 
 class TensorAssembly:
-    """The tensors of one version. Each tensor is returned once all of its pieces were added and verified.
+    """The tensors of one version. Each tensor is returned when all of its pieces have been added and verified.
 
-    A tensor whose pieces are added together is a view of the added bytes. Any other tensor has its own memory. Neither
-    is written to again, so a model may keep it.
+    A tensor whose pieces are added together is a view of the added bytes. Any other tensor has its own memory. This
+    class does not write to returned tensors again, so a model may keep them.
 
     Args:
-        manifest: Of the version; it has one data file.
-        name: Of the version, for messages.
+        manifest: Manifest of the version, with one data file.
+        name: Name of the version, for messages.
         device: Device of the pieces and tensors.
         digests_there: Compare digests that the device computes, `Piece.device_digest`.
 
@@ -116,11 +116,11 @@ class TensorAssembly:
         """Verify adjacent pieces; yield name and tensor of each tensor that is now complete.
 
         Args:
-            span: The pieces in order, none of them added before.
+            span: The pieces in order; they must not have been added before.
             data: [bytes] uint8, the bytes of the pieces.
 
         Raises:
-            WeightsError: the bytes are not those that were published.
+            WeightsError: the bytes differ from the published bytes.
         """
         first, wrong = span[0].start, self._wrong(span, data)
         for piece in span:
@@ -142,7 +142,7 @@ class TensorAssembly:
                 yield stored.name, shaped(stored, self._begun.pop(stored.name, data[max(begin, 0) : max(end, 0)]))
 
     def _wrong(self, span: Sequence[Piece], data: Tensor) -> list[Piece]:
-        """Return the pieces with other bytes than were published. Bytes on a GPU are digested there."""
+        """Return the pieces whose bytes differ from the published ones. Bytes on a GPU are digested on the GPU."""
         if self._digests is not None:
             arrived = torch.stack(self._digests.of(data, [piece.num_bytes for piece in span])).tolist()
             return [piece for piece, digest in zip(span, arrived, strict=True) if piece.device_digest != digest]
@@ -171,7 +171,7 @@ class TensorAssembly:
 
 
 def shaped(stored: StoredTensor, data: Tensor) -> Tensor:
-    """Return [bytes] uint8 as the tensor, a view where the start is aligned. Raises `WeightsError` as `known_dtype`."""
+    """Convert [bytes] uint8 to the tensor; it is a view if the start is aligned. Raises as `known_dtype`."""
     dtype = known_dtype(stored)
     aligned = data if data.data_ptr() % dtype.itemsize == 0 else data.clone()
     return aligned.view(dtype).view(stored.shape)

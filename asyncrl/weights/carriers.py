@@ -1,4 +1,4 @@
-"""The carriers of weights: what each can do, and the check of a run's options."""
+"""The carriers of weights: the capabilities of each, and the check of a run's options."""
 
 from __future__ import annotations
 
@@ -29,8 +29,10 @@ class PublishOptions:
 
     Attributes:
         carrier: How the bytes reach the engines.
-        full_every: Every ``full_every``-th version is full. The others hold the changes since the version before.
-        adapters: If the model has adapters, publish them alone, and the frozen weights once with the first version.
+        full_every: Every ``full_every``-th version is full. The other versions hold the changes since the previous
+            version.
+        adapters: If the model has adapters, publish only the adapters, and publish the frozen weights once, with the
+            first version.
         timeout_s: Deadline of a transfer, without the second per 100 MB.
         num_held: Newest versions that each rank of a stream holds in memory.
         interface: Network interface on which engines reach the learner ranks; ``lo`` is this host only.
@@ -49,7 +51,7 @@ class PublishOptions:
 
     @property
     def into_engines(self) -> bool:
-        """Whether the receivers are ranks of engines, which stand still during a round."""
+        """Whether the receivers are ranks of engines. Engines pause during a round."""
         return self.carrier == Carrier.engine_stream
 
     @property
@@ -68,11 +70,11 @@ class CarrierRules:
 
     Attributes:
         option: The options that choose the carrier.
-        carrier: The carrier that offers name.
-        is_remote: Whether it reaches other hosts.
+        carrier: The carrier in the offers.
+        is_remote: Whether the carrier reaches other hosts.
         kinds: Kinds of versions that it carries.
         keeps_all: Whether all versions can be kept.
-        uses: Options that only this carrier reads.
+        uses: Options that only this carrier uses.
         needs: Options of ``uses`` that a run on several hosts must set, with the expected value.
     """
 
@@ -125,10 +127,10 @@ class CarrierUse:
 
     Attributes:
         full_every: See `PublishOptions`; above 1 the run publishes deltas.
-        adapters: Whether adapters are published alone.
+        adapters: Whether adapters are published without the frozen weights.
         num_hosts: Nodes of the run.
         keeps_all: Whether all versions are kept.
-        given: Options of single carriers that differ from their defaults, with their values.
+        given: Options for particular carriers that differ from their defaults, with their values.
     """
 
     full_every: int

@@ -103,19 +103,19 @@ def write_delta(
                     )
                     stream.write(data)
         stream.flush()
-        os.fsync(stream.fileno())  # other hosts that share the directory see it only then
+        os.fsync(stream.fileno())  # before this, other hosts that share the directory do not see the bytes
     return changes
 
 
 def apply_delta(manifest: Manifest, image: np.ndarray) -> None:
-    """Change the data file of the base into the one of the manifest, and verify each changed piece.
+    """Change the data file of the base into that of the manifest's version, and verify each changed piece.
 
     Args:
         manifest: Manifest of a delta.
         image: [bytes] uint8, the base's data file; changed in place.
 
     Raises:
-        FileNotFoundError: a newer version took the version's place.
+        FileNotFoundError: a newer version has replaced the version.
         WeightsError: a piece differs from the published one; the image is then undefined.
     """
     delta = manifest.delta

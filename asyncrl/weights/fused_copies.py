@@ -1,10 +1,10 @@
-"""Loads experts with a few large copies, at the places where the model's own loader puts them.
+"""Loads experts with a few large copies, to the same places as the model's own loader.
 
 A checkpoint has one tensor per expert and projection; an engine has all experts of a layer in one parameter. The first
-load goes through the model's ``load_weights``, and `LoadObserver` records where each tensor is copied to. `FusedCopies`
-repeats these copies in later loads: it joins copies at equal distances into one, so that thousands of calls become a
-few per span of bytes. The observed places include everything that the loader decides: tensor and expert parallelism,
-the order of gate and up, and the layout of the kernel. No layout is assumed.
+load calls the model's ``load_weights``, and `LoadObserver` records the target of each copy. `FusedCopies` repeats these
+copies in later loads: it joins copies at equal distances into one, so that thousands of calls become a few per span of
+bytes. The observed places include everything that the loader decides: tensor and expert parallelism, the order of gate
+and up, and the layout of the kernel. No layout is assumed.
 
 A parameter is loaded in this way only if the record is complete. Otherwise the loader gets its tensors by name, every
 time:
@@ -47,7 +47,7 @@ class _Block:
     """A copy between two strided views with the same shape. Offsets and strides count values.
 
     Attributes:
-        source: Offset in the tensor, or in its storage. A constant has no source, and repeats ``start``.
+        source: Offset in the tensor, or in its storage. A constant has no source and repeats ``start``.
         start: Offset in the parameter's storage.
     """
 
@@ -68,12 +68,12 @@ class _TensorCopies:
 
 
 class FusedCopies:
-    """The copies of a model's loader that were recorded completely. Empty if there are none.
+    """The completely recorded copies of a model's loader; may be empty.
 
     Args:
-        parameters: The model's, by name.
+        parameters: The model's parameters by name.
         tensors: The copies of each tensor, by its name in a checkpoint.
-        constants: Parameter, value and places of what the loader writes without a tensor.
+        constants: Parameter, value and places of the loader's writes that do not come from a tensor.
         arrangement: See `LoadObserver`.
     """
 
@@ -135,10 +135,10 @@ def _copy_joined(tensors: list[tuple[Tensor, _TensorCopies]], parameters: Parame
 
 
 def joined(blocks: list[_Block]) -> list[_Block]:
-    """Join blocks of equal form at equal distances, again and again, until no two can be joined.
+    """Join blocks of equal shape at equal distances repeatedly, until no two blocks can be joined.
 
     Args:
-        blocks: In the order of their places in one parameter; none overlaps another.
+        blocks: Blocks of one parameter, in order of their places, without overlap.
     """
     while True:
         runs: list[list[_Block]] = []
@@ -159,7 +159,7 @@ def _continues(run: list[_Block], block: _Block) -> bool:
         return False
     step, source_step = block.start - last.start, block.source - last.source
     if len(run) == 1:
-        return source_step > 0  # a stride is not negative
+        return source_step > 0  # strides are not negative
     return (step, source_step) == (last.start - run[-2].start, last.source - run[-2].source)
 
 
@@ -175,25 +175,25 @@ def _as_one(run: list[_Block]) -> _Block:
 
 
 class LoadObserver:
-    """Records where a model's loader copies each tensor to.
+    """Records the targets of a model loader's copies.
 
     Args:
-        parameters: The model's, by name.
-        arrangement: Everything else that the loader's places depend on, such as which experts this rank has. None: it
-            is not known, and the copies are never used.
+        parameters: The model's parameters by name.
+        arrangement: Other conditions that determine the loader's places, such as this rank's experts. None: unknown;
+            then the copies are never used.
     """
 
     def __init__(self, parameters: Parameters, arrangement: str | None = "") -> None:
         self._parameters, self._places, self._arrangement = parameters, _places_of(parameters), arrangement
         self._names = {_storage(parameter): name for name, parameter in parameters.items()}
         self._known: dict[str, _TensorCopies] = {}
-        # By storage: a reference that keeps its address from being used again, and the tensors by their first byte.
+        # By storage: a reference that prevents reuse of its address, and the tensors by their first byte.
         self._published: dict[int, tuple[StorageWeakRef, list[tuple[int, int, str]]]] = {}
-        self._writes: dict[str, list[tuple[_Block, str | float]]] = {}  # of a tensor, or a constant
-        self._excluded: set[str] = set()  # tensors and parameters
+        self._writes: dict[str, list[tuple[_Block, str | float]]] = {}  # of a tensor (str) or a constant (float)
+        self._excluded: set[str] = set()  # names of tensors and parameters
 
     def seen(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Pass tensors on to the loader, and remember them."""
+        """Pass tensors to the loader, and remember them."""
         for name, tensor in tensors:
             if name in self._known:
                 self._excluded.add(name)
@@ -205,7 +205,7 @@ class LoadObserver:
             yield name, tensor
 
     def wrote(self, name: str, target: Tensor, source: Tensor | float) -> None:
-        """Record a write of the loader into a parameter, of a tensor or of a constant."""
+        """Record the loader's write of a tensor or a constant into a parameter."""
         if not target.numel():
             return
         shape, start, strides = tuple(target.shape), int(target.storage_offset()), tuple(target.stride())
@@ -221,7 +221,10 @@ class LoadObserver:
         self._writes.setdefault(name, []).append((block, found[0]))
 
     def computed(self, arguments: Any) -> None:
-        """Record an operation that is neither a view nor a write: the tensors in its arguments are not only copied."""
+        """Record an operation that is neither a view nor a write.
+
+        The load of the tensors in its arguments is more than a copy.
+        """
         for leaf in tree_leaves(arguments):
             if isinstance(leaf, Tensor):
                 if (parameter := self._names.get(_storage(leaf))) is not None:
@@ -230,7 +233,7 @@ class LoadObserver:
                     self._excluded.add(found[0])
 
     def copies(self) -> FusedCopies:
-        """Return the completely recorded copies, after a load that succeeded."""
+        """Return the completely recorded copies after a successful load."""
         sources = {
             name: {tensor for _, tensor in writes if isinstance(tensor, str)} for name, writes in self._writes.items()
         }
@@ -268,7 +271,7 @@ class LoadObserver:
         )
 
     def _is_written_once(self, name: str) -> bool:
-        """Return whether the writes into a parameter are next to one another and together the whole parameter."""
+        """Return whether the writes into a parameter are adjacent and together cover the whole parameter."""
         parameter = self._parameters[name]
         if not parameter.is_contiguous() or parameter.dtype not in _DTYPES:
             return False
@@ -284,7 +287,7 @@ class LoadObserver:
         return is_adjacent and int(starts[0]) == first and int(ends[-1]) == first + parameter.numel()
 
     def _tensor_of(self, view: Tensor) -> tuple[str, int] | None:
-        """Return name and first byte of the tensor that a view is part of."""
+        """Return name and first byte of the tensor of a view."""
         published = self._published.get(_storage(view))
         if published is None or not view.numel():
             return None

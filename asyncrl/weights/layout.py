@@ -30,7 +30,7 @@ _DTYPE_NAMES = {getattr(torch, dtype): name for name, dtype in DTYPES.items()}
 
 
 class Part(Enum):
-    """Part of a model that a file holds: all of it with adapters merged, the frozen weights, or the adapters."""
+    """The part of a model in a file: the whole model with merged adapters, the frozen weights, or the adapters."""
 
     whole = "whole"
     frozen = "frozen"
@@ -42,9 +42,9 @@ class ModelShards(Protocol):
 
     Attributes:
         name: Class of the model, for messages.
-        dtype: Type of written parameters, except adapters.
+        dtype: Dtype of the written parameters, except adapters.
         rank: This rank, of ``num_ranks``.
-        group: A gloo group of all ranks, beside those of training; None for a single rank.
+        group: A gloo group of all ranks, separate from the groups of training; None for a single rank.
         has_adapters: Whether the model has adapters.
     """
 
@@ -56,7 +56,7 @@ class ModelShards(Protocol):
     has_adapters: bool
 
     def held(self, part: Part) -> dict[str, Tensor]:
-        """Return the sharded parameters and stored buffers of a part of the model, by name."""
+        """Return the sharded parameters and the stored buffers of a part of the model, by name."""
         ...
 
     def converted(self, part: Part, weights: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -64,7 +64,10 @@ class ModelShards(Protocol):
         ...
 
     def adapted_layers(self, tensor_of: Mapping[str, str]) -> tuple[AdaptedLayer, ...]:
-        """Return every adapted layer; ``tensor_of`` maps parameters to tensors. Raises `WeightsError` if absent."""
+        """Return every adapted layer; ``tensor_of`` maps parameters to tensors.
+
+        Raises `WeightsError` if a tensor is missing.
+        """
         ...
 
     def describe(self, folder: Path, part: Part) -> None:
@@ -72,7 +75,7 @@ class ModelShards(Protocol):
         ...
 
     def gather(self, value: T, kind: Any) -> list[T]:
-        """Return the values of all ranks in order; a collective. ``kind`` is the type of ``value``."""
+        """Return the values of all ranks in rank order; a collective. ``kind`` is the type of ``value``."""
         ...
 
 
@@ -110,7 +113,7 @@ class Region:
 class ModelLayout:
     """The layout of one part of a model. Only the regions differ between ranks.
 
-    Adapters are written in their training type: a smaller type would round small updates away.
+    Adapters are written in their training dtype: a smaller dtype would round small updates to zero.
 
     Args:
         shards: The model on this rank.
@@ -135,7 +138,7 @@ class ModelLayout:
             name: _as_published(tensor, tensor.dtype if part is Part.adapters else shards.dtype)
             for name, tensor in self._held.items()
         }
-        # Wide types first: every tensor then starts at a multiple of its type's size. All ranks sort alike.
+        # Wide dtypes come first, so every tensor starts at a multiple of its item size. All ranks sort in the same way.
         made = shards.converted(part, meta)
         published = dict(sorted(made.items(), key=lambda item: (-item[1].element_size(), item[0])))
         sizes = [(name, _DTYPE_NAMES[t.dtype], t.shape, t.nbytes) for name, t in published.items()]
@@ -261,7 +264,10 @@ class ModelLayout:
         data[: len(self.head)].copy_(torch.frombuffer(bytearray(self.head), dtype=torch.uint8))
 
     def _regions(self, name: str, first: int, num_values: int, start: int, dtype: torch.dtype) -> Iterator[Region]:
-        """Yield this rank's region of a contiguous range of a parameter's values, which is written from ``start``."""
+        """Yield this rank's region of a contiguous range of a parameter's values.
+
+        The range starts at byte ``start`` of the file.
+        """
         own_first, own_size = self._own_values(name)
         begin, end = max(first, own_first), min(first + num_values, own_first + own_size)
         if begin < end:
@@ -275,7 +281,7 @@ class ModelLayout:
             )
 
     def _own_values(self, name: str) -> tuple[int, int]:
-        """Return the first value and the number of values that this rank writes of a flattened parameter.
+        """Return the first index and the number of values that this rank writes from a flattened parameter.
 
         If several ranks hold the same shard, the first one writes it. Raises `WeightsError` if shards are not rows.
         """
@@ -299,12 +305,12 @@ def in_file(data: Tensor) -> Callable[[StoredTensor], Tensor]:
 
 
 def dtype_of(stored: StoredTensor) -> torch.dtype:
-    """Return torch's type of a stored tensor."""
+    """Return torch's dtype of a stored tensor."""
     return getattr(torch, DTYPES[stored.dtype])
 
 
 def _as_published(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a whole parameter as ``dtype``, without data; buffers keep their type."""
+    """Return a whole parameter as ``dtype``, without data; buffers keep their dtype."""
     kept = dtype if isinstance(tensor, nn.Parameter) else tensor.dtype
     return torch.empty(tensor.shape, dtype=kept, device="meta")
 

@@ -70,7 +70,7 @@ class WeightSource(Protocol):
     manifest: Manifest
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield name and tensor of each once. A tensor does not change while it is referenced."""
+        """Yield each tensor with its name, once. A tensor does not change while it is referenced."""
         ...
 
     @property
@@ -79,7 +79,7 @@ class WeightSource(Protocol):
         ...
 
     def verify(self) -> None:
-        """Raise `WeightsError` unless every byte is there and equals the published byte."""
+        """Raise `WeightsError` unless every byte has arrived and equals the published byte."""
         ...
 
     def close(self) -> None:
@@ -110,7 +110,7 @@ def load_verified(
         tensors = weights.tensors()
         if adapter is not None:
             tensors = adapter.merged(tensors, device)
-        fused, observer = _fused.pop(model, None), None  # a load after a failure goes by names
+        fused, observer = _fused.pop(model, None), None  # after a failure, the next load does not use recorded copies
         if fused is not None and fused.fit(parameters, arrangement):
             tensors = fused.take(tensors, parameters)
         else:
@@ -157,10 +157,10 @@ def open_weights(offer: WeightOffer, device: torch.device, *, timeout_s: float) 
 
     Raises:
         WeightsGone: the learner ranks no longer hold the version.
-        FileNotFoundError: a newer version took the place of the files.
-        WeightsError: the manifest is not the one that was offered.
+        FileNotFoundError: a newer version has replaced the files.
+        WeightsError: the manifest differs from the offered one.
     """
-    if offer.carrier == Carrier.engine_stream:  # a plain string in an order of a server
+    if offer.carrier == Carrier.engine_stream:  # in an engine server the carrier is a plain string
         return ArrivingWeights(offer, device, timeout_s=timeout_s)
     return FileWeights(offer, None if device.type == "cpu" else device)
 
@@ -169,7 +169,7 @@ class FileWeights:
     """The tensors of an offer in mapped files. For an adapter, the frozen weights are not included.
 
     Without a device, the tensors are views of the files; `copy` and `verify` verify the bytes. With a device, the
-    tensors are copies there: each byte is copied once, and `verify` compares digests that the device computes.
+    tensors are copies on the device: each byte is copied once, and `verify` compares digests that the device computes.
 
     Args:
         offer: A full version or an adapter.
@@ -191,7 +191,7 @@ class FileWeights:
         self.manifest = read_manifest(offer)
         self._name = offer.name
         self._maps = [map_file(Path(self.manifest.directory, name)) for name in self.manifest.files]
-        with warnings.catch_warnings():  # the files are mapped read-only, and this class does not write
+        with warnings.catch_warnings():  # the files are mapped read-only, and this class does not write to them
             warnings.simplefilter("ignore", UserWarning)
             self._files = [torch.from_numpy(data) for data in self._maps]
         self._pieces = {(piece.file, piece.start): piece for piece in self.manifest.pieces}
@@ -209,7 +209,7 @@ class FileWeights:
             yield stored.name, shaped(stored, self._files[stored.file][stored.start : stored.start + stored.num_bytes])
 
     def _copies(self, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-        """Copy on a thread, a few spans ahead, where the loader's dispatch mode sees no operation."""
+        """Copy in a thread, a few spans ahead. The loader's dispatch mode does not see operations of that thread."""
         copies, digests = BucketCopies(self._threads, device), DeviceDigests(device)
         stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         pending: deque[Future[list[tuple[str, Tensor]]]] = deque()
@@ -222,7 +222,7 @@ class FileWeights:
                 yield from pending.popleft().result()
 
     def _spans(self) -> Iterator[list[StoredTensor]]:
-        """Yield adjacent tensors of up to `BUCKET_BYTES` together: experts are many and small."""
+        """Yield adjacent tensors of up to `BUCKET_BYTES` together, because there are many small experts."""
         span: list[StoredTensor] = []
         for stored in self.manifest.tensors:
             if span:
@@ -252,11 +252,11 @@ class FileWeights:
 
     @property
     def copier(self) -> FileWeights | None:
-        """This object, for views of the files (`WeightSource.copier`)."""
+        """This object if the tensors are views of the files (`WeightSource.copier`)."""
         return self if self._device is None else None
 
     def pieces_at(self, address: int, num_bytes: int) -> list[Piece]:
-        """Return the pieces that together are exactly these bytes of a mapped file; empty if there are none."""
+        """Return the pieces that together cover exactly these bytes of a mapped file; empty if no pieces do."""
         for index, data in enumerate(self._maps):
             start = address - data.ctypes.data
             if 0 <= start <= len(data) - num_bytes:
@@ -271,7 +271,7 @@ class FileWeights:
         return found if at == start + num_bytes else []
 
     def copy(self, pieces: Sequence[Piece], target: np.ndarray) -> bool:
-        """Copy pieces to ``target``, [bytes] uint8; return whether ``target`` then holds the published bytes.
+        """Copy pieces to ``target``, [bytes] uint8. Returns whether ``target`` then holds the published bytes.
 
         The copy is digested while it is in the processor's cache, which costs almost nothing. `verify` does not read
         these pieces again.
@@ -308,7 +308,7 @@ class FileWeights:
         self._verified.update(left)
 
     def close(self) -> None:
-        """The mapping stays while tensors view it."""
+        """Release the file. The mapping stays while tensors are views of it."""
 
     def _copy(self, piece: Piece, target: np.ndarray) -> bool:
         source, digest = self._bytes_of(piece), xxhash.xxh3_128()
@@ -328,8 +328,8 @@ class PublishedAdapter:
         weights: The tensors of the adapters.
         base: The frozen weights.
 
-    Raises `FileNotFoundError` if a newer version took its place, `WeightsError` if bytes differ from the published
-    ones.
+    Raises `FileNotFoundError` if a newer version has replaced the adapters, `WeightsError` if bytes differ from the
+    published ones.
     """
 
     def __init__(self, offer: WeightOffer) -> None:
@@ -370,7 +370,7 @@ class AdaptedModules:
         self._hooks: list[RemovableHandle] = []
 
     def load(self, adapter: PublishedAdapter, version: int, modules: Mapping[str, nn.Module]) -> None:
-        """Replace the adapters by those of a version, in the type of the weights; each write is compared.
+        """Replace the adapters by those of a version, in the dtype of the weights; compare each write.
 
         ``modules`` maps names of frozen weights to linear layers. Raises `WeightsError` if a layer is missing, or an
         adapter holds other values afterwards.
@@ -406,9 +406,10 @@ def _add(down: Tensor, up: Tensor, scale: float, _: nn.Module, inputs: tuple[Ten
 
 @contextmanager
 def submissions_run_at_once() -> Iterator[None]:
-    """In this block, ``ThreadPoolExecutor.submit`` runs the work of this thread at once, on this thread.
+    """In this block, ``ThreadPoolExecutor.submit`` of this thread runs the work at once, on this thread.
 
-    Other threads submit as usual, and so do subclasses that define ``submit``, such as `DigestThreads`.
+    The ``submit`` of other threads does not change. Neither does that of subclasses with their own ``submit``, such as
+    `DigestThreads`.
     """
     this_thread, submit = threading.get_ident(), ThreadPoolExecutor.submit
 
@@ -418,7 +419,7 @@ def submissions_run_at_once() -> Iterator[None]:
         future: Future[T] = Future()
         try:
             future.set_result(function(*args, **kwargs))
-        except Exception as error:  # noqa: BLE001 - raised where the result is read
+        except Exception as error:  # noqa: BLE001 - reading the result raises it
             future.set_exception(error)
         return future
 
@@ -433,7 +434,7 @@ class ComparedWrites(TorchDispatchMode):
     """In this block, every copy of published weights into one of the parameters is verified.
 
     A copy of whole pieces on the CPU is compared with the published digest. Any other copy (part of a piece, another
-    type, on a GPU) is compared with its source, and the source's digest is verified at the end.
+    dtype, on a GPU) is compared with its source, and the source's digest is verified at the end.
 
     A dispatch mode sees only the operations of its own thread. The loaders of some models in SGLang submit copies to a
     thread pool; in this block these copies run on this thread.
@@ -453,7 +454,7 @@ class ComparedWrites(TorchDispatchMode):
         self._sizes: dict[str, int] = {}
         for name, parameter in parameters.items():
             key = parameter.untyped_storage()._cdata
-            if key not in self._names:  # tied parameters are one
+            if key not in self._names:  # tied parameters count as one
                 self._names[key] = name
                 self._sizes[name] = 0
             self._sizes[self._names[key]] = max(self._sizes[self._names[key]], parameter.numel())
@@ -528,7 +529,8 @@ class ComparedWrites(TorchDispatchMode):
             differs = torch.tensor(not copier.copy(pieces, flat))
         else:
             _copy(target, source)
-            # As integers, because not-a-number differs from itself. `check` reads the results: no synchronization here.
+            # Compare integers, because not-a-number differs from itself. `check` reads the results, so this does not
+            # synchronize.
             integers, wanted = _INTEGERS[target.element_size()], source
             if not (is_alike and is_flat and source.device == target.device):
                 target, wanted = target.contiguous(), source.to(target).expand(target.shape).contiguous()

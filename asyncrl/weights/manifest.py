@@ -53,8 +53,8 @@ class StoredTensor:
     """A tensor in a data file.
 
     Attributes:
-        name: In the checkpoint. Example: ``"model.norm.weight"``.
-        dtype: As safetensors names it. Example: ``"BF16"``.
+        name: Name in the checkpoint. Example: ``"model.norm.weight"``.
+        dtype: Dtype by its name in safetensors. Example: ``"BF16"``.
         shape: Sizes.
         file: Index into `Manifest.files`.
         start: First byte in the file; ``num_bytes`` follow.
@@ -73,8 +73,7 @@ class Piece:
     """Bytes of one tensor in a data file, with their digest.
 
     Attributes:
-        device_digest: `device_digest_of` the bytes, which an engine on a GPU compares there; None from a learner on a
-            CPU.
+        device_digest: `device_digest_of` the bytes, for engines on a GPU; None from a learner on a CPU.
     """
 
     file: int
@@ -157,8 +156,8 @@ class Manifest:
 
     Attributes:
         directory: Folder of ``files``, the model in Hugging Face layout. The written path is relative if the manifest
-            is in the folder or beside it, so that both can be moved together.
-        files: Data files in safetensors format. For a delta, the file that results from it.
+            is in the folder or beside it. Then both can be moved together.
+        files: Data files in safetensors format. For a delta, the resulting file.
         tensors: Every tensor.
         pieces: All bytes of all tensors. For a delta, those of the resulting file.
         delta: The changes, if the version has no data file.
@@ -179,7 +178,7 @@ class Manifest:
 
     @property
     def base(self) -> WeightOffer | None:
-        """The version that this version needs; None for a full version."""
+        """The version on which this version depends; None for a full version."""
         needs = self.delta or self.adapter
         return None if needs is None else needs.base
 
@@ -205,7 +204,7 @@ class Manifest:
         self._check_coverage()
         folder = path.parent.absolute()
 
-        def seen_from_folder(other: str) -> str:  # relative if it is in the folder or beside it
+        def seen_from_folder(other: str) -> str:  # relative if the manifest is in the folder or beside it
             whole = Path(other).absolute()
             if whole.is_relative_to(folder):
                 return str(whole.relative_to(folder))
@@ -225,7 +224,7 @@ class Manifest:
         )
 
     def with_paths(self, change: Callable[[str], str]) -> Manifest:
-        """Return the manifest with other paths of its folder and of its base's manifest."""
+        """Return the manifest with new paths for its folder and for its base's manifest."""
         changed = replace(self, directory=change(self.directory))
         if needs := self.delta or self.adapter:
             base = replace(needs.base, manifest=change(needs.base.manifest))
@@ -311,8 +310,8 @@ class DigestThreads(ThreadPoolExecutor):
         super().__init__(num_threads)
 
     def wrong(self, pieces: Sequence[Piece], bytes_of: Callable[[Piece], np.ndarray]) -> list[Piece]:
-        """Return the pieces whose bytes, [bytes] uint8, are not those that were published."""
-        mapped = map if len(pieces) == 1 else self.map  # a thread would take longer to wake
+        """Return the pieces whose bytes, [bytes] uint8, differ from the published ones."""
+        mapped = map if len(pieces) == 1 else self.map  # waking a thread would take longer
         are_right = mapped(lambda piece: digest_of(bytes_of(piece)) == piece.digest, pieces)
         return [piece for piece, is_right in zip(pieces, are_right, strict=True) if not is_right]
 
@@ -321,8 +320,8 @@ def read_manifest(offer: WeightOffer) -> Manifest:
     """Read the manifest of an offer.
 
     Raises:
-        FileNotFoundError: a newer version took its place.
-        WeightsError: it is not the one that was offered, or names a file outside its folder.
+        FileNotFoundError: a newer version has replaced it.
+        WeightsError: the manifest differs from the offered one, or names a file outside its folder.
     """
     return parse_manifest(offer, Path(offer.manifest).read_bytes())
 
@@ -345,17 +344,17 @@ def parse_manifest(offer: WeightOffer, content: bytes) -> Manifest:
 
 
 def map_file(path: Path) -> np.ndarray:
-    """Map a whole file read-only: [bytes] uint8. The mapping stays valid when the file is removed."""
+    """Map a whole file read-only: [bytes] uint8. The mapping stays valid after the file is removed."""
     with path.open("rb") as file:
         mapping = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
     return np.frombuffer(mapping, dtype=np.uint8)
 
 
 def safetensors_header(tensors: Sequence[tuple[str, str, Sequence[int], int]]) -> tuple[bytes, list[int]]:
-    """Return the head of a safetensors file; others write the data.
+    """Return the head of a safetensors file; the caller writes the data.
 
     Args:
-        tensors: Name, dtype as safetensors names it, shape and bytes of each, in the order of the file.
+        tensors: Name, dtype (safetensors name), shape and bytes of each tensor, in file order.
 
     Returns:
         The bytes before the data, and the first byte of each tensor in the file.

@@ -1,7 +1,7 @@
 """The learner's side of a weight update: the ranks copy their shards, digest them, and rank 0 offers the version.
 
 `WeightPublisher.publish` copies the shards once, into prepared memory, and the learner continues. A thread does the
-rest beside training: it converts and digests the bytes, gathers the digests of all ranks, and writes the manifest. A
+rest during training: it converts and digests the bytes, gathers the digests of all ranks, and writes the manifest. A
 rank that fails tells the other ranks, so that they do not wait for it, and rank 0 reports the failure.
 
 A version is full, a delta to the version before, or the adapters alone. The bytes lie in files. With a stream each rank
@@ -78,7 +78,7 @@ class WeightPublisher:
         self._adapter: Adapter | None = None
         if self._options.adapters and shards.has_adapters:
             self._publish_adapters_alone()
-        # Only rank 0 read the checkpoint's files; the other ranks know the class.
+        # Rank 0 takes the names from the checkpoint's files; the other ranks take them from the model class.
         heads = digest_of(self._layout.head + (b"" if self._frozen is None else self._frozen.head))
         if len(set(shards.gather(heads, str))) > 1:
             raise WeightsError(
@@ -96,7 +96,7 @@ class WeightPublisher:
                 self._sender = WeightSender(
                     self._options, rank=shards.rank, num_ranks=shards.num_ranks, address=address
                 )
-            self._is_elsewhere = place[0] != host  # such a rank needs no folder once it holds a version
+            self._is_elsewhere = place[0] != host  # such a rank removes the folder of a version that it holds in memory
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="publish")
         self._count = 0
         self._ready: Future[list[RankPart]] = self._thread.submit(self._prepare)
@@ -105,10 +105,10 @@ class WeightPublisher:
     def publish(self, version: int, *, then: Callable[[], None] = lambda: None) -> Future[WeightOffer | None]:
         """Copy the current weights, and publish them as ``version`` in the background.
 
-        ``then`` is called when this rank has copied. The version is offered after ``then`` has returned on all ranks.
+        ``then`` is called after this rank's copy. The version is offered after ``then`` has returned on all ranks.
 
         Returns:
-            The offer on rank 0, None on the other ranks. The next call waits for it.
+            The offer on rank 0, None on the other ranks. The next call waits for the offer.
 
         Raises:
             WeightsError: there is no room, or the previous version failed.
@@ -160,7 +160,7 @@ class WeightPublisher:
     # On the thread
 
     def _prepare(self) -> list[RankPart]:
-        """Remove old versions, and make the files of the next version."""
+        """Remove old versions, and create the files of the next version."""
         with self._stage("prepare"):
             if self._is_first and self._keep > 0 and self._directory.is_dir():
                 self._remove_old()
@@ -185,7 +185,7 @@ class WeightPublisher:
         versions = sorted(path for path in self._directory.iterdir() if _SNAPSHOT.fullmatch(path.name))
         data_file = DATA_FILE if self._frozen is None else ADAPTER_FILE
         first_kept = max(0, len(versions) - self._keep)
-        while first_kept > 0:  # the first kept version has no base, and engines need no older one
+        while first_kept > 0:  # the first kept version has no base, and engines do not need older versions
             first = versions[first_kept]
             is_needed = self._is_shown and first.name > _folder_name(self._oldest)
             if not is_needed and (self._options.full_every == 1 or (first / data_file).exists()):
@@ -237,7 +237,7 @@ class WeightPublisher:
         return record.span(SpanKind.publish_stage, lane="/publish", version=version, cause=name)
 
     def _gathered(self, version: int, parts: list[RankPart] | Exception) -> list[Any]:
-        """Finish this rank's part; returns per rank its `RankShare` of each file, or the text of its failure."""
+        """Finish this rank's part. Returns, per rank, the `RankShare` of each file or the text of the failure."""
         own: list[RankShare] | str | None = None
         if self._exchanged(parts):
             try:
@@ -250,28 +250,28 @@ class WeightPublisher:
         if self._shards.num_ranks == 1:
             return [own]
         gathered = self._shards.gather((own, self._oldest), tuple[list[RankShare] | str | None, int])
-        self._oldest = gathered[0][1]  # rank 0 has it from the log
+        self._oldest = gathered[0][1]  # rank 0 gets the oldest version from the log
         if self._sender is not None:
             self._sender.retire(self._oldest)
-        if self._is_elsewhere and not isinstance(parts, Exception):  # the rank holds its part in memory
+        if self._is_elsewhere and not isinstance(parts, Exception):  # this rank holds its part in memory
             for part in parts:
                 shutil.rmtree(part.folder, ignore_errors=True)
         return [share for share, _ in gathered]
 
     def _exchanged(self, parts: list[RankPart] | Exception) -> bool:
-        """Send parameters to the ranks that compute with them; returns False if another rank failed."""
+        """Send parameters to the ranks that compute with them. Returns False if another rank failed."""
         layout = self._frozen or self._layout
         if self._shards.group is None or not layout.num_raw_bytes:
             return True
         has_parts = not isinstance(parts, Exception)
         if not all(self._shards.gather(has_parts, bool)) or isinstance(parts, Exception):
-            return not has_parts  # this rank's own error is gathered next
+            return not has_parts  # the next collective gathers this rank's own error
         for part in parts:
             part.exchange()
         return True
 
     def _share(self, version: int, part: RankPart) -> RankShare:
-        """Finish this rank's part of one file, and hold it for the rounds of a stream."""
+        """Finish this rank's part of one file, and keep it in memory for the rounds of a stream."""
         own = part.finish(self._base)
         if self._sender is not None:
             self._sender.hold(FROZEN if part.is_frozen else version, part.data, own.pieces, part.delta())
@@ -284,7 +284,7 @@ class WeightPublisher:
         return own
 
     def _offer(self, version: int, parts: Sequence[RankPart], shares: Sequence[Sequence[RankShare]]) -> WeightOffer:
-        """Move the files into place, frozen weights first, and write their manifests; returns the version's offer."""
+        """Move the files into place, frozen weights first, and write their manifests. Returns the version's offer."""
         offer: WeightOffer | None = None
         for part, own in zip(parts, zip(*shares, strict=True), strict=True):
             offer = self._write_manifest(FROZEN if part.is_frozen else version, part, own)

@@ -1,4 +1,4 @@
-"""The versions that a host receives from a stream: once, for all of its engines.
+"""The versions that a host receives from a stream. All engines of the host share each version.
 
 The workers of a host share one folder in its memory. A worker that wants a version locks the folder. If the version is
 there, the worker links it; otherwise the worker receives it, and the other workers wait for the lock. So each byte
@@ -52,7 +52,7 @@ class ReceivedVersions:
 
     Args:
         folder: The folder of the host's workers; it is made if it does not exist. No other user may write to it.
-        name: Of the worker. Example: ``"engine-3"``.
+        name: Name of the worker. Example: ``"engine-3"``.
         timeout_s: Deadline of a transfer, without the second per 100 MB.
     """
 
@@ -63,11 +63,11 @@ class ReceivedVersions:
 
     @asynccontextmanager
     async def version(self, offer: WeightOffer) -> AsyncIterator[WeightOffer]:
-        """Receive an offered version unless the host has it, and yield it as a folder: in full, or an adapter.
+        """Receive an offered version unless the host has it. Yield it in a folder, in full or as an adapter.
 
-        The yielded version has a folder of its own; the frozen weights of an adapter are beside it. No other worker
-        changes the folders before the context ends. If a worker stands still with the lock, this one receives into
-        folders of its own after twice the deadline of a transfer.
+        The yielded version has its own folder; the frozen weights of an adapter are beside it. No other worker changes
+        the folders before the context ends. If another worker holds the lock for twice the deadline of a transfer, this
+        worker receives into separate folders.
 
         Raises as `receive_weights` does.
         """
@@ -105,7 +105,7 @@ class ReceivedVersions:
             shutil.rmtree(self._entry(offer).rename(self._folder / f"r{uuid.uuid4().hex[:8]}"))
 
     def close(self) -> None:
-        """Remove the folder, if no other worker uses it. May be called more than once."""
+        """Remove the folder if no other worker uses it. May be called more than once."""
         self._close_alone()
         if self._users < 0:
             return
@@ -133,7 +133,7 @@ class ReceivedVersions:
                     if self._users < 0:
                         self._users = _flocked(make_private_folder(self._folder / USERS), fcntl.LOCK_SH)
                     return lock
-                os.close(lock)  # the last worker removed the folder meanwhile
+                os.close(lock)  # the last worker has removed the folder
             except BaseException as error:
                 os.close(lock)
                 if not isinstance(error, FileNotFoundError):
@@ -157,7 +157,7 @@ class ReceivedVersions:
         return self._folder / f"{learner}-{offer.version:08d}"
 
     def _make_room(self, entry: Path, offer: WeightOffer) -> Path | None:
-        """Remove what workers did not finish, and older versions; keep and return the base of a delta."""
+        """Remove incomplete and older versions; keep and return the base of a delta."""
         base = entry.with_name(f"{entry.name[:8]}-{offer.base_version:08d}") if offer.kind == "delta" else None
         for path in self._folder.iterdir():
             other = _ENTRY.fullmatch(path.name)
@@ -168,7 +168,7 @@ class ReceivedVersions:
 
     async def _received(self, offer: WeightOffer, base: Path | None) -> Path:
         """Receive a version into a new folder, and apply a delta; return the folder."""
-        from asyncrl.weights.stream import receive_weights  # torch, which other workers do without
+        from asyncrl.weights.stream import receive_weights  # loads torch, which other workers do not need
 
         holds = "" if base is None else digest_of((base / MANIFEST).read_bytes())
         local = await receive_weights(offer, self._folder, timeout_s=self._timeout_s, holds=holds)
@@ -217,7 +217,7 @@ class ReceivedVersions:
 
 
 def _apply(local: WeightOffer, base: Path) -> None:
-    """Turn the data file of the base into the one of a received delta. The base's file is copied if it is in use."""
+    """Apply a received delta to the data file of the base. If the base's file is in use, apply it to a copy."""
     manifest, folder = read_manifest(local), Path(local.manifest).parent
     assert manifest.delta is not None, "a delta"
     old, new = base / manifest.files[0], folder / manifest.files[0]
@@ -234,10 +234,10 @@ def _apply(local: WeightOffer, base: Path) -> None:
 
 
 def copy_file(source: Path, target: Path) -> None:
-    """Copy a file into one of this user, without following links; an old file there keeps its memory.
+    """Copy a file to a file of this user, without following links. An existing target is overwritten in place.
 
     Raises:
-        FileNotFoundError: there is no source.
+        FileNotFoundError: the source does not exist.
         WeightsError: there is no room, or the target is a link.
     """
     with source.open("rb") as data:
@@ -254,7 +254,7 @@ def copy_file(source: Path, target: Path) -> None:
 
 
 def _is_of(folder: Path, digest: str) -> bool:
-    """Whether a folder has the manifest with this digest. A folder has its name only when it is complete."""
+    """Whether a folder has the manifest with this digest. A folder gets its name when it is complete."""
     try:
         return digest_of((folder / MANIFEST).read_bytes()) == digest
     except (FileNotFoundError, NotADirectoryError):
@@ -272,6 +272,6 @@ def _flocked(folder: Path, operation: int) -> int:
 
 
 def _release(locking: Future[int]) -> None:
-    """Give back a lock that nobody waits for any more."""
+    """Release a lock whose caller was cancelled."""
     if not locking.cancelled() and locking.exception() is None:
         os.close(locking.result())

@@ -1,8 +1,8 @@
-"""Rounds in which the learner ranks send a version over the network: which receivers are in one, and how they meet.
+"""Rounds in which the learner ranks send a version over the network: chooses the receivers and connects the members.
 
     receivers ──ask──▶ rank 0              A round: one version, its receivers, one deadline.
     receivers ◀──call, present──▶ rank 0   A receiver that does not answer the call is not in the round.
-    rank 0 ──round──▶ receivers, ranks     Each member leaves its address at rank 0 for the others (`Meeting`).
+    rank 0 ──round──▶ receivers, ranks     Each member stores its address at rank 0 for the other members (`Meeting`).
     ranks ──done──▶ rank 0                 Then the next round begins.
 
 These messages go over one TCP socket of rank 0, the *channel*. A message is a msgpack map after its length. Each side
@@ -55,12 +55,13 @@ _NONCE_BYTES, _PROOF_BYTES, _SIZE_BYTES = 16, 32, 4
 
 @dataclass(frozen=True, kw_only=True)
 class Round:
-    """One version for the receivers that asked for it.
+    """One transfer of a version to the receivers that requested it.
 
     Attributes:
-        number: Counts from 1.
+        number: Number of the round, from 1.
         version: Policy version.
-        group: The round in which the members made their process group. The first members are the learner ranks.
+        group: Number of the round in which the members made their process group. The first members are the learner
+            ranks.
         num_receivers: Number of receivers.
         shares: Number of the manifest's pieces that each learner rank sends, in the manifest's order.
         is_delta: Each rank sends its delta file instead; the receivers hold the version before.
@@ -100,10 +101,10 @@ class RoundRequest:
     """A receiver's request for a version.
 
     Attributes:
-        receiver: Its connection.
+        receiver: Connection of the receiver.
         version: Policy version.
-        holds: Digest of the version that it holds, or empty.
-        host: Name of its host.
+        holds: Digest of the receiver's current version, or empty.
+        host: Host name of the receiver.
     """
 
     receiver: Any
@@ -113,10 +114,10 @@ class RoundRequest:
 
 
 class HeldVersions(dict[int, T]):
-    """What a learner rank holds of the newest versions, by version. Frozen weights stay.
+    """A learner rank's parts of the newest versions, by version. Frozen weights are never removed.
 
     Args:
-        count: Number of versions. The oldest version that engines are still offered is held as well.
+        count: Number of versions. The oldest version that is still offered to engines is held as well.
     """
 
     def __init__(self, count: int) -> None:
@@ -124,14 +125,14 @@ class HeldVersions(dict[int, T]):
         self._count, self.oldest = count, 0
 
     def add(self, version: int, held: T) -> None:
-        """Hold a version; forget those that are too many."""
+        """Hold a version; forget the oldest versions beyond the limit."""
         self[version] = held
         for older in sorted(self.keys() - {FROZEN})[: -self._count]:
             if older != self.oldest:
                 self.pop(older, None)
 
     def retire(self, oldest: int) -> None:
-        """Forget versions before ``oldest``, the oldest version that engines are still offered."""
+        """Forget versions before ``oldest``, the oldest version that is still offered to engines."""
         self.oldest = max(oldest, self.oldest)
         for version in sorted(self):
             if FROZEN < version < oldest:
@@ -147,7 +148,7 @@ def rounds_of(
         requests: At least one.
         offers: The versions that the ranks hold.
         only_newest: Send only the newest of the requested policy versions. A receiver that requested an older version
-            requests again. False where engines pause for the version that they requested: they cannot take another.
+            requests again. False if engines pause for the requested version: they cannot take another version.
 
     Returns:
         Per round the offer, its requests, and whether a delta is sent. The offer is None if no version is sent.
@@ -166,12 +167,12 @@ def rounds_of(
 
 @dataclass(kw_only=True)
 class Meeting:
-    """What the members of a new group leave for one another.
+    """A key-value store in which the members of a new group exchange addresses.
 
     Attributes:
         ends_s: Time of the event loop at which the round ends.
-        values: What members left, by key.
-        pending: Waiting members, each with its key and the number of keys that must be there.
+        values: Stored values by key.
+        pending: Waiting members, each with its key and the required number of keys.
     """
 
     ends_s: float
@@ -179,7 +180,7 @@ class Meeting:
     pending: list[tuple[Any, str, int]] = field(default_factory=list)
 
     def take(self, member: Any, message: Mapping[str, Any]) -> list[Any]:
-        """Store what a member left, or its request for a key; return the members that can be answered now."""
+        """Store a member's value, or its request for a key. Returns the members that can be answered now."""
         if message["kind"] == "leave":
             self.values[message["key"]] = message["value"]
         else:
@@ -190,12 +191,12 @@ class Meeting:
 
 
 class RoundCoordinator:
-    """Listens for receivers and ranks on a free port of ``host``, an IPv4 address, and makes one round after the other.
+    """Listens for receivers and ranks on a free port of ``host``, an IPv4 address, and runs one round after the other.
 
     Any thread may change ``offers``, the versions that every rank holds.
 
     Attributes:
-        address: Of the channel.
+        address: Address of the channel.
     """
 
     def __init__(self, options: PublishOptions, host: str, *, num_ranks: int) -> None:
@@ -217,7 +218,7 @@ class RoundCoordinator:
         self._closed: Future[None] = Future()
 
     async def run(self) -> None:
-        """Make rounds until `close`. A failure is logged."""
+        """Run rounds until `close`. A failure is logged."""
         server = await asyncio.start_server(self._serve, sock=self._listener)
         try:
             making = asyncio.create_task(self._make_rounds())
@@ -256,7 +257,7 @@ class RoundCoordinator:
                     await self._run(number, offered, asked, is_delta=is_delta)
 
     async def _serve(self, reader: StreamReader, writer: StreamWriter) -> None:
-        """Admit a connection that has the key, and take its messages."""
+        """Admit a connection that has the key, and process its messages."""
         key, nonce = self.address.access, secrets.token_bytes(_NONCE_BYTES)
         try:
             _keep_alive(writer.get_extra_info("socket"))
@@ -278,7 +279,7 @@ class RoundCoordinator:
                 except (KeyError, TypeError, ValueError) as error:
                     logger.warning("%.100r on the channel of weights is ignored: %r", message, error)
         except (EOFError, OSError, asyncio.CancelledError):
-            pass  # the connection or the coordinator ended, or a stranger was silent
+            pass  # the connection or the coordinator ended, or a process without the key sent nothing
         finally:
             writer.close()
 
@@ -293,7 +294,7 @@ class RoundCoordinator:
                 if message["failed"]:
                     self._members = []
                     if (broken := self._meetings.pop(message["round"], None)) is not None:
-                        for member, _, _ in broken.pending:  # so that they do not wait until the deadline
+                        for member, _, _ in broken.pending:  # then they do not wait until the deadline
                             _send(member, {"over": message["round"]})
                 self._ranks[message["rank"]] = sender
                 self._done[message["rank"]] = message["round"]
@@ -322,7 +323,7 @@ class RoundCoordinator:
             backend=self._options.backend,
         )
         now_s = asyncio.get_running_loop().time()
-        # A receiver may still look for the others when the ranks are done.
+        # A receiver may still need the addresses of other members when the ranks are done.
         self._meetings = {other: held for other, held in self._meetings.items() if now_s < held.ends_s}
         self._meetings[number] = Meeting(ends_s=now_s + this.timeout_s)
         for rank in self._ranks.values():
@@ -364,12 +365,12 @@ async def _gathered(queue: asyncio.Queue[T], count: int, wait_s: float) -> list[
 
 
 class ChannelRefused(WeightsError):
-    """No process listens at a channel's address, or another sender does."""
+    """No process listens at a channel's address, or the process there belongs to another sender."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChannelAddress:
-    """How to reach rank 0's `RoundCoordinator`.
+    """Address and key of rank 0's `RoundCoordinator`.
 
     Attributes:
         endpoint: IPv4 address and port. Example: ``"10.0.0.5:41234"``.
@@ -381,11 +382,11 @@ class ChannelAddress:
 
 
 class WeightChannel:
-    """A connection to rank 0. It blocks, and serves one thread at a time. A context manager.
+    """A blocking connection to rank 0, for one thread at a time; a context manager.
 
     Attributes:
-        address: Of rank 0.
-        own_host: This host's address on the connection, which rank 0's host can reach.
+        address: Address of rank 0.
+        own_host: This host's address on the connection; rank 0's host can reach it.
     """
 
     def __init__(self, address: ChannelAddress) -> None:
@@ -396,7 +397,7 @@ class WeightChannel:
 
         Raises:
             ChannelRefused: no process listens at the address, or the process belongs to another sender.
-            WeightsError: as `receive`; also if `close` was called, before or by another thread.
+            WeightsError: as `receive`; also if `close` was called.
             TimeoutError: as `receive`.
         """
         address, ends_s = self.address, time.monotonic() + timeout_s
@@ -422,7 +423,7 @@ class WeightChannel:
 
     @property
     def is_open(self) -> bool:
-        """Whether the connection has not ended, as far as this host knows."""
+        """Whether the connection is open, as far as this host knows."""
         try:
             self._socket.settimeout(0.0)
             return bool(self._socket.recv(1, socket.MSG_PEEK))
@@ -436,7 +437,7 @@ class WeightChannel:
         self._write(_framed(message))
 
     def receive(self, timeout_s: float | None) -> dict[str, Any]:
-        """Wait for the next message; None waits for any time.
+        """Wait for the next message; None waits without a deadline.
 
         Raises:
             WeightsError: the connection ended, or cannot be made.
@@ -446,7 +447,7 @@ class WeightChannel:
         return msgspec.msgpack.decode(self._read(int.from_bytes(self._read(_SIZE_BYTES, ends_s)), ends_s))
 
     def close(self) -> None:
-        """End the connection at once, also for a thread that connects or waits for a message."""
+        """End the connection at once. A thread that connects or waits for a message gets an error."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -488,7 +489,7 @@ def _framed(message: dict[str, Any]) -> bytes:
 
 
 def _send(receiver: StreamWriter, message: dict[str, Any]) -> None:
-    """Send to a connection of the coordinator; a connection that has ended is ignored."""
+    """Send to a connection of the coordinator; ignore an ended connection."""
     if not receiver.is_closing():
         receiver.write(_framed(message))
 
@@ -498,7 +499,7 @@ def _proof(key: str, side: bytes, nonce: bytes) -> bytes:
 
 
 def _keep_alive(connection: Any) -> None:
-    """Notice a host that vanished."""
+    """Configure TCP to detect a host that disappears."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, int(HEARTBEAT_S))

@@ -25,15 +25,15 @@ from asyncrl.weights.layout import ModelLayout, Part, Region, dtype_of
 from asyncrl.weights.manifest import DIGEST_THREADS, PIECE_BYTES, Change, Piece, map_file, pieces_of
 
 DATA_FILE = "model.safetensors"
-_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux 5.14; older kernels touch the pages when they are written
-# mmap's own madvise holds the interpreter's lock for 0.6 s per GB, while a rank computes.
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux 5.14; older kernels allocate the pages at the first write
+# mmap's own madvise holds the interpreter's lock for 0.6 s per GB and would block the rank's computation.
 _madvise = ctypes.CDLL(None).madvise
 _madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankShare:
-    """What one rank reports about its part of a version.
+    """One rank's report on its part of a version.
 
     Attributes:
         pieces: Digests of all bytes that this rank wrote.
@@ -50,7 +50,7 @@ class WritableFile:
     Args:
         path: The file, which another rank may have made; None for memory of this process.
         num_bytes: Size of the file.
-        regions: The ranges that this rank writes. Their memory is reserved and touched.
+        regions: The ranges that this rank writes. Their memory is reserved and allocated.
         is_alone: Reserve the whole file, because no other rank opens it.
 
     Raises `WeightsError` if there is no room.
@@ -77,7 +77,7 @@ class WritableFile:
             _madvise(self.data.data_ptr() + first, min(last, num_bytes) - first, _POPULATE_WRITE)
 
     def write(self, regions: Sequence[Region]) -> None:
-        """Copy the parameters' values. From a GPU they pass through two page-locked buckets."""
+        """Copy the parameters' values. Values on a GPU pass through two page-locked buckets."""
         on_gpu = [region for region in regions if region.parameter.device.type == "cuda"]
         for region in regions:
             if region.parameter.device.type != "cuda":
@@ -118,9 +118,9 @@ class WritableFile:
         return self.data[start : start + num_bytes]
 
     def digest(self, spans: Sequence[tuple[int, int]], *, for_device: bool) -> list[list[Piece]]:
-        """Return the pieces of each span (first byte, bytes); the file system takes the bytes meanwhile."""
+        """Digest each span (first byte, bytes) while the file system writes the bytes. Returns the pieces per span."""
         digest = partial(pieces_of, 0, data=self.data.numpy(), for_device=for_device)
-        if sum(num_bytes for _, num_bytes in spans) <= PIECE_BYTES:  # threads would take longer to wake
+        if sum(num_bytes for _, num_bytes in spans) <= PIECE_BYTES:  # waking threads would take longer
             digested = [digest(*span) for span in spans]
             self.sync()
             return digested
@@ -131,23 +131,23 @@ class WritableFile:
         return digested
 
     def sync(self) -> None:
-        """Wait until the file system holds the written bytes.
+        """Wait until the file system has the written bytes.
 
-        A host that shares the directory sees another host's mapped writes only after this.
+        Before this, other hosts that share the directory do not see mapped writes.
         """
         os.fsync(self._descriptor)
 
     def close(self) -> None:
-        """Unmap the file; it stays. May be called more than once."""
+        """Unmap the file, without removing it. May be called more than once."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
-        _madvise(self.data.data_ptr(), self.data.nbytes, mmap.MADV_DONTNEED)  # unmapping is then fast
+        _madvise(self.data.data_ptr(), self.data.nbytes, mmap.MADV_DONTNEED)  # makes unmapping fast
         self.data = torch.empty(0, dtype=torch.uint8)
 
 
 class RankPart:
-    """This rank's part of one version: values that it copies, and tensors that it computes from a raw copy.
+    """This rank's part of one version: copied values, and tensors computed from a raw copy.
 
     Args:
         layout: Layout of the version's data file.
@@ -191,7 +191,7 @@ class RankPart:
             self.layout.exchange(self._raw.data)
 
     def finish(self, base: RankPart | None = None) -> RankShare:
-        """After `exchange`: compute the remaining tensors, digest the part, and compare a delta with its base."""
+        """Compute the remaining tensors, digest the part, and compare a delta with its base. Call `exchange` first."""
         computed = self.layout.computed if self._raw is not None else []
         if self._raw is not None:
             self.layout.compute(self._raw.data, lambda stored: self._file.bytes_at(stored.start, stored.num_bytes))
@@ -232,5 +232,5 @@ class RankPart:
 
 
 def delta_file(rank: int) -> str:
-    """Return the name of a rank's file of changes."""
+    """Return the name of a rank's delta file."""
     return f"delta-{rank:05d}.bin"

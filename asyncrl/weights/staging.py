@@ -1,4 +1,4 @@
-"""Stages offered weights for one engine while it generates, so that the engine stands still only for the load.
+"""Stages offered weights for one engine while the engine generates. The engine then pauses only for the load.
 
 - A full version or an adapter in a folder is hard-linked, so that the learner may remove it.
 - A delta in a folder is applied to an image of the engine's version in host memory. Full versions are copied there if
@@ -55,19 +55,19 @@ class WeightStager:
         self._copies = copies
         self._timeout_s = timeout_s
         self._links: Path | None = None
-        self._held = ""  # digest of the manifest of the version, or of the frozen weights, in the image
+        self._held = ""  # manifest digest of the version in the image, or of the frozen weights
         self._received = ReceivedVersions(memory / "received", name, timeout_s=timeout_s)
 
     @asynccontextmanager
     async def staged(self, offer: WeightOffer) -> AsyncIterator[WeightOffer]:
         """Stage an offer in a thread, and yield the staged offer: the same version in full, or as an adapter.
 
-        A thread that runs beyond the deadline or a cancellation keeps its folders, and removes them when it ends. The
+        After a deadline or a cancellation the thread keeps its folders, and removes them when the thread ends. The
         next version uses other folders.
 
         Raises:
             WeightsGone: the version was removed before it was staged; ask for the newest.
-            WeightsError: it is damaged, there is no room, or another user may write to the folder.
+            WeightsError: the version is damaged, there is no room, or another user may write to the folder.
             DeadlineError: it was not staged in time.
         """
         local = offer
@@ -82,7 +82,7 @@ class WeightStager:
         try:
             yield local
         except Exception:
-            if offer.carrier == Carrier.host_stream:  # its bytes may be damaged
+            if offer.carrier == Carrier.host_stream:  # the received bytes may be damaged
                 self._received.discard(offer)
             raise
         finally:
@@ -91,7 +91,7 @@ class WeightStager:
     async def _in_time(
         self, work: Callable[[WeightStager, WeightOffer], WeightOffer], offer: WeightOffer
     ) -> WeightOffer:
-        """Run ``work`` in a thread, on a copy of this stager, under the deadline."""
+        """Run ``work`` in a thread on a copy of this stager, with the deadline."""
         limit_s = load_limit_s(self._timeout_s, offer.num_bytes)
         of_thread = copy(self)
         working = asyncio.ensure_future(asyncio.to_thread(work, of_thread, offer))
@@ -110,9 +110,9 @@ class WeightStager:
                 self._leave_behind(of_thread, working)
 
     def _leave_behind(self, of_thread: WeightStager, working: asyncio.Future[WeightOffer]) -> None:
-        """Stage in new folders, since a thread that missed its deadline still writes into the old ones.
+        """Stage into new folders, because a thread that missed its deadline still writes into the old ones.
 
-        When the thread ends, its folders are removed.
+        That thread removes the old folders when it ends.
         """
         self._life += 1
         self._image = self._image.with_name(f"{self._name}.{self._life}")
@@ -126,7 +126,7 @@ class WeightStager:
         working.add_done_callback(remove)
 
     async def _linked_on_host(self, offer: WeightOffer) -> WeightOffer:
-        """Receive a version unless another engine of this host has, and link it."""
+        """Receive a version unless another engine of this host has received it; link it."""
         async with self._received.version(offer) as shared:
             try:
                 return await asyncio.to_thread(self._links_of, shared)
@@ -139,7 +139,7 @@ class WeightStager:
                 ) from error
 
     def stage(self, offer: WeightOffer) -> WeightOffer:
-        """Stage an offer of a folder, without a deadline; raises as `staged` does."""
+        """Stage an offer of a folder, without a deadline. Raises as `staged` does."""
         try:
             if offer.kind != "delta" and not self._copies and (local := self._linked(offer)):
                 return local
@@ -173,7 +173,7 @@ class WeightStager:
             shutil.rmtree(self._links, ignore_errors=True)
 
     def _linked(self, offer: WeightOffer) -> WeightOffer | None:
-        """Link a version, which its publisher may then remove; returns None if that is impossible or unsafe."""
+        """Link a version, so that its publisher may remove it. Returns None if a link is impossible or unsafe."""
         try:
             return self._links_of(offer)
         except FileNotFoundError:
@@ -185,7 +185,7 @@ class WeightStager:
             return None
 
     def _links_of(self, offer: WeightOffer) -> WeightOffer:
-        """Link the files of a version, and of the version that it needs. Raises `NotPrivate` or `OSError`."""
+        """Link the files of a version and of its base. Raises `NotPrivate` or `OSError`."""
         manifest, source = read_manifest(offer), Path(offer.manifest)
         if Path(manifest.directory) != source.parent:
             return offer
@@ -194,7 +194,7 @@ class WeightStager:
             folders[Path(manifest.base.manifest).parent] = read_manifest(manifest.base).files
         check_owned(source.parent.parent)
         self._links = make_private_folder(source.parent.parent / LINKS) / self._image.name
-        self._remove_links()  # of an earlier engine with this name
+        self._remove_links()  # files of an earlier engine with this name
         for folder, files in folders.items():
             target = make_private_folder(self._links / folder.name)
             for name in (*files, source.name):
@@ -218,7 +218,7 @@ class WeightStager:
         return replace(offer, manifest=str(target / source.name))
 
     def _in_memory(self, offer: WeightOffer) -> WeightOffer:
-        """Turn the image into the offered version: by the deltas since its version, or from a full version."""
+        """Update the image to the offered version: by the deltas since its version, or from a full version."""
         steps = [(offer, read_manifest(offer))]
         while (delta := steps[-1][1].delta) is not None and delta.base.digest != self._held:
             steps.append((delta.base, read_manifest(delta.base)))

@@ -1,21 +1,22 @@
-"""Weights over the network: the learner ranks send their own bytes, and the receivers of a round hand them on.
+"""Weights over the network: the learner ranks send their own bytes, and the receivers of a round forward them.
 
-    each rank ══ its own bytes ══▶ receiver ══▶ receiver ══▶ …      All are members of one process group, which lives
+    each rank ══ its own bytes ══▶ receiver ══▶ receiver ══▶ …      All are members of one process group, which exists
                                                                      as long as its members.
 
-`rounds.py` says which receivers are in a round and how its members meet. Each byte leaves its rank once: the first
-receiver hands it to the next one, and receivers of one host are neighbors. No rank holds or receives the bytes of
+`rounds.py` chooses the receivers of a round and connects its members. Each byte leaves its rank once: the first
+receiver forwards it to the next one, and receivers of one host are neighbors. No rank holds or receives the bytes of
 another rank. Receivers compare every byte with its digest as it arrives. There are two kinds of receivers:
 
 - A host of engines receives a version into its memory while its engines generate (`receive_weights`). The result is a
   data file and a manifest.
-- An engine's rank receives bucket by bucket while the engine stands still (`ArrivingWeights`). No host holds a copy,
+- An engine's rank receives bucket by bucket while the engine is paused (`ArrivingWeights`). No host holds a copy,
   and the engine loads each tensor as soon as it is complete.
 
-A member that dies or stops ends the round for all by the deadline, which grows with the bytes. The other receivers ask
-again, up to `MAX_ROUNDS` times, in a new group. Each learner rank has a thread that waits for rank 0 to announce a
-round. A receiver waits for rank 0 and then for its neighbors, until the deadline; a host does so on a thread. Training
-waits for none of them. The groups authenticate nobody, and digests do not stop an attacker.
+If a member dies or stops, the round ends for all members by its deadline, which grows with the number of bytes. The
+other receivers ask again, up to `MAX_ROUNDS` times, in a new group. Each learner rank has a thread that waits for rank
+0 to announce a round. A receiver waits for rank 0 and then for its neighbors, until the deadline; a host waits in a
+thread. Training does not wait for these threads. The groups do not authenticate members, and digests do not stop an
+attacker.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ NUM_UNDER_WAY = 4
 NUM_AHEAD = 2
 """Spans of files that are copied to a GPU before the model's loader takes them."""
 _RETRY_S = 1.0
-_FOREVER = timedelta(days=20)  # the longest that torch takes
+_FOREVER = timedelta(days=20)  # the longest timeout that torch accepts
 
 
 # The learner's side
@@ -82,7 +83,7 @@ _FOREVER = timedelta(days=20)  # the longest that torch takes
 
 @dataclass(frozen=True, kw_only=True)
 class HeldPart:
-    """One learner rank's part of a version: [bytes] uint8 with the ``pieces`` that it sends, and its delta file."""
+    """One learner rank's part of a version: [bytes] uint8, the ``pieces`` that the rank sends, and its delta file."""
 
     data: Tensor
     pieces: tuple[Piece, ...]
@@ -92,10 +93,11 @@ class HeldPart:
 class WeightSender:
     """The sender of one learner rank. `hold` and `offer` return at once; rounds run on the sender's own thread.
 
-    Without an ``address`` it is rank 0's sender, and listens. The senders of the other ranks connect to ``address``.
+    Without an ``address`` this is rank 0's sender, which listens. The senders of the other ranks connect to
+    ``address``.
 
     Attributes:
-        address: Of rank 0's channel.
+        address: Address of rank 0's channel.
 
     Raises `ValueError` if the interface does not exist.
     """
@@ -121,7 +123,7 @@ class WeightSender:
             thread.start()
 
     def hold(self, version: int, data: Tensor, pieces: Sequence[Piece], delta: Tensor | None = None) -> None:
-        """Send a version in the rounds to come.
+        """Send a version in future rounds.
 
         Args:
             version: Policy version.
@@ -132,10 +134,10 @@ class WeightSender:
         self._parts.add(version, HeldPart(data=data, pieces=tuple(pieces), delta=delta))
 
     def offer(self, offer: WeightOffer, shares: Sequence[int]) -> WeightOffer:
-        """Return the offer as engines of any host can take it. Call it on rank 0, once every rank holds its part.
+        """Return the offer in the form for engines on any host. Call this on rank 0 when every rank holds its part.
 
         Args:
-            offer: With the manifest's path on this host.
+            offer: The offer, with the manifest's path on this host.
             shares: Number of the manifest's pieces that each rank holds, in the manifest's order.
         """
         assert self._coordinator is not None, "rank 0 offers"
@@ -157,7 +159,7 @@ class WeightSender:
             self._coordinator.offers.retire(oldest)
 
     def close(self) -> None:
-        """Take part in no further round; abandon a running one. May be called more than once."""
+        """Stop taking part in rounds; abandon a running round. May be called more than once."""
         self._is_closed.set()
         if self._coordinator is not None:
             self._coordinator.close()
@@ -176,7 +178,7 @@ class WeightSender:
         while not self._is_closed.is_set():
             try:
                 with WeightChannel(self.address) as channel:
-                    self._channel = channel  # for `close`, which ends it while it connects too
+                    self._channel = channel  # `close` uses it, also while it connects
                     if self._is_closed.is_set():
                         return
                     channel.connect(rounds.SILENCE_S)
@@ -190,7 +192,7 @@ class WeightSender:
                     logger.warning("learner rank %d connects to rank 0 again: %s", self._rank, error)
 
     def _send(self, this: Round) -> bool:
-        """Broadcast this rank's part; returns whether it was sent. After a failure the receivers ask again."""
+        """Broadcast this rank's part. Returns whether it was sent. After a failure the receivers ask again."""
         began_s = time.monotonic()
         try:
             self._parts.retire(this.oldest)
@@ -198,7 +200,7 @@ class WeightSender:
                 raise WeightsGone(f"rank {self._rank} no longer holds policy version {this.version}")
             sending = on_own_thread(partial(self._transfer, this, part, RoundDeadline(this.timeout_s)))
             sending.result(this.timeout_s + HOST_WINDOW_S)  # a blocked group is abandoned
-        except Exception as error:  # noqa: BLE001 - a group reports a lost member by various errors
+        except Exception as error:  # noqa: BLE001 - a group raises various errors if a member is lost
             logger.warning("round %d of policy version %d failed: %s", this.number, this.version, one_line(error))
             if self._member is not None:
                 self._member.close()
@@ -228,7 +230,7 @@ class WeightSender:
 
 
 class RoundDeadline:
-    """The end of a wait."""
+    """The time at which a wait ends."""
 
     def __init__(self, timeout_s: float) -> None:
         self._ends_s = time.monotonic() + timeout_s
@@ -240,24 +242,25 @@ class RoundDeadline:
 
     @property
     def left_s(self) -> float:
-        """Remaining time, at least a millisecond."""
+        """Remaining seconds, at least 0.001."""
         return max(self._ends_s - time.monotonic(), 1e-3)
 
     @property
     def left(self) -> timedelta:
-        """Remaining time, as torch takes it."""
+        """Remaining time in torch's form."""
         return timedelta(seconds=self.left_s)
 
 
 class RoundStore(Store):
-    """A torch store on rank 0, over the channel; the members of a new group meet there.
+    """A torch store on rank 0, over the channel.
 
-    Each member of a gloo group leaves one key. It is answered when all members have left theirs.
+    The members of a new group exchange addresses there. Each member of a gloo group stores one key. Its request is
+    answered when all members have stored their keys.
 
     Args:
-        channel: To rank 0.
-        this: The round in which the group is made.
-        deadline: Of all waits.
+        channel: Channel to rank 0.
+        this: Round in which the group is made.
+        deadline: Deadline of all waits.
     """
 
     def __init__(self, channel: WeightChannel, this: Round, deadline: RoundDeadline) -> None:
@@ -267,7 +270,7 @@ class RoundStore(Store):
         self._known: dict[str, bytes] = {}
 
     def set(self, key: str, value: bytes | str) -> None:
-        """Leave a value for the other members."""
+        """Store a value for the other members."""
         content = value.encode() if isinstance(value, str) else bytes(value)
         with self._lock:
             self._channel.send({"kind": "leave", "round": self._this.number, "key": key, "value": content})
@@ -283,7 +286,7 @@ class RoundStore(Store):
         return self._known[key]
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait for several keys. The round's deadline counts, not ``timeout``. Raises as `get` does."""
+        """Wait for several keys. The round's deadline applies, not ``timeout``. Raises as `get` does."""
         count = self._this.num_members if self._this.backend == "gloo" else 1
         for key in keys:
             with self._lock:
@@ -300,13 +303,15 @@ class RoundStore(Store):
 
 
 class WeightGroup:
-    """The learner ranks, and after them the receivers. It serves every round that has the same members.
+    """A process group of the learner ranks and the receivers, in this order.
+
+    All rounds with the same members use one group.
 
     Args:
-        channel: Of this process to rank 0; kept as long as the group.
+        channel: Channel of this process to rank 0; the group keeps it open.
         this: The round in which the members meet.
         place: This process's place in the group.
-        deadline: Of the meeting.
+        deadline: Deadline for making the group.
     """
 
     def __init__(self, channel: WeightChannel, this: Round, place: int, deadline: RoundDeadline) -> None:
@@ -315,10 +320,10 @@ class WeightGroup:
         self._copies: BucketCopies | None = None
         own = PrefixStore("members", self._store)
         if self._is_nccl:
-            from torch.distributed import ProcessGroupNCCL  # not in every build of torch
+            from torch.distributed import ProcessGroupNCCL  # some builds of torch do not have it
 
             options: Any = ProcessGroupNCCL.Options()
-            options._timeout = _FOREVER  # torch's watchdog would end the process; `abort` ends the waits
+            options._timeout = _FOREVER  # torch's watchdog would end the process; `abort` ends the waits instead
             self._group: Any = ProcessGroupNCCL(own, place, this.num_members, options)
         else:
             options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
@@ -340,7 +345,7 @@ class WeightGroup:
         return partial(self._wait, self._group.send([data], to, 0), data, deadline)
 
     def receive(self, data: Tensor, source: int, deadline: RoundDeadline) -> Callable[[], None]:
-        """Begin to receive [bytes] uint8; returns as `send` does."""
+        """Begin to receive [bytes] uint8. Returns the same as `send`."""
         return partial(self._wait, self._group.recv([data], source, 0), data, deadline)
 
     def _wait(self, work: Any, _data: Tensor, deadline: RoundDeadline) -> None:
@@ -348,13 +353,13 @@ class WeightGroup:
         work.wait(deadline.left)
 
     def abort(self) -> None:
-        """End running transfers, also for a thread that waits for them."""
+        """End running transfers. A thread that waits for them gets an error."""
         if self._is_nccl:
             self._group.abort()
 
 
 class GroupMember:
-    """This process among the members of one learner's rounds: its connection to rank 0, and its newest group."""
+    """This process as a member of one learner's rounds: its connection to rank 0, and its newest group."""
 
     def __init__(self, address: ChannelAddress, timeout_s: float) -> None:
         self.channel = WeightChannel(address).connect(timeout_s)
@@ -385,8 +390,8 @@ async def receive_weights(offer: WeightOffer, folder: Path, *, timeout_s: float,
     """Receive an offered version into this host's memory, while its engines generate.
 
     Args:
-        offer: Carried by `Carrier.host_stream`.
-        folder: The version goes into a new folder in it; in shared memory, if there is room.
+        offer: An offer with `Carrier.host_stream`.
+        folder: The version gets a new folder in this one, which should be in shared memory.
         timeout_s: Deadline of the transfer, without the second per 100 MB.
         holds: Digest of the manifest of the version that this host holds. If the offer is a delta to it, the ranks send
             the delta alone.
@@ -427,7 +432,7 @@ async def receive_weights(offer: WeightOffer, folder: Path, *, timeout_s: float,
 
 
 def _received_once(offer: WeightOffer, folder: Path, limit_s: float, holds: str) -> WeightOffer:
-    """Ask, take part in a round, and compare. Raises `WeightsError` if the round failed, or as `admission` does."""
+    """Ask, take part in a round, and compare. Raises `WeightsError` if the round failed, and as `admission` does."""
     try:
         with closing(admission(offer, RoundDeadline(limit_s), holds=holds)) as admitted:
             return _receive_files(admitted, offer, folder)
@@ -435,7 +440,7 @@ def _received_once(offer: WeightOffer, folder: Path, limit_s: float, holds: str)
         raise
     except (RuntimeError, TimeoutError, WeightsError) as error:
         failure = one_line(error)
-    # Not from the error: its frames would keep the connections open.
+    # Without `from error`: its frames would keep the connections open.
     raise WeightsError(failure)
 
 
@@ -461,12 +466,12 @@ def _receive_files(admitted: ReceiverRound, offer: WeightOffer, folder: Path) ->
             wrong = threads.wrong(bucket.pieces, lambda piece: view[piece.start : piece.start + piece.num_bytes])
             if wrong:
                 raise WeightsError(f"{offer.name}: other bytes of {manifest.tensor_at(wrong[0]).name} arrived")
-    # A delta was sent as the full version that it results in.
+    # The ranks sent the full version instead of the delta.
     return replace(local, kind="full", base_version=None) if offer.kind == "delta" else local
 
 
 def new_data_file(folder: Path, manifest: Manifest) -> Tensor:
-    """Make the data file, with its header: [bytes] uint8. Raises `WeightsError` if there is no room."""
+    """Create the data file with its header: [bytes] uint8. Raises `WeightsError` if there is no room."""
     head, _ = safetensors_header([(t.name, t.dtype, t.shape, t.num_bytes) for t in manifest.tensors])
     data = new_file(folder / manifest.files[0], len(head) + manifest.num_bytes)
     data[: len(head)].copy_(torch.frombuffer(bytearray(head), dtype=torch.uint8))
@@ -474,7 +479,7 @@ def new_data_file(folder: Path, manifest: Manifest) -> Tensor:
 
 
 def new_file(path: Path, size: int) -> Tensor:
-    """Make a file of ``size`` bytes and map it: [bytes] uint8. Raises `WeightsError` if there is no room."""
+    """Create a file of ``size`` bytes and map it: [bytes] uint8. Raises `WeightsError` if there is no room."""
     with os.fdopen(open_private(path, os.O_RDWR | os.O_CREAT | os.O_EXCL), "w+b") as file:
         if size == 0:
             return torch.empty(0, dtype=torch.uint8)
@@ -486,17 +491,17 @@ def new_file(path: Path, size: int) -> Tensor:
 
 
 class RoundFailed(WeightsError):
-    """A round of an engine's rank failed; the rank may ask for another round."""
+    """A round failed for an engine's rank; the rank may ask for another round."""
 
 
 class ArrivingWeights:
-    """A version that arrives in this process, a rank of an engine, while it is loaded: one round.
+    """Receives a version in one round, in a rank of an engine, while the model loads it.
 
-    Memory holds at most the tensor that is loaded, incomplete tensors, and `NUM_UNDER_WAY` buckets of `SPAN_BYTES` in
+    Memory holds at most the tensor being loaded, incomplete tensors, and `NUM_UNDER_WAY` buckets of `SPAN_BYTES` in
     each direction. Each wait ends at the deadline.
 
     Args:
-        offer: Carried by `Carrier.engine_stream`.
+        offer: An offer with `Carrier.engine_stream`.
         device: Device of the tensors with NCCL; gloo leaves them in host memory.
         timeout_s: Deadline of the whole transfer.
 
@@ -518,7 +523,7 @@ class ArrivingWeights:
             self.manifest: Manifest = parse_manifest(offer, self._admitted.manifest)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield name and tensor of each, verified, as they become complete; raises as the constructor does."""
+        """Yield each verified tensor with its name when it is complete. Raises as the constructor does."""
         is_nccl = self._admitted.round.backend == "nccl"
         device = self._device if is_nccl else torch.device("cpu")
         with self._named_failures():
@@ -538,7 +543,7 @@ class ArrivingWeights:
             raise WeightsError(f"{self._offer.name}: not every tensor was taken from {self._offer.manifest}")
 
     def close(self) -> None:
-        """Leave the round, if it still runs."""
+        """Leave the round if it still runs."""
         self._admitted.close()
 
     @contextmanager
@@ -547,7 +552,7 @@ class ArrivingWeights:
             yield
         except WeightsGone:
             raise
-        except Exception as error:  # noqa: BLE001 - a group reports a lost member by various errors
+        except Exception as error:  # noqa: BLE001 - a group raises various errors if a member is lost
             if isinstance(error, DeadlineError) or self._deadline.is_over:
                 raise DeadlineError(
                     f"{self._offer.name} did not arrive from {self._offer.manifest} within {self._timeout_s:.1f} s"
@@ -562,10 +567,10 @@ class ReceiverRound:
     Attributes:
         round: The round.
         manifest: Text of the version's manifest.
-        member: This process; it serves another round if this one succeeds.
-        place: Of this receiver in the group.
-        deadline: Of the round.
-        is_done: Whether all bytes have arrived and were handed on.
+        member: This process; it can take part in another round if this one succeeds.
+        place: Place of this receiver in the group.
+        deadline: Deadline of the round.
+        is_done: Whether all bytes have arrived and were forwarded.
     """
 
     round: Round
@@ -583,7 +588,7 @@ class ReceiverRound:
             _idle.append(self.member)
 
     def buckets(self, manifest: Manifest) -> Iterator[Bucket]:
-        """Yield what the ranks send in the order of the file, so that a tensor waits briefly for its other parts."""
+        """Yield the ranks' buckets in file order, so that a tensor waits only briefly for its other parts."""
         parts, first = [], 0
         for rank, share in enumerate(self.round.shares):
             parts.append(buckets_of(rank, manifest.pieces[first : first + share]))
@@ -593,11 +598,11 @@ class ReceiverRound:
     def arriving(
         self, buckets: Iterable[Bucket], place_of: Callable[[Bucket], Tensor]
     ) -> Iterator[tuple[Bucket, Tensor]]:
-        """Receive buckets, hand them on to the next receiver, and yield each with its bytes.
+        """Receive buckets, forward them to the next receiver, and yield each bucket with its bytes.
 
         Args:
-            buckets: In the same order on all receivers.
-            place_of: Returns where the bytes of a bucket go, [bytes] uint8; nobody may write there any more.
+            buckets: The buckets, in the same order on all receivers.
+            place_of: Returns the memory for a bucket, [bytes] uint8; no other code may write to it.
 
         Raises:
             RuntimeError: a neighbor was lost, or the deadline has passed.
@@ -630,18 +635,18 @@ _idle: list[GroupMember] = []
 
 
 def admission(offer: WeightOffer, deadline: RoundDeadline, *, holds: str = "") -> ReceiverRound:
-    """Ask rank 0 for a version, and answer its call; returns this receiver's place in a round.
+    """Ask rank 0 for a version, and answer its call. Returns this receiver's place in a round.
 
     Raises:
         WeightsGone: the ranks no longer hold the version, or rank 0 has ended.
-        WeightsError: rank 0 did not hear of this receiver, or the connection ended.
+        WeightsError: this receiver did not answer rank 0's call in time, or the connection ended.
         DeadlineError: rank 0 did not answer.
     """
     address = ChannelAddress(endpoint=offer.manifest, access=offer.access)
     member: GroupMember | None = None
     while _idle and member is None:
         member = _idle.pop()
-        if member.channel.address != address or not member.channel.is_open:  # of an ended learner
+        if member.channel.address != address or not member.channel.is_open:  # the channel of an ended learner
             member.close()
             member = None
     try:
@@ -672,12 +677,12 @@ def admission(offer: WeightOffer, deadline: RoundDeadline, *, holds: str = "") -
     )
 
 
-# What one transfer holds
+# The parts of a transfer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bucket:
-    """Bytes of a file that one learner rank sends at once: adjacent pieces, or a part of a delta file."""
+    """Bytes of a file that one learner rank sends in one transfer: adjacent pieces, or a part of a delta file."""
 
     sender: int
     first: int
