@@ -1,6 +1,6 @@
 """The Ray cluster of a run: start or join it, reserve places, and stop worker groups.
 
-`EnginePlaces.node_of` waits for the cluster to grant a place, without a deadline; Ray wakes it.
+`EnginePlaces.node_of` waits for a place in the cluster, without a deadline; Ray wakes it.
 """
 
 from __future__ import annotations
@@ -41,9 +41,10 @@ from rollout_fleet.config import EngineKind
 
 logger = logging.getLogger(__name__)
 
-# By default Ray starts workers at nice 15, so any other load starves them. It starts idle workers ahead of need, which
-# costs more time and memory than a run of a few actors saves. It waits a minute for a control service that died, which
-# never comes back on the same machine. And it kills the children of a dead worker before they have cleaned up after it.
+# By default Ray starts workers at nice 15, so any other load starves them. Ray also starts idle workers in advance; for
+# a run with few actors this costs more time and memory than it saves. Ray waits a minute for a dead control service,
+# but the service never returns on the same machine. And Ray kills the children of a dead worker before they have
+# cleaned up.
 _OWN_CLUSTER_ENV = {
     "RAY_worker_niceness": "0",
     "RAY_enable_worker_prestart": "0",
@@ -57,11 +58,11 @@ T = TypeVar("T")
 
 @asynccontextmanager
 async def ray_cluster(config: RunConfig, say: Callable[[str], None] = logger.info) -> AsyncIterator[RunConfig]:
-    """Start or join Ray, resolve the run's devices, check that the run fits, and leave nothing behind.
+    """Start or join Ray, resolve the run's devices, and check that the run fits. Stop or leave Ray at the end.
 
     Args:
         config: The run.
-        say: Shows the user a line.
+        say: Shows a line to the user.
 
     Yields:
         The run with its devices; see `resolve_devices`.
@@ -116,7 +117,7 @@ def _start_or_join(config: RunConfig) -> None:
 
 
 def warning_of_open_cluster(config: RunConfig) -> str:
-    """The warning about a joined cluster of several nodes that asks for no token; empty for others."""
+    """The warning about a joined cluster of several nodes that requires no token; empty for other clusters."""
     is_open = os.environ.get("RAY_AUTH_MODE", "").lower() != "token"  # Ray sets it when it has found a token
     if not (config.ray.address and config.placement.num_nodes > 1 and is_open):
         return ""
@@ -129,7 +130,8 @@ def warning_of_open_cluster(config: RunConfig) -> str:
 def _checked_against_cluster(config: RunConfig, say: Callable[[str], None]) -> RunConfig:
     """Resolve the devices by the GPUs of the cluster, and check a joined cluster with `check_nodes`.
 
-    A cluster that grows is not checked, because nodes may come. Its ``auto`` becomes ``cuda`` if any node has a GPU.
+    A cluster that can grow is not checked, because nodes may join later. Its ``auto`` becomes ``cuda`` if any node has
+    a GPU.
     """
     nodes = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
     if config.placement.num_nodes == 1:
@@ -175,15 +177,15 @@ async def gpu_of_this_node(config: RunConfig) -> AsyncIterator[str]:
 
 
 class _GpuHolder:
-    """Reserves a GPU for as long as the actor lives."""
+    """Reserves a GPU until the actor ends."""
 
     def visible_devices(self) -> str:
-        """``CUDA_VISIBLE_DEVICES`` as Ray set it."""
+        """The value of ``CUDA_VISIBLE_DEVICES`` that Ray set."""
         return os.environ["CUDA_VISIBLE_DEVICES"]
 
 
 def check_nodes(config: RunConfig, nodes: Mapping[str, Mapping[str, float]]) -> None:
-    """Check that a run fits into its nodes; ``nodes`` are their resources by address.
+    """Check that a run fits into its nodes; ``nodes`` maps addresses to resources.
 
     Raises `ValueError` if there are too few nodes, or no node has room for a share that must be on one node.
     """
@@ -207,7 +209,7 @@ def check_nodes(config: RunConfig, nodes: Mapping[str, Mapping[str, float]]) -> 
 
 
 def node_shares(config: RunConfig) -> list[dict[str, float]]:
-    """The resources that a run needs, in shares that must each be on one node."""
+    """The required resources of a run, in shares; each share must be on one node."""
     placement, fleet = config.placement, config.rollout_fleet
     gpus_per_rank = 1 if config.learner.device == "cuda" else 0
     gpus_per_engine = fleet.sglang.tp_size if fleet.device == "cuda" and not placement.colocated else 0
@@ -234,7 +236,7 @@ def learner_layout(config: RunConfig) -> ResourcePoolManager:
         mapping={Role.from_string(role): pool for role, pool in learner_roles(config).items()},
         use_gpu=config.learner.device == "cuda",
         num_cpus_per_process=cpus,
-        own_options={LEARNER_POOL: shared} if placement.colocated else {},  # engines share no other pool
+        own_options={LEARNER_POOL: shared} if placement.colocated else {},  # engines do not share other pools
         apart=placement.strategy is Strategy.spread,
         labels=_labels(config, placement.learner_labels),
         timeout_s=config.ray.start_timeout_s,
@@ -244,7 +246,7 @@ def learner_layout(config: RunConfig) -> ResourcePoolManager:
 
 
 def engine_pool(config: RunConfig) -> RayResourcePool:
-    """Places for the rollout workers, with their engines, that the run starts with."""
+    """Reserve the places of the first rollout workers and their engines."""
     placement, count = config.placement, config.rollout_fleet.fewest_engines
     by_node = placement.engines_per_node > 0 or placement.num_nodes == 1
     return _pool_of_engines(
@@ -259,7 +261,10 @@ def engine_pool(config: RunConfig) -> RayResourcePool:
 
 
 def pool_of_one(config: RunConfig, *, node_id: str, full: Collection[str]) -> RayResourcePool:
-    """The place of one engine that joins: on the node ``node_id``, or, if empty, on any node that is not ``full``."""
+    """Reserve the place of a joining engine on the node ``node_id``.
+
+    If ``node_id`` is empty, any node that is not ``full`` is possible.
+    """
     labels = _labels(config, config.placement.engine_labels)
     if node_id:
         labels |= {NODE_ID_LABEL: node_id}
@@ -292,7 +297,7 @@ def worker_env(config: RunConfig) -> dict[str, str]:
 
 
 def learner_env(config: RunConfig) -> dict[str, str]:
-    """Environment of the learner's ranks: a worker's, and how torch allocates the memory of a GPU.
+    """Environment variables of the learner's ranks: a worker's, and the settings of torch's GPU allocator.
 
     Packed batches differ in length, and expandable segments prevent fragmentation. A memory saver cannot give such
     memory back to the device, so colocated learners do not use them.
@@ -309,7 +314,10 @@ def learner_env(config: RunConfig) -> dict[str, str]:
 
 
 async def finished_in_thread(work: Callable[[], T], timeout_s: float) -> T:
-    """Do work in a thread. A cancellation waits for the thread, which uses the Ray that is stopped next."""
+    """Do work in a thread.
+
+    A cancellation waits for the thread, because the thread uses Ray, and Ray is stopped next.
+    """
     working = asyncio.create_task(asyncio.to_thread(work))
     try:
         return await asyncio.shield(working)
@@ -321,8 +329,8 @@ async def finished_in_thread(work: Callable[[], T], timeout_s: float) -> T:
 class EnginePlaces:
     """The place of each worker of the fleet, by rank.
 
-    The places of the first ranks are one reservation, kept until the run ends. Every joining engine has its own place,
-    which is released when the engine leaves.
+    The places of the first ranks are one reservation, which is kept until the run ends. Every joining engine has its
+    own place, which is released when the engine leaves.
 
     Attributes:
         first: The worker group of the first ranks, 0 to ``first.world_size`` - 1.
@@ -331,7 +339,7 @@ class EnginePlaces:
     def __init__(
         self, config: RunConfig, *, worker: RayClassWithInitArgs, logs: Path, pool: RayResourcePool | None = None
     ) -> None:
-        """Start the first workers, in their own pool, or on the devices of the ranks of ``pool``.
+        """Start the first workers in their own pool, or on the devices of the ranks of ``pool``.
 
         Raises as `RayWorkerGroup` does.
         """
@@ -342,7 +350,7 @@ class EnginePlaces:
             "name_prefix": "rollout",
             "log_dir": logs,
             "worker_env": worker_env(config),
-            "python": config.ray.python if in_process else "",  # the worker of a server needs no torch
+            "python": config.ray.python if in_process else "",  # the worker of a server does not need torch
         }
         pool = JoinedResourcePool(pool, config.rollout_fleet.sglang.tp_size) if pool else engine_pool(config)
         # Typed Any, because the group's methods are bound from the worker class when it is made.
@@ -360,9 +368,9 @@ class EnginePlaces:
         return group.execute_rank_async(index, method_name, *args)
 
     async def node_of(self, rank: int, wanted: str = "") -> str:
-        """Wait until the cluster has a place for a rank; returns the id of its node.
+        """Wait until the cluster has a place for a rank. Returns the id of the node.
 
-        A new place is on the node with the id ``wanted``, if given. Ray moves the place of a dead node as soon as
+        A new place is on the node with the id ``wanted``, if given. If a node dies, Ray moves its places as soon as
         another node has room.
         """
         if rank in self._groups or rank < self._num_first:
@@ -378,7 +386,7 @@ class EnginePlaces:
         return self._nodes[rank]
 
     def replace_worker(self, rank: int, **changed: Any) -> None:
-        """Kill the worker of a rank, if there is one, and start another with these arguments of its class."""
+        """Kill the worker of a rank if it has one. Start a new worker with these arguments."""
         if rank in self._groups or rank < self._num_first:
             group, index = self._group_of(rank)
             group.replace_worker(index, **changed)
@@ -388,7 +396,7 @@ class EnginePlaces:
         self._groups[rank] = RayWorkerGroup(self._pools[rank], worker, first_rank=rank, **nowhere, **self._options)
 
     def close(self, rank: int) -> None:
-        """Kill the worker of a rank, if it has one. Also release the Ray resources of a rank that joined later."""
+        """Kill the worker of a rank if it has one. If the rank joined later, also release its Ray resources."""
         self._nodes.pop(rank, None)
         if rank < self._num_first:
             self.first.kill_worker(rank)

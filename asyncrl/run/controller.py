@@ -1,4 +1,4 @@
-"""The training loops: one asyncio process that sees metadata only.
+"""The training loops: one asyncio process that handles metadata only.
 
 The five loops of `Controller`, what each waits for, and who wakes it::
 
@@ -82,7 +82,7 @@ Evaluate = Callable[[int, PinnedEngines | None], Awaitable[Any]]
 
 logger = logging.getLogger(__name__)
 
-# One step that the ranks compute and one behind it: the ranks never wait for the controller.
+# The ranks compute one step while another step is queued, so they never wait for the controller.
 _PIPELINE_STEPS = 2
 
 
@@ -114,7 +114,7 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
         evaluate: Evaluate | None = None,
         resumed: RunState | None = None,
     ) -> None:
-        """All parts are started. Learner, buffer and engines are at the version of ``resumed``.
+        """All parts must be started, with learner, buffer and engines at the version of ``resumed``.
 
         ``evaluate`` is called every ``evaluation.every_steps`` with the version. `Controller` also passes the function
         that waits for the engines pinned to the version.
@@ -139,14 +139,15 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
         )
 
     async def train(self) -> None:
-        """Train to the last step and publish its weights. Raises `AsyncRLError` if a part died or was late.
+        """Train to the last step and publish its weights.
 
-        It may be called again after a `LearnerDiedError` and `rewind`, and after a `BatchLost` and `replan`.
+        Raises `AsyncRLError` if a part died or was late. `train` may be called again after a `LearnerDiedError` and
+        `rewind`, and after a `BatchLost` and `replan`.
         """
         self._reporter.begin()
 
         async def feed() -> None:
-            """Queue the stream's prompts; first again what a cancelled call did not queue."""
+            """Queue the stream's prompts. Start with the prompts that a cancelled call did not queue."""
             while True:
                 self._unqueued = self._unqueued or self._prompts.take(self._config.algorithm.groups_per_step)
                 await self._buffer.enqueue(self._unqueued)
@@ -158,13 +159,13 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
             feeding.cancel()
 
     def newest_checkpoint(self, folder: Path) -> Resumed | None:
-        """The newest complete checkpoint of this life of the run in ``folder``, or None."""
+        """The newest complete checkpoint in ``folder`` that this process has saved, or None."""
         return self._checkpointer.newest(folder)
 
     async def rewind(self, state: RunState, *, incarnation: int) -> None:
-        """Take the buffer and this controller back to a checkpoint, before life ``incarnation`` of the learner.
+        """Reset the buffer and this controller to a checkpoint; the learner continues as ``incarnation``.
 
-        The checkpoint may be one step ahead of the ledger; the buffer first commits the steps in between.
+        If the checkpoint is one step ahead of the ledger, the buffer first commits this step.
         """
         await self._commit_before(state.version)
         added = state.since(self._resumed)
@@ -179,7 +180,7 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
         self._reporter.rewind(state.version)
 
     async def replan(self) -> tuple[int, Sequence[int]]:
-        """After a `BatchLost`: queue the lost groups again; the next `train` plans their step anew.
+        """Requeue the lost groups after a `BatchLost`; the next `train` plans their step again.
 
         Returns the step and its lost groups. Raises `LearnerDiedError` if the ranks cannot continue.
         """
@@ -197,7 +198,7 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
         self._checkpointer.rewind(version)
 
     async def settle(self) -> None:
-        """Commit the steps that a cancelled `train` left queued. Call it when the ranks have made them."""
+        """Commit the queued steps of a cancelled `train`. Call this when the ranks have made these steps."""
         await self._commit_before(self._queued_version)
 
     async def _commit_before(self, stop: int) -> None:
@@ -205,7 +206,7 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
             await self._buffer.commit(version)
 
     async def account(self) -> TrainingResult:
-        """Stop all work of the fleet and close the account. Raises `AccountError` if it does not balance."""
+        """Stop all work of the fleet and close the account. Raises `AccountError` if the account does not balance."""
         counts = await self._fleet.drain()
         return self._reporter.result(await self._buffer.stats(), counts)
 
@@ -243,13 +244,13 @@ class Controller(_Training[LearnerPort, FleetPort]):
     """Generates and trains at the same time."""
 
     def __init__(self, config: RunConfig, **parts: Any) -> None:
-        """Takes what `_Training` takes."""
+        """Takes the same arguments as `_Training`."""
         super().__init__(config, **parts)
         self._steps: asyncio.Queue[_QueuedStep | BatchLost] = asyncio.Queue()
         self._places = asyncio.Semaphore(_PIPELINE_STEPS)
 
     def _go_on_from(self, version: int) -> None:
-        """As the base does; the steps that were queued on the ranks are lost too."""
+        """As in the base class. The queued steps of the ranks are lost too."""
         self._steps, self._places = asyncio.Queue(), asyncio.Semaphore(_PIPELINE_STEPS)
         super()._go_on_from(version)
 
@@ -264,7 +265,7 @@ class Controller(_Training[LearnerPort, FleetPort]):
             dispatched = record.span(record.SpanKind.dispatched, lane="/complete", step=version)
             try:
                 plan = await self._learner.scored(plan)
-            except BatchLost as lost:  # complete raises it after it has committed the earlier steps
+            except BatchLost as lost:  # `complete` raises it after the commits of the earlier steps
                 await self._steps.put(lost)
                 return
             self._queued_version = version + 1
@@ -275,7 +276,7 @@ class Controller(_Training[LearnerPort, FleetPort]):
                 dispatched=dispatched,
                 update=self._learner.update(plan),
                 weights=self._learner.publish(version + 1) if is_published else None,
-                critic=self._learner.update_critic(plan),  # behind the publish, which does not wait for the critic
+                critic=self._learner.update_critic(plan),  # after the publish, which does not wait for the critic
                 checkpoint=await self._checkpointer.save_if_due(version + 1),
             )
             await self._steps.put(step)
@@ -322,7 +323,7 @@ class Controller(_Training[LearnerPort, FleetPort]):
 
 
 class ColocatedController(_Training[ColocatedLearnerPort, ColocatedFleetPort]):
-    """Lets both pools take turns on the same devices. At the start the learner is offloaded and the engines are up."""
+    """Makes both pools take turns on the same devices. At the start the learner is offloaded and the engines run."""
 
     _trained: tuple[Plan, float, Mapping[str, float]] | None = None
     """Plan, seconds of waiting for it, and metrics of a step that is not reported yet."""
@@ -332,9 +333,9 @@ class ColocatedController(_Training[ColocatedLearnerPort, ColocatedFleetPort]):
         return (self._take_turns,)
 
     async def rewind(self, state: RunState, *, incarnation: int) -> None:
-        """As the base does. Then the engines release their devices to the learner's new ranks."""
+        """As in the base class. Then the engines release their devices for the learner's new ranks."""
         await self._commit_before(state.version)
-        if self._trained is not None and self._trained[0].version < state.version:  # the checkpoint holds the step
+        if self._trained is not None and self._trained[0].version < state.version:  # the checkpoint includes the step
             await self._report(await self._buffer.stats())
         self._trained = None
         await super().rewind(state, incarnation=incarnation)

@@ -1,7 +1,7 @@
-"""Held-out evaluation: prompts are dealt to engines that serve one policy version, and dealt again if one is lost.
+"""Held-out evaluation: engines that serve one policy version answer prompts. Prompts of a lost engine go to others.
 
 `HeldOutEvaluator` waits for answers of engines, and for changes of the pinned engines; the fleet and the buffer wake
-it. It loads neither Ray nor torch, so that ``asyncrl evaluate`` can use it with an engine of its own.
+it. This module does not load Ray or torch, so ``asyncrl evaluate`` can use it with its own engine.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class AnsweringFleet(Protocol):
     async def answer(
         self, engine: str, prompts: Sequence[Prompt], *, version: int, num_samples: int
     ) -> list[AnsweredPrompt]:
-        """Answer prompts on one engine under ``version``; prompts with tokens of other versions are left out.
+        """Answer prompts on one engine with ``version``. The result lacks prompts with tokens of other versions.
 
         Raises `AsyncRLError` if the engine is lost or serves another version.
         """
@@ -50,12 +50,12 @@ PinnedEngines = Callable[[Collection[str]], Awaitable[set[str]]]
 
 
 def num_pinned_engines(share: float, num_engines: int) -> int:
-    """Engines of an evaluation during training: the ``share`` of the present ones, at least one."""
+    """Number of engines of an evaluation during training: ``share`` of the present engines, at least one."""
     return max(1, math.floor(share * num_engines))
 
 
 def slots_of_evaluation(config: RunConfig, num_engines: int) -> int:
-    """Samples that one pinned engine may run at once for an evaluation during training; at least one prompt's."""
+    """Largest number of samples that a pinned engine runs at once for an evaluation; at least those of one prompt."""
     slots = config.rollout_fleet.most_groups_in_flight * config.algorithm.samples_per_prompt
     num_pinned = num_pinned_engines(config.evaluation.share, num_engines)
     share = min(1.0, config.evaluation.share * num_engines / num_pinned)
@@ -71,19 +71,19 @@ class HeldOutEvaluator:
         self._prompts = list(prompts)
 
     async def evaluate_all(self, version: int) -> Evaluation | None:
-        """Evaluate on all engines, which serve ``version`` and are idle; None if no engine answered."""
+        """Evaluate on all engines; they must serve ``version`` and be idle. None if no engine answered."""
         engines = set(self._fleet.engines())
         size = math.ceil(len(self._prompts) / (max(1, len(engines)) * _CALLS_PER_ENGINE))
         return await self._evaluate(version, _Deal(self._prompts, size=size, calls=_CALLS_PER_ENGINE), engines)
 
     async def evaluate_pinned(self, version: int, pinned: PinnedEngines) -> Evaluation | None:
-        """Evaluate during training, on the engines ``pinned`` to ``version``, within the share of slots."""
+        """Evaluate during training on the engines ``pinned`` to ``version``, within their share of slots."""
         slots = slots_of_evaluation(self._config, len(self._fleet.engines()))
         per_call = max(1, slots // (_CALLS_PER_ENGINE * (self._config.evaluation.num_samples + 1)))
         calls = max(1, slots // (per_call * (self._config.evaluation.num_samples + 1)))
         try:
             engines = await pinned(())
-        except WeightsGone as gone:  # the buffer was restarted after the version had passed
+        except WeightsGone as gone:  # the buffer was restarted and no longer serves this version
             logger.warning("evaluation of version %d: %s", version, gone)
             return None
         return await self._evaluate(version, _Deal(self._prompts, size=per_call, calls=calls), engines, pinned)
@@ -115,11 +115,11 @@ Answer = Callable[[str, Sequence[Prompt]], Awaitable[list[AnsweredPrompt]]]
 
 
 class _Deal:
-    """Deals prompts, ``size`` per call, to engines with at most ``calls`` running calls each.
+    """Distributes prompts, ``size`` per call, to engines; each engine has at most ``calls`` running calls.
 
     Attributes:
         answers: One entry per answered prompt.
-        lost: Why an engine gets no more prompts, by its name.
+        lost: Lost engines by name, each with the reason.
     """
 
     def __init__(self, prompts: Sequence[Prompt], *, size: int, calls: int) -> None:
@@ -132,20 +132,20 @@ class _Deal:
         self._changed = asyncio.Event()
 
     def join(self, engines: Collection[str]) -> None:
-        """Deal to these engines too, but not to lost ones."""
+        """Also use these engines, except lost ones."""
         for engine in sorted(engines):
             self._num_running.setdefault(engine, 0)
         self._changed.set()
 
     async def follow(self, engines: set[str], pinned: PinnedEngines) -> None:
-        """Deal to engines that are pinned during the evaluation too."""
+        """Also use engines that are pinned during the evaluation."""
         with suppress(WeightsGone):  # no further engine can be pinned
             while True:
                 engines = await pinned(engines)
                 self.join(engines)
 
     async def run(self, tasks: asyncio.TaskGroup, answer: Answer) -> None:
-        """Deal until all prompts are answered or all engines are lost."""
+        """Distribute prompts until all are answered or all engines are lost."""
         while True:
             self._changed.clear()
             running = self._num_running
@@ -161,7 +161,7 @@ class _Deal:
             await self._changed.wait()
 
     async def _play(self, engine: str, prompts: Sequence[Prompt], answer: Answer) -> None:
-        """Let an engine answer prompts; unanswered ones are dealt again."""
+        """Let an engine answer prompts; requeue unanswered prompts."""
         answered: list[AnsweredPrompt] = []
         try:
             answered = await answer(engine, prompts)

@@ -1,7 +1,7 @@
-"""The rollout fleet: its members, behind the port that the controller drives.
+"""The rollout fleet: its members behind the controller's port.
 
-An elastic fleet begins with ``rollout_fleet.num_engines.min`` members. The fleet itself or ``asyncrl join`` starts
-more, which roll out as soon as they serve the newest weights. ``asyncrl leave`` removes members.
+An elastic fleet begins with ``rollout_fleet.num_engines.min`` members. The fleet itself or ``asyncrl join`` starts more
+members, which roll out as soon as they serve the newest weights. ``asyncrl leave`` removes members.
 
 `run` waits for members that end, for members that have joined (`join` wakes it), and for the timer that bounds training
 without engines. All other waits are for members, which keep the deadlines (`asyncrl.run.fleet_member`).
@@ -66,10 +66,10 @@ class FleetGroup:
         supply: Callable[[str], Awaitable[str]],
         pool: RayResourcePool | None = None,
     ) -> None:
-        """Start the first workers, in their own pool unless one is given; `start` brings up their engines.
+        """Start the first workers in ``pool``, or in their own pool if it is None; `start` brings up their engines.
 
-        ``say`` shows people a line; ``supply`` gives a node, named by its id, the files that a worker reads, and
-        returns the path of the model there.
+        ``say`` shows a line to the user. ``supply`` copies the files of a worker to a node, given by its id, and
+        returns the model's path on the node.
         """
         fleet = config.rollout_fleet
         self._config = config
@@ -103,8 +103,8 @@ class FleetGroup:
     async def start(self) -> None:
         """Bring up the first engines on the first offered weights; in an elastic fleet, more engines follow.
 
-        Raises `DeadlineError`, or `WorkerDiedError` with the worker's log. No restarts here: an early failure is most
-        likely a wrong configuration.
+        Raises `DeadlineError`, or `WorkerDiedError` with the worker's log. Failed engines are not restarted here,
+        because an early failure most likely has its cause in the configuration.
         """
         first = list(self._members.values())
         if self._roster.num_free:
@@ -116,7 +116,7 @@ class FleetGroup:
         self._has_started = True
 
     async def run(self) -> None:
-        """Roll out until `drain`, on the present engines.
+        """Roll out on the present engines until `drain`.
 
         Raises `EngineLost` if fewer than ``rollout_fleet.min_engines`` are left (in an elastic fleet, for
         ``rollout_fleet.no_engine_timeout_s``), or if no engine is up for that time, and the run errors of a worker.
@@ -151,7 +151,7 @@ class FleetGroup:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _take_out(self, member: FleetMember, run: asyncio.Future[None]) -> None:
-        """Handle the end of a member: continue if enough members are left, or if others may join."""
+        """Handle the end of a member: continue if enough members remain, or if others may join."""
         try:
             run.result()
         except EngineLost as error:
@@ -174,9 +174,10 @@ class FleetGroup:
         )
 
     def _note_change(self) -> None:
-        """Report when no engine is up and when one is back; bound the time that training waits for an engine.
+        """Report when no engine is up, and when an engine is up again.
 
-        The time does not count while learner ranks use the engines' devices.
+        Limit the time that training waits for an engine. Time in which learner ranks use the engines' devices does not
+        count.
         """
         if not self._has_started:
             return
@@ -192,7 +193,7 @@ class FleetGroup:
             self._be_patient(fleet.no_engine_timeout_s)
 
     def _be_patient(self, seconds: float | None) -> None:
-        """Give up in ``seconds`` from now; None stops the timer."""
+        """Set the timer that ends the run in ``seconds``; None stops the timer."""
         if self._patience is not None:
             self._patience.cancel()
         give_up = self._given_up.set
@@ -208,14 +209,15 @@ class FleetGroup:
     # Joining and leaving
 
     async def join(self, num_engines: int, *, node: str = "") -> str:
-        """Add engines to the running fleet; returns words for people when they serve.
+        """Add engines to the running fleet. Returns a message for the user when the engines serve.
 
         Args:
-            num_engines: How many.
+            num_engines: Number of new engines.
             node: Id of their node; empty for any.
 
         Raises:
-            MembershipRefused: the fleet would be too large, an engine failed to start, or the run starts or ends.
+            MembershipRefused: the fleet would be too large, an engine failed to start, or the run is starting or
+                ending.
         """
         self._check_open()
         ranks = self._roster.join(num_engines, in_kept_places=not node)
@@ -232,7 +234,10 @@ class FleetGroup:
         return f"joined: rollout worker {joined}"
 
     def _bring_up(self, ranks: Sequence[int], *, waits: bool, node: str = "") -> list[asyncio.Task[str]]:
-        """Start engines. They wait for places without a deadline if ``waits``, else ``ray.start_timeout_s``."""
+        """Start engines.
+
+        With ``waits`` they wait for places without a deadline, otherwise for ``ray.start_timeout_s``.
+        """
         tasks = []
         for rank in ranks:
             member = self._members[rank] = FleetMember(rank, self._config, self._parts)
@@ -268,10 +273,10 @@ class FleetGroup:
         self._note_change()
 
     async def leave(self, rank: int) -> str:
-        """Let a member release its groups and end; returns when it has ended.
+        """Let a member release its groups and end. Returns when the member has ended.
 
         Raises:
-            MembershipRefused: no such member, too few would be left, or the run is starting or ending.
+            MembershipRefused: no such member, too few members would remain, or the run is starting or ending.
         """
         self._check_open()
         self._roster.leave(rank)
@@ -298,7 +303,7 @@ class FleetGroup:
             raise MembershipRefused("the run is ending; start another")
 
     def describe(self) -> str:
-        """The members, one per line, for people."""
+        """The members, one per line, for the user."""
         lines = [f"{rank}: {self._describe(member)}" for rank, member in sorted(self._members.items())]
         size = self._config.rollout_fleet.num_engines
         return "\n".join([*lines, f"rollout_fleet.num_engines={size}: {self._roster.num_free} more may join"])
@@ -356,7 +361,7 @@ class FleetGroup:
         return await member.answer(prompts, version=version, num_samples=num_samples)
 
     async def stop(self, timeout_s: float) -> None:
-        """Stop engines and workers: ask, then kill; remove the links to weights of killed workers."""
+        """Stop engines and workers: first ask, then kill. Remove the weight links of killed workers."""
         self._is_closing = True
         self._be_patient(None)
         for task in self._leaving.values():
@@ -373,7 +378,7 @@ class FleetGroup:
 
 
 async def answered(fleet: FleetGroup, request: FleetRequest, config: RunConfig) -> FleetAnswer:
-    """Carry out a request of ``asyncrl join`` or ``asyncrl leave``; a refusal or a failure becomes the answer."""
+    """Process a request of ``asyncrl join`` or ``asyncrl leave``. The answer may be a refusal or a failure."""
     try:
         if request.action is Action.describe:
             return FleetAnswer(words=fleet.describe())
@@ -405,7 +410,7 @@ def _node_id(config: RunConfig, address: str) -> str:
 
 @asynccontextmanager
 async def served_requests(fleet: FleetGroup, config: RunConfig, run_dir: Path) -> AsyncIterator[None]:
-    """Answer requests inside the block; without effect for a fleet of fixed size."""
+    """Answer requests inside the block; no effect for a fleet of fixed size."""
     if not config.rollout_fleet.is_elastic:
         yield
         return
@@ -421,9 +426,9 @@ async def served_requests(fleet: FleetGroup, config: RunConfig, run_dir: Path) -
 
 
 async def _serve(fleet: FleetGroup, config: RunConfig, name: str) -> None:
-    """Give each request a task, which ends when the engine serves or has left. The desk wakes this.
+    """Start a task per request; the task ends when the engine serves or has left.
 
-    A dead desk is replaced; its pending requests fail.
+    The desk wakes this loop. If the desk dies, it is replaced and its pending requests fail.
     """
 
     async def answer(desk: Any, number: int, request: FleetRequest) -> None:
@@ -461,7 +466,10 @@ def _worker_class(config: RunConfig, buffer: BufferConnection, paths: RunPaths) 
 
 
 def fleet_options(config: RunConfig) -> RolloutFleetConfig:
-    """The fleet's options: servers can release their devices in colocated pools, and read stop texts of agents."""
+    """The options of the fleet.
+
+    In colocated pools the servers can release their devices; for agents they read stop texts.
+    """
     fleet = config.rollout_fleet
     own = {"memory_saver": True} if config.placement.colocated else {}
     own |= {"tokenizer": True} if episode_context(config) else {}

@@ -1,8 +1,8 @@
-"""One rollout worker of the fleet, over all its lives: a worker that dies or hangs is replaced.
+"""One member of the fleet: a rollout worker that is replaced when it dies or hangs.
 
 A life begins with a place in the cluster. The member waits for the place without a deadline; Ray moves the place of a
-dead node. Then the node gets the files that the worker reads, the worker starts its engine, and the engine loads the
-newest weights. A worker whose engine fails releases its groups with their tokens so far, and ends too.
+dead node. Then the node gets the worker's files, the worker starts its engine, and the engine loads the newest weights.
+A worker whose engine fails releases its groups with their tokens so far, and ends too.
 
 Every call waits for the worker. Ray wakes the call when the worker answers or dies. A worker that misses
 ``buffer.request_timeout_s`` for a call that it answers at once counts as dead. The first call that fails ends the life
@@ -58,12 +58,12 @@ class MemberParts:
     """The collaborators of all members.
 
     Attributes:
-        places: The places of their workers.
+        places: The places of the workers.
         bury: `ControlBuffer.bury`.
-        supply: Gives a node, named by its id, the files that a worker reads; returns the path of the model there.
+        supply: Copies the files of a worker to a node, given by its id; returns the model's path on the node.
         on_change: Called when `FleetMember.is_serving` may have changed.
         may_use_devices: Set while no learner rank uses the devices of the engines. A worker starts only then.
-        say: Shows people a line.
+        say: Shows a line to the user.
     """
 
     places: EnginePlaces
@@ -75,7 +75,7 @@ class MemberParts:
 
 
 class FleetMember:
-    """One worker; `start` it, then `load_first`; in a running fleet, `join` instead.
+    """One worker. Call `start` and then `load_first`; in a running fleet, call `join` instead.
 
     Attributes:
         rank: Rank of the worker.
@@ -112,7 +112,7 @@ class FleetMember:
 
     @property
     def is_there(self) -> bool:
-        """Whether the worker serves or will be restarted: it has served, has a place, and is not leaving or ended."""
+        """Whether the worker serves or will be restarted: it has served, has a place, is not leaving or ended."""
         away = (MemberState.pending, MemberState.draining)
         return self._has_served and not self.member.has_ended and self.member.state not in away
 
@@ -123,16 +123,16 @@ class FleetMember:
         self.member.started(self.member.epoch)
 
     async def load_first(self) -> None:
-        """Wait until the first offered weights are loaded; from then on a dead worker is replaced."""
+        """Wait until the worker has loaded the first offered weights. After that, a dead worker is replaced."""
         await self._catch_up()
         self._keeping = asyncio.create_task(self._keep())
 
     async def join(self, *, node: str = "", place_timeout_s: float = math.inf) -> str:
-        """Come up in a running fleet on the newest weights; from then on a dead worker is replaced.
+        """Start in a running fleet on the newest weights. After that, a dead worker is replaced.
 
         Args:
             node: Id of the node; empty for any.
-            place_timeout_s: Deadline of the wait for a place.
+            place_timeout_s: Longest wait for a place.
 
         Returns:
             The id of the worker's node.
@@ -154,13 +154,13 @@ class FleetMember:
         return found
 
     async def run(self) -> None:
-        """Roll out until `drain` or `leave`, in one life after another. Raises `EngineLost` after the last life."""
+        """Roll out until `drain` or `leave`, with restarts. Raises `EngineLost` if the worker may not be restarted."""
         while (epoch := await self._ready()) is not None:
             if await self._tried(epoch, self._call("run")):
                 return
 
     async def answer(self, prompts: Sequence[Prompt], *, version: int, num_samples: int) -> list[AnsweredPrompt]:
-        """Answer held-out prompts, as `RolloutWorker.answer`. Raises `AsyncRLError` for any failure."""
+        """Answer held-out prompts as `RolloutWorker.answer` does. Raises `AsyncRLError` for any failure."""
         if not await self._is_up():
             failure = self._failure
             why = "it cannot answer" if failure is None else raised_in_worker(failure)
@@ -178,7 +178,10 @@ class FleetMember:
             ) from error
 
     async def counters(self) -> FleetCounters:
-        """Counters over all lives; the last known ones if the worker does not answer within `COUNTERS_S`."""
+        """Counters over all lives of the worker.
+
+        If the worker does not answer within `COUNTERS_S`, these are the last known ones.
+        """
         if self.member.state is MemberState.ready and (self._counting is None or self._counting.done()):
             self._counting = asyncio.create_task(self._count(self.member.epoch))
         if self._counting is not None:
@@ -196,14 +199,14 @@ class FleetMember:
 
     @property
     def total(self) -> FleetCounters:
-        """The known counters over all lives."""
+        """The known counters over all lives of the worker."""
         return FleetCounters.total([*self._before, self._last])
 
     async def release_device(self, incarnation: int | None = None) -> None:
         """Let running groups finish, and release the device; see `RolloutLoop.release_device`.
 
-        A worker that comes up does so before. A worker that does not release its device fails, and is killed. No other
-        starts in its place before `MemberParts.may_use_devices` is set.
+        If the worker is starting, this waits for the end of the start. A worker that does not release its device has
+        failed and is killed. No new worker starts before `MemberParts.may_use_devices` is set.
         """
         what, option = "the engines to release their devices", "rollout_fleet.drain_timeout_s"
         timeout_s = self._fleet.drain_timeout_s + 2 * self._fleet.load_timeout_s + 10
@@ -213,12 +216,12 @@ class FleetMember:
         is_watched = self.member.may_lease
         releasing = within(self._call("release_device", incarnation), timeout_s, what, option)
         if not await self._tried(self.member.epoch, releasing):
-            if not is_watched:  # its start waits for it
+            if not is_watched:  # the start of the worker waits for this event
                 await self._free_device()
             await self._until(lambda _: not self._may_use_device)
 
     async def _free_device(self) -> None:
-        """Kill the worker, unless it is dead, so that the learner can use its device."""
+        """Kill the worker unless it is dead, so that the learner can use its device."""
         if not self._may_use_device:
             return
         await asyncio.to_thread(self._parts.places.close, self.rank)
@@ -239,9 +242,10 @@ class FleetMember:
         return self.member.may_lease
 
     async def leave(self) -> None:
-        """Take no more work, release running groups, and end for good; returns when the worker has ended.
+        """Take no more work, release running groups, and end the worker.
 
-        A worker that dies meanwhile has left too. `counters` includes its work.
+        Returns when the worker has ended; it is not restarted. A worker that dies meanwhile has left too. `counters`
+        includes its work.
         """
         member, epoch = self.member, self.member.epoch
         member.drain(time.monotonic())
@@ -266,13 +270,13 @@ class FleetMember:
         await self._notify()
 
     async def stop(self) -> None:
-        """End the worker, if there is one; its end does not count as a death."""
+        """End the worker if there is one. This end does not count as a death."""
         await self._close()
         if self._has_process:
             await self._call("stop")
 
     async def _close(self) -> None:
-        """Watch no more: the end of this life is expected."""
+        """Stop watching, because this life is expected to end."""
         await _cancel(*filter(None, (self._keeping, self._counting)))
 
     # One life
@@ -281,11 +285,11 @@ class FleetMember:
         return self._parts.places.execute_rank_async(self.rank, method, *arguments)
 
     async def _answer(self, method: str, what: str) -> Any:
-        """Await a call that a worker answers at once unless it hangs."""
+        """Await a call that a healthy worker answers at once."""
         return await within(self._call(method), self._answer_s, what, "buffer.request_timeout_s")
 
     async def _while_answering(self, pending: Awaitable[T], what: str) -> T:
-        """Await a call whose deadlines the worker keeps. Raises `DeadlineError` if the worker answers no other call."""
+        """Await a call with deadlines in the worker. Raises `DeadlineError` if the worker answers no other call."""
         call, worker = asyncio.ensure_future(pending), self._worker
         try:
             while not call.done():
@@ -313,7 +317,7 @@ class FleetMember:
             raise EngineLost(f"{self.member.name}: {raised_in_worker(failure)}") from failure
         return self.member.epoch
 
-    # From one life to the next
+    # Watch and restart the worker
 
     async def _keep(self) -> None:
         try:
@@ -337,16 +341,16 @@ class FleetMember:
             await self._changed.wait_for(lambda: is_true(self.member))
 
     async def _declare(self, epoch: int, error: Exception) -> None:
-        """Declare that ``error`` has ended the life of ``epoch``; no effect after its end, or before it is watched."""
+        """Declare that ``error`` has ended the life of ``epoch``. No effect after its end or before it is watched."""
         if self._keeping is not None and self.member.fault(epoch, str(raised_in_worker(error)), time.monotonic()):
             self._declared.put_nowait(error)
             await self._notify()
 
     async def _tried(self, epoch: int, pending: Awaitable[T]) -> tuple[T] | None:
-        """Await a call in the life of ``epoch``; returns the answer in a tuple.
+        """Await a call in the life of ``epoch``.
 
-        Returns None if the life ends before the answer, or if the call fails, which ends the life. Raises errors of
-        `RUN_ERRORS`, and every error before the member is watched.
+        Returns the answer in a tuple. Returns None if the life ends before the answer. A failed call also ends the life
+        and returns None. Raises errors of `RUN_ERRORS`, and every error before the member is watched.
         """
         call = asyncio.ensure_future(pending)
         ending = asyncio.create_task(self._until(lambda member: member.epoch > epoch))
@@ -385,7 +389,7 @@ class FleetMember:
         await self._notify()
         words = f"{member.name} has ended, epoch {member.epoch} begins: {raised_in_worker(fault)}"
         logger.warning(words)
-        self._parts.say(words.partition("\n")[0])  # the rest is the end of a log, which ours holds
+        self._parts.say(words.partition("\n")[0])  # the rest is the end of a log that this process also has
         await self._end_worker(fault)
         if self._shares_device:
             await self._free_device()
@@ -395,7 +399,7 @@ class FleetMember:
         return member.seconds_left(time.monotonic()) or 0.0
 
     async def begin(self) -> None:
-        """Start another worker and let it load the newest weights; see `keep_up`."""
+        """Start a new worker and let it load the newest weights; see `keep_up`."""
         self.member.due(self.member.deadline)
         await self._come_up()
         self._parts.say(f"{self.member.name} is back after {time.monotonic() - self._died_s:.1f} s")
@@ -403,8 +407,8 @@ class FleetMember:
         await self._notify()
 
     async def _end_worker(self, failure: Exception) -> None:
-        """Stop a worker that still answers and take its final counters; bury a worker that does not answer."""
-        if isinstance(failure, EngineLost | RayTaskError):  # raised in a worker that lives
+        """Stop a worker that answers, and take its final counters. Bury a worker that does not answer."""
+        if isinstance(failure, EngineLost | RayTaskError):  # a living worker raised it
             try:
                 timeout_s, option = self._fleet.worker_stop_timeout_s, "rollout_fleet.stop_timeout_s"
                 last = await within(self._call("stop"), timeout_s, self.member.name, option)
@@ -419,13 +423,13 @@ class FleetMember:
         self._last, self._worker = FleetCounters(), ""
 
     async def _closed(self, last: FleetCounters) -> FleetCounters:
-        """Final counters of a worker that ended by itself; it is buried if it did not release all tokens."""
+        """Final counters of a worker that ended by itself. The worker is buried if it did not release all tokens."""
         return await self._buried(last) if last.tokens_in_flight and self._worker else last
 
     async def _buried(self, last: FleetCounters) -> FleetCounters:
-        """Bury the worker (`ControlBuffer.bury`); returns its counters with the buffer's count of tokens.
+        """Bury the worker (`ControlBuffer.bury`).
 
-        Repeats the request until the buffer answers.
+        Returns its counters with the buffer's count of tokens. Repeats the request until the buffer answers.
         """
         while True:
             try:
@@ -435,7 +439,7 @@ class FleetMember:
                 logger.warning("%s is not buried yet: %s", self.member.name, error)
 
     async def _come_up(self, node: str = "", place_timeout_s: float = math.inf) -> str:
-        """Take a place, start a worker there, and load the newest weights; returns the id of its node."""
+        """Take a place, start a worker there, and load the newest weights. Returns the id of the node."""
         found = await self._place(node, place_timeout_s)
         model_path = await self._parts.supply(found)
         make = partial(self._parts.places.replace_worker, self.rank, model_path=model_path)
@@ -448,7 +452,7 @@ class FleetMember:
         return found
 
     async def _place(self, wanted: str, timeout_s: float) -> str:
-        """Wait for a place; returns the id of its node. People are told of a long wait."""
+        """Wait for a place. Returns the id of its node. A long wait is reported to the user."""
         self.member.unplaced(self.member.epoch)
         await self._notify()
         placing = asyncio.ensure_future(self._parts.places.node_of(self.rank, wanted))

@@ -1,9 +1,9 @@
-"""Store servers on the hosts that produce: one on each node from which rollout workers reach the buffer.
+"""Store servers on the hosts of rollout workers: one store server per node with workers.
 
-Trajectories stay there until the learner's ranks fetch them: they cross the network once. A worker's host is named to
-the buffer as it enters, whether at the start, in the place of another, or later; `HostStores.watch` is told of it, and
-places a store there through an actor of that node. The actor starts a store server again where it dies. A store that is
-gone for good takes its groups with it: they are generated again, and counted (``store_lost``).
+Trajectories stay there until the learner's ranks fetch them, so they cross the network once. A worker's host is named
+to the buffer as it enters, whether at the start, in the place of another, or later; `HostStores.watch` is told of it,
+and places a store there through an actor of that node. The actor starts a store server again where it dies. A store
+that is gone for good takes its groups with it: they are generated again, and counted (``store_lost``).
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ STOP_S = 2.0
 
 
 class NodeStore:
-    """Keeps the store server of one node up; an actor there."""
+    """An actor on a node that runs and restarts the store server of this node."""
 
     def __init__(self, config: BufferConfig, *, num_clients: int, log_path: Path, **options: Any) -> None:
-        """``options`` are further ones of `BufferSupervisor`."""
+        """``options`` are further options of `BufferSupervisor`."""
         self._config = config_of_node(config, ray.util.get_node_ip_address().strip("[]"))
         self._num_clients = num_clients
         self._log_path = log_path
@@ -49,7 +49,7 @@ class NodeStore:
         self._watching: asyncio.Task[None] | None = None
 
     async def start(self) -> str:
-        """Start it; returns its address. Raises `ValueError` if this node allows too few open files."""
+        """Start the store server; return its address. Raises `ValueError` if this node allows too few open files."""
         allow_clients(self._num_clients)
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
         self._server = BufferSupervisor(
@@ -66,7 +66,10 @@ class NodeStore:
         return address
 
     async def next_restart(self) -> str:
-        """Wait until it was started again; how that was. Raises `WorkerDiedError` where it may not be."""
+        """Wait for a restart of the store server; return a description.
+
+        Raises `WorkerDiedError` if it may not be restarted.
+        """
         assert self._watching is not None
         waiting = asyncio.ensure_future(self._restarts.get())
         await asyncio.wait({waiting, self._watching}, return_when=asyncio.FIRST_COMPLETED)
@@ -76,7 +79,7 @@ class NodeStore:
         return await waiting
 
     async def stop(self) -> None:
-        """End it."""
+        """Stop the store server."""
         if self._watching is not None:
             self._watching.cancel()
         if self._server is not None:
@@ -84,27 +87,27 @@ class NodeStore:
 
 
 def config_of_node(config: BufferConfig, address: str) -> BufferConfig:
-    """The options of a store on the node with this address in the cluster, given those of the buffer."""
+    """The options of a store on the node with this address; ``config`` has the options of the buffer."""
     own = store_config(config)
     if is_loopback(own.host):
         return own
     try:
         ip_address(own.host)
-    except ValueError:  # an interface, or every address
+    except ValueError:  # the name of an interface, or every address
         return replace(own, advertised_host=address if own.advertised_host else "")
     return replace(own, host=address, advertised_host="")
 
 
 class HostStores:
-    """The stores of a run that are on the hosts of its rollout workers; run `watch`, then `stop`.
+    """The stores of a run on the hosts of its rollout workers. Call `watch`, then `stop`.
 
     Args:
         control: Client of the buffer; `stop` closes it.
-        make: Makes the `NodeStore` actor of a node, given its id and the number of the store; see `ray_actors`.
-        restarts: How often another is placed on a host.
+        make: Makes the `NodeStore` actor of a node from the node's id and the number of the store; see `ray_actors`.
+        restarts: Largest number of replacements of a host's store.
 
     Attributes:
-        num_restarts: How often a store server was started again.
+        num_restarts: Number of restarts of store servers.
         num_placed: How many actors have been placed.
         actors: The actors that are there, by number.
     """
@@ -127,7 +130,10 @@ class HostStores:
         self.num_restarts = self.num_placed = 0
 
     async def watch(self) -> NoReturn:
-        """Place stores, and drop those that are gone. Raises `WorkerDiedError` when the last one has died for good."""
+        """Place stores, and drop lost stores.
+
+        Raises `WorkerDiedError` if the last store is lost and may not be replaced.
+        """
         known: set[str] = set()
         async with asyncio.TaskGroup() as tasks:
             while True:
@@ -139,7 +145,7 @@ class HostStores:
             await keep_up(_HostStore(self, host), has_begun=False)
 
     async def stop(self) -> None:
-        """End the stores, and their actors."""
+        """End the stores and their actors."""
         actors, self.actors = list(self.actors.values()), {}
         try:
             async with asyncio.timeout(STOP_S):
@@ -153,11 +159,14 @@ class HostStores:
 
 
 class _Gone(Exception):
-    """A host has no store any more; its workers use the others."""
+    """Handle the loss of a host's store; the host's workers use the other stores."""
 
 
 class _HostStore:
-    """The store of one host, for `keep_up`: it is placed again after any error but the end of its server's restarts."""
+    """The store of one host, for `keep_up`.
+
+    It is placed again after any error, unless its server has no restarts left.
+    """
 
     def __init__(self, stores: HostStores, host: str) -> None:
         self._stores = stores
@@ -177,21 +186,21 @@ class _HostStore:
         stores.say(f"{what} keeps the rollouts of its host, at {address}")
 
     async def watch(self) -> NoReturn:
-        """Count and say the restarts of the server."""
+        """Count and report the restarts of the server."""
         while True:
             (line,) = await fetch_async([self._stores.actors[self._number].next_restart.remote()])
             self._stores.num_restarts += 1
             self._stores.say(line)
 
     async def end(self, fault: Exception) -> float:
-        """Drop the store: its groups are generated again, and its host's go to the other stores."""
+        """Drop the store. Its groups are generated again, and later groups of its host go to the other stores."""
         stores, name = self._stores, f"store server {self._number}"
         logger.warning("%s is gone: %s", name, fault)
         if (lost := stores.actors.pop(self._number, None)) is not None:
             ray.kill(lost)
         self._num_faults += 1
         num_groups = 0 if self._joined is None else await self._dropped(self._joined)
-        has_died = isinstance(fault, RayActorError | ActorUnschedulableError)  # most likely with the node
+        has_died = isinstance(fault, RayActorError | ActorUnschedulableError)  # most likely the node died too
         is_final = isinstance(raised_in_worker(fault), WorkerDiedError) or self._num_faults > stores.restarts
         if is_final and not (has_died or stores.actors):
             raise WorkerDiedError(f"no store server is left: {raised_in_worker(fault)}") from fault
@@ -202,7 +211,7 @@ class _HostStore:
         return 0.0
 
     async def _dropped(self, store: int) -> int:
-        """See `ControlClient.drop_store`; asks until the buffer answers."""
+        """See `ControlClient.drop_store`; repeats the request until the buffer answers."""
         while True:
             try:
                 return await self._stores.control.drop_store(store)
@@ -211,9 +220,9 @@ class _HostStore:
 
 
 def ray_actors(config: BufferConfig, *, log_dir: Path, **options: Any) -> Callable[[str, int], Any]:
-    """Makes `NodeStore` actors of the cluster that this process is connected to; ``config`` is the buffer's own.
+    """Make `NodeStore` actors in the connected Ray cluster; ``config`` has the options of the buffer.
 
-    ``options`` are ``num_clients``, and further ones of `BufferSupervisor`.
+    ``options`` are ``num_clients``, and further options of `BufferSupervisor`.
     """
     actor_class: Any = ray.remote(NodeStore)
     place: dict[str, Any] = {"num_cpus": 0, "max_concurrency": 4, "runtime_env": {"env_vars": WORKER_ENV}}
@@ -228,5 +237,5 @@ def ray_actors(config: BufferConfig, *, log_dir: Path, **options: Any) -> Callab
 
 
 def client_on_this_node(buffer: BufferConnection, name: str) -> WorkerClient:
-    """Make the client of a rollout worker on this node: its puts go to the store of the node."""
+    """Make the client of a rollout worker on this node; it puts groups into the store of the node."""
     return WorkerClient(buffer.client(host=ray.get_runtime_context().get_node_id()), name=name)

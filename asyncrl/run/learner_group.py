@@ -1,6 +1,6 @@
 """The learner's roles as worker groups, behind the controller's `LearnerPort`.
 
-Every call waits for the ranks under a deadline. Ray wakes it when they answer or die.
+Every call waits for the ranks with a deadline. Ray wakes the call when the ranks answer or die.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class LearnerGroup:
     """The learner's roles as one object. The ranks execute calls in the order in which they are made.
 
     A step queues the scores of reference and critic, the actor's step, the publish, and the critic's step. Scores go
-    from worker to worker, or stay in the process that two roles share.
+    from worker to worker. If two roles share a process, the scores stay there.
 
     Attributes:
         checkpoints: The folder of the learner's checkpoints.
@@ -70,11 +70,11 @@ class LearnerGroup:
         self.checkpoints = paths.checkpoints
         self._layout = learner_layout(config)
         for pool in self._layout.resource_pool_dict.values():
-            pool.enter()  # the reservation outlives the ranks: the learner's next life starts in it
+            pool.enter()  # the reservation stays when the ranks end; restarted ranks use it again
         self._begin(incarnation=0)
 
     def _begin(self, *, incarnation: int) -> None:
-        """Start the ranks of one life of the learner. All lives use the same reservation."""
+        """Start the ranks. Restarted ranks use the same reservation."""
         self._batches: tuple[Plan | None, dict[int, list[RankBatch]]] = (None, {})
         self._scores: dict[str, RemoteScores] = {}
         self._deadline = StepDeadline(2 * self._config.learner.step_timeout_s)
@@ -91,9 +91,9 @@ class LearnerGroup:
         await _or_death(loading, pending)
 
     async def death(self) -> NoReturn:
-        """Wait until the process of a rank ends, also between calls. Raises `LearnerDiedError`.
+        """Wait until the process of a rank ends, also between calls.
 
-        Calls that are pending on the ranks report the death in more detail, so they get time to fail first.
+        Raises `LearnerDiedError`. Pending calls report the death in more detail, so they get time to fail first.
         """
         try:
             death: Exception = await self._roles.death()
@@ -103,14 +103,14 @@ class LearnerGroup:
         raise LearnerDiedError(str(death))
 
     async def end(self) -> None:
-        """Kill the ranks that are left after a death. Call `begin_again` or `stop` next."""
+        """Kill the remaining ranks after a death. Call `begin_again` or `stop` next."""
         await asyncio.to_thread(self._roles.shutdown)
 
     async def begin_again(self, checkpoint: Path, version: int, *, incarnation: int) -> None:
         """Start new ranks from a checkpoint of ``version`` and publish it. Raises as `init` and `load` do.
 
-        On devices shared with engines, the engines have released them, and get them back with the published weights.
-        Removes later versions that the previous life has published.
+        If the devices are shared with engines, the engines must have released them; they get the devices back with the
+        published weights. Removes later versions of the previous ranks.
         """
         await finished_in_thread(partial(self._begin, incarnation=incarnation), self._config.ray.start_timeout_s)
         await asyncio.to_thread(remove_published, self._paths.snapshots, after=version)
@@ -143,7 +143,7 @@ class LearnerGroup:
         return replace(plan, groups=groups)
 
     def update(self, plan: Plan) -> Awaitable[Mapping[str, float]]:
-        """Queue the scores that the step reads, then the actor's step; returns its metrics."""
+        """Queue the scores for the step, then the actor's step. Returns the metrics of the step."""
         unsent: list[Awaitable[Any]] = []
         readers = [role for role in ("actor", "critic") if role in self._roles]
         columns = dict.fromkeys(column for role in readers for column in self._reads(role))
@@ -152,7 +152,7 @@ class LearnerGroup:
         return self._after(unsent, step, f"the update of step {plan.version}", kind="update")
 
     def update_critic(self, plan: Plan) -> Awaitable[Mapping[str, float]]:
-        """Queue the critic's step on the scores of the last `update`; returns its metrics, none without a critic."""
+        """Queue the critic's step on the scores of the last `update`. Returns its metrics; empty without a critic."""
         step = self._roles["critic"].step(*self._step_arguments("critic", plan)) if "critic" in self._roles else None
 
         async def metrics() -> Mapping[str, float]:
@@ -168,7 +168,7 @@ class LearnerGroup:
         return self._first(self._roles["actor"].publish_weights(version), f"the weights of version {version}")
 
     async def finish_publish(self) -> None:
-        """Wait until the version that is being published is offered."""
+        """Wait until the current version is offered."""
         await self._in_time(self._roles["actor"].finish_publish(), "the offer of the last weights")
 
     def rollout_mode(self, version: int) -> Awaitable[None]:
@@ -177,13 +177,14 @@ class LearnerGroup:
         return self._after(others, self._roles["actor"].rollout_mode(version), f"the turn to rollout at {version}")
 
     async def trainer_mode(self) -> None:
-        """Load back what `rollout_mode` offloaded."""
+        """Load the tensors that `rollout_mode` offloaded."""
         await self._in_time(AllOf([group.trainer_mode() for _, group in self._on_shared_devices()]), "training's turn")
 
     async def withdraw(self) -> list[int]:
-        """After a `BatchLost`: discard the batch, and return the groups that the ranks did not find.
+        """Discard the batch after a `BatchLost`.
 
-        Raises `LearnerDiedError` if the critic has a pool of its own: it may have made the step that the actor lost.
+        Returns the groups that the ranks did not find. Raises `LearnerDiedError` if the critic has a separate pool,
+        because it may have made the step that the actor lost.
         """
         if "critic" in self._roles and not self._roles.share_a_pool("critic", "actor"):
             raise LearnerDiedError(
@@ -198,7 +199,7 @@ class LearnerGroup:
 
     @property
     def pool(self) -> RayResourcePool:
-        """The reservation of the actor's processes."""
+        """The resource pool of the actor's processes."""
         return self._layout.get_resource_pool(Role.from_string("actor"))
 
     def _on_shared_devices(self) -> list[tuple[str, Any]]:
@@ -214,7 +215,10 @@ class LearnerGroup:
         return self._after(critic, actor, f"the checkpoint of version {version}")
 
     async def load(self, checkpoint: Path) -> int:
-        """Load a checkpoint and return its version. Raises `ValueError` if the run has a critic and it has none."""
+        """Load a checkpoint and return its version.
+
+        Raises `ValueError` if the run has a critic and the checkpoint does not.
+        """
         if "critic" in self._roles:
             critic = checkpoint.parent / "critic" / checkpoint.name
             if not critic.is_dir():
@@ -262,9 +266,10 @@ class LearnerGroup:
         return ROLES[role].reads(self._config.algorithm)
 
     def _score(self, column: str, plan: Plan, unsent: list[Awaitable[Any]]) -> RemoteScores:
-        """Queue the scores of a column. They stay in the processes if all readers find theirs; see `keeps_scores_for`.
+        """Queue the scores of a column.
 
-        A call whose scores stay joins ``unsent``.
+        The scores stay in the processes if all readers find theirs there; see `keeps_scores_for`. A call whose scores
+        stay is added to ``unsent``.
         """
         role = scored_by(column, self._config.learner).name
         batches = self._shares(plan, role)
@@ -276,7 +281,10 @@ class LearnerGroup:
         return RemoteScores(role=role, batches=batches, results=results)
 
     def _step_arguments(self, role: str, plan: Plan) -> list[Sequence[Any]]:
-        """The arguments of a role's step: its batches, and each column's scores, None if they are in its process."""
+        """The arguments of a role's step: its batches, and the scores per column.
+
+        Scores in the role's own process are None.
+        """
         batches = self._shares(plan, role)
         arguments: list[Sequence[Any]] = [batches]
         for column in self._reads(role):
@@ -298,9 +306,9 @@ class LearnerGroup:
         return (await self._in_time(pending, what, kind=kind))[0]
 
     async def _in_time(self, pending: Awaitable[T], what: str, *, kind: str = "") -> T:
-        """Await a call; raises as `_or_death` does.
+        """Await a call; raise the errors of `_or_death`.
 
-        Calls made at each step have a ``kind``: their deadline follows the longest call of that kind so far. Every
+        The calls of a step have a ``kind``: their deadline follows from the longest call of that kind so far. Every
         other call gets twice ``learner.step_timeout_s``, because it may queue behind a step.
         """
         option = "learner.step_timeout_s"
@@ -312,9 +320,9 @@ class LearnerGroup:
 
 
 async def _or_death(result: Awaitable[T], pending: Any) -> T:
-    """Await the result of a call that is ``pending`` on the ranks.
+    """Await the result of a ``pending`` call.
 
-    Raises `LearnerDiedError` if a rank died or is late, otherwise what the ranks raised. After a death the other ranks
+    Raises `LearnerDiedError` if a rank died or is late, otherwise the error of the ranks. After a death the other ranks
     fail too, some of them before Ray notices the death.
     """
     try:
@@ -335,10 +343,10 @@ async def _or_death(result: Awaitable[T], pending: Any) -> T:
 
 
 class AllOf:
-    """Calls to several worker groups, awaited one after the other.
+    """Calls to several worker groups, which are awaited one after the other.
 
     Attributes:
-        futures: References of all calls. An error message finds the names of the workers through them.
+        futures: References of all calls. Error messages get the names of the workers from them.
     """
 
     def __init__(self, calls: Sequence[Awaitable[Any]]) -> None:
@@ -357,7 +365,7 @@ class RoleGroups:
         config: The run.
         layout: The pools.
         connect_buffer: Called in each process; returns its client of the buffer.
-        paths: Where the processes write.
+        paths: Folders to which the processes write.
 
     Attributes:
         pools: Name of the pool of each role.
@@ -377,7 +385,7 @@ class RoleGroups:
             roles = [role for role, its_pool in self.pools.items() if its_pool == pool]
             classes = {role: _worker_class(role, options[role], config, connect_buffer, paths) for role in roles}
             env = learner_env(config)
-            if config.placement.num_nodes == 1:  # the ranks meet through a new file and without a port
+            if config.placement.num_nodes == 1:  # the ranks connect through a new file, without a port
                 env |= {RENDEZVOUS_FILE: str(make_private_folder(paths.staging) / f"ranks-{uuid.uuid4().hex}")}
             host = RayWorkerGroup(
                 layout.get_resource_pool(Role.from_string(roles[0])),
@@ -394,7 +402,7 @@ class RoleGroups:
         return role in self._groups
 
     def __getitem__(self, role: str) -> Any:
-        """The group of a role. It has type Any, because a group gets its worker's methods when it is made."""
+        """The group of a role. Its type is Any, because a group gets the methods of its worker class at run time."""
         if self._is_down:
             raise LearnerDiedError("a learner rank died, and no new ranks have started yet")
         return self._groups[role]
@@ -418,7 +426,7 @@ class RoleGroups:
         return self.pools[one] == self.pools[other]
 
     def keeps_scores_for(self, role: str, reader: str) -> bool:
-        """Whether each process that scores with ``role`` holds the scores that ``reader`` needs there."""
+        """Whether each process of ``reader`` computes the scores it needs itself, with ``role``."""
         return self.share_a_pool(role, reader) and self.dp_sizes[role] == self.dp_sizes[reader]
 
     def shutdown(self) -> None:
@@ -429,7 +437,7 @@ class RoleGroups:
 
 
 def _publish_options(config: RunConfig) -> PublishOptions:
-    """How the ranks publish their weights."""
+    """The ranks' options for publishing weights."""
     fleet, carrier = config.rollout_fleet, config.weights.rules.carrier
     into_engines = carrier is Carrier.engine_stream
     own_gpus = config.learner.device == fleet.device == "cuda" and not config.placement.colocated
@@ -438,7 +446,7 @@ def _publish_options(config: RunConfig) -> PublishOptions:
         full_every=config.weights.full_every,
         adapters=config.publishes_adapters,
         timeout_s=fleet.load_timeout_s,
-        # While engines receive version u + 1, admission at u lets the learner reach u + max_lag + 1, and no further.
+        # While engines receive version u + 1, admission at u limits the learner to u + max_lag + 1.
         num_held=config.buffer.max_lag + 2,
         interface=config.weights.interface,
         num_receivers=fleet.most_engines * fleet.sglang.tp_size if into_engines else num_engine_hosts(config),

@@ -1,8 +1,8 @@
-"""What a run does when a learner rank dies: new ranks start from the newest checkpoint, and training continues.
+"""Restarts the learner after the death of a rank: new ranks start from the newest checkpoint, and training continues.
 
-Engines and buffer stay up. The ledger goes back to the checkpoint's version under a new *incarnation* of the learner.
+Engines and buffer keep running. The ledger returns to the checkpoint's version with a new *incarnation* of the learner.
 It revokes running attempts, drops stored groups (``rewound``) and withdraws offers. Engines lease again after they have
-loaded what the new ranks publish. So no token of a version that died with the old ranks is ever trained on.
+loaded the weights of the new ranks. So no token of a version that died with the old ranks is ever trained on.
 
 On devices shared with engines, the engines release them before the new ranks start, and take them back with what these
 publish.
@@ -24,7 +24,7 @@ from asyncrl.run.controller import ColocatedController, Controller
 from asyncrl.run.resume import RepeatedPrompts, Resumed
 
 if TYPE_CHECKING:
-    from asyncrl.run.learner_group import LearnerGroup  # loads torch and Ray
+    from asyncrl.run.learner_group import LearnerGroup  # this import loads torch and Ray
 
 AnyController: TypeAlias = Controller | ColocatedController
 _NOT_OF_A_LIFE = (LearnerDiedError, ClusterDiedError, ReplayBufferError, CheckpointError)
@@ -36,11 +36,11 @@ MAX_REPLANS = 3
 class LearnerRestarts:
     """Restarts the learner of one run, at most ``learner.restarts`` times.
 
-    It may go back to the checkpoint that the run began from, ``resumed``, too. ``say`` shows the user a line.
+    It may also return to ``resumed``, the checkpoint from which the run began. ``say`` shows a line to the user.
 
     Attributes:
         num_restarts: Restarts of the learner so far; the learner's incarnation.
-        num_replans: Batches that were lost and planned anew so far.
+        num_replans: Lost batches that were planned again so far.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class LearnerRestarts:
         self._replans_of = (-1, 0)
 
     async def through(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Do ``work``. Recover and repeat it after a lost batch or a death of the learner.
+        """Do ``work``. After a lost batch or a death of the learner, recover and repeat ``work``.
 
         Raises `LearnerDiedError` if the learner may not start again, and any other error of ``work``.
         """
@@ -73,7 +73,10 @@ class LearnerRestarts:
         await keep_up(self)
 
     async def watch(self) -> None:
-        """Do the work of one life; see `keep_up`. After a lost batch the ranks live, and the step is planned anew."""
+        """Do the work of one life; see `keep_up`.
+
+        After a lost batch the ranks continue, and the step is planned again.
+        """
         lost: LearnerDiedError | BatchLost | None = None
         while True:
             try:
@@ -82,9 +85,7 @@ class LearnerRestarts:
                 return await self._work()
             except Exception as fault:
                 lost = death_in(fault)
-                if (
-                    not isinstance(lost, BatchLost) or self._is_colocated
-                ):  # engines on shared devices have released them
+                if not isinstance(lost, BatchLost) or self._is_colocated:  # engines have released shared devices
                     raise
 
     async def _replan(self, lost: Exception) -> None:
@@ -111,7 +112,7 @@ class LearnerRestarts:
         return self._controller.newest_checkpoint(self._learner.checkpoints) or self._resumed
 
     async def end(self, fault: Exception) -> float:
-        """Kill the ranks that are left. Raises ``fault`` if it is not the learner's, and as `_check` does."""
+        """Kill the remaining ranks. Raises ``fault`` if another part caused it, and as `_check` does."""
         if (death := death_in(fault)) is None:
             raise fault
         if isinstance(death, BatchLost):
@@ -126,7 +127,7 @@ class LearnerRestarts:
 
     async def begin(self) -> None:
         """Start new ranks from the newest checkpoint."""
-        found = self._newest()  # again: another checkpoint may be complete by now
+        found = self._newest()  # look again: another checkpoint may be complete by now
         assert found is not None, "complete checkpoints are kept"
         await self._controller.rewind(found.state, incarnation=self.num_restarts)
         self._prompts.repeat_unfinished(found.state.finished)
@@ -141,7 +142,7 @@ class LearnerRestarts:
 
 
 def death_in(fault: Exception) -> LearnerDiedError | BatchLost | None:
-    """The learner's death in an error, or else its lost batch; None if the error holds anything else."""
+    """The learner's death in an error, or else its lost batch; None if the error contains any other failure."""
     group = ExceptionGroup("", [fault])
     if group.split((LearnerDiedError, BatchLost))[1] is not None:
         return None
@@ -156,6 +157,6 @@ def _headline(death: LearnerDiedError) -> str:
 
 
 def _with_reason(death: LearnerDiedError, reason: str) -> LearnerDiedError:
-    """The death with ``reason`` at the end of its first line."""
+    """Copy the death, with ``reason`` at the end of its first line."""
     _, _, log = str(death).partition("\n")
     return LearnerDiedError(f"{_headline(death)}; {reason}" + (f"\n{log}" if log else ""))

@@ -1,4 +1,4 @@
-"""The run's folder on the other nodes of the cluster: models and keys are sent there, logs and samples come back.
+"""The run's folder on the other nodes of the cluster: sends models and keys there, and collects logs and samples.
 
 The run's folder has the same path on every node. On a shared file system nothing is copied. On other nodes an actor
 reads and writes the folder, and bytes travel through Ray's object store. A node that comes later gets the same files
@@ -47,7 +47,7 @@ APPENDED = (".log", ".msgpack")
 
 
 class NodeFiles:
-    """The actor on a node: reads and writes files there. Paths are absolute."""
+    """The actor on a node that reads and writes files of this node. Paths are absolute."""
 
     def sees(self, path: str, content: str) -> bool:
         """Whether a file exists and has this content."""
@@ -57,11 +57,11 @@ class NodeFiles:
             return False
 
     def prints(self, folder: str) -> dict[str, str]:
-        """`file_prints` of a folder."""
+        """The `file_prints` of a folder."""
         return file_prints(Path(folder))
 
     def sizes(self, folder: str, parts: Sequence[str]) -> dict[str, int]:
-        """Bytes of each finished file in parts of a folder, by relative path. Unfinished ones are dotfiles."""
+        """Bytes of each finished file in parts of a folder, by relative path. Unfinished files are dotfiles."""
         found = (path for part in parts for path in Path(folder, part).rglob("*"))
         return {
             str(path.relative_to(folder)): path.stat().st_size
@@ -70,7 +70,7 @@ class NodeFiles:
         }
 
     def make(self, folder: str, mode: int) -> str:
-        """Make a folder. Returns the reason if that fails, else an empty string."""
+        """Make a folder. Returns an empty string, or the reason of a failure."""
         try:
             if mode == FOLDER_MODE:
                 make_private_folder(Path(folder))
@@ -81,7 +81,7 @@ class NodeFiles:
         return ""
 
     def hold(self, folder: str) -> str:
-        """Hold a folder until this process ends, as `join_shared_folder` does. Returns as `make` does."""
+        """Lock a folder until this process ends, as `join_shared_folder` does. Returns the same as `make`."""
         try:
             join_shared_folder(Path(folder))
         except (NotPrivate, OSError) as error:
@@ -112,7 +112,7 @@ class NodeFiles:
 
 
 def file_prints(folder: Path) -> dict[str, str]:
-    """A fingerprint of each file of a folder, by name: its size, and a digest of its beginning and end."""
+    """A fingerprint of each file of a folder, by name: the size, and a digest of the beginning and the end."""
     prints = {}
     for path in sorted(folder.glob("*")):
         if path.is_file():
@@ -126,10 +126,10 @@ def file_prints(folder: Path) -> dict[str, str]:
 
 
 class NodeFolders:
-    """The run's folder on the nodes beside the controller's own.
+    """The run's folder on the nodes other than the controller's.
 
     Attributes:
-        apart: Addresses of the nodes that have a folder of their own, because they do not see the controller's.
+        apart: Addresses of the nodes with a separate folder, because they do not see the controller's folder.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class NodeFolders:
     ) -> None:
         """``nodes`` are `NodeFiles` actors by address; ``known`` are the ids of these nodes and of this one.
 
-        ``make`` returns address and actor of a node that is not known. Call `open` next.
+        ``make`` returns the address and the actor of an unknown node. Call `open` next.
         """
         self._run_dir = run_dir
         self._nodes = dict(nodes)
@@ -159,7 +159,7 @@ class NodeFolders:
         self._collecting = asyncio.Lock()
 
     async def open(self) -> None:
-        """Find out which nodes see the run's folder. Hold the run's folder in the shared memory of each node."""
+        """Find the nodes that see the run's folder. Lock the run's folder in the shared memory of each node."""
         await self._enter(self._nodes)
 
     async def supply(self, config: RunConfig, *, keys: str, resumes: bool) -> RunConfig:
@@ -167,7 +167,7 @@ class NodeFolders:
 
         Args:
             config: The run.
-            keys: Directory of the buffer's keys; empty where it has none.
+            keys: Directory of the buffer's keys; empty if there are none.
             resumes: Whether the run resumes from a checkpoint.
 
         Returns:
@@ -197,7 +197,7 @@ class NodeFolders:
         return replace(config, model=replace(config.model, path=self._model), learner=learner)
 
     async def admit(self, node_id: str) -> str:
-        """Send a node what a rollout worker reads, unless it has that. The node may have come later.
+        """Send the files of a rollout worker to a node that lacks them. The node may have joined later.
 
         Returns:
             The path of the model there.
@@ -222,7 +222,7 @@ class NodeFolders:
         return str(await self.bring(_absolute(self._model), "model", to=[address]))
 
     async def _enter(self, addresses: Collection[str]) -> None:
-        """Find out which nodes see the run's folder, and prevent other runs there from sweeping shared memory."""
+        """Find the nodes that see the run's folder, and prevent other runs there from sweeping shared memory."""
         blind = await self._blind_to(self._run_dir, addresses)
         self.apart = sorted({*self.apart} - {*addresses} | {*blind})
         for address, reason in (await self._ask(addresses, "hold", str(shared_folder(self._run_dir)))).items():
@@ -230,7 +230,7 @@ class NodeFolders:
                 logger.warning("node %s does not hold the run's folder in shared memory: %s", address, reason)
 
     async def _equip(self, addresses: Collection[str]) -> None:
-        """Check folder and memory for weights on nodes, and send keys to those that lack them."""
+        """Check the folder and the memory for weights on nodes. Send keys to the nodes that lack them."""
         if self._image_bytes:
             free = await self._ask(addresses, "free_bytes", str(shared_folder(self._run_dir)))
             if small := [f"{node} has {size >> 20}" for node, size in free.items() if size <= self._image_bytes]:
@@ -242,7 +242,7 @@ class NodeFolders:
                 )
         if self._weights:
             await self.check_shared("weights.directory", _absolute(self._weights), by=addresses)
-        if self._keys:  # only their owner may read them
+        if self._keys:  # only the owner may read keys
             held = await self._ask(addresses, "prints", self._keys)
             lacking = [address for address, prints in held.items() if not {*_KEY_FILES} <= prints.keys()]
             await self._send(Path(self._keys), _KEY_FILES, to=lacking, mode=FOLDER_MODE)
@@ -251,7 +251,8 @@ class NodeFolders:
         """Make a folder of files, such as a model, available on every node, or on the nodes ``to``.
 
         Returns:
-            The path on these nodes: the folder if they all have it, else a copy named ``name`` in the run's folder.
+            The path on these nodes: the folder if all nodes have it, else a copy with the name ``name`` in the run's
+            folder.
         """
         held = await self._ask(self._nodes if to is None else to, "prints", str(folder))
         if all(prints == file_prints(folder) for prints in held.values()):
@@ -265,7 +266,7 @@ class NodeFolders:
         return target
 
     async def check_shared(self, option: str, folder: Path, *, by: Collection[str] | None = None) -> None:
-        """Make a folder. Raise `ValueError` if a node, or one of the nodes ``by``, does not see it."""
+        """Make a folder. Raise `ValueError` if a node does not see it; ``by`` restricts the check to these nodes."""
         if blind := await self._blind_to(folder, self._nodes if by is None else by):
             raise ValueError(
                 f"{option} must be on a file system that all nodes share, got {folder}, which {', '.join(blind)} "
@@ -273,7 +274,7 @@ class NodeFolders:
             )
 
     async def collect(self) -> None:
-        """Bring back what the nodes have written since the last call. Skips a node that does not answer."""
+        """Copy the nodes' new bytes since the last call to this node. Skip a node that does not answer."""
         async with self._collecting:
             for address in list(self.apart):
                 try:
@@ -282,14 +283,17 @@ class NodeFolders:
                     logger.warning("logs and samples of node %s do not come back: %s", address, error)
 
     async def fetch(self, folder: Path) -> None:
-        """Bring back a folder inside the run's folder that a node has written."""
+        """Copy a folder inside the run's folder from a node to this node."""
         part = str(folder.relative_to(self._run_dir))
         for address in list(self.apart):
             for name, size in (await self._sizes(address, [part])).items():
                 await self._read(address, name, 0, size, self._run_dir / name)
 
     async def close(self) -> None:
-        """Bring back what is left, for at most `CLOSE_S` per node. Remove the copies and the nodes' own folders."""
+        """Copy the remaining bytes to this node, for at most `CLOSE_S` per node.
+
+        Remove the copies and the nodes' folders.
+        """
         for copy in self._copies:
             shutil.rmtree(copy, ignore_errors=True)
         in_memory = str(shared_folder(self._run_dir))
@@ -332,7 +336,7 @@ class NodeFolders:
         return (await self._ask([address], "sizes", str(self._run_dir), list(parts))).get(address, {})
 
     async def _read(self, address: str, name: str, begin: int, end: int, path: Path) -> None:
-        """Append a part of a node's file that grows to the controller's copy, or copy a complete file."""
+        """Append the new part of a node's growing file to the controller's copy, or copy a complete file."""
         grows = path.suffix in APPENDED
         target = path if grows else path.with_name(f".{path.name}.partial")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -361,7 +365,7 @@ class NodeFolders:
                 await self._ask(to, "write", str(path), offset, data, mode & 0o666)
 
     async def _ask(self, addresses: Iterable[str], method: str, *args: Any) -> dict[str, Any]:
-        """Call a method on nodes; returns the results by address. Leaves out a dead node, now and later."""
+        """Call a method on nodes. Returns the results by address. Ignores a dead node from then on."""
         asked = [address for address in addresses if address in self._nodes]
         calls = [fetch_async([getattr(self._nodes[address], method).remote(*args)]) for address in asked]
         what = f"nodes {', '.join(asked)}, {method} {args[0]}"
@@ -379,7 +383,7 @@ class NodeFolders:
 
 @asynccontextmanager
 async def node_folders(config: RunConfig, run_dir: Path, say: Callable[[str], None]) -> AsyncIterator[NodeFolders]:
-    """The run's folder on the other nodes of the cluster. It is removed there at the end.
+    """Open the run's folder on the other nodes of the cluster. Removes these folders at the end.
 
     Raises `DeadlineError` if a node does not answer.
     """

@@ -1,8 +1,8 @@
-"""What a run reports: a `StepRecord` per learner step, the token account at the end, and what shows them to people.
+"""The reports of a run: a `StepRecord` per learner step, the token account at the end, and their display.
 
 A failure of the terminal, a tracker, the dashboard or the advice does not end the run. The dashboard is a separate
-process. A thread reads how the pools are used from the run's record. `Watching.step` wakes the thread, which then rests
-long enough to take less than a hundredth of the time. The planner looks for advice once, after the last step.
+process. A thread computes the use of the pools from the run's record. `Watching.step` wakes the thread, which then
+rests long enough to take less than a hundredth of the time. The planner looks for advice once, after the last step.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ _ADVICE_S = 20.0
 
 
 class Reporter:
-    """Makes a record of each finished step, and keeps what the summary needs.
+    """Makes a record of each finished step, and keeps the data for the summary.
 
     Args:
-        samples_per_prompt: Samples of a group that are trained on; a greedy baseline may follow them.
+        samples_per_prompt: Trained samples per group; a greedy baseline may follow them.
         on_step: Receives each record.
         resumed: The state in which the run began.
 
@@ -74,18 +74,18 @@ class Reporter:
         self._step_span = record.NO_SPAN
 
     def begin(self) -> None:
-        """Note that training begins, or begins again after `rewind`."""
+        """Record that training begins, or begins again after `rewind`."""
         self._began_s = self._began_s or time.time()
         self._last_record_s = time.time()
         self._step_span = record.span(record.SpanKind.step, step=self.engine_version)
 
     def rewind(self, version: int) -> None:
-        """Note that learner and engines go back to an earlier version. Time and tokens continue to count."""
+        """Record that learner and engines return to an earlier version. Time and tokens continue to count."""
         self._step_span.close()
         self.engine_version = version
 
     def published(self, version: int, took_s: float) -> None:
-        """Note that every engine serves ``version``, ``took_s`` seconds after its publish began."""
+        """Record that every engine serves ``version``, ``took_s`` seconds after the start of its publish."""
         self.engine_version = version
         self._publish_s = took_s
 
@@ -95,11 +95,11 @@ class Reporter:
         """Record a finished step.
 
         Args:
-            plan: Its batch.
-            plan_wait_s: How long the controller waited for the batch.
-            metrics: The learner's, with ``started_at`` and ``ended_at`` in Unix seconds.
-            stats: The ledger's after the commit.
-            counts: The fleet's.
+            plan: The batch of the step.
+            plan_wait_s: Seconds that the controller waited for the batch.
+            metrics: The learner's metrics, with ``started_at`` and ``ended_at`` in Unix seconds.
+            stats: The ledger's counts after the commit.
+            counts: The fleet's counters.
         """
         self._step_span.close()
         self._step_span = record.span(record.SpanKind.step, step=plan.version + 1)
@@ -140,7 +140,7 @@ class Reporter:
     def result(self, stats: BufferStats, counts: FleetCounts) -> TrainingResult:
         """Close the token account with the final figures of ledger and fleet.
 
-        Raises `AccountError` if it does not balance.
+        Raises `AccountError` if the account does not balance.
         """
         tokens = balanced_account(stats, counts)
         before = self._resumed
@@ -164,7 +164,7 @@ class Reporter:
         )
 
     def _numbers_of_samples(self, plan: Plan) -> list[int]:
-        """Number of samples of each group that are trained on. Samples whose reward failed may be missing."""
+        """Number of trained samples of each group. Samples with a failed reward may be missing."""
         return [len(group.rewards[self._trained]) for group in plan.groups]
 
     def _batch_numbers(self, plan: Plan) -> dict[str, Any]:
@@ -194,7 +194,7 @@ class Reporter:
 
 
 def balanced_account(stats: BufferStats, counts: FleetCounts) -> TokenAccount:
-    """The token account of this life of the run. Raises `AccountError` if it does not balance."""
+    """The token account since the start or the last resume. Raises `AccountError` if it does not balance."""
     tokens = TokenAccount(
         generated=counts.tokens_generated,
         trained=stats.tokens_trained,
@@ -278,7 +278,7 @@ class Watching:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=stderr,
-                start_new_session=True,  # Ctrl-C must not end it: the page shows how the run ends
+                start_new_session=True,  # Ctrl-C must not end the dashboard, which shows the end of the run
             )
         assert self._dashboard.stdout is not None
         with suppress(TimeoutError):
@@ -297,7 +297,7 @@ class Watching:
         self._stepped.set()
 
     async def last_advice(self) -> None:
-        """Look for advice on the whole run, unless ``profile.advice`` is off. Call it after training."""
+        """Compute advice on the whole run, unless ``profile.advice`` is off. Call this after training."""
         profile = self._config.profile
         is_advised = profile.enabled and profile.advice and not self._config.placement.colocated
         if is_advised and self._num_steps >= MIN_ADVICE_STEPS:
@@ -328,7 +328,7 @@ class Watching:
 
 
 async def look_for_advice(run_dir: Path) -> None:
-    """Simulate a finished training under other options, for the advice and the frontier in its report.
+    """Simulate a finished training with other options, for the advice and the frontier in the report.
 
     ``asyncrl plan --only-advice`` runs at nice 19 for at most `_ADVICE_S`. A failure is only logged.
     """

@@ -1,10 +1,10 @@
 """The state of a run at a checkpoint, and how a run continues from it.
 
-A checkpoint of policy version v accounts for the steps before v. A run that resumes hands out again all prompts that
-were queued, in flight or stored at that moment. The tokens written for them count as dropped (``resume``).
+A checkpoint of policy version v accounts for the steps before v. A resumed run hands out again all prompts that were
+queued, in flight or stored at that moment. The tokens written for them count as dropped (``resume``).
 
-A run whose learner died (`asyncrl.run.learner_restarts`) goes back to a checkpoint too. Its buffer stays up and queues
-the prompts that it still knows. Their tokens count as dropped (``rewound``).
+A run also returns to a checkpoint when its learner dies (`asyncrl.run.learner_restarts`). Its buffer stays up and
+queues the prompts that it still knows. Their tokens count as dropped (``rewound``).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ RESUME = "resume"
 
 @dataclass(frozen=True, kw_only=True)
 class RunState:
-    """The state of a run, over all its lives.
+    """The state of a run, summed over all resumes.
 
     Attributes:
         version: Learner version: the number of committed steps.
@@ -64,7 +64,7 @@ class RunState:
         return gaps
 
     def since(self, before: RunState) -> RunState:
-        """This state, with trained tokens and lags of the life that began at ``before`` alone."""
+        """This state, but with trained tokens and lags only since ``before``."""
         lags = Counter(self.lag_histogram)
         lags.subtract(before.lag_histogram)
         return replace(
@@ -75,7 +75,7 @@ class RunState:
 
     @property
     def tokens_lost(self) -> int:
-        """Policy tokens that were buffered or in flight; a run that resumes drops them."""
+        """Policy tokens that were buffered or in flight; a resumed run drops them."""
         return self.tokens_generated - self.tokens_trained - sum(self.tokens_dropped.values())
 
     def all_dropped(self) -> dict[str, int]:
@@ -116,10 +116,10 @@ class RunState:
         version: int,
         options: Mapping[str, str],
     ) -> RunState:
-        """The state at the checkpoint of ``version``, of a life that began with this state.
+        """The state at the checkpoint of ``version`` of a run that resumed from this state.
 
-        ``stats``, ``finished`` and ``tokens_generated`` count this life alone. ``planned`` are the batches before
-        ``version``; those that the ledger had not committed at ``stats`` are added.
+        ``stats``, ``finished`` and ``tokens_generated`` count only from the resume on. ``planned`` are the batches
+        before ``version``; batches that the ledger had not committed at ``stats`` are added.
         """
         open_plans = [plan for plan in planned if plan.version >= stats.learner_version]
         groups = [group for plan in open_plans for group in plan.groups]
@@ -149,7 +149,7 @@ def _joined(ranges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
 
 
 def learning_options(config: RunConfig) -> dict[str, str]:
-    """The options that influence what is learned, by dotted name, as text."""
+    """The options that influence learning, by dotted name, as text."""
     critic = config.learner.critic
     sections = {
         "model": config.model,
@@ -175,9 +175,9 @@ class Resumed:
 
 
 class Checkpointer:
-    """Saves the checkpoints of a run that are due.
+    """Saves the due checkpoints of a run.
 
-    A save queues on the ranks directly behind the update that makes the version.
+    A save is queued on the ranks directly after the update that makes the version.
     """
 
     def __init__(
@@ -200,15 +200,15 @@ class Checkpointer:
         self._queued: dict[int, RunState] = {}
 
     def planned(self, plan: Plan) -> None:
-        """Note that a batch was planned."""
+        """Record a planned batch."""
         self._uncommitted[plan.version] = plan
 
     def committed(self, version: int) -> None:
-        """Note that the ledger committed the batch of ``version``."""
+        """Record that the ledger committed the batch of ``version``."""
         del self._uncommitted[version]
 
     async def save_if_due(self, version: int) -> Awaitable[str] | None:
-        """Queue a checkpoint of ``version`` on the ranks if one is due. Its result is the folder, once written."""
+        """Queue a checkpoint of ``version`` on the ranks if one is due. Its result is the written folder."""
         is_last, every = version == self._config.total_steps, self._config.checkpoint.every_steps
         if every == 0 or (version % every != 0 and not is_last):
             return None
@@ -226,7 +226,7 @@ class Checkpointer:
         return self._learner.save(version, state.to_dict(), wait=is_last)
 
     def newest(self, folder: Path) -> Resumed | None:
-        """The newest complete checkpoint that this life of the run has saved in ``folder``, or None.
+        """The newest complete checkpoint in ``folder`` that this process has saved, or None.
 
         Other runs may save into the same folder.
         """
@@ -249,7 +249,7 @@ class Checkpointer:
 def find_checkpoint(config: RunConfig) -> Resumed | None:
     """The checkpoint that ``checkpoint.resume`` names; None for ``never``, and for ``auto`` without any checkpoint.
 
-    Raises `ValueError` if the path holds no checkpoint, or the checkpoint is at the run's last step already.
+    Raises `ValueError` if the path holds no checkpoint, or if the checkpoint is already at the run's last step.
     """
     choice = config.checkpoint.resume
     if choice == "never":
@@ -305,7 +305,7 @@ def check_keys(folder: Path) -> None:
 
 
 def begin_buffer_at(options: BufferConfig, version: int) -> BufferConfig:
-    """The buffer's options of a run that resumes: the buffer begins empty, at the checkpoint's version.
+    """The buffer's options of a resumed run: the buffer begins empty, at the checkpoint's version.
 
     The journal of an earlier server is newer than the checkpoint. Its folder is renamed, not deleted.
     """
@@ -327,7 +327,7 @@ def _has_critic(checkpoint: Path) -> bool:
 
 
 class RepeatedPrompts:
-    """A run's prompts: first those that are handed out again, then the next ones of the stream.
+    """A run's prompts: first the unfinished prompts of ``resumed``, then the next prompts of the stream.
 
     Args:
         stream: The prompt stream.
@@ -344,7 +344,7 @@ class RepeatedPrompts:
             self.repeat_unfinished(resumed.finished)
 
     def repeat_unfinished(self, finished: Sequence[tuple[int, int]]) -> None:
-        """Hand out again every prompt that was handed out and is not ``finished``. The buffer skips those it knows."""
+        """Hand out again every prompt that is not ``finished``. The buffer skips prompts that it has already."""
         self._again = RunState(prompts=self._stream.state(), finished=finished).unfinished
 
     def take(self, count: int) -> list[Prompt]:

@@ -1,6 +1,6 @@
 """The life of a run: start every part, evaluate, train, evaluate again, save, stop.
 
-A part that dies ends the run: its watcher raises, and everything else is cancelled. However a run ends, its parts are
+A part that dies ends the run: its watcher raises, and everything else is cancelled. At any end of a run, its parts are
 stopped in the reverse order of their start. The buffer server and the learner's ranks are restarted up to
 ``buffer.restarts`` and ``learner.restarts`` times before their death ends the run.
 """
@@ -79,10 +79,11 @@ class Run:
         view: TerminalView,
         on_fault: Callable[[BaseException], None],
     ) -> None:
-        """The options are checked. ``prompts`` are those to train on, and the held-out ones.
+        """The options must have been checked.
 
-        ``warming`` makes the policy to start from. It has begun, unless it may compute on a GPU. The run calls
-        ``on_fault`` before it stops the parts after a fault, so that the caller can set a deadline.
+        ``prompts`` are the training prompts and the held-out prompts. ``warming`` makes the first policy. It has
+        already begun, unless it may compute on a GPU. The run calls ``on_fault`` before it stops the parts after a
+        fault, so that the caller can set a deadline.
         """
         config = with_time_to_read(config)
         self._config = replace(config, profile=replace(config.profile, directory=str(run_dir / "profile")))
@@ -105,7 +106,7 @@ class Run:
         self._part_died = False
 
     async def run(self) -> None:
-        """Run to the end and write the summary. Raises `ValueError` for a wrong option or file, or `AsyncRLError`."""
+        """Run to the end and write the summary. Raises `ValueError` for a wrong option or file, and `AsyncRLError`."""
         self._resumed = find_checkpoint(self._config)
         prompts = RepeatedPrompts(self._prompts, self._resumed and self._resumed.state)
         if self._resumed is not None:
@@ -140,7 +141,7 @@ class Run:
         self._view.summary(summary, self._run_dir)
 
     def _say_resumed(self, resumed: Resumed) -> None:
-        """Tell the user where the run continues, and with which other options."""
+        """Tell the user the step at which the run continues, and the changed options."""
         state = resumed.state
         self._view.say(
             f"resuming {resumed.checkpoint}: {state.version} steps done, {len(state.unfinished)} prompts are "
@@ -150,7 +151,10 @@ class Run:
             self._view.say(f"resuming with other options than the checkpoint's: {'; '.join(changed)}")
 
     def _buffer_options(self) -> BufferConfig:
-        """The buffer's options in this run: a port with keys, or Unix sockets in the run's folder in shared memory."""
+        """The buffer's options in this run.
+
+        They have a port with keys, or Unix sockets in the run's folder in shared memory.
+        """
         options = self._config.buffer
         options = replace(options, epoch=options.epoch or uuid.uuid4().hex[:16])
         if options.host:
@@ -160,7 +164,7 @@ class Run:
             options = replace(options, socket_folder=str(folder))
         if keeps_stores_on_hosts(self._config):
             options = replace(options, stores_on=StoresOn.hosts)
-        if self._config.rollout_fleet.save_progress is SaveProgress.never:  # no worker hands a group over without it
+        if self._config.rollout_fleet.save_progress is SaveProgress.never:  # then workers do not hand over groups
             options = replace(options, hand_over=False)
         if self._resumed is not None:
             options = begin_buffer_at(options, self._resumed.state.version)
@@ -189,7 +193,7 @@ class Run:
         return self._stores
 
     def _start_buffer(self, stack: AsyncExitStack, options: BufferConfig) -> BufferSupervisor:
-        # The server dies with the thread that starts it, so the main thread does.
+        # The server dies with the thread that started it, so the main thread starts it.
         with self._view.waiting_for("buffer"):
             server = stack.enter_context(
                 BufferSupervisor(
@@ -217,11 +221,11 @@ class Run:
         return await self._train(buffer, learner, fleet, prompts)
 
     async def _start_groups(self, stack: AsyncExitStack, buffer: BufferConnection) -> tuple[LearnerGroup, FleetGroup]:
-        """Start fleet and learner at the same time, while the policy is warm-started; the stack stops them.
+        """Start fleet and learner at the same time, during the warm start.
 
-        Engines take longest to start. They start on ``model.path``, which has the policy's shape. The learner then
-        publishes its weights, warm-started or of a checkpoint, and the engines load them as they load later versions.
-        On shared devices the learner starts first and releases the devices to the engines.
+        The stack stops them. Engines need the longest time. They start on ``model.path``, which has the policy's shape.
+        The learner then publishes the weights of the warm start or of a checkpoint, and the engines load them like
+        later versions. On shared devices the learner starts first and then releases the devices to the engines.
         """
         paths, timeout_s = RunPaths.of(self._config, self._run_dir), self._config.ray.start_timeout_s
 
@@ -240,7 +244,7 @@ class Run:
             await learner.finish_publish()
             return learner
 
-        async with asyncio.TaskGroup() as tasks:  # a failure of one cancels the other
+        async with asyncio.TaskGroup() as tasks:  # the failure of one start cancels the other
             starting, fleet = tasks.create_task(start_and_publish()), tasks.create_task(self._start_fleet(stack, make))
         return starting.result(), fleet.result()
 
@@ -254,7 +258,7 @@ class Run:
         return fleet
 
     async def _start_learner(self, stack: AsyncExitStack, make: Callable[..., Awaitable[LearnerGroup]]) -> LearnerGroup:
-        """Start the ranks while the policy is warm-started. Then load the policy, or the checkpoint."""
+        """Start the ranks during the warm start. Then load the policy or the checkpoint."""
         policy = await asyncio.to_thread(policy_path, self._config)
         if self._config.placement.num_nodes > 1:  # ranks on other nodes may need a copy of the policy
             policy = await self._nodes.bring(await self._warmed(), "start")
@@ -270,7 +274,10 @@ class Run:
         return learner
 
     async def _warm_up(self) -> None:
-        """Begin the warm start. One on a GPU ends before learner and engines start: they may need the same GPU."""
+        """Begin the warm start.
+
+        A warm start on a GPU ends before learner and engines start, because they may need the same GPU.
+        """
         if self._config.learner.device is Device.cpu or not needs_fine_tuning(self._config):
             self._warming.begin(self._config)
             return
@@ -279,7 +286,7 @@ class Run:
             await self._warmed()
 
     async def _warmed(self) -> Path:
-        """Wait for the policy that training starts from."""
+        """Wait for the first policy of the training."""
         with nullcontext() if self._warming.is_done else self._view.waiting_for("warm start"):
             return await self._warming.policy()
 
@@ -318,7 +325,7 @@ class Run:
 
         async def train_and_save() -> None:
             """Save the policy at once, so that a later fault cannot lose it."""
-            gc.freeze()  # a collection of everything that was imported would stop training for a second
+            gc.freeze()  # a garbage collection of all imported objects would pause training for a second
             await unless(controller.train(), [learner.death()])
             await self._save_policy(learner)
 
@@ -347,7 +354,7 @@ class Run:
     async def _keep(
         self, controller: AnyController, learner: LearnerGroup, writer: MetricsWriter, before: Evaluation | None
     ) -> None:
-        """Write policy and summary of a run that a signal stops."""
+        """Write policy and summary after a signal has stopped the run."""
         timeout_s = self._config.save_timeout_s
         try:
             async with asyncio.timeout(timeout_s):
@@ -382,7 +389,7 @@ class Run:
         return evaluation
 
     async def _explain(self, writer: MetricsWriter) -> dict[str, Any] | None:
-        """Write where the time went into the run's folder, and return it for the summary; None without a record.
+        """Write the overlap report into the run's folder, and return it for the summary; None without a record.
 
         A failure is reported and does not end the run.
         """
@@ -394,12 +401,12 @@ class Run:
             logger.exception("the profile could not be written")
             self._view.say(f"the profile could not be written: {error!r}; logs/controller.log says more")
             return None
-        for step, figures in dict(report.steps).items():  # a repeated step has the figures of its last execution
+        for step, figures in dict(report.steps).items():  # for a repeated step, the last execution counts
             writer.profile(step, figures.flat())
         return report.summary()
 
     def _on_step(self, writer: MetricsWriter, record: StepRecord) -> None:
-        if self._records and record.step <= self._records[-1].step:  # the learner went back to a checkpoint
+        if self._records and record.step <= self._records[-1].step:  # the learner returned to a checkpoint
             self._records = [kept for kept in self._records if kept.step < record.step]
             self._evaluations = [kept for kept in self._evaluations if kept.policy_version <= record.step]
         self._records.append(record)
@@ -450,7 +457,10 @@ async def unless(
     *,
     on_death: Callable[[], None] = lambda: None,
 ) -> T:
-    """Return the result of ``work``. The first error of a watcher cancels it, after ``on_death``, and is raised."""
+    """Return the result of ``work``.
+
+    If a watcher raises, call ``on_death``, cancel ``work``, and raise the watcher's error.
+    """
     task = asyncio.ensure_future(work)
     watching = {asyncio.ensure_future(watcher) for watcher in watchers}
     try:

@@ -1,6 +1,6 @@
-"""Where a run writes: its folder under ``output_dir``, its checkpoints, and its folder in shared memory.
+"""The folders of a run: its folder under ``output_dir``, its checkpoints, and its folder in shared memory.
 
-Loads no Ray and no torch: the supervisor's process uses it too.
+This module does not load Ray or torch, because the supervisor's process uses it too.
 """
 
 from __future__ import annotations
@@ -58,15 +58,15 @@ def make_run_dir(config: RunConfig, config_yaml: str) -> Path:
 
 @dataclass(frozen=True, kw_only=True)
 class RunPaths:
-    """Where the groups of a run write.
+    """The folders to which learner and fleet write.
 
     Attributes:
         logs: One log per process.
         snapshots: Published weights; every engine of the host can read them.
         staging: Images of the weights that engines keep, in the memory of their host.
         samples: Decoded samples for people.
-        trajectories: Consumed trajectories; None records none.
-        tokens: A few trajectories for people, token by token, with the learner's log-probs.
+        trajectories: Consumed trajectories; None: they are not recorded.
+        tokens: A few trajectories for the user, token by token, with the learner's log-probs.
         checkpoints: Checkpoints of the learner.
     """
 
@@ -99,21 +99,24 @@ class RunPaths:
 
 
 def has_trained(run_dir: Path) -> bool:
-    """Whether a run has made a learner step, and so has a policy to save."""
+    """Whether a run has made a learner step, so that it has a policy to save."""
     metrics = run_dir / "metrics.jsonl"
     return metrics.is_file() and metrics.stat().st_size > 0
 
 
 def shared_folder(run_dir: Path) -> Path:
-    """A run's folder in shared memory. Its name follows from ``run_dir``, so that another process can remove it."""
+    """A run's folder in shared memory.
+
+    Its name is derived from ``run_dir``, so another process can remove the folder.
+    """
     return SHARED_MEMORY / f"{_SHARED_PREFIX}{hashlib.sha256(str(run_dir).encode()).hexdigest()[:16]}"
 
 
 def hold_shared_folder(run_dir: Path) -> int | None:
     """Make the run's folder in shared memory, and lock it until this process and all its forks have ended.
 
-    The lock keeps other runs from sweeping the folder (`sweep_shared_memory`). A folder that a killed run left is
-    removed first.
+    The lock keeps other runs from sweeping the folder (`sweep_shared_memory`). The folder of a killed run is removed
+    first.
 
     Returns:
         The descriptor that holds the lock; None if shared memory cannot be written.
@@ -157,7 +160,7 @@ def join_shared_folder(folder: Path) -> int:
 
 
 def _locked(folder: Path) -> int | None:
-    """A descriptor that holds a folder's lock; None if the sweep of another run removed the folder."""
+    """A descriptor that holds a folder's lock; None if another run's sweep removed the folder."""
     try:
         lock = os.open(folder, _FOLDER_ITSELF)
     except FileNotFoundError:
@@ -171,18 +174,18 @@ def _locked(folder: Path) -> int | None:
 
 
 def sweep_shared_memory() -> list[Path]:
-    """Remove and return the folders that killed runs of this user left in shared memory.
+    """Remove the folders of this user's killed runs from shared memory, and return them.
 
-    Locked folders are in use and stay. The folders of other users stay too.
+    Locked folders are in use and are kept. Folders of other users are kept too.
     """
     return [folder for folder in sorted(SHARED_MEMORY.glob(f"{_SHARED_PREFIX}*")) if _is_swept(folder)]
 
 
 def _is_swept(folder: Path) -> bool:
-    """Remove a folder if it belongs to this user and is not locked; returns whether it was removed."""
+    """Remove a folder if it belongs to this user and is not locked. Returns whether it was removed."""
     try:
         lock = os.open(folder, _FOLDER_ITSELF)
-    except OSError:  # it belongs to another user, is a link or a file, or is gone by now
+    except OSError:  # it belongs to another user, is a link or a file, or does not exist any more
         return False
     try:
         if os.fstat(lock).st_uid != os.geteuid():
@@ -197,7 +200,7 @@ def _is_swept(folder: Path) -> bool:
 
 
 def _make_snapshot_folder(config: RunConfig, run_dir: Path) -> Path:
-    """Make the folder of published weights, as ``weights.transport`` says. Raises as `check_memory` does.
+    """Make the folder of published weights according to ``weights.transport``. Raises as `check_memory` does.
 
     The run removes a folder in shared memory. If the run cannot, its supervisor does.
     """
@@ -209,7 +212,7 @@ def _make_snapshot_folder(config: RunConfig, run_dir: Path) -> Path:
         folder = Path(weights.directory).resolve() / shared_folder(run_dir).name
         folder.parent.mkdir(parents=True, exist_ok=True)
     if folder == shared_folder(run_dir):
-        return make_private_folder(folder)  # it exists: the run has locked it, and the buffer's sockets may be in it
+        return make_private_folder(folder)  # it exists: the run has locked it, and it may have the buffer's sockets
     folder.mkdir(mode=FOLDER_MODE)
     if weights.transport is Transport.auto and missing:
         _warn_of_disk(folder, missing, weight_bytes(config))
@@ -217,7 +220,7 @@ def _make_snapshot_folder(config: RunConfig, run_dir: Path) -> Path:
 
 
 def _warn_of_disk(folder: Path, missing: str, num_bytes: int) -> None:
-    """Warn that published weights go to a disk, with the seconds per version at the disk's measured speed."""
+    """Warn that published weights are written to a disk; the warning has the seconds per version."""
     with tempfile.TemporaryFile(dir=folder) as probe:
         began = time.monotonic()
         probe.write(os.urandom(_PROBE_BYTES))
@@ -235,7 +238,7 @@ def _warn_of_disk(folder: Path, missing: str, num_bytes: int) -> None:
 
 
 def remove_published(snapshots: Path, *, after: int) -> None:
-    """Remove versions above ``after``, and unfinished ones, of a learner that has died.
+    """Remove the versions above ``after`` and the unfinished versions of a dead learner.
 
     Engines have links to the files that they still read. Example: ``after`` = 4 removes ``v00000005`` and ``.next-7``.
     """
@@ -245,7 +248,7 @@ def remove_published(snapshots: Path, *, after: int) -> None:
 
 
 def check_memory(config: RunConfig) -> None:
-    """Raise `ValueError` if shared memory has too little room for the weights that it must hold."""
+    """Raise `ValueError` if shared memory has too little room for the weights."""
     weights = config.weights
     if weights.transport is Transport.shared_memory and (missing := _missing_memory(config, _num_versions(config))):
         raise ValueError(f"weights.transport=shared_memory needs room: {missing}; set weights.transport=file")
@@ -257,7 +260,7 @@ def check_memory(config: RunConfig) -> None:
 
 
 def _missing_memory(config: RunConfig, num_versions: int) -> str:
-    """Why this number of versions does not fit into shared memory; empty if it fits."""
+    """Why this number of versions does not fit into shared memory; empty if they fit."""
     if not SHARED_MEMORY.is_dir():
         return f"{SHARED_MEMORY} does not exist"
     wanted = 2 * weight_bytes(config) * num_versions
@@ -273,8 +276,9 @@ def weight_bytes(config: RunConfig) -> int:
 def _num_versions(config: RunConfig) -> int:
     """The largest number of versions in shared memory at a time. A delta counts as a full version.
 
-    - The learner keeps ``keep_snapshots``, or all that engines may still be offered if these are more. The next
-      evaluation holds one version while the learner continues. The full version below the oldest delta stays too.
+    - The learner keeps ``keep_snapshots`` versions, or all versions that may still be offered to engines if these are
+      more. The next evaluation keeps one version while the learner continues. The full version before the oldest delta
+      is kept too.
     - One version is being written, and an engine still reads another.
     - Adapters are small. If they are published alone, only the frozen weights count.
     """
