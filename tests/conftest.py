@@ -1,7 +1,7 @@
-"""How a session of tests runs: its shared Ray cluster, its split over processes, and its end.
+"""Setup of a test session: the shared Ray cluster, the split over processes, and the cleanup.
 
-With ``pytest -n 2``, as `scripts/test.sh` runs it, a test file stays on one process, and so do all tests that use the
-shared cluster, and all that start whole training runs: two of those at once would starve each other.
+With ``pytest -n 2``, as in `scripts/test.sh`, a test file runs in one process. All tests with the shared cluster run in
+one process too, and so do all tests that start whole training runs: two training runs at once would be too slow.
 """
 
 import gc
@@ -18,7 +18,7 @@ from tests.support.ray_cluster import two_node_cluster
 from tests.support.virtual_time import virtual_time  # noqa: F401 - a fixture
 
 ROOT = Path(__file__).resolve().parents[1]
-settings.register_profile("any machine", deadline=None)  # how long an example takes depends on what runs beside it
+settings.register_profile("any machine", deadline=None)  # an example's duration depends on the machine's load
 settings.load_profile("any machine")
 _GROUPS = {
     "tests/e2e/": "whole runs",
@@ -33,11 +33,11 @@ _WATCHER = pytest.StashKey[subprocess.Popen]()
 
 
 def pytest_configure(config):
-    # Processes that tests start find the packages and `tests.support`, wherever they run.
+    # Then processes of tests find the packages and `tests.support` from any folder.
     paths = [str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
     if not hasattr(config, "workerinput"):
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # fixtures end what they started
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # fixtures end their processes
             signal.signal(number, signal.default_int_handler)
         config.stash[_SESSION] = name_session()
         config.stash[_WATCHER] = watch_session(config.stash[_SESSION])
@@ -62,7 +62,7 @@ def pytest_collection_modifyitems(items):
 
 
 def group_of(nodeid):
-    """The name of the tests that share a process with this one; its file if it needs nothing that others do."""
+    """The name of the tests that share a process with this test; its file if it shares no resources."""
     return next((name for start, name in _GROUPS.items() if nodeid.startswith(start)), nodeid.partition("::")[0])
 
 
@@ -86,16 +86,16 @@ def pytest_xdist_make_scheduler(config, log):
 
 @pytest.fixture(autouse=True)
 def collects_garbage():
-    """What a test's worker or server exempts from garbage collection, for a process of its own, is collected here."""
+    """Undo ``gc.freeze`` after a test: workers and servers call it for their own process."""
     yield
     gc.unfreeze()
 
 
 @pytest.fixture(scope="session")
 def cluster():
-    """The Ray cluster of all tests that need one, because to start one takes as long as most of them.
+    """The shared Ray cluster of all tests that need one, because its start takes longer than most tests.
 
-    A second one in the same process works; `tests/single_controller/test_two_clusters.py` is about that.
+    `tests/single_controller/test_two_clusters.py` tests a second cluster in the same process.
     """
     with two_node_cluster() as cluster:
         yield cluster

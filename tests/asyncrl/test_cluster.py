@@ -1,4 +1,4 @@
-"""The Ray of a run: it does not start, is stopped meanwhile, loses a part, or a stranger wants to connect."""
+"""The Ray cluster of a run: failed starts, stops during the start, lost parts, and unknown clients."""
 
 import asyncio
 import os
@@ -32,7 +32,7 @@ async def test_a_ray_that_does_not_start_is_a_named_error(monkeypatch, overrides
 
 
 async def test_a_stop_while_ray_starts_waits_for_it_before_it_is_shut_down(monkeypatch):
-    """Ray that is shut down while it starts ends the whole process, with a status of its own."""
+    """If Ray is shut down while it starts, Ray ends the whole process with its own exit status."""
     starting, may_end, events = threading.Event(), threading.Event(), []
 
     def start(**options):

@@ -1,4 +1,4 @@
-"""Taking turns against scripted parts: what happens in which order, and that nobody works in another's turn."""
+"""Colocated training with scripted parts: the order of events, and only one pool works at a time."""
 
 import asyncio
 
@@ -55,7 +55,7 @@ async def test_pools_take_turns_step_by_step():
 
 
 class SharedDevice:
-    """Says who uses it; the other side must not."""
+    """A device that records its user; two users at once are an error."""
 
     def __init__(self):
         self.user, self.turns = "engines", []
@@ -67,7 +67,7 @@ class SharedDevice:
 
 
 class DyingLearner(MortalLearner):
-    """Dies in one call of one step."""
+    """A learner that dies in one call of one step."""
 
     def __init__(self, buffer, folder, device, dies_in):
         super().__init__(buffer, folder, [])
@@ -103,7 +103,7 @@ class DyingLearner(MortalLearner):
 
 
 class TakingFleet(ScriptedFleet):
-    """Its engines take the device with each offer that they load, and give it back when they are asked."""
+    """A fleet whose engines take the device when they load an offer, and release it on request."""
 
     def __init__(self, buffer, device, learner):
         super().__init__(buffer, 0.001)

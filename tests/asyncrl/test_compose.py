@@ -66,7 +66,7 @@ def test_overrides_set_nested_options_with_their_types():
     ],
 )
 def test_a_wrong_override_is_an_error_with_option_and_value(override, words):
-    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the message is checked word by word
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the test checks the message
         compose_run([override])
     for word in words:
         assert word in str(caught.value)

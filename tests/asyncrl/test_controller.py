@@ -1,4 +1,4 @@
-"""The loops against scripted parts: who waits for whom, what overlaps, and what ends a run."""
+"""The controller's loops with scripted parts: waits, overlap, and the end of a run."""
 
 import asyncio
 import math
@@ -22,7 +22,7 @@ TOKENS_PER_STEP = 10
 
 
 class ScriptedBuffer(OffersInMemory):
-    """Plans the next version, and one ahead of the last commit, as the real ledger does."""
+    """Like the real ledger, this buffer may plan one version ahead of the last commit."""
 
     def __init__(self, trained_per_step=TOKENS_PER_STEP, version=0):
         super().__init__(version)
@@ -81,7 +81,7 @@ class ScriptedBuffer(OffersInMemory):
 
 
 class ScriptedLearner:
-    """Updates one after another, each taking a moment; may die at one."""
+    """A learner with short sequential updates; it may die in one of them."""
 
     def __init__(self, buffer, dies_at=None, full_at=None, saved=None, unpublished=None):
         self.buffer = buffer
@@ -119,7 +119,7 @@ class ScriptedLearner:
         return asyncio.ensure_future(self._publish(version))
 
     async def _publish(self, version):
-        """Copy the weights in no time; offer them in the background, which takes a moment."""
+        """Copy the weights at once; offer them in the background after a short time."""
         async with self.turn:
             self.background.add(asyncio.ensure_future(self._offer(version)))
 
@@ -145,7 +145,7 @@ class ScriptedLearner:
 
 
 class ScriptedFleet:
-    """Takes weights slowly, so that versions are skipped."""
+    """A fleet that loads weights slowly, so it skips versions."""
 
     def __init__(self, buffer, load_s=0.03):
         self.tokens_generated = 60
@@ -212,7 +212,7 @@ def make_controller(
 
 
 async def train(controller, fleet):
-    """Train beside a fleet that takes weights by itself."""
+    """Train with a fleet that loads weights by itself."""
     running = asyncio.ensure_future(fleet.run())
     try:
         await asyncio.wait_for(controller.train(), 10)
@@ -240,7 +240,7 @@ async def test_the_next_update_is_queued_on_the_ranks_before_the_running_one_is_
 
 
 class UnsureLearner(ScriptedLearner):
-    """Its reward model gives no score for one more group, the same as the first, with other lengths."""
+    """A learner whose reward model gives no score for one extra group, a copy of the first group with other lengths."""
 
     async def scored(self, plan):
         (known,) = plan.groups
@@ -324,7 +324,7 @@ async def test_a_record_carries_the_batchs_numbers():
 
 
 class BufferOfShortGroups(ScriptedBuffer):
-    """A whole group of four samples in each batch; beside it one that lost a sample, at odd versions two."""
+    """Each batch has a complete group of four samples, and a group that lost one sample (two at odd versions)."""
 
     async def plan(self, version):
         [whole] = (await super().plan(version)).groups
@@ -382,7 +382,7 @@ async def test_checkpoints_are_queued_between_two_updates_with_what_their_versio
         assert buffer.events.index(("update queued", version - 1)) < buffer.events.index(("save queued", version))
         if version < 5:
             assert buffer.events.index(("save queued", version)) < buffer.events.index(("update queued", version))
-        # Steps that the ledger has not committed yet are in the checkpoint all the same: it holds their weights.
+        # The checkpoint includes steps that the ledger has not committed yet, because it has their weights.
         assert state.finished == ((0, version),)
         assert state.tokens_trained == version * TOKENS_PER_STEP
         assert state.unfinished == list(range(version, 99))

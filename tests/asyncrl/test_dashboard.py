@@ -1,4 +1,4 @@
-"""The dashboard over HTTP, on the folder of a run in progress."""
+"""The dashboard over HTTP, with the folder of a running run."""
 
 import asyncio
 import subprocess

@@ -1,4 +1,4 @@
-"""The memory of ranks and engines: by hand, against torch's memory tracker, and against the memory of GPUs."""
+"""Memory of ranks and engines, compared with hand-computed values, torch's memory tracker, and the memory of GPUs."""
 
 import json
 from dataclasses import replace
@@ -49,7 +49,7 @@ def run(*options, model="Qwen3-0.6B", experiment="gsm8k"):
 
 
 def test_parameters_are_counted_in_existing_weights(tmp_path):
-    """75,008, as the quickstart's own page counts them."""
+    """75,008 parameters, as on the quickstart's page."""
     assets = make_assets(tmp_path / "assets", seed=0, num_train=8, num_held_out=8, num_demonstrations=8)
     assert ModelSize.of(str(assets.model)).num_parameters == 75_008
 
@@ -92,7 +92,7 @@ def test_memory_of_a_rank_is_within_five_hundredths_of_the_tracked_peak(name, nu
 
 
 def test_memory_of_a_rank_equals_a_calculation_by_hand():
-    """Four ranks: 4 bytes per parameter and 8 of Adam in quarters; gradients whole until the update, or in quarters."""
+    """Four ranks: a rank has a quarter of parameters and moments, and all gradients or a quarter of them."""
     config = run("learner.num_ranks=4")
     parts = rank_memory(config, SMALL)["learner"]
     assert parts["parameters"] == SMALL.num_parameters
@@ -140,7 +140,7 @@ def test_each_role_is_counted_with_its_own_options():
     assert sizes("learner.reference.frozen_dtype=float32")["frozen parameters"] == 4 * num // 2
     assert "frozen parameters" not in sizes("learner.reference.param_offload=true")
     assert "frozen parameters" not in sizes("learner.reference.offload_policy=true")
-    # While one of the two trains, the moments of the other are on the host.
+    # While one role trains, the moments of the other role are on the host.
     assert sizes("learner.optimizer_offload=true")["optimizer"] == 8 * num // 2
     assert sizes("learner.fsdp_size=2", "learner.critic.fsdp_size=1")["optimizer"] == 8 * num // 2 + 8 * num
     own = ["learner.critic.max_tokens_per_micro_batch=4096", "learner.critic.activation_checkpointing=false"]
@@ -180,7 +180,7 @@ def test_a_pool_apart_is_counted_alone_and_is_never_paused():
         ([], 12 + 12 + 2),
         ([MOVES], 0),
         ([MOVES, "learner.critic.offload_at_transition_only=false"], 12),
-        ([MOVES, "learner.critic.param_offload=true"], 8),  # by use and not at the transition: the moments stay
+        ([MOVES, "learner.critic.param_offload=true"], 8),  # offload by use, not at the transition: the moments stay
         ([MOVES, "learner.reference.param_offload=true"], 0),
     ],
 )

@@ -1,4 +1,4 @@
-"""``dry_run=true``: what a run would take and wait for; nothing is made or started."""
+"""``dry_run=true``: resources and deadlines of a run, without creating or starting anything."""
 
 import json
 from dataclasses import replace

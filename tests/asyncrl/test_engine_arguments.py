@@ -1,4 +1,4 @@
-"""What SGLang makes of the arguments of every shipped experiment, on GPUs that are pretended."""
+"""The arguments that SGLang resolves for every shipped experiment, on simulated GPUs."""
 
 import importlib.util
 import json
@@ -75,7 +75,7 @@ MODELS = {
 
 
 def engine_of(name, folder):
-    """The engine of an experiment on CUDA, with a folder that holds its model's configuration only."""
+    """The engine of an experiment on CUDA, with a folder that has only the model's configuration."""
     config = compose_run([f"experiment={name}"])
     model = MODELS.get(config.model.path)
     settings = MODEL_CONFIG if model is None else QWEN | model
@@ -90,7 +90,7 @@ def engine_of(name, folder):
 
 @pytest.fixture(scope="module")
 def on_cards(tmp_path_factory):
-    """For each card, and for each experiment, its options, its engine and what SGLang makes of them on this card."""
+    """Per card and experiment: the options, the engine, and the arguments that SGLang resolves on this card."""
     folder = tmp_path_factory.mktemp("cards")
     (folder / "server.yaml").write_text("api-key: 0\n")
     engines = [engine_of(name, folder) for name in EXPERIMENTS]

@@ -1,4 +1,4 @@
-"""With an environment, any episode that its budget allows fits the learner; a run whose budget does not is refused."""
+"""Every episode within the budget fits the learner; a run with a larger budget is refused."""
 
 import json
 
@@ -143,7 +143,7 @@ def test_the_longest_sequence_is_a_path_or_an_answer(model):
 
 
 def test_every_tree_within_the_bound_fits_one_micro_batch():
-    """Random episodes that use their budget: with and without shared prompts, all branches fit together."""
+    """Random episodes that use their whole budget fit the learner, with and without shared prompts."""
     rng, budget, full = np.random.default_rng(0), 60, 0
     for number in range(200):
         limits = EpisodeBudget(max_turns=12, max_tokens=99, max_context=40, max_tree_tokens=budget)

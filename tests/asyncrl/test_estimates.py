@@ -1,4 +1,4 @@
-"""pass@k, mean@k and their intervals, against numbers worked by hand."""
+"""pass@k, mean@k and their intervals, compared with hand-computed numbers."""
 
 import math
 from itertools import combinations
@@ -47,7 +47,7 @@ def test_an_interval_of_equal_values_includes_the_mean(count):
 
 
 def test_an_interval_of_means_resamples_prompts_and_not_samples():
-    """Half of the prompts always earn 1 and half earn 0.1, however often each is sampled."""
+    """Every sample of half of the prompts has reward 1; every sample of the other half has 0.1."""
     values = [1.0, 0.1] * 200
     found = Estimate.over(values)
     error = 1.96 * np.std(values) / math.sqrt(len(values))

@@ -1,4 +1,4 @@
-"""Held-out evaluation against scripted engines: who answers what, and what becomes of a lost engine's prompts."""
+"""Held-out evaluation with scripted engines: the assignment of prompts, and the prompts of a lost engine."""
 
 import asyncio
 from collections import Counter
@@ -17,7 +17,7 @@ PROMPTS = [Prompt(group_id=index, prompt_ids=np.asarray([3], np.int32)) for inde
 
 
 class Engines:
-    """Answers after a while; may lose an engine, which fails or goes on to another version after some answers."""
+    """A fleet that answers after a delay. After some answers an engine may fail or load another version."""
 
     def __init__(self, *names, takes_s=1.0, dies_after=None, leaves_after=None):
         self.names = names
@@ -53,7 +53,7 @@ def evaluator_on(fleet, *overrides):
 
 
 def pinned_to(*engines):
-    """The buffer's word on which engines are pinned: all of these, for good."""
+    """A buffer that pins these engines permanently."""
 
     async def pinned(known):
         if set(engines) == set(known):

@@ -1,4 +1,4 @@
-"""The scripts of examples/, run with few steps."""
+"""The scripts of examples/ with few steps."""
 
 import importlib.util
 import math
@@ -19,7 +19,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def trained(cluster, tmp_path_factory):
-    """The metrics of two steps of the PPO example, from a policy that was not warm-started, and the trainer."""
+    """The trainer, and the metrics of two steps of the PPO example from a policy without a warm start."""
     folder = tmp_path_factory.mktemp("ppo")
     options = ["total_steps=2", "algorithm.groups_per_step=4", "algorithm.samples_per_prompt=2", "learner.num_ranks=2"]
     run = with_quickstart_assets(compose_run([*OPTIONS, *options, f"output_dir={folder}"]))

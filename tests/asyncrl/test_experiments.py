@@ -1,4 +1,4 @@
-"""The experiments that a team starts from: each composes, fits its hardware, and reads what the data scripts write."""
+"""The shipped experiments: each one composes, fits its hardware, and reads the files of the data scripts."""
 
 import json
 import re

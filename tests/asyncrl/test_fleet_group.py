@@ -1,4 +1,4 @@
-"""The fleet's group against scripted workers: how long it waits, for whom, and what it adds up."""
+"""The fleet group with scripted workers: waits, members and summed counters."""
 
 import asyncio
 from functools import partial
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.timeout(30), pytest.mark.usefixtures("virtual_time")]
 
 @pytest.fixture
 def fleet_of(monkeypatch, tmp_path):
-    """Return a maker of a fleet with these workers."""
+    """Return a function that makes a fleet with these workers."""
     return partial(fleet_on, monkeypatch, tmp_path)
 
 
@@ -39,7 +39,7 @@ ELASTIC = "rollout_fleet.num_engines={min: 1, max: 3}"
 
 @pytest.fixture
 async def running(fleet_of):
-    """Return a maker of workers that have served for ten seconds, their fleet, and its `run`, which ends in the end."""
+    """Return a function that makes workers which have served for ten seconds, their fleet, and its task `run`."""
     runs = []
 
     async def run(takes_s, *options):
@@ -57,7 +57,7 @@ async def running(fleet_of):
 
 @pytest.fixture
 async def started(fleet_of):
-    """Return a maker of workers, their elastic fleet and its `run`, once all has come or been given up."""
+    """Return a function that makes workers, their started elastic fleet, and its `run`."""
     runs = []
 
     async def start(*options, is_full=False):
@@ -116,7 +116,7 @@ async def test_a_worker_that_ends_with_leases_left_is_buried_with_its_own_count(
     if end == "leave":
         await fleet.leave(1)
     counts = await fleet.drain()
-    worker = f"worker-1-{workers.replaced.count(1)}"  # one that joins is made in a place of its own
+    worker = f"worker-1-{workers.replaced.count(1)}"  # a joining worker has its own place
     assert (workers.graves.buried, workers.graves.known) == ([worker], [100])
     assert (counts.tokens_generated, counts.tokens_in_flight) == (100 + 70, 0)
 
@@ -125,7 +125,7 @@ async def test_a_worker_whose_engine_failed_with_leases_left_is_buried_with_its_
     workers, fleet, _ = await running(500.0, TWO, "rollout_fleet.restarts=0")
     workers.keeps_leases.add(1)
     workers.die(1, EngineLost("the engine of rank 1 failed"))
-    del workers.deaths[1]  # the worker itself answers
+    del workers.deaths[1]  # the worker answers the call itself
     await asyncio.sleep(100)
     assert (workers.graves.buried, workers.graves.known) == (["worker-1-0"], [100])
     counts = await fleet.drain()
@@ -210,7 +210,7 @@ async def test_links_of_a_killed_worker_are_removed_when_the_fleet_stops(fleet_o
 
 
 class Call(list):
-    """References to results that never come."""
+    """References to results that never arrive."""
 
     def __await__(self):
         return asyncio.sleep(60).__await__()
@@ -320,7 +320,7 @@ async def test_an_engine_that_leaves_during_an_evaluation_counts_once_and_return
     _, fleet, _ = await started()
     answering = asyncio.create_task(fleet.answer("1", ["a"], version=0, num_samples=1))
 
-    async def call(work, *arguments):  # the worker answers until it is killed, which takes a moment
+    async def call(work, *arguments):  # the worker answers until the kill takes effect
         await asyncio.sleep(1.0)
         return work(*arguments)
 
@@ -420,7 +420,7 @@ async def test_a_fleet_of_fixed_size_refuses_joins_and_leaves(fleet_of):
 
 
 class Broken:
-    """A fleet whose members cannot be described, and that nobody may leave."""
+    """A fleet whose `describe` raises an error, and which refuses every request to leave."""
 
     def describe(self):
         raise KeyError("rank")

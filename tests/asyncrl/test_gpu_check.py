@@ -1,4 +1,4 @@
-"""The program behind ``asyncrl check-gpu``: how it reports, and the checks of learner and engine at toy size."""
+"""The program of ``asyncrl check-gpu``: its report, and the checks of learner and engine with tiny models."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""The stores on the hosts of rollout workers: where one is placed, and what becomes of one that dies."""
+"""The stores on the hosts of rollout workers: their placement, and the handling of dead stores."""
 
 import asyncio
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.timeout(30), pytest.mark.usefixtures("virtual_time")]
 
 
 class Control:
-    """The calls of a controller's client; tests name the ``hosts`` from which workers enter."""
+    """Stands in for the controller's client; tests set the ``hosts`` from which workers connect."""
 
     def __init__(self) -> None:
         self.hosts: asyncio.Queue[str] = asyncio.Queue()
@@ -44,7 +44,7 @@ class Control:
 
 
 class Actor:
-    """A `NodeStore` behind ``.remote``; tests put restarts, or the error that it ends with, into ``events``."""
+    """A `NodeStore` behind ``.remote``. Tests put restarts, or a final error, into ``events``."""
 
     def __init__(self, host: str, number: int) -> None:
         self.host, self.number = host, number
@@ -212,7 +212,7 @@ def test_stores_are_on_hosts_where_there_are_several_unless_the_options_say_othe
         ({"num_nodes": 1}, BufferConfig(), 0),
         ({"num_nodes": 1}, BufferConfig(num_store_servers=3), 3),
         ({"num_nodes": 1}, BufferConfig(stores_on=StoresOn.hosts), 1),
-        ({"num_nodes": 2}, BufferConfig(), 9),  # two nodes are needed, and all that are in the cluster are used
+        ({"num_nodes": 2}, BufferConfig(), 9),  # the run needs two nodes, and uses all nodes of the cluster
         ({"num_nodes": 5, "engines_per_node": 2}, BufferConfig(), 5),
     ],
 )

@@ -1,4 +1,4 @@
-"""A learner rank dies while a run trains: from where it goes on, how often, and how it ends where it may not."""
+"""A learner rank dies during training: the restart point, the number of restarts, and the end without a restart."""
 
 import asyncio
 from dataclasses import replace
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("virtual_time")
 
 
 class RewindingBuffer(ScriptedBuffer):
-    """As the real one, it goes back; its dropped tokens are what is trained no more."""
+    """A buffer that can rewind; it drops the tokens of the undone steps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class RewindingBuffer(ScriptedBuffer):
 
 
 class MortalLearner(ScriptedLearner):
-    """Saves checkpoints to a folder; its ranks die at the updates of ``deaths``, one after another."""
+    """A learner that saves checkpoints to a folder. Its ranks die at each update in ``deaths``."""
 
     def __init__(self, buffer, folder: Path, deaths: list[int], error: Exception | None = None) -> None:
         super().__init__(buffer)
@@ -69,7 +69,7 @@ class MortalLearner(ScriptedLearner):
         return await super()._update(version)
 
     async def _live(self, version=None):
-        """Die when it is time; whatever is queued behind a death fails with it."""
+        """Die at the scheduled update; the calls that are queued after it fail too."""
         async with self.turn:
             if self.deaths and version == self.deaths[0]:
                 self.deaths.pop(0)
@@ -97,13 +97,13 @@ class MortalLearner(ScriptedLearner):
 
 
 def _unwatched(call):
-    """A call whose failure need not be seen: what is queued behind a death is awaited by nobody."""
+    """A call whose failure may stay unobserved, because nobody awaits calls that are queued after a death."""
     call.add_done_callback(lambda done: done.cancelled() or done.exception())
     return call
 
 
 class RewindingFleet(ScriptedFleet):
-    """Engines that take whatever is offered once the learner went back."""
+    """Engines that load every offer after the learner's rewind."""
 
     async def run(self):
         num_rewinds, version = 0, 0
@@ -173,7 +173,7 @@ async def test_a_step_that_a_checkpoint_holds_and_the_ledger_has_not_heard_of_is
 
 
 class LosingLearner(MortalLearner):
-    """Its ranks do not find the batches of ``losses``, one after another; what is queued behind one is passed over."""
+    """A learner whose ranks do not find the batches in ``losses``; calls queued after a lost batch are skipped."""
 
     def __init__(self, buffer, folder: Path, losses: list[int], *, names=(7,)) -> None:
         super().__init__(buffer, folder, [])

@@ -1,4 +1,4 @@
-"""Whatever becomes of one worker costs its life, its fleet's calls end, and the run goes on with the others."""
+"""Any fault of a worker ends only this worker: the fleet's calls end, and the run continues with the other workers."""
 
 import asyncio
 import time
@@ -34,7 +34,7 @@ FULL = OSError(28, "No space left on device: '/dev/shm/asyncrl-1/v00000003'")
 
 @pytest.fixture
 def fleet_of(monkeypatch, tmp_path):
-    """Return a maker of a fleet with these workers."""
+    """Return a function that makes a fleet with these workers."""
     return partial(fleet_on, monkeypatch, tmp_path)
 
 
@@ -48,7 +48,7 @@ def threads_take_no_time(monkeypatch):
 
 @pytest.fixture
 async def training_on(fleet_of):
-    """Return a maker of a fleet of two workers that rolls out, and its `run`, which is cancelled in the end."""
+    """Return a function that makes a running fleet of two workers and its task `run`."""
     runs = []
 
     async def train(workers, *options):
@@ -96,7 +96,7 @@ async def test_a_worker_that_stands_still_for_any_time_stops_no_call_of_the_loop
 async def test_a_worker_that_misses_the_deadline_of_one_call_is_declared_dead_by_that_call(training_on):
     workers = Workers()
     fleet, run = await training_on(workers)
-    await asyncio.sleep(5)  # the watch asks after the loops, and is answered in time
+    await asyncio.sleep(5)  # the watch asks for the state of the loops and gets an answer in time
     workers.stand_still(1, 1.25 * DEADLINE_S)
     await fleet.counters()
     await asyncio.sleep(3 * DEADLINE_S)
@@ -153,7 +153,7 @@ async def test_nothing_of_the_fleet_stands_still_after_a_stall_in_any_phase(flee
     workers.stand_still(1, stall_s)
     await asyncio.wait({call}, timeout=100)
     assert call.done()
-    if call.exception() is not None:  # a fleet that does not come up ends the run, which names what was awaited
+    if call.exception() is not None:  # a fleet that does not start ends the run; the error names the awaited call
         assert (phase, stall_s > DEADLINE_S) == (in_start, True)
         assert "waited 10 s for the rollout workers, which wait for the first weights" in str(call.exception())
         return
@@ -348,7 +348,7 @@ async def test_held_out_prompts_that_fail_on_one_host_are_left_to_the_other_engi
 
 @pytest.mark.parametrize("fault", ["before", "meanwhile", "silent"])
 async def test_a_dead_engine_does_not_end_the_hand_over_of_the_device(training_on, fault):
-    """Its worker is killed before the learner uses the device."""
+    """A worker that does not release its device is killed before the learner uses the device."""
     workers = Workers()
     fleet, run = await training_on(workers, "placement.colocated=true", "rollout_fleet.drain_timeout_s=5")
     workers.takes_s = 1.0

@@ -17,7 +17,7 @@ from asyncrl.run.run_folder import make_run_dir
     ],
 )
 def test_a_multirun_with_one_wrong_combination_starts_nothing(tmp_path, overrides, words):
-    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the message is checked word by word
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the test checks the message
         multirun([f"output_dir={tmp_path}", *overrides])
     assert all(word in str(caught.value) for word in words)
     assert not list(tmp_path.iterdir())

@@ -1,4 +1,4 @@
-"""What reaches the other nodes of a cluster, and what comes back; folders of this machine are their file systems."""
+"""Files that are sent to and collected from other nodes; folders of this machine stand in for their file systems."""
 
 import asyncio
 import shutil
@@ -17,7 +17,7 @@ from buffer import make_keys
 
 
 class Node:
-    """Stands in for the actor of a node, whose paths are under ``root``; None is a node that sees what we see."""
+    """Stands in for the actor of a node with its paths under ``root``; None: the node shares our file system."""
 
     def __init__(self, root=None):
         self.root = root
@@ -84,7 +84,7 @@ async def test_one_that_a_node_lacks_or_has_otherwise_is_copied_to_the_runs_fold
     model = make_model(tmp_path / "model")
     if text_there:
         make_model(nodes["10.0.0.2"].file(model), text_there)
-    for _ in range(2):  # as when ranks are started again
+    for _ in range(2):  # as after a restart of the ranks
         path = await folders.bring(model, "model")
     assert path == tmp_path / "run" / "model"
     there = nodes["10.0.0.2"].file(path)

@@ -1,4 +1,4 @@
-"""A run on several nodes: what its options must say, and whether it fits the nodes."""
+"""A run on several nodes: checks of its options, and whether it fits the nodes."""
 
 from dataclasses import fields
 
@@ -15,7 +15,7 @@ COLLECTIVE = {"transport": Transport.collective, "interface": "eth0"}
 
 
 def config_of(**sections):
-    """A run on two nodes, and what differs in its sections."""
+    """A run on two nodes with changes to its sections."""
     several = {"placement": {"num_nodes": 2}, "ray": {"address": "auto"}, "buffer": {"host": "10.0.0.1"}}
     kinds = {section.name: section.default_factory for section in fields(RunConfig)}
     names = several.keys() | sections.keys()

@@ -35,7 +35,7 @@ asyncio.run(until_killed(sys.argv[1]))
 
 
 async def make_loop(buffer: AnyRole, *, version: int, token_delay_s: float) -> tuple[RolloutLoop, ScriptedEngine]:
-    """A worker each of whose samples has ``NUM_TOKENS`` tokens when it is finished, whoever wrote them."""
+    """A worker whose finished samples have ``NUM_TOKENS`` tokens, including the tokens of other workers."""
 
     def script(request: SampleRequest, version: int) -> ScriptedAnswer:
         num_left = NUM_TOKENS - int(np.count_nonzero(request.prompt_ids == WRITTEN))
@@ -57,11 +57,11 @@ async def make_loop(buffer: AnyRole, *, version: int, token_delay_s: float) -> t
 
 
 async def until_killed(address: str) -> None:
-    """The worker that dies: it loads two versions, says so, and writes on, too slowly to finish before it is killed."""
+    """The worker that dies: it loads two versions, reports this, and writes too slowly to finish before the kill."""
     loop, engine = await make_loop(AnyRole(address), version=0, token_delay_s=0.1)
     run = asyncio.create_task(loop.run())
     for version in (1, 2):
-        while len(engine.requests) < 2 * version:  # noqa: ASYNC110 - two samples, asked for again after an update
+        while len(engine.requests) < 2 * version:  # noqa: ASYNC110 - two samples, each requested again after an update
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.25)  # two tokens of each
         await asyncio.to_thread(sys.stdin.readline)
@@ -98,7 +98,7 @@ async def learn(control: AnyRole, version: int) -> None:
 
 async def until_leased(control: AnyRole, number: int) -> None:
     async with asyncio.timeout(60):
-        while (await control.stats()).groups["leased"] != number:  # noqa: ASYNC110 - nobody is told of leases
+        while (await control.stats()).groups["leased"] != number:  # noqa: ASYNC110 - there is no notice of new leases
             await asyncio.sleep(0.02)
 
 
@@ -133,7 +133,7 @@ async def test_a_worker_is_killed_in_the_middle_and_another_finishes_its_group_t
     written = group.versions[len(group.prompt_ids) :]
     for versions in np.split(written, 2):
         assert versions.tolist() == sorted(versions)
-        assert {0, 2} <= set(versions.tolist()) <= {0, 1, 2}  # a fast engine writes nothing under 1
+        assert {0, 2} <= set(versions.tolist()) <= {0, 1, 2}  # a fast engine writes no tokens at version 1
     assert 0 < saved < 2 * NUM_TOKENS
     assert np.count_nonzero(written < 2) == saved, "what was saved was written under versions 0 and 1"
     assert counters.tokens_generated == 2 * NUM_TOKENS - saved
@@ -148,7 +148,7 @@ def start_worker(address: str) -> subprocess.Popen[bytes]:
 
 
 def tell(process: subprocess.Popen[bytes], expected: str) -> None:
-    """Have the worker load the next version, and wait until it did."""
+    """Make the worker load the next version, and wait for the load."""
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.write(b"go on\n")

@@ -1,4 +1,4 @@
-"""What is tried before a run starts anything: each mistake is named with its option, and leaves nothing behind."""
+"""Checks before the start of a run: each mistake is reported with its option and leaves no files behind."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Prompts on their way from the stream into the queue of a real buffer."""
+"""The feed of prompts from the stream into the queue of a real buffer."""
 
 import asyncio
 from pathlib import Path
@@ -27,7 +27,7 @@ class CountingStream:
 
 
 async def cancelled_after(work, seconds: float) -> None:
-    """Run ``work`` for a moment, then cancel it."""
+    """Run ``work`` for a short time, then cancel it."""
     task = asyncio.ensure_future(work)
     await asyncio.sleep(seconds)
     task.cancel()
@@ -50,7 +50,7 @@ async def test_a_replan_loses_no_prompt_that_waits_for_room_in_the_queue(tmp_pat
         for _ in range(num_replans):
             await cancelled_after(controller.train(), 0.2)
             await controller.replan()
-            await asyncio.sleep(TIMEOUT_S)  # the server holds the cancelled request for less
+            await asyncio.sleep(TIMEOUT_S)  # the server holds a request for a shorter time
         training = asyncio.ensure_future(controller.train())
         leased: list[int] = []
         async with asyncio.timeout(20):

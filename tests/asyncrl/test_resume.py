@@ -1,4 +1,4 @@
-"""What a run goes on from, and with which prompts."""
+"""Resumed runs: the checkpoint and the prompts."""
 
 import json
 from dataclasses import asdict, replace
@@ -39,7 +39,7 @@ def config_of(tmp_path, *overrides):
 
 
 class Letters:
-    """A tokenizer of one token a letter."""
+    """A tokenizer with one token per letter."""
 
     def __call__(self, texts, **_):
         return {"input_ids": [[ord(letter) for letter in text] for text in texts]}

@@ -32,7 +32,7 @@ def data(tmp_path):
 
 
 def answers(capsys, *arguments):
-    """Exit status and what ``--json`` prints."""
+    """Exit status and the output of ``--json``."""
     status = rewards_command.main(["try", *arguments, "--json"])
     return status, json.loads(capsys.readouterr().out)
 

@@ -1,4 +1,4 @@
-"""Roles on Ray: fused into one process or each in a pool of its own, the numbers are the same."""
+"""Roles on Ray: fused roles and roles in separate pools compute the same numbers."""
 
 import asyncio
 import gc
@@ -86,12 +86,12 @@ class ScriptedConnection(BufferConnection):
 
 @pytest.fixture(scope="module", autouse=True)
 def by_value():
-    """Workers cannot import this file: what it defines travels with the call."""
+    """Workers cannot import this file, so the call carries its definitions."""
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 class Learners:
-    """Starts learners on one tiny model, each in a folder of its own."""
+    """Starts learners on one tiny model, each with its own folder."""
 
     def __init__(self, folder: Path) -> None:
         self.model = save_tiny_model(folder / "model")
@@ -122,7 +122,7 @@ class Learners:
 
 @pytest.fixture
 def learners(cluster, tmp_path):
-    """Stopped at the end of the test."""
+    """Start a learner; the fixture stops it at the end of the test."""
     learners = Learners(tmp_path)
     yield learners
     learners.stop()
@@ -140,7 +140,7 @@ def plan_of(version: int) -> Plan:
 async def run_steps(
     learner: LearnerGroup, num_steps: int = 2
 ) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
-    """Metrics of every step, all queued at once as the controller queues them, and the weights after them."""
+    """Metrics of all steps and the final weights. All steps are queued at once, as the controller does."""
     await learner.init()
     queued = []
     for version in range(num_steps):
@@ -175,7 +175,7 @@ async def next_step(learner: LearnerGroup) -> dict[str, float]:
 
 
 async def fail(learner: LearnerGroup) -> None:
-    plan = Plan(version=7, groups=[group(1).summary])  # the shares name a sample that the group does not have
+    plan = Plan(version=7, groups=[group(1).summary])  # the shares contain a sample that the group does not have
     batches = learner._shares(plan, "critic")
     strange = replace(batches[0].shares[0], samples=(5,), rewards=np.zeros(1))
     learner._batches[1][1] = [replace(batch, shares=(strange,)) for batch in batches]
@@ -184,10 +184,10 @@ async def fail(learner: LearnerGroup) -> None:
 
 @pytest.fixture(scope="module")
 def fused(cluster, tmp_path_factory):
-    """What a learner does whose roles share one process, until it dies, and when it begins again.
+    """The results of a learner with all roles in one process, before a death and after a restart.
 
-    Two steps, a checkpoint, a third step, one that fails; then its process is killed, and from the checkpoint it does
-    the third step once more.
+    It makes two steps, a checkpoint, a third step, and a failing step. Then its process is killed, and it repeats the
+    third step from the checkpoint.
     """
     learners = Learners(tmp_path_factory.mktemp("fused"))
     learner = learners.start()
@@ -233,7 +233,7 @@ def test_fused_roles_share_a_process_and_compute_what_separate_pools_do(fused, s
 
 
 def test_roles_of_one_process_compute_the_same_with_options_of_their_own(fused, start) -> None:
-    """Two data-parallel actors beside a sequence-parallel reference, and a critic that packs smaller batches."""
+    """Two data-parallel actor ranks, a sequence-parallel reference, and a critic with smaller micro-batches."""
     own = start(
         "learner.num_ranks=2",
         "learner.max_tokens_per_micro_batch=64",
@@ -254,8 +254,8 @@ def test_roles_of_one_process_compute_the_same_with_options_of_their_own(fused, 
 
 
 def bytes_of_roles() -> list[int]:
-    """What each role of this process has on the device."""
-    gc.unfreeze()  # the worker has hidden its objects from the collector
+    """The objects of each role of this process on the device."""
+    gc.unfreeze()  # the worker has excluded its objects from garbage collection
     return [policy.device_bytes() for policy in gc.get_objects() if isinstance(policy, OffloadPolicy)]
 
 
@@ -283,12 +283,16 @@ def test_every_role_of_the_actors_pool_leaves_the_device_at_the_hand_over(start,
             found.append(await asyncio.to_thread(learner._roles["actor"].execute_func_rank_zero, bytes_of_roles))
             await learner.rollout_mode(version + 1)
             found.append(await asyncio.to_thread(learner._roles["actor"].execute_func_rank_zero, bytes_of_roles))
-        await learner.save_policy(tmp_path / "policy")  # the engines have the device
+        await learner.save_policy(tmp_path / "policy")  # the engines use the device
         found.append(await asyncio.to_thread(learner._roles["actor"].execute_func_rank_zero, bytes_of_roles))
         return found
 
     training, generating, again, *later = asyncio.run(asyncio.wait_for(turns(), DEADLINE_S))
-    assert [bool(size) for size in sorted(training)] == [False, True, True]  # the critic's leave after each use
+    assert [bool(size) for size in sorted(training)] == [
+        False,
+        True,
+        True,
+    ]  # the critic offloads after each use
     assert again == training
     assert generating == later[0] == later[1] == [0, 0, 0]
     assert pids(learner)["ref"] != pids(learner)["actor"]
@@ -345,7 +349,7 @@ def test_an_estimator_of_ones_own_has_a_critic_which_learns_while_the_policy_war
 
 
 def test_a_reward_model_scores_what_is_planned_and_training_goes_on_without_a_group_that_has_no_score(start, tmp_path):
-    """One token's embedding is not a number, so that the group with it has no score, and the others have theirs."""
+    """The embedding of one token is not a number, so the group with this token has no score; others have scores."""
     torch.manual_seed(3)
     groups = {summary.group_id: group(summary.group_id, 1) for summary in plan_of(1).groups}
     broken, *others = groups

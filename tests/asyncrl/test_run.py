@@ -1,4 +1,4 @@
-"""What a run keeps when a signal stops it."""
+"""The files of a run that a signal stops."""
 
 import asyncio
 import io
@@ -28,7 +28,7 @@ class Learner:
 
 
 async def keep(tmp_path, learner):
-    """What is said and what is there, after a training of three steps is told to keep what it has."""
+    """The messages and the files of a training of three steps that is told to keep its results."""
     controller, buffer, fleet, _ = make_controller(steps=3)
     await train(controller, fleet)
     fleet.tokens_generated = 10 * buffer.version

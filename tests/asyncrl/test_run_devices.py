@@ -1,4 +1,4 @@
-"""The GPUs that each process of a run sees, on a Ray that is told of GPUs which this machine does not have."""
+"""The GPUs that each process of a run sees, on a Ray cluster with simulated GPUs."""
 
 import asyncio
 import os
@@ -55,7 +55,7 @@ class Probe(Worker):
 
 @pytest.fixture
 def gpus(monkeypatch, tmp_path):
-    """Makes this machine one with so many GPUs, of which ``visible`` are shown."""
+    """Simulates a machine with a number of GPUs; ``visible`` of them are visible."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
     def make(num_gpus, visible=None):
@@ -94,7 +94,7 @@ def run(*options):
 
 
 def seen_by_all(config, num_joining=0):
-    """What each process of a run sees, by its name; the groups are started as a run starts them."""
+    """The visible GPUs of each process by name. The groups are started as in a run."""
     probe = RayClassWithInitArgs(ray.remote(Probe))
     layout = learner_layout(config)
     groups = {
@@ -148,7 +148,7 @@ async def test_colocated_engines_share_only_the_visible_gpus_of_this_machine(gpu
 
 
 class Reached(Exception):
-    """The run came to where learner and engines start."""
+    """Raised when the run starts learner and engines."""
 
 
 async def test_a_warm_start_on_a_gpu_ends_before_learner_and_engines_take_theirs(gpus, tmp_path, monkeypatch):
@@ -160,7 +160,7 @@ async def test_a_warm_start_on_a_gpu_ends_before_learner_and_engines_take_theirs
         return tmp_path
 
     def free_gpus(wanted=1):
-        for _ in range(100):  # Ray counts a GPU as free some time after its process has ended
+        for _ in range(100):  # Ray counts a GPU as free only some time after the end of its process
             if (count := ray.available_resources().get("GPU", 0)) == wanted:
                 break
             time.sleep(0.1)

@@ -1,4 +1,4 @@
-"""Where published weights go."""
+"""The folder of published weights."""
 
 import errno
 import os
@@ -54,7 +54,7 @@ def test_and_into_the_runs_folder_where_they_do_not_or_where_all_are_kept(run_di
         ValueError, match=r"shared_memory needs room: .*7 MiB free and 10 MiB are needed; .*transport=file"
     ):
         snapshots(run_dir, *in_memory)
-    with pytest.raises(ValueError, match=r"28 MiB are needed"):  # deltas since the full version, and everybody's images
+    with pytest.raises(ValueError, match=r"28 MiB are needed"):  # deltas since the full version, and all images
         snapshots(run_dir, *in_memory, "weights.full_every=5", "rollout_fleet.num_engines=3")
 
 
@@ -95,7 +95,7 @@ def test_a_directory_that_hosts_share_gets_a_folder_per_run(run_dir, tmp_path):
 
 @pytest.fixture
 def shared_memory(tmp_path, monkeypatch):
-    """A folder in the place of the machine's shared memory."""
+    """A folder that replaces the machine's shared memory."""
     folder = tmp_path / "shm"
     folder.mkdir()
     monkeypatch.setattr(run_folder, "SHARED_MEMORY", folder)
@@ -139,7 +139,7 @@ def test_the_shared_memory_of_a_run_is_swept_once_all_its_processes_are_killed(s
 
 
 def wait_until_ended(pid):
-    """Wait for a process that is not a child of this one."""
+    """Wait for a process that is not a child of this process."""
     with suppress(psutil.NoSuchProcess):
         while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
             time.sleep(0.01)
@@ -205,7 +205,7 @@ def test_a_run_that_begins_on_a_full_disk_names_the_file_and_the_remedy_and_leav
     tmp_path, monkeypatch, capsys, shared_memory
 ):
     def write(*_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as a write does: without the file's name
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as of a write: no file name
 
     monkeypatch.setattr(Path, "write_text", write)
     assert train_command.main([f"output_dir={tmp_path}/out"]) == 1

@@ -1,4 +1,4 @@
-"""``asyncrl samples``: what a run has kept, in the order and the form that were asked for."""
+"""``asyncrl samples``: the saved samples of a run, in the requested order and form."""
 
 import pyarrow as pa
 import pyarrow.parquet as pq

@@ -1,4 +1,4 @@
-"""The simulator against steps that are computed by hand. Every lag comes from the real ledger."""
+"""The simulator, compared with hand-computed steps. Every lag comes from the real ledger."""
 
 from dataclasses import replace
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""Trackers: what reaches Prometheus, Weights & Biases and MLflow, and what a tracker that fails costs."""
+"""Trackers: the records in Prometheus, Weights & Biases and MLflow, and the effect of a failed tracker."""
 
 import dataclasses
 import importlib.util

@@ -1,4 +1,4 @@
-"""How ``asyncrl train`` ends, on scripted runs: exit status, last words, processes. No torch, no Ray."""
+"""The end of ``asyncrl train`` with scripted runs: exit status, last output, processes. Without torch and Ray."""
 
 import os
 import signal
@@ -35,7 +35,7 @@ finally:
 
 
 class Command:
-    """The command in a process of its own, with its output in one stream."""
+    """The command in a separate process, with its output in one stream."""
 
     def __init__(self, body, output_dir, *options):
         script = PRELUDE.format(body=textwrap.indent(textwrap.dedent(body), "    "))
@@ -51,7 +51,7 @@ class Command:
         return next(line for line in self.process.stdout if words in line)
 
     def end(self):
-        """Exit status and the output that was not read yet."""
+        """Exit status and the unread output."""
         output, _ = self.process.communicate(timeout=60)
         return self.process.returncode, output.strip()
 
@@ -121,7 +121,7 @@ def test_a_second_signal_kills_a_run_without_its_supervisor(start):
     command = start(READY.format(seconds=3600), "stop_timeout_s=120")
     controller = psutil.Process(int(command.line_with("ready").split()[1]))
     command.process.kill()
-    command.line_with("stopping")  # told by the death of its supervisor
+    command.line_with("stopping")  # it ended because its supervisor died
     os.kill(controller.pid, signal.SIGTERM)
     controller.wait(60)
 

@@ -18,7 +18,7 @@ from tests.support.traces import record_run
 
 @pytest.fixture
 def watched(tmp_path):
-    """Return a maker of a watched run, and what it has said."""
+    """Return a function that makes a watched run, and the list of its messages."""
     (tmp_path / "logs").mkdir()
     said = io.StringIO()
 
@@ -65,7 +65,7 @@ async def test_trackers_that_do_not_end_are_left(watched, monkeypatch):
 
 @pytest.fixture
 def looks(monkeypatch):
-    """Return the folders of the runs for which advice was looked for."""
+    """Return the folders of the runs that requested advice."""
     found = []
 
     async def look(run_dir):

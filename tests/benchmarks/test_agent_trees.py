@@ -1,4 +1,4 @@
-"""The trees of the benchmark's search agent, and what the packer shares of them."""
+"""The trees of the benchmark's search agent, and the tokens that the packer shares."""
 
 from benchmarks.agent_trees import AgentLengths, search_groups, tree_tokens
 

@@ -1,4 +1,4 @@
-"""The benchmarks of predictions and of the buffer: small cases of what each of them does at length."""
+"""The benchmarks of predictions and of the buffer, with small cases."""
 
 import json
 from dataclasses import replace
@@ -43,7 +43,7 @@ def test_a_case_changes_the_recorded_scenario_in_its_own_options_alone():
 
 
 def test_the_runs_of_each_round_are_made_in_an_order_of_its_own():
-    """Else each is always made after the same other one, on a machine whose speed depends on what it has just done."""
+    """Otherwise each run would always follow the same other run, and a run's speed depends on the previous one."""
     runs = (RECORDED, *CASES)
     rounds = [order_of_runs(number) for number in range(9)]
     assert all(sorted(map(runs.index, order)) == list(range(len(runs))) for order in rounds)

@@ -1,4 +1,4 @@
-"""What it costs the buffer that many engines wait whose weights are too old for any group to begin."""
+"""The buffer's cost of many waiting engines whose weights are too old for any group."""
 
 from asyncrl.core.types import GroupSummary
 from buffer import BufferConfig, commands
@@ -7,7 +7,7 @@ from buffer.service import BufferService
 
 
 class CountedRequests:
-    """A service without sockets; counts the leases that its ledger was asked for."""
+    """A service without sockets; counts the leases that are requested from its ledger."""
 
     def __init__(self, *, max_lag: int) -> None:
         self.replies: list[tuple[bytes, Message]] = []
@@ -46,7 +46,7 @@ def put(group_id: int) -> commands.Put:
 
 
 def after_one_step(requests: CountedRequests) -> None:
-    """The learner at version 1, prompts queued, nothing open."""
+    """A ledger with the learner at version 1, queued prompts, and no open groups."""
     requests.ask(b"controller", commands.Enqueue(tuple(range(16)), (0,) * 16))
     requests.ask(b"worker", commands.LeaseGroups(engine_version=0, max_groups=2))
     for group_id in (0, 1):
@@ -59,7 +59,7 @@ def after_one_step(requests: CountedRequests) -> None:
 async def test_engines_whose_version_is_refused_cost_nothing_while_others_work():
     requests = CountedRequests(max_lag=1)
     after_one_step(requests)
-    requests.ask(b"worker", commands.LeaseGroups(engine_version=0, max_groups=2))  # all that version 1 can consume
+    requests.ask(b"worker", commands.LeaseGroups(engine_version=0, max_groups=2))  # as many as version 1 can consume
     for number in range(100):
         requests.ask(b"old-%d" % number, commands.LeaseGroups(engine_version=0, max_groups=1))
     requests.num_lease_commands = 0
@@ -77,7 +77,7 @@ async def test_workers_of_both_versions_are_served_by_turn_as_far_as_each_is_adm
     for client, version in ((b"old", 0), (b"new", 1)):
         requests.hand_in(client, commands.LeaseGroups(engine_version=version, max_groups=4))
     requests.service.settle()
-    # Four groups may be open: two of them due by version 1, which engines at version 0 may begin.
+    # Four groups may be open. Two of them may be due by version 1, so engines at version 0 may begin two.
     assert requests.granted() == {b"old": 2, b"new": 2}
     requests.service.close()
 

@@ -326,7 +326,7 @@ def test_inspect_prints_what_the_server_holds(tmp_path: Path, capsys, monkeypatc
 
 @pytest.fixture
 def no_frames_in_the_log(monkeypatch):
-    """Frames of any size are written as large ones are, on the journal's thread."""
+    """Frames of any size are written on the journal's thread, like large frames."""
     monkeypatch.setattr(service, "JOIN_BELOW_BYTES", 0)
 
 
@@ -414,7 +414,7 @@ async def test_a_saved_prefix_that_did_not_survive_is_dropped_and_counted(tmp_pa
 
 
 def test_frames_are_written_whole_though_the_system_takes_few_bytes_at_once(tmp_path: Path, monkeypatch):
-    """As it does above 2^31 bytes."""
+    """A `writev` that writes only a part, as it does above 2^31 bytes."""
     written = os.pwritev
     monkeypatch.setattr(os, "pwritev", lambda fd, parts, *at: written(fd, [bytes(parts[0])[:7]], *at))
     file = AppendOnlyFile(tmp_path / "file")
@@ -461,7 +461,7 @@ async def test_a_put_is_acknowledged_only_when_it_is_written(tmp_path: Path, mon
             with pytest.raises(ReplayBufferError, match="journal cannot be written: Bad file descriptor; check the"):
                 await client.put(rollout(first))
         await client.put(rollout(second))
-        await client.put(rollout(first))  # again; it was stored, and is written now
+        await client.put(rollout(first))  # the put is repeated: the group was stored before, and is written now
     async with running(groups_per_step=4, **options) as run:
         fetched = await run.client().fetch([0, 1])
         assert [group.group_id for group in fetched] == [0, 1]
@@ -491,7 +491,7 @@ async def test_the_files_stay_small_while_groups_come_and_go_and_a_restart_finds
             if journal_of_run is not None and journal_of_run._retiring is not None:
                 await asyncio.to_thread(
                     journal_of_run._retiring.join
-                )  # a busy disk must not decide how much is written meanwhile
+                )  # the number of written bytes must not depend on the disk's load
             largest = max(largest, size_of_files(tmp_path))
         [lease, late] = await client.lease(40, 2)
         await client.put(rollout(lease, num_tokens=400))
@@ -507,7 +507,7 @@ async def test_the_files_stay_small_while_groups_come_and_go_and_a_restart_finds
 
 def test_a_reference_to_frames_that_were_lost_never_finds_others(tmp_path: Path):
     first = Journal(tmp_path / "journal")
-    first.note({("payload", 1): 1})  # its frames did not survive
+    first.note({("payload", 1): 1})  # its frames were lost
     first.close()
     second = Journal(tmp_path / "journal")
     second.note({("payload", 2): [b"others"]})
@@ -552,7 +552,7 @@ def test_old_files_whose_deletion_was_cut_short_leave_with_the_next_ones(tmp_pat
     first = Journal(tmp_path / "journal")
     compact(first)
     assert len(deleted) == 2
-    first.close()  # the files after a kill at this moment
+    first.close()  # the files as they are after a kill at this moment
     monkeypatch.undo()
     second = Journal(tmp_path / "journal")
     compact(second)

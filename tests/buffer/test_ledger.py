@@ -1,4 +1,4 @@
-"""The ledger and its account, with numbers worked by hand."""
+"""The ledger and its account, compared with hand-computed numbers."""
 
 from contextlib import suppress
 from dataclasses import replace
@@ -49,7 +49,7 @@ def test_more_groups_share_a_deadline_than_its_steps_take_and_the_last_leased_gi
     of.step()
     [fresh] = of.lease(1, 9, now=0.0)
     of.put(summary_of(fresh))
-    # groups 1 and 2 are due at 2, one of them must be in batch 1 or go; group 3 is ready
+    # groups 1 and 2 are due at 2: one of them must be in batch 1, or is dropped; group 3 is ready
     assert of.step() == [3]
     assert [r.group_id for _, r in of.drain_revocations()] == [2]
 
@@ -264,7 +264,7 @@ def test_only_the_owner_of_a_lease_reports_it_also_after_it_was_taken_back():
 
 
 def test_what_the_ledger_holds_does_not_grow_with_the_length_of_a_run(monkeypatch: pytest.MonkeyPatch):
-    """Groups end in every way: stored, filtered, given up, released, too old, expired and never heard of again."""
+    """Groups end in every way: stored, filtered, dropped, released, too old, expired, or lost with their worker."""
     of = DrivenLedger(
         StalenessRule(max_lag=2, groups_per_step=4), on_stale=OnStale.drop, filters=["equal_rewards"], lease_s=5.0
     )
@@ -280,7 +280,7 @@ def test_what_the_ledger_holds_does_not_grow_with_the_length_of_a_run(monkeypatc
     def end(lease: commands.GrantedLease) -> None:
         ending = (lease.group_id * 7 + lease.attempt) % 16
         if ending == 0:
-            return  # its worker is never heard of again
+            return  # its worker never sends another message
         if ending == 1:
             apply(commands.Release(group_id=lease.group_id, attempt=lease.attempt, num_tokens=3, reason="aborted"))
             return
@@ -346,7 +346,7 @@ def test_what_a_dead_worker_had_generated_and_nobody_can_report_is_lost(num_gene
 
 
 def test_what_a_buried_worker_reports_later_is_counted_once_also_after_a_restart():
-    """An attempt that expired before the burial owes a report; the burial counts its tokens as lost."""
+    """An attempt expires before the burial and has not reported; the burial counts its tokens as lost."""
     new = ledger(2, 2, lease_s=10.0)
     expired, running, _ = new.lease(0, 3, owner=b"a")
     new.renew(running.group_id, running.attempt, now=15.0)

@@ -158,7 +158,7 @@ class LedgerMachine(RuleBasedStateMachine):
             assert no_more or not self._may_have(bytes([worker]))
 
     def _may_have(self, worker: bytes) -> int:
-        """Number of queued groups that a worker may lease: at most one that the next death would drop."""
+        """Number of queued groups that a worker may lease; at most one of them is dropped after its next death."""
         suspects = [group_id for group_id in self.deaths if self._is_suspect(group_id) and group_id not in self.running]
         holds_one = any(lease.owner == worker for g, (lease, _) in self.running.items() if self._is_suspect(g))
         return self._num_queued() - len(suspects) + bool(suspects and not holds_one)
@@ -197,7 +197,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.running)
     @rule(data=st.data(), num_running=st.integers(0, 3), num_tokens=st.integers(0, 50))
     def put_all_but(self, data: st.DataObject, num_running: int, num_tokens: int) -> None:
-        """Workers finish in any order; a few stragglers stay behind."""
+        """Workers finish in any order; a few groups stay unfinished."""
         for group_id in data.draw(st.permutations(sorted(self.running)))[num_running:]:
             lease, expires_at = self.running.pop(group_id)
             oldest = data.draw(st.integers(lease.engine_version, self.version))
@@ -206,7 +206,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def _put(self, lease: GrantedLease, expires_at: float, oldest: int, num_tokens: int) -> None:
         num_tokens += self._least_tokens(lease)
         filtered = bool(self.filters) and num_tokens % 5 == 0
-        left_out = num_tokens // 4  # tokens of left-out trajectories, including saved ones
+        left_out = num_tokens // 4  # tokens of omitted trajectories, including saved ones
         summary = summary_of(
             lease, oldest=oldest, num_tokens=num_tokens - left_out, rewards=(0.0, 0.0 if filtered else 1.0)
         )
@@ -299,7 +299,10 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(compacts=st.booleans(), order=st.sampled_from(sorted(ORDERS)), on_stale=st.sampled_from(OnStale))
     def the_server_restarts(self, compacts: bool, order: str, on_stale: OnStale) -> None:
-        """From a snapshot and what was journaled since. A server with other options would come to the same state."""
+        """Restore the ledger from a snapshot and the journal after it.
+
+        Other options of the server give the same state.
+        """
         before = msgpack.packb(self.ledger.snapshot())
         replayed = self._replayed(
             DrivenLedger(self.ledger.rule, on_stale=on_stale, order=order, lease_s=LEASE_S, **self.memory)
@@ -502,9 +505,9 @@ class LedgerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.stored)
     @rule(data=st.data())
     def trajectories_are_lost(self, data: st.DataObject) -> None:
-        """As after a power failure: their prompts are queued again, and batches that held them are planned anew.
+        """As after a power failure: their prompts are queued again, and batches with these groups are planned again.
 
-        Other groups of these batches that were on a store that is gone are lost with them.
+        The other groups of these batches are lost too if their store is lost.
         """
         lost = data.draw(st.lists(st.sampled_from(sorted(self.stored)), min_size=1, max_size=2, unique=True))
         first = min((version for version, ids in self.planned.items() if set(ids) & set(lost)), default=None)
@@ -609,7 +612,7 @@ class LedgerMachine(RuleBasedStateMachine):
             assert lease.engine_version == version
 
     def _prefixes_in_use(self) -> list[tuple[int, int]]:
-        """Running attempts whose inherited prefix counts: it is continued, or not yet replaced by a save."""
+        """Running attempts whose inherited prefix counts, because it is continued or not yet replaced by a save."""
         keys = [(lease.group_id, lease.attempt) for lease, _ in self.running.values()]
         return [key for key in keys if key in self.inherited and (self.continues[key] or key not in self.saved)]
 

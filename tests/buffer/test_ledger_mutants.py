@@ -1,7 +1,7 @@
-"""Each comparison in the rule, the window, the room and the ledger is changed in turn: a test must fail.
+"""Changes one comparison at a time in the rule, the window, the room and the ledger: a test must fail.
 
-The mutants are cosmic-ray's, made from the syntax tree. Each runs in its own process, in which an import hook replaces
-the real module by the mutated one.
+cosmic-ray makes the mutants from the syntax tree. Each mutant runs in its own process; an import hook there replaces
+the real module.
 """
 
 import os

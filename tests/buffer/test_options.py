@@ -1,4 +1,4 @@
-"""The buffer's options on their way from a run's configuration to the ledger."""
+"""The buffer's options, from a run's configuration to the ledger."""
 
 import json
 import resource

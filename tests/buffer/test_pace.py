@@ -1,4 +1,4 @@
-"""Which running group a faster worker takes over: whole fleets in simulated time, the measure, and the guard."""
+"""Hand-over of running groups to faster workers: whole fleets in simulated time, the pace measure, and the limits."""
 
 import random
 import time
@@ -25,7 +25,7 @@ ONE_SLOW = [FAST, FAST, FAST, SLOW]
 
 
 def share(speeds, *, seconds=40.0, num_places=8, **options) -> float:
-    """Tokens trained on per second, relative to the sum of the engines' speeds with all places taken."""
+    """Tokens trained per second, relative to the sum of the engines' speeds with all places taken."""
     fleet = SimulatedFleet(speeds, num_places=num_places, **options)
     at_end = [speed(1e9) if callable(speed) else speed for speed in speeds]
     return fleet.rate(seconds, warm_up_s=10.0) / (num_places * sum(at_end))
@@ -106,7 +106,7 @@ def test_an_engine_takes_nothing_over_from_itself(max_lag):
 
 
 def asked_of(buffer) -> Counter:
-    """How often the buffer asks for each group, from now on."""
+    """Count the buffer's requests for each group from now on."""
     asked: Counter = Counter()
     push = buffer._service._replies.push
 
@@ -184,7 +184,7 @@ def lease(
 
 
 def measured(**paces: float) -> WorkerPaces:
-    """Workers that have ended eight groups of 100 tokens each at these seconds per token, the last at 1000 s."""
+    """Workers that have each finished eight groups of 100 tokens at these seconds per token, the last one at 1000 s."""
     of = WorkerPaces()
     group_id = -1
     for name, pace in paces.items():

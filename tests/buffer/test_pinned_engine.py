@@ -1,4 +1,4 @@
-"""A fast engine that may not lease holds up no slower one: two rollout loops on a real buffer server."""
+"""A fast engine that may not lease does not delay slower engines: two rollout loops on a real buffer server."""
 
 import asyncio
 import itertools
@@ -25,7 +25,7 @@ def offer(version: int) -> WeightOffer:
 
 @asynccontextmanager
 async def staged_until_pinned(offered: WeightOffer):
-    """As staging that hangs, or an evaluation that keeps a version: the engine goes on asking with the old one."""
+    """Keeps the engine at its version, like a hanging load: it keeps requesting leases at the old version."""
     if offered.version > PINNED_FROM:
         await asyncio.Event().wait()
     yield offered

@@ -1,4 +1,4 @@
-"""Workers enter, wait, advance, become silent and leave; clocks jump."""
+"""Workers connect, wait, advance, become silent and leave; clocks jump."""
 
 import asyncio
 import itertools
@@ -20,7 +20,7 @@ from tests.support.buffer_groups import AnyRole, prompt, rollout, running
 
 
 def fall_silent(client: AnyRole) -> None:
-    """Act like a hanging process: the connection stays, and no message comes."""
+    """Act like a hanging process: the connection stays open, but no message arrives."""
     assert client.worker._beat is not None
     client.worker._beat.cancel()
 
@@ -80,7 +80,7 @@ async def test_what_was_granted_at_the_moment_of_closing_goes_back_at_once():
             num_known = len(answer) if isinstance(answer, list) else 0
             stats = await control.stats()
             assert stats.groups["leased"] == num_known
-            [lease] = await control.lease(0, 1)  # where the leaver knew of it, as soon as the leaver is silent
+            [lease] = await control.lease(0, 1)  # if the leaving worker knew the group: when that worker becomes silent
             await control.put(rollout(lease))
             if number % 8 == 7:
                 version = number // 8
@@ -173,7 +173,7 @@ def test_whoever_got_less_is_served_first_and_an_absence_is_not_paid_back():
 
 
 async def test_a_stall_of_the_servers_loop_takes_no_lease_back(tmp_path: Path):
-    """150 leases of a worker that beats: the server stands still for longer than silence and leases may last."""
+    """A worker with 150 leases sends heartbeats, but the server is blocked beyond the timeouts."""
     config = BufferConfig(heartbeat_s=0.4, lease_s=2.0)
     with BufferProcess(config, groups_per_step=150, log_path=tmp_path / "log") as process:
         worker = AnyRole(process.address, request_timeout_s=10.0)
@@ -197,7 +197,7 @@ async def test_a_stall_of_the_clients_own_loop_fails_no_request():
         waiting = asyncio.ensure_future(worker.lease(0, 1))
         await worker.stats()
         await control.enqueue([prompt(0)])
-        time.sleep(1.5)  # noqa: ASYNC251 - the loop itself is to stand still
+        time.sleep(1.5)  # noqa: ASYNC251 - the loop itself must be blocked
         assert len(await waiting) == 1
 
 
@@ -222,7 +222,7 @@ async def test_a_worker_that_is_buried_loses_its_leases_at_once_and_what_it_cann
         await worker.put(rollout(first))
         worker.count_generated = lambda: 12
         worker._send_beat()
-        await worker.stats()  # the beat came before it
+        await worker.stats()  # the heartbeat arrived before it
         for _ in range(2):
             assert await control.bury(name) == 12
         stats = await control.stats()
@@ -249,7 +249,7 @@ async def test_a_buried_worker_is_refused_by_a_server_that_was_started_again(tmp
         assert await control.bury(name) == 12
         before = await control.stats()
         run.server.close()
-        run.server = BufferServer(BufferConfig(**options), groups_per_step=4)  # the journal knows its address
+        run.server = BufferServer(BufferConfig(**options), groups_per_step=4)  # the journal has its address
         for call in (worker.put(rollout(second)), worker.lease(0, 1), worker.release(first, num_tokens=5, reason="x")):
             with pytest.raises(DeclaredDead):
                 await call
@@ -271,7 +271,7 @@ async def test_the_count_of_a_worker_that_ended_is_the_larger_of_its_own_and_its
 
 
 async def test_a_put_that_the_journal_still_writes_when_its_worker_is_buried_counts_as_lost_alone(tmp_path: Path):
-    """The server received the put before the burial, and decides it after the burial."""
+    """The server receives the put before the burial, and processes it after the burial."""
     options = {"durability": Durability.disk, "directory": str(tmp_path), "lease_s": 600.0}
     async with running(groups_per_step=4, **options) as run:
         worker, control = run.client(), run.client()
@@ -294,7 +294,7 @@ async def test_a_put_that_the_journal_still_writes_when_its_worker_is_buried_cou
 
 
 async def test_a_lease_whose_prefix_gave_way_before_it_was_sent_begins_afresh_in_the_account():
-    """A server that was started again answers a request anew, and the saved prefix did not survive."""
+    """A restarted server answers a request again, and the saved prefix is lost."""
     async with running(groups_per_step=4, max_lag=2) as run:
         first, second = run.client(), run.client()
         await first.enqueue([prompt(0)])

@@ -46,7 +46,7 @@ class Script:
 
     def step(self, version: int) -> None:
         leases: list[commands.LeasedGroup] = []
-        while len(leases) < 2:  # a kill between two grants leaves the first
+        while len(leases) < 2:  # after a kill between two grants, the first grant remains
             leases += self.ask(WORKER, commands.LeaseGroups(engine_version=version, max_groups=2 - len(leases))).leases
         assert [lease.key for lease in leases] == [(2 * version, 0), (2 * version + 1, 0)]
         for lease in leases:
@@ -119,7 +119,7 @@ async def test_the_log_of_offers_and_a_pinned_engine_outlive_their_server(tmp_pa
 
 
 async def test_a_late_message_about_a_lease_of_the_server_before_touches_no_later_attempt(tmp_path: Path):
-    """Copies of a request and of its cancellation come after its group was leased to another worker."""
+    """Copies of a request and of its cancellation arrive after the group was leased to another worker."""
     server = MortalServer(BufferConfig(max_lag=1, request_timeout_s=60.0), tmp_path, groups_per_step=2)
     script, other = Script(server), b"other"
     parts = prompt_frames(prompt(0))
@@ -146,7 +146,7 @@ async def test_a_request_that_was_held_by_the_server_before_is_due_as_if_it_were
         due = max(held.due for held in link._unanswered.values())
     async with running(**options), asyncio.timeout(10):
         while min(held.due for held in link._unanswered.values()) <= due:
-            await client.stats()  # the first may be answered before the client hears that the connection is a new one
+            await client.stats()  # the first request may be answered before the client notices the new connection
         waiting.cancel()
         await client.close()
 
@@ -263,7 +263,7 @@ FIRST_WRITES = [
         for number, name in enumerate(FIRST_WRITES, 1)
         for share in (0, 1, 2)
         for is_usual in [(name, share) in {("put", 1), ("plan", 0), ("commit", 2)}]
-        if number > 4  # before these it has not announced itself
+        if number > 4  # the client must announce itself first
     ],
 )
 async def test_a_server_process_that_is_killed_at_a_write_comes_back_with_what_it_acknowledged(
@@ -309,7 +309,7 @@ class FullDisk:
 async def test_a_payload_that_left_while_the_disk_was_full_does_not_come_back(
     tmp_path: Path, monkeypatch, is_restarted_while_full: bool
 ):
-    """The store writes the removal as soon as possible; otherwise the ledger repeats which groups are finished."""
+    """The store writes the removal as soon as possible; otherwise the ledger sends the finished groups again."""
     disk = FullDisk()
     monkeypatch.setattr(journal, "write_all", disk)
     config = BufferConfig(durability=Durability.disk, directory=str(tmp_path))

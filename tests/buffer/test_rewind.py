@@ -88,13 +88,13 @@ class Life:
         )
         assert self.ledger.apply(command).is_new
         assert not self.ledger.apply(command).is_new
-        for lease in self.running:  # their workers hear of it late
+        for lease in self.running:  # their workers get the notice late
             self.report(lease, refused=True)
         self.running.clear()
         assert self.ledger.learner_version == self.ledger.next_plan == version
         assert self.ledger.groups.num_leased == self.ledger.groups.num_stored == 0
         assert self.ledger.account.tokens_trained == tokens
-        self.ledger.enqueue(range(100))  # those that it knows are left out
+        self.ledger.enqueue(range(100))  # groups that it knows are omitted
 
     def check(self) -> None:
         account = self.ledger.account
@@ -129,7 +129,7 @@ def test_whenever_the_learner_goes_back_the_account_balances_and_no_attempt_come
         if name == "rewind":
             life.check()
     life.rewind(0)
-    for _ in range(100):  # and every prompt is trained on once more, or for the first time
+    for _ in range(100):  # every prompt is trained again, or for the first time
         life.lease(2 * SIZE)
         life.put(2 * SIZE)
         life.step(plans_ahead=False)

@@ -1,4 +1,4 @@
-"""Which clients the buffer accepts, and what a hostile client can do to it."""
+"""The clients that the buffer accepts, and attacks by hostile clients."""
 
 import asyncio
 import os
@@ -72,7 +72,7 @@ async def test_a_server_makes_the_keys_where_there_are_none_and_says_how_to_reac
     tmp_path: Path,
 ):
     config = BufferConfig(keys=str(tmp_path / "keys"), request_timeout_s=5.0)
-    for _ in range(2):  # started again it keeps them
+    for _ in range(2):  # a restarted server keeps the keys
         with BufferProcess(config, groups_per_step=1, log_path=tmp_path / "log") as process:
             assert process.connection.keys == str(tmp_path / "keys")
             client = AnyRole(process.connection.client())
@@ -110,7 +110,7 @@ async def test_a_role_is_refused_what_is_not_its_work(tmp_path: Path):
                 await call
         assert (await inspector.inspect())["stats"]["groups"]["queued"] == 1
         [lease] = await worker.lease(0, 1)
-        await worker.put(rollout(lease, num_tokens=200_000))  # by the bulk socket, under the same rule
+        await worker.put(rollout(lease, num_tokens=200_000))  # through the bulk socket, with the same limit
         with pytest.raises(NotAllowed):
             await rank.put(rollout(lease, num_tokens=200_000))
 
@@ -165,11 +165,11 @@ async def test_a_connection_whose_message_has_no_end_is_closed_and_others_go_on(
         channel.close()
     assert refused == ["endless"]
     assert set(arrived) == {bytes(1 << 16)}
-    assert sum(map(len, arrived)) > 1 << 20  # whole messages may exceed the bound together
+    assert sum(map(len, arrived)) > 1 << 20  # complete messages together may exceed the bound
 
 
 async def send_without_end(writer: asyncio.StreamWriter, good: zmq.Socket[bytes]) -> None:
-    """Send frames of one message on one connection, and complete messages of as many bytes on another."""
+    """Send frames of one message on one connection, and complete messages of the same total size on another."""
     for _ in range(5000):
         writer.write(FRAME_AND_MORE)
         await writer.drain()
@@ -358,7 +358,7 @@ PLAIN = {
 
 
 def of_type(kind: Any) -> st.SearchStrategy:
-    """Values of a field, mostly such that a request has an effect."""
+    """Values of a field; most values make an effective request."""
     match kind:
         case inspect.TupleType():
             return st.tuples(*map(of_type, kind.item_types))
@@ -379,7 +379,7 @@ def of_type(kind: Any) -> st.SearchStrategy:
 
 @st.composite
 def operations(draw: st.DrawFn) -> Operation:
-    """Any operation; some are none, because two fields do not fit together."""
+    """Any operation; None if two fields do not fit together."""
     kind = draw(st.sampled_from(OPERATIONS))
     try:
         return draw(of_type(inspect.type_info(kind)))
@@ -451,7 +451,7 @@ async def test_a_server_that_got_garbage_from_many_sides_still_works():
 
 
 async def test_another_user_of_the_host_opens_no_socket_of_a_buffer(tmp_path: Path):
-    """Neither the ledger's sockets nor a store's, and none may be put in their place."""
+    """Other users cannot reach the sockets of ledger and stores, and cannot replace them."""
     async with running(num_store_servers=1) as run:
         [store] = [each["address"] for each in (await run.client().inspect())["stores"]]
         paths = [path for address in (run.server.address, store) for path in (address, bulk_address(address, 0))]
@@ -532,7 +532,7 @@ sys.stdin.read()
 
 
 def test_connections_beyond_the_limit_of_open_files_cost_the_server_no_core(tmp_path: Path):
-    """Of strangers, on a port; the keys let none of them in. A client of the run is answered while they are there."""
+    """Many connections without keys on a port. A client of the run still gets answers."""
     config = BufferConfig(host="127.0.0.1", keys=str(tmp_path / "keys"))
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))

@@ -1,7 +1,7 @@
 """Random lives of the real service on its journal: crashes, rewinds, late copies of messages, and deaths of workers.
 
-The model keeps its own tokens, versions and batches, independent of the service. Each life goes through some hundred
-events. Then the faults stop, further batches must be made, and the account must balance at the end.
+The model keeps its own tokens, versions and batches, independent of the service. Each life has some hundred events.
+Then the faults stop, further batches must be made, and the account must balance at the end.
 """
 
 import asyncio
@@ -46,8 +46,8 @@ class HeldGroup:
         num_own: Tokens that its worker wrote.
         oldest: Version of its oldest token, or of the lease while there is none.
         newest: Version of its newest token.
-        continued: Whether it took the prefix that came with the lease.
-        is_finished: Whether it was put: no more is written then.
+        continued: Whether the worker continues the prefix of the lease.
+        is_finished: Whether the group was put; then no more tokens are written.
     """
 
     group_id: int
@@ -338,7 +338,7 @@ class Life:
             self.bury(self.rng.choice(dead), self.rng.choice([0, 1]))
 
     def bury(self, worker: WorkerModel, share: float) -> None:
-        """With what is known of its count, which is all of it where the worker ended by itself (``share`` 1)."""
+        """Bury a worker with the known share of its count; ``share`` is 1 if the worker ended by itself."""
         known = int(worker.num_generated * share)
         for _ in range(self.rng.randint(1, 2)):
             number = self.control(commands.Bury(worker.name.hex(), known)).value
@@ -423,7 +423,7 @@ class Life:
         self.planned = {version: keys for version, keys in self.planned.items() if version < first}
 
     def a_late_copy_comes(self) -> None:
-        """Of any message of a worker; the controller sends nothing before its last message is answered."""
+        """Deliver a late copy of a worker's message. The controller waits for an answer before its next message."""
         of_workers = [(client, request) for client, request in self.sent[-80:] if client != CONTROLLER]
         of_controller = [(client, request) for client, request in self.sent[-80:] if client == CONTROLLER][-1:]
         if copies := of_workers + of_controller:
@@ -472,7 +472,7 @@ class Life:
         self.advance(2 * LEASE_S)
 
     def must_make_a_step(self) -> None:
-        """With engines that serve the learner's version and prompts in the queue, the next batch is made."""
+        """Engines serve the learner's version and the queue has prompts, so the next batch must be made."""
         for _ in range(60):
             if not self.stats().groups["queued"]:
                 self.prompts_come()
@@ -494,7 +494,7 @@ class Life:
         raise AssertionError(f"no batch {self.version} was made: {self.config}, {described}")
 
     def close(self) -> None:
-        """All workers end, some with leases left, and the account is closed."""
+        """All workers end, some of them with leases, and the account is closed."""
         for worker in self.living():
             self.withdraw(worker)
             for group in [*worker.groups.values()]:
@@ -513,7 +513,7 @@ class Life:
 
 
 def live(seed: int, directory: Path) -> Life:
-    """One life, whose server also dies at writes that its seed names."""
+    """One life whose server also dies at random writes of its seed."""
     rng = random.Random(seed + 1_000_000)
     kills = [(rng.randint(1, 40), rng.choice([0, 1, 16, 31, 32])) for _ in range(rng.randint(0, 6))]
     directory.mkdir()

@@ -1,4 +1,4 @@
-"""Clients behind a slow link: a proxy with a rate and a latency stands between them and the server."""
+"""Clients with a slow link: a proxy with limited rate and latency is between clients and server."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -31,7 +31,7 @@ class _Lane:
 
 
 class SlowLink:
-    """Forwards the sockets of a server, all connections of one direction at ``bytes_per_s`` together."""
+    """Forwards the sockets of a server; all connections of one direction share ``bytes_per_s``."""
 
     def __init__(self, server: BufferServer, *, bytes_per_s: float, latency_s: float) -> None:
         self._folder = make_socket_folder()

@@ -22,7 +22,7 @@ ON_HOSTS = {"stores_on": StoresOn.hosts}
 
 @dataclass
 class Hosts:
-    """A buffer, and store servers on this loop that joined it as those of hosts."""
+    """A buffer with store servers on this loop, which joined as stores of hosts."""
 
     run: Running
     control: AnyRole
@@ -36,7 +36,7 @@ class Hosts:
         return self.run.client(host=host, **options)
 
     def held_by(self, host: str) -> dict[int, set[int]]:
-        """The attempts of each group whose payload the store of a host holds."""
+        """The stored attempts of each group on the store of a host."""
         held: dict[int, set[int]] = {}
         for group_id, attempt in self.payloads_of(host):
             held.setdefault(group_id, set()).add(attempt)
@@ -73,7 +73,7 @@ async def test_what_a_worker_puts_stays_on_its_host_and_is_fetched_from_all_of_t
         assert [group.group_id for group in fetched] == ids
         await of.control.commit(0)
         async with asyncio.timeout(10):
-            while of.held_by("a") or of.held_by("b"):  # the stores hear of it after the answer to the commit
+            while of.held_by("a") or of.held_by("b"):  # the stores get the notice after the answer to the commit
                 await of.control.stats()
 
 
@@ -157,7 +157,7 @@ async def test_a_batch_whose_store_died_before_it_was_fetched_is_planned_anew_fr
         assert (again.prompt.group_id, again.attempt) == (0, 1)
         await a.put(rollout(again))
         assert (await of.control.commit(0)).tokens_trained == 10
-        await of.control.lose(first)  # sent again, late: they are consumed
+        await of.control.lose(first)  # late repeated puts of consumed groups
         second = [group.group_id for group in (await of.control.plan(1)).groups]
         assert set(second) < {0, 1, 2, 3, 4} - set(first)
         stats = await of.control.commit(1)
@@ -165,7 +165,7 @@ async def test_a_batch_whose_store_died_before_it_was_fetched_is_planned_anew_fr
 
 
 async def test_a_store_that_dies_with_two_planned_batches_costs_one_new_plan_of_each():
-    """The learner names what it lacked of the first batch alone; the second batch lost a group on the same store."""
+    """The learner reports only the missing group of the first batch; the second batch lost a group there too."""
     async with hosts("a", "b", max_lag=3) as of:
         a, b = of.worker("a"), of.worker("b")
         await of.control.enqueue([prompt(i) for i in range(8)])
@@ -242,7 +242,7 @@ def late(reconcile, asked: asyncio.Event, reported: asyncio.Event):
 
 
 async def test_a_payload_that_comes_while_its_store_says_what_it_holds_is_not_taken_for_lost(monkeypatch):
-    """A ledger that was started again asks stores while workers, who do not know of it, go on with their puts."""
+    """A restarted ledger asks the stores while workers, which do not know of the restart, continue their puts."""
     async with hosts("a") as of:
         a = of.worker("a")
         await of.control.enqueue([prompt(0)])
@@ -337,7 +337,7 @@ async def test_a_store_drops_the_payload_of_an_attempt_that_ended(end: str):
 
 
 async def test_a_store_drops_an_ended_payload_that_it_said_it_lacked():
-    """The store is asked what it holds while a payload is on its way; then the worker falls silent."""
+    """The ledger asks the store for its groups during the transfer of a payload; then the worker becomes silent."""
     async with hosts("a", groups_per_step=1, max_stored_bytes=1200) as of:
         a, other = of.worker("a"), of.worker("a")
         await of.control.enqueue([prompt(0)])

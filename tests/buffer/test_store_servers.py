@@ -1,4 +1,4 @@
-"""Payloads on store servers, one ledger."""
+"""A ledger whose payloads are on store servers."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""What a process does with memory that it has freed, seen in the pages that it touches for the first time."""
+"""The memory that a process has freed, measured by page faults."""
 
 import subprocess
 import sys
@@ -35,4 +35,4 @@ def first_touches(how: str) -> int:
 def test_freed_memory_is_used_again_without_new_pages():
     one_round = NUM_BLOCKS * BLOCK_PAGES
     assert first_touches("keep") < one_round / 8
-    assert first_touches("default") > one_round  # or the test would show nothing
+    assert first_touches("default") > one_round  # otherwise the test could not fail

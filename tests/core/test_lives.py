@@ -1,4 +1,4 @@
-"""The loop that keeps every part of a run up, on a part that obeys a script, in virtual time."""
+"""The loop that restarts the parts of a run, with a scripted part in virtual time."""
 
 import asyncio
 import time
@@ -12,7 +12,10 @@ pytestmark = [pytest.mark.timeout(30), pytest.mark.usefixtures("virtual_time")]
 
 
 class Part:
-    """Its calls raise the errors of ``script`` in turn; its work is done after them. ``pauses`` are those of `end`."""
+    """A part whose calls raise the errors of ``script`` in turn and then finish.
+
+    ``pauses`` are the results of `end`.
+    """
 
     def __init__(self, script, pauses) -> None:
         self.script, self.pauses = list(script), list(pauses)

@@ -1,4 +1,4 @@
-"""The recorder: what it writes, when, and what it costs where it is off."""
+"""The recorder: its records, its writes, and its cost when it is off."""
 
 import os
 import signal

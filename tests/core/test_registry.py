@@ -1,4 +1,4 @@
-"""Names of algorithms, found among ours, in files and in modules."""
+"""Names of algorithms: built-in, in files, and in modules."""
 
 from pathlib import Path
 
@@ -32,7 +32,7 @@ def long_name(inputs, config):
 
 @pytest.fixture
 def own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(LOSSES, "_entries", dict(LOSSES._entries))  # what the file registers goes with it
+    monkeypatch.setattr(LOSSES, "_entries", dict(LOSSES._entries))  # undo the registrations of the file
     path = tmp_path / "own_losses.py"
     path.write_text(OWN.replace("{tag}", tmp_path.name))
     return path

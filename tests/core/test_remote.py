@@ -1,4 +1,4 @@
-"""Deadlines of waits: what their messages name, and how the deadline of a repeated call follows its durations."""
+"""Deadlines of waits: their messages, and deadlines of repeated calls from earlier durations."""
 
 import asyncio
 import time

@@ -1,4 +1,4 @@
-"""Trees of turns and their columns: what is trained on, what is shared, and what is refused."""
+"""Trees of turns and their columns: trained tokens, shared tokens, and errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plain and chat demonstrations: which tokens there are, and which of them are learned."""
+"""Plain and chat demonstrations: their tokens, and the tokens in the loss."""
 
 import json
 
@@ -40,7 +40,7 @@ def write(tmp_path):
 
 
 def shown(demonstration):
-    """The words, in capitals where they are learned."""
+    """The words; words in the loss are in capitals."""
     words = [WORDS[index] for index in demonstration.token_ids]
     return " ".join(w.upper() if m else w for w, m in zip(words, demonstration.learned, strict=True))
 

@@ -1,4 +1,4 @@
-"""Whole training runs, started as a user starts them and ended with their test."""
+"""Whole training runs that start like a user's runs and end with their test."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from tests.support.training_run import RunningTraining
 
 @pytest.fixture
 def start(tmp_path):
-    """Start ``python -m asyncrl train`` with these overrides in a process of its own; what is left of it is ended."""
+    """Start ``python -m asyncrl train`` with these overrides in a separate process, which is ended later."""
     running = []
 
     def start(*overrides, output_dir=tmp_path, **options):

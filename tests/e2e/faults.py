@@ -1,6 +1,6 @@
-"""The endings of a run as a table: who gets which signal at which moment, and how the run is expected to end.
+"""The endings of a run as a table: part, signal and moment of a fault, and the expected end of the run.
 
-Beside it a table of faults that a run outlives.
+A second table has faults that a run survives.
 
 ``pytest -m "slow or not slow" tests/e2e/test_faults.py`` runs every row on both engines. The moment within a phase is
 drawn from a seed, which is printed: ``ASYNCRL_FAULT_SEED=N`` repeats it.
@@ -28,13 +28,13 @@ class Fault:
     """One row.
 
     Attributes:
-        part: Who gets the signal: ``supervisor``, ``controller``, or words of a process's name or command.
+        part: Target of the signal: ``supervisor``, ``controller``, or words of a process's name or command.
         signal: The signal.
-        moment: The run is in this phase: a part of a line that it prints when it begins.
-        status: The exit status that is expected.
-        words: All of them stand in the last 40 lines.
+        moment: Phase of the run: words of the line that is printed at the start of the phase.
+        status: The expected exit status.
+        words: Words that the last 40 lines must contain.
         options: Further options of the run.
-        engines: Engines that the row is about.
+        engines: Engines for which the row is run.
         end_timeout_s: How soon the run must have ended.
         goes_on: The run outlives the fault, makes further steps, and is then stopped by SIGTERM.
         within_s: The signal comes so long after the moment at most.
@@ -52,19 +52,19 @@ class Fault:
     within_s: float = 0.5
 
     def __str__(self) -> str:
-        """For the test's name."""
+        """The id in the test's name."""
         options = "-".join(option.partition("=")[0] for option in self.options)
         return f"{self.part}-{self.signal.name}-{self.moment.strip().replace(' ', '_')}" + f"-{options}" * bool(options)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recovery:
-    """A fault that the run outlives.
+    """A fault that the run survives.
 
     Attributes:
         part: Words of the command line of the process that gets the signal.
         signal: The signal.
-        words: Stand in the line that says that the part is up again; where nothing says so, three steps count.
+        words: Words of the line that reports the restart; without such a line, the test waits for three steps.
         moment: When the signal comes: the run prints a line with these words. Empty: ``after_steps`` says it.
         after_steps: When the signal comes otherwise.
         options: Further options of the run.
@@ -80,7 +80,7 @@ class Recovery:
     restarts: dict[str, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        """For the test's name."""
+        """The id in the test's name."""
         options = "-".join(option.partition("=")[0].rpartition(".")[2] for option in self.options)
         when = f"-{self.moment.replace(' ', '_')}" if self.moment else "-last" * (self.after_steps == LAST)
         return f"{self.part.replace(' ', '_')}-{self.signal.name}{when}-{options}"
@@ -92,7 +92,7 @@ LAST = STEPS - 1
 """Steps that are made when the last one is under way."""
 STARTED, TRAINING = "writing to", "step 1/"
 LEARNER_STARTS, FLEET_STARTS, STOPS = "waiting for learner", "waiting for rollout fleet", "stopping"
-EVALUATES = "engines): ready"  # the fleet comes up after the learner
+EVALUATES = "engines): ready"  # the fleet is up after the learner
 _OWN_REWARD = f"rollout_fleet.reward={ROOT / 'scripts/examples/sorting/sorting_reward.py'}:leading_numbers"
 _TRANSFORMERS, _SGLANG = {"engines": ("transformers",)}, {"engines": ("sglang",)}
 _NO_RESTARTS = ("rollout_fleet.restarts=0",)
@@ -101,17 +101,17 @@ _SHORT_WAITS = ("buffer.request_timeout_s=6", "rollout_fleet.load_timeout_s=6")
 
 
 def _stopped(number: signal.Signals, moment: str) -> Fault:
-    """A run that is asked to stop says so, and its status is the one that shells give to this signal."""
+    """A run that is asked to stop reports this, and exits with the shell's status for this signal."""
     return _killed(SUPERVISOR, f"stopped by {number.name}", signal=number, moment=moment, status=128 + number)
 
 
 def _replaced(part: str, **changes: Any) -> Fault:
-    """A member of the fleet that is killed while training is replaced: the run goes on until it is stopped."""
+    """A member of the fleet that is killed during training is replaced; the run continues until it is stopped."""
     return _killed(part, "stopped by SIGTERM", status=128 + signal.SIGTERM, goes_on=True, **changes)
 
 
 def _killed(part: str, *words: str, **changes: Any) -> Fault:
-    """A part that is killed while training ends the run with an error that names it."""
+    """A part that is killed during training ends the run with an error that names the part."""
     return Fault(**{"part": part, "signal": signal.SIGKILL, "moment": TRAINING, "status": 1, "words": words} | changes)
 
 
@@ -171,7 +171,7 @@ _SAID = {
 
 
 def _recovers(part: str, *options: str, restarts: str = "", **changes: Any) -> Recovery:
-    """A part that is killed; ``restarts`` is its name in the summary, where that counts it as started again."""
+    """A killed part; ``restarts`` is its name in the summary's count of restarts."""
     row = {"part": part, "signal": signal.SIGKILL, "options": options, "words": _SAID[restarts]}
     return Recovery(**row | {"restarts": {restarts: 1} if restarts else {}} | changes)
 
@@ -208,7 +208,7 @@ SELDOM = (
 
 
 def parts_of(engine: str, groups_per_step: int) -> dict[str, str]:
-    """Words of the command lines of a run's processes, by part; stores stand on hosts."""
+    """Words of the command lines of a run's processes, by part, with stores on hosts."""
     parts = {
         "worker": "ray::RolloutWorker",
         "store": "--store ",
@@ -221,9 +221,9 @@ def parts_of(engine: str, groups_per_step: int) -> dict[str, str]:
 def assert_it_ends_right(
     run: RunningTraining, *, num_steps: int, timeout_s: float, groups_per_step: int = 8, every: int = 23
 ) -> None:
-    """Wait for the end of a run in which many things happened, and check all that must be right although they did.
+    """Wait for the end of a run with faults, and check its results.
 
-    Where the run keeps its snapshots, every ``every``-th sample is computed again; 0 computes none.
+    If the run keeps its snapshots, every ``every``-th sample is recomputed; 0 recomputes none.
     """
     run.remember_family()
     shared_memory = shared_memory_of(run.family.values())
@@ -237,7 +237,7 @@ def assert_it_ends_right(
 
 
 def assert_nothing_is_left(run: RunningTraining, shared_memory: set[int]) -> None:
-    """Neither processes, nor ports, nor scratch folders, nor shared memory; ``shared_memory`` is what it mapped."""
+    """Check that no processes, ports, scratch folders or shared memory remain; ``shared_memory`` are inodes."""
     assert run.survivors() == []
     assert left_in_shared_memory(shared_memory) == []
     assert not run.left_in_shared_memory()

@@ -1,4 +1,4 @@
-"""What must hold of a whole run, whatever has happened to its parts meanwhile."""
+"""Checks that must hold for every run, after any faults of its parts."""
 
 import json
 from collections import Counter, defaultdict
@@ -18,9 +18,9 @@ TOLERANCE = 1e-3
 def assert_every_step_is_made_and_no_version_goes_back(
     run: RunningTraining, num_steps: int, *, is_interrupted: bool = False
 ) -> None:
-    """Each step once, in order; engines never serve older weights at a later step.
+    """Check that each step occurs once and in order, and that the engines' version never decreases.
 
-    A run that is interrupted may have made steps that have no line yet: those that were queued on the ranks.
+    An interrupted run may have made steps without a line: the steps that were queued on the ranks.
     """
     assert [record["step"] for record in run.records] == list(range(num_steps))
     versions = [record["engine_version"] for record in run.records]
@@ -29,14 +29,14 @@ def assert_every_step_is_made_and_no_version_goes_back(
 
 
 def assert_the_account_closes(summary: dict) -> None:
-    """What was generated is trained, dropped, buffered or in flight, and no lag is above the bound."""
+    """Check that generated tokens are trained, dropped, buffered or in flight, and that no lag is above the bound."""
     tokens = summary["tokens"]
     assert tokens["generated"] == sum(tokens[name] for name in ("trained", "dropped", "buffered", "in_flight"))
     assert summary["max_lag"]["realised"] <= summary["max_lag"]["bound"]
 
 
 def assert_every_token_is_accounted_for(run: RunningTraining) -> None:
-    """The account closes, and is that of the trained samples; no group was trained on twice."""
+    """Check that the account balances and matches the trained samples, and that no group was trained twice."""
     assert_the_account_closes(run.summary)
     tokens = run.summary["tokens"]
     rows = trained_samples(run, "group_id", "response_mask")
@@ -48,7 +48,7 @@ def assert_every_token_is_accounted_for(run: RunningTraining) -> None:
 
 
 def assert_trained_tokens_have_the_log_prob_of_their_version(run: RunningTraining, *, every: int = 1) -> int:
-    """Recomputes every ``every``-th sample under each version that its tokens name; returns the number of tokens."""
+    """Recompute every ``every``-th sample with the versions of its tokens. Returns the number of tokens."""
     rows_by_version = defaultdict(list)
     for row in trained_samples(run)[::every]:
         for version in {*row["versions"]} - {UNVERSIONED}:
@@ -70,7 +70,7 @@ def assert_trained_tokens_have_the_log_prob_of_their_version(run: RunningTrainin
 
 
 def trained_samples(run: RunningTraining, *columns: str) -> list[dict]:
-    """The rows of all trajectories that were trained on; all columns by default."""
+    """The rows of all trained trajectories; all columns by default."""
     rows = []
     for path in sorted((run.run_dir / "trajectories").glob("*.parquet")):
         rows += pq.read_table(path, columns=list(columns) or None).to_pylist()
@@ -90,7 +90,7 @@ def model_of_version(run: RunningTraining, version: int):
 
 @torch.no_grad()
 def response_logprobs(model, row: dict) -> np.ndarray:
-    """[R] float32 log-probs of the response under a plain Hugging Face forward."""
+    """[R] float32 log-probs of the response from a plain Hugging Face forward."""
     ids = torch.tensor([row["prompt_ids"] + row["response_ids"]])
     logits = model(ids).logits[0, len(row["prompt_ids"]) - 1 : -1]
     chosen = torch.tensor(row["response_ids"])

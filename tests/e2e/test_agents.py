@@ -58,6 +58,6 @@ def test_the_calculator_answered_what_the_policy_asked_token_for_token(run):
         assert mask[0], "the policy answers first"
         for asked, answered in zip(texts[0::2], texts[1::2], strict=False):
             num_calls += 1
-            asked, answered = asked.removesuffix("<eos>"), answered.removeprefix("<eos>")  # after a cut-off turn
+            asked, answered = asked.removesuffix("<eos>"), answered.removeprefix("<eos>")  # the turn was cut off before
             assert answered == f">{calculate(asked.removeprefix('?'))}="
     assert num_calls > 10

@@ -1,4 +1,4 @@
-"""Deaths of ranks and engines that share devices, wherever the devices are: the run goes on, and its account closes."""
+"""Deaths of ranks and engines that share devices, in every phase: the run continues and its account balances."""
 
 import os
 import random
@@ -29,7 +29,7 @@ def slow(inputs, config):
 
 @pytest.fixture
 def started(start, tmp_path):
-    """Return a maker of colocated runs; their learner leaves a mark while it trains, and publishes to files."""
+    """Return a function that makes colocated runs; the learner marks the time of training and publishes to files."""
     mark, loss = tmp_path / "trains", tmp_path / "own_loss.py"
     loss.write_text(LOSS.format(mark=str(mark)))
 
@@ -65,7 +65,7 @@ def wait_for(is_true, timeout_s=120.0):
 
 
 def wait_for_phase(run, phase):
-    """Wait until the learner trains, has just published, or the engines generate."""
+    """Wait for a phase: the learner trains, the learner has just published, or the engines generate."""
     run.wait_for_line("step 1/")
     run.wait_for_step(5)
     if phase == "trains":

@@ -1,7 +1,8 @@
-"""Many faults in one run: pauses, parts that die together, random faults, a bad network, members struck in turn.
+"""Many faults in one run: pauses, simultaneous deaths, random faults, a bad network, faults of alternating members.
 
-Each kind is one run, and the run is right. Tests print the times to recovery. ``ASYNCRL_FAULT_ENGINE=sglang`` takes
-real servers. The seed of the random faults is printed; ``ASYNCRL_FAULT_SEED=N`` repeats it.
+Each kind is one run, and its results must be correct. Tests print the times to recovery.
+``ASYNCRL_FAULT_ENGINE=sglang`` takes real servers. The seed of the random faults is printed; ``ASYNCRL_FAULT_SEED=N``
+repeats it.
 """
 
 import os
@@ -109,7 +110,7 @@ def strike_together(run: RunningTraining, *parts: str) -> None:
 
 def test_a_run_is_right_whatever_dies_or_hangs_when(start, tmp_path):
     num_faults, steps_between, first = 20, 5, 5
-    num_steps = first + num_faults * steps_between + 100  # what makes up for a pause may run ahead of the faults
+    num_steps = first + num_faults * steps_between + 100  # the work after a pause may run ahead of the faults
     seed = int(os.environ.get("ASYNCRL_FAULT_SEED", random.randrange(10**6)))
     print(f"ASYNCRL_FAULT_SEED={seed}")  # noqa: T201 - pytest shows it when the test fails
     draw = random.Random(seed)
@@ -162,7 +163,7 @@ def test_a_run_outlives_whatever_the_network_answers_in_the_place_of_its_server(
 
 
 def test_real_servers_and_workers_that_are_struck_come_back_and_the_run_is_right(start):
-    """One member after another is struck while the other goes on; samples are continued on another engine."""
+    """Faults hit one member at a time while the other one continues; another engine continues the samples."""
     sixteen = ["algorithm.groups_per_step=16", "rollout_fleet.num_engines=2", "total_steps=300"]
     run = start(*CHECKED, *SHORT_SILENCE, *sixteen)
     run.wait_for_line("step 1/")
@@ -173,6 +174,6 @@ def test_real_servers_and_workers_that_are_struck_come_back_and_the_run_is_right
     ):
         os.kill(run.pids_at(words)[0], number)
         struck_s = time.monotonic()
-        run.wait_for_line("is back after", timeout_s=600)  # on a machine that has other work
+        run.wait_for_line("is back after", timeout_s=600)  # allows for other work of the machine
         print(f"{number.name} of {words}: back after {time.monotonic() - struck_s:.1f} s")  # noqa: T201
     assert_it_ends_right(run, num_steps=300, timeout_s=1200, groups_per_step=16, every=97)

@@ -1,4 +1,4 @@
-"""Engines join and leave a run while it trains, and a node of the cluster dies under it.
+"""Engines join and leave a run during training, and a node of the cluster dies.
 
 Every step is made, and every token is accounted for; with engines in process, the log-prob of each token is compared
 with that of the version that it names. ``ASYNCRL_FAULT_ENGINE=transformers`` takes such engines everywhere.
@@ -38,7 +38,7 @@ _ASYNCRL = "import sys; from asyncrl.cli import main; sys.exit(main())"
 
 
 def command(name, run_dir, *arguments):
-    """``asyncrl join`` or ``leave``; its status and all that it said."""
+    """Run ``asyncrl join`` or ``leave``; return its status and its output."""
     ended = subprocess.run(
         [sys.executable, "-c", _ASYNCRL, name, "--run", str(run_dir), *arguments],
         cwd=ROOT,
@@ -100,7 +100,7 @@ def test_engines_come_and_go_whatever_the_run_is_busy_with(start, weights):
     )
     run.wait_for_line("; 3 engines are present", timeout_s=JOINED_S)
     run.wait_for_step(4)
-    for rank in (0, 2):  # weights are loaded and held-out prompts answered all the time
+    for rank in (0, 2):  # engines load weights and answer held-out prompts all the time
         timed(run, "leave", str(rank))
     with ThreadPoolExecutor(2) as both:
         joining = [both.submit(timed, run, "join") for _ in range(2)]
@@ -126,7 +126,7 @@ def test_engines_come_and_go_whatever_the_run_is_busy_with(start, weights):
 
 
 def timed(run, name, *arguments):
-    """Do what the command is for; returns what it said, and prints how long it took."""
+    """Run the command. Returns its output and prints its duration."""
     began_s = time.monotonic()
     status, words = command(name, run.run_dir, *arguments)
     assert status == 0, f"{words}\n{run.output}"
@@ -135,13 +135,13 @@ def timed(run, name, *arguments):
 
 
 def steps_after(run):
-    """Wait for three steps more."""
+    """Wait for three more steps."""
     run.wait_for_step(run.num_steps + 3, timeout_s=120)
 
 
 @contextmanager
 def cluster():
-    """A Ray node for the run, and what starts others beside it, each with a CPU for one engine."""
+    """A Ray node for the run, and a function that starts more nodes, each with a CPU for one engine."""
     from ray.cluster_utils import Cluster
 
     before = {name: os.environ.get(name) for name in ENVIRONMENT}
@@ -160,7 +160,7 @@ def node_at(address):
 
 
 def kill_node(node):
-    """SIGKILL the raylet of a node; its workers end with it."""
+    """Send SIGKILL to the raylet of a node; its workers end too."""
     (raylet,) = [info.process.pid for info in node.all_processes["raylet"]]
     workers = psutil.Process(raylet).children(recursive=True)
     os.kill(raylet, signal.SIGKILL)
@@ -182,7 +182,7 @@ def test_a_node_brings_an_engine_and_dies_and_the_engine_goes_on_where_another_n
             "placement.engines_per_node=1",
             "buffer.host=127.0.0.1",
             "buffer.advertised_host=127.0.0.1",
-            "buffer.stores_on=ledger",  # else the store of the node that dies takes its groups of a batch with it
+            "buffer.stores_on=ledger",  # otherwise groups of a batch would be lost with the store of the dying node
             "weights.transport=file",
             f"weights.directory={tmp_path / 'weights'}",
             *OPTIONS,

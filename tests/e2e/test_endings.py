@@ -1,4 +1,4 @@
-"""Endings that are not a signal to one part: `tests.e2e.faults` is the table of those."""
+"""Endings of other kinds than a signal to one part; `tests.e2e.faults` has the table of signals."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""A run with all that a user may bring: own reward, loss and advantage, keys, store servers and a journal on disk."""
+"""A run with all kinds of user code and options: reward, loss, advantage, keys, store servers, a journal on disk."""
 
 import json
 import os
@@ -136,7 +136,7 @@ def test_its_supervisors_death_ends_all_of_it_and_leaves_nothing(run):
     ],
 )
 def test_a_wrong_name_fails_before_any_process_starts(start, own_folder, tmp_path, override, message):
-    """`tests/asyncrl/test_train_command.py` shows it always, without a whole run."""
+    """`tests/asyncrl/test_train_command.py` tests this without a whole run."""
     run = start(override, output_dir=tmp_path / "out", cwd=own_folder)
     assert run.finish(timeout_s=120) in (1, 2)
     assert message in run.lines[-1]
@@ -146,7 +146,7 @@ def test_a_wrong_name_fails_before_any_process_starts(start, own_folder, tmp_pat
 
 @pytest.mark.slow
 def test_a_prompt_that_is_too_long_fails_before_the_warm_start(start, own_folder, tmp_path):
-    """`tests/asyncrl/test_prepare.py` shows always that it is found while prompts are read."""
+    """`tests/asyncrl/test_prepare.py` tests that the error is found while the prompts are read."""
     run = start("data.max_prompt_tokens=6", output_dir=tmp_path / "out", cwd=own_folder)
     assert run.finish(timeout_s=120) == 1
     assert "data.max_prompt_tokens = 6" in run.lines[-1] + run.output

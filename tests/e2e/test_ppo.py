@@ -1,4 +1,4 @@
-"""PPO with a critic and a reference, and a policy with adapters, as a user starts them."""
+"""PPO with a critic and a reference, and a policy with adapters, in runs that start like a user's."""
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -31,13 +31,13 @@ def test_ppo_learns_with_a_critic_and_accounts_for_every_token(start):
     run = finished(start, "experiment=ppo", f"total_steps={steps}")
     records = run.records
     assert [record["step"] for record in records] == list(range(steps))
-    # In the five steps of warm-up the policy stands still, and the critic learns what it is worth. Rewards are 0 or 1:
-    # a value of 0 costs half of the mean return m, and one that knows no more than m costs (1 - m) of that.
+    # During the five warm-up steps the policy does not change, and the critic learns its value. Rewards are 0 or 1:
+    # with mean return m, a value of 0 has the loss m / 2, and a constant value of m has the loss (1 - m) m / 2.
     assert all("learner.grad_norm" not in record for record in records[:5])
     cost = [record["learner.critic.value_loss"] / record["learner.critic.return_mean"] for record in records]
     assert np.mean(cost[3:6]) < 0.97 * cost[0]
     assert records[0]["learner.critic.value_mean"] == 0
-    # It follows the returns as the policy improves: a value that stays 0 is off by all of them.
+    # The values follow the returns while the policy improves; a value of 0 would have the whole return as its error.
     returns = [record["learner.critic.return_mean"] for record in records]
     off = [abs(record["learner.critic.value_mean"] - mean) for record, mean in zip(records, returns, strict=True)]
     assert np.mean(off[2:]) < np.mean(returns[2:]) / 3
@@ -49,7 +49,7 @@ def test_ppo_learns_with_a_critic_and_accounts_for_every_token(start):
     assert_the_account_closes(run.summary)
     overlap = run.summary["overlap"]
     assert overlap["step_s"] * steps == pytest.approx(run.summary["train_wall_s"], rel=0.2)
-    # The learner's time has the critic's, the reference's and the values' in it, beside the policy's updates.
+    # The learner's time includes critic, reference and values, in addition to the policy's updates.
     busy_s = overlap["utilisation"]["learner"] * overlap["step_s"] * steps
     assert busy_s > 1.5 * sum(record["update_s"] for record in records)
     assert undocumented(records[-1]) == []
@@ -82,7 +82,7 @@ def test_adapters_train_and_the_saved_policy_is_plain(start):
 
 @pytest.mark.slow
 def test_a_reward_model_scores_what_a_run_trains_on(start, tmp_path):
-    """The run's own reward function finds nothing right in an untrained policy: all that is learned is the model's."""
+    """The reward function gives an untrained policy no reward, so all learning comes from the reward model."""
     config = with_quickstart_assets(compose_run([f"output_dir={tmp_path}"]))
     torch.manual_seed(0)
     judge = AutoModelForSequenceClassification.from_pretrained(config.model.path, num_labels=1).eval()

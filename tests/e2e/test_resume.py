@@ -1,4 +1,4 @@
-"""A run that was ended, and another that goes on from its newest checkpoint."""
+"""A run that has ended, and another run that continues from its newest checkpoint."""
 
 import json
 import os
@@ -80,7 +80,7 @@ def test_a_run_goes_on_where_the_newest_checkpoint_of_an_ended_one_stands(start,
     steps = consumed(first_dir, 0, progress.version) + consumed(second_dir, progress.version, progress.version + 6)
     ids = [group_id for step in steps for group_id in step]
     assert len(ids) == len(set(ids)) == 8 * (progress.version + 6)  # nothing twice
-    assert max(ids) < len(ids) + 8 * 4  # and nothing left out: what is missing was in flight at the end
+    assert max(ids) < len(ids) + 8 * 4  # no prompts are omitted: missing prompts were in flight at the end
     summary = json.loads((second_dir / "summary.json").read_text())
     assert summary["policy_version"] == progress.version + 6
     evaluations = [json.loads(line) for line in (second_dir / "evaluations.jsonl").read_text().splitlines()]

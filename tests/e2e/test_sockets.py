@@ -1,4 +1,4 @@
-"""Every socket on which a run listens is in docs/guarantees.md, and another user of the host gets nowhere."""
+"""Every listening socket of a run is in docs/guarantees.md, and other users of the host cannot use it."""
 
 import ipaddress
 import re
@@ -18,7 +18,7 @@ STEPS = 400
 
 
 def rows():
-    """Of the table: words of the command line, and where the process listens."""
+    """A row of the table: words of the command line, and the listening address."""
     page = (ROOT / "docs" / "guarantees.md").read_text()
     section = page.partition("## Sockets of a run on one host")[2].partition("\n## ")[0]
     cells = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| ") and "`" in line]
@@ -26,7 +26,7 @@ def rows():
 
 
 def listening(pid):
-    """Command line, kind of address, and port or path of each socket of a run's family that others may reach."""
+    """Command line, kind of address, and port or path of each reachable socket of a run's processes."""
     found = set()
     parent = psutil.Process(pid)
     for process in (parent, *parent.children(recursive=True)):
@@ -41,18 +41,18 @@ def listening(pid):
 
 
 def kind_of(address):
-    """What the table calls an address."""
+    """The table's name for an address."""
     found = ipaddress.ip_address(address)
     return LOOPBACK if found.is_loopback else ANY if found.is_unspecified else HOST
 
 
 def row_of(words, where, known):
-    """The row of the table that a socket belongs to; None if it is in none."""
+    """The row of the table for a socket; None if there is no such row."""
     return next((row for row in sorted(known, reverse=True) if row[0] in words and row[1] == where), None)
 
 
 def answers_of(ports):
-    """The status that a request without a key gets at each port that speaks HTTP; imports nothing more."""
+    """The status of a request without a key at each HTTP port; imports only the standard library."""
     found = {}
     for port in ports:
         with socket.socket() as end:

@@ -1,8 +1,8 @@
-"""A process of a run stands still, for a time below its deadline or above it, in any phase; then it comes back.
+"""A process of a run is stopped in any phase, for less or more than its deadline, and then continues.
 
-Afterwards nothing stands still. Below the deadline the run ends as one without a stall. Above it the part is replaced,
-or the run ends with an error that names the part. ``tests/asyncrl/test_member_faults.py`` has the table of one worker
-on scripted engines, which runs in every test session.
+Afterwards all processes work again. A stop below the deadline has no effect on the end of the run. Above it the part is
+replaced, or the run ends with an error that names the part. ``tests/asyncrl/test_member_faults.py`` has the table of
+one worker on scripted engines, which runs in every test session.
 
 ``ASYNCRL_FAULT_ENGINE=sglang`` takes real servers.
 """
@@ -31,7 +31,7 @@ PARTS = parts_of(ENGINE, GROUPS_PER_STEP) | {CONTROLLER: "asyncrl train"}
 
 
 def evaluates(run: RunningTraining) -> None:
-    run.wait_for_step(9)  # version 10 is evaluated next
+    run.wait_for_step(9)  # the next evaluation is that of version 10
 
 
 def loads(run: RunningTraining) -> None:

@@ -34,7 +34,7 @@ STEPS = 6
     ],
 )
 def run(request, tmp_path_factory):
-    """At a weight update running requests are kept by the engine; or cut off, saved with their leases and continued."""
+    """At a weight update the engine keeps running requests, or they are cut off, saved and continued."""
     save_progress, num_engines, *others = request.param
     running = RunningTraining(
         tmp_path_factory.mktemp("training"),

@@ -20,7 +20,7 @@ def url_in(line):
 
 
 def until(page, condition, timeout_s=60):
-    """Wait in Python: the page's own policy forbids playwright to evaluate text there again and again."""
+    """Wait in Python, because the page's security policy forbids playwright's repeated evaluation of text."""
     for _ in range(4 * timeout_s):
         if condition():
             return

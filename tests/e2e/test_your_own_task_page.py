@@ -1,4 +1,4 @@
-"""The page about one's own task, walked as it is written, in an empty folder elsewhere."""
+"""Runs the steps of docs/your_own_task.md in an empty folder."""
 
 import inspect
 import os
@@ -32,7 +32,7 @@ def test_the_reward_of_the_page_is_the_files():
 def test_every_command_of_the_page_works_in_an_empty_folder(tmp_path):
     shutil.copytree(EXAMPLE, tmp_path / "my_task")
     environment = os.environ | {"PATH": f"{ROOT / '.venv' / 'bin'}:{os.environ['PATH']}"}
-    _, _, *commands = [command.strip() for command in blocks("bash")]  # the first two set up and copy
+    _, _, *commands = [command.strip() for command in blocks("bash")]  # without the setup and the copy
     assert [command.split()[:2] for command in commands] == [
         ["python", "make_task.py"],
         ["asyncrl", "sft"],
