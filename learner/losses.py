@@ -27,6 +27,7 @@ MAX_LOW_VARIANCE = 10.0
 
 _SERIES_UP_TO = 0.05
 _SQUARE = "_squared"
+_FRESH = "fresh_tokens"
 _WEIGHTS = {"ratio": "effective_sample_size", "importance_weight": "importance_sample_size"}
 _OF_SEQUENCES = (Mask.sequence, Mask.geometric, Mask.k3)
 
@@ -428,24 +429,35 @@ def behavior_metrics(inputs: LossInputs) -> dict[str, Tensor]:
     """Metrics of the distance between policy and behavior policy, [M] each.
 
     ``ratio`` is policy ÷ behavior, reported with its square. ``behavior_kl`` is KL(behavior ‖ policy) in nats by the k3
-    estimator: r - 1 - log r with log r clamped to ±20, each value >= 0.
+    estimator: r - 1 - log r with log r clamped to ±20, each value >= 0. ``engine_gap`` is the distance of the log-probs
+    before the step from the engine's, at tokens of lag 0 (`summarized` divides by their share): engine and learner had
+    the same weights. It is missing if these log-probs are not known.
     """
-    log_ratio = inputs.log_probs.detach() - inputs.columns["behavior_logprobs"]
-    return _with_square("ratio", bounded_exp(log_ratio)) | {"behavior_kl": k3(log_ratio)}
+    behavior = inputs.columns["behavior_logprobs"]
+    log_ratio = inputs.log_probs.detach() - behavior
+    metrics = _with_square("ratio", bounded_exp(log_ratio)) | {"behavior_kl": k3(log_ratio)}
+    if "is_fresh" in inputs.columns and (inputs.is_proximal or "proximal_logprobs" in inputs.columns):
+        is_fresh = inputs.columns["is_fresh"]
+        metrics |= {"engine_gap": (inputs.proximal_logprobs - behavior).abs() * is_fresh, _FRESH: is_fresh}
+    return metrics
 
 
 def summarized(metrics: dict[str, float]) -> dict[str, float]:
     """Convert the batch means of weights and squared weights to effective sample sizes.
 
     ``effective_sample_size`` is for policy ÷ behavior. ``importance_sample_size`` is for the applied weights, with a
-    correction only. Both are shares of the batch in (0, 1].
+    correction only. Both are shares of the batch in (0, 1]. ``engine_gap`` becomes the mean over tokens of lag 0.
     """
     sizes = {
         size: effective_sample_size(metrics[name], metrics[name + _SQUARE])
         for name, size in _WEIGHTS.items()
         if name + _SQUARE in metrics
     }
-    return {name: value for name, value in metrics.items() if not name.endswith(_SQUARE)} | sizes
+    kept = {name: value for name, value in metrics.items() if not name.endswith(_SQUARE)} | sizes
+    if (share := kept.pop(_FRESH, 0.0)) > 0:
+        return kept | {"engine_gap": kept["engine_gap"] / share}
+    kept.pop("engine_gap", None)  # no token of lag 0
+    return kept
 
 
 def _with_square(name: str, values: Tensor) -> dict[str, Tensor]:

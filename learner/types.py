@@ -137,19 +137,24 @@ def group_sequences(
     mini_batch: int = 0,
     mask_truncated: bool = False,
     all_columns: bool = False,
+    version: int | None = None,
 ) -> list[TokenSequence]:
     """Convert trajectories of a prompt group to sequences, one per branch: the ``samples``, or all of them.
 
     ``mask_truncated`` leaves trajectories whose last branch hit the length limit out of the loss. The branches of each
     trajectory keep their order and have the column ``behavior_logprobs``. With ``all_columns`` they also have all token
-    columns of the group. Each sampled turn is in the loss of exactly one branch. Prompts and tokens from an environment
-    are not in the loss.
+    columns of the group. With the learner's ``version`` they have the column ``is_fresh``, 1 at tokens of lag 0. Each
+    sampled turn is in the loss of exactly one branch. Prompts and tokens from an environment are not in the loss.
     """
     branches = branches_of(group, range(group.num_trajectories) if samples is None else samples)
     if not branches:
         return []
     is_cut = {branch.trajectory: mask_truncated and group.is_truncated(branch) for branch in branches}  # the last
     own = {name: group.along_each(branches, name) for name in (group.token_columns if all_columns else ())}
+    if version is not None:
+        own["is_fresh"] = [
+            (versions == version).astype(np.float32) for versions in group.along_each(branches, "versions")
+        ]
     columns = [group.along_each(branches, "token_ids"), group.along_each(branches, "logprobs")]
     return [
         TokenSequence(

@@ -564,6 +564,7 @@ class ModelWorker(Worker):
                 mini_batch=share.mini_batch,
                 mask_truncated=self._algorithm.mask_truncated,
                 all_columns=self._algorithm.has_own_loss,
+                version=batch.version,
             )
         ]
 

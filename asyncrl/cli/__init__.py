@@ -24,6 +24,7 @@ _COMMANDS = {
     "join": ("rollout_fleet.join", "add engines to a running training"),
     "leave": ("rollout_fleet.join:leave", "remove an engine from a running training, or list the engines"),
     "inspect": ("buffer.inspect", "inspect the replay buffer of a running training"),
+    "doctor": ("asyncrl.cli.doctor_command", "check this machine, or show the alarms and errors of a run"),
     "check-gpu": ("asyncrl.gpu_check.program", "check this machine for training, part by part"),
     "export": ("learner.checkpoint", "convert a checkpoint to a model in Hugging Face layout"),
 }

@@ -71,6 +71,12 @@ class Result:
     remedy: str = ""
     figures: dict[str, Any] = field(default_factory=dict)
 
+    @classmethod
+    def of(cls, name: str, is_right: bool, number: str, remedy: str = "", **figures: Any) -> Result:
+        """A passed or failed result."""
+        state = State.passed if is_right else State.failed
+        return cls(name=name, state=state, number=number, remedy=remedy, figures=figures)
+
     def line(self) -> str:
         """The result as a line."""
         remedy = f"  -> {self.remedy}" if self.remedy and self.state is not State.passed else ""
@@ -92,11 +98,6 @@ class Check:
     needs: tuple[str, ...] = ()
 
 
-def _result(name: str, is_right: bool, number: str, remedy: str = "", **figures: Any) -> Result:
-    state = State.passed if is_right else State.failed
-    return Result(name=name, state=state, number=number, remedy=remedy, figures=figures)
-
-
 # Stack
 
 
@@ -104,17 +105,19 @@ def stack(setup: Setup) -> Iterator[Result]:
     """Versions, GPUs and limits of this machine."""
     versions = {name: version for name in PACKAGES if (version := _version(name))}
     found = f"Python {platform.python_version()}, " + ", ".join(f"{k} {v}" for k, v in versions.items())
-    yield _result("packages", "torch" in versions, found, "bash scripts/setup.sh", **versions)
+    yield Result.of("packages", "torch" in versions, found, "bash scripts/setup.sh", **versions)
     if setup.device == "cuda":
         cards = _cards()
-        yield _result("GPUs", bool(cards), "; ".join(cards), "see docs/gpus.md, Install", cards=cards)
+        yield Result.of("GPUs", bool(cards), "; ".join(cards), "see docs/gpus.md, Install", cards=cards)
     free = shutil.disk_usage("/dev/shm").free
     remedy = "docker run --shm-size=64g, or weights.transport=file"
-    yield _result(
+    yield Result.of(
         "/dev/shm", free >= MIN_SHARED_BYTES or setup.device == "cpu", f"{free / 1e9:.1f} GB free", remedy, free=free
     )
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    yield _result("open files", hard >= MIN_FILES, f"{soft}, at most {hard}", "ulimit -Hn 65536", soft=soft, hard=hard)
+    yield Result.of(
+        "open files", hard >= MIN_FILES, f"{soft}, at most {hard}", "ulimit -Hn 65536", soft=soft, hard=hard
+    )
 
 
 def _version(package: str) -> str:
@@ -150,11 +153,11 @@ def kernels(setup: Setup) -> Iterator[Result]:
         if "selected" in one:
             is_fast = setup.device == "cpu" or one["selected"] != "sdpa"
             number = f"learner.attention=auto selects {one['selected']}"
-            yield _result("kernel selection", is_fast, number, "see the lines above and docs/gpus.md", **one)
+            yield Result.of("kernel selection", is_fast, number, "see the lines above and docs/gpus.md", **one)
         elif "error" in one:
             yield Result(name=f"kernel {one['kernel']}", state=State.skipped, number=one["error"], figures=one)
         else:
-            yield _result(f"kernel {one['kernel']}", True, f"{one['tflops']:.0f} TFLOP/s", **one)
+            yield Result.of(f"kernel {one['kernel']}", True, f"{one['tflops']:.0f} TFLOP/s", **one)
 
 
 def log_probs(setup: Setup) -> Iterator[Result]:
@@ -165,7 +168,7 @@ def log_probs(setup: Setup) -> Iterator[Result]:
             f"error {one['error']:.1e} nats, gradient {one['gradient_error']:.1e}, {one['tokens_per_s']:.0f} tokens/s, "
             f"{one['peak_bytes'] / 1e9:.1f} GB"
         )
-        yield _result("log-probs against fp64", is_right, number, "learner.logprob_chunk_tokens=512", **one)
+        yield Result.of("log-probs against fp64", is_right, number, "learner.logprob_chunk_tokens=512", **one)
 
 
 def training(setup: Setup) -> Iterator[Result]:
@@ -199,7 +202,7 @@ def training(setup: Setup) -> Iterator[Result]:
             remedy = "leave the options of this variant out, and report it: it computes something else"
             if is_same:
                 remedy = "lower learner.max_tokens_per_micro_batch, and report it: the planned memory is too small"
-            yield _result(f"train {kind} {words}", is_same and fits, number, remedy, **one, planned_bytes=planned)
+            yield Result.of(f"train {kind} {words}", is_same and fits, number, remedy, **one, planned_bytes=planned)
 
 
 def _planned_bytes(setup: Setup, model: str, num_ranks: int, recompute: bool | str) -> int:
@@ -247,14 +250,14 @@ def offload(setup: Setup) -> Iterator[Result]:
     for one in run_task(setup, "learner_tasks:offload", model=_saved_model(setup)):
         is_right = one["is_same"] and one["kept_share"] < 0.1
         number = f"{one['gb_per_s']:.1f} GB/s both ways, {one['kept_share']:.1%} stays on the device"
-        yield _result("offload round trips", is_right, number, "placement.colocated=false", **one)
+        yield Result.of("offload round trips", is_right, number, "placement.colocated=false", **one)
 
 
 def checkpoint(setup: Setup) -> Iterator[Result]:
     """A checkpoint beside training, and its load."""
     for one in run_task(setup, "learner_tasks:checkpoint", model=_saved_model(setup)):
         number = f"training waits {one['stall_s']:.2f} s, written at {one['gb_per_s']:.2f} GB/s"
-        yield _result("checkpoint and load", one["is_same"], number, "checkpoint.directory on a faster disk", **one)
+        yield Result.of("checkpoint and load", one["is_same"], number, "checkpoint.directory on a faster disk", **one)
 
 
 # Engines and runs
@@ -267,7 +270,7 @@ def serving(setup: Setup) -> Iterator[Result]:
     for head in ("float32", "bfloat16"):
         (found[head],) = run_task(setup, "serving_tasks:output_layer", model=model, fp32_head=head == "float32")
     number = "; ".join(f"{head}: engine - learner {_gap(one)}" for head, one in found.items())
-    yield _result("output layer", _is_close(found["float32"], "bfloat16"), number, _OTHER_KERNEL, **found)
+    yield Result.of("output layer", _is_close(found["float32"], "bfloat16"), number, _OTHER_KERNEL, **found)
     is_cuda = setup.device == "cuda"
     for tp_size in (1, 2):
         if setup.num_gpus < tp_size:
@@ -291,10 +294,10 @@ def _gap(one: dict[str, Any]) -> str:
 def _served(setup: Setup, where: str, one: dict[str, Any]) -> Result:
     what = one["what"]
     if what == "start":
-        return _result(f"engine {where}", True, "up", **one)
+        return Result.of(f"engine {where}", True, "up", **one)
     if what == "damage":
         number = one["refused"] or "a version with a damaged byte was served"
-        return _result(f"damaged byte {where}", bool(one["refused"]), number, "do not train with this machine", **one)
+        return Result.of(f"damaged byte {where}", bool(one["refused"]), number, "do not train with this machine", **one)
     is_close, gap = _is_close(one, setup.dtype), f"engine - learner {_gap(one)}"
     if what == "logprobs":
         number, name = f"{gap}; {one['tokens_per_s']:.0f} tokens/s", "log-probs of engine and learner"
@@ -308,7 +311,7 @@ def _served(setup: Setup, where: str, one: dict[str, Any]) -> Result:
             f"sample; {gap}"
         )
         name, remedy = what.replace("-", " over "), "use another weights.transport"
-    return _result(f"{name} {where}", is_close, number, remedy, **one)
+    return Result.of(f"{name} {where}", is_close, number, remedy, **one)
 
 
 def runs(setup: Setup) -> Iterator[Result]:
@@ -323,7 +326,7 @@ def runs(setup: Setup) -> Iterator[Result]:
             is_whole = tokens["generated"] == sum(tokens[k] for k in ("trained", "dropped", "buffered", "in_flight"))
             is_whole = is_whole and one["policy_version"] == one["steps"]
             number = f"{one['steps']} steps, {tokens['trained']} tokens trained, lag <= {one['max_lag']['realised']}"
-            yield _result(name, is_whole, number, f"read {setup.folder}/{name}.log", tokens=tokens)
+            yield Result.of(name, is_whole, number, f"read {setup.folder}/{name}.log", tokens=tokens)
 
 
 CHECKS = (

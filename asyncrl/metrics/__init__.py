@@ -1,9 +1,9 @@
 """Metrics: typed records, the files they go to, and the view on the terminal."""
 
+from .alarms import Alarm, Alarms, RunLimits, read_alarms
 from .estimates import Estimate, Evaluation, evaluation_of
 from .records import (
     BUSY,
-    LearningSignals,
     MetricsWriter,
     PoolUse,
     RunUse,
@@ -21,7 +21,8 @@ from .terminal import TerminalView
 from .trackers import TrackedRun, Trackers, check_trackers
 
 __all__ = [
-    "BUSY", "Estimate", "Evaluation", "LearningSignals", "MetricsWriter", "PoolUse", "RunUse", "StepRecord",
-    "TerminalView", "TrackedRun", "Trackers", "TrainingResult", "check_trackers", "counted", "evaluation_of",
-    "in_words", "json_object", "plot_reward", "read_json", "summary_document", "write_json",
+    "BUSY", "Alarm", "Alarms", "Estimate", "Evaluation", "MetricsWriter", "PoolUse", "RunLimits", "RunUse",
+    "StepRecord", "TerminalView", "TrackedRun", "Trackers", "TrainingResult", "check_trackers", "counted",
+    "evaluation_of", "in_words", "json_object", "plot_reward", "read_alarms", "read_json", "summary_document",
+    "write_json",
 ]  # fmt: skip

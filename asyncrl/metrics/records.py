@@ -1,11 +1,10 @@
-"""The metrics of a run as typed records, their warnings and their files: ``metrics.jsonl``, events, ``reward.png``."""
+"""The metrics of a run as typed records, and their files: ``metrics.jsonl``, events, ``reward.png``."""
 
 from __future__ import annotations
 
 import json
 import os
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
@@ -50,6 +49,10 @@ class StepRecord:
         plan_wait_s: Seconds that the controller waited for the batch.
         update_s: Seconds of the update on the slowest rank.
         publish_s: Seconds of the last weight publish on the slowest engine.
+        buffer_fill: Bytes of the stored groups, as a share of what all stores may hold.
+        slowest_engine: Policy tokens of the slowest engine over the last steps, as a share of the median engine's; 1
+            with fewer than two engines.
+        free_disk_bytes: Free bytes on the disk of the run's folder.
         learner: Metrics of the learner by name (loss, grad_norm, clip_fraction, …).
         metrics: Metrics of the trajectories by name, as means over the batch's groups. Example: ``reward.NAME`` for
             each of several rewards.
@@ -81,6 +84,9 @@ class StepRecord:
     plan_wait_s: float
     update_s: float
     publish_s: float
+    buffer_fill: float = 0.0
+    slowest_engine: float = 1.0
+    free_disk_bytes: int = 0
     learner: Mapping[str, float]
     metrics: Mapping[str, float] = field(default_factory=dict)
     groups: Mapping[str, int] = field(default_factory=dict)
@@ -220,66 +226,6 @@ def summary_document(
         "overlap": overlap,
         "advice": advice,
     }
-
-
-WINDOW = 5
-"""Number of consecutive steps with a condition before it is reported; a single batch may be equal by chance."""
-COLLAPSED = 0.01
-"""Collapsed entropy, as a share of the first steps' mean: the policy samples almost one answer per prompt."""
-ALL_BUT_EQUAL = 0.9
-"""Low entropy is reported only if at least this share of the groups has equal rewards."""
-
-
-class LearningSignals:
-    """Checks the records of the steps for conditions that stop learning."""
-
-    def __init__(self) -> None:
-        self._recent: deque[StepRecord] = deque(maxlen=WINDOW)
-        self._first_entropies: list[float] = []
-        self._holding: dict[str, bool] = {}
-
-    def step(self, record: StepRecord) -> list[str]:
-        """Return one line per condition that begins with this step.
-
-        Args:
-            record: The step. Its ``learner`` metrics may contain ``entropy``, in nats per token.
-        """
-        if self._recent and record.step <= self._recent[-1].step:  # the learner has returned to a checkpoint
-            self._recent.clear()
-        self._recent.append(record)
-        found = {"equal rewards": self._equal_rewards(), "entropy": self._entropy(record.learner.get("entropy"))}
-        began = [line for name, line in found.items() if line and not self._holding.get(name)]
-        self._holding = {name: bool(line) for name, line in found.items()}
-        return began
-
-    def _equal_rewards(self) -> str:
-        """A warning if all groups have equal rewards, else empty."""
-        if len(self._recent) < WINDOW or any(record.equal_reward_groups < 1 for record in self._recent):
-            return ""
-        rewards = [record.reward for record in self._recent]
-        which = f"all are {rewards[-1]:g}" if min(rewards) == max(rewards) else f"on average {rewards[-1]:.3g}"
-        return (
-            f"nothing to learn from: in the last {WINDOW} steps the rewards were equal within every group ({which}), "
-            "so group advantages are 0; check the reward on samples/ or choose prompts that the policy solves sometimes"
-        )
-
-    def _entropy(self, entropy: float | None) -> str:
-        """A warning if the entropy has collapsed, else empty."""
-        if entropy is None:
-            return ""
-        if len(self._first_entropies) < WINDOW:
-            self._first_entropies.append(entropy)
-            return ""
-        first = sum(self._first_entropies) / WINDOW
-        recent = [record.learner.get("entropy", first) for record in self._recent]
-        is_varied = min(record.equal_reward_groups for record in self._recent) < ALL_BUT_EQUAL
-        if max(recent) >= COLLAPSED * first or is_varied:
-            return ""
-        return (
-            f"the policy hardly explores anymore: its entropy fell from {first:.3g} to {entropy:.3g} nats per token, "
-            f"at reward {self._recent[-1].reward:.3g}; unless this is intended, lower learner.optimizer.lr, "
-            "raise algorithm.clip_high or algorithm.entropy_coef, and restart from an earlier checkpoint"
-        )
 
 
 class DiskError(AsyncRLError):

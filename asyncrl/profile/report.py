@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import yaml
 
 from asyncrl.core.record import Pool
-from asyncrl.metrics import counted, in_words, json_object, read_json
+from asyncrl.metrics import RunLimits, counted, in_words, json_object, read_alarms, read_json
 from asyncrl.profile import charts
 from asyncrl.profile.attribution import POOLS, OverlapReport
 from asyncrl.profile.page import render
@@ -82,6 +82,7 @@ class RunReport:
                 *_figures(overlap, bound, options.get("total_steps", overlap.run.num_steps)),
                 *_rewards(_or_reason(lambda: _last_record(run_dir / "metrics.jsonl"))),
             ],
+            "alarms": _alarms(run_dir, options, bound),
             "advice": _or_reason(lambda: str(read_advice(run_dir) or "")),
             "causes": [in_words(cause) for cause in causes],
             "members": charts.members(trace),
@@ -168,6 +169,15 @@ def _rewards(record: Mapping[str, Any] | str | None) -> Iterator[dict[str, str]]
     elif record is not None:
         yield _figure("reward", f"{record['reward']:.3f}", f"of the batch of step {record['step']}")
         yield _figure("tokens generated", f"{record['generated_tokens']:,}", "policy tokens, since training began")
+
+
+def _alarms(run_dir: Path, options: Mapping[str, Any], bound: int) -> list[dict[str, Any]]:
+    """The alarms of the run so far, newest first, or one entry with the reason why a file cannot be read."""
+    limits = RunLimits(total_steps=options.get("total_steps", 0), max_lag=bound)
+    found = _or_reason(lambda: read_alarms(run_dir, limits))
+    if isinstance(found, str):
+        return [{"text": found, "lasts": True}]
+    return [{"text": str(alarm), "lasts": alarm.last_step is None} for alarm in reversed(found.history)]
 
 
 def _figure(name: str, value: str, note: str) -> dict[str, str]:

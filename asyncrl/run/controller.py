@@ -58,7 +58,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from asyncrl.config import RunConfig
+from asyncrl.config import RunConfig, num_store_servers
 from asyncrl.core import record
 from asyncrl.core.errors import BatchLost
 from asyncrl.core.ports import (
@@ -132,7 +132,10 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
         self._prompts = prompts
         self._unqueued: Sequence[Prompt] = ()
         self._reporter = Reporter(
-            samples_per_prompt=config.algorithm.samples_per_prompt, on_step=on_step, resumed=resumed
+            samples_per_prompt=config.algorithm.samples_per_prompt,
+            store_bytes=config.buffer.max_stored_bytes * max(1, num_store_servers(config)),
+            on_step=on_step,
+            resumed=resumed,
         )
         self._checkpointer = Checkpointer(
             config, buffer=buffer, learner=learner, fleet=fleet, prompts=prompts, resumed=resumed

@@ -329,7 +329,9 @@ class FleetGroup:
     async def counters(self) -> FleetCounts:
         """See `FleetPort.counters`."""
         departed, members = list(self._departed), list(self._members.values())
-        return _total([*departed, *await asyncio.gather(*(member.counters() for member in members))])
+        counters = await asyncio.gather(*(member.counters() for member in members))
+        by_engine = {str(member.rank): own.tokens_generated for member, own in zip(members, counters, strict=True)}
+        return replace(_total([*departed, *counters]), tokens_by_engine=by_engine)
 
     async def drain(self) -> FleetCounts:
         """See `FleetPort.drain`. Joining members are withdrawn; leaving members are awaited."""

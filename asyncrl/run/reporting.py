@@ -10,11 +10,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import shutil
 import statistics
 import sys
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -26,8 +27,10 @@ from asyncrl.core.errors import AccountError
 from asyncrl.core.ports import FleetCounts
 from asyncrl.core.types import BufferStats, Plan, TokenAccount
 from asyncrl.metrics import (
+    Alarm,
+    Alarms,
     Evaluation,
-    LearningSignals,
+    RunLimits,
     RunUse,
     StepRecord,
     TerminalView,
@@ -44,6 +47,8 @@ _REST_FACTOR = 100.0
 _LEAST_REST_S = 1.0
 _START_TIMEOUT_S = 30.0
 _CLOSE_TIMEOUT_S = 30.0
+_ENGINE_STEPS = 10
+"""Number of steps over which the engines' speeds are compared."""
 MIN_ADVICE_STEPS = 30
 """A run with fewer learner steps gets no advice."""
 _ADVICE_S = 20.0
@@ -54,6 +59,7 @@ class Reporter:
 
     Args:
         samples_per_prompt: Trained samples per group; a greedy baseline may follow them.
+        store_bytes: Bytes of groups that all stores may hold together.
         on_step: Receives each record.
         resumed: The state in which the run began.
 
@@ -61,9 +67,17 @@ class Reporter:
         engine_version: The version that every engine serves, or a later one.
     """
 
-    def __init__(self, *, samples_per_prompt: int, on_step: Callable[[StepRecord], None], resumed: RunState) -> None:
+    def __init__(
+        self,
+        *,
+        samples_per_prompt: int,
+        store_bytes: int,
+        on_step: Callable[[StepRecord], None],
+        resumed: RunState,
+    ) -> None:
         self.engine_version = resumed.version
         self._trained = slice(samples_per_prompt)
+        self._store_bytes = store_bytes
         self._on_step = on_step
         self._resumed = resumed
         self._began_s = self._ended_s = self._last_record_s = 0.0
@@ -71,6 +85,7 @@ class Reporter:
         self._publish_s = 0.0
         self._max_lag = 0
         self._num_samples = self._num_groups = 0
+        self._engine_tokens: deque[Mapping[str, int]] = deque(maxlen=_ENGINE_STEPS + 1)
         self._step_span = record.NO_SPAN
 
     def begin(self) -> None:
@@ -112,6 +127,7 @@ class Reporter:
         self._last_record_s, self._last_tokens = now_s, counts.tokens_generated
         batch, times = self._batch_numbers(plan), ("started_at", "ended_at")
         self._max_lag = max(self._max_lag, batch["lag_max"])
+        self._engine_tokens.append(counts.tokens_by_engine)
         self._num_groups += len(plan.groups)
         self._num_samples += sum(self._numbers_of_samples(plan))
         self._on_step(
@@ -132,6 +148,8 @@ class Reporter:
                 plan_wait_s=plan_wait_s,
                 update_s=update_s,
                 publish_s=self._publish_s,
+                buffer_fill=stats.stored_bytes / self._store_bytes,
+                slowest_engine=slowest_engine(self._engine_tokens[0], counts.tokens_by_engine),
                 learner={name: value for name, value in metrics.items() if not name.endswith(times)},
                 groups=stats.groups,
             )
@@ -193,6 +211,16 @@ class Reporter:
         }
 
 
+def slowest_engine(before: Mapping[str, int], now: Mapping[str, int]) -> float:
+    """New tokens of the slowest engine as a share of the median engine's; 1 with fewer than two engines.
+
+    Engines that joined after ``before`` are left out. Example: 100, 100 and 25 new tokens give 0.25.
+    """
+    new = [tokens - before[engine] for engine, tokens in now.items() if engine in before]
+    middle = statistics.median(new) if len(new) > 1 else 0
+    return min(new) / middle if middle > 0 else 1.0
+
+
 def balanced_account(stats: BufferStats, counts: FleetCounts) -> TokenAccount:
     """The token account since the start or the last resume. Raises `AccountError` if it does not balance."""
     tokens = TokenAccount(
@@ -226,7 +254,7 @@ class Watching:
         self._trackers = Trackers({})
         self._dashboard: asyncio.subprocess.Process | None = None
         self._num_steps = 0
-        self._signals = LearningSignals()
+        self._alarms = Alarms(RunLimits(total_steps=config.total_steps, max_lag=config.buffer.max_lag))
         self._stepped = asyncio.Event()
         self._reading: asyncio.Task[None] | None = None
 
@@ -287,12 +315,21 @@ class Watching:
                     return f"dashboard: {url}"
         return f"the dashboard did not start at {address}; the run continues without it; see {log}"
 
+    def examine(self, record: StepRecord) -> StepRecord:
+        """Show the alarms that begin or end with a step. Return its record with ``alarm.NAME`` and free bytes."""
+        record = replace(record, free_disk_bytes=shutil.disk_usage(self._run_dir).free)
+        self._show(self._alarms.step(record))
+        return replace(record, metrics={**record.metrics, **self._alarms.metrics()})
+
+    def _show(self, changed: Sequence[Alarm]) -> None:
+        for alarm in changed:
+            kind = "warning" if alarm.last_step is None else "over"
+            self._view.say(f"{kind}: {alarm}")
+
     def step(self, record: StepRecord) -> None:
         """Show a finished learner step."""
         self._view.step(record)
         self._trackers.record(record)
-        for line in self._signals.step(record):
-            self._view.say(f"warning: {line}")
         self._num_steps += 1
         self._stepped.set()
 
@@ -304,9 +341,10 @@ class Watching:
             await look_for_advice(self._run_dir)
 
     def evaluation(self, evaluation: Evaluation) -> None:
-        """Show a finished evaluation."""
+        """Show a finished evaluation, and the alarm if the reward has fallen."""
         self._view.evaluation(evaluation)
         self._trackers.record(evaluation)
+        self._show(self._alarms.evaluation(evaluation))
 
     async def _read_use(self) -> None:
         live = LiveUse(self._run_dir)

@@ -409,6 +409,7 @@ class Run:
         if self._records and record.step <= self._records[-1].step:  # the learner returned to a checkpoint
             self._records = [kept for kept in self._records if kept.step < record.step]
             self._evaluations = [kept for kept in self._evaluations if kept.policy_version <= record.step]
+        record = self._watching.examine(record)
         self._records.append(record)
         writer.write(record)
         self._watching.step(record)

@@ -11,7 +11,6 @@ from asyncrl.core.types import AnsweredPrompt, TokenAccount
 from asyncrl.metrics import (
     BUSY,
     Evaluation,
-    LearningSignals,
     MetricsWriter,
     PoolUse,
     RunUse,
@@ -274,40 +273,3 @@ def test_a_sparkline_is_scaled_to_its_largest_value():
     assert sparkline([0, 1, 2]) == "▁▅█"
     assert sparkline([0, 0]) == "▁▁"
     assert sparkline([]) == ""
-
-
-def with_entropy(step, entropy, **changes):
-    return dataclasses.replace(make_record(step), learner={"entropy": entropy}, **changes)
-
-
-def test_equal_rewards_in_every_group_are_reported_once_when_they_begin():
-    signals, lines = LearningSignals(), []
-    for step in range(14):
-        share = 0.9 if step == 4 else 1.0
-        lines += [(step, line) for line in signals.step(with_entropy(step, 1.0, equal_reward_groups=share, reward=0.0))]
-    [(step, line)] = lines
-    assert step == 9  # the first of five consecutive steps
-    assert "nothing to learn from" in line
-    assert "all are 0" in line
-
-
-def test_entropy_that_collapses_is_reported_with_both_values():
-    signals, lines = LearningSignals(), []
-    for step in range(20):
-        entropy = 0.8 if step < 8 else 0.004
-        lines += [(step, line) for line in signals.step(with_entropy(step, entropy, equal_reward_groups=0.95))]
-    [(step, line)] = lines
-    assert step == 12
-    assert "from 0.8 to 0.004 nats per token, at reward 0.25" in line
-
-
-def test_falling_entropy_with_differing_rewards_is_not_reported():
-    signals = LearningSignals()
-    assert not any(signals.step(with_entropy(step, 0.8 * 0.5**step, equal_reward_groups=0.5)) for step in range(20))
-
-
-def test_a_return_to_a_checkpoint_begins_a_new_window_of_signals():
-    signals = LearningSignals()
-    steps = [0, 1, 2, 3, 2, 3, 4, 5]
-    assert not any(signals.step(with_entropy(step, 1.0, equal_reward_groups=1.0)) for step in steps)
-    assert signals.step(with_entropy(6, 1.0, equal_reward_groups=1.0))

@@ -169,6 +169,31 @@ def test_the_behavior_kl_is_k3_and_squares_become_sample_sizes():
     assert not any(name.endswith("squared") for name in means)
 
 
+def test_the_engine_gap_is_the_mean_distance_over_tokens_of_lag_0():
+    columns = {"behavior_logprobs": [-1.0, -1.0, -1.0, -1.0], "advantages": [1.0] * 4, "is_fresh": [1.0, 0.0, 1.0, 0.0]}
+    metrics = policy_objective(AlgorithmConfig()).loss(inputs([-1.25, -9.0, -0.25, -9.0], **columns)).metrics
+    means = summarized({name: value.mean().item() for name, value in metrics.items()})
+    assert means["engine_gap"] == pytest.approx((0.25 + 0.75) / 2)
+    assert "fresh_tokens" not in means
+
+
+def test_the_engine_gap_is_missing_without_a_token_of_lag_0():
+    columns = {"behavior_logprobs": [-1.0], "advantages": [1.0], "is_fresh": [0.0]}
+    metrics = policy_objective(AlgorithmConfig()).loss(inputs([-9.0], **columns)).metrics
+    means = summarized({name: value.mean().item() for name, value in metrics.items()})
+    assert not means.keys() & {"engine_gap", "fresh_tokens"}
+
+
+@pytest.mark.parametrize(("options", "is_known"), [({}, False), ({"anchor": Anchor.proximal}, True)])
+def test_later_updates_measure_the_engine_gap_only_before_the_step(options, is_known):
+    columns = {"behavior_logprobs": [-1.0], "advantages": [1.0], "is_fresh": [1.0]}
+    columns |= {"proximal_logprobs": [-1.5]} if is_known else {}
+    metrics = policy_objective(AlgorithmConfig(num_mini_batches=2, **options)).loss(inputs([-9.0], **columns)).metrics
+    assert ("engine_gap" in metrics) == is_known
+    if is_known:
+        assert metrics["engine_gap"].tolist() == [0.5]
+
+
 def test_effective_sample_size():
     assert effective_sample_size(1.0, 1.0) == 1.0
     assert effective_sample_size(0.5, 1.0) == 0.25

@@ -112,6 +112,7 @@ function draw(next) {
   report = next;
   element("title").textContent = report.run.title;
   element("facts").textContent = report.run.facts;
+  element("alarms").replaceChildren(...report.alarms.map(({ text, lasts }) => make("li", text, { className: lasts ? "lasts" : "" })));
   element("advice").hidden = !report.advice;
   element("advice").textContent = report.advice ?? "";
   element("figures").replaceChildren(...report.figures.map(({ name, value, note }) => {

@@ -1,0 +1,165 @@
+"""``asyncrl doctor`` checks this machine; ``asyncrl doctor RUN`` shows the state of a run, its alarms and errors.
+
+Without a run it takes about ten seconds and starts a Ray cluster of one core. ``asyncrl check-gpu`` checks the GPUs
+themselves. The exit status is 1 if a check failed, or if an alarm of the run lasts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import shutil
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from asyncrl.cli.compose import read_config
+from asyncrl.core.host import visible_gpus
+from asyncrl.gpu_check.program import Check, Result, State, results_of, stack
+from asyncrl.gpu_check.tasks import TOY, Setup
+from asyncrl.metrics import RunLimits, counted, read_alarms, read_json
+from rollout_fleet.sandbox import Sandbox, SandboxError
+
+MAX_CLOCK_GAP_S = 2.0
+"""Largest normal difference between this host's clock and the times of new files."""
+MIN_DISK_BYTES = 10 << 30
+_TIMEOUT_S = 60.0
+_QUIET_S = 60.0
+"""A run that has written nothing for so long, and has no summary, is not called live."""
+_SHOWN_ERRORS = 5
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="asyncrl doctor", description="Check this machine, or a run.")
+    parser.add_argument("run", nargs="?", type=Path, help="the run's folder, <output_dir>/<experiment>/<time>")
+    parser.add_argument("--output", type=Path, default=Path("outputs"), help="where runs are written; default: outputs")
+    options = parser.parse_args(arguments)
+    if options.run is None:
+        return check_machine(options.output)
+    try:
+        lines, is_well = examine(options.run)
+    except (OSError, ValueError) as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    sys.stdout.write("\n".join([*lines, ""]))
+    return 0 if is_well else 1
+
+
+# The machine
+
+
+def check_machine(output: Path) -> int:
+    """Check this machine and print a line per check; returns the exit status."""
+    gpus = visible_gpus()
+    with tempfile.TemporaryDirectory(prefix="asyncrl-doctor-") as folder:
+        setup = Setup(
+            device="cuda" if gpus else "cpu",
+            num_gpus=gpus or 1,
+            sizes=TOY,
+            model="",
+            folder=folder,
+            timeout_s=_TIMEOUT_S,
+        )
+        checks = (
+            Check(name="stack", run=stack),
+            Check(name="network", run=lambda _: network()),
+            Check(name="disk", run=lambda _: disk(output)),
+            Check(name="Ray", run=lambda _: ray_starts(), needs=("ray",)),
+            Check(name="sandbox", run=lambda _: sandbox()),
+        )
+        num_failed = 0
+        for result in (result for check in checks for result in results_of(check, setup)):
+            num_failed += result.state is State.failed
+            sys.stdout.write(result.line() + "\n")
+            sys.stdout.flush()
+    sys.stdout.write(f"\n{counted(num_failed, 'check')} failed\n")
+    return 1 if num_failed else 0
+
+
+def network() -> Iterator[Result]:
+    """Whether processes of this machine reach each other over the loopback interface and over Unix sockets."""
+    remedy = "allow loopback connections in the firewall or the container"
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            address = server.getsockname()
+            with socket.create_connection(address, timeout=5.0):
+                yield Result.of("loopback", True, f"a free port, {address[1]}, accepts connections")
+    except OSError as error:
+        yield Result.of("loopback", False, str(error), remedy)
+    resolved = socket.gethostbyname("localhost")
+    yield Result.of("localhost", resolved.startswith("127."), resolved, "add '127.0.0.1 localhost' to /etc/hosts")
+
+
+def disk(output: Path) -> Iterator[Result]:
+    """Room in the folder of runs, and its clock: a file server may have another one."""
+    place = next(path for path in (output.resolve(), *output.resolve().parents) if path.exists())
+    free = shutil.disk_usage(place).free
+    yield Result.of("disk", free >= MIN_DISK_BYTES, f"{free / 2**30:.1f} GiB free in {place}", "another output_dir")
+    with tempfile.NamedTemporaryFile(dir=place) as file:
+        gap_s = abs(os.fstat(file.fileno()).st_mtime - time.time())
+    remedy = "synchronize the clocks of this host and its file server"
+    yield Result.of("clock", gap_s <= MAX_CLOCK_GAP_S, f"new files are {gap_s:.3f} s from this host's clock", remedy)
+
+
+def ray_starts() -> Iterator[Result]:
+    """Whether a Ray cluster starts here and runs a task."""
+    import ray
+
+    began_s = time.monotonic()
+    ray.init(address="local", num_cpus=1, num_gpus=0, include_dashboard=False, log_to_driver=False, logging_level=40)
+    try:
+        pid = ray.get(ray.remote(lambda: os.getpid()).remote(), timeout=_TIMEOUT_S)
+        number = f"{ray.__version__}: a task ran in process {pid} after {time.monotonic() - began_s:.1f} s"
+        yield Result.of("Ray", pid != os.getpid(), number)
+    finally:
+        ray.shutdown()
+
+
+def sandbox() -> Iterator[Result]:
+    """Which sandbox isolates code of the policy on this machine; only rewards and tools that run code need one."""
+    try:
+        kind = asyncio.run(Sandbox().start())
+    except SandboxError as error:
+        yield Result(name="sandbox", state=State.skipped, number=f"no code of the policy can run: {error}")
+    else:
+        yield Result.of("sandbox", True, str(kind))
+
+
+# A run
+
+
+def examine(run_dir: Path) -> tuple[list[str], bool]:
+    """Return lines about a run, and whether no alarm lasts.
+
+    Raises `ValueError` if the folder is not a run's, or a file is damaged; the message names it.
+    """
+    config = read_config(run_dir)
+    alarms = read_alarms(run_dir, RunLimits(total_steps=config.total_steps, max_lag=config.buffer.max_lag))
+    lines = [f"{run_dir}: {_state(run_dir)}, {counted(alarms.num_steps, 'step')} of {config.total_steps} recorded"]
+    lasting, over = alarms.current, [alarm for alarm in alarms.history if alarm.last_step is not None]
+    lines += [f"ALARM  {alarm}" for alarm in lasting] + [f"over   {alarm}" for alarm in over]
+    if not alarms.history:
+        lines.append("no alarm")
+    return [*lines, *_errors(run_dir / "logs")], not lasting
+
+
+def _state(run_dir: Path) -> str:
+    if read_json(run_dir / "summary.json") is not None:
+        return "ended"
+    newest = max((path.stat().st_mtime for path in run_dir.rglob("*") if path.is_file()), default=0.0)
+    quiet_s = time.time() - newest
+    return "live" if quiet_s < _QUIET_S else f"without a summary, and nothing was written for {quiet_s:.0f} s"
+
+
+def _errors(logs: Path) -> Iterator[str]:
+    """The last errors of each log file."""
+    for path in sorted(logs.glob("*.log")):
+        found = [line for line in path.read_text(errors="replace").splitlines() if "ERROR" in line or "Error:" in line]
+        if found:
+            yield f"{path}: {counted(len(found), 'line')} with errors, the last ones:"
+            yield from (f"  {line[:300]}" for line in found[-_SHOWN_ERRORS:])

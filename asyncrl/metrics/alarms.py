@@ -1,0 +1,289 @@
+"""Alarms: conditions that stop or bias learning, waste the pools, or will end the run.
+
+`Alarms` reads the records of a run and does nothing else, so ``asyncrl doctor RUN`` and the report compute the same
+alarms from ``metrics.jsonl`` and ``evaluations.jsonl``. A condition must hold in `WINDOW` consecutive steps before its
+alarm begins: a single batch may show it by chance.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from .estimates import Estimate, Evaluation
+from .records import StepRecord, json_object
+
+WINDOW = 5
+"""Number of consecutive steps with a condition before its alarm begins."""
+COLLAPSED = 0.01
+"""Collapsed entropy, as a share of the first steps' mean: the policy samples almost one answer per prompt."""
+ALL_BUT_EQUAL = 0.9
+"""Low entropy is reported only if at least this share of the groups has equal rewards."""
+MAX_ENGINE_GAP = 0.1
+"""Largest normal distance of engine and learner log-probs at lag 0, in nats per token."""
+MAX_TRUNCATED = 0.2
+"""Largest normal share of samples that reach the length limit."""
+MAX_LENGTH_BIAS = 0.25
+"""Largest normal difference between the mean lengths of dropped and trained samples, as a share of the latter."""
+MIN_DROPPED_GROUPS = 20
+"""Number of dropped groups from which their mean length is compared."""
+FULL = 0.95
+"""`StepRecord.buffer_fill` from which the buffer counts as full."""
+SLOW_ENGINE = 0.5
+"""An engine is slow below this share of the median engine's tokens per second."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunLimits:
+    """The options that alarms compare records with.
+
+    Attributes:
+        total_steps: Configured number of learner steps.
+        max_lag: ``buffer.max_lag``, in learner steps.
+    """
+
+    total_steps: int
+    max_lag: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alarm:
+    """A condition from the step at which it was found to the step at which it ended.
+
+    Attributes:
+        name: Its name in the metrics. Example: ``equal_rewards``.
+        first_step: Learner step, or evaluated policy version, at which the alarm began.
+        message: What was found, with numbers, and what to do.
+        last_step: The last step at which the condition held; None while the alarm lasts.
+    """
+
+    name: str
+    first_step: int
+    message: str
+    last_step: int | None = None
+
+    def __str__(self) -> str:
+        """The alarm as a line for people."""
+        since = f"since step {self.first_step}"
+        when = since if self.last_step is None else f"steps {self.first_step} to {self.last_step}"
+        return f"{self.name.replace('_', ' ')} ({when}): {self.message}"
+
+
+class Alarms:
+    """Finds the alarms of one run.
+
+    Attributes:
+        history: All alarms in the order in which they began.
+        num_steps: Number of steps taken, including repeated ones.
+    """
+
+    def __init__(self, limits: RunLimits) -> None:
+        self.history: list[Alarm] = []
+        self.num_steps = 0
+        self._limits = limits
+        self._window: deque[StepRecord] = deque(maxlen=WINDOW)
+        self._first_entropies: list[float] = []
+        self._best: tuple[int, Estimate] | None = None
+        self._seen: set[str] = set()
+
+    @property
+    def current(self) -> list[Alarm]:
+        """The alarms that have not ended."""
+        return [alarm for alarm in self.history if alarm.last_step is None]
+
+    def step(self, record: StepRecord) -> list[Alarm]:
+        """Take the record of a step; return the alarms that begin with it, and those that it ends."""
+        if self._window and record.step <= self._window[-1].step:  # the learner has returned to a checkpoint
+            self._window.clear()
+        self._window.append(record)
+        self.num_steps += 1
+        found = dict.fromkeys(_CONDITIONS, "") | {"entropy": self._entropy(record)}
+        if len(self._window) == WINDOW:
+            found |= {name: condition(self._window, self._limits) for name, condition in _CONDITIONS.items()}
+        return self._update(found, record.step)
+
+    def evaluation(self, evaluation: Evaluation) -> list[Alarm]:
+        """Take an evaluation; return the alarm if it begins or ends now.
+
+        The alarm holds if the 95% interval of the greedy reward lies below the interval of the best evaluation.
+        """
+        now = evaluation.interval("greedy")
+        if self._best is None or now.mean >= self._best[1].mean:
+            self._best = evaluation.policy_version, now
+        version, best = self._best
+        message = (
+            f"the greedy reward on held-out prompts fell from {best.mean:.3f} at version {version} to {now.mean:.3f}; "
+            "continue from a checkpoint near that version with a lower learner.optimizer.lr, or stop there"
+        )
+        return self._update({"evaluation": message if now.high < best.low else ""}, evaluation.policy_version)
+
+    def metrics(self) -> dict[str, float]:
+        """A metric per alarm that has ever begun: ``alarm.NAME`` is 1 while the alarm lasts, else 0."""
+        current = {alarm.name for alarm in self.current}
+        return {f"alarm.{name}": float(name in current) for name in sorted(self._seen)}
+
+    def _update(self, found: Mapping[str, str], step: int) -> list[Alarm]:
+        """Begin and end alarms; ``found`` has the message of each condition, empty if the condition does not hold."""
+        lasting = {alarm.name: alarm for alarm in self.current}
+        ended = {name: replace(lasting[name], last_step=step - 1) for name in lasting.keys() & found if not found[name]}
+        self.history = [ended[a.name] if a.last_step is None and a.name in ended else a for a in self.history]
+        began = [
+            Alarm(name=name, first_step=step, message=message)
+            for name, message in found.items()
+            if message and name not in lasting
+        ]
+        self.history += began
+        self._seen |= {alarm.name for alarm in began}
+        return [*began, *ended.values()]
+
+    def _entropy(self, record: StepRecord) -> str:
+        entropy = record.learner.get("entropy")
+        if entropy is None:
+            return ""
+        if len(self._first_entropies) < WINDOW:
+            self._first_entropies.append(entropy)
+            return ""
+        first = sum(self._first_entropies) / WINDOW
+        recent = [record.learner.get("entropy", first) for record in self._window]
+        is_varied = min(record.equal_reward_groups for record in self._window) < ALL_BUT_EQUAL
+        if max(recent) >= COLLAPSED * first or is_varied:
+            return ""
+        return (
+            f"the policy hardly explores anymore: its entropy fell from {first:.3g} to {entropy:.3g} nats per token, "
+            f"at reward {record.reward:.3g}; unless this is intended, lower learner.optimizer.lr, raise "
+            "algorithm.clip_high or algorithm.entropy_coef, and restart from an earlier checkpoint"
+        )
+
+
+# The conditions over a full window; each returns its message, or an empty text
+
+
+def _equal_rewards(window: Sequence[StepRecord], _: RunLimits) -> str:
+    if any(record.equal_reward_groups < 1 for record in window):
+        return ""
+    rewards = [record.reward for record in window]
+    which = f"all are {rewards[-1]:g}" if min(rewards) == max(rewards) else f"on average {rewards[-1]:.3g}"
+    return (
+        f"nothing to learn from: in the last {WINDOW} steps the rewards were equal within every group ({which}), "
+        "so group advantages are 0; check the reward on samples/ or choose prompts that the policy solves sometimes"
+    )
+
+
+def _engine_gap(window: Sequence[StepRecord], _: RunLimits) -> str:
+    gaps = [record.learner["engine_gap"] for record in window if "engine_gap" in record.learner]
+    if not gaps or min(gaps) <= MAX_ENGINE_GAP:
+        return ""
+    return (
+        f"engine and learner disagree about the same weights: the log-probs of tokens of lag 0 differ by "
+        f"{gaps[-1]:.3g} nats per token on average, at most {MAX_ENGINE_GAP:g} is normal; compare dtype, "
+        "quantization and rollout_fleet.sglang options of the engines with the learner's, keep the fp32 output layer "
+        "on, and run asyncrl check-gpu"
+    )
+
+
+def _truncation(window: Sequence[StepRecord], _: RunLimits) -> str:
+    if min(record.truncated_samples for record in window) <= MAX_TRUNCATED:
+        return ""
+    return (
+        f"{window[-1].truncated_samples:.0%} of the samples reach the length limit; raise "
+        "rollout_fleet.sampling.max_new_tokens, or leave them out of the loss with algorithm.mask_truncated=true"
+    )
+
+
+def _length_bias(window: Sequence[StepRecord], _: RunLimits) -> str:
+    last = window[-1]
+    if min(record.dropped_groups for record in window) < MIN_DROPPED_GROUPS or not all(r.kept_length for r in window):
+        return ""
+    if min(abs(record.dropped_length / record.kept_length - 1) for record in window) <= MAX_LENGTH_BIAS:
+        return ""
+    return (
+        f"dropping selects by length: the {last.dropped_groups} dropped groups have {last.dropped_length:.0f} tokens "
+        f"per sample, the trained ones {last.kept_length:.0f}; use buffer.on_stale=wait, or check buffer.filters"
+    )
+
+
+def _lag(window: Sequence[StepRecord], limits: RunLimits) -> str:
+    if limits.max_lag == 0 or any(record.lag_mean < limits.max_lag for record in window):
+        return ""
+    return (
+        f"every trained group has the largest lag that buffer.max_lag={limits.max_lag} allows: the learner is the "
+        "slower pool, and its data waits; give it more devices, or lower buffer.max_lag at no loss of speed"
+    )
+
+
+def _buffer_full(window: Sequence[StepRecord], _: RunLimits) -> str:
+    if min(record.buffer_fill for record in window) < FULL:
+        return ""
+    return (
+        f"the buffer is full: its groups take {window[-1].buffer_fill:.0%} of buffer.max_stored_bytes, and engines "
+        "wait for room; raise the option, or lower buffer.max_lag"
+    )
+
+
+def _slow_engine(window: Sequence[StepRecord], _: RunLimits) -> str:
+    if max(record.slowest_engine for record in window) >= SLOW_ENGINE:
+        return ""
+    return (
+        f"one engine generates {window[-1].slowest_engine:.0%} of the median engine's tokens per second; the report "
+        "shows which one; look for another process on its device, or remove it with asyncrl leave"
+    )
+
+
+def _disk(window: Sequence[StepRecord], limits: RunLimits) -> str:
+    first, last = window[0], window[-1]
+    per_step = (first.free_disk_bytes - last.free_disk_bytes) / (len(window) - 1)
+    missing_steps = limits.total_steps - last.step - 1
+    if per_step <= 0 or not missing_steps or last.free_disk_bytes >= per_step * missing_steps:
+        return ""
+    return (
+        f"the disk of output_dir will be full in {last.free_disk_bytes / per_step:.0f} steps, {missing_steps} are "
+        f"left: {last.free_disk_bytes / 2**30:.1f} GiB are free, and {per_step / 2**20:.1f} MiB are used per step; "
+        "free space, keep fewer checkpoints, or log fewer samples"
+    )
+
+
+_CONDITIONS: dict[str, Callable[[Sequence[StepRecord], RunLimits], str]] = {
+    "equal_rewards": _equal_rewards,
+    "engine_gap": _engine_gap,
+    "truncation": _truncation,
+    "length_bias": _length_bias,
+    "lag": _lag,
+    "buffer_full": _buffer_full,
+    "slow_engine": _slow_engine,
+    "disk": _disk,
+}
+
+
+# From the files of a run
+
+
+def read_alarms(run_dir: Path, limits: RunLimits) -> Alarms:
+    """Compute the alarms of a run from ``metrics.jsonl`` and ``evaluations.jsonl``.
+
+    Raises `ValueError` that names the line which is not a record.
+    """
+    alarms, names = Alarms(limits), StepRecord.__dataclass_fields__
+    evaluations = [
+        Evaluation(
+            **{**line, "estimates": {name: Estimate(**one) for name, one in line["estimates"].items()}, "by_source": {}}
+        )
+        for line in _lines(run_dir / "evaluations.jsonl", "policy_version", "greedy", "estimates")
+    ]
+    for line in _lines(run_dir / "metrics.jsonl", "step", "reward", "lag_mean", "equal_reward_groups"):
+        while evaluations and evaluations[0].policy_version <= line["step"]:
+            alarms.evaluation(evaluations.pop(0))
+        learner = {name[len("learner.") :]: value for name, value in line.items() if name.startswith("learner.")}
+        alarms.step(StepRecord(**{name: line[name] for name in names.keys() & line.keys()}, learner=learner))
+    for evaluation in evaluations:
+        alarms.evaluation(evaluation)
+    return alarms
+
+
+def _lines(path: Path, *keys: str) -> Iterator[dict[str, Any]]:
+    """The complete lines of a JSON-lines file; none without a file."""
+    lines = path.read_text(errors="replace").split("\n")[:-1] if path.is_file() else []
+    for number, line in enumerate(lines, start=1):
+        yield json_object(line, f"line {number} of {path}", *keys)
