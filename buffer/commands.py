@@ -270,10 +270,19 @@ class Committed(LedgerOutcome, frozen=True, kw_only=True):
 
 
 class Rewound(LedgerOutcome, frozen=True, kw_only=True):
-    """Whether this rewind is new. Groups in ``group_ids`` lost a running attempt, their trajectories or a prefix."""
+    """What a rewind dropped.
+
+    Attributes:
+        is_new: False if the ledger had gone back already.
+        group_ids: Groups that lost their trajectories or a saved prefix, because a token is of a lost version.
+        revoked: Groups that lost a running attempt.
+        missing: Groups of a batch whose store is gone.
+    """
 
     is_new: bool
     group_ids: tuple[int, ...] = ()
+    revoked: tuple[int, ...] = ()
+    missing: tuple[int, ...] = ()
 
 
 # Answers and pushes
@@ -598,8 +607,8 @@ class Commit(Command[Committed, Totals], frozen=True):
 class Rewind(Command[Rewound, Done], frozen=True, kw_only=True):
     """Take the learner back to the checkpoint of ``version``; its weights of later versions are lost.
 
-    The ledger revokes every running attempt and drops every stored group, because these may hold tokens of a lost
-    version. All unfinished prompts are queued. Prompts that finished after ``version`` may be queued again.
+    The ledger revokes every running attempt. Stored groups and saved prefixes stay, except those with a token of a lost
+    version. Batches are planned again. Prompts that finished after ``version`` may be queued again.
 
     Attributes:
         version: Learner version to continue from; at most the current version.

@@ -107,6 +107,12 @@ class Group(Struct, kw_only=True, array_like=True, eq=False):
         return 0 if self.progress is None else self.progress.num_tokens
 
     @property
+    def newest_version(self) -> int:
+        """The policy version of the newest token in the trajectories or in the saved prefix; -1 without either."""
+        held = self.progress if self.summary is None else self.summary
+        return -1 if held is None else held.newest_version
+
+    @property
     def result(self) -> GroupSummary:
         """Metadata of the trajectories of a stored or planned group."""
         assert self.summary is not None

@@ -761,20 +761,30 @@ def _decide_rewind(ledger: Ledger, command: commands.Rewind, call: Call) -> comm
             f"rewind({command.version}) reports {command.tokens_trained} trained tokens at that version, the ledger "
             f"counts only {ledger.account.tokens_trained} now; the checkpoint belongs to another run"
         )
-    lost = (group for group in ledger.groups if group.state is not GroupState.queued or group.progress is not None)
-    return commands.Rewound(is_new=True, group_ids=tuple(group.group_id for group in lost))
+    return commands.Rewound(
+        is_new=True,
+        group_ids=tuple(group.group_id for group in ledger.groups if group.newest_version > command.version),
+        revoked=tuple(group.group_id for group in ledger.groups.leases.all()),
+        missing=tuple(group.group_id for group in ledger.groups if group.is_missing),
+    )
 
 
 def _enact_rewind(ledger: Ledger, command: commands.Rewind, outcome: commands.Rewound) -> None:
+    """Groups without a token of a lost version stay, and every lease ends; see docs/staleness.md."""
     if not outcome.is_new:
         return
     ledger.groups.dissolve(tuple(ledger.groups.plans))
-    for group_id in sorted(outcome.group_ids, reverse=True):  # reversed: each goes to the head of the queue
+    lost = dict.fromkeys(outcome.missing, STORE_LOST) | dict.fromkeys(outcome.group_ids, REWOUND)
+    for group_id in sorted({*lost, *outcome.revoked}, reverse=True):  # reversed: each goes to the head of the queue
         group = ledger.groups[group_id]
-        if group.state is GroupState.leased:
+        if group.state is not GroupState.leased:
+            _evict(ledger, group, lost[group_id])
+        elif group_id in lost:
             _give_up(ledger, group, is_dropped=False, reason=REWOUND)
         else:
-            _evict(ledger, group, REWOUND)
+            _revoke(ledger, group, REWOUND)
+            with ledger.account.settling(group.owner):
+                _hand_on(ledger, group)
     ledger.history.reopen(IdSet(command.finished))
     ledger.account.rewind(tokens_trained=command.tokens_trained, lags=dict(command.lag_histogram))
     ledger.learner_version, ledger.incarnation = command.version, command.incarnation

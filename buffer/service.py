@@ -402,7 +402,7 @@ class BufferService:
         self._forget_finished()  # before finished groups are queued again
         rewound = self.ledger.apply(rewind)
         if rewound.is_new:
-            self._store.evict(rewound.group_ids)
+            self._store.evict((*rewound.group_ids, *rewound.missing))
             self._offers.withdraw()
             self._on_rewound()
             logger.warning("the learner goes on from version %d, incarnation %d", rewind.version, rewind.incarnation)
@@ -617,7 +617,8 @@ class LedgerNotes:
                 self._recorder.level(LevelName.cpu, time.process_time_ns() // 1000)
             case commands.Rewound():
                 self._planned.clear()
-                self._stamp_all(GroupEvent.requeued, outcome.group_ids, reason=REWOUND)
+                ended = dict.fromkeys((*outcome.group_ids, *outcome.revoked, *outcome.missing))
+                self._stamp_all(GroupEvent.requeued, ended, reason=REWOUND)
 
     def levels(self, *, held_bytes: int) -> None:
         """Record the counts that have changed."""

@@ -1,8 +1,9 @@
 """Restarts the learner after the death of a rank: new ranks start from the newest checkpoint, and training continues.
 
 Engines and buffer keep running. The ledger returns to the checkpoint's version with a new *incarnation* of the learner.
-It revokes running attempts, drops stored groups (``rewound``) and withdraws offers. Engines lease again after they have
-loaded the weights of the new ranks. So no token of a version that died with the old ranks is ever trained on.
+It revokes running attempts and withdraws offers. It drops stored groups and saved prefixes that hold a token of a
+version that died with the old ranks (``rewound``), and keeps the others. Engines lease again after they have loaded the
+weights of the new ranks. So no token of a lost version is ever trained on.
 
 On devices shared with engines, the engines release them before the new ranks start, and take them back with what these
 publish.

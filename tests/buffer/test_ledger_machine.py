@@ -3,6 +3,8 @@
 The model is independent of the ledger: it keeps its own deadlines, token counts and sets of groups.
 """
 
+from collections import Counter
+
 import msgpack
 import pytest
 from hypothesis import HealthCheck, settings
@@ -27,7 +29,12 @@ LEASE_S = 10.0
 
 
 def summary_of(
-    lease: GrantedLease, *, oldest: int, num_tokens: int, rewards: tuple[float, ...] = (0.0, 1.0)
+    lease: GrantedLease,
+    *,
+    oldest: int,
+    num_tokens: int,
+    newest: int | None = None,
+    rewards: tuple[float, ...] = (0.0, 1.0),
 ) -> GroupSummary:
     return GroupSummary(
         group_id=lease.group_id,
@@ -36,7 +43,7 @@ def summary_of(
         response_lengths=(num_tokens, 1),
         num_tokens=num_tokens,
         oldest_version=oldest,
-        newest_version=oldest,
+        newest_version=oldest if newest is None else newest,
         rewards=rewards,
     )
 
@@ -101,7 +108,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.own_tokens: dict[tuple[int, int], int] = {}
         self.stored: dict[int, tuple[GroupSummary, int]] = {}
         self.planned: dict[int, list[int]] = {}
-        self.consumed: dict[int, GroupSummary] = {}
+        self.consumed: dict[int, tuple[GroupSummary, int]] = {}
         for host in "ab"[:num_stores] * joining:
             self.a_store_joins(host)
 
@@ -207,9 +214,9 @@ class LedgerMachine(RuleBasedStateMachine):
         num_tokens += self._least_tokens(lease)
         filtered = bool(self.filters) and num_tokens % 5 == 0
         left_out = num_tokens // 4  # tokens of omitted trajectories, including saved ones
-        summary = summary_of(
-            lease, oldest=oldest, num_tokens=num_tokens - left_out, rewards=(0.0, 0.0 if filtered else 1.0)
-        )
+        newest = oldest + num_tokens % (self.version - oldest + 1)
+        rewards = (0.0, 0.0 if filtered else 1.0)
+        summary = summary_of(lease, oldest=oldest, newest=newest, num_tokens=num_tokens - left_out, rewards=rewards)
         continued = self._continued(lease)
         if not self._reserve(lease):
             self.running[lease.group_id] = (lease, expires_at)
@@ -358,7 +365,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.stored or self.consumed)
     @rule(data=st.data())
     def put_again(self, data: st.DataObject) -> None:
-        summaries = [summary for summary, _ in self.stored.values()] + list(self.consumed.values())
+        summaries = [summary for summary, _ in (*self.stored.values(), *self.consumed.values())]
         assert self.ledger.put(data.draw(st.sampled_from(summaries))) is PutResult.duplicate
 
     @precondition(lambda self: self.num_enqueued)
@@ -497,7 +504,7 @@ class LedgerMachine(RuleBasedStateMachine):
             assert self.version - summary.oldest_version <= self.max_lag
             assert self.version <= deadline
             assert group_id not in self.consumed
-            self.consumed[group_id] = summary
+            self.consumed[group_id] = summary, self.version
         if again:
             assert self.ledger.commit(self.version) == []
         self.version += 1
@@ -516,6 +523,41 @@ class LedgerMachine(RuleBasedStateMachine):
         with_them = {group_id for version in dissolved for group_id in self.planned.pop(version)}
         for group_id in {*lost, *(group_id for group_id in with_them if self.places[group_id] not in self.hosts)}:
             del self.stored[group_id]
+
+    @rule(back=st.integers(0, 5))
+    def the_learner_goes_back(self, back: int) -> None:
+        """Groups and prefixes without a token of a lost version stay. Groups of lost steps are queued again."""
+        version = max(0, self.version - back)
+        again = {group_id for group_id, (_, at) in self.consumed.items() if at >= version}
+        kept = [(summary, at) for summary, at in self.consumed.values() if at < version]
+        self.ledger.drain_revocations()
+        self.ledger.rewind(
+            version,
+            finished=[group_id for group_id in self._finished() if group_id not in again],
+            tokens_trained=sum(summary.num_tokens for summary, _ in kept),
+            lags=Counter(at - summary.oldest_version for summary, at in kept),
+        )
+        leases = [lease for lease, _ in self.running.values()]
+        revoked = {(r.group_id, r.attempt) for _, r in self.ledger.drain_revocations()}
+        assert revoked == {(lease.group_id, lease.attempt) for lease in leases}
+        for lease in leases:
+            self._hand_on(lease)
+        self._end(leases)
+        self._lose_versions_above(version)
+        self.consumed = {group_id: found for group_id, found in self.consumed.items() if group_id not in again}
+        assert self.ledger.enqueue(range(self.num_enqueued)) == sorted(again)
+
+    def _lose_versions_above(self, version: int) -> None:
+        """No store has the groups of a batch on a store that is gone either."""
+        planned = {group_id for ids in self.planned.values() for group_id in ids}
+        gone = {group_id for group_id in planned if self.places[group_id] not in self.hosts}
+        lost = {group_id for group_id, (summary, _) in self.stored.items() if summary.newest_version > version}
+        self.version, self.planned = version, {}
+        self.stored = {group_id: found for group_id, found in self.stored.items() if group_id not in gone | lost}
+        self.prefixes = {g: prefix for g, prefix in self.prefixes.items() if prefix.newest_version <= version}
+
+    def _finished(self) -> list[int]:
+        return [group_id for start, end in self.ledger.history.finished.ranges() for group_id in range(start, end)]
 
     # Invariants
 
@@ -562,7 +604,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @invariant()
     def every_token_is_somewhere(self) -> None:
         stats = self.ledger.stats()
-        assert stats.tokens_trained == sum(summary.num_tokens for summary in self.consumed.values())
+        assert stats.tokens_trained == sum(summary.num_tokens for summary, _ in self.consumed.values())
         prefixes = [*self.prefixes.values(), *(self.inherited[key] for key in self._prefixes_in_use())]
         in_prefixes = sum(prefix.num_tokens for prefix in prefixes)
         assert stats.tokens_buffered == sum(summary.num_tokens for summary, _ in self.stored.values()) + in_prefixes

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import Counter
+from itertools import accumulate
 
 import msgpack
 import pytest
@@ -12,6 +13,7 @@ from asyncrl.core.errors import LeaseExpired, ReplayBufferError, WrongEpoch
 from buffer import Durability
 from buffer.account import IdSet
 from buffer.commands import GrantedLease, Progress, Rewind
+from buffer.groups import GroupState
 from buffer.rule import StalenessRule
 from tests.support.buffer_groups import prompt, rollout, running
 from tests.support.ledgers import DrivenLedger, RecordedCommands, summary_of
@@ -44,8 +46,9 @@ class Life:
     def new() -> DrivenLedger:
         return DrivenLedger(StalenessRule(max_lag=MAX_LAG, groups_per_step=SIZE))
 
-    def lease(self, number: int) -> None:
-        for lease in self.ledger.lease(self.ledger.learner_version, number, owner=b"w"):
+    def lease(self, number: int, behind: int = 0) -> None:
+        """Lease groups to an engine that is some versions ``behind`` the learner."""
+        for lease in self.ledger.lease(max(0, self.ledger.learner_version - behind), number, owner=b"w"):
             assert (lease.group_id, lease.attempt) not in self.attempts, "an attempt is the fence of its group"
             self.attempts.add((lease.group_id, lease.attempt))
             self.running.append(lease)
@@ -56,7 +59,8 @@ class Life:
         del self.running[:number]
 
     def report(self, lease: GrantedLease, *, refused: bool) -> None:
-        summary = summary_of(lease, lengths=(lease.group_id % 5 + 1,))
+        newest = max(lease.engine_version, self.ledger.learner_version - lease.group_id % 2)
+        summary = summary_of(lease, lengths=(lease.group_id % 5 + 1,), newest=newest)
         self.reported += summary.num_tokens
         if refused:
             with pytest.raises(LeaseExpired):
@@ -79,6 +83,8 @@ class Life:
     def rewind(self, back: int) -> None:
         del self.saved[max(1, len(self.saved) - back) :]
         version, finished, tokens, lags = self.saved[-1]
+        stored = [group.result for group in self.ledger.groups if group.summary is not None]
+        kept = {summary.group_id for summary in stored if summary.newest_version <= version}
         command = Rewind(
             version=version,
             incarnation=self.ledger.incarnation + 1,
@@ -92,7 +98,11 @@ class Life:
             self.report(lease, refused=True)
         self.running.clear()
         assert self.ledger.learner_version == self.ledger.next_plan == version
-        assert self.ledger.groups.num_leased == self.ledger.groups.num_stored == 0
+        assert self.ledger.groups.num_leased == self.ledger.groups.num_planned == 0
+        assert {group.group_id for group in self.ledger.groups.of_state(GroupState.stored)} == kept
+        due = [*accumulate(self.ledger.groups.open_by_deadline.get(version + k, 0) for k in range(MAX_LAG + 1))]
+        assert due[-1] == len(kept), "no group is due later than the newest one that an engine may begin now"
+        assert all(number <= (k + 1) * SIZE for k, number in enumerate(due)), "F(c)"
         assert self.ledger.account.tokens_trained == tokens
         self.ledger.enqueue(range(100))  # groups that it knows are omitted
 
@@ -109,7 +119,7 @@ class Life:
 
 
 ACTIONS = st.one_of(
-    st.tuples(st.just("lease"), st.integers(1, 6)),
+    st.tuples(st.just("lease"), st.integers(1, 6), st.integers(0, 2)),
     st.tuples(st.just("put"), st.integers(1, 6)),
     st.tuples(st.just("step"), st.booleans()),
     st.tuples(st.just("rewind"), st.integers(0, 4)),
@@ -121,11 +131,11 @@ ACTIONS = st.one_of(
 def test_whenever_the_learner_goes_back_the_account_balances_and_no_attempt_comes_twice(actions):
     life = Life()
     life.ledger.enqueue(range(100))
-    for name, argument in actions:
+    for name, *arguments in actions:
         if name == "step":
-            life.step(plans_ahead=argument)
+            life.step(plans_ahead=arguments[0])
         else:
-            getattr(life, name)(argument)
+            getattr(life, name)(*arguments)
         if name == "rewind":
             life.check()
     life.rewind(0)
@@ -146,16 +156,35 @@ def test_a_rewind_to_a_version_to_come_or_of_another_run_is_refused():
         life.ledger.apply(Rewind(version=0, incarnation=1, tokens_trained=5))
 
 
-def test_a_prefix_that_was_saved_before_is_dropped_and_counted():
+def test_groups_and_prefixes_without_a_token_of_a_lost_version_stay():
     ledger = Life.new()
-    ledger.enqueue([0, 1])
-    first, second = ledger.lease(0, 2, owner=b"w")
-    for lease in (first, second):
-        ledger.save(lease, Progress(num_tokens=4, oldest_version=0, newest_version=0))
-    ledger.release(first.group_id, first.attempt, num_tokens=4, reason="stopped")
-    ledger.apply(Rewind(version=0, incarnation=1))
-    assert (ledger.account.tokens_dropped, ledger.account.tokens_buffered) == ({"rewound": 8}, 0)
-    assert [lease.progress for lease in ledger.lease(0, 2, owner=b"w")] == [None, None]
+    ledger.enqueue(range(10))
+    leases = ledger.lease(0, 6, owner=b"w")
+    for lease in leases[:4]:
+        ledger.put(summary_of(lease))
+    assert ledger.step() == [0, 1]
+    assert ledger.step() == [2, 3]
+    new, running = ledger.lease(2, 2, owner=b"w")
+    stopped = leases[5]
+    ledger.save(stopped, Progress(num_tokens=4, oldest_version=0, newest_version=1))
+    ledger.release(stopped.group_id, stopped.attempt, num_tokens=4, reason="stopped")
+    ledger.put(summary_of(leases[4], newest=1))
+    ledger.put(summary_of(new))
+    ledger.save(running, Progress(num_tokens=4, oldest_version=2, newest_version=2))
+    plan = ledger.plan(2)
+    assert plan is not None
+    assert [group.group_id for group in plan.groups] == [4, 6]
+
+    ledger.rewind(1, finished=[0, 1], tokens_trained=10, lags={0: 2})
+    assert ledger.account.tokens_dropped == {"rewound": 10 + 5 + 4}, "batch 1, the new group and the new prefix"
+    assert (ledger.account.tokens_trained, ledger.account.tokens_buffered) == (10, 5 + 4)
+    again = ledger.lease(1, 3, owner=b"w")
+    assert [lease.group_id for lease in again] == [6, 7, 5]
+    assert [lease.num_inherited for lease in again] == [0, 0, 4]
+    assert [lease.deadline for lease in again] == [3, 3, 2], "the oldest token of the prefix is of version 0"
+    ledger.put(summary_of(again[0]))
+    assert ledger.step() == [4, 6]
+    assert ledger.account.lags == {0: 3, 1: 1}
 
 
 async def train(client, version: int) -> None:

@@ -1,12 +1,13 @@
 """A ledger driven by calls instead of commands, and summaries of groups, for the tests of the ledger and its bound."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import msgspec
 
 from asyncrl.core.types import GroupSummary, Plan
 from buffer import commands
+from buffer.account import IdSet
 from buffer.journal import Decided
 from buffer.ledger import Ledger
 from buffer.rule import StalenessRule
@@ -18,6 +19,7 @@ def summary_of(
     lengths: tuple[int, ...] = (5,),
     rewards: tuple[float, ...] = (0.0, 1.0),
     oldest: int | None = None,
+    newest: int | None = None,
 ) -> GroupSummary:
     """What a worker reports of the group of a lease; its tokens are of the lease's version unless said otherwise."""
     version = lease.engine_version if oldest is None else oldest
@@ -28,7 +30,7 @@ def summary_of(
         response_lengths=lengths,
         num_tokens=sum(lengths),
         oldest_version=version,
-        newest_version=version,
+        newest_version=version if newest is None else newest,
         rewards=rewards,
     )
 
@@ -112,6 +114,23 @@ class DrivenLedger(Ledger):
 
     def commit(self, version: int) -> list[int]:
         return list(self.apply(commands.Commit(version=version)).group_ids)
+
+    def rewind(
+        self, version: int, *, finished: Iterable[int], tokens_trained: int, lags: Mapping[int, int]
+    ) -> commands.Rewound:
+        """Go back to a checkpoint in whose time the ``finished`` groups had been consumed or dropped."""
+        ids = IdSet()
+        for group_id in finished:
+            ids.add(group_id)
+        return self.apply(
+            commands.Rewind(
+                version=version,
+                incarnation=self.incarnation + 1,
+                finished=tuple(ids.ranges()),
+                tokens_trained=tokens_trained,
+                lag_histogram=tuple(sorted(lags.items())),
+            )
+        )
 
     def step(self) -> list[int]:
         """Plan and commit the next batch; its group ids."""
