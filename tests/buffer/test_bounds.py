@@ -67,15 +67,20 @@ async def test_the_prompt_of_a_group_that_is_generated_again_counts_again():
     async with running(groups_per_step=2, max_lag=2, max_prompt_bytes=4 * size) as run:
         client = run.client()
         await client.enqueue([prompt(i) for i in range(4)])
-        for lease in await client.lease(0, 4):
+        for lease in await client.lease(0, 2):
+            await client.put(rollout(lease))
+        await client.plan(0)
+        await client.commit(0)
+        await client.enqueue([prompt(i) for i in range(4, 6)])
+        for lease in await client.lease(1, 4):
             await client.put(rollout(lease))
         await client.rewind(0, incarnation=1, finished=[], tokens_trained=0, lag_histogram={})
-        more = asyncio.ensure_future(client.enqueue([prompt(4)]))
+        more = asyncio.ensure_future(client.enqueue([prompt(6)]))
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(asyncio.shield(more), 0.5)
         client.connection.incarnation = 1
         leases = await client.lease(0, 4)
-        assert [lease.prompt.extra["row"] for lease in leases] == [0, 1, 2, 3]
+        assert [lease.prompt.extra["row"] for lease in leases] == [2, 3, 4, 5]
         await client.put(rollout(leases[0]))
         await asyncio.wait_for(more, 20)
 
