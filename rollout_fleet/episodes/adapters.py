@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 _INTEGER = re.compile(r"-?\d+")
 _GYMNASIUM_ID = re.compile(r".*-v\d+")
+_MCP_TRANSPORTS = ("anyio", "httpcore", "httpx", "httpx2", "mcp")
+"""Packages whose exceptions end a connection to an MCP server."""
 _SHOWN = 2000
 """Characters of a program's output in a message."""
 
@@ -425,6 +427,18 @@ class McpEnvironment:
 
     async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
         """Connect to the servers, let the policy use their tools, and return its answer."""
+        try:
+            return await self._use_servers(prompt, policy)
+        except ExceptionGroup as group:  # the client of a URL sends and receives in tasks of its own
+            lost, others = group.split(_is_of_connection)
+            if lost is None or others is not None:
+                raise
+            places = {name: server.get("url") or server["command"] for name, server in self._servers.items()}
+            raise ToolError(
+                f"an MCP server of {places} cannot be reached or was lost: {_first_of(lost)!r}; check options.servers"
+            ) from group
+
+    async def _use_servers(self, prompt: Prompt, policy: Policy) -> Outcome:
         async with AsyncExitStack() as stack:
             sessions: dict[str, Any] = {}
             schemas = list(prompt.tools)
@@ -466,6 +480,15 @@ class McpEnvironment:
         except OSError as error:
             raise ToolError(f"the MCP server {dict(server)} cannot be started or reached: {error}") from error
         return session
+
+
+def _is_of_connection(error: BaseException) -> bool:
+    """Whether an exception of a group is of the connection to an MCP server, and not of the policy or a tool."""
+    return isinstance(error, OSError) or type(error).__module__.partition(".")[0] in _MCP_TRANSPORTS
+
+
+def _first_of(group: BaseException) -> BaseException:
+    return _first_of(group.exceptions[0]) if isinstance(group, BaseExceptionGroup) else group
 
 
 @ENVIRONMENTS.register("verifiers")

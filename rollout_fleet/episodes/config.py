@@ -33,7 +33,7 @@ class OnFailureConfig:
     Attributes:
         environment: The environment raised an exception, hung, or ended its process.
         tool: A tool of the environment failed or exceeded ``tool_timeout_s``.
-        reward: The environment's outcome is not valid, or a reward function failed.
+        reward: The environment's outcome is not valid. ``on_reward_failure`` is for reward functions that fail.
         overflow: The episode used its turns, tokens or context, and the environment did not handle that.
         infrastructure: The endpoint or the process failed for a reason outside the environment.
     """

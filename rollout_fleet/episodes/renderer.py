@@ -23,6 +23,7 @@ AUTO = "auto"
 TEMPLATE = "template"
 _SENTINEL = "asyncrl sentinel"
 _NAMED_TOOLS = ("gpt-oss",)  # renderers that write a tool's name only if the message has it
+_DOWNLOADS = {"gpt-oss": "<|channel|>"}  # renderers that download a vocabulary, and a token of their models
 logger = logging.getLogger(__name__)
 
 Message = Mapping[str, Any]
@@ -380,10 +381,14 @@ def _choose(tokenizer: ChatTokenizer, config: RendererConfig) -> ChatRenderer:
             ) from error
     first = MODEL_RENDERER_MAP.get(tokenizer.name_or_path)
     for name in sorted(names, key=lambda name: name != first):
+        marker = _DOWNLOADS.get(name)
+        if marker and tokenizer.convert_tokens_to_ids(marker) in (None, tokenizer.unk_token_id):
+            continue
         try:
             renderer = LibraryRenderer(name, tokenizer, options)
         except Exception as error:  # noqa: BLE001 - a renderer of another family may raise any exception
-            logger.debug("renderer %s does not fit: %r", name, error)
+            level = logging.WARNING if marker else logging.DEBUG
+            logger.log(level, "renderer %s cannot be used: %r", name, error)
             continue
         if _renders_like(renderer, own):
             return renderer

@@ -301,6 +301,17 @@ from contextlib import asynccontextmanager
 async def stdio_client(parameters, errlog):
     yield parameters, None
 """
+MCP_URL = """
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+
+@asynccontextmanager
+async def streamable_http_client(url):
+    if "broken" in url:
+        yield SimpleNamespace(args=["double"]), None
+        raise ExceptionGroup("unhandled errors in a TaskGroup", [ConnectionResetError("reset by peer")])
+    yield SimpleNamespace(args=["double"]), None
+"""
 
 
 @pytest.fixture
@@ -308,6 +319,7 @@ def mcp_package(tmp_path, monkeypatch):
     (tmp_path / "mcp" / "client").mkdir(parents=True)
     (tmp_path / "mcp" / "__init__.py").write_text(MCP)
     (tmp_path / "mcp" / "client" / "stdio.py").write_text(MCP_STDIO)
+    (tmp_path / "mcp" / "client" / "streamable_http.py").write_text(MCP_URL)
     monkeypatch.syspath_prepend(str(tmp_path))
 
 
@@ -346,6 +358,27 @@ async def test_an_mcp_server_that_is_lost_is_a_failure_of_a_tool(mcp_package):
     with pytest.raises(EpisodeFailure, match="tool double raised OSError: the server is gone") as failure:
         await play("mcp", {"servers": {"one": {"command": "server", "args": ["double"]}}}, script)
     assert failure.value.kind is FailureKind.tool
+
+
+async def test_an_mcp_server_at_a_url_is_used_and_the_loss_of_it_is_a_failure_of_a_tool_with_its_url(mcp_package):
+    def script(body):
+        is_answer = body["messages"][-1]["role"] == "tool"
+        calls = [] if is_answer else [tool_call(0, "double", '{"a": 4}')]
+        return {"role": "assistant", "content": body["messages"][-1]["content"], "tool_calls": calls}
+
+    outcome, _ = await play("mcp", {"servers": {"one": {"url": "http://127.0.0.1:1/mcp"}}}, script)
+    assert outcome.answer == "8"
+    words = r"an MCP server of {'one': 'http://broken/mcp'} cannot be reached or was lost: ConnectionResetError"
+    with pytest.raises(EpisodeFailure, match=words) as failure:
+        await play("mcp", {"servers": {"one": {"url": "http://broken/mcp"}}}, script)
+    assert failure.value.kind is FailureKind.tool
+
+    def overflows(body):
+        return {"error": {"message": "episode 7-0-0 has used 4 of max_turns = 4", "code": "context_length_exceeded"}}
+
+    with pytest.raises(EpisodeFailure, match="has used 4 of max_turns") as failure:
+        await play("mcp", {"servers": {"one": {"url": "http://127.0.0.1:1/mcp"}}}, overflows)
+    assert failure.value.kind is FailureKind.overflow
 
 
 async def test_an_adapter_without_its_package_names_the_package(monkeypatch, tmp_path):

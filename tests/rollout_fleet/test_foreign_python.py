@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +16,7 @@ import pytest
 from asyncrl.core.types import Prompt
 from rollout_fleet.config import RolloutFleetConfig
 from rollout_fleet.episodes.config import EnvironmentConfig
-from rollout_fleet.episodes.environment import EpisodeFailure, Outcome
+from rollout_fleet.episodes.environment import EpisodeFailure, FailureKind, Outcome
 from rollout_fleet.episodes.environment_processes import EnvironmentProcesses
 from tests.support.policy_endpoint import PolicyEndpoint
 
@@ -85,6 +88,7 @@ class AdditionTaskset(vf.Taskset[AdditionTask, vf.TasksetConfig]):
 __all__ = ["AdditionTaskset"]
 """
 MCP_SERVER = """
+import sys
 from mcp.server.mcpserver import MCPServer
 
 server = MCPServer("numbers")
@@ -94,6 +98,8 @@ def double(a: int) -> int:
     "Doubles a number."
     return 2 * a
 
+if len(sys.argv) > 1:
+    server.run("streamable-http", host="127.0.0.1", port=int(sys.argv[1]))
 server.run()
 """
 
@@ -109,6 +115,19 @@ def full_python(tmp_path_factory) -> str:
     if installed.returncode != 0:
         pytest.skip(f"verifiers cannot be installed here: {installed.stderr[-300:]}")
     return python
+
+
+async def wait_for_port(port: int, timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+        except OSError:
+            assert time.monotonic() < deadline, f"nothing listens on port {port}"
+            await asyncio.sleep(0.05)
+        else:
+            writer.close()
+            return
 
 
 @pytest.mark.slow
@@ -131,7 +150,8 @@ async def test_an_environment_of_verifiers_runs_unmodified(full_python, tmp_path
 
 
 @pytest.mark.slow
-async def test_a_real_mcp_server_and_a_gymnasium_game_are_played(full_python, tmp_path):
+async def test_real_mcp_servers_and_a_gymnasium_game_are_played(full_python, tmp_path):
+    """One server is started for the episode, and one listens on loopback, or does not any more."""
     (tmp_path / "server.py").write_text(MCP_SERVER)
 
     def doubles(body):
@@ -148,6 +168,21 @@ async def test_a_real_mcp_server_and_a_gymnasium_game_are_played(full_python, tm
     outcome, requests = await play(full_python, "mcp", doubles, options={"servers": servers}, prompt=make_prompt())
     assert outcome.answer == "42"
     assert requests[0]["tools"][0]["function"]["parameters"]["required"] == ["a"]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    listening = {"servers": {"numbers": {"url": f"http://127.0.0.1:{port}/mcp"}}}
+    process = await asyncio.create_subprocess_exec(full_python, f"{tmp_path}/server.py", str(port))
+    try:
+        await wait_for_port(port)
+        outcome, _ = await play(full_python, "mcp", doubles, options=listening, prompt=make_prompt())
+        assert outcome.answer == "42"
+    finally:
+        process.kill()
+        await process.wait()
+    with pytest.raises(EpisodeFailure, match=rf"{port}/mcp'}} cannot be reached or was lost: ConnectError") as failure:
+        await play(full_python, "mcp", doubles, options=listening, prompt=make_prompt())
+    assert failure.value.kind is FailureKind.tool
 
     def right(body):
         return {"role": "assistant", "content": "2"}

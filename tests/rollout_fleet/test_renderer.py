@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -108,6 +109,28 @@ def test_a_tool_call_is_read_back_as_it_was_rendered(tmp_path, style):
     parsed = renderer.parse(prompt, renderer.close([USER], answer, [TOOL]), [TOOL])
     assert parsed.calls == (("weather", {"city": "Rome", "days": 2}),) * 2
     assert (parsed.content.strip(), parsed.num_malformed) == ("I ask.", 0)
+
+
+def test_only_a_model_with_channels_makes_the_renderer_of_gpt_oss_download_its_vocabulary(
+    tmp_path, monkeypatch, caplog
+):
+    asked = []
+
+    def download(name):
+        asked.append(name)
+        raise OSError("no network")
+
+    monkeypatch.setattr("renderers.gpt_oss.load_harmony_encoding", download)
+    load(tmp_path / "a", "chatml")
+    assert asked == []
+    path = save_chat_model(tmp_path / "b" / "chatml", "chatml")
+    stored = json.loads(Path(path, "tokenizer.json").read_text())
+    marker = {"id": len(stored["model"]["vocab"]) + 99, "content": "<|channel|>", "special": True}
+    stored["added_tokens"].append(dict(stored["added_tokens"][0]) | marker)
+    Path(path, "tokenizer.json").write_text(json.dumps(stored))
+    assert load_renderer(path, RendererConfig()).name == "template"
+    assert len(asked) == 1
+    assert "renderer gpt-oss cannot be used: OSError('no network')" in caplog.text
 
 
 @pytest.mark.parametrize("style", ["qwen3", "chatml"])

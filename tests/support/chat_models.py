@@ -4,6 +4,7 @@ The tokenizer is byte-level BPE with few merges, so that sampled tokens, decoded
 """
 
 import json
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -141,4 +142,52 @@ def save_chat_model(folder: Path, style: str = "qwen3", *, template: str | None 
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     (folder / "config.json").write_text(json.dumps({"model_type": style, "vocab_size": tokenizer.get_vocab_size()}))
+    return str(folder)
+
+
+def save_calling_policy(folder: Path, calls: Sequence[str], *, p_call: float = 0.1, p_stop: float = 0.15) -> str:
+    """Save a random Qwen3 of 40k parameters that calls tools by chance; returns the folder.
+
+    Each of ``calls``, the JSON of a call, is a token of its own. All other tokens are bytes and few merges, so what the
+    policy samples, decoded and encoded again, is seldom the same tokens.
+
+    Args:
+        folder: Where the model, its tokenizer and its ``chatml`` template go.
+        calls: Example: ``{"name": "read", "arguments": {"file": "a.txt"}}``.
+        p_call: Probability of each call at each token, roughly.
+        p_stop: Probability of the end of the turn at each token, roughly.
+    """
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    save_chat_model(folder, "chatml")
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    texts = [f"<tool_call>{call}</tool_call>" for call in calls]
+    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in texts])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    stop, size = tokenizer.token_to_id("<|im_end|>"), tokenizer.get_vocab_size()
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=size,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        intermediate_size=64,
+        max_position_embeddings=2048,
+        tie_word_embeddings=False,
+        eos_token_id=stop,
+    )
+    model = Qwen3ForCausalLM(config)
+    with torch.no_grad():  # all hidden states have a direction in common, along which the output layer can bias tokens
+        model.model.embed_tokens.weight.mul_(10).add_(1)
+        hidden = model.model(torch.arange(size)[None]).last_hidden_state[0].mean(0)
+        bias = hidden / hidden.square().sum()
+        logits = torch.zeros(size)
+        logits[stop] = p_stop
+        logits[[tokenizer.token_to_id(text) for text in texts]] = p_call
+        logits[logits == 0] = (1 - logits.sum()) / (logits == 0).sum()
+        model.lm_head.weight.mul_(5).add_(logits.log()[:, None] * bias)
+    model.save_pretrained(folder)
     return str(folder)

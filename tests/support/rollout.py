@@ -120,9 +120,9 @@ class InMemoryBuffer(OffersInMemory):
         for _, revocation in self.ledger.drain_revocations():
             self._revocations.put_nowait((revocation.group_id, revocation.attempt))
 
-    async def stored(self, num_groups: int) -> None:
+    async def stored(self, num_groups: int, *, within_s: float = 20.0) -> None:
         """Wait until this many groups were put."""
-        async with asyncio.timeout(20), self._changed:
+        async with asyncio.timeout(within_s), self._changed:
             await self._changed.wait_for(lambda: len(self.groups) >= num_groups)
 
     async def dropped(self, num_groups: int) -> None:
