@@ -8,6 +8,7 @@ source scripts/setup.sh
 
 # One thread per process: the tests start many processes, and their threads would fight for the cores.
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 RAY_worker_niceness=0
+unset PYTHONDONTWRITEBYTECODE # else each of these processes compiles the modules of the project again
 
 split=(-n 2 --no-loadscope-reorder)
 for argument in "$@"; do

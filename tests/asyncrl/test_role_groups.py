@@ -233,13 +233,16 @@ def test_fused_roles_share_a_process_and_compute_what_separate_pools_do(fused, s
 
 
 def test_roles_of_one_process_compute_the_same_with_options_of_their_own(fused, start) -> None:
-    """Two data-parallel actor ranks, a sequence-parallel reference, and a critic with smaller micro-batches."""
+    """A sequence-parallel actor, a data-parallel reference, and a data-parallel critic with smaller micro-batches."""
     own = start(
         "learner.num_ranks=2",
+        "learner.sp_size=2",
         "learner.max_tokens_per_micro_batch=64",
-        "learner.reference.sp_size=2",
+        "learner.reference.sp_size=1",
         "learner.reference.param_offload=true",
         "learner.reference.frozen_dtype=float32",
+        "learner.critic.sp_size=1",
+        "learner.critic.fsdp_size=1",
         "learner.critic.max_tokens_per_micro_batch=12",
         "learner.critic.share_prompts=false",
         "learner.critic.optimizer_offload=true",
@@ -296,11 +299,6 @@ def test_every_role_of_the_actors_pool_leaves_the_device_at_the_hand_over(start,
     assert again == training
     assert generating == later[0] == later[1] == [0, 0, 0]
     assert pids(learner)["ref"] != pids(learner)["actor"]
-
-
-def test_a_sequence_parallel_actor_and_a_critic_without_it_share_their_processes(fused, start) -> None:
-    own = start("learner.num_ranks=2", "learner.sp_size=2", "learner.critic.sp_size=1", "learner.critic.fsdp_size=1")
-    assert_same(asyncio.run(asyncio.wait_for(run_steps(own), DEADLINE_S)), fused.steps)
 
 
 def test_actor_and_critic_that_died_go_on_from_their_checkpoint_as_if_they_had_not(fused) -> None:
@@ -393,8 +391,6 @@ def test_adapters_make_the_actor_the_reference(start) -> None:
     learner = start(
         "learner.lora.rank=4",
         "weights.adapters=false",  # `run_steps` reads whole models
-        "placement.pools={values:1}",
-        "placement.critic=values",
         "algorithm.num_mini_batches=1",
     )
     metrics, _ = asyncio.run(asyncio.wait_for(run_steps(learner), DEADLINE_S))

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.faults import assert_it_ends_right
+from tests.support.training_run import undocumented
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
@@ -76,17 +77,9 @@ def wait_for_phase(run, phase):
         wait_for(lambda: max(path.name for path in (run.run_dir / "snapshots").glob("v*")) > newest)
 
 
-@pytest.mark.parametrize(
-    ("engine", "num_ranks", "phase"),
-    [
-        ("transformers", 2, "hands over"),
-        pytest.param("transformers", 2, "trains", marks=pytest.mark.slow),
-        pytest.param("transformers", 2, "generates", marks=pytest.mark.slow),
-        pytest.param("sglang", 1, "trains", marks=pytest.mark.slow),
-        pytest.param("sglang", 1, "hands over", marks=pytest.mark.slow),
-        pytest.param("sglang", 1, "generates", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", ["trains", "hands over", "generates"])
+@pytest.mark.parametrize(("engine", "num_ranks"), [("transformers", 2), ("sglang", 1)])
 def test_a_colocated_run_outlives_the_death_of_a_rank_in_each_phase(started, engine, num_ranks, phase):
     run = started(engine, num_ranks)
     wait_for_phase(run, phase)
@@ -97,18 +90,28 @@ def test_a_colocated_run_outlives_the_death_of_a_rank_in_each_phase(started, eng
     assert "rollout worker 0 has ended" not in run.output
 
 
+def test_colocated_roles_outlive_the_death_of_a_rank_and_leave_the_device_each_time(started):
+    """Actor, critic and reference in each of two sequence-parallel ranks, on the devices of two engines."""
+    run = started("transformers", 2, "learner.sp_size=2", "algorithm.advantage=gae", "algorithm.kl_coef=0.01")
+    wait_for_phase(run, "hands over")
+    os.kill(run.pids_at("ray::FusedWorker")[-1], signal.SIGKILL)
+    run.wait_for_line("the learner goes on from version", timeout_s=120)
+    assert_it_ends_right(run, num_steps=STEPS, timeout_s=300)
+    assert run.summary["restarts"]["learner"] == 1
+    assert "rollout worker 0 has ended" not in run.output
+    for record in run.records:
+        for role in ("learner.", "learner.critic."):
+            assert record[f"{role}rollout_device_bytes_before"] > 0
+            assert record[f"{role}rollout_device_bytes_after"] == 0
+            assert record[f"{role}trainer_device_bytes_after"] == record[f"{role}rollout_device_bytes_before"]
+    assert undocumented(run.records[-1]) == []
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("engine", "options"),
-    [
-        pytest.param("sglang", ["rollout_fleet.num_engines=1", "rollout_fleet.sglang.tp_size=2"], id="tp=2"),
-        pytest.param("transformers", ["algorithm.advantage=gae", "algorithm.kl_coef=0.01"], id="critic-and-reference"),
-    ],
-)
-def test_a_colocated_run_of_any_layout_outlives_the_death_of_a_rank(started, engine, options):
-    run = started(engine, 2, *options)
+def test_a_colocated_run_with_tensor_parallel_engines_outlives_the_death_of_a_rank(started):
+    run = started("sglang", 2, "rollout_fleet.num_engines=1", "rollout_fleet.sglang.tp_size=2")
     wait_for_phase(run, "generates")
-    os.kill(run.pids_at(RANK if engine == "sglang" else "ray::FusedWorker")[-1], signal.SIGKILL)
+    os.kill(run.pids_at(RANK)[-1], signal.SIGKILL)
     run.wait_for_line("the learner goes on from version", timeout_s=120)
     assert_it_ends_right(run, num_steps=STEPS, timeout_s=300)
 

@@ -1,22 +1,23 @@
-"""Endings of other kinds than a signal to one part; `tests.e2e.faults` has the table of signals."""
+"""Endings of other kinds than a signal to one part; `tests.e2e.faults` has the table of signals.
+
+Without ``-m slow``, `test_resume.py` sends SIGINT to every process of a run at once, and tests of the command and of
+the engine show the other endings.
+"""
 
 import os
 import signal
 import time
-from contextlib import suppress
 
-import psutil
 import pytest
 
 from tests.e2e.run_checks import assert_every_token_is_accounted_for
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 FAST = ["rollout_fleet.engine=transformers", "sft.enabled=false", "evaluation.enabled=false", "total_steps=100000"]
 END_TIMEOUT_S = 15
 
 
-@pytest.mark.slow
 def test_a_second_signal_ends_a_run_without_its_supervisor_on_the_spot(start):
     run = start(*FAST)
     run.wait_for_line("step 1/")
@@ -30,7 +31,6 @@ def test_a_second_signal_ends_a_run_without_its_supervisor_on_the_spot(start):
     assert run.survivors(END_TIMEOUT_S) == []
 
 
-@pytest.mark.slow
 def test_an_sglang_server_that_does_not_come_up_ends_the_run_with_its_own_words(start):
     run = start(*FAST, "rollout_fleet.engine=sglang", "rollout_fleet.sglang.extra_args=[--no-such-option]")
     assert run.finish(120) == 1
@@ -39,7 +39,6 @@ def test_an_sglang_server_that_does_not_come_up_ends_the_run_with_its_own_words(
     assert not run.left_in_shared_memory()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("override", "words"),
     [
@@ -61,19 +60,16 @@ def test_a_wrong_option_ends_the_run_before_any_process_starts(start, override, 
     ("number", "engine", "moment"),
     [
         (signal.SIGTERM, "transformers", "step 1/"),
-        pytest.param(signal.SIGINT, "transformers", "step 1/", marks=pytest.mark.slow),
-        pytest.param(signal.SIGTERM, "transformers", "waiting for learner", marks=pytest.mark.slow),
-        pytest.param(signal.SIGTERM, "sglang", "step 1/", marks=pytest.mark.slow),
+        (signal.SIGINT, "transformers", "step 1/"),
+        (signal.SIGTERM, "transformers", "waiting for learner"),
+        (signal.SIGTERM, "sglang", "step 1/"),
     ],
 )
 def test_a_signal_to_every_process_of_a_run_at_once_ends_the_run_with_its_policy(start, number, engine, moment):
     run = start(*FAST, "record_trajectories=true", f"rollout_fleet.engine={engine}")
     run.wait_for_line(moment)
     has_trained = moment == "step 1/"
-    run.remember_family()
-    for process in [*run.family.values(), run.process]:
-        with suppress(psutil.NoSuchProcess):
-            process.send_signal(number)
+    run.signal_all(number)
     assert run.finish(60) == 128 + number, run.output
     assert f"stopped by {number.name}" in run.lines[-1]
     assert (run.run_dir / "policy").is_dir() == has_trained

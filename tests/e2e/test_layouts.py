@@ -1,11 +1,14 @@
-"""Layouts of the roles, as a user starts them: sequence-parallel ranks in two pools, and pools that share devices."""
+"""Layouts of the roles, as a user starts them: sequence-parallel ranks in two pools, and pools that share devices.
+
+Without ``-m slow``, `test_colocated_faults.py` shows colocated roles, and `asyncrl/test_role_groups.py` two pools.
+"""
 
 import numpy as np
 import pytest
 
 from tests.e2e.run_checks import assert_the_account_closes
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 
 FAST = [
     "rollout_fleet.engine=transformers",
@@ -29,12 +32,7 @@ def finished(start, *overrides):
 
 @pytest.mark.parametrize(
     ("engine", "max_lag", "tp_size"),
-    [
-        ("transformers", 2, 1),
-        pytest.param("transformers", 0, 1, marks=pytest.mark.slow),
-        pytest.param("sglang", 1, 1, marks=pytest.mark.slow),
-        pytest.param("sglang", 1, 2, marks=pytest.mark.slow),
-    ],
+    [("transformers", 2, 1), ("transformers", 0, 1), ("sglang", 1, 1), ("sglang", 1, 2)],
 )
 def test_colocated_pools_train_within_the_bound_and_offload_at_every_turn(start, engine, max_lag, tp_size):
     run = finished(
@@ -65,19 +63,16 @@ ADAPTERS = ["learner.lora.rank=4", "algorithm.kl_coef=0.01"]
     "overrides",
     [
         pytest.param([*PPO, *TWO, "learner.reference.sp_size=2"], id="fused-ppo"),
-        pytest.param([*PPO, "rollout_fleet.engine=sglang"], id="fused-ppo-sglang", marks=pytest.mark.slow),
-        pytest.param(ADAPTERS[1:], id="reference", marks=pytest.mark.slow),
-        pytest.param(["algorithm.advantage=gae"], id="critic", marks=pytest.mark.slow),
-        pytest.param(ADAPTERS, id="adapters", marks=pytest.mark.slow),
-        pytest.param([*PPO, *ADAPTERS, *TWO], id="adapters-and-critic", marks=pytest.mark.slow),
+        pytest.param([*PPO, "rollout_fleet.engine=sglang"], id="fused-ppo-sglang"),
+        pytest.param(ADAPTERS[1:], id="reference"),
+        pytest.param(["algorithm.advantage=gae"], id="critic"),
+        pytest.param(ADAPTERS, id="adapters"),
+        pytest.param([*PPO, *ADAPTERS, *TWO], id="adapters-and-critic"),
         pytest.param(
             [*ADAPTERS, "rollout_fleet.engine=sglang", "weights.adapters=false"],
             id="merged-adapters-sglang",
-            marks=pytest.mark.slow,
         ),
-        pytest.param(
-            [*PPO, "placement.pools={values: 1}", "placement.critic=values"], id="critic-apart", marks=pytest.mark.slow
-        ),
+        pytest.param([*PPO, "placement.pools={values: 1}", "placement.critic=values"], id="critic-apart"),
     ],
 )
 def test_every_role_beside_a_colocated_engine_gives_its_device_up_at_every_turn(start, overrides):

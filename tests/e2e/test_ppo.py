@@ -1,4 +1,7 @@
-"""PPO with a critic and a reference, and a policy with adapters, in runs that start like a user's."""
+"""PPO with a critic and a reference, and a policy with adapters, in runs that start like a user's.
+
+Without ``-m slow``, `test_colocated_faults.py` trains with a critic and a reference.
+"""
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -12,7 +15,7 @@ from asyncrl.cli.quickstart import with_quickstart_assets
 from tests.e2e.run_checks import assert_the_account_closes
 from tests.support.training_run import undocumented
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 
 FAST = ["rollout_fleet.engine=transformers", "evaluation.num_samples=1"]
 
@@ -55,7 +58,6 @@ def test_ppo_learns_with_a_critic_and_accounts_for_every_token(start):
     assert undocumented(records[-1]) == []
 
 
-@pytest.mark.slow
 def test_adapters_train_and_the_saved_policy_is_plain(start):
     run = finished(
         start,
@@ -80,7 +82,6 @@ def test_adapters_train_and_the_saved_policy_is_plain(start):
     assert "model.embed_tokens.weight" not in moved
 
 
-@pytest.mark.slow
 def test_a_reward_model_scores_what_a_run_trains_on(start, tmp_path):
     """The reward function gives an untrained policy no reward, so all learning comes from the reward model."""
     config = with_quickstart_assets(compose_run([f"output_dir={tmp_path}"]))

@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from learner.checkpoint_folder import newest_checkpoint, read_progress, whole_checkpoints
-from tests.e2e.run_checks import assert_the_account_closes
+from tests.e2e.run_checks import assert_every_token_is_accounted_for, assert_the_account_closes
 
 pytestmark = pytest.mark.e2e
 
@@ -37,7 +37,8 @@ def check_what_is_kept(run):
     assert f"policy, summary.json, reward.png, checkpoints, logs in {run.run_dir}" in run.lines[-1]
     assert run.summary["policy_version"] >= run.records[-1]["step"] + 1
     assert run.summary["total_steps"] == 100000
-    assert_the_account_closes(run.summary)
+    assert_every_token_is_accounted_for(run)
+    assert run.summary["tokens"]["dropped_by_reason"].get("lost", 0) == 0, "the rollout worker lived to report"
     AutoModelForCausalLM.from_pretrained(run.run_dir / "policy")
     AutoTokenizer.from_pretrained(run.run_dir / "policy")
 
@@ -54,13 +55,12 @@ def test_a_run_goes_on_where_the_newest_checkpoint_of_an_ended_one_stands(start,
     while saved_version(ended.run_dir) < 12:  # the third checkpoint
         assert ended.process.poll() is None
         time.sleep(0.05)
-    ended.remember_family()
     if number is signal.SIGKILL:
         os.kill(ended.pid_of("ray::ActorWorker"), number)
         ended.finish(60)
     else:
-        os.killpg(ended.process.pid, number)  # as a terminal does on Ctrl-C
-        assert ended.finish(60) == 130
+        ended.signal_all(number)  # a terminal sends it to fewer
+        assert ended.finish(60) == 130, ended.output
         assert f"stopped by {number.name}" in ended.lines[-1]
     assert ended.survivors() == []
     assert not ended.left_in_shared_memory()

@@ -141,14 +141,26 @@ def test_sequence_parallel_ranks_equal_the_plain_loop(family, paths, sequence_pa
     assert_equal_to_the_plain_loop(paths[family], sequence_parallel[family], 1, 2)
 
 
-def test_two_by_two_ranks_equal_the_plain_loop(paths):
-    compare_on_ranks([paths[family] for family in (*FAMILIES, "qwen3_next")], 2, 2)
+FEW = ["qwen3", "qwen3_next"]
+"""Attention alone, and with a state and experts."""
 
 
-def test_four_sequence_parallel_ranks_equal_the_plain_loop(paths):
+@pytest.mark.parametrize("families", [FEW, pytest.param(FAMILIES, marks=pytest.mark.slow)], ids=["few", "all"])
+def test_two_by_two_ranks_equal_the_plain_loop(paths, families):
+    compare_on_ranks([paths[family] for family in families], 2, 2)
+
+
+@pytest.mark.parametrize(
+    "families",
+    [[*FEW, "lfm2", "gpt_oss"], pytest.param(TRAINED_FAMILIES, marks=pytest.mark.slow)],
+    ids=["few", "all"],
+)
+def test_four_sequence_parallel_ranks_equal_the_plain_loop(paths, families):
     """More ranks than key-value heads, and states that pass through several ranks."""
-    compare_on_ranks(list(paths.values()), 1, 4, skip_selftest="it runs on two sequence-parallel ranks")
+    skipped = "it runs on two sequence-parallel ranks"
+    compare_on_ranks([paths[family] for family in families], 1, 4, skip_selftest=skipped)
 
 
-def test_two_data_parallel_ranks_equal_the_plain_loop(paths):
-    compare_on_ranks([paths[family] for family in FAMILIES], 2, 1)
+@pytest.mark.parametrize("families", [FEW, pytest.param(FAMILIES, marks=pytest.mark.slow)], ids=["few", "all"])
+def test_two_data_parallel_ranks_equal_the_plain_loop(paths, families):
+    compare_on_ranks([paths[family] for family in families], 2, 1)

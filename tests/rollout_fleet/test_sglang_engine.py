@@ -364,16 +364,26 @@ OWNER = """
 """
 
 
-@pytest.mark.parametrize("moment", ["starting", pytest.param("up", marks=pytest.mark.slow)])
-async def test_the_death_of_the_owner_leaves_nothing(model_path, tmp_path, moment):
-    """Of a server that is up, `test_process_guard.py` shows it always, on a pretended one."""
+@pytest.mark.parametrize(
+    "num_processes",
+    [
+        pytest.param(1, id="starting"),
+        pytest.param(3, id="all-started", marks=pytest.mark.slow),
+        pytest.param(None, id="up", marks=pytest.mark.slow),
+    ],
+)
+async def test_the_death_of_the_owner_leaves_nothing(model_path, tmp_path, num_processes):
+    """The owner dies when the server has this many processes, or when it is up.
+
+    Of a server with all of its processes, `test_process_guard.py` shows it always, on a pretended one.
+    """
     command = [sys.executable, "-c", textwrap.dedent(OWNER), model_path, str(tmp_path)]
     owner = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     guard = psutil.Process(int(await owner.stdout.readline()))
-    if moment == "up":
+    if num_processes is None:
         assert await owner.stdout.readline() == b"up\n"
     else:
-        while len(guard.children(recursive=True)) < 3:  # noqa: ASYNC110 - nobody tells of the server's processes
+        while len(guard.children(recursive=True)) < num_processes:  # noqa: ASYNC110 - nobody tells of the server's processes
             await asyncio.sleep(0.05)
     processes = [guard, *guard.children(recursive=True)]
     assert len(processes) >= 2

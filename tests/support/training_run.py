@@ -87,6 +87,13 @@ class RunningTraining(ProcessOutput):
         for child in psutil.Process(self.process.pid).children(recursive=True):
             self.family[child.pid] = child
 
+    def signal_all(self, number: int) -> None:
+        """Send a signal to every process of the run at once, as ``scancel`` and systemd do."""
+        self.remember_family()
+        for process in [*self.family.values(), self.process]:
+            with suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
+
     def pid_of(self, words: str) -> int:
         """Pid of the first process of the run whose name or command, not its further arguments, holds ``words``."""
         self.remember_family()
