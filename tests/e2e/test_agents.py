@@ -1,7 +1,4 @@
-"""Agents train: a tool loop of several turns while the weights change, over the episode's HTTP endpoint.
-
-The engine in process is fast to start; with ``-m slow`` the same agents train on SGLang.
-"""
+"""Agents train on SGLang: a tool loop of several turns while the weights change, over the episode's HTTP endpoint."""
 
 import numpy as np
 import pytest
@@ -20,7 +17,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 SHORT = [
     "experiment=tools",
     "total_steps=5",
-    "sft.max_steps=60",
+    "sft.max_steps=120",
     "sft.eval_prompts=0",
     "algorithm.groups_per_step=4",
     "algorithm.samples_per_prompt=4",
@@ -31,9 +28,9 @@ SHORT = [
 ]
 
 
-@pytest.fixture(scope="module", params=["transformers", pytest.param("sglang", marks=pytest.mark.slow)])
-def run(request, tmp_path_factory):
-    running = RunningTraining(tmp_path_factory.mktemp("agents"), *SHORT, f"rollout_fleet.engine={request.param}")
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    running = RunningTraining(tmp_path_factory.mktemp("agents"), *SHORT)
     try:
         assert running.finish(timeout_s=380) == 0, running.output
         yield running
