@@ -43,9 +43,6 @@ def colocated(num_ranks, tp_size):
     ]
 
 
-SEPARATE = ["learner.num_ranks=4", "rollout_fleet.num_engines=4"]
-
-
 class Probe(Worker):
     """Stands in for a rank or a rollout worker."""
 
@@ -125,26 +122,20 @@ def devices_of(seen, kind):
 
 
 async def test_a_run_takes_only_the_visible_gpus_of_this_machine(gpus):
-    gpus(8, visible="3,5")
-    asked = run("learner.num_ranks=1", "rollout_fleet.num_engines=1")
-    config = resolve_devices(asked, visible_gpus(), print)
-    async with ray_cluster(config) as config:
-        assert ray.cluster_resources()["GPU"] == 2
-        seen = await asyncio.to_thread(seen_by_all, config)
-        assert sorted(one["CUDA_VISIBLE_DEVICES"] for one in seen.values()) == ["3", "5"]
-        async with gpu_of_this_node(config) as reserved:
-            assert reserved in ("3", "5")
-            assert (await asyncio.to_thread(ray.available_resources)).get("GPU", 0) == 1
-
-
-async def test_colocated_engines_share_only_the_visible_gpus_of_this_machine(gpus):
     gpus(8, visible="7,2,5,4")
-    config = resolve_devices(run(*colocated(4, 2)), visible_gpus(), print)
-    async with ray_cluster(config) as config:
+    separate = resolve_devices(run("learner.num_ranks=1", "rollout_fleet.num_engines=3"), visible_gpus(), print)
+    async with ray_cluster(separate) as config:
+        assert ray.cluster_resources()["GPU"] == 4
+        seen = await asyncio.to_thread(seen_by_all, config)
+        assert sorted(one["CUDA_VISIBLE_DEVICES"] for one in seen.values()) == ["2", "4", "5", "7"]
+        async with gpu_of_this_node(config) as reserved:
+            assert reserved in ("2", "4", "5", "7")
+            assert (await asyncio.to_thread(ray.available_resources)).get("GPU", 0) == 3
+        config = resolve_devices(run(*colocated(4, 2)), visible_gpus(), print)
         seen = await asyncio.to_thread(seen_by_all, config)
     of_ranks = devices_of(seen, "learner")
     assert sorted(of_ranks) == ["2", "4", "5", "7"]
-    assert devices_of(seen, "engine") == [",".join(of_ranks[:2]), ",".join(of_ranks[2:])]
+    assert devices_of(seen, "engine") == [",".join(of_ranks[:2]), ",".join(of_ranks[2:])], "they share them"
 
 
 class Reached(Exception):
@@ -195,16 +186,16 @@ async def test_a_warm_start_on_a_gpu_needs_one_on_the_node_of_the_controller(gpu
 @pytest.mark.parametrize(
     ("options", "ranks", "engines"),
     [
-        pytest.param(SEPARATE, [1] * 4, [1] * 4, id="separate"),
-        pytest.param(["rollout_fleet.num_engines={min:2,max:4}", "learner.num_ranks=2"],
-                     [1] * 2, [1] * 4, id="joining-engines"),
-        pytest.param(["learner.num_ranks=2", "rollout_fleet.num_engines=3", "rollout_fleet.sglang.tp_size=2"],
-                     [1] * 2, [2] * 3, id="tp=2"),
-        pytest.param(["learner.device=cpu", "rollout_fleet.num_engines=4", "rollout_fleet.sglang.tp_size=2"],
-                     [0], [2] * 4, id="learner-on-cpu"),
-        pytest.param(["rollout_fleet.device=cpu", "learner.num_ranks=8"], [1] * 8, [0], id="engines-on-cpu"),
+        pytest.param(["learner.num_ranks=4", "rollout_fleet.num_engines=4"], [1] * 4, [1] * 4, id="separate"),
+        pytest.param(["rollout_fleet.num_engines={min:1,max:2}"], [1], [1] * 2, id="joining-engines"),
+        pytest.param(["learner.num_ranks=2", "rollout_fleet.num_engines=2", "rollout_fleet.sglang.tp_size=3"],
+                     [1] * 2, [3] * 2, id="tp=3"),
+        pytest.param(["learner.device=cpu", "rollout_fleet.num_engines=2", "rollout_fleet.sglang.tp_size=4"],
+                     [0], [4] * 2, id="learner-on-cpu"),
+        pytest.param(["rollout_fleet.device=cpu", "learner.num_ranks=2"], [1] * 2, [0], id="engines-on-cpu"),
         pytest.param(["learner.device=cpu", "rollout_fleet.device=cpu"], [0], [0], id="cpu"),
-        pytest.param([*SEPARATE, "rollout_fleet.num_engines=5"], [0] * 4, [0] * 5, id="auto-with-too-few"),
+        pytest.param(["rollout_fleet.num_engines=2", "rollout_fleet.sglang.tp_size=4"],
+                     [0], [0] * 2, id="auto-with-too-few"),
     ],
 )  # fmt: skip
 def test_no_two_separate_processes_see_one_gpu(ray_with_8_gpus, options, ranks, engines):
@@ -221,7 +212,10 @@ def test_no_two_separate_processes_see_one_gpu(ray_with_8_gpus, options, ranks, 
     assert bool(said) == (sum(ranks) + sum(engines) == 0 and "learner.device=cpu" not in options)
 
 
-@pytest.mark.parametrize(("num_ranks", "tp_size"), [(3, 1), (8, 2), (6, 3), (8, 4), (8, 8)])
+@pytest.mark.parametrize(
+    ("num_ranks", "tp_size"),
+    [(3, 1), (4, 2), (8, 8), *(pytest.param(*mesh, marks=pytest.mark.slow) for mesh in ((8, 2), (6, 3), (8, 4)))],
+)
 def test_a_colocated_engine_sees_the_gpus_of_its_learner_ranks_in_their_order(ray_with_8_gpus, num_ranks, tp_size):
     seen = seen_by_all(resolve_devices(run(*colocated(num_ranks, tp_size)), 8, print))
     of_ranks = devices_of(seen, "learner")
@@ -289,7 +283,7 @@ async def test_auto_in_a_joined_cluster_is_resolved_by_its_gpus(ray_with_8_gpus)
     assert found
     from asyncrl.run.cluster import _checked_against_cluster
 
-    asked = run(*SEPARATE, f"ray.address={found}")
+    asked = run("learner.num_ranks=4", "rollout_fleet.num_engines=4", f"ray.address={found}")
     config = await asyncio.to_thread(_checked_against_cluster, asked, print)
     assert (config.learner.device, config.rollout_fleet.device) == (Device.cuda, EngineDevice.cuda)
     with pytest.raises(ValueError, match=r"asks for 9 GPUs .* got 8"):

@@ -2,7 +2,7 @@ import signal
 
 import pytest
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 SMALL = (
     "rollout_fleet.engine=transformers",
@@ -21,7 +21,7 @@ def values_in_table(sweep):
 
 def test_a_multirun_reuses_its_warm_start_and_a_signal_stops_it_with_its_running_run(start, tmp_path):
     sweep = start("--multirun", *SMALL, f"hydra.sweep.dir={tmp_path}/sweep")
-    sweep.wait_for_line("warm start: reusing")
+    sweep.wait_for_line("warm start: reusing", timeout_s=600)  # one whole run
     sweep.remember_family()
     sweep.process.send_signal(signal.SIGTERM)
     assert sweep.finish(60) == 128 + signal.SIGTERM, sweep.output
@@ -37,6 +37,6 @@ def test_a_multirun_reuses_its_warm_start_and_a_signal_stops_it_with_its_running
 @pytest.mark.slow
 def test_a_multirun_trains_each_value_in_its_folder(start, tmp_path):
     sweep = start("--multirun", *SMALL, f"hydra.sweep.dir={tmp_path}/sweep")
-    assert sweep.finish(240) == 0, sweep.output
+    assert sweep.finish(600) == 0, sweep.output
     assert values_in_table(sweep) == ["0", "1"]
     assert all((tmp_path / "sweep" / number / "policy" / "config.json").is_file() for number in "01")
