@@ -1,4 +1,8 @@
 import json
+import signal
+import subprocess
+import sys
+import textwrap
 
 import pytest
 
@@ -49,3 +53,38 @@ def test_run_dir_is_the_folder_of_a_run(tmp_path):
     config = compose_run([f"run_dir={tmp_path}/here"])
     assert make_run_dir(config, dump_yaml(config)) == tmp_path / "here"
     assert (tmp_path / "here" / "logs").is_dir()
+
+
+SWEEP = """
+    import sys
+    from asyncrl.cli.multirun import multirun
+    sys.executable = sys.argv[1]
+    sys.exit(multirun(["buffer.max_lag=0,1,2", f"hydra.sweep.dir={sys.argv[2]}"]))
+"""
+RUN = """
+    #!/bin/sh
+    trap 'kill $!; echo stopped; exit 143' TERM
+    echo "$@"
+    case "$*" in *buffer.max_lag=1*) sleep 600 & wait;; esac
+"""
+"""Stands in for a run: the one with ``buffer.max_lag=1`` waits for SIGTERM."""
+
+
+def test_a_multirun_starts_a_run_per_value_and_a_signal_stops_it_with_its_running_run(tmp_path):
+    """With whole runs: `tests/e2e/test_multirun.py`."""
+    run = tmp_path / "run"
+    run.write_text(textwrap.dedent(RUN).lstrip())
+    run.chmod(0o755)
+    command = [sys.executable, "-c", textwrap.dedent(SWEEP), run, tmp_path / "sweep"]
+    sweep = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    lines = []
+    while "buffer.max_lag=1 run_dir" not in (lines or [""])[-1]:
+        lines.append(sweep.stdout.readline())
+        assert lines[-1], lines
+    sweep.send_signal(signal.SIGTERM)
+    rest, _ = sweep.communicate(timeout=60)
+    assert sweep.returncode == 128 + signal.SIGTERM, rest
+    assert "stopped" in rest
+    assert "run 2:" not in rest
+    started = [line.split()[-1] for line in lines if "run_dir=" in line]
+    assert started == [f"run_dir='{tmp_path}/sweep/{number}'" for number in (0, 1)]

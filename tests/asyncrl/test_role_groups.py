@@ -220,7 +220,7 @@ def fused(cluster, tmp_path_factory):
 def test_fused_roles_share_a_process_and_compute_what_separate_pools_do(fused, start) -> None:
     assert len(set(fused.pids.values())) == 1
     assert set(fused.pids) == {"actor", "critic", "ref"}
-    apart = start("placement.pools={values:2,frozen:1}", "placement.critic=values", "placement.reference=frozen")
+    apart = start("placement.pools={values:1,frozen:1}", "placement.critic=values", "placement.reference=frozen")
     got = asyncio.run(asyncio.wait_for(run_steps(apart), DEADLINE_S))
     assert len(set(pids(apart).values())) == 3
     assert_same(got, fused.steps)

@@ -1,8 +1,10 @@
+"""Sweeps of whole runs; `tests/asyncrl/test_multirun.py` shows always what a sweep starts and what stops it."""
+
 import signal
 
 import pytest
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 
 SMALL = (
     "rollout_fleet.engine=transformers",
@@ -34,7 +36,6 @@ def test_a_multirun_reuses_its_warm_start_and_a_signal_stops_it_with_its_running
     assert values_in_table(sweep) == ["0", "1"]
 
 
-@pytest.mark.slow
 def test_a_multirun_trains_each_value_in_its_folder(start, tmp_path):
     sweep = start("--multirun", *SMALL, f"hydra.sweep.dir={tmp_path}/sweep")
     assert sweep.finish(600) == 0, sweep.output

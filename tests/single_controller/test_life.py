@@ -189,7 +189,7 @@ def test_a_worker_that_cannot_be_made_says_why(cluster):
         def ping(self):
             return 1
 
-    group = RayWorkerGroup(pool_of(2), RayClassWithInitArgs(Broken), name_prefix="broken", timeout_s=60)
+    group = RayWorkerGroup(pool_of(1), RayClassWithInitArgs(Broken), name_prefix="broken", timeout_s=60)
     with pytest.raises(WorkerDiedError, match=r"(?s)'broken', rank \d.*no such model"):
         group.ping()
     with pytest.raises(WorkerDiedError, match="no such model"):
@@ -209,7 +209,9 @@ def test_the_liveness_check_reports_a_death_once(cluster):
     group.shutdown()
 
 
-@pytest.mark.parametrize("rank", [0, 1], ids=["on this node", "on another"])
+@pytest.mark.parametrize(
+    "rank", [pytest.param(0, id="on this node", marks=pytest.mark.slow), pytest.param(1, id="on another")]
+)
 async def test_a_worker_that_dies_while_nobody_calls_it_is_named(rank, cluster):
     group = group_on(pool_of(1, 1, apart=True), name_prefix="idle")
     assert [address for *_, address in group.place()] == [HEAD_ADDRESS, SECOND_ADDRESS]
