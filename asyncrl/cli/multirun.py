@@ -127,20 +127,25 @@ def run_one(own_experiments: dict[str, str]) -> float | None:
     sys.stdout.write(f"\nrun {job.job.num}: {shlex.join(options)}\n")
     sys.stdout.flush()
     stopped_by: list[int] = []
-    process = subprocess.Popen(
-        [sys.executable, "-m", "asyncrl", "train", *options, f"run_dir='{folder}'"],
-        start_new_session=True,  # a terminal sends Ctrl-C only to this process, which forwards it once
-        preexec_fn=lambda: signal_at_parent_death(signal.SIGTERM),
-    )
+    started: list[subprocess.Popen[bytes]] = []
 
     def forward(number: int, _: FrameType | None) -> None:
         stopped_by.append(number)
-        process.send_signal(number)
+        for process in started:
+            process.send_signal(number)
 
     # Only the main thread may set handlers; a launcher with threads handles signals itself.
     is_main = threading.current_thread() is threading.main_thread()
     before = {number: signal.signal(number, forward) for number in _FORWARDED if is_main}
     try:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "asyncrl", "train", *options, f"run_dir='{folder}'"],
+            start_new_session=True,  # a terminal sends Ctrl-C only to this process, which forwards it once
+            preexec_fn=lambda: signal_at_parent_death(signal.SIGTERM),
+        )
+        started.append(process)
+        if stopped_by:  # while the process started
+            process.send_signal(stopped_by[0])
         status = process.wait()
     finally:
         for number, handler in before.items():

@@ -13,6 +13,7 @@ from learner.config import LearnerConfig
 from learner.packing import MicroBatch
 from tests.support.ranks import run_on_ranks
 
+pytestmark = pytest.mark.timeout(300)
 EXPERIMENTS = sorted(path.stem for path in (CONFIG_DIR / "experiment").glob("*.yaml") if path.stem != "custom")
 LAYERS = 2
 SMALL = {**QUICKSTART, "num_hidden_layers": LAYERS}
@@ -30,7 +31,7 @@ def updates_of(configs: list[RunConfig]) -> list[FakeUpdate]:
 def updates() -> dict[str, tuple[RunConfig, FakeUpdate]]:
     """In one process: most of an update's time is the import of fake tensors."""
     configs = [compose_run([f"experiment={name}"]) for name in EXPERIMENTS]
-    (found,) = run_on_ranks(1, updates_of, configs)
+    (found,) = run_on_ranks(1, updates_of, configs, timeout_s=280.0)
     return dict(zip(EXPERIMENTS, zip(configs, found, strict=True), strict=True))
 
 
