@@ -105,10 +105,11 @@ def h2d_bytes_per_published_byte(*, hidden: int = 256, num_experts: int = 16) ->
 class _Experts(nn.Module):
     """The experts of an engine's Qwen3-30B-A3B, w13 [E, 2I, H] and w2 [E, H, I] per layer, loaded one by one."""
 
-    num_layers, num_experts, inner, hidden = 48, 128, 768, 2048
+    num_experts, inner, hidden = 128, 768, 2048
 
-    def __init__(self) -> None:
+    def __init__(self, num_layers: int) -> None:
         super().__init__()
+        self.num_layers = num_layers
         dims = {"w13": (2 * self.inner, self.hidden), "w2": (self.hidden, self.inner)}
         with DEVICE:
             self.layers = nn.ModuleList(nn.Module() for _ in range(self.num_layers))
@@ -146,12 +147,12 @@ class _Unverified:
     copier = None
 
 
-def writes_per_expert_tensor() -> float:
-    """Return the writes of a later load of the experts of Qwen3-30B-A3B, per tensor.
+def writes_per_expert_tensor(*, num_layers: int = 48) -> float:
+    """Return the writes of a later load of the experts of this many layers of Qwen3-30B-A3B, per tensor.
 
     The first load writes each tensor separately.
     """
-    model = _Experts()
+    model = _Experts(num_layers)
     parameters = dict(model.named_parameters())
     observer = LoadObserver(parameters)
     with _counting(parameters, observer) as first:
