@@ -19,7 +19,6 @@ from rollout_fleet.engines.sglang_server import WEIGHT_LOADER
 from tests.support.training_run import ROOT
 
 pytestmark = [
-    pytest.mark.timeout(240),
     pytest.mark.skipif(not importlib.util.find_spec("sglang"), reason="SGLang is not installed"),
 ]
 EXPERIMENTS = sorted(path.stem for path in (CONFIG_DIR / "experiment").glob("*.yaml"))

@@ -12,7 +12,7 @@ from examples.one_step import one_step
 from examples.ppo_single_controller import OPTIONS, PPOTrainer
 
 pytestmark = [
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(600),
     pytest.mark.skipif(not importlib.util.find_spec("sglang"), reason="SGLang is not installed"),
 ]
 

@@ -106,7 +106,6 @@ def test_the_checks_of_the_learner_pass_at_toy_size(setup, monkeypatch, name):
     assert len(results) == (4 if name == "training" else 1)
 
 
-@pytest.mark.timeout(120)
 def test_the_program_prints_its_results_and_writes_a_report(tmp_path):
     found = check(tmp_path, "--only", "stack,kernels")
     assert {result["state"] for result in found.values()} == {"PASS"}

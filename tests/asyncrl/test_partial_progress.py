@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from asyncrl.core.trajectory import TrajectoryGroup
 from asyncrl.core.types import FinishReason, Lease, Prompt
@@ -22,8 +21,6 @@ from tests.support.buffer_groups import AnyRole
 from tests.support.offers import bare_offer
 from tests.support.rollout import ready_member
 from tests.support.trajectories import make_group
-
-pytestmark = pytest.mark.timeout(120)
 
 NUM_TOKENS = 400
 WRITTEN = 9

@@ -16,8 +16,6 @@ from rollout_fleet.engines.engine import SampleOutput
 from rollout_fleet.rewards import Scores
 from rollout_fleet.sample_log import SampleLog, load_decoder
 
-pytestmark = pytest.mark.timeout(120)
-
 
 @pytest.fixture
 def data(tmp_path):

@@ -47,7 +47,8 @@ PPO = [
     "total_steps=4",
     "ray.start_timeout_s=60",
 ]
-DEADLINE_S = 120
+DEADLINE_S = 240
+pytestmark = pytest.mark.timeout(600)
 
 
 def group(group_id: int, version: int = 0) -> TrajectoryGroup:

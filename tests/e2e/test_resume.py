@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from learner.checkpoint_folder import newest_checkpoint, read_progress, whole_checkpoints
 from tests.e2e.run_checks import assert_every_token_is_accounted_for, assert_the_account_closes
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 OPTIONS = [
     "rollout_fleet.engine=transformers",

@@ -7,37 +7,27 @@ import pytest
 import torch
 
 from asyncrl.cli.compose import CONFIG_DIR, compose_run
-from asyncrl.config import RunConfig
-from benchmarks.full_size import MODELS, QUICKSTART, FakeUpdate, fake_update
+from benchmarks.full_size import MODELS, QUICKSTART, fake_update
 from learner.config import LearnerConfig
 from learner.packing import MicroBatch
 from tests.support.ranks import run_on_ranks
 
-pytestmark = pytest.mark.timeout(300)
 EXPERIMENTS = sorted(path.stem for path in (CONFIG_DIR / "experiment").glob("*.yaml") if path.stem != "custom")
+ALWAYS = ("dapo_math_30b_a3b", "dapo_math_8_nodes", "gsm8k_lora")
+"""Experts, copies of the shards with sequence parallelism, adapters. The other experiments combine less."""
 LAYERS = 2
 SMALL = {**QUICKSTART, "num_hidden_layers": LAYERS}
 
 
-def updates_of(configs: list[RunConfig]) -> list[FakeUpdate]:
-    updates = []
-    for config in configs:
-        settings = {**MODELS.get(Path(config.model.path).name, QUICKSTART), "num_hidden_layers": LAYERS}
-        updates.append(fake_update(settings, config.learner, config.algorithm))
-    return updates
-
-
-@pytest.fixture(scope="module")
-def updates() -> dict[str, tuple[RunConfig, FakeUpdate]]:
-    """In one process: most of an update's time is the import of fake tensors."""
-    configs = [compose_run([f"experiment={name}"]) for name in EXPERIMENTS]
-    (found,) = run_on_ranks(1, updates_of, configs, timeout_s=280.0)
-    return dict(zip(EXPERIMENTS, zip(configs, found, strict=True), strict=True))
-
-
-@pytest.mark.parametrize("name", EXPERIMENTS)
-def test_an_update_of_each_experiment_runs_at_full_width_without_waiting(name, updates):
-    config, update = updates[name]
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.slow) for name in EXPERIMENTS]
+)
+def test_an_update_of_each_experiment_runs_at_full_width_without_waiting(name):
+    config = compose_run([f"experiment={name}"])
+    settings = MODELS.get(Path(config.model.path).name, QUICKSTART)
+    (update,) = run_on_ranks(
+        1, fake_update, {**settings, "num_hidden_layers": LAYERS}, config.learner, config.algorithm
+    )
     assert update.waits == []
     assert update.dtypes == {(torch.float32, torch.float32)}
     assert update.num_without_gradient == 0

@@ -14,8 +14,6 @@ from learner.fsdp import open_mesh
 from tests.support.peers import peers
 from tests.support.ranks import run_on_ranks
 
-pytestmark = pytest.mark.timeout(120)
-
 
 def join(_state, environment):
     """Join the group of an environment. Returns this process's listening addresses and the gathered values."""

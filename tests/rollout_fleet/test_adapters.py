@@ -17,7 +17,6 @@ from rollout_fleet.episodes.environment import EpisodeFailure, FailureKind, Outc
 from rollout_fleet.episodes.environment_processes import EnvironmentProcesses
 from tests.support.policy_endpoint import PolicyEndpoint
 
-pytestmark = pytest.mark.timeout(120)
 GAMES = '''
 class Space:
     n, start = 10, 0

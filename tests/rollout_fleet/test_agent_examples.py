@@ -20,7 +20,6 @@ from rollout_fleet.episodes.environment import Outcome
 from rollout_fleet.episodes.environment_processes import EnvironmentProcesses
 from tests.support.policy_endpoint import PolicyEndpoint
 
-pytestmark = pytest.mark.timeout(120)
 ROOT = Path(__file__).parents[2]
 AGENTS = ROOT / "examples" / "agents"
 PAGE = ROOT / "docs" / "agents.md"

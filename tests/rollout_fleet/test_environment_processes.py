@@ -19,7 +19,6 @@ from rollout_fleet.episodes.environment import EpisodeFailure, FailureKind, Outc
 from rollout_fleet.episodes.environment_processes import EnvironmentProcesses
 from tests.support.policy_endpoint import PolicyEndpoint
 
-pytestmark = pytest.mark.timeout(120)
 AGENTS = '''
 import asyncio, os, subprocess, sys, threading, time
 from rollout_fleet.episodes import EpisodeFailure, FailureKind, Outcome, ToolError

@@ -15,7 +15,6 @@ import pytest
 
 from rollout_fleet.engines.sglang_server import GUARD
 
-pytestmark = pytest.mark.timeout(60)
 SERVER = """
     import mmap, os, signal, sys, time
     if "stubborn" in sys.argv:

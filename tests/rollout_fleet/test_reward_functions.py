@@ -15,8 +15,6 @@ from rollout_fleet.reward_protocol import BoundReward
 from rollout_fleet.rewards import REWARDS, Rollout, WeightedRewards
 from rollout_fleet.sandbox import Sandbox
 
-pytestmark = pytest.mark.timeout(120)
-
 
 def prompt_with(truth, **extra):
     return Prompt(group_id=7, prompt_ids=np.asarray([3], dtype=np.int32), ground_truth=truth, extra=extra)

@@ -8,7 +8,6 @@ from rollout_fleet.config import RolloutFleetConfig
 from rollout_fleet.reward_protocol import BoundReward
 from rollout_fleet.rewards import Rollout, WeightedRewards
 
-pytestmark = pytest.mark.timeout(60)
 QUESTION = {"role": "user", "content": "6 times 7?"}
 
 

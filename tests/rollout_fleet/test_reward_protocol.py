@@ -10,7 +10,6 @@ from rollout_fleet.episodes.environment import Outcome
 from rollout_fleet.reward_protocol import BoundReward
 from rollout_fleet.rewards import Rollout, Score, WeightedRewards
 
-pytestmark = pytest.mark.timeout(60)
 MODULE = """
 import asyncio, os, sys, time
 from rollout_fleet.rewards import Score

@@ -15,7 +15,6 @@ from rollout_fleet.config import RolloutFleetConfig
 from rollout_fleet.rewards import REWARDS, RewardProcesses, Rollout, WeightedRewards
 from tests.support.leftovers import left_in_shared_memory, shared_memory_of
 
-pytestmark = pytest.mark.timeout(60)
 PROMPT = Prompt(group_id=7, prompt_ids=np.asarray([3, 4], dtype=np.int32), ground_truth="42")
 USER_REWARDS = """
 import os, subprocess, sys, time

@@ -18,7 +18,6 @@ from asyncrl.core.errors import SandboxError
 from rollout_fleet import sandbox as sandbox_module
 from rollout_fleet.sandbox import OTHERS_PROCESSES, EndedBy, Sandbox, SandboxKind, SandboxLimits
 
-pytestmark = pytest.mark.timeout(120)
 SYSTEM_PYTHON = "/usr/bin/python3"
 ISOLATING = (SandboxKind.bubblewrap, SandboxKind.namespaces)
 

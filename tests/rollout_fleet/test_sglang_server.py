@@ -19,7 +19,6 @@ from rollout_fleet.config import EngineDevice, EngineKind, OnUpdate, RolloutFlee
 from rollout_fleet.engines import sglang_server
 from rollout_fleet.engines.sglang_server import SGLangServer
 
-pytestmark = pytest.mark.timeout(60)
 COMES_UP = """
     print("Uvicorn running on http://127.0.0.1", flush=True)
     time.sleep(600)

@@ -39,8 +39,6 @@ from tests.support.offers import bare_offer
 from tests.support.tiny_models import VOCABULARY, save_tiny_model
 from tests.support.whole_weights import save_whole
 
-pytestmark = pytest.mark.timeout(60)
-
 
 @pytest.fixture
 def publish(model_path, tmp_path):

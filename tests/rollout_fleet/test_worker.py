@@ -18,8 +18,6 @@ from tests.support.engine_probes import publish_weights
 from tests.support.offers import bare_offer
 from tests.support.rollout import digits
 
-pytestmark = pytest.mark.timeout(60)
-
 
 @pytest.fixture
 def make_worker(model_path, tmp_path, monkeypatch):

@@ -77,7 +77,12 @@ class Probe(Worker):
 
 
 def pool_of(*process_on_nodes, num_cpus=0.5, **options):
-    options = {"max_colocate_count": 1, "use_gpu": False, "num_cpus_per_process": num_cpus, "timeout_s": 30.0} | options
+    options = {
+        "max_colocate_count": 1,
+        "use_gpu": False,
+        "num_cpus_per_process": num_cpus,
+        "timeout_s": 120.0,
+    } | options
     return RayResourcePool(list(process_on_nodes), **options)
 
 

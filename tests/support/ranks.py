@@ -34,7 +34,7 @@ IMPORTED_ONCE = [
 ]
 
 
-def run_on_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
+def run_on_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, timeout_s: float = 240.0) -> list[Any]:
     """Call ``function(*args)`` on every rank; return the results by rank. A rank that fails or dies fails the call."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(IMPORTED_ONCE)

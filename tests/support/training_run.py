@@ -17,7 +17,7 @@ from asyncrl.run.run_folder import shared_folder
 from tests.support.process_output import ProcessOutput
 
 ROOT = Path(__file__).resolve().parents[2]
-START_TIMEOUT_S = 240
+START_TIMEOUT_S = 600
 
 
 def documented_metrics() -> set[str]:

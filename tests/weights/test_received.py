@@ -25,8 +25,6 @@ from tests.support.peers import peers
 from tests.support.published_bytes import bytes_of, changed, publish_bytes, random_bytes
 from tests.support.training_run import ROOT
 
-pytestmark = pytest.mark.timeout(60)
-
 
 class Network:
     """A learner of one rank that sends its versions; every fourth one is full, the others are deltas too.
