@@ -1,6 +1,7 @@
 """The roles' workers through verl's methods: a `DataProto` in, a `DataProto` out, compared with plain forwards."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -155,6 +156,14 @@ def test_values_and_scores_are_at_verls_positions(models):
             want[length - 1] = score
         np.testing.assert_allclose(scores[row].numpy(), want, atol=2e-5)
     assert float(values.abs().max()) > 0.1
+
+
+def test_a_critic_of_an_estimator_that_reads_no_values_is_refused(models, tmp_path):
+    own = tmp_path / "own.py"
+    own.write_text("def outcome(rewards, group_ids):\n    return rewards\n")
+    algorithm = replace(ALGORITHM, advantage=f"{own}:outcome", critic=True)
+    with pytest.raises(ValueError, match=r"critic=true needs a token-level or turn-level estimator.*own.py:outcome"):
+        CriticWorker(CONFIG, algorithm, model_path=models["critic"], total_steps=20).init_model()
 
 
 def test_updating_the_actor_changes_only_tokens_of_the_response_mask(models, tmp_path):
