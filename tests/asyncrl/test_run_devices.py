@@ -123,19 +123,19 @@ def devices_of(seen, kind):
 
 async def test_a_run_takes_only_the_visible_gpus_of_this_machine(gpus):
     gpus(8, visible="7,2,5,4")
-    separate = resolve_devices(run("learner.num_ranks=1", "rollout_fleet.num_engines=3"), visible_gpus(), print)
-    async with ray_cluster(separate) as config:
+    config = resolve_devices(run(*colocated(4, 2)), visible_gpus(), print)
+    async with ray_cluster(config) as config:
         assert ray.cluster_resources()["GPU"] == 4
+        seen = await asyncio.to_thread(seen_by_all, config)
+        of_ranks = devices_of(seen, "learner")
+        assert sorted(of_ranks) == ["2", "4", "5", "7"]
+        assert devices_of(seen, "engine") == [",".join(of_ranks[:2]), ",".join(of_ranks[2:])], "they share them"
+        config = resolve_devices(run("learner.num_ranks=1", "rollout_fleet.num_engines=3"), visible_gpus(), print)
         seen = await asyncio.to_thread(seen_by_all, config)
         assert sorted(one["CUDA_VISIBLE_DEVICES"] for one in seen.values()) == ["2", "4", "5", "7"]
         async with gpu_of_this_node(config) as reserved:
             assert reserved in ("2", "4", "5", "7")
             assert (await asyncio.to_thread(ray.available_resources)).get("GPU", 0) == 3
-        config = resolve_devices(run(*colocated(4, 2)), visible_gpus(), print)
-        seen = await asyncio.to_thread(seen_by_all, config)
-    of_ranks = devices_of(seen, "learner")
-    assert sorted(of_ranks) == ["2", "4", "5", "7"]
-    assert devices_of(seen, "engine") == [",".join(of_ranks[:2]), ",".join(of_ranks[2:])], "they share them"
 
 
 class Reached(Exception):
