@@ -31,6 +31,7 @@ import logging
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
+from dataclasses import replace
 from enum import Enum, auto
 from functools import partial
 from typing import Any
@@ -150,7 +151,7 @@ class RolloutLoop:
         """
         if self._state is LoopState.stopping:  # stopped before it ran
             self._state = LoopState.ended
-            return self._meter.counters()
+            return self.counters()
         self._state = LoopState.running
         leasing = self._spawn(self._keep_leasing)
         pumps = [self._keep_renewing, self._engine.wait_failed] + ([] if self._limit.is_fixed else [self._keep_fitting])
@@ -176,7 +177,7 @@ class RolloutLoop:
             self._groups.moved()
             self._state = LoopState.ended
             await self._notify()
-        return self._meter.counters()
+        return self.counters()
 
     async def wait_ended(self) -> None:
         """Wait for the end of `run`; returns at once if it does not run."""
@@ -190,7 +191,7 @@ class RolloutLoop:
             await self._notify()
         if not never_ran:
             await self._until(lambda: self._state is LoopState.ended)
-        return self._meter.counters()
+        return self.counters()
 
     async def load_next(self, after: int, *, keeps_on: bool = False) -> None:
         """Wait for weights newer than version ``after`` (-1 for any), load them, and report the version.
@@ -324,7 +325,8 @@ class RolloutLoop:
 
     def counters(self) -> FleetCounters:
         """Return the counters up to now."""
-        return self._meter.counters()
+        counters = self._meter.counters()
+        return counters if self._player is None else replace(counters, episodes=self._player.counts)
 
     def count_generated(self) -> int:
         """Policy tokens of all answered samples, and the tokens so far of the running ones."""

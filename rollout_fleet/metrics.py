@@ -6,12 +6,31 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
+from enum import StrEnum
 from typing import Any
 
 from asyncrl.core import record
 from asyncrl.core.record import LevelName, SpanKind
 
 from .member import Member, MemberState
+
+
+class EpisodeCount(StrEnum):
+    """What may happen to the environments of a worker and to their requests; counts of several workers are added."""
+
+    unknown_keys = "unknown_keys"  # requests with a key of no episode
+    closed_keys = "closed_keys"  # requests with the key of an episode that has ended
+    lost_answers = "lost_answers"  # answers whose client was gone
+    error_answers = "error_answers"  # all requests that were answered with an error, those with a wrong key too
+    failed_environment = "failed_environment"  # failed episodes by `FailureKind`
+    failed_tool = "failed_tool"
+    failed_reward = "failed_reward"
+    failed_overflow = "failed_overflow"
+    failed_infrastructure = "failed_infrastructure"
+    processes_killed = "processes_killed"  # their event loop was blocked, or they used too much memory
+    processes_ended = "processes_ended"  # they ended by themselves, or were killed, and were replaced
+    processes_retired = "processes_retired"  # they were replaced because too much piled up in them
+    leftovers = "leftovers"  # programs and tasks that ended episodes had left
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,6 +50,7 @@ class FleetCounters:
         wait_s: Time without a training request on the engine because the buffer admitted none.
         load_s: Seconds of paused generation, per weight load.
         reward_s: Time spent waiting for rewards, summed over groups.
+        episodes: By `EpisodeCount`; empty without environments.
     """
 
     tokens_generated: int = 0
@@ -43,6 +63,7 @@ class FleetCounters:
     wait_s: float = 0.0
     load_s: tuple[float, ...] = ()
     reward_s: float = 0.0
+    episodes: Counter[str] = field(default_factory=Counter)
 
     @classmethod
     def total(cls, parts: Iterable[FleetCounters]) -> FleetCounters:
@@ -50,7 +71,10 @@ class FleetCounters:
         sums: dict[str, Any] = asdict(cls())
         for part in parts:
             for name in sums:
-                sums[name] = sums[name] + getattr(part, name)
+                if isinstance(sums[name], Counter):
+                    sums[name].update(getattr(part, name))  # keeps zeros
+                else:
+                    sums[name] = sums[name] + getattr(part, name)
         return cls(**sums)
 
 

@@ -12,9 +12,10 @@ from asyncrl.config import RunConfig
 from asyncrl.metrics import StepRecord
 from asyncrl.profile import FleetCause, LearnerCause
 from rollout_fleet.episodes.episode import Episode, EpisodeBudget
-from rollout_fleet.episodes.episode_run import EpisodeRun
+from rollout_fleet.episodes.episode_run import EpisodeRun, PromptTokens
 from rollout_fleet.episodes.player import session_metrics
 from rollout_fleet.episodes.session import SessionCounts
+from rollout_fleet.metrics import EpisodeCount
 from tests.support.training_run import ROOT, documented_metrics
 
 CODE = [
@@ -57,13 +58,14 @@ def test_every_message_in_troubleshooting_exists_in_the_code():
 def test_the_metrics_page_and_the_code_have_the_same_metrics():
     documented = documented_metrics()
     for_trackers = {"groups", "lags"}
-    own = {field.name for field in fields(StepRecord)} - {"learner", "metrics"} - for_trackers
+    own = {field.name for field in fields(StepRecord)} - {"learner", "metrics", "episodes"} - for_trackers
     assert own <= documented
     budget = EpisodeBudget(max_turns=1, max_tokens=1, max_context=2, max_tree_tokens=2)
     episode = Episode("0-0-0", np.array([1], dtype=np.int32), budget)
     an_episode = EpisodeRun(episode, ask=lambda: None, vocab_size=2)
     of_episodes = {name for name in documented if name.startswith("episode.")}
-    assert of_episodes == set(session_metrics(an_episode, SessionCounts()))
+    an_episode.later_prompts = PromptTokens(num_tokens=4, num_cached=1)
+    assert of_episodes == {*session_metrics(an_episode, SessionCounts()), *(f"episode.{name}" for name in EpisodeCount)}
     assert {name for name in documented - of_episodes if not name.startswith(("learner.", "reward.", "alarm."))} <= own
     source = "\n".join(path.read_text() for path in (ROOT / "learner").glob("*.py"))
     ends = {name.rpartition(".")[2] for name in documented if name.startswith("learner.")}

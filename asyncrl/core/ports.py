@@ -274,12 +274,14 @@ class FleetCounts:
         tokens_in_flight: Generated tokens whose groups are neither stored nor released.
         groups_failed: Failed attempts by reason: ``aborted`` by the engine, ``reward``, …
         tokens_by_engine: ``tokens_generated`` of each present engine, over all its lives.
+        episodes: Counts of environments and their requests by name; empty without environments.
     """
 
     tokens_generated: int
     tokens_in_flight: int
     groups_failed: Mapping[str, int] = field(default_factory=dict)
     tokens_by_engine: Mapping[str, int] = field(default_factory=dict)
+    episodes: Mapping[str, int] = field(default_factory=dict)
 
 
 class FleetPort(Protocol):

@@ -56,6 +56,8 @@ class StepRecord:
         learner: Metrics of the learner by name (loss, grad_norm, clip_fraction, …).
         metrics: Metrics of the trajectories by name, as means over the batch's groups. Example: ``reward.NAME`` for
             each of several rewards.
+        episodes: Counts of environments and their requests by name, summed over the engines since training began.
+            Example: ``unknown_keys``. Empty without environments.
         groups: Groups by state after the step's commit; for trackers, not in ``metrics.jsonl``.
         lags: Number of the batch's groups by lag; for trackers, not in ``metrics.jsonl``.
     """
@@ -89,15 +91,18 @@ class StepRecord:
     free_disk_bytes: int = 0
     learner: Mapping[str, float]
     metrics: Mapping[str, float] = field(default_factory=dict)
+    episodes: Mapping[str, int] = field(default_factory=dict)
     groups: Mapping[str, int] = field(default_factory=dict)
     lags: Mapping[int, int] = field(default_factory=dict)
 
     def flat(self) -> dict[str, float]:
         """Return all numbers by dotted name. Example: ``learner.loss``."""
         numbers = asdict(self)
-        learner, metrics = numbers.pop("learner"), numbers.pop("metrics")
         del numbers["groups"], numbers["lags"]
-        return numbers | metrics | {f"learner.{name}": value for name, value in learner.items()}
+        numbers |= numbers.pop("metrics")
+        for part, prefix in (("episodes", "episode"), ("learner", "learner")):
+            numbers |= {f"{prefix}.{name}": value for name, value in numbers.pop(part).items()}
+        return numbers
 
 
 @dataclass(frozen=True, kw_only=True)

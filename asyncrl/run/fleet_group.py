@@ -484,4 +484,5 @@ def _total(workers: Sequence[FleetCounters]) -> FleetCounts:
         tokens_generated=total.tokens_generated,
         tokens_in_flight=total.tokens_in_flight,
         groups_failed=total.groups_failed,
+        episodes=total.episodes,
     )

@@ -151,6 +151,7 @@ class Reporter:
                 buffer_fill=stats.stored_bytes / self._store_bytes,
                 slowest_engine=slowest_engine(self._engine_tokens[0], counts.tokens_by_engine),
                 learner={name: value for name, value in metrics.items() if not name.endswith(times)},
+                episodes=dict(counts.episodes),
                 groups=stats.groups,
             )
         )

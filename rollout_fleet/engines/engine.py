@@ -62,12 +62,14 @@ class SampleOutput:
         logprobs: [R] float32, log-prob under the sampling temperature, before top-p and top-k.
         versions: [R] int32, policy version that the engine reported for each token.
         finish_reason: None if the sample was aborted; then R may be 0.
+        num_cached: Tokens of the prompt that the engine had in its cache; None if it does not report them.
     """
 
     token_ids: np.ndarray
     logprobs: np.ndarray
     versions: np.ndarray
     finish_reason: FinishReason | None
+    num_cached: int | None = None
 
     def turn(self, parent: int) -> Turn:
         """The finished turn below ``parent``."""

@@ -62,6 +62,7 @@ class _StreamedSample(RunningSample):
         self._token_ids: list[int] = []
         self._logprobs: list[float] = []
         self._num_certain = 0
+        self._num_cached: int | None = None
 
     def add(self, chunk: Any) -> SampleOutput | None:
         """Add a chunk; returns the sample if the chunk was its last."""
@@ -80,6 +81,7 @@ class _StreamedSample(RunningSample):
         self._logprobs += [triple[0] for triple in new]
         self.num_tokens += num_new
         if reason is not None:
+            self._num_cached = meta.get("cached_tokens") if self.num_tokens else None  # none if it never began
             versions = np.full(self.num_tokens, -1, dtype=np.int32)
             for span in meta.get("weight_versions") or []:
                 versions[span["start"] : span["end"]] = int(span["version"])
@@ -98,6 +100,7 @@ class _StreamedSample(RunningSample):
             logprobs=np.asarray(self._logprobs[: len(versions)], dtype=np.float32),
             versions=versions,
             finish_reason=finish_reason,
+            num_cached=self._num_cached,
         )
 
 

@@ -31,6 +31,7 @@ from asyncrl.core.errors import DeadlineError, WorkerDiedError
 from asyncrl.core.types import Prompt
 from rollout_fleet.children import ChildProcess, child_environment, with_remedy
 from rollout_fleet.config import RolloutFleetConfig
+from rollout_fleet.metrics import EpisodeCount
 
 from .environment import EpisodeFailure, FailureKind, OnTool, Outcome
 
@@ -180,8 +181,7 @@ class EnvironmentProcesses:
     """Child processes that run the environments of one rollout worker.
 
     Attributes:
-        counts: Counts of events by name: failures by kind (``failed_tool``), ``processes_killed``, ``processes_ended``,
-            ``processes_retired``, and ``leftovers``: programs and tasks that still ran after their episodes.
+        counts: Counts of events by `EpisodeCount`: failures by kind, processes and leftovers.
     """
 
     def __init__(self, config: RolloutFleetConfig) -> None:
@@ -279,7 +279,7 @@ class EnvironmentProcesses:
                 raise EpisodeFailure(FailureKind(kind), with_remedy(message, self._config, who="environments"))
             return Outcome.of(answer["outcome"])
         except EpisodeFailure as failure:
-            self.counts[f"failed_{failure.kind}"] += 1
+            self.counts[EpisodeCount(f"failed_{failure.kind}")] += 1
             logger.warning("environment %s, prompt group %d, sample %d: %s", name, prompt.group_id, sample, failure)
             raise
 
@@ -318,7 +318,7 @@ class EnvironmentProcesses:
             clearing = asyncio.create_task(self._clear(process, number))
             self._background.add(clearing)
             clearing.add_done_callback(self._background.discard)
-        self.counts["leftovers"] += answer.get("num_left", 0)
+        self.counts[EpisodeCount.leftovers] += answer.get("num_left", 0)
         if process is not None and answer.get("num_stuck", 0) > MOST_STUCK:
             self._retire(process)
         return answer
@@ -343,7 +343,7 @@ class EnvironmentProcesses:
         if process.is_retiring:
             return
         logger.warning("a process of environments is replaced: more than %d threads or tasks are left", MOST_STUCK)
-        self.counts["processes_retired"] += 1
+        self.counts[EpisodeCount.processes_retired] += 1
         process.is_retiring = True
         self._retiring.add(process)
         self._slots[self._slots.index(process)] = None
@@ -361,7 +361,7 @@ class EnvironmentProcesses:
             if process is not None:
                 self._slots[slot] = None
                 self._num_ends = 1 if time.monotonic() - process.began > _STEADY_S else self._num_ends + 1
-                self.counts["processes_ended"] += 1
+                self.counts[EpisodeCount.processes_ended] += 1
             if self._num_ends:
                 await asyncio.sleep(min(_MAX_BACKOFF_S, 0.1 * 2 ** min(self._num_ends, 10)))
             try:
@@ -412,7 +412,7 @@ class EnvironmentProcesses:
                     continue
                 if why := process.check(late_s):
                     logger.warning("a process of environments is killed: it %s", why)
-                    self.counts["processes_killed"] += 1
+                    self.counts[EpisodeCount.processes_killed] += 1
                     await asyncio.sleep(_TRACEBACK_S)
                     await process.end(why)
 

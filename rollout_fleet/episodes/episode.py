@@ -193,7 +193,7 @@ class Episode:
             raise ValueError(f"episode {self.name}: a given turn needs at least one token")
         index = self._given.get((parent, ids.tobytes()))
         if index is None or not self._nodes[index].is_live:
-            depth = self._depth(parent) + len(ids)
+            depth = self.depth(parent) + len(ids)
             used = {"max_context": depth, "max_tree_tokens": self._other_paths(parent) + depth}
             for what, most in self._limits.items():
                 if what in used and used[what] > most:
@@ -215,7 +215,7 @@ class Episode:
             ValueError: as `give`; ``new_tokens`` may be empty below a turn.
         """
         self._check_parent(parent)
-        depth = self._depth(parent) + len(new_tokens)
+        depth = self.depth(parent) + len(new_tokens)
         if depth == 0:
             raise ValueError(f"episode {self.name}: a new root needs at least one token")
         known = self._given.get((parent, _int32(new_tokens).tobytes()))
@@ -346,7 +346,8 @@ class Episode:
         if self._nodes[parent].is_running:
             raise ValueError(f"episode {self.name}: turn {parent} is still running; take its answer first")
 
-    def _depth(self, index: int) -> int:
+    def depth(self, index: int) -> int:
+        """Tokens on the path to the end of a turn; 0 for `ROOT`."""
         return 0 if index == ROOT else self._nodes[index].depth
 
     @property

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
@@ -34,6 +35,11 @@ class Player(Protocol):
         """Whether the prompt has an environment. Without one, a rollout is a single answer."""
         ...
 
+    @property
+    def counts(self) -> Counter[str]:
+        """What happened so far, by `EpisodeCount`."""
+        ...
+
     def scores(self, failure: EpisodeFailure) -> bool:
         """Whether rewards score an episode with this failure."""
         ...
@@ -41,6 +47,14 @@ class Player(Protocol):
     async def play(self, prompt: Prompt, run: EpisodeRun, *, sampling: SamplingConfig, index: int) -> None:
         """Play one episode, and set the outcome or the failure of its run; ``index`` is its place in the group."""
         ...
+
+
+@dataclass(kw_only=True)
+class PromptTokens:
+    """Prompt tokens of several requests, and how many of them the engine had in its cache."""
+
+    num_tokens: int = 0
+    num_cached: int = 0
 
 
 class EpisodeRun:
@@ -58,6 +72,8 @@ class EpisodeRun:
         failure: Why there is no outcome.
         metrics: Numbers of the session to report.
         times: When it waited for what.
+        later_prompts: The prompts of all turns after the first one, as far as the engine reports its cache. Requests
+            that continue a cut-off turn do not count.
 
     Args:
         ask: Called when a turn wants the engine; never waits.
@@ -78,6 +94,7 @@ class EpisodeRun:
         self.failure: EpisodeFailure | None = None
         self.metrics: dict[str, float] = {}
         self.times = EpisodeTimes()
+        self.later_prompts = PromptTokens()
         self._ask = ask
         self._on_place = on_place
         self._vocab_size = vocab_size
@@ -174,7 +191,12 @@ class EpisodeRun:
 
     def take(self, request_id: str, output: SampleOutput) -> None:
         """Append an answer of the engine, and wake the calls that wait for its turn."""
-        index = self.episode.take(request_id, output)
+        index = self.episode.turn_of(request_id)
+        turn = self.episode.turn(index)
+        if output.num_cached is not None and not len(turn.token_ids) and index != next(iter(self.times.turns)):
+            self.later_prompts.num_tokens += self.episode.depth(turn.parent)
+            self.later_prompts.num_cached += output.num_cached
+        self.episode.take(request_id, output)
         if index not in self.episode.running:
             self.times.ended(index)
             if (waiting := self._waiting.pop(index, None)) is not None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from asyncrl.core.types import Prompt
 from rollout_fleet.config import RolloutFleetConfig, SamplingConfig
+from rollout_fleet.metrics import EpisodeCount
 
 from .config import OnFailure, OnSamplingOption
 from .endpoint import Endpoint
@@ -48,6 +51,18 @@ class EpisodePlayer:
         """See `Player.scores`."""
         return getattr(self._config.environment.on_failure, failure.kind) == OnFailure.score
 
+    @property
+    def counts(self) -> Counter[str]:
+        """See `Player.counts`."""
+        endpoint = self._endpoint.counts
+        of_endpoint = {
+            EpisodeCount.unknown_keys: endpoint.unknown_keys,
+            EpisodeCount.closed_keys: endpoint.closed_keys,
+            EpisodeCount.lost_answers: endpoint.lost,
+            EpisodeCount.error_answers: endpoint.errors.total(),
+        }
+        return Counter({str(name): self._processes.counts[name] for name in EpisodeCount} | of_endpoint)
+
     async def start(self) -> None:
         """Choose the renderer, start the processes, and load the run's environment.
 
@@ -85,8 +100,10 @@ class EpisodePlayer:
 
 
 def session_metrics(run: EpisodeRun, counts: SessionCounts) -> dict[str, float]:
-    """The metrics ``episode.NAME`` of docs/metrics.md."""
+    """The metrics ``episode.NAME`` of docs/metrics.md: numbers of one episode. A step has their means."""
+    later = run.later_prompts
     return {
+        **({"episode.prefix_hits": later.num_cached / later.num_tokens} if later.num_tokens else {}),
         "episode.turns": float(run.episode.num_turns),
         "episode.branches": float(counts.branches.total()),
         "episode.repeated_requests": float(counts.repeated),

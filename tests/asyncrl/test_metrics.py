@@ -49,6 +49,7 @@ def make_record(step, reward=0.25):
         publish_s=0.02,
         learner={"loss": -0.5, "entropy": 1.25, "behavior_kl": 0.0125, "grad_norm": 0.75},
         metrics={"reward.format": 0.125},
+        episodes={"unknown_keys": 0, "lost_answers": 3},
     )
 
 

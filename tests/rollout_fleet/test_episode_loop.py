@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import zlib
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
@@ -23,6 +24,7 @@ from rollout_fleet.episodes.config import EnvironmentConfig, OnFailure, OnFailur
 from rollout_fleet.episodes.environment import EpisodeFailure, FailureKind, Outcome
 from rollout_fleet.episodes.episode_run import EpisodeRun
 from rollout_fleet.evaluation import HeldOutAnswers
+from rollout_fleet.metrics import FleetCounters
 from rollout_fleet.rewards import REWARDS, Score, WeightedRewards
 from tests.support.rollout import digits, make_prompts, running_loop, update
 
@@ -70,6 +72,10 @@ class Playing:
     environment: Play
     budget: EpisodeBudget = field(default_factory=lambda: EpisodeBudget(max_turns=8, max_tokens=96, max_context=200))
     cancelled: list[str] = field(default_factory=list)
+
+    @property
+    def counts(self) -> Counter[str]:
+        return Counter(failed_tool=0, lost_answers=len(self.cancelled))
 
     def plays(self, prompt: Prompt) -> bool:
         return True
@@ -214,6 +220,7 @@ async def test_another_worker_replays_the_episodes_of_a_stopped_one(make_buffer)
         await asyncio.sleep(7)
         first = await loop.stop()
     assert sorted(player.cancelled) == ["0-0-0", "0-0-1"]
+    assert FleetCounters.total([first, first]).episodes == {"failed_tool": 0, "lost_answers": 4}, "zeros too"
     assert buffer.progress[0].summary.num_tokens == first.tokens_generated > 0
     prefixes = [trajectory.turns[1].token_ids.tolist() for trajectory in buffer.progress[0].trajectories()]
     async with running_loop(buffer, writes_by_context, player=player) as (loop, engine, _):

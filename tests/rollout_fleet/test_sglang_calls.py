@@ -412,7 +412,10 @@ def test_chunks_are_put_together_with_the_versions_of_the_last():
     assert sample.add(chunk([5], 1)) is None
     assert sample.add(chunk([6, 7], 3)) is None
     spans = [{"version": "3", "start": 0, "end": 2}, {"version": "4", "start": 2, "end": 4}]
-    output = sample.add(chunk([8], 4, reason="stop", spans=spans))
+    last = chunk([8], 4, reason="stop", spans=spans)
+    last["meta_info"]["cached_tokens"] = 17
+    output = sample.add(last)
+    assert output.num_cached == 17
     assert output.token_ids.tolist() == [5, 6, 7, 8]
     assert output.versions.tolist() == [3, 3, 4, 4]
     assert output.finish_reason is FinishReason.stop

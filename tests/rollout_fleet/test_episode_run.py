@@ -1,0 +1,68 @@
+"""A running episode: what the engine says of its prompts, and what the worker counts of its environments."""
+
+import asyncio
+
+import aiohttp
+import numpy as np
+import pytest
+
+from asyncrl.core.types import FinishReason
+from rollout_fleet.config import RolloutFleetConfig, SamplingConfig
+from rollout_fleet.engines.engine import SampleOutput
+from rollout_fleet.episodes import PROMPT, Endpoint, Episode, EpisodeBudget, SessionCounts
+from rollout_fleet.episodes.episode_run import EpisodeRun, PromptTokens
+from rollout_fleet.episodes.player import EpisodePlayer, session_metrics
+from rollout_fleet.metrics import EpisodeCount
+
+
+def answered(num_tokens, *, num_cached, is_aborted=False):
+    return SampleOutput(
+        token_ids=np.full(num_tokens, 9, dtype=np.int32),
+        logprobs=np.zeros(num_tokens, dtype=np.float32),
+        versions=np.zeros(num_tokens, dtype=np.int32),
+        finish_reason=None if is_aborted else FinishReason.stop,
+        num_cached=num_cached,
+    )
+
+
+async def play(answers):
+    """Three turns: after the prompt of 10 tokens, and after 4 given tokens each; returns the run."""
+    budget = EpisodeBudget(max_turns=9, max_tokens=99, max_context=99)
+    run = EpisodeRun(Episode("0-0-0", np.arange(10, dtype=np.int32), budget), ask=lambda: None, vocab_size=100)
+    left, turn, given = iter(answers), PROMPT, ()
+    for _ in range(3):
+        asking = asyncio.create_task(run.sample(turn, given, SamplingConfig(max_new_tokens=8)))
+        await asyncio.sleep(0)
+        while not asking.done():
+            for request in run.next_requests():
+                run.take(request.id, next(left))
+            await asyncio.sleep(0)
+        turn, given = asking.result(), (1, 2, 3, 4)
+    return run
+
+
+async def test_prefix_hits_are_the_cached_tokens_of_the_prompts_after_the_first_turn():
+    first, second = answered(6, num_cached=10), answered(2, num_cached=15)
+    cut_off, rest = answered(3, num_cached=0, is_aborted=True), answered(1, num_cached=29)
+    run = await play([first, second, cut_off, rest])
+    assert run.later_prompts == PromptTokens(num_tokens=20 + 26, num_cached=15 + 0), "10 + 6 + 4, and 2 + 4 more"
+    assert session_metrics(run, SessionCounts())["episode.prefix_hits"] == pytest.approx(15 / 46)
+
+
+async def test_an_engine_that_does_not_report_its_cache_has_no_prefix_hits():
+    run = await play([answered(6, num_cached=None) for _ in range(3)])
+    assert "episode.prefix_hits" not in session_metrics(run, SessionCounts())
+
+
+async def test_the_player_counts_requests_with_a_wrong_key_and_all_other_counts_are_zero(monkeypatch):
+    endpoint = Endpoint()
+    monkeypatch.setattr("rollout_fleet.episodes.player.Endpoint", lambda: endpoint)
+    player = EpisodePlayer(RolloutFleetConfig(), model_path="", max_context=99)
+    assert player.counts == dict.fromkeys(EpisodeCount, 0)
+    await endpoint.start()
+    url = f"{endpoint.open(None).base_url}/chat/completions"
+    headers = {"authorization": "Bearer of-nobody"}
+    async with aiohttp.ClientSession() as http, http.post(url, headers=headers, json={}) as answer:
+        assert answer.status == 401
+    await player.close()
+    assert {name: count for name, count in player.counts.items() if count} == {"unknown_keys": 1, "error_answers": 1}
