@@ -22,6 +22,7 @@ from asyncrl.core.types import Prompt
 
 from .config import SamplesConfig
 from .engines.engine import SampleOutput
+from .episodes.episode_run import EpisodeRun
 from .rewards import Scores
 
 Decode = Callable[[Sequence[int]], str]
@@ -75,13 +76,26 @@ class SampleLog:
         await asyncio.to_thread(importlib.import_module, "pyarrow.parquet")
 
     async def add(
-        self, prompt: Prompt, samples: Sequence[SampleOutput | Turn], texts: Sequence[str], scores: Scores
+        self,
+        prompt: Prompt,
+        samples: Sequence[SampleOutput | Turn],
+        texts: Sequence[str],
+        scores: Scores,
+        *,
+        runs: Sequence[EpisodeRun] = (),
     ) -> None:
-        """Keep a finished training group if one is due; the last group of a set writes the file."""
+        """Keep a finished training group if one is due; the last group of a set writes the file.
+
+        ``runs`` are the episodes of the samples if an environment played them.
+        """
         version = max(int(sample.versions[-1]) for sample in samples)
         if not self._config.every_steps or version < self._next_version:
             return
-        self._rows += self.rows(prompt, samples, texts, scores)
+        rows = self.rows(prompt, samples, texts, scores)
+        for place, run in enumerate(runs):
+            rewards = scores.turn_rewards[place] if scores.turn_rewards else {}
+            rows[place]["episode"] = json.dumps(run.described(self._decode, rewards), ensure_ascii=False)
+        self._rows += rows
         self._num_groups += 1
         if self._num_groups >= self._config.num_groups:
             rows, self._rows, self._num_groups = self._rows, [], 0
@@ -100,7 +114,7 @@ class SampleLog:
     def rows(
         self, prompt: Prompt, samples: Sequence[SampleOutput | Turn], texts: Sequence[str], scores: Scores
     ) -> list[dict[str, Any]]:
-        """Return the rows of a prompt group."""
+        """Return the rows of a prompt group. ``episode`` is the JSON of `EpisodeRun.described`, empty without turns."""
         truth = prompt.ground_truth
         known = {
             "group_id": prompt.group_id,
@@ -118,6 +132,7 @@ class SampleLog:
                 "finish_reason": str(sample.finish_reason or ""),
                 "oldest_version": int(np.min(sample.versions, initial=np.iinfo(np.int32).max)),
                 "newest_version": int(np.max(sample.versions, initial=-1)),
+                "episode": "",
             }
             for index, (sample, text) in enumerate(zip(samples, texts, strict=True))
         ]

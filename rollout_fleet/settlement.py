@@ -191,7 +191,8 @@ class Settlement:
         kept = [chosen[place] for place in places]
         if self._samples is not None:
             texts = [rollouts[place].text for place in places]
-            await self._samples.add(prompt, [group.written(index) for index in kept], texts, scores)
+            runs = [group.runs[index] for index in kept] if group.runs else []
+            await self._samples.add(prompt, [group.written(index) for index in kept], texts, scores, runs=runs)
         return group.scored(scores, kept)
 
     async def _store(self, group: InflightGroup, stored: TrajectoryGroup) -> None:

@@ -24,6 +24,7 @@ from asyncrl.core.record import Pool
 from asyncrl.metrics import RunLimits, counted, in_words, json_object, read_alarms, read_json
 from asyncrl.profile import charts
 from asyncrl.profile.attribution import POOLS, OverlapReport
+from asyncrl.profile.episodes import episode_view
 from asyncrl.profile.page import render
 from asyncrl.profile.trace import FOLDER, Trace, TraceReader
 from asyncrl.samples import read_samples
@@ -32,6 +33,7 @@ from rollout_fleet.sample_log import Decode, load_decoder
 REPORT = "report.html"
 _MAX_FILES = 12
 _MAX_SAMPLES = 160
+_MAX_EPISODES = 12
 _QUIET_S = 30.0
 _SECOND = 1_000_000_000
 _NO_PREDICTIONS = "No predictions yet: python -m asyncrl plan RUN replays the run with other options."
@@ -76,6 +78,7 @@ class RunReport:
         predictions = _or_reason(lambda: read_json(run_dir / "plan.json", "curves")) or _NO_PREDICTIONS
         parts = _charts(trace, overlap, bound, predictions)
         parts["samples"] = _or_reason(lambda: self._samples.newest(_MAX_SAMPLES)) or _NO_SAMPLES
+        parts["episodes"] = _or_reason(lambda: self._samples.episodes(_MAX_EPISODES))
         return {
             "run": self._facts(trace, bound, options.get("experiment", "run")),
             "figures": [
@@ -226,6 +229,7 @@ class SampleFiles:
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
         self._read: dict[Path, list[dict[str, Any]]] = {}
+        self._episodes: tuple[Path | None, list[dict[str, Any]]] = (None, [])
 
     def newest(self, count: int) -> list[dict[str, Any]]:
         """At most ``count`` samples from the newest files of each kind."""
@@ -246,6 +250,18 @@ class SampleFiles:
             self._read[path] = before.get(path, samples)
         share = max(1, count // max(1, len(kept)))
         return [sample for path in kept for sample in self._read[path][:share]]
+
+    def episodes(self, count: int) -> list[dict[str, Any]]:
+        """The views of at most ``count`` episodes of the newest training file: half with the lowest rewards."""
+        newest = max(self._run_dir.glob("samples/train-v*.parquet"), default=None)
+        if newest is None:
+            return []
+        if self._episodes[0] != newest:
+            rows = [row for row in read_samples([newest]) if row.get("episode")]
+            rows.sort(key=lambda row: row["reward"])
+            chosen = rows if len(rows) <= count else [*rows[: count - count // 2], *rows[-(count // 2) :]]
+            self._episodes = newest, [episode_view(row, json.loads(row["episode"])) for row in chosen]
+        return self._episodes[1]
 
     @cached_property
     def _decode(self) -> Decode | None:

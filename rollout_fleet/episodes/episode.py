@@ -147,6 +147,11 @@ class Episode:
         return [index for index, node in enumerate(self._nodes) if node.turn.sampled and node.is_live]
 
     @property
+    def live(self) -> list[int]:
+        """The turns that were given or sampled in this life, parents before children."""
+        return [index for index, node in enumerate(self._nodes) if node.is_live]
+
+    @property
     def answer(self) -> Turn | None:
         """The last sampled turn of this attempt; None before the first one."""
         turns = self.sampled

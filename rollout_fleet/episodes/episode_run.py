@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from rollout_fleet.reward_protocol import Rollout
 
 from .environment import EpisodeFailure, Outcome
 from .episode import Episode, EpisodeBudget
-from .episode_times import EpisodeTimes
+from .episode_times import TURN_TIMES, EpisodeTimes
 
 
 class Player(Protocol):
@@ -155,6 +155,47 @@ class EpisodeRun:
             failure=str(self.failure or ""),
         )
 
+    def described(self, decode: Callable[[Sequence[int]], str], rewards: Mapping[int, float]) -> dict[str, Any]:
+        """The turns, their texts and times, and the tools, as JSON values: what the report shows of an episode.
+
+        Args:
+            decode: From token ids to text.
+            rewards: Of turns, by their indices.
+
+        Returns:
+            ``failure`` and ``duration_s`` of the episode; its ``tools``, as `ToolTimes`; and its ``turns``: ``turn``,
+            ``parent`` (-1 for a root), ``is_sampled``, ``num_tokens``, ``pieces`` (policy version and text of each
+            stretch of tokens of one version, -1 for given tokens), ``reward``, ``finish_reason``, and the fields of
+            `TurnTimes`, None for given turns. Seconds since the episode began.
+        """
+        turns = []
+        for index in self.episode.live:
+            turn, times = self.episode.turn(index), self.times.turns.get(index)
+            stretches = np.split(turn.token_ids, np.flatnonzero(np.diff(turn.versions)) + 1)
+            versions = turn.versions[np.cumsum([0, *map(len, stretches[:-1])])] if len(turn.token_ids) else ()
+            pieces = [
+                [int(version), decode(stretch.tolist())] for version, stretch in zip(versions, stretches, strict=False)
+            ]
+            turns.append(
+                {
+                    "turn": index,
+                    "parent": turn.parent,
+                    "is_sampled": turn.sampled,
+                    "num_tokens": len(turn.token_ids),
+                    "pieces": pieces,
+                    "reward": rewards.get(index),
+                    "finish_reason": str(turn.finish_reason or ""),
+                    **(asdict(times) if times is not None else dict.fromkeys(TURN_TIMES)),
+                }
+            )
+        tools = [asdict(tool) for tool in self.times.tools]
+        return {
+            "failure": str(self.failure or ""),
+            "duration_s": self.times.duration_s,
+            "turns": turns,
+            "tools": tools,
+        }
+
     async def sample(self, parent: int, new_tokens: Sequence[int] | np.ndarray, sampling: SamplingConfig) -> int:
         """Sample a turn that continues the path of ``parent`` with ``new_tokens``; return the finished turn.
 
@@ -211,7 +252,7 @@ class EpisodeRun:
     def end(self, reason: str) -> None:
         """End the episode; the first reason counts. If the environment has ended, running turns are dropped."""
         self._end_reason = self._end_reason or reason
-        self.times.end_calls()
+        self.times.end()
         if self.is_over:
             self.episode.abandon()
         for waiting in self._waiting.values():

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 
 @dataclass(kw_only=True, slots=True)
@@ -39,6 +39,9 @@ class ToolTimes:
     ended_s: float | None = None
 
 
+TURN_TIMES = tuple(field.name for field in fields(TurnTimes))
+
+
 class EpisodeTimes:
     """The times of one episode.
 
@@ -54,6 +57,7 @@ class EpisodeTimes:
         self._zero_s = clock()
         self._running: dict[int, ToolTimes] = {}
         self._called: ToolTimes | None = None
+        self._end_s: float | None = None
 
     @property
     def is_in_tool(self) -> bool:
@@ -65,10 +69,15 @@ class EpisodeTimes:
         """Seconds since the episode began."""
         return self._clock() - self._zero_s
 
+    @property
+    def duration_s(self) -> float:
+        """Seconds from the episode's begin to its end, or until now."""
+        return self.now_s if self._end_s is None else self._end_s
+
     def asked(self, turn: int) -> None:
         """The environment asks for a turn: the tools of the last answer have ended."""
         self.turns.setdefault(turn, TurnTimes(asked_s=self.now_s))
-        self.end_calls()
+        self._end_calls()
 
     def first_token(self, turn: int) -> None:
         """The first token of a turn came. A turn that goes on after a weight update keeps its first time."""
@@ -84,7 +93,7 @@ class EpisodeTimes:
 
     def called(self, names: Sequence[str]) -> None:
         """The last answer calls these tools, or none."""
-        self.end_calls()
+        self._end_calls()
         if names:
             self._called = ToolTimes(name=", ".join(names), began_s=self.now_s)
 
@@ -96,7 +105,12 @@ class EpisodeTimes:
         elif (running := self._running.pop(number, None)) is not None:
             running.ended_s = self.now_s
 
-    def end_calls(self) -> None:
+    def end(self) -> None:
+        """The episode has ended; the first time counts."""
+        self._end_calls()
+        self._end_s = self.duration_s
+
+    def _end_calls(self) -> None:
         """The tools of the last answer have ended. They are noted unless `tool` has noted them one by one."""
         called, self._called = self._called, None
         has_noted = called is not None and bool(self.tools) and self.tools[-1].began_s >= called.began_s

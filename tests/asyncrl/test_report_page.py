@@ -16,6 +16,7 @@ from asyncrl.profile.report import write_report
 from learner.trajectory_log import SCHEMA
 from tests.asyncrl.test_samples import keep
 from tests.support.browser import visiting
+from tests.support.described_episodes import forest, long_episode
 from tests.support.traces import record_run
 
 CHARTS = ("timeline", "steps", "fill", "lag", "frontier", "lengths", "publishes")
@@ -37,7 +38,7 @@ def report(tmp_path_factory):
     record_run(folder, num_steps=24, groups_per_step=24, groups_in_flight=16, max_lag=2)
     (folder / "plan.json").write_text(json.dumps(PREDICTIONS))
     (folder / "config.yaml").write_text("experiment: sorting\ntotal_steps: 40\nbuffer: {max_lag: 2}\n")
-    keep(folder, "train", 11, 0.25, 1.0)
+    keep(folder, "train", 11, 0.25, 1.0, episodes=[forest(), long_episode()])
     keep(folder, "greedy", 0, 0.75)
     add_tokens(folder)
     return write_report(folder)
@@ -96,6 +97,33 @@ def test_the_keyboard_zooms_moves_and_resets_a_chart(report):
         page.keyboard.press("-")
         page.keyboard.press("0")
         assert page.evaluate(ZOOM, "timeline") == [0, 100]
+        assert visit.complaints == []
+
+
+def test_an_episode_shows_its_turns_tools_versions_rewards_and_waits(report):
+    with visiting(report.as_uri(), width=1440) as visit:
+        page = visit.page
+        names = [text.strip() for text in page.locator("#episode .name").all_text_contents()]
+        assert names == [
+            *("whole episode", "prompt", "turn 1", "tool search", "tool read <a.txt>", "2 given"),
+            *("turn 3branch of turn 2length", "turn 4continues turn 2", "5 given", "turn 6"),
+            *("7 givennew root", "turn 8"),
+        ]
+        assert page.locator("#episode script, #episode pre b").count() == 0
+        page.click("#episode summary:has-text('turn 1') >> nth=0")
+        assert page.locator("#episode pre i").count() == 2, "a piece per policy version"
+        page.keyboard.press("Tab")
+        page.keyboard.press("Enter")
+        assert page.locator("#episode pre").count() == 2
+        waits = page.locator("#episode-waits li").all_text_contents()
+        assert [wait.partition(",")[0] for wait in waits] == [
+            "generation 4.10 s", "queue 1.20 s", "tool 1.50 s", "environment 1.40 s"
+        ]  # fmt: skip
+        keep_screenshot(page, "episode-forest")
+        page.select_option("[name=episode]", "1")
+        assert page.locator("#episode .line").count() == 2 + 1 + 3 * 400
+        assert page.locator("#episode-failure").text_content() == "tool compare did not answer"
+        keep_screenshot(page, "episode-long")
         assert visit.complaints == []
 
 

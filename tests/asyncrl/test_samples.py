@@ -1,5 +1,7 @@
 """``asyncrl samples``: the saved samples of a run, in the requested order and form."""
 
+import json
+
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -7,12 +9,13 @@ import pytest
 from asyncrl import samples
 
 
-def keep(run_dir, kind, version, *rewards, rank=0):
+def keep(run_dir, kind, version, *rewards, rank=0, episodes=()):
     rows = [
         {
             "kind": kind, "version": version, "group_id": index, "data_source": "", "prompt": f"{index}=",
             "ground_truth": "7", "response": f"{kind} {version} {index}", "reward": reward, "rewards": "{}",
             "num_tokens": 3 + index, "finish_reason": "stop", "oldest_version": version - 1, "newest_version": version,
+            **({"episode": json.dumps(episodes[index])} if episodes else {}),
         }
         for index, reward in enumerate(rewards)
     ]  # fmt: skip

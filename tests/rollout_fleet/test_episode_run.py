@@ -1,6 +1,8 @@
 """A running episode: what the engine says of its prompts, and what the worker counts of its environments."""
 
 import asyncio
+import json
+from dataclasses import replace
 
 import aiohttp
 import numpy as np
@@ -47,6 +49,26 @@ async def test_prefix_hits_are_the_cached_tokens_of_the_prompts_after_the_first_
     run = await play([first, second, cut_off, rest])
     assert run.later_prompts == PromptTokens(num_tokens=20 + 26, num_cached=15 + 0), "10 + 6 + 4, and 2 + 4 more"
     assert session_metrics(run, SessionCounts())["episode.prefix_hits"] == pytest.approx(15 / 46)
+
+
+async def test_an_episode_is_described_with_a_piece_of_text_per_version_and_the_reward_of_each_turn():
+    mixed = answered(4, num_cached=None)
+    mixed = replace(mixed, versions=np.array([3, 3, 4, 4], dtype=np.int32))
+    run = await play([mixed, answered(2, num_cached=None), answered(1, num_cached=None)])
+    run.tool(0, "search", True)
+    run.tool(0, "search", False)
+    described = run.described(lambda ids: " ".join(map(str, ids)), {1: 0.5})
+    turns = described["turns"]
+    assert [(each["turn"], each["parent"], each["is_sampled"], each["num_tokens"]) for each in turns] == [
+        *((0, -1, False, 10), (1, 0, True, 4), (2, 1, False, 4), (3, 2, True, 2), (4, 3, False, 4), (5, 4, True, 1)),
+    ]
+    assert turns[1]["pieces"] == [[3, "9 9"], [4, "9 9"]]
+    assert turns[2]["pieces"] == [[-1, "1 2 3 4"]]
+    assert [each["reward"] for each in turns] == [None, 0.5, None, None, None, None]
+    assert turns[0]["asked_s"] is None
+    assert 0 <= turns[1]["asked_s"] <= turns[1]["ended_s"] <= turns[3]["asked_s"] <= described["duration_s"]
+    assert [tool["name"] for tool in described["tools"]] == ["search"]
+    json.dumps(described)
 
 
 async def test_an_engine_that_does_not_report_its_cache_has_no_prefix_hits():

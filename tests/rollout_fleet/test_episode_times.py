@@ -68,5 +68,7 @@ def test_a_tool_whose_episode_ends_has_the_end_of_the_episode(clock):
     times = EpisodeTimes(clock)
     times.called(["search"])
     clock.now += 3.0
-    times.end_calls()
+    times.end()
+    clock.now += 1.0
+    assert times.duration_s == 3.0
     assert [asdict(tool) for tool in times.tools] == [{"name": "search", "began_s": 0.0, "ended_s": 3.0}]

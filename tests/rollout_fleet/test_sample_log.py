@@ -44,6 +44,7 @@ async def test_the_first_groups_of_each_interval_of_versions_are_kept_with_their
         "kind": "train", "version": 13, "group_id": 5, "data_source": "", "prompt": "3 4",
         "ground_truth": '{"answer": 7}', "response": "text 1", "reward": 1.0, "rewards": '{"format": 0.5}',
         "num_tokens": 2, "finish_reason": "stop", "oldest_version": 12, "newest_version": 13,
+        "episode": "",
     }  # fmt: skip
 
 

@@ -108,6 +108,86 @@ function drawSamples() {
   place.replaceChildren(...kept.slice(0, 60).map((sample) => sampleCard(sample, by)));
 }
 
+/** Colour of what an episode waits for. */
+function waitColours() {
+  const palette = PALETTES[theme()];
+  return { generation: palette.fleet, queue: palette.causes[0], tool: palette.causes[2], environment: palette.causes[4] };
+}
+
+/** A part of the time of an episode, drawn to its scale. */
+function waitTrack(bars, duration) {
+  const track = make("div", undefined, { className: "track" }), colours = waitColours();
+  track.append(...bars.map(([what, start, end]) => {
+    const bar = make("b", undefined, { title: `${what} ${seconds(end - start)}, from ${seconds(start)} to ${seconds(end)}` });
+    Object.assign(bar.style, { left: `${100 * start / duration}%`, width: `${100 * (end - start) / duration}%`, background: colours[what] });
+    return bar;
+  }));
+  return track;
+}
+
+function episodeRow(row, duration) {
+  const name = make("span", undefined, { className: "name" }), reward = row.reward;
+  name.style.paddingLeft = `${1.1 * Math.min(row.indent, 12) + (row.kind === "tool" ? 1.1 : 0)}em`;
+  const title = row.kind === "tool" ? `tool ${row.name}` : row.kind === "prompt" ? "prompt" : row.kind === "given" ? `${row.name} given` : `turn ${row.name}`;
+  name.append(title, ...[row.note, row.finish_reason === "stop" ? "" : row.finish_reason].filter(Boolean).map((note) => make("em", note)));
+  name.title = name.textContent;
+  const cells = [
+    name, make("span", row.pieces.map(([, text]) => text).join("").replace(/\s+/g, " ").trim().slice(0, 300), { className: "preview" }),
+    make("span", row.num_tokens ?? "", { className: "number" }),
+    make("span", reward === null ? "" : `${reward > 0 ? "+" : ""}${+reward.toFixed(3)}`, { className: `number ${reward > 0 ? "good" : reward < 0 ? "bad" : ""}` }),
+    waitTrack(row.bars, duration),
+  ];
+  if (!row.pieces.length) {
+    const line = make("div", undefined, { className: `line ${row.kind}` });
+    line.append(...cells);
+    return line;
+  }
+  const details = make("details"), line = make("summary", undefined, { className: `line ${row.kind}` });
+  line.append(...cells);
+  details.append(line);
+  details.addEventListener("toggle", () => {
+    if (details.querySelector("pre")) return;
+    const text = make("pre");
+    text.append(...row.pieces.map(([version, piece]) => tokenSpan({ text: piece, version }, "version")));
+    details.append(text);
+  });
+  return details;
+}
+
+let shownEpisode = "";
+
+function drawEpisode() {
+  const form = element("episode-options"), place = element("episode"), reason = report.absent.episodes, failure = element("episode-failure");
+  for (const part of [form, element("episode-waits")]) part.hidden = Boolean(reason);
+  element("section-episodes").hidden = !reason && !report.episodes.length;
+  if (reason) return place.replaceChildren(make("p", reason, { className: "absent" }));
+  if (!report.episodes.length) return;
+  const select = form.elements.episode, titles = report.episodes.map((episode) => episode.title), chosen = select.value;
+  const shown = JSON.stringify([titles, chosen, theme()]);
+  if (shown === shownEpisode) return;  // a live run sends the same episodes again; open turns stay open
+  shownEpisode = shown;
+  select.replaceChildren(...titles.map((title, index) => make("option", title, { value: String(index) })));
+  if (chosen && chosen < titles.length) select.value = chosen;
+  const episode = report.episodes[select.value], duration = episode.duration_s || 1, colours = waitColours();
+  failure.hidden = !episode.failure;
+  failure.textContent = episode.failure;
+  const versions = [...new Set(episode.rows.flatMap((row) => row.pieces.map(([version]) => version)))].filter((version) => version >= 0).sort((left, right) => left - right);
+  element("episode-versions").replaceChildren(...versions.map((version) => tokenSpan({ text: `v${version}`, version }, "version")));
+  element("episode-waits").replaceChildren(...Object.entries(episode.waits_s).map(([what, spent]) => {
+    const item = make("li"), mark = make("b");
+    mark.style.background = colours[what];
+    item.append(mark, `${what} ${seconds(spent)}, ${percent(spent / duration)}`);
+    return item;
+  }));
+  const head = make("div", undefined, { className: "line head" }), times = make("span", undefined, { className: "times" });
+  times.append(...["0 s", seconds(duration / 2), seconds(duration)].map((time) => make("span", time)));
+  head.append(make("span", "turn"), make("span", "text", { className: "preview" }), make("span", "tokens", { className: "number" }), make("span", "reward", { className: "number" }), times);
+  const whole = make("div", undefined, { className: "line" });
+  whole.append(make("span", "whole episode", { className: "name" }), make("span", "", { className: "preview" }), make("span"), make("span"), waitTrack(episode.waits, duration));
+  const rest = episode.num_left_out ? [make("p", `${episode.num_left_out} further rows are left out; samples/ has them all.`, { className: "absent" })] : [];
+  place.replaceChildren(head, whole, ...episode.rows.map((row) => episodeRow(row, duration)), ...rest);
+}
+
 function draw(next) {
   report = next;
   element("title").textContent = report.run.title;
@@ -123,6 +203,7 @@ function draw(next) {
   const palette = PALETTES[theme()];
   for (const [name, build] of Object.entries(CHARTS)) drawChart(name, report.absent[name] ? null : build(report, palette));
   drawMembers(report.members);
+  drawEpisode();
   drawSamples();
 }
 
@@ -170,6 +251,7 @@ function start() {
   dark.addEventListener("change", () => setTheme(dark.matches ? "dark" : "light"));
   element("theme").addEventListener("click", () => setTheme(theme() === "dark" ? "light" : "dark"));
   element("sample-options").addEventListener("change", drawSamples);
+  element("episode-options").addEventListener("change", drawEpisode);
   for (const name of Object.keys(CHARTS)) element(name).addEventListener("keydown", onKey);
   addEventListener("resize", () => Object.values(drawn).forEach((chart) => chart.resize()));
   const embedded = JSON.parse(element("document").textContent);
