@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -257,15 +258,18 @@ class Layout:
 def layouts_that_fit(config: RunConfig, model: ModelSize, card: int, num_gpus: int) -> list[Layout]:
     """Every layout of a run on ``num_gpus`` GPUs of ``card`` bytes whose devices fit, by ranks and sp size.
 
-    All roles are in the pool ``learner`` and have the actor's layout.
-    The token budgets are powers of two from 1,024 to 131,072. ``sp_size`` ranks hold a sequence together, so that their
-    budgets together must hold the longest sample.
+    All roles are in the pool ``learner``. A role keeps the options that it sets itself, and has the actor's layout
+    otherwise. The token budgets are powers of two from 1,024 to 131,072. ``sp_size`` ranks hold a sequence together, so
+    that the budgets of the ranks together must hold the longest sample, for each role.
     """
     fleet, learner = config.rollout_fleet, config.learner
-    sections = {name: replace(getattr(learner, name), sp_size=None, fsdp_size=None) for name in ROLE_SECTIONS.values()}
+    own = [learner.own_options(role) for role in learner_roles(config)]
+    sizes_of_roles = [options.get(name, 1) for options in own for name in ("sp_size", "fsdp_size")]
     on_cuda = replace(
         config,
-        learner=replace(learner, device=Device.cuda, num_ranks=1, sp_size=1, fsdp_size=-1, **sections),
+        learner=replace(
+            learner, device=Device.cuda, num_ranks=math.lcm(*map(abs, sizes_of_roles)), sp_size=1, fsdp_size=-1
+        ),
         rollout_fleet=replace(fleet, device=EngineDevice.cuda, engine=EngineKind.sglang),
         placement=replace(config.placement, pools={}, **dict.fromkeys(ROLE_SECTIONS.values(), LEARNER_POOL)),
         algorithm=replace(config.algorithm, groups_per_step=1 << 20),  # a budget is never larger than a step
@@ -277,17 +281,26 @@ def layouts_that_fit(config: RunConfig, model: ModelSize, card: int, num_gpus: i
         return []
     found = []
     for num_ranks in (count for count in range(1, num_gpus) if not (num_gpus - count) % tp_size):
+        if any(num_ranks % size for size in sizes_of_roles):
+            continue
         for sp_size in (size for size in (1, 2, 4, 8) if not num_ranks % size and not model.query % size):
             for budget in (1 << power for power in range(17, 9, -1)):
                 asked = {"num_ranks": num_ranks, "sp_size": sp_size, "max_tokens_per_micro_batch": budget}
                 options = {f"learner.{name}": value for name, value in asked.items()}
-                rank = device_uses(with_options(on_cuda, {**options, _TP_SIZE: tp_size}), model, card)[0]
-                if rank.fits and budget * sp_size >= longest_sample(config):
+                divided = with_options(on_cuda, {**options, _TP_SIZE: tp_size})
+                rank = device_uses(divided, model, card)[0]
+                if rank.fits and _holds_longest_sample(divided):
                     num_engines = (num_gpus - num_ranks) // tp_size
                     sizes = {"num_ranks": num_ranks, "sp_size": sp_size, "num_engines": num_engines, "tp_size": tp_size}
                     found.append(Layout(**sizes, budget=budget, rank=rank, engine=engine))
                     break
     return found
+
+
+def _holds_longest_sample(config: RunConfig) -> bool:
+    """Whether a micro-batch of each role holds the longest sample."""
+    each = [role_options(config, role) for role in learner_roles(config)]
+    return min(one.max_tokens_per_micro_batch * one.sp_size for one in each) >= longest_sample(config)
 
 
 _TP_SIZE = "rollout_fleet.sglang.tp_size"

@@ -20,6 +20,7 @@ from asyncrl.planner.device_memory import (
     RankSetup,
     engine_memory,
     kv_tokens,
+    longest_sample,
     rank_bytes,
     rank_memory,
     rank_setup,
@@ -28,6 +29,7 @@ from asyncrl.planner.fit import (
     MODELS,
     card_bytes,
     device_uses,
+    layouts_that_fit,
     model_size,
     remedies_of,
     with_options,
@@ -349,6 +351,16 @@ def test_the_plan_prints_what_fits_with_bytes_by_kind(capsys):
     layouts = json.loads(capsys.readouterr().out)
     assert {layout["num_ranks"] for layout in layouts} == set(range(8, 16))
     assert all(layout["budget"] * layout["sp_size"] >= 2048 + 20480 for layout in layouts)
+
+
+def test_fitting_layouts_keep_the_options_that_a_role_sets_itself():
+    overrides = ["algorithm.advantage=gae", "learner.critic.sp_size=2"]
+    config = run(*overrides, "learner.critic.max_tokens_per_micro_batch=4096")
+    layouts = layouts_that_fit(config, SMALL, card_bytes("H100"), 8)
+    assert {layout.num_ranks for layout in layouts} == {2, 4, 6}
+    too_small = run(*overrides, "learner.critic.max_tokens_per_micro_batch=64")
+    assert longest_sample(too_small) > 128
+    assert layouts_that_fit(too_small, SMALL, card_bytes("H100"), 8) == []
 
 
 def test_the_plan_says_if_nothing_fits_and_refuses_unknown_gpus_and_models(capsys):
