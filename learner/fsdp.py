@@ -93,12 +93,14 @@ class LearnerMesh:
         device: This rank's device.
         fsdp_size: Ranks that share one copy of the parameters: dp × sp, or fewer with HSDP.
         timeout: Deadline of each collective.
+        group: All ranks; None is the default group.
     """
 
     device_mesh: DeviceMesh
     device: torch.device
     fsdp_size: int
     timeout: timedelta
+    group: ProcessGroup | None = None
 
     @cached_property
     def rank(self) -> int:
@@ -161,8 +163,21 @@ class LearnerMesh:
         if self.num_ranks == 1:
             return values
         shared = values.to(self.device)
-        dist.all_reduce(shared, op=dist.ReduceOp.MAX)
+        dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=self.group)
         return shared.to(values.device)
+
+    def on_host(self) -> LearnerMesh:
+        """The same ranks with gloo groups of their own, for a thread beside the one that trains; a collective.
+
+        Ranks that call collectives in two threads need two sets of groups, since the order of the calls may differ.
+        """
+        if self.num_ranks == 1:
+            return replace(self, device=torch.device("cpu"))
+        shape, names = tuple(self.device_mesh.shape), ("dp", "sp")
+        backends: Any = dict.fromkeys(names, "gloo")
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names, backend_override=backends)
+        group = dist.new_group(backend="gloo", timeout=self.timeout)
+        return replace(self, device=torch.device("cpu"), device_mesh=_bounded(mesh, self.timeout), group=group)
 
 
 def open_mesh(config: LearnerConfig) -> LearnerMesh:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import numpy as np
@@ -55,6 +55,14 @@ class PackedBatch:
             "num_trajectories": float(self.num_trajectories),
             "num_micro_batches": float(len(self.micro_batches)),
         }
+
+    def with_columns(self, sequences: Sequence[TokenSequence]) -> PackedBatch:
+        """The batch with the columns of the packed sequences; see `MicroBatch.with_columns`."""
+        return replace(self, micro_batches=[each.with_columns(sequences) for each in self.micro_batches])
+
+    def pinned(self) -> PackedBatch:
+        """The batch in page-locked memory."""
+        return replace(self, micro_batches=[each.pinned() for each in self.micro_batches])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,17 +150,17 @@ class PackedModel:
         """Dtype of the parameters in the computation, and of published weights."""
         return self.types.compute
 
-    def scores(self, sequences: Sequence[TokenSequence]) -> list[np.ndarray]:
+    def scores(self, sequences: Sequence[TokenSequence], packed: PackedBatch | None = None) -> list[np.ndarray]:
         """The output of the role's head for this rank's sequences: log-probs, values or rewards.
 
         Each is [T] float32, 0 for tokens outside the loss. A head that scores whole sequences gives one number, at the
-        last token.
+        last token. ``packed`` is the result of `pack_to_score` for the sequences, if there is one.
         """
-        return self._run(sequences)[0]
+        return self._run(sequences, packed)[0]
 
     def log_probs_and_entropies(self, sequences: Sequence[TokenSequence]) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """Log-probs as in `scores`, and the entropies of the distributions in nats, in the same layout."""
-        log_probs, entropies = self._run(sequences, entropy=True)
+        log_probs, entropies = self._run(sequences, None, entropy=True)
         return log_probs, entropies
 
     def _tested(self) -> SelfTestResult | None:
@@ -183,12 +191,15 @@ class PackedModel:
             yield
 
     @torch.no_grad()
-    def _run(self, sequences: Sequence[TokenSequence], **asked: bool) -> list[list[np.ndarray]]:
+    def _run(
+        self, sequences: Sequence[TokenSequence], packed: PackedBatch | None, **asked: bool
+    ) -> list[list[np.ndarray]]:
         """The outputs of the head for this rank's sequences: for each output, a list of [T] float32 arrays."""
         self._set_training(False)
         whole, results = self.head.per_sequence, []
+        packed = packed or self.pack_to_score(sequences)
         with self.sharding:
-            for micro_batch in self._pack(sequences, whole=whole).micro_batches:
+            for micro_batch in packed.micro_batches:
                 outputs = self.head(micro_batch.to(self.mesh.device), **asked)
                 results = results or [
                     [np.zeros(len(s.input_ids), dtype=np.float32) for s in sequences] for _ in outputs
@@ -206,22 +217,38 @@ class PackedModel:
         if self.head.training != training:
             self.head.train(training)
 
-    def _pack(
-        self, sequences: Sequence[TokenSequence], *, whole: bool = False, keep_branches: bool = False
+    def pack_to_score(self, sequences: Sequence[TokenSequence], mesh: LearnerMesh | None = None) -> PackedBatch:
+        """Pack sequences for `scores`; see `pack`."""
+        return self.pack(sequences, whole=self.head.per_sequence, mesh=mesh)
+
+    def pack(
+        self,
+        sequences: Sequence[TokenSequence],
+        *,
+        whole: bool = False,
+        keep_branches: bool = False,
+        mesh: LearnerMesh | None = None,
     ) -> PackedBatch:
-        """Pack sequences into the same number of micro-batches on each rank; see `learner.packing.pack`."""
-        self._check_lengths(sequences)
+        """Pack sequences into the same number of micro-batches on each rank, without their columns.
+
+        The ranks agree over ``mesh``, by default the model's. See `learner.packing.pack`.
+        """
+        mesh = mesh or self.mesh
+        self._check_lengths(sequences, mesh)
+        sp_size, budget = mesh.sp_size, self.config.option_name(self.role.name, "max_tokens_per_micro_batch")
         in_loss = tokens_in_loss(sequences).values()
-        counts = torch.tensor([sum(in_loss), sum(map(bool, in_loss))], device=self.mesh.device)
-        num_tokens, num_trajectories = self.mesh.sum_over_dp(counts).tolist()
+        counts = torch.tensor([sum(in_loss), sum(map(bool, in_loss))], device=mesh.device)
+        num_tokens, num_trajectories = mesh.sum_over_dp(counts).tolist()
         micro_batches = pack(
             sequences,
-            max_tokens=self.config.max_tokens_per_micro_batch * self.mesh.sp_size,
+            max_tokens=self.config.max_tokens_per_micro_batch * sp_size,
+            budget=budget if sp_size == 1 else f"{budget} of {sp_size} sequence-parallel ranks",
             whole=whole,
             together=self.selftest is None or self.selftest.packs,
             share_prompts=self._shares_prompts,
             keep_branches=keep_branches,
-            agree=lambda needed: int(self.mesh.largest(torch.tensor(needed))),
+            columns=False,
+            agree=lambda needed: int(mesh.largest(torch.tensor(needed))),
         )
         return PackedBatch(micro_batches=micro_batches, num_tokens=num_tokens, num_trajectories=num_trajectories)
 
@@ -237,12 +264,12 @@ class PackedModel:
         table = torch.stack([torch.stack([row[name].double() for name in names]) for row in sums]).sum(0)
         return dict(zip(names, self.mesh.sum_over_dp(table).tolist(), strict=True))
 
-    def _check_lengths(self, sequences: Sequence[TokenSequence]) -> None:
+    def _check_lengths(self, sequences: Sequence[TokenSequence], mesh: LearnerMesh) -> None:
         """Refuse, on all ranks, sequences whose rotary embeddings depend on other sequences; see `rope_limit`."""
         if self._rope_limit is None:
             return
         longest = max((len(sequence.input_ids) for sequence in sequences), default=0)
-        longest = int(self.mesh.largest(torch.tensor(longest)))
+        longest = int(mesh.largest(torch.tensor(longest)))
         if longest > self._rope_limit:
             raise ValueError(
                 f"{self.model_path!r} has rotary embeddings that depend on the longest sequence of a batch beyond "

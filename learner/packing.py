@@ -62,8 +62,32 @@ class MicroBatch:
         """Return the micro-batch on a device; returns ``self`` if it is already on this device."""
         if self.input_ids.device == device:
             return self
-        tensors = {name: on_device(value, device) for name, value in vars(self).items() if isinstance(value, Tensor)}
-        return replace(self, **tensors, columns={name: on_device(each, device) for name, each in self.columns.items()})
+        return self._with_tensors(lambda value: on_device(value, device))
+
+    def pinned(self) -> MicroBatch:
+        """Return the micro-batch in page-locked memory, from which `to` copies without a further copy on the host."""
+        return self._with_tensors(Tensor.pin_memory)
+
+    def with_columns(self, sequences: Sequence[TokenSequence]) -> MicroBatch:
+        """Return the micro-batch with all columns of the packed sequences, at their tokens in the loss.
+
+        ``sequences`` are those that were passed to `pack`, with any columns.
+        """
+        chosen = [sequences[index] for index in self.source]
+        in_loss = np.flatnonzero(np.concatenate([sequence.loss_mask for sequence in chosen])) if chosen else []
+        names = dict.fromkeys(name for sequence in sequences for name in sequence.columns)
+        columns = {
+            name: torch.from_numpy(_column(name, chosen)[in_loss].astype(np.float32, copy=False))
+            if chosen
+            else torch.zeros(0)
+            for name in names
+        }
+        return replace(self, columns=columns)
+
+    def _with_tensors(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
+        """The micro-batch with each tensor changed."""
+        tensors = {name: change(value) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **tensors, columns={name: change(value) for name, value in self.columns.items()})
 
 
 def on_device(values: Tensor | np.ndarray, device: torch.device) -> Tensor:
@@ -90,6 +114,8 @@ def pack(
     together: bool = True,
     share_prompts: bool = False,
     keep_branches: bool = False,
+    columns: bool = True,
+    budget: str = "learner.max_tokens_per_micro_batch",
     agree: Callable[[int], int] = lambda needed: needed,
 ) -> list[MicroBatch]:
     """Pack sequences into micro-batches, balanced by tokens. Branches of a trajectory share a micro-batch if they fit.
@@ -105,6 +131,8 @@ def pack(
             holds, and the budget counts, these tokens once. Samples of a prompt go to the same micro-batch if they fit.
         keep_branches: The loss reads whole trajectories. Refuse a trajectory if its branches do not fit into one
             micro-batch.
+        columns: Fill the columns. If False, call `MicroBatch.with_columns` when they are known.
+        budget: Name of the option that is the budget, for errors.
         agree: Called once with the number of micro-batches that this rank needs. It returns the number to make, which
             is at least as large. The additional micro-batches hold one token, which is not in the loss, so that each
             rank takes part in each collective. A rank whose sequences do not fit requests `REFUSED`; then all ranks
@@ -121,24 +149,30 @@ def pack(
     lengths = [len(s.input_ids) if whole else max(1, s.loss_mask.tobytes().rfind(1)) for s in sequences]
     prompts = _prompts(sequences) if share_prompts else {}
     try:
-        units = _units(sequences, lengths, prompts, max_tokens, together, keep_branches)
+        units = _units(sequences, lengths, prompts, max_tokens, together, keep_branches, budget)
     except ValueError:
         agree(REFUSED)
         raise
     items = [_item(sequences, unit, lengths, prompts) for unit in units]
-    parts = [[index for place in part for index in units[place]] for part in _bins(items, max_tokens, together, agree)]
+    parts = [
+        [index for place in part for index in units[place]]
+        for part in _bins(items, max_tokens, together, budget, agree)
+    ]
     in_loss = tokens_in_loss(sequences)
     ordered = (sorted(part, key=lambda i: (-lengths[i], i)) for part in parts)
-    return [_micro_batch(sequences, part, [lengths[i] for i in part] or [1], in_loss, prompts) for part in ordered]
+    batches = (_micro_batch(sequences, part, [lengths[i] for i in part] or [1], in_loss, prompts) for part in ordered)
+    return [batch.with_columns(sequences) if columns else batch for batch in batches]
 
 
-def _bins(items: Sequence[PackItem], max_tokens: int, together: bool, agree: Callable[[int], int]) -> list[list[int]]:
+def _bins(
+    items: Sequence[PackItem], max_tokens: int, together: bool, budget: str, agree: Callable[[int], int]
+) -> list[list[int]]:
     """Indices of the items in each micro-batch, as many micro-batches as the ranks agree on."""
     count = agree(max(1, len(first_fit(items, max_tokens)) if together else len(items)))
     if count >= REFUSED:
         raise ValueError(
-            f"learner.max_tokens_per_micro_batch={max_tokens} tokens must hold the sequences of each rank, got more on "
-            "another rank; the error of that rank has the lengths; raise it"
+            f"{budget} must hold the sequences of each rank, got {max_tokens} tokens and more on another rank; the "
+            "error of that rank has the lengths; raise it"
         )
     bins = balanced_fit(items, max_tokens, count) if together else [[place] for place in range(len(items))]
     return bins + [[] for _ in range(count - len(bins))]
@@ -185,12 +219,13 @@ def _units(
     max_tokens: int,
     together: bool,
     keep_branches: bool,
+    budget: str,
 ) -> list[list[int]]:
     """Group sequences into units: the branches of one trajectory, or single branches if they do not fit together."""
     if lengths and max(lengths) > max_tokens:
         raise ValueError(
-            f"learner.max_tokens_per_micro_batch must hold the longest sequence, got {max_tokens} for a sequence of "
-            f"{max(lengths)} tokens; raise it, or lower the longest prompt or response"
+            f"{budget} must hold the longest sequence, got {max_tokens} for a sequence of {max(lengths)} tokens; raise "
+            "it, or lower the longest prompt or response"
         )
     branches: dict[SampleKey, list[int]] = {}
     for index, sequence in enumerate(sequences):
@@ -207,9 +242,9 @@ def _units(
             units.append(unit)
         elif keep_branches:
             raise ValueError(
-                f"learner.max_tokens_per_micro_batch must hold a trajectory's {len(unit)} branches together, since "
-                f"algorithm.loss, weight or masks read all of it, got {max_tokens} for {num_tokens} tokens; raise it, "
-                "or choose a loss, a weight and masks that work per token"
+                f"{budget} must hold a trajectory's {len(unit)} branches together, since algorithm.loss, weight or "
+                f"masks read all of it, got {max_tokens} for {num_tokens} tokens; raise it, or choose a loss, a weight "
+                "and masks that work per token"
                 if together
                 else "algorithm.loss, weight or masks read whole trajectories, and this model runs one sequence at a "
                 f"time, got a trajectory of {len(unit)} branches; choose a loss, a weight and masks that work per token"
@@ -242,12 +277,6 @@ def _micro_batch(
     trajectory = np.array([places.setdefault(sequence.trajectory, len(places)) for sequence in chosen])
     kept, ends = positions < np.asarray(packed)[of_sequence], np.cumsum(packed, dtype=np.int64)
     moved = starts - (ends - np.asarray(packed))
-    columns = {
-        name: torch.from_numpy(_column(name, chosen)[in_loss].astype(np.float32, copy=False))
-        if source
-        else torch.zeros(0)
-        for name in dict.fromkeys(name for sequence in sequences for name in sequence.columns)
-    }
     tokens, positions = input_ids[kept], positions[kept]
     predict_index, token_index = in_loss - 1 - moved[of_sequence[in_loss]], None
     leads = _leading_tokens(chosen, packed, prompts, np.argsort(source).tolist()) if source and prompts else None
@@ -265,7 +294,6 @@ def _micro_batch(
         targets=torch.from_numpy(input_ids[in_loss].astype(np.int64)),
         trajectory_index=torch.from_numpy(trajectory[of_sequence[in_loss]]),
         trajectory_lengths=torch.tensor([totals.get(key, 0) for key in places]),
-        columns=columns,
         source=tuple(source),
     )
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -22,7 +23,7 @@ from asyncrl.core.record import SpanKind
 
 from .batching import split_sequences
 from .config import LearnerConfig, OptimizerConfig, Schedule
-from .fsdp import drop_gradients, local_tensor, prepare_backward
+from .fsdp import LearnerMesh, drop_gradients, local_tensor, prepare_backward
 from .heads import TrainableHead
 from .losses import Objective, token_weights
 from .packed_model import ModelSetup, PackedBatch, PackedModel
@@ -167,8 +168,18 @@ class Trainer(PackedModel):
         lora = self.config.lora
         return self.selftest is not None and not (self.role.adapters and lora.rank and lora.dropout)
 
-    def update(self, sequences: Sequence[TokenSequence], objective: Objective) -> dict[str, float]:
+    def pack_to_train(
+        self, sequences: Sequence[TokenSequence], objective: Objective, mesh: LearnerMesh | None = None
+    ) -> PackedBatch:
+        """Pack sequences for `update` and `evaluate`; see `pack`."""
+        return self.pack(sequences, keep_branches=objective.needs_trajectories, mesh=mesh)
+
+    def update(
+        self, sequences: Sequence[TokenSequence], objective: Objective, packed: PackedBatch | None = None
+    ) -> dict[str, float]:
         """Make one optimizer update on the sequences of all ranks; the sp ranks of a group pass the same share.
+
+        ``packed`` is the result of `pack_to_train` for the sequences, if there is one.
 
         Returns:
             The same dict on each rank: ``loss`` and the loss's own metrics (means over the batch's tokens, before
@@ -176,7 +187,7 @@ class Trainer(PackedModel):
             ``grad_norm``, ``lr``, ``skipped_updates``, ``empty_updates``.
         """
         self._set_training(True)
-        batch = self._pack(sequences, keep_branches=objective.needs_trajectories)
+        batch = (packed or self.pack_to_train(sequences, objective)).with_columns(sequences)
         rows = self.accumulate(batch, objective)
         with record.span(SpanKind.optimizer):
             return self._reduce(rows) | batch.counts() | self.optimizer.step()
@@ -202,10 +213,12 @@ class Trainer(PackedModel):
         return rows
 
     @torch.no_grad()
-    def evaluate(self, sequences: Sequence[TokenSequence], objective: Objective) -> dict[str, float]:
+    def evaluate(
+        self, sequences: Sequence[TokenSequence], objective: Objective, packed: PackedBatch | None = None
+    ) -> dict[str, float]:
         """Loss and metrics of sequences, without training: the result of `update` without the optimizer's metrics."""
         self._set_training(False)
-        batch = self._pack(sequences, keep_branches=objective.needs_trajectories)
+        batch = (packed or self.pack_to_train(sequences, objective)).with_columns(sequences)
         with self.sharding:
             rows = [self._share_of_loss(micro_batch, objective, batch)[1] for micro_batch in batch.micro_batches]
         return self._reduce(rows) | batch.counts()
@@ -229,6 +242,24 @@ class Trainer(PackedModel):
         return share, {"loss": share.detach(), **means}
 
 
+@dataclass(frozen=True, kw_only=True)
+class PackedStep:
+    """The micro-batches of a learner step, packed before the step; they have no columns.
+
+    Attributes:
+        scored: The sequences whose proximal log-probs need a forward pass of their own; None if there are none.
+        updates: The sequences of each mini-batch. The only entry of a measured step has all of its sequences.
+    """
+
+    scored: PackedBatch | None
+    updates: Sequence[PackedBatch]
+
+    def pinned(self) -> PackedStep:
+        """The step in page-locked memory."""
+        scored = None if self.scored is None else self.scored.pinned()
+        return PackedStep(scored=scored, updates=[each.pinned() for each in self.updates])
+
+
 class LearnerStep:
     """One learner step: one optimizer update per mini-batch.
 
@@ -240,24 +271,46 @@ class LearnerStep:
         self._trainer = trainer
         self._objective = objective
         self._num_mini_batches = num_mini_batches
+        num_own = int(trainer.trains_as_it_scores)  # mini-batches that use their own log-probs
+        self._first_scored = num_own if objective.needs_proximal else num_mini_batches
 
-    def run(self, sequences: Sequence[TokenSequence]) -> dict[str, float]:
+    def pack(
+        self, sequences: Sequence[TokenSequence], mesh: LearnerMesh | None = None, *, is_measured: bool = False
+    ) -> PackedStep:
+        """Pack this rank's sequences for `run`, or for `measure` if the step ``is_measured``.
+
+        This reads no columns of the sequences. The ranks agree over ``mesh``, by default the trainer's.
+        """
+        trained = _in_loss(sequences)
+        later = [] if is_measured else self._later(trained)
+        parts = [sequences] if is_measured else split_sequences(trained, self._num_mini_batches)
+        scores = not is_measured and self._first_scored < self._num_mini_batches
+        return PackedStep(
+            scored=self._trainer.pack_to_score(later, mesh) if scores else None,
+            updates=[self._trainer.pack_to_train(part, self._objective, mesh) for part in parts],
+        )
+
+    def run(self, sequences: Sequence[TokenSequence], packed: PackedStep | None = None) -> dict[str, float]:
         """Make one learner step on this rank's share of the batch. Returns the result of `update`.
 
         The sequences must have the columns that the objective reads, except ``proximal_logprobs``: this method computes
-        them if needed.
+        them if needed. ``packed`` is the result of `pack` for the sequences, if there is one.
         """
-        if not self._objective.needs_proximal:
-            return self.update(sequences)
-        num_own = int(self._trainer.trains_as_it_scores)  # mini-batches that use their own log-probs
-        trained = [sequence for sequence in sequences if sequence.loss_mask.any()]
-        own = [sequence for sequence in trained if sequence.mini_batch < num_own]
-        later = [sequence for sequence in trained if sequence.mini_batch >= num_own]
-        scores = self._trainer.scores(later)
+        packed = packed or self.pack(sequences)
+        if packed.scored is None:
+            return self.update(sequences, packed)
+        trained = _in_loss(sequences)
+        later = self._later(trained)
+        scores = self._trainer.scores(later, packed=packed.scored)
         scored = [s.with_column("proximal_logprobs", score) for s, score in zip(later, scores, strict=True)]
-        return self.update([*own, *scored])
+        own = [sequence for sequence in trained if sequence.mini_batch < self._first_scored]
+        return self.update([*own, *scored], packed)
 
-    def update(self, sequences: Sequence[TokenSequence]) -> dict[str, float]:
+    def _later(self, trained: Sequence[TokenSequence]) -> list[TokenSequence]:
+        """The sequences whose proximal log-probs need a forward pass of their own."""
+        return [sequence for sequence in trained if sequence.mini_batch >= self._first_scored]
+
+    def update(self, sequences: Sequence[TokenSequence], packed: PackedStep | None = None) -> dict[str, float]:
         """Make one optimizer update per mini-batch, on this rank's sequences with all columns.
 
         Only the first mini-batch may lack ``proximal_logprobs``.
@@ -266,13 +319,23 @@ class LearnerStep:
             The trainer's metrics, summarized, the same on each rank. Over mini-batches, counts are summed and the other
             metrics are averaged.
         """
-        trained = [sequence for sequence in sequences if sequence.loss_mask.any()]
-        parts = split_sequences(trained, self._num_mini_batches)
-        return self._objective.summarize(_merged([self._trainer.update(part, self._objective) for part in parts]))
+        parts = split_sequences(_in_loss(sequences), self._num_mini_batches)
+        batches = [None] * len(parts) if packed is None else packed.updates
+        updates = [
+            self._trainer.update(part, self._objective, packed=batch)
+            for part, batch in zip(parts, batches, strict=True)
+        ]
+        return self._objective.summarize(_merged(updates))
 
-    def measure(self, sequences: Sequence[TokenSequence]) -> dict[str, float]:
+    def measure(self, sequences: Sequence[TokenSequence], packed: PackedStep | None = None) -> dict[str, float]:
         """The metrics of the batch without any update, and without the optimizer's metrics."""
-        return self._objective.summarize(self._trainer.evaluate(sequences, self._objective))
+        batch = None if packed is None else packed.updates[0]
+        return self._objective.summarize(self._trainer.evaluate(sequences, self._objective, packed=batch))
+
+
+def _in_loss(sequences: Sequence[TokenSequence]) -> list[TokenSequence]:
+    """The sequences with a token in the loss."""
+    return [sequence for sequence in sequences if sequence.loss_mask.any()]
 
 
 def _merged(updates: Sequence[dict[str, float]]) -> dict[str, float]:

@@ -1,13 +1,14 @@
-"""One rank of a learner role: fetches its share of a batch, scores it, trains on it, publishes and saves weights.
+"""One rank of a learner role: scores its share of a batch, trains on it, publishes and saves weights.
 
-A run calls these methods with a list of `RankBatch`, one per data-parallel rank, and does not wait for them. Each rank
-fetches its prompt groups from the buffer. One role's worker sends its scores directly to another role's worker; roles
-that share a process keep the scores there. `learner.verl_api` adds verl's methods on the same trainer.
+A run calls these methods with a list of `RankBatch`, one per data-parallel rank, and does not wait for them. A thread
+of each rank fetches its prompt groups from the buffer and packs them (`prepared_batches`). It prepares an announced
+batch while the rank computes the step before. One role's worker sends its scores directly to another role's worker;
+roles that share a process keep the scores there. `learner.verl_api` adds verl's methods on the same trainer.
 
 The controller imports this module for the method names only. Imports that load torch are therefore inside functions.
 
-The controller's calls wake a worker. A fetch waits for the buffer under the client's deadline, and a collective waits
-for the other ranks under the deadline of the process group.
+The controller's calls wake a worker. A step waits for the thread that prepares its batch, and a collective waits for
+the other ranks under the deadline of the process group.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ import gc
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import fields
-from functools import wraps
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -26,17 +27,19 @@ import numpy as np
 
 from asyncrl import single_controller
 from asyncrl.core import record
-from asyncrl.core.errors import BatchLost, DeadlineError, StalenessError, UnknownGroup
+from asyncrl.core.errors import BatchLost, StalenessError
 from asyncrl.core.host import WORKER_BYTES, keep_freed_memory
 from asyncrl.core.ports import LearnerBuffer
 from asyncrl.core.record import ProfileConfig, SpanKind
 from asyncrl.core.trajectory import TrajectoryGroup
 from asyncrl.single_controller import Dispatch, Worker, make_nd_compute_dataproto_dispatch_fn, register
+from asyncrl.single_controller.dispatch import beside
 from asyncrl.weights.carriers import PublishOptions
 
 from .checkpoint_folder import read_progress
 from .config import AlgorithmConfig, LearnerConfig
-from .roles import CRITIC, Role, Scores, scored_by
+from .prepared_batches import BatchPreparer, PreparedBatch, StepGroups
+from .roles import ACTOR, CRITIC, Role, Scores, scored_by
 from .trajectory_log import LEARNER_LOGPROBS, TokenLogOptions, TrajectoryLog
 from .types import RankBatch, SampleKey, TokenSequence, group_sequences
 
@@ -51,8 +54,6 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 _MESH = "dp"
-_GROUP_FIELDS = tuple(field.name for field in fields(TrajectoryGroup))
-
 BY_ROWS = make_nd_compute_dataproto_dispatch_fn(_MESH)
 """Dispatch for verl's methods: all sp ranks of a data-parallel rank get the same rows."""
 
@@ -89,30 +90,27 @@ def _recorded(method: Callable[..., T]) -> Callable[..., T]:
 
 
 class BatchCache:
-    """Data that the roles of one process share within a learner step: the fetched groups and each role's scores.
+    """Data that the roles of one process share within a learner step: the prepared batches and each role's scores.
 
     Attributes:
         open_roles: Roles that have not stopped. The last role to stop destroys the process group.
-        lost: Ids of the groups that a fetch did not find in the buffer. Until `clear`, all roles of the process skip
-            their calls, also a role that has fetched its own groups of the batch before.
+        preparer: Prepares the batches of all roles.
+        lost: Ids of the groups that this process did not find in the buffer.
+        most_lost: The largest number of such groups on one rank. If it is not 0, all roles of the process skip their
+            calls until `clear`, also a role whose own groups were found.
     """
 
     def __init__(self) -> None:
         self.open_roles: set[str] = set()
+        self.preparer = BatchPreparer()
         self.lost: set[int] = set()
-        self._groups: tuple[int, dict[int, TrajectoryGroup]] = (-1, {})
+        self.most_lost = 0
         self._scores: dict[str, tuple[int, Scores]] = {}
 
-    def groups(self, version: int) -> dict[int, TrajectoryGroup]:
-        """The groups of a step by id; the caller may add groups. Drops the groups of other steps."""
-        if self._groups[0] != version:
-            self._groups = (version, {})
-        return self._groups[1]
-
     def clear(self) -> None:
-        """Drop all data of a lost batch; the step gets a new batch."""
-        self.lost = set()
-        self._groups = (-1, {})
+        """Drop all data of a lost batch, and the batches after it; the step gets a new batch."""
+        self.lost, self.most_lost = set(), 0
+        self.preparer.forget()
         self._scores = {}
 
     def keep_scores(self, version: int, column: str, scores: Scores) -> None:
@@ -209,6 +207,7 @@ class ModelWorker(Worker):
         # The first rank of each sequence-parallel group fetches the groups and sends them to the other ranks.
         if self._connect_buffer is not None and self._model.mesh.sp_rank == 0:
             self._buffer = self._connect_buffer()
+        self._host_mesh = self._model.mesh.on_host() if self._connect_buffer is not None else self._model.mesh
         if self._snapshot_dir is not None:
             self._publisher = WeightPublisher(
                 PretrainedShards.of(self._model),
@@ -221,6 +220,15 @@ class ModelWorker(Worker):
         self.cache.open_roles.add(self.role.name)
         gc.freeze()  # the garbage collector would otherwise scan all loaded objects and delay a step
 
+    @beside
+    @register(dispatch_mode=PER_DP_RANK, blocking=False)
+    def announce(self, batch: RankBatch) -> None:
+        """Prepare the batch of a step that is queued, beside the step that this rank computes. Returns at once.
+
+        The batches of a step are announced in the order in which the roles of a process use them.
+        """
+        self.cache.preparer.announce(self.role.name, batch, partial(self._prepared, batch))
+
     @register(dispatch_mode=PER_DP_RANK, blocking=False)
     @_recorded
     def score(self, batch: RankBatch, send: bool = True) -> DataProto | None:
@@ -230,7 +238,6 @@ class ModelWorker(Worker):
         role's column, [tokens in the loss] float32 each. Without ``send`` the scores stay in this process for its other
         roles. Raises `ValueError` if the role is an actor without adapters, and `BatchLost` as `step` does.
         """
-        self._fetch_on_all(batch)
         scores = self._scored(batch)
         self.cache.keep_scores(batch.version, self.role.column, scores)
         return _rows_of(scores, self.role.column) if send and self._model.mesh.sp_rank == 0 else None
@@ -242,12 +249,11 @@ class ModelWorker(Worker):
 
         Raises `BatchLost` as `step` does.
         """
-        groups = self._fetch_on_all(batch)
-        sequences = self._sequences(batch)
+        own = self._taken(batch)
         with self._offload.reading():
-            scores = self._model.scores(sequences)
-        earned = {s.trajectory: float(score[-1]) for s, score in zip(sequences, scores, strict=True)}
-        return {key: score + float(groups[key[0]].turn_sums[key[1]]) for key, score in earned.items()}
+            scores = self._model.scores(own.sequences, own.scored)
+        earned = {s.trajectory: float(score[-1]) for s, score in zip(own.sequences, scores, strict=True)}
+        return {key: score + float(own.groups[key[0]].turn_sums[key[1]]) for key, score in earned.items()}
 
     @register(dispatch_mode=PER_DP_RANK, blocking=False)
     @_recorded
@@ -260,9 +266,9 @@ class ModelWorker(Worker):
                 process.
 
         Returns:
-            The same dict on each rank: the step's metrics; ``fetch_s`` and ``train_s`` of the slowest rank;
-            ``started_at`` of the first rank and ``ended_at`` of the last rank (seconds since the epoch); ``lag_max``
-            (learner steps).
+            The same dict on each rank: the step's metrics, and of the slowest rank the seconds ``fetch_s`` of waiting
+            for the batch, ``prepare_s`` of preparing it and ``train_s`` of computing; ``started_at`` of the first rank
+            and ``ended_at`` of the last rank (seconds since the epoch); ``lag_max`` (learner steps).
 
         Raises:
             StalenessError: a group is older than the staleness bound allows.
@@ -275,26 +281,27 @@ class ModelWorker(Worker):
         started_at = time.time()
         self._check_turn(batch.version)
         self._version = batch.version
-        groups = self._fetch_on_all(batch)
-        lag = _largest_lag(batch, groups)
+        own = self._taken(batch)
+        lag = _largest_lag(batch, own.groups)
         fetched_at = time.time()
-        sequences = self._with_columns(batch, self._sequences(batch), sent)
+        sequences = self._with_columns(batch, own.sequences, sent)
         with self._offload.updating(), self._torch_trace(batch.version):
             sequences, metrics = self._advantages.assign(sequences, batch.rewards)
             readable = self._for_people(batch.version, sequences)
             learn = self._step.measure if batch.version < self._measured_steps else self._step.run
-            metrics |= learn(sequences)
+            metrics |= learn(sequences, own.step)
         self._version = batch.version + 1
         ended_at = time.time()
         if self._log is not None and self._model.mesh.sp_rank == 0:
-            self._log.write(batch, groups, sequences, rank=self._model.mesh.dp_rank)
+            self._log.write(batch, own.groups, sequences, rank=self._model.mesh.dp_rank)
         if readable and self._token_log_options is not None and self.rank == 0:
-            TrajectoryLog(self._token_log_options.directory).write(batch, groups, readable, rank=0)
-        own = [fetched_at - started_at, ended_at - fetched_at, -started_at, ended_at, lag]
+            TrajectoryLog(self._token_log_options.directory).write(batch, own.groups, readable, rank=0)
+        each = [fetched_at - started_at, own.seconds, ended_at - fetched_at, -started_at, ended_at, lag]
         with record.span(SpanKind.wait_ranks, step=batch.version):
-            slowest = self._model.mesh.largest(torch.tensor(own, dtype=torch.float64))
-        fetch_s, train_s, minus_start, ended_at, lag = slowest.tolist()
-        times = {"fetch_s": fetch_s, "train_s": train_s, "started_at": -minus_start, "ended_at": ended_at}
+            slowest = self._model.mesh.largest(torch.tensor(each, dtype=torch.float64))
+        fetch_s, prepare_s, train_s, minus_start, ended_at, lag = slowest.tolist()
+        times = {"fetch_s": fetch_s, "prepare_s": prepare_s, "train_s": train_s}
+        times |= {"started_at": -minus_start, "ended_at": ended_at}
         return metrics | self._offload.metrics | times | {"lag_max": lag}
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
@@ -386,6 +393,7 @@ class ModelWorker(Worker):
         """Finish the background checkpoint, leave the process group and close the connection to the buffer."""
         for checkpoints in self._checkpoints.values():
             checkpoints.finish()
+        self.cache.preparer.close()
         if self._publisher is not None:
             self._publisher.close()
         if self._buffer is not None:
@@ -430,13 +438,13 @@ class ModelWorker(Worker):
 
     def _scored(self, batch: RankBatch) -> dict[SampleKey, np.ndarray]:
         """Scores of each trajectory of the batch, branch after branch: [tokens in the loss] float32."""
+        own = self._taken(batch)
         # A role with adapters scores with the weights at the start of the run, other roles with the current weights.
         weights = self._model.frozen() if self.role.adapters else nullcontext()
-        sequences = self._sequences(batch)
         with self._offload.reading(), weights:
-            values = self._model.scores(sequences)
+            values = self._model.scores(own.sequences, own.scored)
         scores: dict[SampleKey, list[np.ndarray]] = {key: [] for key in batch.sample_keys}
-        for sequence, value in zip(sequences, values, strict=True):
+        for sequence, value in zip(own.sequences, values, strict=True):
             scores[sequence.trajectory].append(value[sequence.loss_mask])
         return {key: np.concatenate(parts) for key, parts in scores.items()}
 
@@ -490,54 +498,54 @@ class ModelWorker(Worker):
                 "because the previous batch was lost"
             )
 
-    def _fetch_on_all(self, batch: RankBatch) -> dict[int, TrajectoryGroup]:
-        """Fetch the groups of a batch on all ranks, a collective. Returns this rank's groups by id.
-
-        One rank per sp group fetches the groups that no role of its processes has fetched yet. If one rank did not find
-        a group, all ranks raise `BatchLost`, and so do the later calls for this batch.
-        """
-        import torch
-
-        cache, missing = self.cache, self._missing(batch)
-        if missing:
-            with record.span(SpanKind.fetch, step=batch.version):
-                fetched = self._fetch_missing(missing)
-            cache.groups(batch.version).update((group.group_id, group) for group in fetched)
-            cache.lost |= set(missing).difference(cache.groups(batch.version))
-        most_lost = int(self._model.mesh.largest(torch.tensor([len(cache.lost)], dtype=torch.float64)).item())
-        if most_lost:
+    def _taken(self, batch: RankBatch) -> PreparedBatch:
+        """The prepared batch. If it is lost, raises `BatchLost` on all ranks, and for the later calls for it too."""
+        cache = self.cache
+        with record.span(SpanKind.fetch, step=batch.version):
+            own = cache.preparer.take(self.role.name, batch, partial(self._prepared, batch))
+        cache.lost |= own.lost
+        cache.most_lost = max(cache.most_lost, own.most_lost)
+        if cache.most_lost:
             raise BatchLost(
                 f"the batch of step {batch.version} is lost: rank {self.rank} of {self.role.name!r} did not find "
                 f"{len(cache.lost)} of its {len(batch.group_ids)} groups in the buffer; the largest number of missing "
-                f"groups on one rank is {most_lost}"
+                f"groups on one rank is {cache.most_lost}"
             )
-        return self._groups_of(batch)
+        return own
 
-    def _groups_of(self, batch: RankBatch) -> dict[int, TrajectoryGroup]:
-        """The groups of a batch by id, which this process has fetched."""
-        known = self.cache.groups(batch.version)
-        return {group_id: known[group_id] for group_id in batch.group_ids}
+    def _prepared(self, batch: RankBatch, groups: StepGroups) -> PreparedBatch:
+        """Fetch the groups of a batch, and pack them for what this role computes. Runs in the preparer's thread."""
+        import torch
 
-    def _missing(self, batch: RankBatch) -> list[int]:
-        """The groups of the batch that a rank of this sp group does not have: the same list on all its ranks.
+        mesh, started_at = self._host_mesh, time.monotonic()
+        with record.span(SpanKind.prepare, lane="/prepare", step=batch.version, cause=self.role.name):
+            groups.fetch(batch, mesh, self._buffer)
+            most_lost = int(mesh.largest(torch.tensor(len(groups.lost))))
+            found = {group_id: groups.found[group_id] for group_id in batch.group_ids if group_id in groups.found}
+            own = PreparedBatch(groups=found, lost=frozenset(groups.lost), most_lost=most_lost)
+            if not most_lost:
+                own = self._packed(batch, own)
+        return replace(own, seconds=time.monotonic() - started_at)
 
-        The ranks may have different groups, since a role with another sp size has fetched for other sp groups.
-        """
-        mesh, known = self._model.mesh, self.cache.groups(batch.version)
-        is_missing = [group_id not in known for group_id in batch.group_ids]
-        if mesh.sp_size > 1 and is_missing:
-            is_missing = mesh.any_in_sp_group(is_missing)
-        return [group_id for group_id, missing in zip(batch.group_ids, is_missing, strict=True) if missing]
+    def _packed(self, batch: RankBatch, own: PreparedBatch) -> PreparedBatch:
+        """A fetched batch with its sequences, packed for the calls of this role."""
+        import torch
 
-    def _fetch_missing(self, group_ids: Sequence[int]) -> list[TrajectoryGroup]:
-        groups = _found(self._buffer, group_ids) if self._buffer is not None else []
-        mesh = self._model.mesh
-        if mesh.sp_size > 1:
-            from asyncrl.single_controller.serialization import broadcast_value
+        sequences, mesh, step = self._sequences(batch, own.groups), self._host_mesh, None
+        scored = self._model.pack_to_score(sequences, mesh) if self._is_scored else None
+        if self.role.objective is not None:
+            step = self._step.pack(sequences, mesh, is_measured=batch.version < self._measured_steps)
+        if self._model.mesh.device.type == "cuda":
+            torch.cuda.set_device(self._model.mesh.device)  # of this thread: page-locked memory belongs to a GPU
+            scored, step = (packed and packed.pinned() for packed in (scored, step))
+        return replace(own, sequences=sequences, scored=scored, step=step)
 
-            columns = [{name: getattr(group, name) for name in _GROUP_FIELDS} for group in groups]
-            groups = [TrajectoryGroup(**group) for group in broadcast_value(columns, mesh.sp_group)]
-        return groups
+    @property
+    def _is_scored(self) -> bool:
+        """Whether `score` or `rewards` is called for each batch."""
+        if self.role is not ACTOR:
+            return True
+        return self._algorithm.needs_reference and scored_by(self.role.column, self._config) is ACTOR
 
     @contextmanager
     def _torch_trace(self, version: int) -> Iterator[None]:
@@ -552,9 +560,8 @@ class ModelWorker(Worker):
         name = record.torch_trace_name(version, self.role.name, self.rank)
         trace.export_chrome_trace(str(Path(self._profile.directory, name)))
 
-    def _sequences(self, batch: RankBatch) -> list[TokenSequence]:
+    def _sequences(self, batch: RankBatch, groups: Mapping[int, TrajectoryGroup]) -> list[TokenSequence]:
         """The sequences of a batch, share by share."""
-        groups = self._groups_of(batch)
         return [
             sequence
             for share in batch.shares
@@ -567,21 +574,6 @@ class ModelWorker(Worker):
                 version=batch.version,
             )
         ]
-
-
-def _found(buffer: LearnerBuffer, group_ids: Sequence[int]) -> list[TrajectoryGroup]:
-    """Fetch the groups that the buffer has. A `DeadlineError` is retried once: the slow store may be gone."""
-    with suppress(UnknownGroup):
-        try:
-            return buffer.fetch(group_ids)
-        except DeadlineError as late:
-            logger.warning("the fetch from the buffer timed out and is repeated: %s", late)
-            return buffer.fetch(group_ids)
-    found: list[TrajectoryGroup] = []
-    for group_id in group_ids:
-        with suppress(UnknownGroup):
-            found += buffer.fetch([group_id])
-    return found
 
 
 def _rows_of(scores: Scores, column: str) -> DataProto:

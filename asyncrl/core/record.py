@@ -99,7 +99,8 @@ class SpanKind(StrEnum):
     # Learner: lane ``learner-0`` per rank, ``learner-0/publish`` for its publisher thread
     update = "update"  # a rank's whole step
     score = "score"
-    fetch = "fetch"
+    fetch = "fetch"  # the rank waits for its batch; on lane ``learner-0/prepare`` the fetch itself
+    prepare = "prepare"  # the next step's batch is fetched and packed, on lane ``learner-0/prepare``
     forward = "forward"
     backward = "backward"
     optimizer = "optimizer"

@@ -13,10 +13,10 @@ The five loops of `Controller`, what each waits for, and who wakes it::
     prompts ─feed─▶ buffer ─plan─▶ [at most 2 steps] ─complete─▶ buffer (commits)
 
 While the learner computes step v, the fleet generates. The plan of v + 1 is made and queued behind step v on the ranks,
-and the weights of v travel. No loop waits for the weights: rank 0 offers a version to the buffer, the buffer shows the
-version when its step is committed, and each rollout worker takes the newest version when it can. If loading is slower
-than training, workers skip versions, and admission slows generation down, because it counts from the engine's version.
-During an evaluation a few engines keep its version until it ends.
+whose threads fetch and pack its batch, and the weights of v travel. No loop waits for the weights: rank 0 offers a
+version to the buffer, the buffer shows the version when its step is committed, and each rollout worker takes the newest
+version when it can. If loading is slower than training, workers skip versions, and admission slows generation down,
+because it counts from the engine's version. During an evaluation a few engines keep its version until it ends.
 
 A deadlock needs a circle of loops that wait for each other:
 

@@ -77,6 +77,7 @@ class LearnerGroup:
         """Start the ranks. Restarted ranks use the same reservation."""
         self._batches: tuple[Plan | None, dict[int, list[RankBatch]]] = (None, {})
         self._scores: dict[str, RemoteScores] = {}
+        self._announced: dict[str, Awaitable[Any]] = {}  # the newest call of each role
         self._deadline = StepDeadline(2 * self._config.learner.step_timeout_s)
         buffer = replace(self._buffer, incarnation=incarnation).for_role(BufferRole.learner)
         self._roles = RoleGroups(
@@ -126,6 +127,7 @@ class LearnerGroup:
         """The plan with the rewards of the reward model; unchanged without a reward model."""
         if "rm" not in self._roles:
             return plan
+        self._announce(plan, ["rm"])
         pending = self._roles["rm"].rewards(self._shares(plan, "rm"))
         results = await self._in_time(pending, f"the rewards of step {plan.version}", kind="rewards")
         scores = {sample: reward for result in results for sample, reward in result.items()}
@@ -146,8 +148,9 @@ class LearnerGroup:
         """Queue the scores for the step, then the actor's step. Returns the metrics of the step."""
         unsent: list[Awaitable[Any]] = []
         readers = [role for role in ("actor", "critic") if role in self._roles]
-        columns = dict.fromkeys(column for role in readers for column in self._reads(role))
-        self._scores = {column: self._score(column, plan, unsent) for column in sorted(columns)}
+        columns = sorted({column for role in readers for column in self._reads(role)})
+        self._announce(plan, [*(scored_by(column, self._config.learner).name for column in columns), *readers])
+        self._scores = {column: self._score(column, plan, unsent) for column in columns}
         step = self._roles["actor"].step(*self._step_arguments("actor", plan))
         return self._after(unsent, step, f"the update of step {plan.version}", kind="update")
 
@@ -190,11 +193,12 @@ class LearnerGroup:
             raise LearnerDiedError(
                 "the critic, which has a pool of its own, may have trained on a batch that the actor lost"
             )
+        await self._in_time(AllOf([*self._announced.values()]), "the announced batches")
         found: set[int] = set()
         for group in self._roles:  # the calls queued before this one are skipped
             lost = await self._in_time(group.forget_batch(), "the groups of a batch that the ranks did not find")
             found.update(group_id for part in lost for group_id in part)
-        self._batches, self._scores = (None, {}), {}
+        self._batches, self._scores, self._announced = (None, {}), {}, {}
         return sorted(found)
 
     @property
@@ -260,6 +264,10 @@ class LearnerGroup:
                 whole_groups=needs_whole_groups(self._config.algorithm.advantage),
             )
         return shares[dp_size]
+
+    def _announce(self, plan: Plan, roles: Sequence[str]) -> None:
+        """Let the ranks prepare the batches of roles, in the order of the calls that are queued next."""
+        self._announced |= {role: self._roles[role].announce(self._shares(plan, role)) for role in dict.fromkeys(roles)}
 
     def _reads(self, role: str) -> tuple[str, ...]:
         """The columns that a role's step needs from other roles."""

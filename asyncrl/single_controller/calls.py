@@ -21,6 +21,7 @@ import ray
 from asyncrl.core.remote import fetch, fetch_async
 
 from .dispatch import (
+    BESIDE,
     MAGIC_ATTR,
     Arguments,
     DataProtoFuture,
@@ -28,6 +29,7 @@ from .dispatch import (
     collect_all_to_all,
     collect_dp_compute,
     mapped,
+    runs_beside,
     silent_ranks,
 )
 
@@ -121,6 +123,7 @@ class Route:
         is_worker: Whether the actor's class is a `Worker`, which accepts references and silent calls.
         is_coroutine: Whether the method is a coroutine, which fetches futures itself without blocking others.
         takes_results: Whether the method receives the results of futures rather than the futures.
+        is_beside: Whether the method runs beside the worker's other methods.
     """
 
     remote_name: str
@@ -128,6 +131,7 @@ class Route:
     is_worker: bool = False
     is_coroutine: bool = False
     takes_results: bool = False
+    is_beside: bool = False
 
     @classmethod
     def of(cls, actor_class: Any, method_name: str, role: str) -> Route:
@@ -141,6 +145,7 @@ class Route:
             is_worker=hasattr(actor_class, "_call_chained"),
             is_coroutine=inspect.iscoroutinefunction(getattr(actor_class, remote_name, None)),
             takes_results=bool(getattr(method, MAGIC_ATTR, {}).get("materialize_futures")),
+            is_beside=runs_beside(method),
         )
 
     def call(
@@ -156,7 +161,8 @@ class Route:
                 args, kwargs, name = (name, blank_args, blank_kwargs, *references), {}, "_call_chained"
             if is_silent:
                 args, name = (name, *args), "_call_silently"
-        return getattr(worker, name).remote(*args, **kwargs)
+        method = getattr(worker, name)
+        return (method.options(concurrency_group=BESIDE) if self.is_beside else method).remote(*args, **kwargs)
 
 
 _SHARE_FROM_BYTES = 100_000

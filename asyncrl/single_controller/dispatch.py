@@ -300,6 +300,25 @@ def register(
     return decorate
 
 
+BESIDE = "beside"
+"""Ray's concurrency group of the methods that run beside the others; it has one thread."""
+
+
+def beside(method: Method) -> Method:
+    """Let a registered method run in a second thread, beside the worker's other methods (decorator).
+
+    Calls of such methods are executed in order and do not wait for other calls, so the methods must be thread-safe. All
+    other methods of the class then run in one thread that is not the main thread of the process.
+    """
+    getattr(method, MAGIC_ATTR)[BESIDE] = True
+    return method
+
+
+def runs_beside(method: Any) -> bool:
+    """Whether a method runs beside the worker's other methods; see `beside`."""
+    return BESIDE in getattr(method, MAGIC_ATTR, {})
+
+
 @contextmanager
 def _named(worker: Any, method_name: str) -> Iterator[None]:
     """Add method and rank to an exception that leaves a worker's method."""

@@ -24,7 +24,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from asyncrl.core.errors import DeadlineError, UsageError
 from asyncrl.core.remote import fetch
 
-from .dispatch import DynamicEnum
+from .dispatch import BESIDE, DynamicEnum, runs_beside
 
 
 class ResourcePool:
@@ -579,11 +579,18 @@ def unwrap(cls: Any) -> type:
     return getattr(cls, "__ray_actor_class__", cls)
 
 
+def remote_class(cls: type, roles: Iterable[type] = ()) -> Any:
+    """A class under ``ray.remote``. It has a second thread if it, or one of its ``roles``, has methods that need it."""
+    has_two = any(runs_beside(getattr(owner, name, None)) for owner in (cls, *roles) for name in dir(owner))
+    options: dict[str, Any] = {"concurrency_groups": {BESIDE: 1}}
+    return ray.remote(**options)(cls) if has_two else ray.remote(cls)
+
+
 class RayClassWithInitArgs(ClassWithInitArgs):
     """A worker class, plain or under ``ray.remote``, and the arguments to make it with."""
 
     def __init__(self, cls: Any, *args: Any, **kwargs: Any) -> None:
-        super().__init__(cls if hasattr(cls, "__ray_actor_class__") else ray.remote(cls), *args, **kwargs)
+        super().__init__(cls if hasattr(cls, "__ray_actor_class__") else remote_class(cls), *args, **kwargs)
         self._options: dict[str, Any] = {}
         self._additional_resource: dict[str, Any] = {}
 

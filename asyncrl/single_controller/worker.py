@@ -16,7 +16,7 @@ from asyncrl.core.host import keep_stop_blocked
 
 from .calls import FUSED_METHOD_SEPARATOR, attach_results
 from .dispatch import MAGIC_ATTR, Dispatch, Execute, materialize_async, register
-from .resource_pool import RayClassWithInitArgs, free_port, unwrap
+from .resource_pool import RayClassWithInitArgs, free_port, remote_class, unwrap
 
 
 class WorkerHelper:
@@ -299,7 +299,8 @@ def create_colocated_worker_raw_cls(class_dict: dict[str, RayClassWithInitArgs])
 
 def create_colocated_worker_cls_fused(class_dict: dict[str, RayClassWithInitArgs]) -> RayClassWithInitArgs:
     """One worker class out of several, by role; `RayWorkerGroup.spawn` makes a group per role out of its group."""
-    fused = RayClassWithInitArgs(ray.remote(create_colocated_worker_raw_cls(class_dict)))
+    raw: Any = create_colocated_worker_raw_cls(class_dict)
+    fused = RayClassWithInitArgs(remote_class(raw, raw.raw_cls_dict.values()))
     fused.fused_worker_used = True
     return fused
 

@@ -160,7 +160,8 @@ def pids(learner: LearnerGroup) -> dict[str, int]:
 
 
 def assert_same(got: tuple, want: tuple) -> None:
-    times = ("fetch_s", "train_s", "started_at", "ended_at", "critic.fetch_s", "critic.train_s")
+    seconds = ("fetch_s", "prepare_s", "train_s")
+    times = ("started_at", "ended_at", *seconds, *(f"critic.{name}" for name in seconds))
     for one, other in zip(got[0], want[0], strict=True):
         assert one.keys() == other.keys()
         for name in other.keys() - {*times, "num_micro_batches", "critic.num_micro_batches"}:

@@ -119,6 +119,15 @@ def test_a_critic_keeps_the_part_of_its_head_that_the_path_has(tmp_path):
     assert again.score.bias.tolist() == [0.0]
 
 
+def test_a_sequence_above_a_roles_own_token_budget_names_the_option_of_the_role(tmp_path):
+    path = save_classifier(tmp_path, "qwen3", AutoModelForTokenClassification)
+    own = replace(CONFIG, critic=replace(CONFIG.critic, max_tokens_per_micro_batch=3)).of_role("critic")
+    for config, option in ((own, "learner.critic.max"), (replace(CONFIG, max_tokens_per_micro_batch=3), "learner.max")):
+        model, _ = critic_of(path, config)
+        with pytest.raises(ValueError, match=f"{option}_tokens_per_micro_batch must hold the longest sequence, got 3"):
+            model.scores(random_sequences(2))
+
+
 def test_a_causal_model_becomes_a_critic_that_predicts_zero_and_learns(tmp_path):
     config = replace(CONFIG, critic=replace(CONFIG.critic, value_clip=0.0))
     trainer, step = critic_of(save_tiny_model(tmp_path), config, total_updates=40)

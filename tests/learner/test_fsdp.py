@@ -137,7 +137,7 @@ def test_a_backward_pass_in_another_thread_does_not_compute_attention_again(mode
         config = replace(PLAIN, activation_checkpointing=recomputation)
         trainer = Trainer(config, model_path=model_path, total_updates=1)
         trainer._set_training(True)
-        batch = trainer._pack(random_sequences(4)).micro_batches[0]
+        batch = trainer.pack(random_sequences(4)).micro_batches[0]
         loss = trainer.head(batch.to(trainer.mesh.device))[0].sum()
         calls.clear()
         backward = threading.Thread(target=loss.backward)

@@ -124,7 +124,7 @@ def test_dropout_and_noise_of_a_family_are_off_and_logged(family, tmp_path, capl
     scores = model.scores(sequences)
     model._set_training(True)
     with torch.no_grad(), model.sharding:
-        for micro_batch in model._pack(sequences).micro_batches:
+        for micro_batch in model.pack(sequences).micro_batches:
             trained = model.head(micro_batch)[0].float().numpy()
             expected = np.concatenate([scores[i][sequences[i].loss_mask] for i in micro_batch.source])
             np.testing.assert_allclose(trained, expected, atol=1e-6)
@@ -237,7 +237,7 @@ def test_samples_share_their_prompt_if_no_layer_carries_a_state(hybrid, tmp_path
 
 def model_shares(model: PackedModel) -> bool:
     """Whether a packed token is shared by two of these sequences, some of which have a common prompt."""
-    return any(batch.token_index is not None for batch in model._pack(random_sequences(9)).micro_batches)
+    return any(batch.token_index is not None for batch in model.pack(random_sequences(9)).micro_batches)
 
 
 def test_prompts_are_not_shared_if_sharing_changes_hidden_states(tmp_path, monkeypatch, caplog):

@@ -125,7 +125,7 @@ def test_the_first_update_of_a_step_uses_its_own_forward_as_proximal_log_probs(m
             s.with_column("behavior_logprobs", b + noise.normal(0, 0.2, len(b)).astype(np.float32))
             for s, b in zip(mini_batched(random_sequences(12), 3), behavior, strict=True)
         ]
-        trainer.scores = lambda batch, score=score: scored.append(len(batch)) or score(batch)
+        trainer.scores = lambda batch, score=score, **options: scored.append(len(batch)) or score(batch, **options)
         step = policy_step(trainer, algorithm)
         if is_separate:
             values = score(sequences)
@@ -151,7 +151,7 @@ def test_a_training_forward_that_may_differ_from_scoring_is_not_the_proximal_one
     scored = []
     trainer = Trainer(replace(CONFIG, **changes), model_path=model_path, total_updates=8)
     score = trainer.scores
-    trainer.scores = lambda batch: scored.append(len(batch)) or score(batch)
+    trainer.scores = lambda batch, **options: scored.append(len(batch)) or score(batch, **options)
     policy_step(trainer, AlgorithmConfig(num_mini_batches=2, anchor=Anchor.proximal)).run(
         mini_batched(random_sequences(6), 2)
     )

@@ -74,7 +74,7 @@ def batch(group_ids: Sequence[int], max_lag: int = 2) -> RankBatch:
     return RankBatch(version=7, shares=tuple(shares), max_lag=max_lag)
 
 
-def start(directory: str, num_ranks: int, *, connect_buffer: Any = ScriptedBuffer, **options: bool) -> ActorWorker:
+def start(directory: str, num_ranks: int, *, connect_buffer: Any = ScriptedBuffer, **options: Any) -> ActorWorker:
     if num_ranks == 1:
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1"}
     worker = ActorWorker(
@@ -204,6 +204,72 @@ def a_lost_batch(directory: str) -> tuple[list[int], float, float]:
     worker.step([batch([3]), batch([4])][rank])
     published(worker, 8)
     return lost, before, weights_norm(worker)
+
+
+def two_steps(directory: str, num_ranks: int, sp_size: int, announces: bool) -> tuple[list[Any], bytes]:
+    """The metrics of two steps and the weights after them, and whether the second step found its groups fetched."""
+    fetched: list[int] = []
+
+    class Buffer(ScriptedBuffer):
+        def fetch(self, group_ids: Sequence[int]) -> list[TrajectoryGroup]:
+            fetched.extend(group_ids)
+            return super().fetch(group_ids)
+
+    worker = start(directory, num_ranks, connect_buffer=Buffer, sp_size=sp_size)
+    share = int(os.environ["RANK"]) // sp_size
+    first = [batch([1, 2, 3]), batch([4])][share]
+    second = replace([batch([5]), batch([2, 6, 7])][share], version=8, max_lag=3)
+    if announces:
+        worker.announce(first)
+        worker.announce(second)
+    metrics = [worker.step(first)]
+    if announces:
+        worker.cache.preparer._thread.submit(lambda: None).result(30)  # it has prepared what it may prepare
+        assert set(fetched) == (set(first.group_ids + second.group_ids) if worker._buffer else set())
+    metrics.append(worker.step(second))
+    published(worker, 9)
+    losses = [[step[name] for name in ("loss", "grad_norm", "entropy", "num_micro_batches")] for step in metrics]
+    whole = (parameter.detach().full_tensor() for parameter in worker._model.head.parameters())
+    weights = b"".join(values.numpy().tobytes() for values in whole)
+    return losses, weights
+
+
+@pytest.mark.parametrize("sp_size", [1, 2])
+def test_steps_on_batches_that_were_prepared_before_are_bit_for_bit_the_same(directory, sp_size):
+    ahead = run_on_ranks(2, two_steps, directory, 2, sp_size, True)
+    assert ahead == run_on_ranks(2, two_steps, directory, 2, sp_size, False)
+
+
+def a_lost_batch_that_was_announced(directory: str) -> tuple[list[int], list[str]]:
+    """Two announced steps; the groups of the second are lost on one rank. Returns its lost groups, and what raised."""
+    rank, raised = int(os.environ["RANK"]), []
+    ForgetfulBuffer.lost, ForgetfulBuffer.is_late[:] = {5}, []
+    worker = start(directory, 2, connect_buffer=ForgetfulBuffer)
+    first, second = batch([1 + rank]), replace(batch([3, 5] if rank else [4]), version=8, max_lag=3)
+    third = replace(batch([6 + rank]), version=9, max_lag=4)
+    for announced in (first, second, third):
+        worker.announce(announced)
+    worker.step(first)
+    for queued in (second, third):
+        try:
+            worker.step(queued)
+        except BatchLost as lost:
+            raised.append(str(lost))
+    lost = worker.forget_batch()
+    again = replace(batch([3 if rank else 4]), version=8, max_lag=3)
+    for announced in (again, third):
+        worker.announce(announced)
+    worker.step(again)
+    worker.step(third)
+    return lost, raised
+
+
+def test_an_announced_batch_that_is_lost_stops_its_own_step_and_can_be_planned_again(directory):
+    (none, first), (lost, second) = run_on_ranks(2, a_lost_batch_that_was_announced, directory)
+    assert (none, lost) == ([], [5])
+    for step, skipped in (first, second):
+        assert "the batch of step 8 is lost" in step
+        assert "'actor' is at version 8 and skips a call for version 9" in skipped
 
 
 def weights_norm(worker: ActorWorker) -> float:

@@ -1,6 +1,7 @@
 """Several roles in one process: colocated, fused and nested workers on real Ray."""
 
 import sys
+import threading
 
 import pytest
 import ray
@@ -20,6 +21,7 @@ from asyncrl.single_controller import (
     make_nd_compute_dataproto_dispatch_fn,
     register,
 )
+from asyncrl.single_controller.dispatch import beside
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -104,6 +106,21 @@ class Outer(Worker):
         return self.inner.get()
 
 
+class Listener(Worker):
+    def __init__(self):
+        super().__init__()
+        self.told = threading.Event()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def wait(self):
+        return self.told.wait(60.0)
+
+    @beside
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def tell(self):
+        self.told.set()
+
+
 def small_pool(num_processes=2):
     return RayResourcePool([num_processes], use_gpu=False, max_colocate_count=2, num_cpus_per_process=0.5)
 
@@ -182,3 +199,20 @@ def test_both_names_of_verl_make_the_same_class():
 def test_a_colocated_class_needs_roles():
     with pytest.raises(ValueError, match="at least one role"):
         create_colocated_worker_cls({})
+
+
+@pytest.mark.usefixtures("cluster")
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_a_method_that_runs_beside_the_others_is_executed_while_another_one_runs(is_fused):
+    member = RayClassWithInitArgs(Listener)
+    group = host = RayWorkerGroup(
+        small_pool(1), create_colocated_worker_cls_fused({"listener": member}) if is_fused else member
+    )
+    try:
+        if is_fused:
+            group = host.spawn(["listener"])["listener"]
+        waiting = group.wait()
+        group.tell()
+        assert waiting.get(timeout_s=60.0) == [True]
+    finally:
+        host.shutdown()

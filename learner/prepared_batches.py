@@ -1,0 +1,183 @@
+"""Prepares the batch of the next learner step while a rank computes this one: fetches its groups and packs them.
+
+Each process has one `BatchPreparer` with one thread, for all roles of the process. The controller announces a batch
+when it queues the step. The thread prepares the batch as soon as the step before has taken its own, so a process holds
+at most two batches. A step waits for its own batch; the thread wakes it. The thread waits for the buffer under the
+client's deadline, and for the threads of the other ranks under the deadline of their groups.
+
+Preparing a batch needs collectives: the ranks agree whether a group is missing, and on the number of micro-batches.
+They use groups of their own (`LearnerMesh.on_host`). All ranks prepare the same batches in the same order, since every
+batch is prepared once, either when it is announced or when its step asks for it, and both happen in the same order.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING
+
+from asyncrl.core import record
+from asyncrl.core.errors import DeadlineError, UnknownGroup
+from asyncrl.core.ports import LearnerBuffer
+from asyncrl.core.trajectory import TrajectoryGroup
+
+from .types import RankBatch, TokenSequence
+
+if TYPE_CHECKING:
+    from .fsdp import LearnerMesh
+    from .packed_model import PackedBatch
+    from .trainer import PackedStep
+
+logger = logging.getLogger(__name__)
+
+_GROUP_FIELDS = tuple(field.name for field in fields(TrajectoryGroup))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedBatch:
+    """One rank's share of a learner step, ready for a role to compute. It does not depend on any model's weights.
+
+    Attributes:
+        groups: The groups of the batch by id.
+        lost: Ids of the step's groups that this process did not find in the buffer.
+        most_lost: The largest number of such groups on one rank. If it is not 0, the batch is not complete, and the
+            fields below are empty.
+        sequences: The sequences of the batch, without columns that a role computes.
+        scored: The sequences packed for `PackedModel.scores`; None if the role scores nothing for other roles.
+        step: The sequences packed for a learner step; None for a frozen role.
+        seconds: Time to prepare the batch.
+    """
+
+    groups: dict[int, TrajectoryGroup]
+    lost: frozenset[int]
+    most_lost: int
+    sequences: list[TokenSequence] = field(default_factory=list)
+    scored: PackedBatch | None = None
+    step: PackedStep | None = None
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class StepGroups:
+    """The groups of a step that a process has fetched for its roles. Only the preparer's thread uses it.
+
+    Attributes:
+        found: The groups by id.
+        lost: Ids that a fetch did not find.
+    """
+
+    found: dict[int, TrajectoryGroup] = field(default_factory=dict)
+    lost: set[int] = field(default_factory=set)
+
+    def fetch(self, batch: RankBatch, mesh: LearnerMesh, buffer: LearnerBuffer | None) -> None:
+        """Fetch the missing groups of a batch, a collective of the sp group.
+
+        One rank of the group fetches, and sends the groups to the others. All of its ranks fetch the same groups, which
+        may be more than a rank misses: a role with another sp size has fetched for other sp groups.
+        """
+        is_missing = [group_id not in self.found for group_id in batch.group_ids]
+        if mesh.sp_size > 1 and is_missing:
+            is_missing = mesh.any_in_sp_group(is_missing)
+        missing = [group_id for group_id, absent in zip(batch.group_ids, is_missing, strict=True) if absent]
+        if not missing:
+            return
+        with record.span(record.SpanKind.fetch, lane="/prepare", step=batch.version):
+            groups = _found(buffer, missing) if buffer is not None else []
+            if mesh.sp_size > 1:
+                from asyncrl.single_controller.serialization import broadcast_value
+
+                columns = [{name: getattr(group, name) for name in _GROUP_FIELDS} for group in groups]
+                groups = [TrajectoryGroup(**group) for group in broadcast_value(columns, mesh.sp_group)]
+        self.found.update((group.group_id, group) for group in groups)
+        self.lost.update(set(missing).difference(self.found))
+
+
+def _found(buffer: LearnerBuffer, group_ids: Sequence[int]) -> list[TrajectoryGroup]:
+    """Fetch the groups that the buffer has. A `DeadlineError` is retried once: the slow store may be gone."""
+    with suppress(UnknownGroup):
+        try:
+            return buffer.fetch(group_ids)
+        except DeadlineError as late:
+            logger.warning("the fetch from the buffer timed out and is repeated: %s", late)
+            return buffer.fetch(group_ids)
+    found: list[TrajectoryGroup] = []
+    for group_id in group_ids:
+        with suppress(UnknownGroup):
+            found += buffer.fetch([group_id])
+    return found
+
+
+Prepare = Callable[[StepGroups], PreparedBatch]
+"""Prepares a role's batch from the groups that the process has fetched for the same step."""
+_Key = tuple[int, str, tuple[tuple[int, tuple[int, ...], int], ...]]
+
+
+class BatchPreparer:
+    """Prepares batches in one thread, in the order in which they are announced or taken. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prepare")
+        self._lock = threading.Lock()
+        self._begin()
+
+    def _begin(self) -> None:
+        self._newest: int | None = None  # version of the newest batch that a step has taken
+        self._announced: deque[tuple[_Key, Prepare]] = deque()
+        self._prepared: dict[_Key, Future[PreparedBatch]] = {}
+        self._groups: dict[int, StepGroups] = {}
+
+    def announce(self, role: str, batch: RankBatch, prepare: Prepare) -> None:
+        """Prepare a role's batch as soon as the step before it has taken its own."""
+        with self._lock:
+            self._announced.append((_key(role, batch), prepare))
+            if self._newest is None:
+                self._newest = batch.version - 1
+            self._submit_due(self._newest + 1)
+
+    def take(self, role: str, batch: RankBatch, prepare: Prepare) -> PreparedBatch:
+        """The prepared batch of a role; prepares it now if it is not announced. Drops batches of earlier steps.
+
+        Raises what ``prepare`` raised.
+        """
+        key, version = _key(role, batch), batch.version
+        with self._lock:
+            self._newest = version
+            self._prepared = {known: future for known, future in self._prepared.items() if known[0] >= version}
+            self._groups = {known: groups for known, groups in self._groups.items() if known >= version}
+            self._submit_due(version)
+            self._submit(key, prepare)
+            self._submit_due(version + 1)
+            future = self._prepared[key]
+        return future.result()
+
+    def forget(self) -> None:
+        """Drop all batches, also the announced ones. The thread finishes what it does, and the result is dropped.
+
+        The ranks call this at the same point of the order, so that the same batches are in their threads.
+        """
+        with self._lock:
+            self._begin()
+
+    def close(self) -> None:
+        """End the thread after the batch that it prepares."""
+        self._thread.shutdown(cancel_futures=True)
+
+    def _submit_due(self, newest: int) -> None:
+        """Begin with the announced batches up to a version."""
+        while self._announced and self._announced[0][0][0] <= newest:
+            self._submit(*self._announced.popleft())
+
+    def _submit(self, key: _Key, prepare: Prepare) -> None:
+        if key not in self._prepared and (self._newest is None or key[0] >= self._newest):
+            groups = self._groups.setdefault(key[0], StepGroups())
+            self._prepared[key] = self._thread.submit(prepare, groups)
+
+
+def _key(role: str, batch: RankBatch) -> _Key:
+    """What a prepared batch depends on: not the rewards."""
+    return batch.version, role, tuple((share.group_id, share.samples, share.mini_batch) for share in batch.shares)
