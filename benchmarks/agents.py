@@ -36,6 +36,7 @@ from aiohttp import web
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
+from asyncrl.core.images import PlacedImage
 from asyncrl.core.types import FinishReason, Prompt
 from benchmarks.agent_trees import search_groups, tree_tokens
 from benchmarks.report import Target, print_report
@@ -72,9 +73,15 @@ class TimedTurns:
         self.episode = Episode("0-0-0", prompt_ids, budget)
         self._call = np.asarray(call, dtype=np.int32)
 
-    async def sample(self, parent: int, new_tokens: Sequence[int], sampling: SamplingConfig) -> int:
+    async def sample(
+        self,
+        parent: int,
+        new_tokens: Sequence[int],
+        sampling: SamplingConfig,
+        images: tuple[PlacedImage, ...] = (),
+    ) -> int:
         """See `TurnSampler.sample`."""
-        turn = self.episode.sample(parent, new_tokens, sampling)
+        turn = self.episode.sample(parent, new_tokens, sampling, images=images)
         (request,) = self.episode.next_requests()
         await asyncio.sleep(turn_s(sampling.seed or 0))
         size = len(self._call)

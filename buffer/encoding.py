@@ -30,7 +30,7 @@ from asyncrl.single_controller.codec import buffer_of, checked_shape, dtype_of
 
 from .commands import OPERATIONS, Answer, Failure, Int64, Operation, leaves
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 MAX_HEADER_BYTES = 1 << 20
 MAX_FRAMES = 4096
 MAX_BATCH = 64
@@ -43,7 +43,7 @@ _SMALL_BYTES = 64 * 1024
 _PACKED = b"prcl"
 _ALIGN = 16
 _PADDING = [bytes(n) for n in range(_ALIGN)]
-_GROUP = b"grp\x02"
+_GROUP = b"grp\x03"
 _GROUP_HEAD = struct.Struct("<4sqq")
 """The start of an encoded group: a marker, the id and the attempt; the schema follows."""
 _NUMERIC = frozenset("biufc")
@@ -188,7 +188,7 @@ def group_frames(group: TrajectoryGroup) -> list[Any]:
     """
     buffers: list[Any] = [group.turns.tobytes()]
     schema = []
-    for scope in (group.token_columns, group.trajectory_columns, group.turn_columns):
+    for scope in (group.token_columns, group.trajectory_columns, group.turn_columns, group.image_columns):
         described = []
         for name, column in scope.items():
             if not isinstance(column, np.ndarray) or column.dtype.kind not in _NUMERIC:
@@ -211,7 +211,7 @@ def group_of(frames: Sequence[Any]) -> TrajectoryGroup:
         schema = _schema_of(bytes(head[_GROUP_HEAD.size :]))
         rest = iter(buffers)
         turns = _array(TURN_DTYPE, (), TURN_DTYPE.itemsize, next(rest))
-        token, trajectory, turn = (
+        token, trajectory, turn, image = (
             {name: _array(dtype, shape, row_bytes, next(rest)) for name, dtype, shape, row_bytes in scope}
             for scope in schema
         )
@@ -222,6 +222,7 @@ def group_of(frames: Sequence[Any]) -> TrajectoryGroup:
             token_columns=token,
             trajectory_columns=trajectory,
             turn_columns=turn,
+            image_columns=image,
         )
         group.check()
     except _MALFORMED as error:

@@ -581,6 +581,7 @@ class LearnerConfig:
             (``flash_attn``), torch's variable-length kernel. Otherwise torch's scaled dot product attention
             (``sdpa``). A kernel that you name and that fails this test is refused.
         max_tokens_per_micro_batch: Token budget of one forward-backward on one rank.
+        freeze_vision: Do not train the vision tower of a model with images, including the layers that merge patches.
         share_prompts: Compute the tokens of a prompt once for all samples of the prompt in a micro-batch, if the
             self-test confirms it for the model. Models with layers that carry a state from token to token do not
             share prompts.
@@ -630,6 +631,7 @@ class LearnerConfig:
     frozen_dtype: Dtype = Dtype.auto
     attention: AttentionKernel = AttentionKernel.auto
     max_tokens_per_micro_batch: int = 16384
+    freeze_vision: bool = False
     share_prompts: bool = True
     logprob_chunk_tokens: int = 1024
     activation_checkpointing: bool | str | None = None

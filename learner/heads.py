@@ -29,6 +29,7 @@ from .ulysses import (
     get_ulysses_sequence_parallel_world_size,
     ulysses_pad_and_slice_inputs,
 )
+from .vision import VisionTower
 
 LINEAR = LogitShape()
 """Plain logits: the products of hidden states and output embedding."""
@@ -55,12 +56,14 @@ class PackedHead(nn.Module):
         pretrained: The model; it holds all parameters of this module.
         attention: The attention kernel; never ``auto``.
         recurrent: The model's layers that carry a state from token to token.
+        vision: The model's vision tower; None for a text model.
         per_sequence: True if the head gives one number per sequence instead of one per token in the loss. Then all
             tokens are packed.
     """
 
     per_sequence = False
     attention = AttentionKernel.sdpa
+    vision: VisionTower | None = None
 
     def __init__(self, pretrained: PreTrainedModel) -> None:
         super().__init__()
@@ -71,7 +74,7 @@ class PackedHead(nn.Module):
         """Last hidden states of a micro-batch on the model's device, [N, h]; under Ulysses, this rank's part."""
         sp_size = get_ulysses_sequence_parallel_world_size()
         input_ids, position_ids, padding = ulysses_pad_and_slice_inputs(
-            batch.input_ids[None], batch.position_ids[None], sp_size
+            batch.input_ids[None], batch.position_ids.unsqueeze(-2), sp_size
         )
         token_index = batch.token_index
         if token_index is not None:
@@ -79,8 +82,11 @@ class PackedHead(nn.Module):
         lengths = batch.lengths + (1,) * padding
         layout = packed_layout(lengths, batch.input_ids.device, self.attention, token_index)
         self.recurrent.use(layout)
-        inputs = {"input_ids": input_ids, "position_ids": position_ids, "packed": layout}
-        return _backbone(self.pretrained)(**inputs, use_cache=False).last_hidden_state[0]
+        inputs: dict[str, Any] = {"input_ids": input_ids}
+        backbone = _backbone(self.pretrained)
+        if self.vision is not None:
+            inputs, backbone = self.vision.inputs(batch, input_ids), self.vision.language_model
+        return backbone(**inputs, position_ids=position_ids, packed=layout, use_cache=False).last_hidden_state[0]
 
 
 def _backbone(pretrained: PreTrainedModel) -> nn.Module:

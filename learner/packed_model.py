@@ -30,6 +30,7 @@ from .rope import rope_limit
 from .selftest import SelfTest, SelfTestResult
 from .types import TokenSequence
 from .ulysses import UlyssesShardingManager, validate_ulysses_config
+from .vision import has_vision, vision_tower
 
 log = logging.getLogger(__name__)
 
@@ -118,16 +119,29 @@ class PackedModel:
         is_adapted = role.adapters and config.lora.rank > 0
         held = self.types.trained if role.objective is not None and not is_adapted else self.types.frozen
         pretrained = role.load(model_path, held)
+        if is_adapted and has_vision(pretrained):
+            raise ValueError(
+                f"learner.lora.rank must be 0 for a model with images, got {config.lora.rank} for {model_path!r}; "
+                "adapters of vision models are not supported"
+            )
         if is_adapted:
             add_adapters(pretrained, config.lora, dtype=self.types.trained)
         self.head: PackedHead = role.head(pretrained, config, temperature)
+        self.head.vision = vision_tower(pretrained, model_path)
+        if config.freeze_vision:
+            if self.head.vision is None:
+                raise ValueError(
+                    f"learner.freeze_vision is true, but {model_path!r} has no vision tower; set it to false"
+                )
+            self.head.vision.freeze()
         shape = AttentionShape.of(pretrained.config)
         self.head.attention = (
             attention_kernel(config.attention, self.mesh.device, self.types.compute, shape)
             if setup is None
             else setup.attention
         )
-        validate_ulysses_config(getattr(pretrained.config, "num_attention_heads", config.sp_size), config.sp_size)
+        text = pretrained.config.get_text_config()
+        validate_ulysses_config(getattr(text, "num_attention_heads", config.sp_size), config.sp_size)
         config = self.config = with_memory_options(config, pretrained, self.mesh.device)
         if config.activation_checkpointing:
             contexts = {"context_fn": attention_kept} if config.activation_checkpointing == SELECTIVE else {}

@@ -1,8 +1,8 @@
 """Packs unpadded sequences end to end into micro-batches within a token budget. Nothing is padded or truncated.
 
 The samples of one prompt can share the prompt's tokens: the prompt is packed once, and the attention of each sample
-reads these tokens. A sequence never shares the token before its first token in the loss. So each packed token predicts
-at most one token.
+reads these tokens. Prompts are equal if their tokens and their images are. A sequence never shares the token before its
+first token in the loss. So each packed token predicts at most one token.
 """
 
 from __future__ import annotations
@@ -28,10 +28,14 @@ class MicroBatch:
 
     Attributes:
         input_ids: [N] int64.
-        position_ids: [N] int64, counted from 0 in every sequence.
+        position_ids: [N] int64, counted from 0 in every sequence; [3, N] if a sequence has images.
         lengths: Number of tokens of each sequence. The sum is N, or more than N if sequences share tokens.
         token_index: [sum of lengths] int64, packed position of each token of each sequence. None if the sequences
             share no tokens. It stays on the host, since indices are derived from it without waiting for the device.
+        image_rows: [N] int64, row of each token's merged feature among those of ``pixels``; -1 for text. None without
+            images, like the next two.
+        pixels: [patches, …] uint8 of the images, each once.
+        grids: [images, 3] int64, their patches in time, height and width.
         predict_index: [M] int64, packed position of the token before each token in the loss. It stays on the host.
         targets: [M] int64, the tokens in the loss.
         trajectory_index: [M] int64, trajectory (within this micro-batch) of each token in the loss.
@@ -52,6 +56,9 @@ class MicroBatch:
     columns: dict[str, Tensor] = field(default_factory=dict)
     source: tuple[int, ...] = ()
     token_index: np.ndarray | None = None
+    image_rows: Tensor | None = None
+    pixels: Tensor | None = None
+    grids: Tensor | None = None
 
     def last_index(self) -> np.ndarray:
         """Packed position of the last token of each sequence: [number of sequences] int64, on the host."""
@@ -190,13 +197,13 @@ def _prompts(sequences: Sequence[TokenSequence]) -> dict[SampleKey, bytes]:
         num_leading = _num_leading(sequence)
         if num_leading and (sequence.trajectory not in first or num_leading < first[sequence.trajectory][0]):
             first[sequence.trajectory] = (num_leading, sequence)
-    return {key: sequence.input_ids[:num_leading].tobytes() for key, (num_leading, sequence) in first.items()}
+    return {key: sequence.compared[:num_leading].tobytes() for key, (num_leading, sequence) in first.items()}
 
 
 def _holds(sequence: TokenSequence, prompt: bytes) -> bool:
     """Whether a sequence begins with the prompt and may share all prompt tokens."""
     num_prompt = len(prompt) // sequence.input_ids.itemsize
-    return _num_leading(sequence) >= num_prompt and sequence.input_ids[:num_prompt].tobytes() == prompt
+    return _num_leading(sequence) >= num_prompt and sequence.compared[:num_prompt].tobytes() == prompt
 
 
 def _item(
@@ -277,17 +284,22 @@ def _micro_batch(
     trajectory = np.array([places.setdefault(sequence.trajectory, len(places)) for sequence in chosen])
     kept, ends = positions < np.asarray(packed)[of_sequence], np.cumsum(packed, dtype=np.int64)
     moved = starts - (ends - np.asarray(packed))
-    tokens, positions = input_ids[kept], positions[kept]
+    images = _images(chosen, packed)
+    if images is not None:
+        positions = _positions(chosen).T
+    tokens, positions = input_ids[kept], positions[..., kept]
+    rows = None if images is None else images[0][kept]
     predict_index, token_index = in_loss - 1 - moved[of_sequence[in_loss]], None
     leads = _leading_tokens(chosen, packed, prompts, np.argsort(source).tolist()) if source and prompts else None
     if leads is not None:
         is_packed = leads == np.arange(len(leads))
-        tokens, positions = tokens[is_packed], positions[is_packed]
+        tokens, positions = tokens[is_packed], positions[..., is_packed]
+        rows = None if rows is None else rows[is_packed]
         token_index = np.flatnonzero(is_packed).searchsorted(leads)
         predict_index = token_index[predict_index]
     return MicroBatch(
         input_ids=torch.from_numpy(tokens.astype(np.int64)),
-        position_ids=torch.from_numpy(positions),
+        position_ids=torch.from_numpy(np.ascontiguousarray(positions)),
         lengths=tuple(packed),
         token_index=token_index,
         predict_index=predict_index,
@@ -295,7 +307,47 @@ def _micro_batch(
         trajectory_index=torch.from_numpy(trajectory[of_sequence[in_loss]]),
         trajectory_lengths=torch.tensor([totals.get(key, 0) for key in places]),
         source=tuple(source),
+        image_rows=None if rows is None else torch.from_numpy(rows),
+        pixels=None if images is None else torch.from_numpy(images[1]),
+        grids=None if images is None else torch.from_numpy(images[2]),
     )
+
+
+def _images(chosen: Sequence[TokenSequence], packed: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
+    """The images that the first ``packed`` tokens of the sequences need, each once; None without any.
+
+    Returns the row of each token of the concatenated sequences (-1 for text, and for tokens that are not packed), the
+    pixels and the grids, as in `MicroBatch`.
+    """
+    first_rows: dict[tuple[int, int], int] = {}
+    rows, pixels, grids, num_rows = [], [], [], 0
+    for sequence, length in zip(chosen, packed, strict=True):
+        own = np.full(len(sequence.input_ids), -1, dtype=np.int64)
+        images = sequence.images
+        for index in () if images is None else np.unique(images.indices[:length][images.indices[:length] >= 0]):
+            group, key = images.group, (id(images.group), int(index))
+            if key not in first_rows:
+                first_rows[key] = num_rows
+                pixels.append(group.pixels_of(index))
+                grids.append(group.grids[index, :3])
+                num_rows += int(group.first_rows[index + 1] - group.first_rows[index])
+            is_own = images.indices == index
+            own[is_own] = images.rows[is_own] - group.first_rows[index] + first_rows[key]
+        rows.append(own)
+    if not pixels:
+        return None
+    return np.concatenate(rows), np.concatenate(pixels), np.stack(grids).astype(np.int64)
+
+
+def _positions(chosen: Sequence[TokenSequence]) -> np.ndarray:
+    """Positions on three axes of the concatenated sequences: [tokens, 3] int64."""
+    own = (
+        np.repeat(np.arange(len(sequence.input_ids))[:, None], 3, axis=1)
+        if sequence.images is None
+        else sequence.images.positions
+        for sequence in chosen
+    )
+    return np.concatenate([*own]).astype(np.int64)
 
 
 def _column(name: str, chosen: Sequence[TokenSequence]) -> np.ndarray:
@@ -325,7 +377,7 @@ def _leading_tokens(
     branches: dict[SampleKey, list[tuple[int, np.ndarray]]] = {}
     for place in order:
         sequence, length, start = chosen[place], packed[place], starts[place]
-        tokens, limit = sequence.input_ids[:length], min(length, _num_leading(sequence))
+        tokens, limit = sequence.compared[:length], min(length, _num_leading(sequence))
         earlier = branches.setdefault(sequence.trajectory, [])
         prompt = prompts.get(sequence.trajectory)
         candidates = [*earlier, *([leaders[prompt]] if prompt in leaders else [])]

@@ -21,11 +21,14 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
 )
 from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
+
+from asyncrl.core.image_files import VISION_FAMILIES
 
 from .attention import ATTENTION_NAME
 from .fsdp import is_first_rank, local_tensor
@@ -66,7 +69,11 @@ def load_causal_lm(model_path: str, dtype: torch.dtype) -> PreTrainedModel:
             getattr(config, "router_aux_loss_coef", None),
         )
     with torch.device("meta"), _refused_by_name(model_path):
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION_NAME)
+        if config.model_type in VISION_FAMILIES:
+            kernels: Any = {"text_config": ATTENTION_NAME, "vision_config": "sdpa"}
+            model: Any = AutoModelForImageTextToText.from_config(config, dtype=dtype, attn_implementation=kernels)
+        else:
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION_NAME)
     if Path(model_path, "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(model_path)
     return _prepared(model, dtype)
@@ -124,6 +131,11 @@ def load_reward_model(model_path: str, dtype: torch.dtype) -> PreTrainedModel:
 
 def _load_classifier(head: type, model_path: str, dtype: torch.dtype) -> PreTrainedModel:
     config = _config_of(model_path, num_labels=1)
+    if config.model_type in VISION_FAMILIES:
+        raise ValueError(
+            f"a critic or reward model must be a text model, got {config.model_type} at {model_path!r}; use another "
+            "model, or an advantage without a critic"
+        )
     score = stored_weights(model_path).get(f"{SCORE_HEAD}.weight")
     if score is not None and score.shape[0] != 1:
         raise ValueError(

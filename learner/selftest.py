@@ -22,14 +22,24 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
-from .attention import ATTENTION_NAME
+from asyncrl.core.image_files import load_processor
+from asyncrl.core.images import (
+    IMAGE_ROWS,
+    POSITIONS,
+    GroupImages,
+    Image,
+    PixelFormat,
+    PlacedImage,
+    group_columns,
+)
+
 from .fsdp import LearnerMesh, decoder_layers
 from .heads import LogProbHead, PackedHead
 from .lora import expert_tensors
 from .packing import pack
 from .pretrained import SCORE_HEAD
 from .rope import rope_limit
-from .types import TokenSequence
+from .types import SequenceImages, TokenSequence
 from .ulysses import UlyssesShardingManager, gather_sequence
 
 log = logging.getLogger(__name__)
@@ -93,6 +103,38 @@ class SelfTest:
         self._lengths = tuple(min(length, limit) for length in LENGTHS)
         self._tokens = [rng.integers(self._vocabulary // 2, self._vocabulary, length) for length in self._lengths]
         self._tokens[2][:SHARED_TOKENS] = self._tokens[0][:SHARED_TOKENS]
+        self._group, self._columns = self._place_images(rng) if head.vision is not None else (None, {})
+
+    def _place_images(self, rng: np.random.Generator) -> tuple[GroupImages, dict[str, list[np.ndarray]]]:
+        """Put random images into the first sequences, the same one into the two that have a common prefix.
+
+        Returns the images, and the image columns of each sequence.
+        """
+        processor = PixelFormat.of(load_processor(self._name))
+        size = processor.merge_size
+
+        def made(height: int, width: int) -> Image:
+            pixels = rng.integers(0, 256, (height * width * size**2, processor.pixels_per_patch), dtype=np.uint8)
+            return Image(pixels=pixels, grid=(1, height * size, width * size), merge_size=size, digest=f"{height}")
+
+        common = PlacedImage(image=made(2, 2), offset=1)
+        placed = [(common,), (PlacedImage(image=made(1, 2), offset=2),), (common,)]
+        images = [*placed, *[()] * (len(self._lengths) - len(placed))]
+        for tokens, own in zip(self._tokens, images, strict=True):
+            placeholder = self._head.pretrained.config.image_token_id
+            tokens[tokens == placeholder] = self._vocabulary // 2 - 1
+            for each in own:
+                tokens[each.offset : each.end] = placeholder
+        columns, of_tokens = group_columns(self._lengths, [-1] * len(self._lengths), images)
+        ends = np.cumsum(self._lengths)[:-1]
+        return GroupImages(columns), {name: np.split(column, ends) for name, column in of_tokens.items()}
+
+    def _images_of(self, tokens: Sequence[np.ndarray], places: Sequence[int]) -> Sequence[SequenceImages | None]:
+        """The images of the sequences with these places; text sequences among them have their positions here, too."""
+        if self._group is None:
+            return [None] * len(places)
+        rows, positions = ([self._columns[name][place] for place in places] for name in (IMAGE_ROWS, POSITIONS))
+        return SequenceImages.of(self._group, tokens, rows, positions)
 
     def run(self) -> SelfTestResult:
         """Find out how to run the model, without changing it. Raises `ValueError` with layer and remedy if it fails."""
@@ -211,9 +253,14 @@ class SelfTest:
 
     def _plain(self) -> Tensor:
         """Run each sequence alone with transformers' eager attention, without sequence parallelism."""
-        return torch.cat([self._through_root(lambda ids=ids: self._plain_forward(ids)) for ids in self._tokens])
+        return torch.cat(
+            [
+                self._through_root(lambda ids=ids, place=place: self._plain_forward(ids, place))
+                for place, ids in enumerate(self._tokens)
+            ]
+        )
 
-    def _plain_forward(self, tokens: np.ndarray) -> Tensor:
+    def _plain_forward(self, tokens: np.ndarray, place: int) -> Tensor:
         """The input of the output layer in transformers' forward of one sequence."""
         pretrained, reached = self._head.pretrained, []
         output = _output_layer(self._head)
@@ -222,7 +269,7 @@ class SelfTest:
         try:
             with _eager(pretrained):
                 ids = torch.from_numpy(tokens).to(self._mesh.device).unsqueeze(0)
-                logits = pretrained(input_ids=ids, use_cache=False).logits
+                logits = pretrained(input_ids=ids, use_cache=False, **self._plain_images(place)).logits
         finally:
             handle.remove()
         if not reached:
@@ -232,6 +279,19 @@ class SelfTest:
             self._logit_difference = max(self._logit_difference, float(_relative(ours[0], logits[0].float()).max()))
         return reached[0][0].float()
 
+    def _plain_images(self, place: int) -> dict[str, Tensor]:
+        """The arguments of transformers' forward for the images of a sequence."""
+        if self._group is None or self._head.vision is None or self._columns[IMAGE_ROWS][place].max() < 0:
+            return {}
+        rows, device = self._columns[IMAGE_ROWS][place], self._mesh.device
+        (placed,) = self._group.placed(rows)
+        pixels = torch.from_numpy(placed.image.pixels).to(device)
+        return {
+            "pixel_values": self._head.vision.features(pixels),
+            "image_grid_thw": torch.tensor([placed.image.grid], device=device),
+            "mm_token_type_ids": torch.from_numpy((rows >= 0).astype(np.int32)).to(device)[None],
+        }
+
     def _together(self, *, changed: bool = False) -> Tensor:
         """Run all sequences in one micro-batch; with ``changed``, every second one has other tokens."""
         middle = self._vocabulary // 2
@@ -239,19 +299,32 @@ class SelfTest:
             middle + (ids - middle + 1) % (self._vocabulary - middle) if changed and index % 2 == 0 else ids
             for index, ids in enumerate(self._tokens)
         ]
+        if self._group is not None:
+            rows = self._columns[IMAGE_ROWS]
+            tokens = [np.where(own < 0, ids, old) for own, ids, old in zip(rows, tokens, self._tokens, strict=True)]
         return self._through_root(lambda: self._packed_forward(tokens))
 
     def _one_by_one(self) -> Tensor:
         """Run each sequence in its own micro-batch."""
-        return torch.cat([self._through_root(lambda ids=ids: self._packed_forward([ids])) for ids in self._tokens])
+        return torch.cat(
+            [
+                self._through_root(lambda ids=ids, place=place: self._packed_forward([ids], [place]))
+                for place, ids in enumerate(self._tokens)
+            ]
+        )
 
     def _sharing(self) -> Tensor:
         """Run all sequences in one micro-batch. Two of them share their first tokens."""
         return self._through_root(lambda: self._packed_forward(self._tokens, num_prompt=SHARED_TOKENS + 1))
 
-    def _packed_forward(self, tokens: Sequence[np.ndarray], *, num_prompt: int = 1) -> Tensor:
+    def _packed_forward(
+        self, tokens: Sequence[np.ndarray], places: Sequence[int] = (), *, num_prompt: int = 1
+    ) -> Tensor:
+        """The hidden states of all sequences, or of those with these places."""
+        images = self._images_of(tokens, places or range(len(tokens)))
         sequences = [
-            TokenSequence(input_ids=ids.astype(np.int32), loss_mask=np.arange(len(ids)) >= num_prompt) for ids in tokens
+            TokenSequence(input_ids=ids.astype(np.int32), loss_mask=np.arange(len(ids)) >= num_prompt, images=own)
+            for ids, own in zip(tokens, images, strict=True)
         ]
         (batch,) = pack(sequences, max_tokens=sum(map(len, tokens)), share_prompts=num_prompt > 1)
         batch = batch.to(self._mesh.device)
@@ -436,15 +509,18 @@ def _fixed_routing(pretrained: PreTrainedModel) -> Iterator[None]:
 def _eager(pretrained: PreTrainedModel) -> Iterator[None]:
     """Use transformers' eager attention, uncompiled, inside the context."""
     # Not set_attn_implementation: it does not change models whose attention does not use the registry.
-    configs = [module.config for module in pretrained.modules() if isinstance(module, PreTrainedModel)]
-    for config in configs:
+    configs = {
+        id(module.config): module.config for module in pretrained.modules() if isinstance(module, PreTrainedModel)
+    }
+    before = {key: config._attn_implementation_internal for key, config in configs.items()}
+    for config in configs.values():
         config._attn_implementation_internal = "eager"
     try:
         with torch.compiler.set_stance("force_eager"):
             yield
     finally:
-        for config in configs:
-            config._attn_implementation_internal = ATTENTION_NAME
+        for key, config in configs.items():
+            config._attn_implementation_internal = before[key]
 
 
 def _raised_in(error: BaseException) -> str:

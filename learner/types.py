@@ -9,12 +9,14 @@ from typing import NamedTuple
 
 import numpy as np
 
+from asyncrl.core.images import IMAGE_ROWS, POSITIONS, GroupImages
 from asyncrl.core.trajectory import Branch, TrajectoryGroup
 
 SampleKey = tuple[int, int]
 """A trajectory's group id and its index in the group."""
 
 _UNNAMED = itertools.count()
+_num_images = itertools.count()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +84,43 @@ class TurnSpan(NamedTuple):
     reward: float
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class SequenceImages:
+    """The images in a sequence of T tokens.
+
+    Attributes:
+        group: The images of the sequence's prompt group.
+        indices: [T] int64, the index of each token's image in the group; -1 for text.
+        rows: [T] int32, the row of each token's merged feature in the group; -1 for text.
+        positions: [T, 3] int32, positions in time, height and width.
+        compared: [T] int32, equal in two sequences only for equal tokens, or equal images: the token id, or a negative
+            number of the image.
+    """
+
+    group: GroupImages
+    indices: np.ndarray
+    rows: np.ndarray
+    positions: np.ndarray
+    compared: np.ndarray
+
+    @classmethod
+    def of(
+        cls,
+        group: GroupImages,
+        token_ids: Sequence[np.ndarray],
+        rows: Sequence[np.ndarray],
+        positions: Sequence[np.ndarray],
+    ) -> list[SequenceImages]:
+        """The images of several sequences of a group, from their tokens, rows and positions."""
+        keys = np.array([-1 - next(_num_images) % 2**31 for _ in range(group.num_images)], dtype=np.int32)
+        made = []
+        for ids, own_rows, own_positions in zip(token_ids, rows, positions, strict=True):
+            indices = np.where(own_rows < 0, -1, group.first_rows.searchsorted(own_rows, side="right") - 1)
+            compared = np.where(own_rows < 0, ids, keys[indices]).astype(np.int32)
+            made.append(cls(group=group, indices=indices, rows=own_rows, positions=own_positions, compared=compared))
+        return made
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenSequence:
     """One unpadded sequence to train on.
@@ -99,6 +138,7 @@ class TokenSequence:
             if no turn has a reward.
         turns: The sampled turns that this sequence trains, in order. They are also named if ``mask_truncated`` leaves
             them out of the loss. Empty for a sequence that is not of a trajectory.
+        images: The images in the sequence; None for text.
     """
 
     input_ids: np.ndarray
@@ -108,6 +148,12 @@ class TokenSequence:
     trajectory: SampleKey = field(default_factory=lambda: (-1, next(_UNNAMED)))
     token_rewards: np.ndarray | None = None
     turns: tuple[TurnSpan, ...] = ()
+    images: SequenceImages | None = None
+
+    @property
+    def compared(self) -> np.ndarray:
+        """[T] int32: two sequences may share the tokens of a common beginning of this array."""
+        return self.input_ids if self.images is None else self.images.compared
 
     def with_column(self, name: str, values: np.ndarray) -> TokenSequence:
         """The sequence with one more [T] float32 column."""
@@ -156,6 +202,10 @@ def group_sequences(
             (versions == version).astype(np.float32) for versions in group.along_each(branches, "versions")
         ]
     columns = [group.along_each(branches, "token_ids"), group.along_each(branches, "logprobs")]
+    seen: Sequence[SequenceImages | None] = [None] * len(branches)
+    if group.images is not None:
+        rows, positions = (group.along_each(branches, name) for name in (IMAGE_ROWS, POSITIONS))
+        seen = SequenceImages.of(group.images, columns[0], rows, positions)
     return [
         TokenSequence(
             input_ids=token_ids,
@@ -165,6 +215,7 @@ def group_sequences(
             trajectory=(group.group_id, branch.trajectory),
             token_rewards=group.rewards_along(branch),
             turns=tuple(_turn_spans(group, branch)),
+            images=seen[index],
         )
         for index, (branch, token_ids, logprobs, mask) in enumerate(
             zip(branches, *columns, group.trained_masks(branches), strict=True)

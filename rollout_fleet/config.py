@@ -239,6 +239,8 @@ class RolloutFleetConfig:
             the engine aborts it by itself. Evictions do not count.
         max_failures_in_a_row: The run ends after so many such failures on one worker without a stored group between
             them. If the engine aborted the last group, the worker ends instead and is replaced.
+        max_image_pixels: Most pixels of an image of a prompt or a message; a larger image is shrunk, keeping its shape.
+            The model's own limit also holds. Example: 1048576 gives at most 1,024 tokens for patches of 16 pixels.
         start_timeout_s: Deadline for an engine to come up and to generate its first tokens; a run adds a second per
             100 MB of the model.
         load_timeout_s: Deadline of one weight update on one engine, counted from the pause of generation; a second per
@@ -283,6 +285,7 @@ class RolloutFleetConfig:
     on_reward_failure: OnRewardFailure = OnRewardFailure.retry_group
     max_attempts: int = 4
     max_failures_in_a_row: int = 64
+    max_image_pixels: int = 1024 * 1024
     start_timeout_s: float = 300.0
     load_timeout_s: float = 60.0
     silence_timeout_s: float = 60.0
@@ -394,7 +397,9 @@ class RolloutFleetConfig:
 
     def __post_init__(self) -> None:
         self._check_rewards()
-        _check_least("rollout_fleet", self, reward_processes=1, max_attempts=1, max_failures_in_a_row=1)
+        _check_least(
+            "rollout_fleet", self, reward_processes=1, max_attempts=1, max_failures_in_a_row=1, max_image_pixels=1
+        )
         _check_bounds("num_engines", self.num_engines)
         _check_bounds("groups_in_flight", self.groups_in_flight)
         if isinstance(self.groups_in_flight, Mapping) and self.engine is EngineKind.transformers:

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 
 from asyncrl.core.errors import EngineError, RewardError
+from asyncrl.core.image_files import ImageReader, prompt_images
+from asyncrl.core.images import PlacedImage
 from asyncrl.core.types import AnsweredPrompt, FinishReason, Prompt
 
 from .config import SamplingConfig
@@ -48,7 +50,7 @@ class _Answer:
 class HeldOutAnswers:
     """Answers held-out prompts on one engine, by ``sampling`` and greedily, and scores the answers.
 
-    ``log`` keeps all answers for reading.
+    ``log`` keeps all answers for reading; ``images`` reads the images of prompts.
     """
 
     def __init__(
@@ -60,8 +62,10 @@ class HeldOutAnswers:
         sampling: SamplingConfig,
         player: Player | None = None,
         log: SampleLog | None = None,
+        images: ImageReader | None = None,
     ) -> None:
         self._engine = engine
+        self._images = images
         self._rewards = rewards
         self._decode = decode
         self._sampling = sampling
@@ -103,6 +107,7 @@ class HeldOutAnswers:
         """The answers to each prompt by its group id, the greedy one last."""
         self._num_rounds += 1
         player = self._player
+        images = {prompt.group_id: await prompt_images(self._images, prompt) for prompt in prompts}
         played = [prompt for prompt in prompts if player is not None and player.plays(prompt)]
         single = [prompt for prompt in prompts if player is None or not player.plays(prompt)]
         requests = [
@@ -110,12 +115,13 @@ class HeldOutAnswers:
                 id=f"evaluation-{self._num_rounds}-{prompt.group_id}-{index}",
                 prompt_ids=prompt.prompt_ids,
                 sampling=sampling,
+                images=images[prompt.group_id],
             )
             for prompt in single
             for index, sampling in enumerate(each)
         ]
         episodes = [
-            self._play(player, prompt, index, sampling)
+            self._play(player, prompt, index, sampling, images[prompt.group_id])
             for prompt in played
             for index, sampling in enumerate(each)
             if player is not None
@@ -134,9 +140,17 @@ class HeldOutAnswers:
         rollout = Rollout.answer(text, num_tokens=len(sample.token_ids), is_truncated=is_truncated)
         return _Answer(sample=sample, rollout=rollout)
 
-    async def _play(self, player: Player, prompt: Prompt, index: int, sampling: SamplingConfig) -> _Answer:
+    async def _play(
+        self,
+        player: Player,
+        prompt: Prompt,
+        index: int,
+        sampling: SamplingConfig,
+        images: tuple[PlacedImage, ...],
+    ) -> _Answer:
         """Let an environment play one episode on the engine."""
-        episode = Episode(f"evaluation-{self._num_rounds}-{prompt.group_id}-{index}", prompt.prompt_ids, player.budget)
+        name = f"evaluation-{self._num_rounds}-{prompt.group_id}-{index}"
+        episode = Episode(name, prompt.prompt_ids, player.budget, images=images)
         run = DirectRun(episode, self._engine)
         try:
             await player.play(prompt, run, sampling=sampling, index=index)

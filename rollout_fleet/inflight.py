@@ -13,6 +13,7 @@ import numpy as np
 
 from asyncrl.core import record
 from asyncrl.core.errors import ReplayBufferError, RequestRefused
+from asyncrl.core.images import PlacedImage
 from asyncrl.core.record import LevelName
 from asyncrl.core.trajectory import Trajectory, TrajectoryGroup, Turn
 from asyncrl.core.types import FinishReason, Lease
@@ -99,8 +100,9 @@ class InflightGroup:
         budget: EpisodeBudget | None = None,
         progress: TrajectoryGroup | None = None,
         greedy_baseline: bool = False,
+        images: tuple[PlacedImage, ...] = (),
     ) -> InflightGroup:
-        """Begin a group, or continue it from its saved ``progress``.
+        """Begin a group, or continue it from its saved ``progress``; ``images`` are those of the prompt.
 
         Without a ``budget`` of episodes, each episode is a single answer to the prompt.
 
@@ -114,7 +116,7 @@ class InflightGroup:
         recorded = [None] * num_samples if progress is None else _recorded(progress, num_samples)
         group_id, attempt = lease.prompt.group_id, lease.attempt
         episodes = [
-            Episode(f"{group_id}-{attempt}-{index}", prompt_ids, budget, recorded=record)
+            Episode(f"{group_id}-{attempt}-{index}", prompt_ids, budget, recorded=record, images=images)
             for index, record in enumerate([*recorded, *[None] * greedy_baseline])
         ]
         for index, episode in enumerate(episodes if is_single else []):

@@ -38,6 +38,8 @@ from typing import Any
 
 from asyncrl.core import record
 from asyncrl.core.errors import AsyncRLError, DeadlineError, EngineError, RequestRefused, WeightsGone
+from asyncrl.core.image_files import ImageReader, prompt_images
+from asyncrl.core.images import PlacedImage
 from asyncrl.core.ports import RolloutBuffer
 from asyncrl.core.record import GroupEvent, LevelName, SpanKind
 from asyncrl.core.types import Lease, WeightOffer
@@ -81,6 +83,7 @@ class RolloutLoop:
         samples: Keeps some scored samples for reading.
         player: Plays the episodes of prompts that have an environment; None if no prompt has one.
         stage: Brings an offer near the engine; the engine loads the offer that it yields.
+        images: Reads the images of prompts; None for a model without.
     """
 
     def __init__(
@@ -97,8 +100,10 @@ class RolloutLoop:
         samples: SampleLog | None = None,
         player: Player | None = None,
         stage: Callable[[WeightOffer], AbstractAsyncContextManager[WeightOffer]] = nullcontext,
+        images: ImageReader | None = None,
     ) -> None:
         self._config = config
+        self._images = images
         self._player = player
         self._playing: dict[tuple[int, int], list[asyncio.Task[None]]] = {}
         self._stage = stage
@@ -386,7 +391,8 @@ class RolloutLoop:
             try:
                 await asyncio.wait([grant, outdated], return_when=asyncio.FIRST_COMPLETED)
                 if grant.done():
-                    self._begin(grant.result())
+                    leases = grant.result()
+                    self._begin(leases, [await prompt_images(self._images, lease.prompt) for lease in leases])
             except asyncio.CancelledError:
                 if grant.done() and not grant.cancelled() and grant.exception() is None:
                     for lease in grant.result():
@@ -426,15 +432,16 @@ class RolloutLoop:
                 self._groups.note_capacity()
                 await self._notify()
 
-    def _begin(self, leases: Sequence[Lease]) -> None:
+    def _begin(self, leases: Sequence[Lease], images: Sequence[tuple[PlacedImage, ...]]) -> None:
         """Send newly leased groups to the engine; each continues from the progress that an earlier attempt saved."""
         answering = []
-        for lease in leases:
+        for lease, own_images in zip(leases, images, strict=True):
             player = self._player if self._player is not None and self._player.plays(lease.prompt) else None
             group = self._begin_group(
                 lease,
                 budget=player.budget if player else None,
                 progress=self._buffer.take_progress(lease),
+                images=own_images,
             )
             self._groups.add(group)
             if player:

@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 from asyncrl.core import record
 from asyncrl.core.errors import AsyncRLError, EngineLost
 from asyncrl.core.host import WORKER_BYTES, keep_freed_memory
+from asyncrl.core.image_files import image_reader
 from asyncrl.core.ports import RolloutBuffer
 from asyncrl.core.record import ProfileConfig
 from asyncrl.core.types import AnsweredPrompt, Prompt
@@ -87,10 +88,14 @@ class RolloutWorker(Worker):
         )
         log = partial(SampleLog, rank=self.rank, config=config.samples, decode=decode)
         self._samples = log(Path(sample_dir)) if sample_dir else None
+        images = image_reader(model_path, max_pixels=config.max_image_pixels)
         self._player = (
-            EpisodePlayer(config, model_path=model_path, max_context=episode_context) if episode_context else None
+            EpisodePlayer(config, model_path=model_path, max_context=episode_context, images=images)
+            if episode_context
+            else None
         )
         parts: dict[str, Any] = {
+            "images": images,
             "engine": self._engine,
             "rewards": self._rewards,
             "decode": decode,

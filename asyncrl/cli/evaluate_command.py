@@ -29,6 +29,7 @@ from asyncrl.cli.preflight import check_folder, check_own_functions, check_vocab
 from asyncrl.cli.quickstart import with_quickstart_assets
 from asyncrl.config import RunConfig, episode_context, has_environment, with_time_to_read
 from asyncrl.core.errors import AsyncRLError
+from asyncrl.core.image_files import image_reader
 from asyncrl.core.types import AnsweredPrompt, Prompt
 from asyncrl.data.prompts import load_eval_prompts
 from asyncrl.data.tokenizer import load_tokenizer
@@ -201,11 +202,13 @@ async def evaluate(config: RunConfig, folder: Path, version: int) -> Evaluation:
     engine = make_engine(config.rollout_fleet, model_path=config.model.path, rank=0, log_dir=logs, seed=config.seed)
     rewards = WeightedRewards(config.rollout_fleet)
     context = episode_context(config)
-    player = EpisodePlayer(config.rollout_fleet, model_path=config.model.path, max_context=context) if context else None
+    images = image_reader(config.model.path, max_pixels=config.rollout_fleet.max_image_pixels)
+    options = {"model_path": config.model.path, "max_context": context, "images": images}
+    player = EpisodePlayer(config.rollout_fleet, **options) if context else None
     parts: dict[str, Any] = {"engine": engine, "rewards": rewards, "player": player}
     try:
         await asyncio.gather(*(part.start() for part in parts.values() if part is not None))
-        fleet = OneEngine(config, **parts, sample_dir=folder / "samples")
+        fleet = OneEngine(config, **parts, images=images, sample_dir=folder / "samples")
         evaluation = await HeldOutEvaluator(config, fleet=fleet, prompts=prompts).evaluate_all(engine.version)
     finally:
         await engine.stop()
@@ -225,7 +228,8 @@ def _held_out_prompts(config: RunConfig) -> list[Prompt]:
         raise ValueError("rollout_fleet.engine must be sglang or transformers, got scripted, which is for tests")
     tokenizer = load_tokenizer(config.model.path, chat_template=config.data.chat_template)
     check_vocabulary(config, tokenizer)
-    prompts = load_eval_prompts(config.data, tokenizer, has_environment=has_environment(config))
+    images = image_reader(config.model.path, max_pixels=config.rollout_fleet.max_image_pixels)
+    prompts = load_eval_prompts(config.data, tokenizer, has_environment=has_environment(config), images=images)
     if not prompts:
         raise ValueError(f"data.eval_files={config.data.eval_files} must hold prompts, got none")
     return prompts
@@ -239,7 +243,7 @@ class OneEngine:
     """
 
     def __init__(self, config: RunConfig, *, sample_dir: Path, **parts: Any) -> None:
-        """``parts``: engine, rewards and player, as of `HeldOutAnswers`."""
+        """``parts``: engine, rewards, player and images, as of `HeldOutAnswers`."""
         self.failure: AsyncRLError | None = None
         decode = load_decoder(config.model.path)
         fleet = config.rollout_fleet

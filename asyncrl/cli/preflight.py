@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
 from asyncrl.checks import check_files, check_placement, odd_options, resolve_devices
 from asyncrl.cli.quickstart import with_quickstart_assets
@@ -35,6 +36,7 @@ from asyncrl.config import (
 )
 from asyncrl.core.errors import AsyncRLError
 from asyncrl.core.host import gpu_memory_bytes, visible_gpus
+from asyncrl.core.image_files import image_reader, is_vision_model
 from asyncrl.core.types import Prompt
 from asyncrl.data.prompts import PromptStream, load_eval_prompts
 from asyncrl.data.tokenizer import Tokenizer, load_tokenizer
@@ -54,7 +56,7 @@ from asyncrl.sft.warm_start import finished_warm_start
 from buffer.config import Durability
 from buffer.sockets import allow_clients
 from learner.config import AlgorithmConfig
-from rollout_fleet.engines import check_engine_installed
+from rollout_fleet.engines import check_engine_installed, check_images
 from rollout_fleet.episodes.environment import Outcome
 from rollout_fleet.rewards import REWARDS, Rollout, WeightedRewards
 from rollout_fleet.sample_log import load_decoder
@@ -73,6 +75,7 @@ async def preflight(config: RunConfig, say: Callable[[str], None]) -> tuple[Prom
     if not config.ray.address:  # a cluster that the run joins may have other devices and packages
         check_placement(config, num_cpus=os.cpu_count() or 1, num_gpus=visible_gpus())
         check_engine_installed(config.rollout_fleet)
+        check_images(config.rollout_fleet, config.model.path)
         check_gpu_memory(config, gpu_memory_bytes())
     check_files(config)
     for oddity in odd_options(config):
@@ -84,6 +87,7 @@ async def preflight(config: RunConfig, say: Callable[[str], None]) -> tuple[Prom
 
         check_dashboard(config.dashboard_address, os.environ.get(TOKEN_VARIABLE, ""))
     check_heads(config)
+    check_vision(config)
     check_memory(config)
     allow_clients(num_buffer_clients(config), num_links=num_store_servers(config))
     if config.sft.enabled:
@@ -173,6 +177,28 @@ def check_heads(config: RunConfig) -> None:
             )
 
 
+def check_vision(config: RunConfig) -> None:
+    """Refuse what the learner does not do with a model that takes images. Raises `ValueError`."""
+    if not is_vision_model(config.model.path):
+        if config.learner.freeze_vision:
+            raise ValueError(
+                f"learner.freeze_vision is true, but the model in {config.model.path} has no vision tower that the "
+                "learner trains; set it to false"
+            )
+        return
+    refused = {
+        "learner.lora.rank": config.learner.lora.rank > 0,
+        f"algorithm.advantage={config.algorithm.advantage}": config.algorithm.needs_critic
+        and not config.learner.critic.path,
+    }
+    for option, is_set in refused.items():
+        if is_set:
+            raise ValueError(
+                f"{option} is set, and the model in {config.model.path} takes images: adapters and critics of such "
+                "models are not supported; use all weights, and an advantage without a critic"
+            )
+
+
 def read_prompts(config: RunConfig) -> tuple[PromptStream, list[Prompt]]:
     """Read the training prompts and the held-out prompts as token ids of the model.
 
@@ -181,7 +207,8 @@ def read_prompts(config: RunConfig) -> tuple[PromptStream, list[Prompt]]:
     """
     tokenizer = load_tokenizer(config.model.path, chat_template=config.data.chat_template)
     check_vocabulary(config, tokenizer)
-    needs = {"has_environment": has_environment(config)}
+    images = image_reader(config.model.path, max_pixels=config.rollout_fleet.max_image_pixels)
+    needs: dict[str, Any] = {"has_environment": has_environment(config), "images": images}
     prompts = PromptStream(config.data, tokenizer, seed=config.seed, **needs)
     return prompts, load_eval_prompts(config.data, tokenizer, **needs) if config.evaluation.enabled else []
 

@@ -25,6 +25,7 @@ from rich.table import Table
 from asyncrl.cli.compose import compose_run, read_config
 from asyncrl.config import RunConfig
 from asyncrl.core.errors import AsyncRLError
+from asyncrl.core.image_files import image_reader
 from asyncrl.core.registry import absolute_name
 from asyncrl.core.types import FinishReason, Prompt
 from asyncrl.data.prompts import PromptStream, load_eval_prompts
@@ -204,11 +205,12 @@ def _of_samples(options: argparse.Namespace, config: RunConfig) -> Iterator[Give
         raise ValueError(f"{options.samples} must have samples ({pattern}), got none; name a run that keeps samples")
     tokenizer = load_tokenizer(config.model.path, chat_template=config.data.chat_template)
     decode = load_decoder(config.model.path)
+    images = image_reader(config.model.path, max_pixels=config.rollout_fleet.max_image_pixels)
     if is_held_out:
-        prompts = {prompt.group_id: prompt for prompt in load_eval_prompts(config.data, tokenizer)}
+        prompts = {prompt.group_id: prompt for prompt in load_eval_prompts(config.data, tokenizer, images=images)}
     else:
         data = replace(config.data, train_files=[options.data])
-        stream = PromptStream(data, tokenizer, seed=config.seed)
+        stream = PromptStream(data, tokenizer, seed=config.seed, images=images)
         numbers = sorted({sample["group_id"] for sample in samples})
         prompts = dict(zip(numbers, stream.at(numbers), strict=True))
     groups: dict[tuple[int, int], list[dict[str, Any]]] = {}

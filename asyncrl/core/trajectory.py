@@ -4,8 +4,8 @@ A *turn* is a sequence of tokens that the policy sampled, or that a prompt, a to
 tree; a *branch* is the path from a root to a leaf. The smallest tree is a single-turn answer: the prompt, and one
 sampled turn below it.
 
-A group is sent, stored and trained on as named columns: per token, per turn, per trajectory. A new column needs no
-other code between its producer and its consumer.
+A group is sent, stored and trained on as named columns: per token, per turn, per trajectory, and of its images. A new
+column needs no other code between its producer and its consumer.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from itertools import accumulate, pairwise, repeat
 
 import numpy as np
 
+from asyncrl.core.images import IMAGE_ROWS, POSITIONS, GroupImages, PlacedImage, group_columns
 from asyncrl.core.types import FinishReason, GroupSummary
 
 SHARED = -1  # trajectory of the prompt's turn, which all trajectories of the group share
@@ -45,6 +46,7 @@ class Turn:
         versions: [T] int32, policy version that the engine reported per token; -1 where not sampled.
         finish_reason: Why a sampled turn ended.
         columns: Further [T, …] numeric arrays by name. Example: ``routed_experts`` [T, layers, top-k] int16.
+        images: The images in a turn that was not sampled, in the order of their places.
     """
 
     token_ids: np.ndarray
@@ -54,15 +56,26 @@ class Turn:
     versions: np.ndarray
     finish_reason: FinishReason | None = None
     columns: Mapping[str, np.ndarray] = field(default_factory=dict)
+    images: tuple[PlacedImage, ...] = ()
 
     @classmethod
-    def given(cls, token_ids: np.ndarray, *, parent: int = ROOT) -> Turn:
+    def given(cls, token_ids: np.ndarray, *, parent: int = ROOT, images: tuple[PlacedImage, ...] = ()) -> Turn:
         """Make a turn that the policy did not sample: a prompt, a tool's answer, an observation."""
         return cls(
             token_ids=token_ids,
             parent=parent,
             logprobs=np.zeros(len(token_ids), dtype=np.float32),
             versions=np.full(len(token_ids), UNVERSIONED, dtype=np.int32),
+            images=images,
+        )
+
+    def is_same_prompt(self, other: Turn) -> bool:
+        """Whether two given turns have the same tokens and the same images."""
+        pairs = zip(self.images, other.images, strict=False)
+        return (
+            np.array_equal(self.token_ids, other.token_ids)
+            and len(self.images) == len(other.images)
+            and all(own.image.digest == its.image.digest for own, its in pairs)
         )
 
 
@@ -113,6 +126,7 @@ class TrajectoryGroup:
         trajectory_columns: [G, …] arrays by name. Always ``rewards`` float32; ``baseline`` bool if there is a
             baseline.
         turn_columns: [M, …] arrays by name. Example: ``turn_rewards`` float32.
+        image_columns: The distinct images of the group, as in `asyncrl.core.images`; empty without images.
     """
 
     group_id: int
@@ -121,6 +135,7 @@ class TrajectoryGroup:
     token_columns: Mapping[str, np.ndarray]
     trajectory_columns: Mapping[str, np.ndarray]
     turn_columns: Mapping[str, np.ndarray] = field(default_factory=dict)
+    image_columns: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     @classmethod
     def from_trajectories(cls, trajectories: Sequence[Trajectory], *, group_id: int, attempt: int) -> TrajectoryGroup:
@@ -133,7 +148,7 @@ class TrajectoryGroup:
         is_earned = any(trajectory.turn_rewards for trajectory in trajectories)
         for index, trajectory in enumerate(trajectories):
             own = trajectory.turns[0]
-            if own is not prompt and not np.array_equal(own.token_ids, prompt.token_ids):
+            if own is not prompt and not own.is_same_prompt(prompt):
                 which = f"trajectory {index} of prompt group {group_id}"
                 raise ValueError(f"{which} must begin with the prompt of trajectory 0, got another prompt")
             if strange := {*trajectory.turn_rewards} - {*range(1, len(trajectory.turns))}:
@@ -152,13 +167,20 @@ class TrajectoryGroup:
         for name in sorted({name for each in trajectories for name in each.metrics}):
             values = [each.metrics.get(name, np.nan) for each in trajectories]
             trajectory_columns[_METRICS + name] = np.array(values, dtype=np.float32)
+        token_columns, image_columns = _token_columns(turns), {}
+        if any(turn.images for turn in turns):
+            parents = [parent for _, parent, _, _, _ in skeleton]
+            lengths = [len(turn.token_ids) for turn in turns]
+            image_columns, own_columns = group_columns(lengths, parents, [turn.images for turn in turns])
+            token_columns |= own_columns
         group = cls(
             group_id=group_id,
             attempt=attempt,
             turns=np.array(skeleton, dtype=TURN_DTYPE),
-            token_columns=_token_columns(turns),
+            token_columns=token_columns,
             trajectory_columns=trajectory_columns,
             turn_columns={"turn_rewards": np.array(earned, dtype=np.float32)} if is_earned else {},
+            image_columns=image_columns,
         )
         group.check()
         _ = group.summary  # computed while the columns are in the processor's cache; a put sends the summary
@@ -177,8 +199,29 @@ class TrajectoryGroup:
         self._check_rows("token", token, num_tokens)
         self._check_rows("turn", self.turn_columns, len(self.turns))
         self._check_rows("trajectory", trajectory, num_trajectories)
+        if self.image_columns:
+            self._check_images()
         if not self._is_flat(num_tokens, num_trajectories):
             self._check_tree(self._where)
+
+    def _check_images(self) -> None:
+        images = self.images
+        assert images is not None
+        images.check(self._where)
+        for name, trailing in ((IMAGE_ROWS, ()), (POSITIONS, (3,))):
+            column = self.token_columns.get(name)
+            if column is None or column.dtype != np.dtype("<i4") or column.shape[1:] != trailing:
+                raise ValueError(
+                    f"{self._where}: a group with images needs the token column {name!r}, int32 [N, {trailing}]"
+                )
+        rows = self.token_columns[IMAGE_ROWS]
+        if len(rows) and not -1 <= int(rows.min()) <= int(rows.max()) < images.first_rows[-1]:
+            raise ValueError(f"{self._where}: {IMAGE_ROWS} must be in -1..{images.first_rows[-1] - 1}")
+
+    @cached_property
+    def images(self) -> GroupImages | None:
+        """The images of the group; None without any."""
+        return GroupImages(self.image_columns) if self.image_columns else None
 
     @property
     def _where(self) -> str:
@@ -388,7 +431,8 @@ class TrajectoryGroup:
             logprobs=self.logprobs[span],
             versions=self.versions[span],
             finish_reason=FINISH_REASONS[reason] if reason >= 0 else None,
-            columns={name: values[span] for name, values in self.token_columns.items() if name not in _TOKEN_COLUMNS},
+            columns={name: values[span] for name, values in self.token_columns.items() if name not in _MADE},
+            images=self.images.placed(self.token_columns[IMAGE_ROWS][span]) if self.images is not None else (),
         )
 
     @cached_property
@@ -493,6 +537,8 @@ _METRICS = "metrics/"
 _TRUNCATED = FINISH_REASONS.index(FinishReason.length)
 _TOKEN_COLUMNS = {"token_ids": np.dtype("<i4"), "logprobs": np.dtype("<f4"), "versions": np.dtype("<i4")}
 _TRAJECTORY_COLUMNS = {"rewards": np.dtype("<f4")}
+_MADE = {*_TOKEN_COLUMNS, IMAGE_ROWS, POSITIONS}
+"""Token columns that are not in `Turn.columns`."""
 
 
 def _skeleton_of(turn: Turn, trajectory: int, parent: int) -> tuple[int, int, int, int, int]:

@@ -5,18 +5,26 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from asyncrl.core.image_files import image_part, is_image, read_bytes, source_of
+
 from .row_files import Rows
 from .tokenizer import Tokenizer
+
+IMAGE_MARK = "<image>"
+"""Marks the place of an image in a text, for images in a column of their own."""
 
 Message = Mapping[str, Any]
 """A message or a tool's schema in the form of OpenAI's API, of msgpack values."""
 
 
-def read_messages(rows: Rows, key: str, *, section: str = "data", system_prompt: str = "") -> list[tuple[Message, ...]]:
+def read_messages(
+    rows: Rows, key: str, *, section: str = "data", system_prompt: str = "", has_images: bool = False
+) -> list[tuple[Message, ...]]:
     """Return the messages of each row, with the ``system_prompt`` before them if there is one.
 
-    Each message has a role. Its content is text; only a message with tool calls may have none. Other fields, such as
-    ``tool_call_id`` or ``reasoning_content``, are kept for the template.
+    Each message has a role. Its content is text; only a message with tool calls may have none. With ``has_images`` it
+    may also be a list of text and image parts. Other fields, such as ``tool_call_id`` or ``reasoning_content``, are
+    kept for the template.
 
     Raises:
         ValueError: a value is not a list of messages, or has a system message of its own beside ``system_prompt``.
@@ -31,7 +39,9 @@ def read_messages(rows: Rows, key: str, *, section: str = "data", system_prompt:
                 f"{where} is {short(value)}, expected a list of {{role, content}} messages ({section}.chat_template is "
                 f"true); {remedy}"
             )
-        messages = tuple(_message(item, f"{where}, message {index}") for index, item in enumerate(value))
+        messages = tuple(
+            _message(item, f"{where}, message {index}", has_images=has_images) for index, item in enumerate(value)
+        )
         if before and messages[0]["role"] == "system":
             raise ValueError(
                 f"{where}, message 0 has role = 'system', expected none with {section}.system_prompt: the conversation "
@@ -41,17 +51,90 @@ def read_messages(rows: Rows, key: str, *, section: str = "data", system_prompt:
     return conversations
 
 
-def _message(item: Any, where: str) -> Message:
+def _message(item: Any, where: str, *, has_images: bool) -> Message:
     if not isinstance(item, Mapping):
         raise ValueError(f"{where} is {short(item)}, expected a mapping with role and content; fix the row")
     message = {key: part for key, part in item.items() if part is not None}
     has_calls = isinstance(calls := message.get("tool_calls"), list) and len(calls) > 0
+    if has_images and isinstance(message.get("content"), list):
+        message["content"] = [_part(part, f"{where}, part {place}") for place, part in enumerate(message["content"])]
     for key in ("role", "content"):
+        if key == "content" and has_images and isinstance(message.get(key), list):
+            continue
         if not isinstance(message.get(key), str) and not (key == "content" and has_calls and key not in message):
             raise ValueError(
                 f"{where} has {key} = {short(item.get(key))}, expected a string; only text messages are supported"
+                + ("" if has_images else " with this model")
             )
     return message
+
+
+def _part(part: Any, where: str) -> Message:
+    """A part of a content as ``{type: text, text}`` or ``{type: image, image}``, with the image as it was written."""
+    if is_image(part):
+        return {"type": "image", "image": source_of(part)}
+    if isinstance(part, Mapping) and isinstance(part.get("text"), str):
+        return {"type": "text", "text": part["text"]}
+    raise ValueError(f"{where} is {short(part)}, expected {{type: text, text}} or {{type: image, image}}; fix the row")
+
+
+def fill_images(messages: Sequence[Message], images: Any, where: str) -> tuple[Message, ...]:
+    """Put the ``images`` of a row, as they were written, at the marks ``<image>`` in the texts of its messages.
+
+    Raises:
+        ValueError: there are not as many marks as images.
+    """
+    if not isinstance(images, list):
+        raise ValueError(f"{where} is {short(images)}, expected a list of images; fix the row")
+    num_marks = sum(m["content"].count(IMAGE_MARK) for m in messages if isinstance(m.get("content"), str))
+    if num_marks != len(images):
+        raise ValueError(
+            f"{where} has {len(images)} images for {num_marks} marks {IMAGE_MARK} in the messages, expected one mark "
+            "per image; fix the row"
+        )
+    left, filled = iter(images), []
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, str) and IMAGE_MARK in content:
+            first, *others = content.split(IMAGE_MARK)
+            parts = [{"type": "text", "text": first}]
+            for text in others:
+                parts += [{"type": "image", "image": next(left)}, {"type": "text", "text": text}]
+            message = {**message, "content": [part for part in parts if part.get("text") != ""]}
+        filled.append(message)
+    return tuple(filled)
+
+
+def images_of(messages: Sequence[Message]) -> list[Any]:
+    """The images in read messages, as they were written."""
+    contents = (message.get("content") for message in messages)
+    return [part["image"] for content in contents if isinstance(content, list) for part in content if is_image(part)]
+
+
+def without_images(messages: Sequence[Message]) -> list[Message]:
+    """The messages for a template: image parts without the image."""
+    return [
+        {**message, "content": [{"type": "image"} if is_image(part) else part for part in content]}
+        if isinstance(content := message.get("content"), list)
+        else message
+        for message in messages
+    ]
+
+
+def with_loaded_images(messages: Sequence[Message], where: str) -> tuple[Message, ...]:
+    """The messages with their images as data URLs, in OpenAI's form. Raises `ValueError` for a file that is gone."""
+    return tuple(
+        {
+            **message,
+            "content": [
+                image_part(read_bytes(part["image"], where, from_files=True)) if is_image(part) else part
+                for part in content
+            ],
+        }
+        if isinstance(content := message.get("content"), list)
+        else message
+        for message in messages
+    )
 
 
 def read_tools(rows: Rows, key: str) -> list[tuple[Message, ...]]:

@@ -31,6 +31,8 @@ class DataConfig:
         system_prompt: A system message before the messages of each row; empty without one.
         tools_key: Column of the tools that the template renders: a list of JSON schemas {type: function, function:
             {name, description, parameters}}, or its JSON text; null for none. Empty without one.
+        images_key: Column of the images of a row: a list of paths, file contents, base64 texts, or mappings {bytes,
+            path}. They take the places of ``<image>`` in the texts of the messages, in order. Empty without one.
         environment_key: Column of the row's own environment, null for the run's; empty without one.
         environment_options_key: Column of further options of the row's environment: a mapping, or its JSON text; null
             for none. Empty without one.
@@ -50,6 +52,7 @@ class DataConfig:
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     system_prompt: str = ""
     tools_key: str = ""
+    images_key: str = ""
     environment_key: str = ""
     environment_options_key: str = ""
     max_prompt_tokens: int = 1024
@@ -62,7 +65,13 @@ class DataConfig:
             if isinstance(getattr(self, name), str):
                 raise ValueError(f"data.{name} must be a list of paths, got {getattr(self, name)!r}; write [path]")
         check_prompt_format("data", self)
-        for name in ("prompt_key", "ground_truth_key", "data_source_key", "environment_key", "environment_options_key"):
+        if self.images_key and not self.chat_template:
+            raise ValueError(
+                f"data.images_key is {self.images_key!r} but data.chat_template is false; images are parts of "
+                "messages: set data.chat_template=true"
+            )
+        keys = ("prompt_key", "ground_truth_key", "data_source_key", "environment_key", "environment_options_key")
+        for name in (*keys, "images_key"):
             check_key(f"data.{name}", getattr(self, name))
         for key in self.extra_keys:
             check_key("data.extra_keys", key or ".")
@@ -77,7 +86,7 @@ class DataConfig:
     def keys(self) -> list[str]:
         """The columns that the files must have."""
         single = (self.prompt_key, self.ground_truth_key, self.data_source_key, self.tools_key)
-        keys = [*single, self.environment_key, self.environment_options_key, *self.extra_keys]
+        keys = [*single, self.images_key, self.environment_key, self.environment_options_key, *self.extra_keys]
         return [key for key in keys if key]
 
 

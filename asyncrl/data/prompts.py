@@ -13,9 +13,21 @@ from typing import Any
 
 import numpy as np
 
+from asyncrl.core.image_files import VISION_FAMILIES, ImageReader, content_of, with_placeholders
 from asyncrl.core.types import Prompt
 
-from .chat import Message, check_template, read_messages, read_tools, render_chat, short
+from .chat import (
+    Message,
+    check_template,
+    fill_images,
+    images_of,
+    read_messages,
+    read_tools,
+    render_chat,
+    short,
+    with_loaded_images,
+    without_images,
+)
 from .config import DataConfig, OverlongPrompts
 from .row_files import Rows, read_rows
 from .tokenizer import Tokenizer
@@ -29,8 +41,19 @@ class PromptStream:
     left out because they are longer than ``max_prompt_tokens``.
     """
 
-    def __init__(self, config: DataConfig, tokenizer: Tokenizer, *, seed: int, has_environment: bool = False) -> None:
+    def __init__(
+        self,
+        config: DataConfig,
+        tokenizer: Tokenizer,
+        *,
+        seed: int,
+        has_environment: bool = False,
+        images: ImageReader | None = None,
+    ) -> None:
         """Read and tokenize the training files; ``has_environment``: the run has an environment, which needs messages.
+
+        ``images`` reads the images of rows, None for a text model. Image files are read again when their prompt is
+        taken.
 
         Raises:
             ValueError: a file, row or column does not match ``config``; the message names it.
@@ -38,7 +61,7 @@ class PromptStream:
         if not config.train_files:
             raise ValueError("data.train_files must name at least one parquet or jsonl file, got none; name one")
         self._prompts, self._files, self.num_filtered = _read_prompts(
-            config.train_files, config, tokenizer, has_environment=has_environment
+            config.train_files, config, tokenizer, has_environment=has_environment, images=images
         )
         self._seed = seed
         self._shuffle = config.shuffle
@@ -58,9 +81,7 @@ class PromptStream:
     def at(self, positions: Sequence[int]) -> list[Prompt]:
         """Return the prompts with these group ids; the stream's position does not change."""
         places = [(position, *divmod(position, self.num_prompts)) for position in positions]
-        return [
-            replace(self._prompts[self._order(epoch)[index]], group_id=group_id) for group_id, epoch, index in places
-        ]
+        return [_loaded(self._prompts[self._order(epoch)[index]], group_id) for group_id, epoch, index in places]
 
     def state(self) -> dict[str, Any]:
         """Return the position and a description of the files, as JSON values."""
@@ -113,19 +134,31 @@ class PromptStream:
         return np.random.default_rng([self._seed, epoch]).permutation(self.num_prompts)
 
 
-def load_eval_prompts(config: DataConfig, tokenizer: Tokenizer, *, has_environment: bool = False) -> list[Prompt]:
+def load_eval_prompts(
+    config: DataConfig, tokenizer: Tokenizer, *, has_environment: bool = False, images: ImageReader | None = None
+) -> list[Prompt]:
     """Read the first ``eval_max_prompts`` held-out prompts (0: all); the group id is the index in the list.
 
-    ``has_environment``: as in `PromptStream`.
+    ``has_environment`` and ``images``: as in `PromptStream`.
     """
     if not config.eval_files:
         return []
-    prompts, _, _ = _read_prompts(config.eval_files, config, tokenizer, has_environment=has_environment)
-    return prompts[: config.eval_max_prompts or len(prompts)]
+    prompts, _, _ = _read_prompts(config.eval_files, config, tokenizer, has_environment=has_environment, images=images)
+    return [_loaded(prompt, prompt.group_id) for prompt in prompts[: config.eval_max_prompts or len(prompts)]]
+
+
+def _loaded(prompt: Prompt, group_id: int) -> Prompt:
+    """A prompt with its images, under an id."""
+    return replace(prompt, group_id=group_id, messages=with_loaded_images(prompt.messages, f"prompt group {group_id}"))
 
 
 def _read_prompts(
-    paths: Sequence[str], config: DataConfig, tokenizer: Tokenizer, *, has_environment: bool
+    paths: Sequence[str],
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    *,
+    has_environment: bool,
+    images: ImageReader | None,
 ) -> tuple[list[Prompt], list[list[str]], int]:
     """The prompts of several files with their indices as ids, path and digest of each file, and the number left out."""
     prompts: list[Prompt] = []
@@ -133,10 +166,15 @@ def _read_prompts(
     num_filtered = 0
     if config.chat_template:
         check_template("data", tokenizer)
+    if config.images_key and images is None:
+        raise ValueError(
+            f"data.images_key is {config.images_key!r}, but the model has no vision tower that the learner trains, "
+            f"expected one of the families {', '.join(VISION_FAMILIES)}; set model.path to one, or leave it empty"
+        )
     for path in paths:
         rows = read_rows(path, config.keys)
         files.append([path, rows.digest])
-        read = _prompts_of(rows, config, tokenizer, has_environment=has_environment)
+        read = _prompts_of(rows, config, tokenizer, has_environment=has_environment, images=images)
         kept = _within_limit(rows, read, config)
         num_filtered += len(rows) - len(kept)
         prompts += [replace(prompt, group_id=index) for index, prompt in enumerate(kept, start=len(prompts))]
@@ -148,7 +186,9 @@ def _read_prompts(
     return prompts, files, num_filtered
 
 
-def _prompts_of(rows: Rows, config: DataConfig, tokenizer: Tokenizer, *, has_environment: bool) -> list[Prompt]:
+def _prompts_of(
+    rows: Rows, config: DataConfig, tokenizer: Tokenizer, *, has_environment: bool, images: ImageReader | None
+) -> list[Prompt]:
     """The prompt of each row of one file; the ids are not set yet."""
     empty = [()] * len(rows)
     columns = {key: rows.serializable_column(key) for key in (config.ground_truth_key, *config.extra_keys) if key}
@@ -161,8 +201,15 @@ def _prompts_of(rows: Rows, config: DataConfig, tokenizer: Tokenizer, *, has_env
     messages: Sequence[tuple[Message, ...]] = empty
     where = [f"{rows.where(row)}: column {config.prompt_key!r}" for row in range(len(rows))]
     if config.chat_template:
-        messages = read_messages(rows, config.prompt_key, system_prompt=config.system_prompt)
-        rendered = zip(messages, where, tools, strict=True)
+        system, has_images = config.system_prompt, images is not None
+        messages = read_messages(rows, config.prompt_key, system_prompt=system, has_images=has_images)
+        if config.images_key:
+            columns_of_images = rows.column(config.images_key)
+            messages = [
+                fill_images(own, columns_of_images[row], f"{rows.where(row)}: column {config.images_key!r}")
+                for row, own in enumerate(messages)
+            ]
+        rendered = zip(map(without_images, messages), where, tools, strict=True)
         kwargs = config.chat_template_kwargs
         texts = [render_chat(m, w, tokenizer, kwargs, add_generation_prompt=True, tools=t) for m, w, t in rendered]
     else:
@@ -176,6 +223,12 @@ def _prompts_of(rows: Rows, config: DataConfig, tokenizer: Tokenizer, *, has_env
         if not len(ids):
             shown = rows.column(config.prompt_key)[row]
             raise ValueError(f"{where[row]} is {shown!r}, which has no tokens, expected at least one; remove the row")
+        if images is not None:
+            counts = [
+                images.num_tokens(content_of(source, at, from_files=True), at)
+                for at, source in _named(images_of(messages[row]), where[row])
+            ]
+            ids = with_placeholders(ids, counts, images.token_id, where[row])
         prompt_ids = np.asarray(ids, dtype=np.int32)
         prompt_ids.flags.writeable = False
         prompts.append(
@@ -192,6 +245,10 @@ def _prompts_of(rows: Rows, config: DataConfig, tokenizer: Tokenizer, *, has_env
             )
         )
     return prompts
+
+
+def _named(images: Sequence[Any], where: str) -> list[tuple[str, Any]]:
+    return [(f"{where}, image {place}", image) for place, image in enumerate(images)]
 
 
 def _names(rows: Rows, key: str, expected: str, *, may_be_null: bool = False) -> list[str]:

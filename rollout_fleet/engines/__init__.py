@@ -7,6 +7,7 @@ import logging
 import pkgutil
 
 from asyncrl.core.host import visible_gpus
+from asyncrl.core.image_files import is_vision_model
 from rollout_fleet.config import EngineDevice, EngineKind, RolloutFleetConfig
 
 from .engine import Engine
@@ -30,6 +31,7 @@ def make_engine(config: RolloutFleetConfig, *, model_path: str, rank: int, log_d
 
         return TransformersEngine(config, model_path=model_path, device=device, rank=rank, seed=seed + rank)
     check_engine_installed(config)
+    check_images(config, model_path)
     from .sglang import SGLangEngine
 
     return SGLangEngine(config, model_path=model_path, device=device, rank=rank, log_dir=log_dir, seed=seed + rank)
@@ -41,6 +43,15 @@ def check_engine_installed(config: RolloutFleetConfig) -> None:
         raise ValueError(
             "rollout_fleet.engine is sglang, but SGLang is not installed in this environment; install it "
             "(pip install 'asyncrl[sglang]'), or generate in process with rollout_fleet.engine=transformers"
+        )
+
+
+def check_images(config: RolloutFleetConfig, model_path: str) -> None:
+    """Raise `ValueError` for a model with images on SGLang without a GPU, which hangs at the first image."""
+    if config.engine is EngineKind.sglang and is_vision_model(model_path) and resolve_device(config) != "cuda":
+        raise ValueError(
+            f"rollout_fleet.engine is sglang on a CPU, where SGLang does not answer a request with an image, and the "
+            f"model {model_path!r} takes images; set rollout_fleet.engine=transformers, or use a GPU"
         )
 
 

@@ -20,6 +20,8 @@ import numpy as np
 
 from asyncrl.core import record
 from asyncrl.core.errors import AsyncRLError, DeadlineError, EngineError, RequestRefused
+from asyncrl.core.image_files import VISION_FAMILIES, is_vision_model, placeholder_ids
+from asyncrl.core.images import PlacedImage
 from asyncrl.core.record import SpanKind
 from asyncrl.core.trajectory import Turn
 from asyncrl.core.types import FinishReason, WeightOffer
@@ -45,12 +47,19 @@ class SampleRequest:
         prompt_ids: [P] int32 token ids.
         sampling: How to sample; behaviour log-probs are taken under its temperature.
         on_first_token: Called when the first token arrives, on any thread.
+        images: The images at the placeholders of the prompt, in order.
     """
 
     id: str
     prompt_ids: np.ndarray
     sampling: SamplingConfig
     on_first_token: Callable[[], None] | None = None
+    images: tuple[PlacedImage, ...] = ()
+
+    @property
+    def prompt_key(self) -> bytes:
+        """Equal for requests with the same prompt: tokens and images."""
+        return b"".join([self.prompt_ids.tobytes(), *(placed.image.digest.encode() for placed in self.images)])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,16 +148,23 @@ class Engine(ABC):
     finished. An engine fails once and for good: by its death, by silence while requests run, by an answer against this
     contract, or because it could not load and verify weights. From then on every call raises this failure.
 
-    ``name`` and ``log_tail`` are for messages. An engine calls `_come_up` when it can generate, and `_go_down` when it
-    is stopped.
+    ``name`` and ``log_tail`` are for messages. ``image_token_id`` is that of `ModelFacts`. An engine calls `_come_up`
+    when it can generate, and `_go_down` when it is stopped.
     """
 
     sample_type: ClassVar[type[RunningSample]] = RunningSample
 
     def __init__(
-        self, name: str, *, vocab_size: int, silence_timeout_s: float, log_tail: Callable[[], str] = str
+        self,
+        name: str,
+        *,
+        vocab_size: int,
+        silence_timeout_s: float,
+        log_tail: Callable[[], str] = str,
+        image_token_id: int | None = None,
     ) -> None:
         self._name = name
+        self._image_token_id = image_token_id
         self._vocab_size = vocab_size
         self._log_tail = log_tail
         self._silence = SilenceWatch(name, timeout_s=silence_timeout_s, probe=self._probe)
@@ -191,7 +207,7 @@ class Engine(ABC):
         """
         self._check_up()
         for request in {id(request.prompt_ids): request for request in requests}.values():  # each prompt once
-            check_prompt(request, self._vocab_size)
+            check_prompt(request, self._vocab_size, self._image_token_id)
         for sampling in {request.sampling for request in requests}:
             self._check_sampling(sampling)
         answers: Answers = asyncio.Queue()
@@ -398,15 +414,18 @@ class ModelFacts:
 
     Attributes:
         vocab_size: Rows of the embedding; token ids are below this number.
-        eos_ids: Tokens that end a response, from ``generation_config.json`` or ``config.json``.
+        eos_ids: Tokens that end a response, from ``generation_config.json`` or ``config.json``. With images, also the
+            placeholders of images and videos: no engine could continue after a sampled one.
         pad_id: Padding token; the first of ``eos_ids``, or 0, if the model has none.
         head_dim: Size of an attention head; 0 if heads differ in size.
+        image_token_id: The placeholder of images; None if the learner trains no images of this model.
     """
 
     vocab_size: int
     eos_ids: tuple[int, ...]
     pad_id: int
     head_dim: int
+    image_token_id: int | None = None
 
 
 def read_model_facts(model_path: str) -> ModelFacts:
@@ -430,17 +449,48 @@ def read_model_facts(model_path: str) -> ModelFacts:
     head_dim = config.get("head_dim") or config.get("hidden_size", 0) // (config.get("num_attention_heads") or 1)
     if config.get("v_head_dim") or config.get("kv_lora_rank"):  # latent attention, or values of another size
         head_dim = 0
-    return ModelFacts(vocab_size=config["vocab_size"], eos_ids=eos_ids, pad_id=pad_id, head_dim=head_dim)
+    placeholders = placeholder_ids(model_path) if is_vision_model(model_path) else ()
+    return ModelFacts(
+        vocab_size=config["vocab_size"],
+        eos_ids=(*eos_ids, *placeholders),
+        pad_id=pad_id,
+        head_dim=head_dim,
+        image_token_id=placeholders[0] if placeholders else None,
+    )
 
 
-def check_prompt(request: SampleRequest, vocab_size: int) -> None:
-    """Raise `RequestRefused` for a prompt that would kill an engine: an empty one, or ids outside the vocabulary."""
+def check_prompt(request: SampleRequest, vocab_size: int, image_token_id: int | None = None) -> None:
+    """Raise `RequestRefused` for a prompt that would kill an engine.
+
+    These are an empty prompt, ids outside the vocabulary, and placeholders that are not those of the images.
+    """
     if len(request.prompt_ids) == 0:
         raise RequestRefused(f"request {request.id} has an empty prompt; a prompt needs at least one token")
     if not _in_vocabulary(request.prompt_ids, vocab_size):
         raise RequestRefused(
             f"request {request.id}: prompt token ids must be in 0..{vocab_size - 1}, got {_range(request.prompt_ids)}; "
             "the prompts were tokenized with another model's tokenizer"
+        )
+    if image_token_id is not None or request.images:
+        _check_images(request, image_token_id)
+
+
+def _check_images(request: SampleRequest, image_token_id: int | None) -> None:
+    if image_token_id is None:
+        raise RequestRefused(
+            f"request {request.id} has {len(request.images)} images, but the model has no vision tower that the "
+            f"learner trains; use a model of the families {', '.join(VISION_FAMILIES)}"
+        )
+    is_placeholder = request.prompt_ids == image_token_id
+    is_image = np.zeros(len(request.prompt_ids), dtype=bool)
+    for placed in request.images:
+        is_image[placed.offset : placed.end] = True
+    if not np.array_equal(is_placeholder, is_image) or is_placeholder[-1]:
+        odd = np.flatnonzero(is_placeholder != is_image)
+        raise RequestRefused(
+            f"request {request.id}: the placeholders of images (token {image_token_id}) must be those of its "
+            f"{len(request.images)} images and not end the prompt, got others at {odd.tolist()[:8]}; a placeholder "
+            "that the policy sampled ends its turn, and the path cannot be continued"
         )
 
 

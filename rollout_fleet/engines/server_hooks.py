@@ -6,6 +6,8 @@ other server of the environment sees that folder. A server leaves SIGINT and SIG
 
 from __future__ import annotations
 
+import base64
+import importlib
 import json
 import multiprocessing
 import os
@@ -14,6 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from asyncrl.core.host import keep_stop_blocked
+from asyncrl.core.images import PixelFormat
 from asyncrl.core.types import WeightOffer
 
 PLUGIN = "asyncrl"
@@ -22,14 +25,27 @@ PREPARED = "sglang.srt.entrypoints.engine._set_envs_and_config"
 """Chooses, at its end, how processes start."""
 PAUSED = "sglang.srt.managers.scheduler.Scheduler._record_scheduler_state_for_paused_engine"
 RETRACTED = "sglang.srt.managers.schedule_batch.Req.reset_for_retract"
+IMAGES_READ = "sglang.srt.multimodal.processors.qwen_vl.QwenVLImageProcessor.process_mm_data_async"
+"""Turns the images of a request into the tower's input."""
 WEIGHT_LOADER = f"{__name__}.load"
+IMAGES_VARIABLE = "ASYNCRL_IMAGES"
+"""Environment variable of the server of a model with images. Other servers do not import the code for images."""
 ORDER_VARIABLE = "ASYNCRL_WEIGHT_ORDER"
 """Environment variable of the server: path of the file that tells `load` which weights to load."""
+UNUSED_KERNELS = (
+    "fused_sigmoid_mul_cpu",
+    "fused_qk_gemma_rmsnorm_cpu",
+    "fused_qk_gemma_rmsnorm_with_gate_cpu",
+    "fused_qkvzba_split_reshape_cat_contiguous_cpu",
+)
+"""Operators that SGLang's code for images names when it is imported; models of another family call them."""
 KERNEL_STAND_IN = f"""\
 import torch
 from {__name__} import missing_kernel as __getattr__
 if not torch.cuda.is_available():
     torch.cuda.synchronize = lambda device=None: None
+    for name in {UNUSED_KERNELS}:
+        setattr(torch.ops.sgl_kernel, name, __getattr__(name))
 """
 """Module ``sgl_kernel`` on a machine without SGLang's kernel package.
 
@@ -67,6 +83,9 @@ def register() -> None:
     HookRegistry.register(PREPARED, fork_on_cpu, HookType.AFTER)
     HookRegistry.register(PAUSED, rest_while_paused, HookType.AFTER)
     HookRegistry.register(RETRACTED, skip_known_logprobs, HookType.AFTER)
+    if os.environ.get(IMAGES_VARIABLE):
+        importlib.import_module("sgl_kernel")  # SGLang's code for images names operators of this package
+        HookRegistry.register(IMAGES_READ, take_pixels, HookType.BEFORE)
 
 
 def fork_on_cpu(_result: None, *_arguments: Any) -> None:
@@ -97,6 +116,22 @@ def skip_known_logprobs(_result: None, request: Any) -> None:
     """
     if request.logprob_start_len >= len(request.origin_input_ids):
         request.logprob_start_len = len(request.origin_input_ids) + len(request.output_ids)
+
+
+def take_pixels(processor: Any, image_data: Any = None, **_: Any) -> None:
+    """Turn the 8-bit pixels of a request into tensors, in place; the request's tokens stay as they are.
+
+    SGLang has no way to send tensors over HTTP. From image files it would resize again, and encode the prompt's text
+    again.
+    """
+    import torch
+
+    for item in image_data or ():
+        if isinstance(item, dict) and "pixels" in item:
+            pixels = torch.frombuffer(bytearray(base64.b64decode(item.pop("pixels"))), dtype=torch.uint8)
+            form = PixelFormat.of(processor._processor.image_processor)
+            item["pixel_values"] = form.features(pixels.view(-1, form.pixels_per_patch))
+            item["image_grid_thw"] = torch.tensor(item.pop("grids"), dtype=torch.int64)
 
 
 def load(model: Any, _named_tensors: Any) -> None:

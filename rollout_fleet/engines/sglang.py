@@ -136,6 +136,7 @@ class SGLangEngine(Engine):
             vocab_size=self._facts.vocab_size,
             silence_timeout_s=config.silence_timeout_s,
             log_tail=self._server.log_tail,
+            image_token_id=self._facts.image_token_id,
         )
         self._client = SGLangClient(self._server)
         self._loading_turn = asyncio.Lock()
@@ -287,7 +288,24 @@ class SGLangEngine(Engine):
             "sampling_params": [options[request.sampling] for request in requests],
             "return_logprob": True,
             "stream": True,
+            **self._image_data(requests),
         }
+
+    def _image_data(self, requests: Sequence[SampleRequest]) -> dict[str, Any]:
+        """The images of each request, in one item, for `server_hooks.take_pixels`; nothing for text."""
+        if not any(request.images for request in requests):
+            return {}
+        known: dict[bytes, dict[str, Any]] = {}
+        for request in requests:
+            if request.images and request.prompt_key not in known:
+                pixels = np.concatenate([placed.image.pixels for placed in request.images])
+                known[request.prompt_key] = {
+                    "format": "processor_output",
+                    "pixels": base64.b64encode(pixels.data).decode(),
+                    "grids": [placed.image.grid for placed in request.images],
+                    "offsets": [(placed.offset, placed.end - 1) for placed in request.images],
+                }
+        return {"image_data": [[known[r.prompt_key]] if r.images else None for r in requests]}
 
     def _check_sampling(self, sampling: SamplingConfig) -> None:
         """Raise `RequestRefused` for options that need the tokenizer in a server without one."""

@@ -28,10 +28,11 @@ import aiohttp
 import orjson
 
 from asyncrl.core.errors import DeadlineError, EngineError, RequestRefused, WorkerDiedError
+from asyncrl.core.image_files import is_vision_model
 from rollout_fleet.config import EngineDevice, OnUpdate, RolloutFleetConfig
 
 from .process_guard import without_secrets
-from .server_hooks import ORDER_VARIABLE, PLUGIN, WEIGHT_LOADER, write_plugin
+from .server_hooks import IMAGES_VARIABLE, ORDER_VARIABLE, PLUGIN, WEIGHT_LOADER, write_plugin
 
 logger = logging.getLogger(__name__)
 
@@ -317,6 +318,8 @@ class SGLangServer:
         }
         if others := os.environ.get("SGLANG_PLUGINS"):  # the user's choice of plugins
             environment["SGLANG_PLUGINS"] = f"{others},{PLUGIN}"
+        if is_vision_model(self._model_path):
+            environment[IMAGES_VARIABLE] = "1"
         if self._device is EngineDevice.cuda:
             environment |= self._compile_caches()
             # Expandable segments break the memory saver, and CUDA IPC cannot share them with another process.

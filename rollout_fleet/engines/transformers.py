@@ -21,11 +21,13 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Cache, DynamicCache, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Cache, DynamicCache, GenerationConfig
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.core_model_loading import revert_weight_conversion
 
 from asyncrl.core.errors import EngineError, WeightsError, WorkerDiedError
+from asyncrl.core.image_files import load_processor
+from asyncrl.core.images import Image, PixelFormat, PlacedImage, positions_of
 from asyncrl.core.types import FinishReason, WeightOffer
 from asyncrl.weights.load import AdaptedModules, ComparedWrites, PublishedAdapter, WeightSource, load_from
 from rollout_fleet.config import EngineDevice, RolloutFleetConfig, SamplingConfig
@@ -198,6 +200,7 @@ class GenerationModel:
         self._seed = seed
         self._on_step = on_step
         self._model: Any = None
+        self._pixel_format: PixelFormat | None = None
         self._decode: Decode | None = None
         self._may_pad, self._cuts_cache = True, False
         self._eos_ids: tuple[int, ...] = ()  # empty during `_check_logprobs`, where no token ends a row
@@ -209,7 +212,10 @@ class GenerationModel:
     def load(self) -> None:
         """Read the model from disk. Raises `EngineError` if transformers does not generate correctly with it."""
         torch.manual_seed(self._seed)
-        model: Any = AutoModelForCausalLM.from_pretrained(self._model_path, dtype=self._dtype)
+        kind: Any = AutoModelForCausalLM
+        if self._facts.image_token_id is not None:
+            kind, self._pixel_format = AutoModelForImageTextToText, PixelFormat.of(load_processor(self._model_path))
+        model: Any = kind.from_pretrained(self._model_path, dtype=self._dtype)
         # What a call leaves at transformers' defaults, generate takes from here: a model's own top_k, for one.
         model.generation_config = GenerationConfig()
         self._model = model.to(self._device).eval().requires_grad_(False)
@@ -322,7 +328,7 @@ class GenerationModel:
         """Generate a batch. If the cache can be cut, ended rows are dropped when half of the rows have ended."""
         sampling = samples[0].request.sampling
         longest = max(sample.request.sampling.max_new_tokens for sample in samples)
-        prompts = [sample.request.prompt_ids for sample in samples]
+        requests = [sample.request for sample in samples]
         has_stops = any(sample.request.sampling.stop for sample in samples)
         recorder = StepRecorder(
             samples,
@@ -331,24 +337,51 @@ class GenerationModel:
             on_step=self._on_step,
             decode=self._decoder() if has_stops else None,
         )
-        (ids, mask), cache = self._left_padded(prompts), self._shared_prefill(prompts)
+        ids, mask = self._left_padded([request.prompt_ids for request in requests])
+        cache, left = self._shared_prefill(requests), torch.arange(len(requests))
         while len(rows := recorder.begin_round()):
             if recorder.num_steps:
                 assert cache is not None
                 rows = rows.to(self._device)
                 mask = torch.nn.functional.pad(mask, (0, ids.shape[1] - mask.shape[1]), value=1)
-                ids, mask = ids[rows], mask[rows]
+                ids, mask, left = ids[rows], mask[rows], left[rows.cpu()]
                 cache.batch_select_indices(rows)
             written = self._model.generate(
                 ids,
                 attention_mask=mask,
                 past_key_values=cache,
+                **self._seen([requests[row] for row in left.tolist()], mask, is_first=cache is None),
                 generation_config=self._generation_config(sampling, longest - recorder.num_steps),
                 logits_processor=[recorder],
                 stopping_criteria=[lambda ids, _, **__: recorder.after_sampling(ids[:, -1:])],
             )
             ids, cache = written.sequences, written.past_key_values
         return recorder.outputs(version)
+
+    def _seen(self, requests: Sequence[SampleRequest], mask: Tensor, *, is_first: bool) -> dict[str, Tensor]:
+        """The arguments of a batch with images: positions, [4, b, T] by ``mask`` [b, T], and the pixels when it begins.
+
+        The first axis of the positions is that of text. transformers would find images by their placeholders, and keep
+        the state of the positions in the model.
+        """
+        images = [placed.image for request in requests for placed in request.images]
+        if not images or self._pixel_format is None:
+            return {}
+        positions = torch.zeros(4, *mask.shape, dtype=torch.int64)
+        positions[0] = (mask.cpu().cumsum(-1) - 1).clamp(min=0)
+        for row, request in enumerate(requests):
+            num_tokens = int(mask[row].sum())
+            of_row, _ = positions_of(0, num_tokens, request.images)
+            positions[1:, row, mask.shape[1] - num_tokens :] = torch.from_numpy(of_row.T.astype(np.int64))
+        seen = {"position_ids": positions.to(self._device)}
+        return seen | (self._pixels(images) if is_first else {})
+
+    def _pixels(self, images: Sequence[Image]) -> dict[str, Tensor]:
+        """The tower's input for images."""
+        assert self._pixel_format is not None
+        pixels = torch.from_numpy(np.concatenate([image.pixels for image in images])).to(self._device)
+        grids = torch.tensor([image.grid for image in images], device=self._device)
+        return {"pixel_values": self._pixel_format.features(pixels), "image_grid_thw": grids}
 
     def _decoder(self) -> Decode:
         if self._decode is None:
@@ -364,7 +397,7 @@ class GenerationModel:
         """
         rng = np.random.default_rng(0)
         prompts = [rng.integers(0, self._facts.vocab_size, length) for length in _TRIED_LENGTHS]
-        requests = [_greedy(prompt, _TRIED_TOKENS) for prompt in prompts]
+        requests = [_greedy(prompt, _TRIED_TOKENS, *self._tried_image(prompt, rng)) for prompt in prompts]
         name = type(self._model).__name__
         if "chunked_attention" in (getattr(self._model.config, "layer_types", None) or ()):
             self._may_pad = False  # the chunk of a token would depend on the padding
@@ -381,7 +414,10 @@ class GenerationModel:
                 difference = self._difference(requests)
             if difference <= bound and self._can_cut_cache(requests[0]):
                 self._cuts_cache = True
-                twice = [_greedy(prompt, 1 + row % _TRIED_TOKENS) for row, prompt in enumerate(2 * prompts)]
+                twice = [
+                    _greedy(request.prompt_ids, 1 + row % _TRIED_TOKENS, *request.images)
+                    for row, request in enumerate(2 * requests)
+                ]
                 if (cut := self._difference(twice)) > bound:
                     logger.warning(
                         "%s: log-probs differ by %.3g if rows of its cache are moved; they are not moved", name, cut
@@ -398,6 +434,21 @@ class GenerationModel:
                 "its state; use another engine or model"
             )
 
+    def _tried_image(self, prompt: np.ndarray, rng: np.random.Generator) -> tuple[PlacedImage, ...]:
+        """Put a random image into a prompt that is long enough, if the model takes images."""
+        token, form = self._facts.image_token_id, self._pixel_format
+        if token is None or form is None:
+            return ()
+        prompt[prompt == token] = token + 1
+        grid = (1, form.merge_size, 3 * form.merge_size)
+        pixels = rng.integers(0, 256, (grid[1] * grid[2], form.pixels_per_patch), dtype=np.uint8)
+        digest = str(len(prompt)) + str(prompt[-1])
+        placed = PlacedImage(image=Image(pixels=pixels, grid=grid, merge_size=form.merge_size, digest=digest), offset=2)
+        if placed.end >= len(prompt):
+            return ()
+        prompt[placed.offset : placed.end] = token
+        return (placed,)
+
     def _difference(self, requests: Sequence[SampleRequest]) -> float:
         """Largest difference, in nats, between log-probs of generation and of a forward pass."""
         largest = 0.0
@@ -405,9 +456,17 @@ class GenerationModel:
         for request, output in zip(requests, outputs, strict=True):
             tokens = torch.from_numpy(output.token_ids).to(self._device, torch.int64)
             prompt = torch.from_numpy(request.prompt_ids).to(self._device)
-            logits = self._model(torch.cat([prompt, tokens])[None]).logits[0, len(prompt) - 1 : -1]
+            whole, seen = torch.cat([prompt, tokens])[None], {}
+            if request.images:  # a sampled placeholder would count as an image; the rest is not compared
+                is_placeholder = tokens == self._facts.image_token_id
+                tokens = tokens[: int(is_placeholder.int().argmax()) if is_placeholder.any() else None]
+                whole = torch.cat([prompt, tokens])[None]
+                seen = self._pixels([placed.image for placed in request.images])
+                seen["mm_token_type_ids"] = (whole == self._facts.image_token_id).int()
+            logits = self._model(whole, **seen).logits[0, len(prompt) - 1 : -1]
             expected = logits.float().log_softmax(-1).gather(1, tokens[:, None])[:, 0].cpu()
-            largest = max(largest, float((expected - torch.from_numpy(output.logprobs)).abs().max()))
+            found = torch.from_numpy(output.logprobs[: len(tokens)])
+            largest = max([largest, *(expected - found).abs().tolist()])
         return largest
 
     def _can_cut_cache(self, request: SampleRequest) -> bool:
@@ -431,19 +490,27 @@ class GenerationModel:
             mask[row, longest - len(prompt) :] = 1
         return torch.from_numpy(ids).to(self._device), torch.from_numpy(mask).to(self._device)
 
-    def _shared_prefill(self, prompts: Sequence[np.ndarray]) -> Cache | None:
-        """The KV cache of [B] prompts without their last token; equal prompts are computed once.
+    def _shared_prefill(self, requests: Sequence[SampleRequest]) -> Cache | None:
+        """The KV cache of [B] requests' prompts without their last token; equal prompts are computed once.
 
         None if this saves little, or if the model keeps other state than keys and values.
         """
-        rows = {prompt.tobytes(): row for row, prompt in enumerate(prompts)}
-        if not self._cuts_cache or 2 * len(rows) > len(prompts) or min(map(len, prompts)) == 1:
+        rows = {request.prompt_key: request for request in requests}
+        shortest = min(len(request.prompt_ids) for request in requests)
+        if not self._cuts_cache or 2 * len(rows) > len(requests) or shortest == 1:
             return None
         distinct = {key: place for place, key in enumerate(rows)}
-        ids, mask = self._left_padded([prompts[row] for row in rows.values()])
-        config = self._generation_config(SamplingConfig(temperature=0.0), 1)
-        cache = self._model.generate(ids[:, :-1], attention_mask=mask[:, :-1], generation_config=config).past_key_values
-        cache.batch_select_indices(torch.tensor([distinct[prompt.tobytes()] for prompt in prompts]).to(self._device))
+        ids, mask = self._left_padded([request.prompt_ids for request in rows.values()])
+        ids, mask = ids[:, :-1], mask[:, :-1]
+        cache = self._model.generate(
+            ids,
+            attention_mask=mask,
+            generation_config=self._generation_config(SamplingConfig(temperature=0.0), 1),
+            **self._seen(list(rows.values()), mask, is_first=True),
+        ).past_key_values
+        cache.batch_select_indices(
+            torch.tensor([distinct[request.prompt_key] for request in requests]).to(self._device)
+        )
         return cache
 
     def _generation_config(self, sampling: SamplingConfig, max_new_tokens: int) -> GenerationConfig:
@@ -466,9 +533,9 @@ def distribution(sampling: SamplingConfig) -> tuple[float, ...]:
     return (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p)
 
 
-def _greedy(prompt: np.ndarray, max_new_tokens: int) -> SampleRequest:
+def _greedy(prompt: np.ndarray, max_new_tokens: int, *images: PlacedImage) -> SampleRequest:
     sampling = SamplingConfig(temperature=0.0, max_new_tokens=max_new_tokens)
-    return SampleRequest(id="", prompt_ids=prompt, sampling=sampling)
+    return SampleRequest(id="", prompt_ids=prompt, sampling=sampling, images=images)
 
 
 class _PendingSample(RunningSample):
@@ -487,7 +554,10 @@ class TransformersEngine(Engine):
     ) -> None:
         facts = read_model_facts(model_path)
         super().__init__(
-            f"transformers-{rank}", vocab_size=facts.vocab_size, silence_timeout_s=config.silence_timeout_s
+            f"transformers-{rank}",
+            vocab_size=facts.vocab_size,
+            silence_timeout_s=config.silence_timeout_s,
+            image_token_id=facts.image_token_id,
         )
         self._config = config
         self._model = GenerationModel(

@@ -26,6 +26,7 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 
 from asyncrl.core.errors import EpisodeOverflow
+from asyncrl.core.images import PlacedImage, moved
 from asyncrl.core.trajectory import ROOT, Trajectory, Turn
 from asyncrl.core.types import FinishReason
 from rollout_fleet.config import SamplingConfig
@@ -87,6 +88,7 @@ class Episode:
 
     ``recorded`` is the `progress` of an earlier attempt. The environment then runs again, and `sample` answers from the
     recorded turns. This replay ends with the last recorded turn, or at the first request that differs.
+    ``images`` are those of the prompt.
 
     Attributes:
         name: Begins the ids of its requests; without ``/``. Example: ``"4711-0-3"``: group, attempt, sample.
@@ -98,21 +100,28 @@ class Episode:
     """
 
     def __init__(
-        self, name: str, prompt_ids: np.ndarray, budget: EpisodeBudget, *, recorded: Trajectory | None = None
+        self,
+        name: str,
+        prompt_ids: np.ndarray,
+        budget: EpisodeBudget,
+        *,
+        recorded: Trajectory | None = None,
+        images: tuple[PlacedImage, ...] = (),
     ) -> None:
         self.name = name
         self.num_replayed = 0
         self.num_dropped = 0
         self._budget = budget
         self._nodes: list[_Node] = []
-        self._given: dict[tuple[int, bytes], int] = {}
+        self._given: dict[tuple[int, bytes, tuple[str, ...]], int] = {}
         self._outstanding: dict[str, int] = {}
         self._num_requests = 0
-        for turn in recorded.turns if recorded is not None else (Turn.given(_int32(prompt_ids)),):
+        prompt = Turn.given(_int32(prompt_ids), images=images)
+        for turn in recorded.turns if recorded is not None else (prompt,):
             if turn.finish_reason is FinishReason.unfinished:
                 turn = replace(turn, finish_reason=None)
             self._append(turn, is_live=False)
-        if not np.array_equal(self.turn(PROMPT).token_ids, prompt_ids):
+        if not self.turn(PROMPT).is_same_prompt(prompt):
             raise ValueError(f"episode {name}: the recorded turns belong to another prompt; replay them with their own")
         self._nodes[PROMPT].is_live = True
 
@@ -182,11 +191,20 @@ class Episode:
             return parts[0]
         return np.concatenate(parts, dtype=np.int32) if parts else np.empty(0, dtype=np.int32)
 
-    def give(self, parent: int, tokens: Sequence[int] | np.ndarray) -> int:
+    def images(self, index: int) -> tuple[PlacedImage, ...]:
+        """The images on the path from the root to the end of a turn, by their places on the path."""
+        images: list[PlacedImage] = []
+        while index != ROOT:
+            node = self._nodes[index]
+            images[:0] = moved(node.turn.images, node.depth - len(node.turn.token_ids))
+            index = node.turn.parent
+        return tuple(images)
+
+    def give(self, parent: int, tokens: Sequence[int] | np.ndarray, *, images: tuple[PlacedImage, ...] = ()) -> int:
         """Append tokens that the policy did not sample; returns the turn.
 
-        Equal tokens below the same parent become one turn, so branches share it. ``parent`` is a turn of this attempt,
-        or `ROOT` for a new root.
+        Equal tokens with equal images below the same parent become one turn, so branches share it. ``parent`` is a turn
+        of this attempt, or `ROOT` for a new root.
 
         Raises:
             EpisodeOverflow: the path, or all paths together, would be longer than the budget; the forest is as before.
@@ -196,7 +214,7 @@ class Episode:
         ids = _int32(tokens)
         if not len(ids):
             raise ValueError(f"episode {self.name}: a given turn needs at least one token")
-        index = self._given.get((parent, ids.tobytes()))
+        index = self._given.get(_given_key(parent, ids, images))
         if index is None or not self._nodes[index].is_live:
             depth = self.depth(parent) + len(ids)
             used = {"max_context": depth, "max_tree_tokens": self._other_paths(parent) + depth}
@@ -204,12 +222,21 @@ class Episode:
                 if what in used and used[what] > most:
                     raise EpisodeOverflow(f"episode {self.name} would use {used[what]} of {what} = {most}")
         if index is None:
-            index = self._append(Turn.given(ids, parent=parent), is_live=True)
+            index = self._append(Turn.given(ids, parent=parent, images=images), is_live=True)
         self._nodes[index].is_live = True
         return index
 
-    def sample(self, parent: int, new_tokens: Sequence[int] | np.ndarray, sampling: SamplingConfig) -> int:
+    def sample(
+        self,
+        parent: int,
+        new_tokens: Sequence[int] | np.ndarray,
+        sampling: SamplingConfig,
+        *,
+        images: tuple[PlacedImage, ...] = (),
+    ) -> int:
         """Start a turn that continues the path of ``parent`` with ``new_tokens``; return the running turn.
+
+        ``images`` are those at the placeholders of ``new_tokens``.
 
         If a recorded turn matches the request, this turn is returned: finished, or running with its tokens so far.
         Otherwise the recorded turns of other requests from this parent are dropped, with all turns below them.
@@ -223,10 +250,10 @@ class Episode:
         depth = self.depth(parent) + len(new_tokens)
         if depth == 0:
             raise ValueError(f"episode {self.name}: a new root needs at least one token")
-        known = self._given.get((parent, _int32(new_tokens).tobytes()))
+        known = self._given.get(_given_key(parent, _int32(new_tokens), images))
         above = parent if known is None or not self._nodes[known].is_live else known
         most = min(sampling.max_new_tokens, self._room(depth, above))
-        context = self.give(parent, new_tokens) if len(new_tokens) else parent
+        context = self.give(parent, new_tokens, images=images) if len(new_tokens) else parent
         recorded = (
             (index, node)
             for index, node in enumerate(self._nodes)
@@ -255,6 +282,7 @@ class Episode:
                 id=f"{self.name}-{index}-{self._num_requests}",
                 prompt_ids=self.path(index),
                 sampling=_at_most(node.sampling, num_left),
+                images=self.images(index),
             )
             self._num_requests += 1
             self._outstanding[request.id] = index
@@ -340,7 +368,7 @@ class Episode:
         self._nodes.append(_Node(turn=turn, depth=depth, is_live=is_live))
         index = len(self._nodes) - 1
         if not turn.sampled:
-            self._given[turn.parent, turn.token_ids.tobytes()] = index
+            self._given[_given_key(turn.parent, turn.token_ids, turn.images)] = index
         return index
 
     def _check_parent(self, parent: int) -> None:
@@ -425,6 +453,11 @@ class Episode:
 
 def _at_most(sampling: SamplingConfig, max_new_tokens: int) -> SamplingConfig:
     return sampling if sampling.max_new_tokens == max_new_tokens else replace(sampling, max_new_tokens=max_new_tokens)
+
+
+def _given_key(parent: int, token_ids: np.ndarray, images: Sequence[PlacedImage]) -> tuple[int, bytes, tuple[str, ...]]:
+    """What a turn that was not sampled is known by."""
+    return parent, token_ids.tobytes(), tuple(placed.image.digest for placed in images)
 
 
 def _int32(tokens: Sequence[int] | np.ndarray) -> np.ndarray:

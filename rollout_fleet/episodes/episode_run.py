@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from asyncrl.core.errors import EpisodeEnded, RequestRefused
+from asyncrl.core.images import PlacedImage
 from asyncrl.core.record import LevelName
 from asyncrl.core.types import FinishReason, Prompt
 from rollout_fleet.config import SamplingConfig
@@ -196,7 +197,13 @@ class EpisodeRun:
             "tools": tools,
         }
 
-    async def sample(self, parent: int, new_tokens: Sequence[int] | np.ndarray, sampling: SamplingConfig) -> int:
+    async def sample(
+        self,
+        parent: int,
+        new_tokens: Sequence[int] | np.ndarray,
+        sampling: SamplingConfig,
+        images: tuple[PlacedImage, ...] = (),
+    ) -> int:
         """Sample a turn that continues the path of ``parent`` with ``new_tokens``; return the finished turn.
 
         If the caller is cancelled, the turn keeps running, so the same request finds it again.
@@ -214,7 +221,7 @@ class EpisodeRun:
                 f"episode {self.episode.name}: token ids must be in 0..{self._vocab_size - 1}, got {ids.min()}.."
                 f"{ids.max()}; encode them with the policy's tokenizer"
             )
-        index = self.episode.sample(parent, ids, sampling)
+        index = self.episode.sample(parent, ids, sampling, images=images)
         self.times.asked(index)
         await self.finished(index)
         return index

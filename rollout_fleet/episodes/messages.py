@@ -1,28 +1,38 @@
 """Chat messages: converts a client's messages to the form that templates need, and compares messages.
 
-A client sends the history with every request, and client libraries normalize the history. Messages are equal if they
-differ only in these: ids of tool calls, the formatting of JSON arguments, white space around an assistant's content, a
-content of None, ``""`` or text parts, unknown fields, and reasoning that the client left out. Different reasoning is an
-edit.
+A client sends the history with every request, and client libraries normalize the history. An image counts by its
+content. Messages are equal if they differ only in these: ids of tool calls, the formatting of JSON arguments, white
+space around an assistant's content, a content of None, ``""`` or text parts, unknown fields, and reasoning that the
+client left out. Different reasoning is an edit.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+from asyncrl.core.image_files import is_image
 
 Message = Mapping[str, Any]
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 
 
-def read_message(message: Any, where: str) -> dict[str, Any]:
-    """Return a client's message with the fields that templates support; the content is text.
+ReadImage = Callable[[Mapping[str, Any], str], str]
+"""Reads the image in a part of a content, which a text names, and returns its digest. Raises `ValueError`."""
+
+
+def read_message(message: Any, where: str, read_image: ReadImage | None = None) -> dict[str, Any]:
+    """Return a client's message with the fields that templates support.
+
+    The content is text. With images it is a list of parts ``{"type": "text", "text": …}`` and
+    ``{"type": "image", "digest": …}``.
 
     Raises:
-        ValueError: the message has an unknown role, or a part that is not text. ``where`` names it.
+        ValueError: the message has an unknown role, or a part that is not text, or an image of a message of the user or
+            a tool. ``where`` names it.
     """
     role = _ROLES.get(str(message.get("role"))) if isinstance(message, Mapping) else None
     if role is None:
@@ -30,7 +40,11 @@ def read_message(message: Any, where: str) -> dict[str, Any]:
         raise ValueError(f"{where}.role must be one of {', '.join(_ROLES)}, got {got!r}")
     if message.get("function_call"):
         raise ValueError(f"{where}.function_call is not supported; use tool_calls")
-    read: dict[str, Any] = {"role": role, "content": read_content(message.get("content"), f"{where}.content")}
+    content = message.get("content")
+    if isinstance(content, list) and any(map(is_image, content)):
+        read: dict[str, Any] = {"role": role, "content": _read_parts(content, role, f"{where}.content", read_image)}
+    else:
+        read = {"role": role, "content": read_content(content, f"{where}.content")}
     if isinstance(name := message.get("name"), str) and name:
         read["name"] = name
     if role == "tool":
@@ -42,6 +56,25 @@ def read_message(message: Any, where: str) -> dict[str, Any]:
         if calls := message.get("tool_calls"):
             read["tool_calls"] = [_read_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
     return read
+
+
+def images_in(message: Message) -> list[str]:
+    """The digests of the images in a message that was read."""
+    content = message["content"]
+    return [part["digest"] for part in content if part["type"] == "image"] if isinstance(content, list) else []
+
+
+def _read_parts(content: Sequence[Any], role: str, where: str, read_image: ReadImage | None) -> list[dict[str, Any]]:
+    if read_image is None:
+        raise ValueError(f"{where} has an image, but the policy has no vision tower that the learner trains; send text")
+    if role not in ("user", "tool"):
+        raise ValueError(f"{where} has an image in a message of role {role}; send it in one of the user or of a tool")
+    return [
+        {"type": "image", "digest": read_image(part, f"{where}[{place}]")}
+        if is_image(part)
+        else {"type": "text", "text": read_content([part], f"{where}[{place}]")}
+        for place, part in enumerate(content)
+    ]
 
 
 def read_content(content: Any, where: str) -> str:

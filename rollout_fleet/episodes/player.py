@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from asyncrl.core.image_files import ImageReader
 from asyncrl.core.types import Prompt
 from rollout_fleet.config import RolloutFleetConfig, SamplingConfig
 from rollout_fleet.metrics import EpisodeCount
@@ -22,9 +23,13 @@ class EpisodePlayer:
     """Implements `rollout_fleet.episodes.episode_run.Player` with the environments that the options and the rows name.
 
     `start` starts the processes; `close` may be called at any time. ``max_context``: as in `EpisodeBudget`.
+    ``images`` reads the images in messages; None for a model without.
     """
 
-    def __init__(self, config: RolloutFleetConfig, *, model_path: str, max_context: int) -> None:
+    def __init__(
+        self, config: RolloutFleetConfig, *, model_path: str, max_context: int, images: ImageReader | None = None
+    ) -> None:
+        self._images = images
         self._config = config
         self._model_path = model_path
         self._max_context = max_context
@@ -82,7 +87,8 @@ class EpisodePlayer:
         assert self._renderer is not None
         name = prompt.environment or self._config.environment.name
         refuses = self._config.environment.sampling is OnSamplingOption.refuse
-        session = Session(run, self._renderer, sampling=sampling, prompt=prompt, refuses=refuses, on_calls=run.called)
+        options = {"refuses": refuses, "on_calls": run.called, "images": self._images}
+        session = Session(run, self._renderer, sampling=sampling, prompt=prompt, **options)
         access = self._endpoint.open(session)
         try:
             if not await self._processes.is_replayable(name, prompt.environment_options):

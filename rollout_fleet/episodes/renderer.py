@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from asyncrl.core.image_files import is_vision_model
+
 from .chat_parsers import JSON_TAGS, REASONING_BEGIN, REASONING_END, make_tool_parser, split_reasoning
 from .chat_tokenizer import PLAIN_ROLES, PLAIN_TEMPLATE, ChatTokenizer
 from .config import RendererConfig
@@ -344,7 +346,7 @@ def load_renderer(model_path: str, config: RendererConfig) -> ChatRenderer:
             has no tokens for the markers of roles.
     """
     tokenizer = ChatTokenizer(model_path)
-    renderer = _choose(tokenizer, config)
+    renderer = _choose(tokenizer, config, is_vision=is_vision_model(model_path))
     verdicts = renderer.self_test()
     source = "" if tokenizer.chat_template else "; the model has no chat template, so the plain one is used"
     logger.info("%s: renderer %s%s", model_path, renderer.name, source)
@@ -354,13 +356,19 @@ def load_renderer(model_path: str, config: RendererConfig) -> ChatRenderer:
     return renderer
 
 
-def _choose(tokenizer: ChatTokenizer, config: RendererConfig) -> ChatRenderer:
+def _choose(tokenizer: ChatTokenizer, config: RendererConfig, *, is_vision: bool) -> ChatRenderer:
+    """The renderer by the options; for a model with images the template, whose placeholders the session repeats."""
     if not tokenizer.chat_template:
         _check_markers(tokenizer)
     own = TemplateRenderer(
         tokenizer, tool_parser=config.tool_parser, keeps_reasoning=config.keep_reasoning, options=config.options
     )
-    if config.name == TEMPLATE or not tokenizer.chat_template or (config.name == AUTO and config.tool_parser):
+    if (
+        is_vision
+        or config.name == TEMPLATE
+        or not tokenizer.chat_template
+        or (config.name == AUTO and config.tool_parser)
+    ):
         return own
     from renderers.base import MODEL_RENDERER_MAP
 

@@ -19,18 +19,20 @@ import logging
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, Protocol
 
 import numpy as np
 import orjson
 
+from asyncrl.core.image_files import ImageReader, is_image, place_images, read_bytes, source_of, with_placeholders
+from asyncrl.core.images import Image, PlacedImage, moved
 from asyncrl.core.trajectory import ROOT
 from asyncrl.core.types import FinishReason, Prompt
 from rollout_fleet.config import SamplingConfig
 
 from .episode import PROMPT, Episode
-from .messages import Message, chain, follow, read_message, same_reasoning, with_reasoning
+from .messages import Message, ReadImage, chain, follow, images_in, read_message, same_reasoning, with_reasoning
 from .renderer import ChatRenderer, ParsedAnswer
 
 NEUTRAL: Mapping[str, Any] = {
@@ -53,7 +55,13 @@ class TurnSampler(Protocol):
         """The episode."""
         ...
 
-    async def sample(self, parent: int, new_tokens: Sequence[int], sampling: SamplingConfig) -> int:
+    async def sample(
+        self,
+        parent: int,
+        new_tokens: Sequence[int],
+        sampling: SamplingConfig,
+        images: tuple[PlacedImage, ...] = (),
+    ) -> int:
         """Request a turn as `Episode.sample` does, and wait for its end; return the turn.
 
         The call covers weight updates, aborts and continuations.
@@ -196,6 +204,7 @@ class _Place:
     parent: int
     new_tokens: Sequence[int]
     messages: Sequence[Message] = ()
+    images: tuple[PlacedImage, ...] = ()
 
 
 class Session:
@@ -203,6 +212,7 @@ class Session:
 
     ``sampling`` is how the run samples; ``refuses`` refuses requests with other options, rather than override these.
     ``on_calls`` gets the names of the tools that an answer calls, none of most answers.
+    ``images`` reads the images in messages; None for a policy without.
     """
 
     def __init__(
@@ -214,7 +224,11 @@ class Session:
         prompt: Prompt,
         refuses: bool = False,
         on_calls: Callable[[Sequence[str]], None] = lambda names: None,
+        images: ImageReader | None = None,
     ) -> None:
+        self._reader = images
+        self._images: dict[str, Image] = {}
+        self._digests: dict[bytes, str] = {}
         self.counts = SessionCounts()
         self.prompt = prompt
         self._sampler = sampler
@@ -306,7 +320,13 @@ class Session:
     # Messages
 
     async def _answer_chat(self, request: ChatRequest) -> list[SampledAnswer]:
-        messages = [read_message(message, f"messages[{i}]") for i, message in enumerate(request.messages)]
+        read_image = None if self._reader is None else self._read_image
+        contents = (message.get("content") for message in request.messages if isinstance(message, Mapping))
+        if any(is_image(part) for content in contents if isinstance(content, list) for part in content):
+            read = partial(_read_messages, request.messages, read_image)
+            messages = await asyncio.to_thread(read)  # an image takes some milliseconds
+        else:
+            messages = _read_messages(request.messages, read_image)
         if not messages:
             raise ValueError("messages must hold at least one message, got none")
         tools = [dict(tool) for tool in request.tools]
@@ -347,13 +367,35 @@ class Session:
             prompt_ids = self._sampler.episode.path(turn.parent).tolist()
             suffix = self._renderer.extend(prompt_ids, turn.token_ids.tolist(), known, new, tools)
             if suffix is not None:
-                return _Place(parent=history.turn, new_tokens=suffix, messages=messages)
+                suffix, images = self._with_images(suffix, new)
+                return _Place(parent=history.turn, new_tokens=suffix, messages=messages, images=images)
             cause = "unparseable" if history.num_malformed else "template"
-        tokens = self._renderer.render(messages, tools)
-        parent, num_shared = self._deepest(tokens)
+        tokens, images = self._with_images(self._renderer.render(messages, tools), messages)
+        parent, num_shared = self._deepest(tokens, images)
         if cause or parent == ROOT:
             self.counts.branches[cause or "new_root"] += 1
-        return _Place(parent=parent, new_tokens=tokens[num_shared:], messages=messages)
+        new_images = moved((placed for placed in images if placed.offset >= num_shared), -num_shared)
+        return _Place(parent=parent, new_tokens=tokens[num_shared:], messages=messages, images=new_images)
+
+    def _with_images(self, tokens: list[int], messages: Sequence[Message]) -> tuple[list[int], tuple[PlacedImage, ...]]:
+        """Rendered tokens with as many placeholders as the images of the messages have tokens, and the images."""
+        images = [self._images[digest] for message in messages for digest in images_in(message)]
+        if self._reader is None or not images:
+            return tokens, ()
+        token_id, where = self._reader.token_id, "the rendered conversation"
+        tokens = with_placeholders(tokens, [image.num_tokens for image in images], token_id, where)
+        return tokens, place_images(np.asarray(tokens), images, token_id, where)
+
+    def _read_image(self, part: Mapping[str, Any], where: str) -> str:
+        """Decode an image that is new to the session; returns its digest."""
+        assert self._reader is not None
+        content = read_bytes(source_of(part), where)
+        key = hashlib.blake2b(content, digest_size=16).digest()
+        if key not in self._digests:
+            image = self._reader.image(content, where)
+            self._images[image.digest] = image
+            self._digests[key] = image.digest
+        return self._digests[key]
 
     def _longest_history(
         self, messages: Sequence[Message], tools: str, digests: Sequence[bytes]
@@ -442,7 +484,10 @@ class Session:
         episode = self._sampler.episode
         seeds = [None if options.seed is None else options.seed + i for i in range(options.n)]
         sampled = await asyncio.gather(
-            *(self._sampler.sample(place.parent, place.new_tokens, replace(sampling, seed=seed)) for seed in seeds),
+            *(
+                self._sampler.sample(place.parent, place.new_tokens, replace(sampling, seed=seed), place.images)
+                for seed in seeds
+            ),
             return_exceptions=True,
         )
         failures = [turn for turn in sampled if isinstance(turn, BaseException)]
@@ -513,9 +558,10 @@ class Session:
             self._children.setdefault(parent, {})[turn] = None
             turn = parent
 
-    def _deepest(self, tokens: Sequence[int]) -> tuple[int, int]:
-        """The deepest turn whose path is a prefix of these tokens, and the number of tokens on its path."""
+    def _deepest(self, tokens: Sequence[int], images: Sequence[PlacedImage] = ()) -> tuple[int, int]:
+        """The deepest turn whose path is a prefix of these tokens and images, and the number of tokens on its path."""
         ids = np.asarray(tokens, dtype=np.int32)
+        seen = {placed.offset: placed.image.digest for placed in images}
         best, open_paths = (ROOT, 0), [(ROOT, 0)]
         while open_paths:
             parent, depth = open_paths.pop()
@@ -524,9 +570,14 @@ class Session:
                 turn = self._sampler.episode.turn(child)
                 is_finished = not turn.sampled or turn.finish_reason is not None
                 end = depth + len(turn.token_ids)
-                if is_finished and np.array_equal(turn.token_ids, ids[depth:end]):
+                has_images = all(seen.get(depth + own.offset) == own.image.digest for own in turn.images)
+                if is_finished and has_images and np.array_equal(turn.token_ids, ids[depth:end]):
                     open_paths.append((child, end))
         return best
+
+
+def _read_messages(messages: Sequence[Any], read_image: ReadImage | None) -> list[dict[str, Any]]:
+    return [read_message(message, f"messages[{i}]", read_image) for i, message in enumerate(messages)]
 
 
 def _digest(request: ChatRequest | TextRequest) -> str:

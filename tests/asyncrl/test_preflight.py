@@ -12,6 +12,7 @@ from asyncrl.cli import sft_command as sft
 from asyncrl.cli.compose import compose_run
 from asyncrl.cli.preflight import check_folders, preflight
 from asyncrl.cli.quickstart import make_assets
+from tests.support.vision_models import write_vision_model
 
 REWARDS = """
 import os, time
@@ -161,3 +162,22 @@ def test_a_failed_preflight_leaves_no_folder_and_ends_with_its_cause(assets, tmp
     assert re.match(r"error: .*none\.parquet: no such file", done.stderr.splitlines()[-1])
     assert "logs:" not in done.stderr
     assert not list(tmp_path.glob("custom/*"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["rollout_fleet.engine=sglang", "rollout_fleet.device=cpu"], "sglang on a CPU"),
+        (["learner.lora.rank=2"], "learner.lora.rank is set, and the model in .* takes images"),
+        (["algorithm.advantage=gae"], "algorithm.advantage=gae is set, and the model in .* takes images"),
+    ],
+)
+async def test_what_a_model_with_images_does_not_do_is_refused(run, tmp_path, overrides, words):
+    model_path = write_vision_model(tmp_path / "model")
+    with pytest.raises(ValueError, match=words):
+        await preflight(run(f"model.path={model_path}", *overrides), lambda _: None)
+
+
+async def test_a_frozen_vision_tower_needs_one(run):
+    with pytest.raises(ValueError, match=r"learner\.freeze_vision is true, but the model in .* has no vision tower"):
+        await preflight(run("learner.freeze_vision=true"), lambda _: None)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from asyncrl.core.errors import WireError
+from asyncrl.core.images import Image, PlacedImage
 from asyncrl.core.trajectory import Trajectory, TrajectoryGroup, Turn
 from asyncrl.core.types import Prompt
 from asyncrl.single_controller import codec
@@ -25,8 +26,10 @@ def grouped(num_tokens: int = 4) -> TrajectoryGroup:
         versions=np.full(num_tokens, 3, dtype=np.int32),
         columns={"routed_experts": np.arange(num_tokens * 6, dtype=np.int16).reshape(num_tokens, 3, 2)},
     )
+    image = Image(pixels=np.full((4, 12), 7, dtype=np.uint8), grid=(1, 2, 2), merge_size=2, digest="d")
+    seen = (PlacedImage(image=image, offset=1),)
     tree = Trajectory(
-        turns=(Turn.given(np.array([1, 2], dtype=np.int32)), answer),
+        turns=(Turn.given(np.array([1, 2], dtype=np.int32), images=seen), answer),
         reward=1.0,
         turn_rewards={1: 0.5},
         metrics={"tool_calls": 2.0},
@@ -40,7 +43,7 @@ def test_every_column_that_the_schema_names_travels(num_tokens: int) -> None:
     received = group_of([bytes(frame) for frame in group_frames(group)])
     assert (received.group_id, received.attempt, received.summary) == (5, 1, group.summary)
     np.testing.assert_array_equal(received.turns, group.turns)
-    for scope in ("token_columns", "trajectory_columns", "turn_columns"):
+    for scope in ("token_columns", "trajectory_columns", "turn_columns", "image_columns"):
         sent, got = getattr(group, scope), getattr(received, scope)
         assert list(sent) == list(got)
         for name in sent:
@@ -82,8 +85,8 @@ def test_a_column_of_objects_is_refused_by_its_sender() -> None:
         lambda frames: [frames[0], b"\xff" * len(frames[1]), *frames[2:]],
         lambda frames: [b"grp\x01" + frames[0][4:], *frames[1:]],
         lambda frames: [frames[0][:-3], *frames[1:]],
-        lambda frames: [b"grp\x02" + msgpack.packb((5, 1, [[], [], []])), frames[1]],
-        lambda frames: [b"grp\x02" + msgpack.packb((5, 1, [7])), *frames[1:]],
+        lambda frames: [b"grp\x03" + msgpack.packb((5, 1, [[], [], [], []])), frames[1]],
+        lambda frames: [b"grp\x03" + msgpack.packb((5, 1, [7])), *frames[1:]],
     ],
 )
 def test_frames_that_are_no_group_are_refused(change) -> None:

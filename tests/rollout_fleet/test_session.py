@@ -280,7 +280,7 @@ async def test_an_overflow_is_raised_and_a_later_request_is_tried_again(renderer
             r"messages\[0\].role must be one of system, developer, user, assistant, tool, got 'robot'",
         ),
         (
-            [USER, {"role": "user", "content": [{"type": "image_url"}]}],
+            [USER, {"role": "user", "content": [{"type": "video"}]}],
             r"messages\[1\].content\[0\] must be of the types",
         ),
         ([{"role": "assistant", "tool_calls": [{}]}], r"messages\[0\].tool_calls\[0\].function.name must be a string"),

@@ -242,6 +242,7 @@ def make_loop(
     greedy_baseline: bool = False,
     player: Player | None = None,
     stage: Any = nullcontext,
+    images: Any = None,
     **options: Any,
 ) -> RolloutLoop:
     """A loop on an engine that serves a version; it does not run yet."""
@@ -256,6 +257,7 @@ def make_loop(
         greedy_baseline=greedy_baseline,
         player=player,
         stage=stage,
+        images=images,
     )
 
 

@@ -33,8 +33,8 @@ class ScriptedTurns:
         self.gate.set()
         self._script = script
 
-    async def sample(self, parent: int, new_tokens: Sequence[int], sampling: SamplingConfig) -> int:
-        turn = self.episode.sample(parent, new_tokens, sampling)
+    async def sample(self, parent: int, new_tokens: Sequence[int], sampling: SamplingConfig, images=()) -> int:
+        turn = self.episode.sample(parent, new_tokens, sampling, images=images)
         for request in self.episode.next_requests():
             self.requests.append((request.prompt_ids, turn))
             self.samplings.append(request.sampling)

@@ -1,0 +1,313 @@
+"""Reads images in messages and rows, and makes `Image` of them with the model's image processor.
+
+An image is a data URL, base64 text, the bytes of a file, or in rows also a path. Nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import io
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .images import Image, PixelFormat, PlacedImage, digest_of_pixels
+from .types import Prompt
+
+IMAGE_PARTS = ("image", "image_url", "input_image")
+"""Types of the parts of a message's content that hold an image: OpenAI's, Anthropic's and Hugging Face's."""
+
+VISION_FAMILIES = ("qwen3_vl", "qwen3_vl_moe")
+"""Model types whose images can be trained on."""
+
+MAX_SOURCE_PIXELS = 1 << 26
+"""An image file with more pixels is refused before it is decoded: it would need 200 MB."""
+
+MAX_ASPECT_RATIO = 200
+"""The largest ratio of height and width that the image processor takes."""
+
+
+def is_image(part: Any) -> bool:
+    """Whether a part of a message's content is an image."""
+    return isinstance(part, Mapping) and part.get("type") in IMAGE_PARTS
+
+
+def source_of(part: Mapping[str, Any]) -> Any:
+    """The image in a part of a message's content, as it was written; None if the part has none."""
+    url, source = part.get("image_url"), part.get("source")
+    if isinstance(url, Mapping):
+        return url.get("url")
+    if isinstance(source, Mapping):
+        return source.get("data") if source.get("type") == "base64" else source.get("url")
+    return next((part[key] for key in ("image_url", "image", "url", "path") if part.get(key) is not None), None)
+
+
+def image_part(content: bytes) -> dict[str, Any]:
+    """A part of a message's content in OpenAI's form, with an image file as a data URL."""
+    from PIL import Image as Pillow
+
+    with Pillow.open(io.BytesIO(content)) as opened:
+        kind = Pillow.MIME.get(opened.format or "", "image/png")
+    url = f"data:{kind};base64,{base64.b64encode(content).decode()}"
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def read_bytes(source: Any, where: str, *, from_files: bool = False) -> bytes:
+    """The bytes of an image file; arguments and errors as `content_of`."""
+    content = content_of(source, where, from_files=from_files)
+    return content.read_bytes() if isinstance(content, Path) else content
+
+
+def content_of(source: Any, where: str, *, from_files: bool = False) -> bytes | Path:
+    """The bytes of an image file, or its path.
+
+    Args:
+        source: A data URL, base64 text, bytes, or a mapping with ``bytes`` or ``path``, as Hugging Face data sets have.
+        where: Names the image, for messages.
+        from_files: Whether the source may be a path, relative to the current directory, or a ``file://`` URL.
+
+    Raises:
+        ValueError: the source is none of these.
+    """
+    if isinstance(source, Mapping):
+        source = source.get("bytes") or source.get("path")
+    if isinstance(source, bytes | bytearray | memoryview):
+        return bytes(source)
+    expected = "a data URL, base64 text or bytes" + (", or the path of a file" if from_files else "")
+    if not isinstance(source, str):
+        raise ValueError(f"{where} is {_short(source)}, expected {expected}")
+    if source.startswith(("http://", "https://")):
+        raise ValueError(f"{where} is the address {_short(source)}, expected {expected}; download the image first")
+    if from_files and (path := _path_in(source)) is not None:
+        return path
+    text = source.partition(",")[2] if source.startswith("data:") else source
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        missing = "; no such file exists" if from_files and len(source) < 1024 else ""
+        raise ValueError(f"{where} is {_short(source)}, expected {expected}{missing}") from error
+
+
+def _path_in(source: str) -> Path | None:
+    """The file that a text names; None if there is no such file."""
+    path = source.removeprefix("file://")
+    if len(path) > 4096 or path.startswith("data:"):
+        return None
+    file = Path(path).expanduser()
+    return file if file.is_file() else None
+
+
+def is_vision_model(model_path: str) -> bool:
+    """Whether the folder's model has a vision tower that the learner trains."""
+    file = Path(model_path, "config.json")
+    return file.is_file() and json.loads(file.read_text()).get("model_type") in VISION_FAMILIES
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageReader:
+    """Makes images for one model.
+
+    Attributes:
+        model_path: The model's folder, with the settings of its image processor.
+        max_pixels: Pixels of an image after it was resized; the model's own limit also holds.
+        token_id: Id of the placeholder in the tokens.
+
+    Raises:
+        ValueError: the model has no vision tower that the learner trains, or its image processor is of another kind.
+    """
+
+    model_path: str
+    max_pixels: int
+
+    @cached_property
+    def token_id(self) -> int:
+        """Id of the placeholder token."""
+        return placeholder_ids(self.model_path)[0]
+
+    @cached_property
+    def format(self) -> PixelFormat:
+        """How images become patches and features."""
+        return PixelFormat.of(self._processor)
+
+    @cached_property
+    def _processor(self) -> Any:
+        return load_processor(self.model_path)
+
+    @property
+    def _limits(self) -> dict[str, int]:
+        size = self._processor.size
+        shortest, longest = (size[key] for key in ("shortest_edge", "longest_edge"))
+        if self.max_pixels < shortest:
+            raise ValueError(
+                f"rollout_fleet.max_image_pixels must be at least {shortest}, the fewest pixels of an image of "
+                f"{self.model_path!r}, got {self.max_pixels}"
+            )
+        return {"shortest_edge": shortest, "longest_edge": min(longest, self.max_pixels)}
+
+    def num_tokens(self, content: bytes | Path, where: str) -> int:
+        """Number of placeholders of an image file; reads only its header. Raises `ValueError` as `image`."""
+        width, height = _size(content, where)
+        limits = self._limits
+        options = {"min_pixels": limits["shortest_edge"], "max_pixels": limits["longest_edge"]}
+        num_patches = self._processor.get_number_of_image_patches(height, width, options)
+        return num_patches // self.format.merge_size**2
+
+    def image(self, content: bytes, where: str) -> Image:
+        """Decode an image file, resize it within the limits and cut it into patches.
+
+        Raises:
+            ValueError: the bytes are no image that Pillow reads, or the image is too large or too narrow.
+        """
+        from PIL import Image as Pillow
+
+        _size(content, where)
+        try:
+            with Pillow.open(io.BytesIO(content)) as opened:
+                rgb = opened.convert("RGB")
+        except OSError as error:
+            raise ValueError(f"{where} cannot be decoded ({error}), expected a whole image file") from error
+        made = self._processor(rgb, do_rescale=False, do_normalize=False, size=self._limits, return_tensors="np")
+        form, (grid,) = self.format, made["image_grid_thw"].tolist()
+        frames = np.asarray(made["pixel_values"]).reshape(-1, 3, form.temporal_patch_size, form.patch_size**2)
+        pixels = np.ascontiguousarray(frames[:, :, 0].reshape(len(frames), -1), dtype=np.uint8)
+        time, height, width = grid
+        return Image(
+            pixels=pixels,
+            grid=(time, height, width),
+            merge_size=form.merge_size,
+            digest=digest_of_pixels(pixels, grid),
+        )
+
+    def images_in(self, messages: Sequence[Mapping[str, Any]]) -> list[Image]:
+        """The images of messages in OpenAI's form, in order. Raises `ValueError` as `image`."""
+        return [self.image(read_bytes(source, where), where) for source, where in sources_in(messages)]
+
+    def placed(self, token_ids: np.ndarray, images: Sequence[Image], where: str) -> tuple[PlacedImage, ...]:
+        """The images at the placeholders of tokens, as `place_images`."""
+        return place_images(token_ids, images, self.token_id, where)
+
+
+def image_reader(model_path: str, *, max_pixels: int) -> ImageReader | None:
+    """The reader of a model's images; None for a model without images that the learner trains."""
+    return ImageReader(model_path=model_path, max_pixels=max_pixels) if is_vision_model(model_path) else None
+
+
+async def prompt_images(reader: ImageReader | None, prompt: Prompt) -> tuple[PlacedImage, ...]:
+    """The images at the placeholders of a prompt, decoded in a thread; none without a reader.
+
+    Raises:
+        ValueError: an image cannot be decoded, or does not fit its placeholders. The message names the prompt group.
+    """
+    if reader is None or next(sources_in(prompt.messages), None) is None:
+        return ()
+    where = f"prompt group {prompt.group_id}"
+    try:
+        images = await asyncio.to_thread(reader.images_in, prompt.messages)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+    return reader.placed(prompt.prompt_ids, images, where)
+
+
+def sources_in(messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Any, str]]:
+    """The images in the contents of messages, as written, each with a name for messages of errors."""
+    for number, message in enumerate(messages):
+        content = message.get("content")
+        for place, part in enumerate(content if isinstance(content, list | tuple) else ()):
+            if is_image(part):
+                yield source_of(part), f"messages[{number}].content[{place}]"
+
+
+def place_images(token_ids: np.ndarray, images: Sequence[Image], token_id: int, where: str) -> tuple[PlacedImage, ...]:
+    """The images at runs of the placeholder ``token_id``; ``where`` names the tokens.
+
+    Raises:
+        ValueError: the placeholders do not fit the images.
+    """
+    places = np.flatnonzero(np.asarray(token_ids) == token_id)
+    needed = sum(image.num_tokens for image in images)
+    if len(places) != needed:
+        raise ValueError(
+            f"{where}: {len(images)} images need {needed} placeholder tokens (id {token_id}), got {len(places)}; text "
+            "must not contain the placeholder"
+        )
+    placed, done = [], 0
+    for image in images:
+        own = places[done : done + image.num_tokens]
+        if own[-1] - own[0] + 1 != len(own):
+            raise ValueError(f"{where}: the placeholders of an image must be adjacent, got places {own.tolist()[:8]}")
+        placed.append(PlacedImage(image=image, offset=int(own[0])))
+        done += len(own)
+    return tuple(placed)
+
+
+def with_placeholders(token_ids: Sequence[int], counts: Sequence[int], token_id: int, where: str) -> list[int]:
+    """Repeat each placeholder as often as its image has tokens.
+
+    Raises:
+        ValueError: the number of placeholders is not the number of images.
+    """
+    found = sum(token == token_id for token in token_ids)
+    if found != len(counts):
+        raise ValueError(
+            f"{where} has {found} image placeholders (token {token_id}) for {len(counts)} images, expected one per "
+            "image; the chat template must write one per image part, and text must not contain it"
+        )
+    left = iter(counts)
+    return [copy for token in token_ids for copy in ([token] * next(left) if token == token_id else [token])]
+
+
+def placeholder_ids(model_path: str) -> tuple[int, int]:
+    """Ids of the tokens that stand for images and for videos."""
+    settings = json.loads(Path(model_path, "config.json").read_text())
+    return settings["image_token_id"], settings["video_token_id"]
+
+
+def load_processor(model_path: str) -> Any:
+    """The image processor of a model, on Pillow and numpy. Raises `ValueError` if it is not Qwen's."""
+    from transformers import AutoImageProcessor
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    try:
+        processor = AutoImageProcessor.from_pretrained(model_path, backend="pil")
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{model_path!r} must hold the settings of its image processor, preprocessor_config.json ({error}); copy "
+            "it from the original model"
+        ) from error
+    if not isinstance(processor, Qwen2VLImageProcessorPil):
+        raise ValueError(
+            f"{model_path!r} has the image processor {type(processor).__name__}, expected Qwen2VLImageProcessor; "
+            f"images work with the families {', '.join(VISION_FAMILIES)}"
+        )
+    return processor
+
+
+def _size(content: bytes | Path, where: str) -> tuple[int, int]:
+    """Width and height of an image file, from its header."""
+    from PIL import Image as Pillow
+
+    try:
+        with Pillow.open(content if isinstance(content, Path) else io.BytesIO(content)) as opened:
+            width, height = opened.size
+    except (OSError, Pillow.DecompressionBombError) as error:
+        what = f"the file {content}, which is" if isinstance(content, Path) else f"{len(content)} bytes, which are"
+        raise ValueError(f"{where} is {what} not an image ({error}), expected one such as PNG or JPEG") from error
+    if width * height > MAX_SOURCE_PIXELS:
+        raise ValueError(f"{where} has {width} × {height} pixels, expected at most {MAX_SOURCE_PIXELS}; shrink it")
+    if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
+        raise ValueError(
+            f"{where} has {width} × {height} pixels, expected a ratio of at most {MAX_ASPECT_RATIO}; crop it"
+        )
+    return width, height
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return f"{text if len(text) <= 60 else text[:60] + '…'} ({type(value).__name__})"

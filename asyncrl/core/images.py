@@ -1,0 +1,238 @@
+"""Images of prompts and tool results, as a vision tower takes them, and as columns of a prompt group.
+
+An image is a grid of patches with 8-bit pixels. Features are an affine function of the pixels, `PixelFormat.features`,
+so a group stores and sends an eighth of the bytes of float32 features. In the tokens an image is a run of placeholders,
+one per ``merge_size``² patches. The language model gets the *merged features* of the image in their place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+GRIDS, PIXELS = "grids", "pixels"
+"""Names of the image columns of a group: ``grids`` [I, 4] int32 (time, height, width in patches, and the merge size),
+``pixels`` [patches of all images, 3 · patch size²] uint8."""
+
+IMAGE_ROWS, POSITIONS = "image_rows", "positions"
+"""Names of the token columns of a group with images: ``image_rows`` [N] int32, the row of the token's merged feature in
+the group (-1 for text), and ``positions`` [N, 3] int32, the positions in time, height and width."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Image:
+    """One image, after it was resized.
+
+    Attributes:
+        pixels: [P, 3 · patch size²] uint8: the channels, rows and columns of each patch. The patches that are merged
+            into one token are adjacent. P is the product of ``grid``.
+        grid: Patches in time, height and width. Example: ``(1, 16, 24)``.
+        merge_size: Patches per token in height and in width.
+        digest: Hexadecimal digest of the image; equal for equal images.
+    """
+
+    pixels: np.ndarray
+    grid: tuple[int, int, int]
+    merge_size: int
+    digest: str
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of placeholders."""
+        return len(self.pixels) // self.merge_size**2
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PlacedImage:
+    """An image, and the place of its first placeholder in a sequence of tokens."""
+
+    image: Image
+    offset: int
+
+    @property
+    def end(self) -> int:
+        """Place after the last placeholder."""
+        return self.offset + self.image.num_tokens
+
+
+def moved(images: Iterable[PlacedImage], by: int) -> tuple[PlacedImage, ...]:
+    """The images with their places moved by a number of tokens."""
+    return tuple(PlacedImage(image=placed.image, offset=placed.offset + by) for placed in images)
+
+
+def positions_of(start: int, num_tokens: int, images: Sequence[PlacedImage]) -> tuple[np.ndarray, int]:
+    """Positions for multimodal rotary embeddings (Qwen3-VL, arXiv 2511.21631; Qwen2-VL, arXiv 2409.12191, section 2.1).
+
+    A text token has the same position on all axes, one more than the largest position before it. The tokens of an
+    image have the position before it plus their place in the grid.
+
+    Args:
+        start: Position of the first token.
+        num_tokens: T.
+        images: In the order of their places, which do not overlap.
+
+    Returns:
+        [T, 3] int32 in time, height and width, and the position of the token after them. Example: a text token, an
+        image of 1 × 2 × 1 merged patches and a text token, from 5 on, give (5, 5, 5), (6, 6, 6), (6, 7, 6), (8, 8, 8)
+        and 9.
+    """
+    positions, done = np.empty((num_tokens, 3), dtype=np.int32), 0
+    for placed in images:
+        positions[done : placed.offset] = np.arange(start, start + placed.offset - done)[:, None]
+        start += placed.offset - done
+        time, height, width = placed.image.grid
+        size = placed.image.merge_size
+        places = np.indices((time, height // size, width // size)).reshape(3, -1).T
+        positions[placed.offset : placed.end] = start + places
+        start += max(height, width) // size
+        done = placed.end
+    positions[done:] = np.arange(start, start + num_tokens - done)[:, None]
+    return positions, start + num_tokens - done
+
+
+class GroupImages:
+    """The images of a prompt group, from its image columns.
+
+    Attributes:
+        grids: [I, 4] int32, as in `GRIDS`.
+        pixels: As in `PIXELS`.
+        first_rows: [I + 1] int64, row of the first merged feature of each image, and the number of rows.
+    """
+
+    def __init__(self, columns: Mapping[str, np.ndarray]) -> None:
+        self.grids = columns[GRIDS]
+        self.pixels = columns[PIXELS]
+        num_patches = self.grids[:, :3].prod(axis=1, dtype=np.int64)
+        self._first_patches = np.concatenate(([0], np.cumsum(num_patches)))
+        self.first_rows = np.concatenate(([0], np.cumsum(num_patches // self.grids[:, 3] ** 2)))
+
+    def check(self, where: str) -> None:
+        """Raise `ValueError` if grids and pixels do not match each other; ``where`` names the group."""
+        if self.grids.dtype != np.dtype("<i4") or self.grids.ndim != 2 or self.grids.shape[1] != 4:
+            raise ValueError(
+                f"{where}: image column {GRIDS!r} must be [images, 4] int32, got {self.grids.dtype} {self.grids.shape}"
+            )
+        if self.pixels.dtype != np.uint8 or self.pixels.ndim != 2 or len(self.pixels) != self._first_patches[-1]:
+            raise ValueError(
+                f"{where}: image column {PIXELS!r} must be [{self._first_patches[-1]}, …] uint8 for its grids, got "
+                f"{self.pixels.dtype} {self.pixels.shape}"
+            )
+
+    @property
+    def num_images(self) -> int:
+        """I."""
+        return len(self.grids)
+
+    def pixels_of(self, index: int) -> np.ndarray:
+        """[P, …] uint8 of one image."""
+        return self.pixels[self._first_patches[index] : self._first_patches[index + 1]]
+
+    @cached_property
+    def images(self) -> tuple[Image, ...]:
+        """The images; a digest is that of this group's pixels."""
+        return tuple(
+            Image(
+                pixels=self.pixels_of(index),
+                grid=(int(grid[0]), int(grid[1]), int(grid[2])),
+                merge_size=int(grid[3]),
+                digest=digest_of_pixels(self.pixels_of(index), grid[:3]),
+            )
+            for index, grid in enumerate(self.grids)
+        )
+
+    def placed(self, image_rows: np.ndarray) -> tuple[PlacedImage, ...]:
+        """The images among tokens, by their [T] rows."""
+        starts = np.flatnonzero(np.isin(image_rows, self.first_rows[:-1]))
+        which = self.first_rows.searchsorted(image_rows[starts])
+        return tuple(
+            PlacedImage(image=self.images[index], offset=int(start)) for start, index in zip(starts, which, strict=True)
+        )
+
+
+def group_columns(
+    lengths: Sequence[int], parents: Sequence[int], images: Sequence[Sequence[PlacedImage]]
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """The image columns of a group, and its token columns `IMAGE_ROWS` and `POSITIONS`. Equal images are stored once.
+
+    ``lengths``, ``parents`` and ``images`` are those of the group's turns, parents (-1 for none) before children.
+    """
+    distinct: dict[str, tuple[int, Image]] = {}
+    rows, positions, ends, num_rows = [], [], [], 0
+    for length, parent, placed in zip(lengths, parents, images, strict=True):
+        own = np.full(length, -1, dtype=np.int32)
+        for each in placed:
+            if each.image.digest not in distinct:
+                distinct[each.image.digest] = (num_rows, each.image)
+                num_rows += each.image.num_tokens
+            first = distinct[each.image.digest][0]
+            own[each.offset : each.end] = np.arange(first, first + each.image.num_tokens)
+        at, end = positions_of(ends[parent] if parent >= 0 else 0, length, placed)
+        rows.append(own)
+        positions.append(at)
+        ends.append(end)
+    chosen = [image for _, image in distinct.values()]
+    columns = {
+        GRIDS: np.array([(*image.grid, image.merge_size) for image in chosen], dtype=np.int32),
+        PIXELS: np.concatenate([image.pixels for image in chosen]),
+    }
+    return columns, {IMAGE_ROWS: np.concatenate(rows), POSITIONS: np.concatenate(positions)}
+
+
+def digest_of_pixels(pixels: np.ndarray, grid: Iterable[int]) -> str:
+    """Hexadecimal digest of an image's pixels and grid."""
+    import hashlib
+
+    digest = hashlib.blake2b(repr([int(size) for size in grid]).encode(), digest_size=16)
+    digest.update(np.ascontiguousarray(pixels).data)
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PixelFormat:
+    """How a model's images become patches and features; from the model's image processor.
+
+    Attributes:
+        patch_size: Height and width of a patch, in pixels.
+        temporal_patch_size: Frames per patch; an image is repeated for each.
+        merge_size: Patches per token, in height and in width.
+        mean: Of each channel, after rescaling; ``std``: its standard deviation.
+        rescale: Factor on 8-bit pixels. Example: 1/255.
+    """
+
+    patch_size: int
+    temporal_patch_size: int
+    merge_size: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    rescale: float
+
+    @classmethod
+    def of(cls, processor: Any) -> PixelFormat:
+        """Read it off transformers' image processor."""
+        return cls(
+            patch_size=processor.patch_size,
+            temporal_patch_size=processor.temporal_patch_size,
+            merge_size=processor.merge_size,
+            mean=tuple(processor.image_mean) if processor.do_normalize else (0.0, 0.0, 0.0),
+            std=tuple(processor.image_std) if processor.do_normalize else (1.0, 1.0, 1.0),
+            rescale=processor.rescale_factor if processor.do_rescale else 1.0,
+        )
+
+    @property
+    def pixels_per_patch(self) -> int:
+        """Values of one patch: 3 channels of patch size²."""
+        return 3 * self.patch_size**2
+
+    def features(self, pixels: Tensor) -> Tensor:
+        """The input of the vision tower: [P, 3 · frames · patch size²] float32, of [P, 3 · patch size²] uint8."""
+        values = pixels.float().view(len(pixels), 3, 1, -1) * self.rescale
+        mean, std = (values.new_tensor(each).view(1, 3, 1, 1) for each in (self.mean, self.std))
+        normal = (values - mean) / std
+        return normal.expand(-1, -1, self.temporal_patch_size, -1).reshape(len(pixels), -1)
