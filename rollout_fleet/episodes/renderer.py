@@ -194,13 +194,37 @@ class LibraryRenderer(ChatRenderer):
         return _prepared(messages, names=self.name in _NAMED_TOOLS)
 
 
+class _PromptTexts:
+    """The template's texts of the latest prompts by their tokens, at most ``most_letters`` together."""
+
+    def __init__(self, most_letters: int = 1 << 25) -> None:
+        self._most_letters = most_letters
+        self._num_letters = 0
+        self._texts: dict[int, str] = {}
+
+    def of(self, token_ids: Sequence[int]) -> str:
+        """The text of a prompt; empty if it is not kept. A hash may collide, so the caller compares the text."""
+        return self._texts.get(hash(tuple(token_ids)), "")
+
+    def keep(self, token_ids: Sequence[int], text: str) -> None:
+        """Keep the text of a prompt, and drop the oldest texts beyond the bound; an empty text is not kept."""
+        if not text:
+            return
+        key = hash(tuple(token_ids))
+        self._num_letters += len(text) - len(self._texts.pop(key, ""))
+        self._texts[key] = text
+        while self._num_letters > self._most_letters:
+            self._num_letters -= len(self._texts.pop(next(iter(self._texts))))
+
+
 class TemplateRenderer(ChatRenderer):
     """The model's chat template, with parsers by option.
 
     A short conversation is rendered with and without the new messages; the difference is encoded and gives the new
     tokens. The whole conversation is rendered too, to check that the template appends exactly this text and keeps the
-    reasoning. ``keeps_reasoning`` skips the second check: then sampled reasoning stays in the context, whatever the
-    template does.
+    reasoning. The text of the turn's prompt is known from the request before, so the history is not rendered a second
+    time. ``keeps_reasoning`` skips the second check: then sampled reasoning stays in the context, whatever the template
+    does.
     """
 
     def __init__(
@@ -213,6 +237,7 @@ class TemplateRenderer(ChatRenderer):
     ) -> None:
         self._options = dict(options or {})
         self._keeps_reasoning = keeps_reasoning
+        self._texts = _PromptTexts()
         super().__init__(TEMPLATE if tokenizer.chat_template else "plain", tokenizer, ())
         self._close = self._text([_USER, _assistant(_SENTINEL)], (), prompts=False).rpartition(_SENTINEL)[2]
         self._stop_texts = self._find_stop_texts()
@@ -226,7 +251,10 @@ class TemplateRenderer(ChatRenderer):
 
     def render(self, messages: Sequence[Message], tools: Sequence[Message]) -> list[int]:
         """See `ChatRenderer.render`."""
-        return self.tokenizer.encode(self._text(messages, tools, prompts=True))
+        text = self._text(messages, tools, prompts=True)
+        ids = self.tokenizer.encode(text)
+        self._texts.keep(ids, text)
+        return ids
 
     def extend(
         self,
@@ -237,22 +265,33 @@ class TemplateRenderer(ChatRenderer):
         tools: Sequence[Message],
     ) -> list[int] | None:
         """See `ChatRenderer.extend`."""
-        answer = {**history[-1], "content": _SENTINEL, "reasoning_content": ""}
-        before = self._text([_USER, answer], (), prompts=False)
-        after = self._text([_USER, answer, *new_messages], (), prompts=True)
+        messages, num_old = _prepared([*history, *new_messages]), len(history)
+        answer = {**messages[num_old - 1], "content": _SENTINEL}
+        answer.pop("reasoning_content", None)
+        before = self._prepared_text([_USER, answer], (), prompts=False)
+        after = self._prepared_text([_USER, answer, *messages[num_old:]], (), prompts=True)
         if not after.startswith(before):
             return None
-        added = after[len(before) :]
+        added, whole = after[len(before) :], ""
         if not self._keeps_reasoning:
-            old = self._text(history, tools, prompts=False)
-            whole = self._text([*history, *new_messages], tools, prompts=True)
+            whole = self._prepared_text(messages, tools, prompts=True)
+            prompt = self._texts.of(prompt_ids)
+            is_continued = prompt and whole.startswith(prompt) and whole.endswith(added, len(prompt))
+            if is_continued:  # the template renders the prompt's messages as before, so it need not render them alone
+                old = whole.removesuffix(added)
+            else:
+                old = self._prepared_text(messages[:num_old], tools, prompts=False)
             reasoning = (str(message.get("reasoning_content") or "").strip() for message in history)
             num_ends = self._num_reasoning_ends([*prompt_ids, *sampled_ids])
             is_kept = all(text in whole for text in reasoning) and num_ends == old.count(REASONING_END)
             if whole != old + added or not is_kept:
                 return None
         text = self._after_stop(sampled_ids, self._close + added)
-        return None if text is None else self._encode_after_stop(text)
+        if text is None:
+            return None
+        suffix = self._encode_after_stop(text)
+        self._texts.keep([*prompt_ids, *sampled_ids, *suffix], whole)
+        return suffix
 
     def parse(self, prompt_ids: Sequence[int], sampled_ids: Sequence[int], tools: Sequence[Message]) -> ParsedAnswer:
         """See `ChatRenderer.parse`."""
@@ -287,9 +326,10 @@ class TemplateRenderer(ChatRenderer):
         return self.tokenizer.encode(sampled[: max(ends)] if ends else sampled)
 
     def _text(self, messages: Sequence[Message], tools: Sequence[Message], *, prompts: bool) -> str:
-        return self.tokenizer.render(
-            _prepared(messages), tools=_tools(tools), add_generation_prompt=prompts, **self._options
-        )
+        return self._prepared_text(_prepared(messages), tools, prompts=prompts)
+
+    def _prepared_text(self, messages: Sequence[Message], tools: Sequence[Message], *, prompts: bool) -> str:
+        return self.tokenizer.render(messages, tools=_tools(tools), add_generation_prompt=prompts, **self._options)
 
     def _find_stop_texts(self) -> list[str]:
         """Special tokens that close an assistant's message.

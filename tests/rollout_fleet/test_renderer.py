@@ -168,6 +168,39 @@ def test_a_template_that_moves_with_the_history_is_not_continued(tmp_path):
     assert not renderer.append_only["a message after an answer"]
 
 
+@pytest.mark.parametrize("style", ["chatml", "llama", "glm", "plain"])
+def test_a_renderer_renders_the_history_once_per_turn_and_appends_what_a_new_renderer_appends(tmp_path, style):
+    renderer, new = (load(tmp_path / name, style, name="template") for name in ("one", "other"))
+    rendered, render = [], renderer.tokenizer.render
+
+    def counted(messages, **options):
+        rendered.append(len(messages))
+        return render(messages, **options)
+
+    renderer.tokenizer.render = counted
+    messages, prompt = [USER], renderer.render([USER], [])
+    sampled = renderer.close([USER], {"role": "assistant", "content": "21"}, [])
+    for _ in range(4):
+        messages.append({"role": "assistant", "content": "21"})
+        rendered.clear()
+        suffix = renderer.extend(prompt, sampled, messages, [USER], [])
+        assert suffix == new.extend(prompt, sampled, messages, [USER], [])
+        assert rendered == [2, 3, len(messages) + 1], "two short conversations, and the whole one"
+        messages.append(USER)
+        prompt = [*prompt, *sampled, *suffix]
+
+
+def test_a_template_that_changes_an_earlier_message_is_not_continued_on_a_known_prompt(tmp_path):
+    moving = CHATML.replace("{{- '<|im_start|>' +", "{{- 'long: ' if messages | length > 4 }}{{- '<|im_start|>' +")
+    renderer = load(tmp_path, "chatml", template=moving)
+    answer = {"role": "assistant", "content": "21"}
+    prompt, sampled = renderer.render([USER], []), renderer.tokenizer.encode("21<|im_end|>")
+    suffix = renderer.extend(prompt, sampled, [USER, answer], [USER], [])
+    assert suffix is not None
+    history = [USER, answer, USER, answer]
+    assert renderer.extend([*prompt, *sampled, *suffix], sampled, history, [USER], []) is None
+
+
 def test_tool_parsers_of_sglang_are_found_by_name(tmp_path):
     pytest.importorskip("sglang")
     renderer = load(tmp_path, "chatml", tool_parser="sglang:pythonic")
