@@ -182,11 +182,14 @@ class WarmStartConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """Checkpoints of a run; ``learner.keep_checkpoints`` limits how many stay.
+    """Checkpoints of a run.
 
     Attributes:
         every_steps: Learner steps between two checkpoints, written in the background; the last step is saved too. 0
-            saves none.
+            saves none of them.
+        at_stop: Save a checkpoint when a signal stops the training, within ``save_timeout_s``. A run that resumes from
+            it repeats no step. Without effect on several nodes, unless ``every_steps`` or ``directory`` is set.
+        keep: Checkpoints to keep, including the newest; older ones are removed with all their parts. -1 keeps all.
         directory: Folder for checkpoints, on a file system that all learner ranks share. Empty: ``checkpoints/`` in
             the run's folder.
         resume: ``never`` starts from the beginning. ``auto`` continues from the experiment's newest checkpoint, if it
@@ -194,11 +197,15 @@ class CheckpointConfig:
     """
 
     every_steps: int = 0
+    at_stop: bool = True
+    keep: int = 2
     directory: str = ""
     resume: str = "never"
 
     def __post_init__(self) -> None:
         check_bounds("checkpoint.", self, every_steps=">= 0; 0 saves no checkpoint")
+        if self.keep != -1 and self.keep < 1:
+            raise ValueError(f"checkpoint.keep must be -1 or >= 1, got {self.keep}; -1 keeps all checkpoints")
         if not self.resume:
             raise ValueError("checkpoint.resume must be never, auto or a path, got an empty string; never is usual")
 
@@ -289,8 +296,11 @@ class PlacementConfig:
         return [per_node] * full + [rest] * (rest > 0)
 
 
-REMOVED_OPTIONS = {"ray.fork_workers": "it was removed: every worker imports its modules itself; leave it out"}
-"""Removed options without a replacement, and the remedy."""
+REMOVED_OPTIONS = {
+    "ray.fork_workers": "it was removed: every worker imports its modules itself; leave it out",
+    "learner.keep_checkpoints": "its name is checkpoint.keep now",
+}
+"""Options that ended with an earlier release, and the remedy. In the configuration of an old run they are ignored."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -423,7 +433,8 @@ class RunConfig:
         quickstart_task: What the quickstart's rows ask for.
         dry_run: Check the run and show the resources and deadlines that it needs, without starting it.
         record_trajectories: Write every consumed trajectory to ``trajectories/``, for inspection.
-        save_timeout_s: Deadline to write policy and summary after a signal, if at least one step is done.
+        save_timeout_s: Deadline to finish the steps under way and to write checkpoint, policy and summary after a
+            signal, if training has begun.
         stop_timeout_s: Deadline to stop all processes; processes that are still running then are killed.
         dashboard: Serve the report of the running training at ``dashboard_address``.
         dashboard_address: ``host:port``; port 0 is any free port. An address other than loopback needs a secret in the
@@ -465,6 +476,11 @@ class RunConfig:
     def publishes_adapters(self) -> bool:
         """Whether the run publishes adapters without the frozen weights."""
         return self.weights.adapters and self.learner.lora.rank > 0
+
+    @property
+    def shares_checkpoints(self) -> bool:
+        """Whether all learner ranks share the folder of checkpoints. A run on several nodes has then checked this."""
+        return self.placement.num_nodes == 1 or bool(self.checkpoint.every_steps or self.checkpoint.directory)
 
     def __post_init__(self) -> None:
         check_bounds("", self, seed=">= 0; 0 is usual", total_steps=">= 1", save_timeout_s="> 0", stop_timeout_s="> 0")

@@ -66,13 +66,11 @@ class ShardedCheckpointer:
     Args:
         trainer: The trainer to save and load.
         directory: Contains ``v00000012/`` for policy version 12. All ranks must share its file system.
-        keep: Number of checkpoints to keep, including the newest; -1 keeps all.
     """
 
-    def __init__(self, trainer: Trainer, directory: str, *, keep: int = 2) -> None:
+    def __init__(self, trainer: Trainer, directory: str) -> None:
         self._trainer = trainer
         self._directory = Path(directory)
-        self._keep = keep
         # A background save needs its own group, so that its collectives do not mix with those of training.
         self._group = cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=trainer.mesh.timeout))
         self._pending: Future[None] | None = None
@@ -86,18 +84,23 @@ class ShardedCheckpointer:
         version: int,
         *,
         wait: bool = True,
-        role: Mapping[str, Any] | None = None,
-        run: Mapping[str, Any] | None = None,
+        keep: int = -1,
+        **saved: Any,
     ) -> Path:
         """Save the trainer's current state; returns the checkpoint's final path.
 
-        With ``wait``, returns when the checkpoint is complete; otherwise when its content is copied to the host. The
-        other arguments are fields of `SavedProgress`. Raises `CheckpointError` if this save, or the previous background
-        save, failed.
+        Args:
+            version: Policy version of the state.
+            wait: Return when the checkpoint is complete; otherwise when its content is copied to the host.
+            keep: Number of whole checkpoints to keep, including the newest; -1 removes none.
+            saved: ``role``, ``run`` and ``parts`` of `SavedProgress`.
+
+        Raises:
+            CheckpointError: this save, or the previous background save, failed.
         """
         self.finish()
         final = checkpoint_path(self._directory, version)
-        self._together(lambda: self._begin(final, version, role or {}, run or {}), *self._unwritten)
+        self._together(lambda: self._begin(final, version, saved), *self._unwritten)
         partial = partial_path(final)
         random_state = partial / f"random_{dist.get_rank()}.pt"
         self._together(lambda: torch.save(_random_state(), random_state), *self._unwritten)
@@ -108,7 +111,7 @@ class ShardedCheckpointer:
         )
         assert isinstance(written, Future)
         pending = self._pending = Future()
-        written.add_done_callback(lambda done: self._conclude(done, final, pending))
+        written.add_done_callback(lambda done: self._conclude(done, final, pending, keep))
         if wait:
             self.finish()
         return final
@@ -160,7 +163,7 @@ class ShardedCheckpointer:
             _set_random_state(random_state)
         return progress.version
 
-    def _begin(self, final: Path, version: int, role: Mapping[str, Any], run: Mapping[str, Any]) -> None:
+    def _begin(self, final: Path, version: int, saved: Mapping[str, Any]) -> None:
         """Create the temporary folder on rank 0."""
         if dist.get_rank() != 0:
             return
@@ -176,19 +179,18 @@ class ShardedCheckpointer:
             num_ranks=trainer.config.num_ranks,
             sp_size=trainer.config.sp_size,
             dtype=str(trainer.compute_dtype).removeprefix("torch."),
-            role=role,
             lora=asdict(trainer.config.lora) if has_adapters(trainer.head) else {},
-            run=run,
+            **saved,
         )
         write_progress(partial, progress)
 
-    def _conclude(self, written: Future[Any], final: Path, pending: Future[None]) -> None:
+    def _conclude(self, written: Future[Any], final: Path, pending: Future[None], keep: int) -> None:
         """Finish a save in the writing thread. On rank 0 it runs when the shards of all ranks are on disk."""
         try:
             written.result()
             if dist.get_rank() == 0:
                 put_in_place(final)
-                keep_newest(self._directory, self._keep)
+                keep_newest(self._directory, keep)
         except BaseException as error:  # noqa: BLE001 - raised by `finish`
             pending.set_exception(error)
         else:

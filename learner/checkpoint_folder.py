@@ -2,6 +2,9 @@
 
 ``v00000012/`` is the checkpoint of policy version 12. It is written as ``.v00000012.partial`` and renamed when it is
 complete. So a folder with the final name is always complete, even if a process died during a save.
+
+Other parts of the same checkpoint are in folders beside it: ``critic/v00000012/`` for the critic. The checkpoint names
+its parts (`SavedProgress.parts`). It is whole when all its parts have their final names.
 """
 
 from __future__ import annotations
@@ -9,13 +12,16 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 HUGGING_FACE = "huggingface"
 """Folder inside a checkpoint with configuration and tokenizer, for ``asyncrl export``."""
+
+CRITIC = "critic"
+"""Folder beside the policy's checkpoints with those of the critic."""
 
 _NAME = re.compile(r"v(\d{8,})")
 _PROGRESS = "progress.json"
@@ -34,6 +40,7 @@ class SavedProgress:
         role: Plain values that the role needs to resume, besides its model. Example: its KL coefficient.
         lora: Options of the policy's adapters; empty without adapters.
         run: Plain values that the controller needs to resume; empty if the caller passed none.
+        parts: Names of the folders beside the checkpoint that hold its other parts. Example: ``["critic"]``.
     """
 
     version: int
@@ -44,6 +51,7 @@ class SavedProgress:
     role: Mapping[str, Any] = field(default_factory=dict)
     lora: Mapping[str, Any] = field(default_factory=dict)
     run: Mapping[str, Any] = field(default_factory=dict)
+    parts: Sequence[str] = ()
 
 
 def checkpoint_path(directory: Path, version: int) -> Path:
@@ -91,7 +99,23 @@ def newest_checkpoint(path: Path) -> Path | None:
 
 
 def whole_checkpoints(directory: Path) -> list[Path]:
-    """Complete checkpoints of a folder, oldest first."""
+    """Checkpoints of a folder that are complete with all their parts, oldest first."""
+    return [path for path in named_checkpoints(directory) if not missing_parts(path)]
+
+
+def missing_parts(checkpoint: Path) -> list[str]:
+    """The parts of a checkpoint that do not have their final names. Raises as `read_progress`."""
+    parts = read_progress(checkpoint).parts
+    return [part for part in parts if not part_of(checkpoint, part).is_dir()]
+
+
+def part_of(checkpoint: Path, part: str) -> Path:
+    """The folder of a part. Example: ``critic`` of ``c/v00000012`` is ``c/critic/v00000012``."""
+    return checkpoint.parent / part / checkpoint.name
+
+
+def named_checkpoints(directory: Path) -> list[Path]:
+    """Checkpoints of a folder with their final names, oldest first; other parts of them may be missing."""
     for replaced in directory.glob(".v*.replaced"):  # the process died between the two renames of `put_in_place`
         final = directory / replaced.name.removeprefix(".").removesuffix(".replaced")
         if not final.exists():
@@ -111,10 +135,19 @@ def put_in_place(final: Path) -> None:
 
 
 def keep_newest(directory: Path, keep: int) -> None:
-    """Remove all but the newest ``keep`` checkpoints; -1 keeps all. An interrupted removal is completed next time."""
-    for path in whole_checkpoints(directory)[:-keep] if keep > 0 else []:
-        removed = path.with_name(f".{path.name}.removed")
-        shutil.rmtree(removed, ignore_errors=True)
-        path.rename(removed)
-    for removed in directory.glob(".v*.removed"):
+    """Remove all checkpoints older than the newest ``keep`` whole ones, with all their parts; -1 keeps all.
+
+    An interrupted removal is completed next time.
+    """
+    whole = whole_checkpoints(directory)
+    if keep > 0 and len(whole) > keep:
+        oldest = whole[-keep].name
+        parts = sorted({part for path in named_checkpoints(directory) for part in read_progress(path).parts})
+        for folder in (directory, *(directory / part for part in parts)):
+            for path in named_checkpoints(folder):
+                if int(path.name[1:]) < int(oldest[1:]):
+                    removed = path.with_name(f".{path.name}.removed")
+                    shutil.rmtree(removed, ignore_errors=True)
+                    path.rename(removed)
+    for removed in (*directory.glob(".v*.removed"), *directory.glob("*/.v*.removed")):
         shutil.rmtree(removed, ignore_errors=True)

@@ -609,7 +609,6 @@ class LearnerConfig:
         offload_at_transition_only: Keep both on the device during training, and move them to the host when colocated
             engines take over. Ignored, with a warning, together with either of the two options above.
         keep_snapshots: Published weight versions to keep, including the newest; -1 keeps all.
-        keep_checkpoints: Checkpoints to keep on disk, including the newest; -1 keeps all.
         start_timeout_s: Deadline for the group to build its model; a run adds one second per 100 MB of the models.
         restarts: How often a run restarts its ranks after a rank died or hung. The ranks resume from the run's newest
             checkpoint. Without a checkpoint, or with 0, the run ends.
@@ -645,7 +644,6 @@ class LearnerConfig:
     optimizer_offload: bool = False
     offload_at_transition_only: bool = False
     keep_snapshots: int = 2
-    keep_checkpoints: int = 2
     start_timeout_s: float = 300.0
     restarts: int = 1
     step_timeout_s: float = 600.0
@@ -674,9 +672,8 @@ class LearnerConfig:
             f"learner.activation_checkpointing must be true, false, null or {SELECTIVE}, got "
             f"{self.activation_checkpointing}; null chooses by the device",
         )
-        for name in ("keep_checkpoints", "keep_snapshots"):
-            kept = getattr(self, name)
-            _require(kept == -1 or kept >= 1, f"learner.{name} must be -1 or >= 1, got {kept}")
+        kept = self.keep_snapshots
+        _require(kept == -1 or kept >= 1, f"learner.keep_snapshots must be -1 or >= 1, got {kept}")
 
     def own_options(self, role: str) -> dict[str, Any]:
         """The options that a role (``actor``, ``critic``, ``ref``, ``rm``) sets itself; none for the actor."""

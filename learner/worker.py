@@ -362,10 +362,8 @@ class ModelWorker(Worker):
             save_policy(self._model, directory)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
-    def save_checkpoint(
-        self, directory: str, version: int = 0, wait: bool = True, run: Mapping[str, Any] | None = None
-    ) -> str:
-        """Save a checkpoint and return its folder, as `ShardedCheckpointer.save` does.
+    def save_checkpoint(self, directory: str, version: int = 0, wait: bool = True, **options: Any) -> str:
+        """Save a checkpoint and return its folder; ``options`` are those of `ShardedCheckpointer.save`.
 
         Raises `ValueError` for a frozen role, and `BatchLost` as `publish_weights` does.
         """
@@ -373,7 +371,7 @@ class ModelWorker(Worker):
         checkpoints = self._checkpoints_in(directory)
         state = {"kl_reward_coef": self._advantages.kl_coefficient.value}
         with record.span(SpanKind.checkpoint, version=version), self._offload.persisting():
-            return str(checkpoints.save(version, wait=wait, role=state, run=run))
+            return str(checkpoints.save(version, wait=wait, role=state, **options))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def load_checkpoint(self, directory: str) -> int | None:
@@ -486,8 +484,7 @@ class ModelWorker(Worker):
             if not isinstance(self._model, Trainer):
                 name = self.role.name
                 raise ValueError(f"role {name!r} is frozen and has no checkpoints; its model path does not change")
-            keep = self._config.keep_checkpoints
-            self._checkpoints[directory] = ShardedCheckpointer(self._model, directory, keep=keep)
+            self._checkpoints[directory] = ShardedCheckpointer(self._model, directory)
         return self._checkpoints[directory]
 
     def _check_turn(self, version: int) -> None:

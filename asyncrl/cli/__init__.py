@@ -23,6 +23,8 @@ _COMMANDS = {
     "dashboard": ("asyncrl.profile.dashboard", "serve the live report of a run"),
     "join": ("rollout_fleet.join", "add engines to a running training"),
     "leave": ("rollout_fleet.join:leave", "remove an engine from a running training, or list the engines"),
+    "runs": ("asyncrl.cli.runs_command", "list runs, their lives and their checkpoints"),
+    "checkpoint": ("asyncrl.cli.checkpoint_command", "let a running training save a checkpoint"),
     "inspect": ("buffer.inspect", "inspect the replay buffer of a running training"),
     "doctor": ("asyncrl.cli.doctor_command", "check this machine, or show the alarms and errors of a run"),
     "check-gpu": ("asyncrl.gpu_check.program", "check this machine for training, part by part"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import shlex
 import shutil
 import signal
 import sys
@@ -32,7 +33,7 @@ from asyncrl.cli.supervisor import (
     supervise,
 )
 from asyncrl.config import RunConfig
-from asyncrl.core.errors import AsyncRLError, ClusterDiedError, DeadlineError
+from asyncrl.core.errors import AsyncRLError, ClusterDiedError, root_cause
 from asyncrl.core.host import gpu_memory_bytes, visible_gpus
 from asyncrl.core.remote import last_lines
 from asyncrl.metrics import TerminalView
@@ -40,13 +41,16 @@ from asyncrl.planner.fit import with_recomputation
 from asyncrl.run import protect_own_cluster
 from asyncrl.run.resume import check_beginning
 from asyncrl.run.run_folder import (
-    has_trained,
+    RunPaths,
+    has_begun_training,
     hold_shared_folder,
     make_run_dir,
     shared_folder,
     sweep_shared_memory,
 )
+from asyncrl.run.run_lives import end_life
 from asyncrl.sft.warm_start import WarmStart, warm_start
+from learner.checkpoint_folder import newest_checkpoint
 from learner.config import Device
 
 EXIT_USAGE = 2
@@ -100,10 +104,11 @@ def _train(config: RunConfig, overrides: Sequence[str]) -> int:
     stop_timeout_s = config.save_timeout_s + config.stop_timeout_s
     ending = supervise(lambda: _run_to_the_end(config, run_dir, overrides), stop_timeout_s=stop_timeout_s)
     shutil.rmtree(shared_folder(run_dir), ignore_errors=True)
-    if ending.own:
-        return ending.status
-    sys.stderr.write(_why_it_ended(ending, config, run_dir))
-    return EXIT_FAILED
+    status = ending.status if ending.own else EXIT_FAILED
+    end_life(run_dir, status)
+    if not ending.own:
+        sys.stderr.write(_why_it_ended(ending, config, run_dir))
+    return status
 
 
 def _why_it_ended(ending: Ending, config: RunConfig, run_dir: Path) -> str:
@@ -156,11 +161,14 @@ async def _until_done_or_stopped(
                 _give_up(last_words, run_dir, EXIT_FAILED)
             give_up_after(timeout_s, lambda: _give_up(f"{last_words} ({too_long})", run_dir, EXIT_FAILED))
 
+    def results() -> str:
+        return "; ".join(filter(None, (_results_in(run_dir), how_to_continue(config, run_dir, overrides))))
+
     def give_up() -> None:
-        _give_up(f"stopped by {stopping.cause}; {_results_in(run_dir)} ({too_long})", run_dir, stopping.status)
+        _give_up(f"stopped by {stopping.cause}; {results()} ({too_long})", run_dir, stopping.status)
 
     def time_to_stop_s() -> float:
-        return timeout_s + config.save_timeout_s * has_trained(run_dir)
+        return timeout_s + config.save_timeout_s * has_begun_training(run_dir)
 
     task = asyncio.ensure_future(_run(config, run_dir, overrides, view, on_fault))
     stopping = Stopping(task, view.say, timeout_s=time_to_stop_s, give_up=give_up)
@@ -168,7 +176,7 @@ async def _until_done_or_stopped(
     try:
         await task
     except asyncio.CancelledError:
-        return stopping.status, f"stopped by {stopping.cause}; {_results_in(run_dir)}"
+        return stopping.status, f"stopped by {stopping.cause}; {results()}"
     except Exception as error:
         logging.getLogger(__name__).error("the run failed", exc_info=error)
         return EXIT_FAILED, _last_words(error, run_dir)
@@ -181,6 +189,16 @@ def _results_in(run_dir: Path) -> str:
     names = ("policy", "summary.json", "reward.png", "checkpoints", "logs")
     found = [name for name in names if (run_dir / name).exists()]
     return f"{', '.join(found)} in {run_dir}" if found else "nothing was started"
+
+
+def how_to_continue(config: RunConfig, run_dir: Path, overrides: Sequence[str]) -> str:
+    """The command that continues a run from its newest whole checkpoint; empty without one."""
+    checkpoint = newest_checkpoint(RunPaths.checkpoints_of(config, run_dir))
+    if checkpoint is None:
+        return ""
+    own = ("checkpoint.resume=", "run_dir=")
+    command = ["asyncrl", "train", *(option for option in overrides if not option.startswith(own))]
+    return f"to continue: {shlex.join([*command, f'checkpoint.resume={checkpoint}'])}"
 
 
 def _last_words(error: BaseException, run_dir: Path) -> str:
@@ -248,24 +266,6 @@ async def _run(
         with view.waiting_for("Ray to be imported"):
             module = await asyncio.to_thread(import_module, "asyncrl.run.run")
         await module.Run(config, run_dir, prompts, warming, view, on_fault).run()
-
-
-def root_cause(error: BaseException) -> BaseException:
-    """Return the main cause inside exception groups and Ray's wrappers.
-
-    The death of a process has priority over a missed deadline.
-    """
-    if isinstance(error, BaseExceptionGroup):
-        causes = [root_cause(inner) for inner in error.exceptions]
-        return min(causes, key=_rank)
-    inside = getattr(error, "cause", None)  # a RayTaskError has the worker's exception as its cause
-    return root_cause(inside) if isinstance(inside, BaseException) else error
-
-
-def _rank(cause: BaseException) -> int:
-    if isinstance(cause, DeadlineError | TimeoutError):
-        return 2
-    return 0 if isinstance(cause, AsyncRLError) else 1
 
 
 class _LogFile(logging.FileHandler):

@@ -143,6 +143,23 @@ class BatchError(ValueError, AssertionError):
     """The parts of a `DataProto` do not match each other or the request. An AssertionError, as `UsageError` is."""
 
 
+def root_cause(error: BaseException) -> BaseException:
+    """Return the main cause inside exception groups and Ray's wrappers.
+
+    The death of a process has priority over a missed deadline.
+    """
+    if isinstance(error, BaseExceptionGroup):
+        return min((root_cause(inner) for inner in error.exceptions), key=_rank)
+    inside = getattr(error, "cause", None)  # a RayTaskError has the worker's exception as its cause
+    return root_cause(inside) if isinstance(inside, BaseException) else error
+
+
+def _rank(cause: BaseException) -> int:
+    if isinstance(cause, DeadlineError | TimeoutError):
+        return 2
+    return 0 if isinstance(cause, AsyncRLError) else 1
+
+
 def check_bounds(section: str, options: object, **bounds: str) -> None:
     """Raise `ValueError` for an option out of its bound: ``>= LOW`` or ``> LOW``, perhaps a unit, and ``; REMEDY``.
 

@@ -241,8 +241,11 @@ class LearnerPort(Protocol):
         """Train the critic on the batch of the last `update`; returns no metrics without a critic."""
         ...
 
-    def save(self, version: int, run: Mapping[str, Any], *, wait: bool) -> Awaitable[str]:
-        """Save a checkpoint of ``version`` with the run's state ``run``; ``wait`` waits until it is complete."""
+    def save(self, version: int, run: Mapping[str, Any], *, wait: bool, parts: Sequence[str] = ()) -> Awaitable[str]:
+        """Save a checkpoint of ``version`` with the run's state ``run``; ``wait`` waits until it is complete.
+
+        ``parts`` are the parts that others than the learner write: the checkpoint is whole only with them.
+        """
         ...
 
     async def withdraw(self) -> Sequence[int]:

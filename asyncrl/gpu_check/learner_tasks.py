@@ -239,7 +239,7 @@ def checkpoint(setup: Setup, *, model: str) -> Measured:
     """Save in the background and load again; ``stall_s`` is the time that training waits."""
     trainer = _trainer(setup, model)
     LearnerStep(trainer, policy_objective(AlgorithmConfig())).run(sequences_of(setup.sizes))
-    checkpointer = ShardedCheckpointer(trainer, str(Path(setup.folder, "checkpoints")), keep=1)
+    checkpointer = ShardedCheckpointer(trainer, str(Path(setup.folder, "checkpoints")))
     saved, began = _sums(trainer), time.perf_counter()
     path = checkpointer.save(1, wait=False)
     stalled = time.perf_counter()

@@ -18,6 +18,9 @@ version to the buffer, the buffer shows the version when its step is committed, 
 version when it can. If loading is slower than training, workers skip versions, and admission slows generation down,
 because it counts from the engine's version. During an evaluation a few engines keep its version until it ends.
 
+A signal stops a training between two steps: `_Training.stop` cancels feed, follow and examine, and the plan loop ends.
+Complete then commits and reports the steps that are queued on the ranks, and the run saves a checkpoint.
+
 A deadlock needs a circle of loops that wait for each other:
 
 - feed and plan wait for the buffer. complete waits for the learner. follow waits for the buffer.
@@ -75,6 +78,7 @@ from asyncrl.run.evaluator import PinnedEngines, num_pinned_engines
 from asyncrl.run.reporting import Reporter
 from asyncrl.run.resume import Checkpointer, Resumed, RunState
 
+T = TypeVar("T")
 LearnerT = TypeVar("LearnerT", bound=LearnerPort)
 FleetT = TypeVar("FleetT", bound=FleetPort)
 Loop = Callable[[], Coroutine[Any, Any, None]]
@@ -131,6 +135,8 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
         self._fleet = fleet
         self._prompts = prompts
         self._unqueued: Sequence[Prompt] = ()
+        self._stopping = asyncio.Event()
+        self._beside: list[asyncio.Task[None]] = []
         self._reporter = Reporter(
             samples_per_prompt=config.algorithm.samples_per_prompt,
             store_bytes=config.buffer.max_stored_bytes * max(1, num_store_servers(config)),
@@ -142,10 +148,10 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
         )
 
     async def train(self) -> None:
-        """Train to the last step and publish its weights.
+        """Train to the last step and publish its weights, or until `stop`.
 
-        Raises `AsyncRLError` if a part died or was late. `train` may be called again after a `LearnerDiedError` and
-        `rewind`, and after a `BatchLost` and `replan`.
+        It may be called again after a `LearnerDiedError` and `rewind`, and after a `BatchLost` and `replan`. Raises
+        `AsyncRLError` if a part died or was late.
         """
         self._reporter.begin()
 
@@ -158,8 +164,55 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
 
         async with asyncio.TaskGroup() as tasks:
             feeding = tasks.create_task(feed(), name="feed")
-            await asyncio.gather(*(tasks.create_task(loop()) for loop in self.loops()))
+            following = [tasks.create_task(loop()) for loop in self.following_loops()]
+            self._beside = [feeding, *following]
+            if self._stopping.is_set():
+                self.stop()
+            await asyncio.gather(*(tasks.create_task(loop()) for loop in self.step_loops()))
+            await asyncio.gather(*following, return_exceptions=True)  # the group raises their errors
             feeding.cancel()
+
+    def stop(self) -> None:
+        """Plan no further batch. `train` then returns when the steps under way are committed and reported."""
+        self._stopping.set()
+        for task in self._beside:
+            task.cancel()
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether `stop` was called."""
+        return self._stopping.is_set()
+
+    @property
+    def has_all_steps(self) -> bool:
+        """Whether the last step of the run is made."""
+        return self._queued_version == self._versions.stop
+
+    async def save_stopped(self) -> str:
+        """Stop all work of the fleet, and save a checkpoint of a training that `stop` ended; returns its folder.
+
+        The fleet saves the tokens of running groups in the buffer first.
+        """
+        await self._fleet.drain()
+        self._checkpointer.rewind(self._queued_version)  # a planned batch without a step
+        return await (await self._checkpointer.save(self._queued_version, wait=True))
+
+    async def checkpoint(self) -> Path:
+        """Save a checkpoint with the next learner step; returns its folder when it is whole."""
+        return await self._checkpointer.requested()
+
+    async def _unless_stopped(self, work: Callable[[], Awaitable[T]]) -> T | None:
+        """The result of ``work``; None if `stop` cancels it, or came before."""
+        if self.is_stopped:
+            return None
+        task, stopping = asyncio.ensure_future(work()), asyncio.create_task(self._stopping.wait())
+        try:
+            await asyncio.wait({task, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            return task.result() if task.done() else None
+        finally:
+            for left in (task, stopping):
+                left.cancel()
+            await asyncio.gather(task, stopping, return_exceptions=True)
 
     def newest_checkpoint(self, folder: Path) -> Resumed | None:
         """The newest complete checkpoint in ``folder`` that this process has saved, or None."""
@@ -200,10 +253,6 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
         self._queued_version = version
         self._checkpointer.rewind(version)
 
-    async def settle(self) -> None:
-        """Commit the queued steps of a cancelled `train`. Call this when the ranks have made these steps."""
-        await self._commit_before(self._queued_version)
-
     async def _commit_before(self, stop: int) -> None:
         for version in range((await self._buffer.stats()).learner_version, stop):
             await self._buffer.commit(version)
@@ -214,8 +263,12 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
         return self._reporter.result(await self._buffer.stats(), counts)
 
     @abstractmethod
-    def loops(self) -> Sequence[Loop]:
-        """The loops that end with the last step."""
+    def step_loops(self) -> Sequence[Loop]:
+        """The loops that make the steps. They end with the last step, or after `stop` with the step under way."""
+
+    def following_loops(self) -> Sequence[Loop]:
+        """The loops beside them that end when the engines serve the last version; `stop` cancels them."""
+        return ()
 
     async def _follow_fleet(self) -> None:
         """Wait until all engines serve newer weights."""
@@ -249,7 +302,7 @@ class Controller(_Training[LearnerPort, FleetPort]):
     def __init__(self, config: RunConfig, **parts: Any) -> None:
         """Takes the same arguments as `_Training`."""
         super().__init__(config, **parts)
-        self._steps: asyncio.Queue[_QueuedStep | BatchLost] = asyncio.Queue()
+        self._steps: asyncio.Queue[_QueuedStep | BatchLost | None] = asyncio.Queue()
         self._places = asyncio.Semaphore(_PIPELINE_STEPS)
 
     def _go_on_from(self, version: int) -> None:
@@ -257,14 +310,21 @@ class Controller(_Training[LearnerPort, FleetPort]):
         self._steps, self._places = asyncio.Queue(), asyncio.Semaphore(_PIPELINE_STEPS)
         super()._go_on_from(version)
 
-    def loops(self) -> Sequence[Loop]:
-        """See `_Training.loops`."""
-        return self._plan, self._complete, self._follow, self._examine
+    def step_loops(self) -> Sequence[Loop]:
+        """See `_Training.step_loops`."""
+        return self._plan, self._complete
+
+    def following_loops(self) -> Sequence[Loop]:
+        """See `_Training.following_loops`."""
+        return self._follow, self._examine
 
     async def _plan(self) -> None:
         for version in self._versions:
             await self._places.acquire()
-            plan, waited_s = await self._planned(version)
+            planned = await self._unless_stopped(partial(self._planned, version))
+            if planned is None:
+                break
+            plan, waited_s = planned
             dispatched = record.span(record.SpanKind.dispatched, lane="/complete", step=version)
             try:
                 plan = await self._learner.scored(plan)
@@ -283,10 +343,10 @@ class Controller(_Training[LearnerPort, FleetPort]):
                 checkpoint=await self._checkpointer.save_if_due(version + 1),
             )
             await self._steps.put(step)
+        await self._steps.put(None)
 
     async def _complete(self) -> None:
-        for _ in self._versions:
-            step = await self._steps.get()
+        while (step := await self._steps.get()) is not None:
             if isinstance(step, BatchLost):
                 raise step
             metrics = await step.update
@@ -331,9 +391,16 @@ class ColocatedController(_Training[ColocatedLearnerPort, ColocatedFleetPort]):
     _trained: tuple[Plan, float, Mapping[str, float]] | None = None
     """Plan, seconds of waiting for it, and metrics of a step that is not reported yet."""
 
-    def loops(self) -> Sequence[Loop]:
-        """See `_Training.loops`."""
+    def step_loops(self) -> Sequence[Loop]:
+        """See `_Training.step_loops`."""
         return (self._take_turns,)
+
+    async def save_stopped(self) -> str:
+        """As the base does, in the learner's turn."""
+        await self._fleet.drain()
+        await self._fleet.release_device()
+        await self._learner.trainer_mode()
+        return await super().save_stopped()
 
     async def rewind(self, state: RunState, *, incarnation: int) -> None:
         """As in the base class. Then the engines release their devices for the learner's new ranks."""
@@ -347,7 +414,10 @@ class ColocatedController(_Training[ColocatedLearnerPort, ColocatedFleetPort]):
     async def _take_turns(self) -> None:
         self._fleet.take_device()
         for version in self._versions:
-            plan, waited_s = await self._planned(version)
+            planned = await self._unless_stopped(partial(self._planned, version))
+            if planned is None:
+                return
+            plan, waited_s = planned
             await self._fleet.release_device()
             await self._learner.trainer_mode()
             plan = await self._learner.scored(plan)
@@ -357,13 +427,14 @@ class ColocatedController(_Training[ColocatedLearnerPort, ColocatedFleetPort]):
                 metrics = {**metrics, **await self._learner.update_critic(plan)}
             self._trained = plan, waited_s, metrics
             checkpoint = await self._checkpointer.save_if_due(version + 1)
-            await self._learner.rollout_mode(version + 1)
-            self._fleet.take_device()
+            if not self.is_stopped:  # a stop leaves the devices to the learner, which saves a checkpoint next
+                await self._learner.rollout_mode(version + 1)
+                self._fleet.take_device()
             stats = await self._buffer.commit(version)
             self._checkpointer.committed(version)
-            await self._follow_fleet()
+            await self._unless_stopped(self._follow_fleet)
             if self._evaluate is not None and version + 1 == self._next_evaluated(version):
-                await self._evaluate(version + 1, None)
+                await self._unless_stopped(partial(self._evaluate, version + 1, None))
             if checkpoint is not None:
                 await checkpoint
             await self._report(stats)

@@ -35,6 +35,7 @@ from asyncrl.single_controller import (
 from asyncrl.weights.carriers import PublishOptions
 from buffer import BufferConnection, BufferRole
 from learner.batching import needs_whole_groups, rank_batches
+from learner.checkpoint_folder import CRITIC, part_of
 from learner.config import RENDEZVOUS_FILE, LearnerConfig
 from learner.roles import ROLES, RemoteScores, scored_by
 from learner.trajectory_log import TokenLogOptions
@@ -210,12 +211,16 @@ class LearnerGroup:
         """The roles in the actor's pool; colocated engines share its devices."""
         return [(role, self._roles[role]) for role in self._roles.pools if self._roles.share_a_pool(role, "actor")]
 
-    def save(self, version: int, run: Mapping[str, Any], *, wait: bool) -> Awaitable[str]:
-        """Queue a checkpoint of ``version`` with the run's state; returns its folder once it is written."""
+    def save(self, version: int, run: Mapping[str, Any], *, wait: bool, parts: Sequence[str] = ()) -> Awaitable[str]:
+        """See `LearnerPort.save`."""
         critic = []
         if "critic" in self._roles:
-            critic = [self._roles["critic"].save_checkpoint(str(self.checkpoints / "critic"), version, wait)]
-        actor = self._roles["actor"].save_checkpoint(str(self.checkpoints), version, wait, run)
+            critic = [self._roles["critic"].save_checkpoint(str(self.checkpoints / CRITIC), version, wait)]
+            parts = [*parts, CRITIC]
+        keep = self._config.checkpoint.keep
+        actor = self._roles["actor"].save_checkpoint(
+            str(self.checkpoints), version, wait, run=run, parts=list(parts), keep=keep
+        )
         return self._after(critic, actor, f"the checkpoint of version {version}")
 
     async def load(self, checkpoint: Path) -> int:
@@ -224,7 +229,7 @@ class LearnerGroup:
         Raises `ValueError` if the run has a critic and the checkpoint does not.
         """
         if "critic" in self._roles:
-            critic = checkpoint.parent / "critic" / checkpoint.name
+            critic = part_of(checkpoint, CRITIC)
             if not critic.is_dir():
                 raise ValueError(
                     f"checkpoint.resume needs the critic of {checkpoint} in {critic}, got none; name an older "

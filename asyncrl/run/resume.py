@@ -9,6 +9,7 @@ queues the prompts that it still knows. Their tokens count as dropped (``rewound
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections import Counter
@@ -18,13 +19,14 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from asyncrl.config import RunConfig, learner_roles
+from asyncrl.config import RunConfig
+from asyncrl.core.errors import CheckpointError
 from asyncrl.core.ports import ControlBuffer, FleetPort, LearnerPort, PromptSource
 from asyncrl.core.types import BufferStats, Plan, Prompt
 from asyncrl.data.prompts import PromptStream
 from buffer.config import BufferConfig, Durability
 from buffer.keys import BufferRole, client_keys, server_keys
-from learner.checkpoint_folder import newest_checkpoint, read_progress, whole_checkpoints
+from learner.checkpoint_folder import missing_parts, newest_checkpoint, read_progress, whole_checkpoints
 
 RESUME = "resume"
 """Why tokens of unfinished groups are dropped when a run resumes."""
@@ -198,6 +200,8 @@ class Checkpointer:
         self._resumed = resumed
         self._uncommitted: dict[int, Plan] = {}
         self._queued: dict[int, RunState] = {}
+        self._requests: list[asyncio.Future[Path]] = []
+        self._copied: list[tuple[Path, list[asyncio.Future[Path]]]] = []
 
     def planned(self, plan: Plan) -> None:
         """Record a planned batch."""
@@ -206,12 +210,40 @@ class Checkpointer:
     def committed(self, version: int) -> None:
         """Record that the ledger committed the batch of ``version``."""
         del self._uncommitted[version]
+        self._answer_requests()
+
+    async def requested(self) -> Path:
+        """Save a checkpoint with the next learner step; returns its folder when it is whole.
+
+        The ranks write it while they train. This call returns with the first commit after that. Raises
+        `CheckpointError` if the ranks are not known to share the folder.
+        """
+        if not self._config.shares_checkpoints:
+            raise CheckpointError(
+                "a run on several nodes saves checkpoints in a folder that all nodes share; start it with "
+                "checkpoint.directory"
+            )
+        request: asyncio.Future[Path] = asyncio.get_running_loop().create_future()
+        self._requests.append(request)
+        return await request
+
+    def _answer_requests(self) -> None:
+        for copied in list(self._copied):
+            folder, requests = copied
+            if folder.is_dir() and not missing_parts(folder):
+                self._copied.remove(copied)
+                for request in requests:
+                    if not request.done():  # its client has gone
+                        request.set_result(folder)
 
     async def save_if_due(self, version: int) -> Awaitable[str] | None:
         """Queue a checkpoint of ``version`` on the ranks if one is due. Its result is the written folder."""
         is_last, every = version == self._config.total_steps, self._config.checkpoint.every_steps
-        if every == 0 or (version % every != 0 and not is_last):
-            return None
+        is_due = bool(self._requests) or (every > 0 and (version % every == 0 or is_last))
+        return await self.save(version, wait=is_last) if is_due else None
+
+    async def save(self, version: int, *, wait: bool) -> Awaitable[str]:
+        """Queue a checkpoint of ``version``, which the ranks are at after the calls queued so far."""
         planned = list(self._uncommitted.values())
         stats = await self._buffer.stats()
         state = self._queued[version] = self._resumed.after(
@@ -223,7 +255,16 @@ class Checkpointer:
             version=version,
             options=learning_options(self._config),
         )
-        return self._learner.save(version, state.to_dict(), wait=is_last)
+        requests, self._requests = self._requests, []
+        return self._copied_by(self._learner.save(version, state.to_dict(), wait=wait), requests)
+
+    async def _copied_by(self, saving: Awaitable[str], requests: list[asyncio.Future[Path]]) -> str:
+        """The folder of a checkpoint, when the ranks have copied their part."""
+        folder = await saving
+        if requests:
+            self._copied.append((Path(folder), requests))
+        self._answer_requests()
+        return folder
 
     def newest(self, folder: Path) -> Resumed | None:
         """The newest complete checkpoint in ``folder`` that this process has saved, or None.
@@ -231,8 +272,7 @@ class Checkpointer:
         Other runs may save into the same folder.
         """
         for path in reversed(whole_checkpoints(folder)):
-            state = self._queued.get(int(path.name[1:]))
-            if state is None or ("critic" in learner_roles(self._config) and not _has_critic(path)):
+            if (state := self._queued.get(int(path.name[1:]))) is None:
                 continue
             with suppress(ValueError):
                 saved, own = read_progress(path).run, json.loads(json.dumps(state.to_dict()))
@@ -259,8 +299,8 @@ def find_checkpoint(config: RunConfig) -> Resumed | None:
         own, runs = config.checkpoint.directory, Path(config.output_dir, config.experiment).resolve().glob("*")
         by_time = sorted(runs, key=lambda run: run.name, reverse=True)
         folders = [Path(own).resolve()] if own else [run / "checkpoints" for run in by_time]
-        path = next(filter(None, (_newest(folder, config) for folder in folders)), None)
-    elif (newest := _newest(path, config)) is not None:
+        path = next(filter(None, map(newest_checkpoint, folders)), None)
+    elif (newest := newest_checkpoint(path)) is not None:
         path = newest
     if path is None:
         return None
@@ -313,17 +353,6 @@ def begin_buffer_at(options: BufferConfig, version: int) -> BufferConfig:
     if options.durability is Durability.disk and kept.is_dir():
         kept.rename(kept.with_name(f"{kept.name}.before-resume-{time.strftime('%Y%m%d-%H%M%S')}"))
     return replace(options, first_version=version)
-
-
-def _newest(path: Path, config: RunConfig) -> Path | None:
-    """``path`` if it is a checkpoint, else the newest one in it that all roles have saved."""
-    if (newest := newest_checkpoint(path)) in (None, path) or "critic" not in learner_roles(config):
-        return newest
-    return next(filter(_has_critic, reversed(whole_checkpoints(path))), newest)
-
-
-def _has_critic(checkpoint: Path) -> bool:
-    return (checkpoint.parent / "critic" / checkpoint.name).is_dir()
 
 
 class RepeatedPrompts:

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from asyncrl.config import RunConfig, keeps_stores_on_hosts, num_buffer_clients, stop_deadlines, with_time_to_read
 from asyncrl.core import record
-from asyncrl.core.errors import AsyncRLError
+from asyncrl.core.errors import root_cause
 from asyncrl.core.host import make_private_folder
 from asyncrl.core.lives import keep_up
 from asyncrl.core.types import Prompt
@@ -55,6 +55,8 @@ from asyncrl.run.resume import (
     find_checkpoint,
 )
 from asyncrl.run.run_folder import SHARED_MEMORY, RunPaths, shared_folder
+from asyncrl.run.run_lives import begin_life
+from asyncrl.run.run_socket import answered_requests
 from asyncrl.samples import NewSamples, sample_line
 from asyncrl.sft.warm_start import WarmStart, needs_fine_tuning, policy_path
 from asyncrl.single_controller import ray_death
@@ -108,6 +110,7 @@ class Run:
     async def run(self) -> None:
         """Run to the end and write the summary. Raises `ValueError` for a wrong option or file, and `AsyncRLError`."""
         self._resumed = find_checkpoint(self._config)
+        begin_life(self._run_dir, self._resumed and self._resumed.checkpoint)
         prompts = RepeatedPrompts(self._prompts, self._resumed and self._resumed.state)
         if self._resumed is not None:
             self._say_resumed(self._resumed)
@@ -327,20 +330,24 @@ class Run:
             """Save the policy at once, so that a later fault cannot lose it."""
             gc.freeze()  # a garbage collection of all imported objects would pause training for a second
             await unless(controller.train(), [learner.death()])
-            await self._save_policy(learner)
+            if not controller.is_stopped:
+                await self._save_policy(learner)
 
-        work = self._restarts.through(train_and_save)
+        training = asyncio.ensure_future(unless(self._restarts.through(train_and_save), [fleet.run()]))
         try:
-            await unless(work, [fleet.run()])
+            async with answered_requests(self._run_dir, controller.checkpoint):
+                await asyncio.shield(training)  # a signal stops it between two steps
             result = await controller.account()
             after = await evaluate(result.policy_version)
             await self._watching.last_advice()  # the report shows the advice
             overlap = await self._explain(writer)
         except asyncio.CancelledError:
-            if self._records and not self._part_died:  # after a death the other parts may not answer
-                await self._keep(controller, learner, writer, before)
+            if not self._part_died:  # after a death the other parts may not answer
+                await self._keep(controller, training, learner, writer, before)
             raise
         finally:
+            training.cancel()
+            await asyncio.gather(training, return_exceptions=True)
             writer.close()
         return self._summarise(result, before, after, overlap)
 
@@ -352,21 +359,39 @@ class Run:
         unfinished.rename(self._run_dir / "policy")
 
     async def _keep(
-        self, controller: AnyController, learner: LearnerGroup, writer: MetricsWriter, before: Evaluation | None
+        self,
+        controller: AnyController,
+        training: Awaitable[None],
+        learner: LearnerGroup,
+        writer: MetricsWriter,
+        before: Evaluation | None,
     ) -> None:
-        """Write policy and summary after a signal has stopped the run."""
+        """Finish the steps under way, and write checkpoint, policy and summary of a training that a signal stops.
+
+        Without a new step there is no new policy, and only the checkpoint is written.
+        """
         timeout_s = self._config.save_timeout_s
+        controller.stop()
+        doing = "finishing the steps under way"
         try:
             async with asyncio.timeout(timeout_s):
+                await training
+                saves = self._config.checkpoint.at_stop and self._config.shares_checkpoints
+                if saves and not controller.has_all_steps:
+                    doing = "writing the checkpoint"
+                    self._view.say(f"saved {await controller.save_stopped()}")
+                if not self._records:
+                    return
+                doing = "writing policy and summary"
                 if not (self._run_dir / "policy").exists():
                     await self._save_policy(learner)
-                await controller.settle()
                 result = await controller.account()
                 overlap = await self._explain(writer)
         except TimeoutError:
-            self._view.say(f"writing policy and summary took longer than save_timeout_s={timeout_s:g}; raise it")
-        except AsyncRLError as error:
-            self._view.say(f"policy and summary could not be written: {error}")
+            self._view.say(f"{doing} took longer than save_timeout_s={timeout_s:g} after the signal; raise it")
+        except Exception as error:
+            logger.exception("%s failed", doing)
+            self._view.say(f"{doing} failed: {root_cause(error)}")
         else:
             self._summarise(result, before, None, overlap)
 

@@ -98,10 +98,9 @@ class RunPaths:
         return Path(directory).resolve() if directory else run_dir / "checkpoints"
 
 
-def has_trained(run_dir: Path) -> bool:
-    """Whether a run has made a learner step, so that it has a policy to save."""
-    metrics = run_dir / "metrics.jsonl"
-    return metrics.is_file() and metrics.stat().st_size > 0
+def has_begun_training(run_dir: Path) -> bool:
+    """Whether all parts of a run have started, so that a signal leaves a checkpoint."""
+    return (run_dir / "metrics.jsonl").is_file()
 
 
 def shared_folder(run_dir: Path) -> Path:
@@ -171,6 +170,21 @@ def _locked(folder: Path) -> int | None:
             return lock
     os.close(lock)
     return None
+
+
+def is_in_use(folder: Path) -> bool:
+    """Whether a process holds a run's folder in shared memory: the run has not ended."""
+    try:
+        lock = os.open(folder, _FOLDER_ITSELF)
+    except OSError:  # there is none, or another user's
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(lock)
+    return False
 
 
 def sweep_shared_memory() -> list[Path]:

@@ -54,6 +54,46 @@ async def test_pools_take_turns_step_by_step():
     assert buffer.version == 3
 
 
+class PatientFleet(Fleet):
+    async def release_device(self, incarnation=None):
+        self.buffer.events.append(("release", incarnation))
+
+
+@pytest.mark.parametrize("when", ["plan", "update queued"])
+async def test_taking_turns_stops_between_two_steps_and_saves_in_the_learners_turn(when):
+    buffer, records, saved = ScriptedBuffer(), [], []
+    fleet = PatientFleet(buffer, load_s=0.01)
+    turns = ColocatedController(
+        compose_run(["total_steps=100"]),
+        buffer=buffer,
+        learner=Learner(buffer, saved=saved),
+        fleet=fleet,
+        prompts=Prompts(),
+        on_step=records.append,
+    )
+    plan, update = buffer.plan, turns._learner.update
+
+    async def planned(version):
+        if version == 2 and when == "plan":
+            turns.stop()
+            await asyncio.sleep(3600)
+        return await plan(version)
+
+    def updated(batch):
+        if batch.version == 1 and when == "update queued":
+            turns.stop()
+        return update(batch)
+
+    buffer.plan, turns._learner.update = planned, updated
+    await train(turns, fleet)
+    fleet.tokens_generated = 20
+    assert await turns.save_stopped() == "/checkpoints/2"
+    assert [record.step for record in records] == [0, 1]
+    last = buffer.events[-3:]
+    assert last == [("release", None), ("trainer mode", None), ("save queued", 2)]
+    assert (("rollout mode", 2) in buffer.events) == (when == "plan")
+
+
 class SharedDevice:
     """A device that records its user; two users at once are an error."""
 

@@ -8,9 +8,8 @@ from omegaconf import OmegaConf
 from asyncrl.checks import check_files, check_model, check_options, check_placement
 from asyncrl.cli.compose import COMMON_OPTIONS, compose_run, describe, dump_yaml, help_text, read_config
 from asyncrl.cli.quickstart import make_assets
-from asyncrl.cli.train_command import root_cause
 from asyncrl.config import RunConfig, stop_deadlines
-from asyncrl.core.errors import DeadlineError, WorkerDiedError
+from asyncrl.core.errors import DeadlineError, WorkerDiedError, root_cause
 from buffer.config import OnStale
 from learner.config import AlgorithmConfig, Anchor, Mask, Weight
 
@@ -135,6 +134,10 @@ def test_a_renamed_option_is_refused_with_the_new_name(tmp_path):
 def test_a_removed_option_is_refused_and_ignored_in_the_config_of_an_earlier_run(tmp_path):
     with pytest.raises(ValueError, match=r"unknown option ray\.fork_workers; it was removed: .*; leave it out"):
         compose_run(["ray.fork_workers=false"])
+    with pytest.raises(ValueError, match=r"learner\.keep_checkpoints; its name is checkpoint\.keep now"):
+        compose_run(["learner.keep_checkpoints=3"])
+    with pytest.raises(ValueError, match=r"checkpoint\.keep must be -1 or >= 1, got 0"):
+        compose_run(["checkpoint.keep=0"])
     written = dump_yaml(compose_run(["seed=3"])).replace("ray:\n", "ray:\n  fork_workers: true\n")
     (tmp_path / "config.yaml").write_text(written)
     assert read_config(tmp_path).seed == 3

@@ -9,12 +9,12 @@ from dataclasses import replace
 import pytest
 
 from asyncrl.cli.compose import compose_run
-from asyncrl.cli.train_command import root_cause
-from asyncrl.core.errors import AccountError, CheckpointError, WorkerDiedError
+from asyncrl.core.errors import AccountError, CheckpointError, WorkerDiedError, root_cause
 from asyncrl.core.ports import FleetCounts
 from asyncrl.core.types import BufferStats, GroupSummary, Plan
 from asyncrl.run.controller import Controller
 from asyncrl.run.resume import RunState
+from tests.support.checkpoints import save
 from tests.support.offers import OffersInMemory, bare_offer
 
 pytestmark = pytest.mark.usefixtures("virtual_time")
@@ -133,7 +133,7 @@ class ScriptedLearner:
     async def finish_publish(self):
         await asyncio.gather(*self.background)
 
-    def save(self, version, run, *, wait):
+    def save(self, version, run, *, wait, parts=()):
         self.events.append(("save queued", version))
         self.saved.append((version, run, wait))
         return asyncio.ensure_future(self._saved(version))
@@ -418,19 +418,62 @@ async def test_a_run_goes_on_at_the_version_and_the_account_of_its_checkpoint():
     assert again.finished[0] == (0, 6)
 
 
-async def test_a_training_that_is_cancelled_commits_what_the_ranks_had_been_given_and_its_account_balances():
-    controller, buffer, fleet, records = make_controller(steps=1000)
+async def test_a_stopped_training_commits_and_reports_the_steps_under_way_and_saves_their_version():
+    saved = []
+    controller, buffer, fleet, records = make_controller(steps=1000, saved=saved)
     training = asyncio.ensure_future(controller.train())
     async with buffer.committed:
         await buffer.committed.wait_for(lambda: buffer.version == 3)
-    training.cancel()
-    await asyncio.gather(training, return_exceptions=True)
-    await controller.settle()
+    controller.stop()
+    await asyncio.wait_for(training, 10)
     fleet.tokens_generated = buffer.version * TOKENS_PER_STEP
     queued = [version for what, version in buffer.events if what == "update queued"]
     assert [version for what, version in buffer.events if what == "commit"] == queued
-    result = await controller.account()
-    assert result.policy_version == len(queued) > len(records) > 0
+    assert [record.step for record in records] == queued
+    assert 3 <= len(queued) <= 5
+    assert await controller.save_stopped() == f"/checkpoints/{len(queued)}"
+    ((version, state, waits),) = saved
+    assert (version, state["version"], waits) == (len(queued), len(queued), True)
+    assert state["tokens_trained"] == len(queued) * TOKENS_PER_STEP, "no step counts twice"
+    assert (await controller.account()).policy_version == len(queued)
+    assert controller.is_stopped
+    assert not controller.has_all_steps
+
+
+async def test_a_training_that_is_stopped_before_its_first_batch_ends_at_once_and_saves_where_it_began():
+    saved = []
+    buffer = ScriptedBuffer()
+    buffer.plan = lambda version: asyncio.sleep(3600)
+    controller, _, fleet, records = make_controller(buffer=buffer, saved=saved)
+    training = asyncio.ensure_future(train(controller, fleet))
+    await asyncio.sleep(0.1)
+    controller.stop()
+    await asyncio.wait_for(training, 1)
+    fleet.tokens_generated = 0
+    assert await controller.save_stopped() == "/checkpoints/0"
+    assert (records, saved[0][0]) == ([], 0)
+
+
+async def test_a_requested_checkpoint_is_saved_with_the_next_step_and_told_when_it_is_whole(tmp_path):
+    class Writer(ScriptedLearner):
+        """Copies at once; the checkpoint gets its name two steps later."""
+
+        async def _saved(self, version):
+            folder = tmp_path / f"v{version:08d}"
+            asyncio.get_running_loop().call_later(0.02, save, tmp_path, version)
+            return str(folder)
+
+    buffer, saved = ScriptedBuffer(), []
+    controller, _, fleet, records = make_controller(steps=20, buffer=buffer, learner=Writer(buffer, saved=saved))
+    asking = asyncio.ensure_future(controller.checkpoint())
+    training = asyncio.ensure_future(train(controller, fleet))
+    folder = await asyncio.wait_for(asking, 10)
+    assert folder.is_dir()
+    ((version, _, waits),) = saved
+    assert (folder.name, waits) == (f"v{version:08d}", False)
+    assert len(records) < 20, "training did not wait"
+    await training
+    assert len(saved) == 1
 
 
 async def test_a_checkpoint_that_cannot_be_written_ends_the_run():

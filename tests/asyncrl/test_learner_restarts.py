@@ -61,7 +61,7 @@ class MortalLearner(ScriptedLearner):
     def update(self, plan):
         return _unwatched(super().update(plan))
 
-    def save(self, version, run, *, wait):
+    def save(self, version, run, *, wait, parts=()):
         return _unwatched(super().save(version, run, wait=wait))
 
     async def _update(self, version):

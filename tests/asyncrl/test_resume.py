@@ -18,20 +18,7 @@ from asyncrl.run.resume import (
 )
 from buffer.config import BufferConfig, Durability
 from buffer.keys import make_keys
-from learner.checkpoint_folder import SavedProgress, write_progress
-
-STATE = RunState(version=4, prompts={"position": 12}, finished=((0, 5), (7, 9)), tokens_generated=70, tokens_trained=60)
-
-
-def save(folder, version, state=STATE):
-    checkpoint = folder / f"v{version:08d}"
-    checkpoint.mkdir(parents=True)
-    run = replace(state, version=version).to_dict()
-    write_progress(
-        checkpoint,
-        SavedProgress(version=version, num_updates=version, num_ranks=1, sp_size=1, dtype="float32", run=run),
-    )
-    return checkpoint
+from tests.support.checkpoints import STATE, save
 
 
 def config_of(tmp_path, *overrides):
@@ -98,7 +85,7 @@ def test_a_path_names_a_checkpoint_or_a_folder_of_them(tmp_path):
 
 
 def test_a_run_with_a_critic_takes_the_newest_checkpoint_that_both_have_saved(tmp_path):
-    older, newest = save(tmp_path / "c", 10), save(tmp_path / "c", 20)
+    older, newest = (save(tmp_path / "c", version, parts=["critic"]) for version in (10, 20))
     save(tmp_path / "c" / "critic", 10)
     options = [f"checkpoint.resume={tmp_path}/c", "algorithm.advantage=gae"]
     assert find_checkpoint(config_of(tmp_path, *options)).checkpoint == older

@@ -9,11 +9,12 @@ import pytest
 from rich.console import Console
 
 from asyncrl.cli.compose import compose_run
-from asyncrl.core.errors import WorkerDiedError
+from asyncrl.core.errors import CheckpointError, WorkerDiedError
+from asyncrl.core.ports import FleetCounts
 from asyncrl.metrics import TerminalView
 from asyncrl.run import run
 from asyncrl.run.run import Run
-from tests.asyncrl.test_controller import make_controller, train
+from tests.asyncrl.test_controller import TOKENS_PER_STEP, ScriptedBuffer, ScriptedLearner, make_controller, train
 
 
 class Learner:
@@ -27,34 +28,60 @@ class Learner:
             raise self.error
 
 
-async def keep(tmp_path, learner):
-    """The messages and the files of a training of three steps that is told to keep its results."""
-    controller, buffer, fleet, _ = make_controller(steps=3)
-    await train(controller, fleet)
-    fleet.tokens_generated = 10 * buffer.version
+class FullDisk(ScriptedLearner):
+    async def _saved(self, version):
+        raise CheckpointError("no space left on device")
+
+
+async def keep(tmp_path, policy, *overrides, learner=ScriptedLearner):
+    """What is said and what is there, after a training is stopped in its fourth step and keeps what it has."""
+    buffer, saved = ScriptedBuffer(), []
+    controller, _, fleet, records = make_controller(steps=1000, buffer=buffer, learner=learner(buffer, saved=saved))
+    training = asyncio.ensure_future(train(controller, fleet))
+    async with buffer.committed:
+        await buffer.committed.wait_for(lambda: buffer.version == 3)
+    fleet.drain = lambda: counts_of(buffer)
+    fleet.counters = fleet.drain
     output = io.StringIO()
     view = TerminalView(title="run", total_steps=3, console=Console(file=output, width=200))
-    run = Run(compose_run(["save_timeout_s=0.2"]), tmp_path, (None, []), None, view, print)
-    await run._keep(controller, learner, None, None)
+    run = Run(compose_run(["save_timeout_s=0.2", *overrides]), tmp_path, (None, []), None, view, print)
+    run._records = records
+    await run._keep(controller, training, policy, None, None)
+    assert len(saved) == ("checkpoint.at_stop=false" not in overrides)
     return output.getvalue(), sorted(path.name for path in tmp_path.iterdir())
 
 
-async def test_policy_summary_and_plot_are_kept(tmp_path):
+async def counts_of(buffer):
+    return FleetCounts(tokens_generated=TOKENS_PER_STEP * buffer.version, tokens_in_flight=0)
+
+
+@pytest.mark.usefixtures("virtual_time")
+async def test_a_stopped_run_keeps_checkpoint_policy_summary_and_plot(tmp_path):
     said, found = await keep(tmp_path, Learner())
-    assert (said, found) == ("", ["policy", "reward.png", "summary.json"])
+    assert said.strip().endswith(("saved /checkpoints/4", "saved /checkpoints/5"))
+    assert found == ["policy", "reward.png", "summary.json"]
+    assert (await keep(tmp_path, Learner(), "checkpoint.at_stop=false"))[0] == ""
 
 
+@pytest.mark.usefixtures("virtual_time")
 @pytest.mark.parametrize(
     ("learner", "words"),
     [
-        (Learner(seconds=60.0), "took longer than save_timeout_s=0.2; raise it"),
-        (Learner(WorkerDiedError("learner rank 0 died")), "could not be written: learner rank 0 died"),
+        (Learner(seconds=60.0), "policy and summary took longer than save_timeout_s=0.2 after the signal; raise it"),
+        (Learner(WorkerDiedError("learner rank 0 died")), "writing policy and summary failed: learner rank 0 died"),
     ],
 )
 async def test_a_policy_that_cannot_be_written_is_told_and_never_half_there(tmp_path, learner, words):
     said, found = await keep(tmp_path, learner)
     assert words in said
     assert found == [".policy.partial"]
+
+
+@pytest.mark.usefixtures("virtual_time")
+async def test_a_checkpoint_that_cannot_be_written_at_a_stop_is_told(tmp_path):
+    said, found = await keep(tmp_path, Learner(), learner=FullDisk)
+    assert "writing the checkpoint failed: no space left on device" in said
+    assert found == []
 
 
 @pytest.mark.parametrize(("save_progress", "hands_over"), [("at_stop", True), ("never", False)])

@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from asyncrl.run.run_socket import ask_for_checkpoint
 from learner.checkpoint_folder import newest_checkpoint, read_progress, whole_checkpoints
 from tests.e2e.run_checks import assert_every_token_is_accounted_for, assert_the_account_closes
 
@@ -33,9 +34,11 @@ def consumed(run_dir, first, end):
     return [sorted(set(pq.read_table(file)["group_id"].to_pylist())) for file in files]
 
 
-def check_what_is_kept(run):
+def check_what_is_kept(run, checkpoint):
     assert f"policy, summary.json, reward.png, checkpoints, logs in {run.run_dir}" in run.lines[-1]
-    assert run.summary["policy_version"] >= run.records[-1]["step"] + 1
+    assert run.lines[-1].endswith(f" total_steps=100000 learner.restarts=0 checkpoint.resume={checkpoint}")
+    assert "; to continue: asyncrl train " in run.lines[-1]
+    assert run.summary["policy_version"] == run.records[-1]["step"] + 1 == read_progress(checkpoint).version
     assert run.summary["total_steps"] == 100000
     assert_every_token_is_accounted_for(run)
     assert run.summary["tokens"]["dropped_by_reason"].get("lost", 0) == 0, "the rollout worker lived to report"
@@ -55,6 +58,10 @@ def test_a_run_goes_on_where_the_newest_checkpoint_of_an_ended_one_stands(start,
     while saved_version(ended.run_dir) < 12:  # the third checkpoint
         assert ended.process.poll() is None
         time.sleep(0.05)
+    ended.remember_family()
+    asked = ask_for_checkpoint(ended.run_dir, timeout_s=120)
+    assert asked.is_dir()
+    assert read_progress(asked).version >= 12
     if number is signal.SIGKILL:
         os.kill(ended.pid_of("ray::ActorWorker"), number)
         ended.finish(60)
@@ -65,12 +72,13 @@ def test_a_run_goes_on_where_the_newest_checkpoint_of_an_ended_one_stands(start,
     assert ended.survivors() == []
     assert not ended.left_in_shared_memory()
     first_dir = ended.run_dir
-    if number is signal.SIGINT:
-        check_what_is_kept(ended)
     newest = newest_checkpoint(first_dir / "checkpoints")
     progress = read_progress(newest)
     assert len(whole_checkpoints(first_dir / "checkpoints")) <= 2
-    assert progress.version % 4 == 0
+    if number is signal.SIGINT:
+        check_what_is_kept(ended, newest)
+    else:
+        assert progress.version % 4 == 0 or newest == asked
 
     resumed = start(*OPTIONS, f"total_steps={progress.version + 6}", "checkpoint.resume=auto")
     line = resumed.wait_for_line("resuming ")

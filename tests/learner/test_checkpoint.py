@@ -59,8 +59,8 @@ def resumed_run(model_path: str, directory: str, num_ranks: int, **options: Any)
 
 @pytest.fixture
 def checkpointer(model_path: str, tmp_path: Path) -> ShardedCheckpointer:
-    """Of a trainer that has made no step yet; it keeps two checkpoints."""
-    return ShardedCheckpointer(trainer_of(model_path), str(tmp_path / "c"), keep=2)
+    """Of a trainer that has made no step yet."""
+    return ShardedCheckpointer(trainer_of(model_path), str(tmp_path / "c"))
 
 
 def test_a_resumed_run_continues_bit_for_bit(model_path, tmp_path):
@@ -137,8 +137,23 @@ def test_a_crash_while_saving_keeps_the_previous_checkpoint(model_path, tmp_path
 def test_only_the_last_checkpoints_are_kept(checkpointer, tmp_path):
     assert checkpointer.latest() is None
     for version in (9, 10, 11):
-        checkpointer.save(version)
+        checkpointer.save(version, keep=2)
     assert sorted(path.name for path in (tmp_path / "c").iterdir()) == ["v00000010", "v00000011"]
+
+
+def test_the_parts_of_a_checkpoint_go_together_and_only_after_a_newer_whole_one(checkpointer, tmp_path):
+    def found():
+        return sorted(str(path.relative_to(tmp_path / "c")) for path in (tmp_path / "c").glob("**/v*"))
+
+    for version in (1, 2):
+        (tmp_path / "c" / "buffer" / f"v{version:08d}").mkdir(parents=True)
+        checkpointer.save(version, keep=1, parts=["buffer"])
+    assert found() == ["buffer/v00000002", "v00000002"]
+    checkpointer.save(3, keep=1, parts=["buffer"])
+    assert found() == ["buffer/v00000002", "v00000002", "v00000003"], "the newest one lacks a part"
+    assert newest_checkpoint(tmp_path / "c") == tmp_path / "c" / "v00000002"
+    checkpointer.save(4, keep=1)
+    assert found() == ["v00000004"]
 
 
 def test_dropout_continues_with_the_random_state_of_the_checkpoint(model_path, tmp_path):

@@ -1,0 +1,32 @@
+"""``asyncrl checkpoint RUN``: ask a running training for a checkpoint, and wait until it is whole."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from asyncrl.core.errors import AsyncRLError
+from asyncrl.run.run_socket import ask_for_checkpoint
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; prints the checkpoint's folder and returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="asyncrl checkpoint",
+        description="Let a running training save a checkpoint with its next learner step. Training does not wait.",
+    )
+    parser.add_argument("run", type=Path, help="folder of the run, such as outputs/quickstart/<time>")
+    parser.add_argument("--timeout-s", type=float, default=900.0, help="deadline (default 900)")
+    options = parser.parse_args(arguments)
+    try:
+        folder = ask_for_checkpoint(options.run, timeout_s=options.timeout_s)
+    except ValueError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    except AsyncRLError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 1
+    sys.stdout.write(f"{folder}\n")
+    return 0

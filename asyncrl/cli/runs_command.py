@@ -1,0 +1,56 @@
+"""``asyncrl runs``: list the runs in a folder of results, their lives and their checkpoints."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from asyncrl.run.run_lives import Life, LifeState, find_runs
+
+_UNITS = ("B", "KB", "MB", "GB", "TB")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="asyncrl runs", description="List runs, their lives and their checkpoints; the newest run is the last."
+    )
+    parser.add_argument("folder", type=Path, nargs="?", default=Path("outputs"), help="default: outputs")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    options = parser.parse_args(arguments)
+    if not options.folder.is_dir():
+        sys.stderr.write(f"error: {options.folder} must be a folder with runs, such as outputs; name another one\n")
+        return 2
+    runs = find_runs(options.folder)
+    if options.json:
+        sys.stdout.write(json.dumps([[asdict(life) for life in run] for run in runs], default=str) + "\n")
+        return 0
+    lines = [line for run in runs for line in _lines(run)]
+    sys.stdout.write("\n".join([*lines, f"{len(runs)} runs in {options.folder}", ""]))
+    return 0
+
+
+def _lines(run: Sequence[Life]) -> list[str]:
+    lines = [f"{run[0].folder}" + f" ({len(run)} lives)" * (len(run) > 1)]
+    for life in run:
+        steps = f"{life.num_steps} of {life.total_steps} steps"
+        resumed = f", continues {life.record.resumed}" * bool(life.record.resumed)
+        where = f" ({life.record.host})" * (life.state is LifeState.elsewhere)
+        lines.append(f"  {life.folder.name}  {life.state}{where}, {steps}, {size(life.num_bytes)}{resumed}")
+        for one in life.checkpoints:
+            lacks = f", incomplete: without {', '.join(one.missing)}" * bool(one.missing)
+            lines.append(f"    {one.path}  {size(one.num_bytes)}{lacks}")
+    return lines
+
+
+def size(num_bytes: float) -> str:
+    """A number of bytes for people. Example: 1234567 gives ``1.2 MB``."""
+    for unit in _UNITS:
+        if num_bytes < 1000 or unit == _UNITS[-1]:
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1000
+    raise AssertionError("the last unit returns")
