@@ -93,7 +93,7 @@ class ShardedCheckpointer:
             version: Policy version of the state.
             wait: Return when the checkpoint is complete; otherwise when its content is copied to the host.
             keep: Number of whole checkpoints to keep, including the newest; -1 removes none.
-            saved: ``role``, ``run`` and ``parts`` of `SavedProgress`.
+            saved: ``role``, ``run``, ``life`` and ``parts`` of `SavedProgress`.
 
         Raises:
             CheckpointError: this save, or the previous background save, failed.

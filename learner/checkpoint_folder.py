@@ -40,6 +40,7 @@ class SavedProgress:
         role: Plain values that the role needs to resume, besides its model. Example: its KL coefficient.
         lora: Options of the policy's adapters; empty without adapters.
         run: Plain values that the controller needs to resume; empty if the caller passed none.
+        life: Folder of the run that saved it, which has the metrics before it; empty if the caller passed none.
         parts: Names of the folders beside the checkpoint that hold its other parts. Example: ``["critic"]``.
     """
 
@@ -51,6 +52,7 @@ class SavedProgress:
     role: Mapping[str, Any] = field(default_factory=dict)
     lora: Mapping[str, Any] = field(default_factory=dict)
     run: Mapping[str, Any] = field(default_factory=dict)
+    life: str = ""
     parts: Sequence[str] = ()
 
 

@@ -2,6 +2,7 @@
 
 from .alarms import Alarm, Alarms, RunLimits, read_alarms
 from .estimates import Estimate, Evaluation, evaluation_of
+from .history import History, history_folder, read_history
 from .records import (
     BUSY,
     MetricsWriter,
@@ -21,8 +22,8 @@ from .terminal import TerminalView
 from .trackers import TrackedRun, Trackers, check_trackers
 
 __all__ = [
-    "BUSY", "Alarm", "Alarms", "Estimate", "Evaluation", "MetricsWriter", "PoolUse", "RunLimits", "RunUse",
+    "BUSY", "Alarm", "Alarms", "Estimate", "Evaluation", "History", "MetricsWriter", "PoolUse", "RunLimits", "RunUse",
     "StepRecord", "TerminalView", "TrackedRun", "Trackers", "TrainingResult", "check_trackers", "counted",
-    "evaluation_of", "in_words", "json_object", "plot_reward", "read_alarms", "read_json", "summary_document",
-    "write_json",
+    "evaluation_of", "history_folder", "in_words", "json_object", "plot_reward", "read_alarms", "read_history",
+    "read_json", "summary_document", "write_json",
 ]  # fmt: skip

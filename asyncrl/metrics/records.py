@@ -278,6 +278,13 @@ class MetricsWriter:
         scalars = {f"evaluation/{name}": value for name, value in evaluation.scalars().items()}
         self._events.add(scalars, evaluation.policy_version)
 
+    def go_on(self, steps: Sequence[StepRecord], evaluations: Sequence[Evaluation]) -> None:
+        """Write the history of the earlier lives of the run first; raises the errors of `write`."""
+        for evaluation in evaluations:
+            self.evaluation(evaluation)
+        for record in steps:
+            self.write(record)
+
     def profile(self, step: int, figures: Mapping[str, float]) -> None:
         """Write the profile of a step as scalars under ``profile/``."""
         self._events.add({f"profile/{name.replace('.', '/')}": value for name, value in figures.items()}, step)

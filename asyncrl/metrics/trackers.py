@@ -38,9 +38,11 @@ class Tracker(Protocol):
 
     Attributes:
         place: Where the user finds the run in the tracker.
+        keeps_history: Whether a resumed run records the events of its earlier lives again.
     """
 
     place: str
+    keeps_history: bool
 
     def record(self, event: Event) -> None:
         """Record an event."""
@@ -122,6 +124,11 @@ class Trackers:
         """Record an event in each tracker."""
         self._each(lambda tracker: tracker.record(event))
 
+    def go_on(self, events: Sequence[Event]) -> None:
+        """Record the events of the earlier lives of a run in each tracker that keeps the history of a run."""
+        for event in events:
+            self._each(lambda tracker, event=event: tracker.record(event) if tracker.keeps_history else None)
+
     def close(self) -> None:
         """Send the remaining metrics and end the tracked run."""
         self._each(lambda tracker: tracker.close())
@@ -160,6 +167,8 @@ class WandbTracker:
     The x axis is ``step`` for steps and ``policy_version`` for evaluations, since both arrive in any order.
     """
 
+    keeps_history = True
+
     def __init__(self, run: TrackedRun) -> None:
         import wandb  # pyright: ignore[reportMissingImports] - an extra
 
@@ -189,6 +198,8 @@ class MlflowTracker:
 
     MLflow sends in a background thread. Values that are not finite are left out, because its stores refuse some.
     """
+
+    keeps_history = True
 
     def __init__(self, run: TrackedRun) -> None:
         import mlflow  # pyright: ignore[reportMissingImports] - an extra
@@ -229,9 +240,13 @@ class MlflowTracker:
 class PrometheusTracker:
     """Serves ``http://ADDRESS/metrics``, without a password; with port 0 the system chooses ``port``.
 
+    Prometheus keeps the history itself. Counters begin at 0 in each life, as its queries expect.
+
     Raises:
         ValueError: the address is invalid or not available.
     """
+
+    keeps_history = False
 
     def __init__(self, address: str, experiment: str) -> None:
         from prometheus_client import CollectorRegistry, start_http_server

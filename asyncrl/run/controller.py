@@ -117,11 +117,12 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
         on_step: Callable[[StepRecord], None],
         evaluate: Evaluate | None = None,
         resumed: RunState | None = None,
+        last: StepRecord | None = None,
     ) -> None:
         """All parts must be started, with learner, buffer and engines at the version of ``resumed``.
 
         ``evaluate`` is called every ``evaluation.every_steps`` with the version. `Controller` also passes the function
-        that waits for the engines pinned to the version.
+        that waits for the engines pinned to the version. ``last`` is the record of the last step before ``resumed``.
         """
         resumed = resumed or RunState()
         self._evaluate = evaluate
@@ -142,6 +143,7 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
             store_bytes=config.buffer.max_stored_bytes * max(1, num_store_servers(config)),
             on_step=on_step,
             resumed=resumed,
+            last=last,
         )
         self._checkpointer = Checkpointer(
             config, buffer=buffer, learner=learner, fleet=fleet, prompts=prompts, resumed=resumed
@@ -182,6 +184,11 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
     def is_stopped(self) -> bool:
         """Whether `stop` was called."""
         return self._stopping.is_set()
+
+    @property
+    def num_steps(self) -> int:
+        """Steps recorded in this life."""
+        return self._reporter.num_steps
 
     @property
     def has_all_steps(self) -> bool:

@@ -217,10 +217,9 @@ class LearnerGroup:
         if "critic" in self._roles:
             critic = [self._roles["critic"].save_checkpoint(str(self.checkpoints / CRITIC), version, wait)]
             parts = [*parts, CRITIC]
+        saved = {"run": run, "life": str(self._paths.logs.parent), "parts": list(parts)}
         keep = self._config.checkpoint.keep
-        actor = self._roles["actor"].save_checkpoint(
-            str(self.checkpoints), version, wait, run=run, parts=list(parts), keep=keep
-        )
+        actor = self._roles["actor"].save_checkpoint(str(self.checkpoints), version, wait, keep=keep, **saved)
         return self._after(critic, actor, f"the checkpoint of version {version}")
 
     async def load(self, checkpoint: Path) -> int:

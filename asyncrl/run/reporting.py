@@ -30,6 +30,7 @@ from asyncrl.metrics import (
     Alarm,
     Alarms,
     Evaluation,
+    History,
     RunLimits,
     RunUse,
     StepRecord,
@@ -62,9 +63,11 @@ class Reporter:
         store_bytes: Bytes of groups that all stores may hold together.
         on_step: Receives each record.
         resumed: The state in which the run began.
+        last: The record of the last step before; its time, tokens and failures count on. None for a new run.
 
     Attributes:
         engine_version: The version that every engine serves, or a later one.
+        num_steps: Steps recorded in this life; a step that was repeated counts again.
     """
 
     def __init__(
@@ -74,8 +77,11 @@ class Reporter:
         store_bytes: int,
         on_step: Callable[[StepRecord], None],
         resumed: RunState,
+        last: StepRecord | None = None,
     ) -> None:
         self.engine_version = resumed.version
+        self.num_steps = 0
+        self._before = (last.time_s, last.generated_tokens, last.failed_groups) if last else (0.0, 0, 0)
         self._trained = slice(samples_per_prompt)
         self._store_bytes = store_bytes
         self._on_step = on_step
@@ -125,23 +131,25 @@ class Reporter:
         new_tokens = counts.tokens_generated - self._last_tokens
         self._ended_s = max(value for name, value in metrics.items() if name.endswith("ended_at"))
         self._last_record_s, self._last_tokens = now_s, counts.tokens_generated
+        time_before_s, tokens_before, failed_before = self._before
         batch, times = self._batch_numbers(plan), ("started_at", "ended_at")
         self._max_lag = max(self._max_lag, batch["lag_max"])
         self._engine_tokens.append(counts.tokens_by_engine)
+        self.num_steps += 1
         self._num_groups += len(plan.groups)
         self._num_samples += sum(self._numbers_of_samples(plan))
         self._on_step(
             StepRecord(
                 step=plan.version,
-                time_s=self._ended_s - self._began_s,
+                time_s=time_before_s + self._ended_s - self._began_s,
                 **batch,
-                generated_tokens=counts.tokens_generated,
+                generated_tokens=tokens_before + counts.tokens_generated,
                 rollout_tokens_per_s=new_tokens / elapsed_s if elapsed_s > 0 else 0.0,
                 learner_tokens_per_s=sum(group.num_tokens for group in plan.groups) / update_s if update_s > 0 else 0.0,
                 buffer_groups=stats.groups["stored"],
                 leased_groups=stats.groups["leased"],
                 dropped_groups=stats.groups["dropped"],
-                failed_groups=sum(counts.groups_failed.values()),
+                failed_groups=failed_before + sum(counts.groups_failed.values()),
                 kept_length=stats.mean_length_kept,
                 dropped_length=stats.mean_length_dropped,
                 engine_version=self.engine_version,
@@ -340,6 +348,10 @@ class Watching:
         is_advised = profile.enabled and profile.advice and not self._config.placement.colocated
         if is_advised and self._num_steps >= MIN_ADVICE_STEPS:
             await look_for_advice(self._run_dir)
+
+    def go_on(self, history: History) -> None:
+        """Show the trackers the steps and evaluations of the earlier lives of a resumed run."""
+        self._trackers.go_on([*history.evaluations, *history.steps])
 
     def evaluation(self, evaluation: Evaluation) -> None:
         """Show a finished evaluation, and the alarm if the reward has fallen."""

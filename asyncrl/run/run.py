@@ -32,7 +32,9 @@ from asyncrl.metrics import (
     StepRecord,
     TerminalView,
     TrainingResult,
+    history_folder,
     plot_reward,
+    read_history,
     summary_document,
     write_json,
 )
@@ -61,6 +63,7 @@ from asyncrl.samples import NewSamples, sample_line
 from asyncrl.sft.warm_start import WarmStart, needs_fine_tuning, policy_path
 from asyncrl.single_controller import ray_death
 from buffer import BufferConfig, BufferConnection, BufferSupervisor, ControlClient, StoresOn
+from learner.checkpoint_folder import read_progress
 from learner.config import Device
 from rollout_fleet.config import SaveProgress
 
@@ -302,6 +305,8 @@ class Run:
         self, buffer: ControlClient, learner: LearnerGroup, fleet: FleetGroup, prompts: RepeatedPrompts
     ) -> dict[str, Any]:
         writer = MetricsWriter(self._run_dir)
+        if self._resumed is not None:
+            await self._go_on(writer, self._resumed)
         evaluator = HeldOutEvaluator(self._config, fleet=fleet, prompts=self._held_out)
         evaluate = partial(self._evaluate, evaluator, writer)
         before = await evaluate(self._state.version)
@@ -316,6 +321,7 @@ class Run:
             on_step=lambda record: self._on_step(writer, record),
             evaluate=evaluate,
             resumed=self._state,
+            last=self._records[-1] if self._records else None,
         )
         self._restarts = LearnerRestarts(
             self._config,
@@ -351,6 +357,18 @@ class Run:
             writer.close()
         return self._summarise(result, before, after, overlap)
 
+    async def _go_on(self, writer: MetricsWriter, resumed: Resumed) -> None:
+        """Continue the metrics of the earlier lives. Without their files, the metrics begin at the checkpoint."""
+        folder = history_folder(resumed.checkpoint, read_progress(resumed.checkpoint).life)
+        try:
+            history = await asyncio.to_thread(read_history, folder, resumed.state.version)
+        except ValueError as error:
+            self._view.say(f"the metrics begin at step {resumed.state.version}: {error}")
+            return
+        writer.go_on(history.steps, history.evaluations)
+        self._watching.go_on(history)
+        self._records, self._evaluations = [*history.steps], [*history.evaluations]
+
     async def _save_policy(self, learner: LearnerGroup) -> None:
         """Write ``policy/``; the folder appears when it is complete."""
         unfinished = self._run_dir / ".policy.partial"
@@ -380,7 +398,7 @@ class Run:
                 if saves and not controller.has_all_steps:
                     doing = "writing the checkpoint"
                     self._view.say(f"saved {await controller.save_stopped()}")
-                if not self._records:
+                if controller.num_steps == 0:
                     return
                 doing = "writing policy and summary"
                 if not (self._run_dir / "policy").exists():

@@ -1,0 +1,71 @@
+"""The metrics of the earlier lives of a run: a resumed run continues them, so that its folder has the whole history."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from .estimates import Estimate, Evaluation
+from .records import StepRecord, json_object
+
+_LEARNER = "learner."
+
+
+@dataclass(frozen=True, kw_only=True)
+class History:
+    """Steps and evaluations before a checkpoint, in order.
+
+    Attributes:
+        steps: Records of the steps before the checkpoint's version.
+        evaluations: Evaluations of versions before it. The resumed run evaluates the version itself.
+    """
+
+    steps: Sequence[StepRecord] = ()
+    evaluations: Sequence[Evaluation] = ()
+
+
+def read_history(run_dir: Path, version: int) -> History:
+    """The history in a run's folder before a checkpoint of ``version``.
+
+    Raises `ValueError` if there are no metrics, or a line is not one of this version of asyncrl.
+    """
+    path = run_dir / "metrics.jsonl"
+    if not path.is_file():
+        raise ValueError(f"{path} must hold the steps before the checkpoint, and does not exist; restore it")
+    steps = [_step_record(numbers) for numbers in _lines(path, "step") if numbers["step"] < version]
+    evaluations = run_dir / "evaluations.jsonl"
+    found = _lines(evaluations, "policy_version") if evaluations.is_file() else []
+    return History(steps=steps, evaluations=[_evaluation(one) for one in found if one["policy_version"] < version])
+
+
+def _lines(path: Path, *keys: str) -> list[dict[str, Any]]:
+    """The objects in a file of JSON lines. A last line without its end is left out: its writer was killed."""
+    whole, _, _ = path.read_text().rpartition("\n")
+    return [
+        json_object(line, f"line {number} of {path}", *keys) for number, line in enumerate(whole.splitlines(), start=1)
+    ]
+
+
+def _step_record(numbers: Mapping[str, Any]) -> StepRecord:
+    """The inverse of `StepRecord.flat`."""
+    names = {one.name for one in fields(StepRecord)}
+    learner = {name.removeprefix(_LEARNER): value for name, value in numbers.items() if name.startswith(_LEARNER)}
+    own = {name: value for name, value in numbers.items() if name in names}
+    others = {name: value for name, value in numbers.items() if name not in own and not name.startswith(_LEARNER)}
+    return StepRecord(**own, learner=learner, metrics=others)
+
+
+def _evaluation(values: Mapping[str, Any]) -> Evaluation:
+    def estimates(found: Mapping[str, Any]) -> dict[str, Estimate]:
+        return {name: Estimate(**one) for name, one in found.items()}
+
+    by_source = {source: estimates(found) for source, found in values["by_source"].items()}
+    return Evaluation(**{**values, "estimates": estimates(values["estimates"]), "by_source": by_source})
+
+
+def history_folder(checkpoint: Path, saved_in: str) -> Path:
+    """The folder of the life that saved a checkpoint: the one that holds it, else the one in its record."""
+    holds = checkpoint.resolve().parent.parent
+    return holds if (holds / "metrics.jsonl").is_file() else Path(saved_in)

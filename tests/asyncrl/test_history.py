@@ -1,0 +1,76 @@
+"""A resumed run continues the metrics of its earlier lives."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from asyncrl.metrics import Estimate, Evaluation, MetricsWriter, Trackers, history_folder, read_history
+from tests.asyncrl.test_metrics import make_record
+
+EVALUATIONS = [
+    Evaluation(
+        policy_version=version,
+        sampled=0.25,
+        greedy=0.5,
+        num_prompts=4,
+        incomplete={"1": "it left"},
+        estimates={"mean@4": Estimate(mean=0.25, low=0.1, high=0.4)},
+        by_source={"sums": {"greedy": Estimate(mean=0.5, low=0.2, high=0.8)}},
+    )
+    for version in (0, 2, 3)
+]
+
+
+@pytest.fixture
+def life(tmp_path):
+    """A folder with five steps and three evaluations, the last line of which was cut off."""
+    folder = tmp_path / "first"
+    folder.mkdir()
+    writer = MetricsWriter(folder)
+    writer.go_on([make_record(step) for step in range(5)], EVALUATIONS)
+    writer.close()
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "rew')
+    return folder
+
+
+def test_the_history_before_a_checkpoint_is_what_was_recorded_and_goes_on_in_the_new_folder(life, tmp_path):
+    history = read_history(life, 3)
+    assert history.steps == [make_record(step) for step in range(3)]
+    assert history.evaluations == EVALUATIONS[:2], "the resumed run evaluates version 3 itself"
+    second = tmp_path / "second"
+    second.mkdir()
+    writer = MetricsWriter(second)
+    writer.go_on(history.steps, history.evaluations)
+    writer.write(make_record(3))
+    writer.evaluation(EVALUATIONS[2])
+    writer.close()
+    lines = (life / "metrics.jsonl").read_text().splitlines()
+    assert (second / "metrics.jsonl").read_text().splitlines() == lines[:4]
+    assert (second / "evaluations.jsonl").read_text() == (life / "evaluations.jsonl").read_text()
+
+
+def test_metrics_that_are_missing_or_not_of_a_run_are_named(life, tmp_path):
+    with pytest.raises(ValueError, match=r"nowhere/metrics\.jsonl must hold the steps before the checkpoint"):
+        read_history(tmp_path / "nowhere", 3)
+    (life / "metrics.jsonl").write_text(json.dumps({"stepp": 0}) + "\n")
+    with pytest.raises(ValueError, match=r"line 1 of .*metrics\.jsonl must hold a JSON object with step"):
+        read_history(life, 3)
+
+
+def test_the_history_is_where_the_checkpoint_is_or_where_its_record_says(life, tmp_path):
+    assert history_folder(life / "checkpoints" / "v00000003", "/elsewhere") == life
+    assert history_folder(tmp_path / "shared" / "v00000003", str(life)) == life
+
+
+def test_trackers_that_keep_no_history_receive_none():
+    received = {"keeps": [], "serves": []}
+    trackers = Trackers(
+        {
+            name: SimpleNamespace(place="", keeps_history=name == "keeps", record=received[name].append)
+            for name in received
+        }
+    )
+    trackers.go_on([make_record(0), EVALUATIONS[0]])
+    assert received == {"keeps": [make_record(0), EVALUATIONS[0]], "serves": []}
