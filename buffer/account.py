@@ -25,6 +25,7 @@ VERSION_TOO_OLD = "version_too_old"
 LOST = "lost"
 WORKER_DIED = "worker_died"
 REWARD = "reward"
+RESUME = "resume"
 
 MAX_REMEMBERED = 4096
 """Bound on remembered ended attempts, and on finished groups with several attempts. The oldest are forgotten first."""
@@ -295,6 +296,11 @@ class Account:
         self.tokens_trained = tokens_trained
         self.lags = Counter(lags)
         self.groups_consumed = self.lags.total()
+
+    def begin_life(self, tokens_generated: int) -> None:
+        """Drop the tokens that the earlier lives of the run generated and never reported, and forget their workers."""
+        self._drop_tokens(tokens_generated - self.num_tokens, RESUME)
+        self.buried, self._settled = {}, Counter()
 
     def snapshot(self) -> dict[str, Any]:
         """Every total as plain values, except ``filtered_in_a_row``: each server counts that again from 0."""

@@ -22,9 +22,10 @@ from asyncrl.core import record
 from asyncrl.core.errors import DeadlineError, NotAllowed, ReplayBufferError, StoreFull, WireError
 
 from . import commands
-from .commands import Answer, Key, NothingYet, Operation, Reply
+from .commands import Answer, Key, NothingYet, Operation
 from .encoding import JOIN_BELOW_BYTES, PUSH_ID, Message, error_of, frames_of, parse_answers
 from .keys import ClientKeys, secure_client
+from .records import Reply
 from .sockets import (
     Channel,
     Chunk,

@@ -5,98 +5,34 @@ and `buffer.journal` keeps it with its outcome. A new operation is a record here
 and its caller.
 """
 
-import re
-from collections.abc import Mapping, Sequence
 from enum import StrEnum
-from typing import Annotated, Any, ClassVar, Generic, TypeVar
+from typing import Annotated, Any
 
-from msgspec import Meta, Struct
+from msgspec import Meta
 
 from asyncrl.core.types import BufferStats, GroupSummary, WeightOffer
 
-MAX_COUNT = 1 << 40
-MAX_LEASES = 4096
-"""Leases that one request may name; the server's work grows with each of them."""
-MAX_REASON = 20_000
-Int64 = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
-Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
-"""At most 2**40, so that totals fit into 63 bits."""
-Seconds = Annotated[float, Meta(ge=0, le=1e18)]
-Text = Annotated[str, Meta(max_length=200)]
-Key = tuple[Int64, Int64]
-"""A group and an attempt."""
-Keys = Annotated[tuple[Key, ...], Meta(max_length=MAX_LEASES)]
-Result = TypeVar("Result", covariant=True)
-Reply = TypeVar("Reply", covariant=True)
-
-
-class BufferRole(StrEnum):
-    """The role of a client of the buffer; each role has its own key."""
-
-    rollout = "rollout"
-    learner = "learner"
-    controller = "controller"
-    inspector = "inspector"
-    ledger = "ledger"
-
+from .records import (
+    MAX_COUNT,
+    MAX_REASON,
+    Answer,
+    BufferRole,
+    Command,
+    Count,
+    Int64,
+    Key,
+    Keys,
+    LedgerOutcome,
+    Operation,
+    Push,
+    Row,
+    Seconds,
+    Text,
+    leaves,
+)
 
 _ROLLOUT, _LEARNER, _CONTROLLER, _INSPECTOR, _LEDGER = (frozenset({role}) for role in BufferRole)
 _EVERY = frozenset(BufferRole)
-
-
-def _wire_name(name: str) -> str:
-    """The tag of a record in messages and journals. Example: ``PlanBatch`` is ``plan_batch``."""
-    return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
-
-
-class Row(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A part of a record; it is encoded as an array of its fields."""
-
-
-class Answer(Row, frozen=True, tag=_wire_name):
-    """What a server sends: the answer to an operation, or a `Push`."""
-
-
-class LedgerOutcome(Answer, frozen=True):
-    """What the ledger decided; some outcomes are answers."""
-
-
-class Push(Answer, frozen=True):
-    """A message that answers no request."""
-
-
-class Operation(Row, Generic[Reply], frozen=True, tag=_wire_name):
-    """A request of a client; ``Reply`` is the type of its answer.
-
-    Attributes:
-        roles: Roles whose keys allow the operation; empty if no client may send it.
-        is_held: The server may hold the request, and answers `NothingYet` after half of the client's deadline.
-        has_large_answer: The answer may be large, so it may come on the bulk connection.
-    """
-
-    roles: ClassVar[frozenset[BufferRole]] = frozenset()
-    is_held: ClassVar[bool] = False
-    has_large_answer: ClassVar[bool] = False
-
-    @property
-    def name(self) -> str:
-        """The name of the operation, for messages. Example: ``plan_batch``."""
-        return str(self.__struct_config__.tag)
-
-    @property
-    def num_parts(self) -> int:
-        """How often the operation counts for the limit of requests per second: once per lease that it names."""
-        return max(1, len(getattr(self, "leases", ())))
-
-
-class Command(Operation[Reply], Generic[Result, Reply], frozen=True):
-    """An operation that the ledger decides; ``Result`` is the type of its outcome."""
-
-
-def leaves(base: type) -> list[Any]:
-    """The subclasses of a class that have no subclasses."""
-    subclasses = base.__subclasses__()
-    return [leaf for kind in subclasses for leaf in leaves(kind)] if subclasses else [base]
 
 
 class PutResult(StrEnum):
@@ -277,12 +213,27 @@ class Rewound(LedgerOutcome, frozen=True, kw_only=True):
         group_ids: Groups that lost their trajectories or a saved prefix, because a token is of a lost version.
         revoked: Groups that lost a running attempt.
         missing: Groups of a batch whose store is gone.
+        unfit: Groups that cannot be consumed in time under the options of a resumed run.
+        moved: Groups with another deadline and rank under these options.
     """
 
     is_new: bool
     group_ids: tuple[int, ...] = ()
     revoked: tuple[int, ...] = ()
     missing: tuple[int, ...] = ()
+    unfit: tuple[int, ...] = ()
+    moved: tuple[tuple[int, int, float], ...] = ()
+
+    @property
+    def dropped(self) -> tuple[int, ...]:
+        """Groups that lost their trajectories or a saved prefix."""
+        return tuple(dict.fromkeys((*self.group_ids, *self.missing, *self.unfit)))
+
+
+class Marked(LedgerOutcome, frozen=True, kw_only=True):
+    """The ledger remembers a checkpoint; ``is_new`` unless it did before."""
+
+    is_new: bool
 
 
 # Answers and pushes
@@ -412,6 +363,14 @@ class Number(Answer, frozen=True):
     """The oldest version that may still be offered, or the tokens that a worker generated."""
 
     value: int
+
+
+class Checkpointed(Answer, frozen=True, kw_only=True):
+    """A complete checkpoint: its groups with trajectories, its saved prefixes, and the bytes of all frames."""
+
+    num_groups: int = 0
+    num_prefixes: int = 0
+    num_bytes: int = 0
 
 
 class Missing(Answer, frozen=True):
@@ -613,17 +572,44 @@ class Rewind(Command[Rewound, Done], frozen=True, kw_only=True):
     Attributes:
         version: Learner version to continue from; at most the current version.
         incarnation: Number of the learner's new incarnation; the first rewind has 1.
-        finished: Groups that were consumed or dropped before ``version``, as sorted ranges [start, end).
-        tokens_trained: Policy tokens of the groups that were consumed before ``version``.
-        lag_histogram: Pairs of a lag in learner steps and the number of these groups with that lag.
     """
 
     roles = _CONTROLLER
     version: Int64
     incarnation: Int64
-    finished: tuple[Key, ...] = ()
-    tokens_trained: Count = 0
-    lag_histogram: tuple[Key, ...] = ()
+
+
+class Resume(Command[Rewound, Done], frozen=True, kw_only=True):
+    """Begin a new life of the run at the checkpoint of ``version``, as `Rewind` does; the learner's incarnation is 0.
+
+    Attributes:
+        version: Learner version to continue from; the steps before it are committed.
+        key: Names the checkpoint; see `Checkpoint`.
+        tokens_generated: Policy tokens that the earlier lives generated up to the checkpoint. The account counts those
+            that it does not contain as dropped (``resume``): they were lost with their workers.
+    """
+
+    roles = _CONTROLLER
+    version: Int64
+    key: Text
+    tokens_generated: Count
+
+
+class Checkpoint(Command[Marked, Checkpointed], frozen=True, kw_only=True):
+    """Write everything that a new life of the run needs into ``folder``; the answer comes when the folder is complete.
+
+    Attributes:
+        folder: The folder gets this name when it is complete. Every store server must see it under this path. Example:
+            ``/runs/a/checkpoints/buffer/v00000012``.
+        version: Learner version of the ranks' checkpoint. The steps before it are planned or committed.
+        key: A random text that names this checkpoint. A repeated request with the same key is answered with the first.
+    """
+
+    roles = _CONTROLLER
+    is_held = True
+    folder: Annotated[str, Meta(pattern="^/(.*/)?v[0-9]{8,}$", max_length=4096)]
+    version: Int64
+    key: Annotated[str, Meta(min_length=1, max_length=200)]
 
 
 # The other operations
@@ -787,20 +773,27 @@ class Remove(Operation[Done], frozen=True):
     ended: tuple[Key, ...] = ()
 
 
+class SavePart(Operation[Checkpointed], frozen=True, kw_only=True):
+    """Write a store server's part of the checkpoint ``key`` to ``path``."""
+
+    roles = _LEDGER
+    is_held = True
+    key: Text
+    path: Annotated[str, Meta(pattern="^/(.*/)?store[0-9]+$", max_length=4096)]
+
+
 class Reconcile(Operation[Missing], frozen=True, kw_only=True):
-    """Drop payloads as `Remove`; ``finished`` are ranges. Request which of the expected ``attempts`` are missing."""
+    """Drop payloads as `Remove`; ``finished`` are ranges. Request which of the expected ``attempts`` are missing.
+
+    The store first loads those of them that are in the part of a checkpoint at ``part``, if one is named.
+    """
 
     roles = _LEDGER
     attempts: tuple[Key, ...]
     finished: tuple[Key, ...] = ()
     ended: tuple[Key, ...] = ()
+    part: Annotated[str, Meta(max_length=4096)] = ""
 
 
 OPERATIONS = [kind for kind in leaves(Operation) if kind.roles]
 """What clients may send."""
-
-
-Frames = Sequence[Any]
-"""Bytes that the buffer does not decode: a prompt, a prefix, or a trajectory group."""
-LoggedFrames = Mapping[tuple[str, int], Frames | int]
-"""Kind and group id to the frames of a command, or to their place in the journal; place 0 removes them."""

@@ -35,7 +35,6 @@ _EVERY_ADDRESS = ("0.0.0.0", "*", "::", "[::]")
 _MAY_BE_ZERO = {
     "max_lag": "use 0 for synchronous training",
     "max_filtered_steps": "0 sets no limit",
-    "first_version": "a new run begins at 0",
     "num_store_servers": "0 stores trajectories in the ledger's server",
     "restarts": "0 ends the run when a server dies",
     "max_worker_deaths": "0 drops no group",
@@ -88,7 +87,11 @@ class BufferConfig:
             ledger's own process.
         keys: Directory of the run's CURVE keys; the run creates missing keys there at the start. Empty uses the run's
             own folder. The server needs keys for ``host``. Example: ``outputs/keys``. See `buffer.keys`.
-        first_version: Learner version that the ledger begins at; the run sets it when it resumes a checkpoint.
+        checkpoint: Folder of the buffer's checkpoint that a server without a journal begins from; the run sets it when
+            it resumes. Example: ``outputs/quickstart/checkpoints/buffer/v00000012``.
+        earlier_epoch: Epoch of the earlier life whose journals in ``directory`` this life takes over; the run sets it.
+        lineage: Names the run over all its lives; the run sets it. Journals and checkpoints hold it. Empty takes the
+            epoch.
         epoch: Names the run. Every message carries it, and the server refuses a message of another run. Empty takes
             the epoch of an earlier server in ``directory``, or a new one.
         host: Address or interface that the server binds; it needs ``keys``. Empty: the server listens on Unix sockets
@@ -121,7 +124,9 @@ class BufferConfig:
     stores_on: StoresOn = StoresOn.auto
     num_store_servers: int = 0
     keys: str = ""
-    first_version: int = 0
+    checkpoint: str = ""
+    earlier_epoch: str = ""
+    lineage: str = ""
     epoch: str = ""
     host: str = ""
     socket_folder: str = ""

@@ -32,11 +32,16 @@ class GroupState(StrEnum):
 
 
 class StorePlace(Struct, kw_only=True, array_like=True):
-    """Address and host of a store that joined; both empty for another store. A store that ``is_gone`` never returns."""
+    """Address and host of a store that joined; both empty for another store.
+
+    A store that ``is_gone`` never returns. A place that ``is_awaited`` has the groups of a store of an earlier life.
+    The next store that joins takes them from the checkpoint.
+    """
 
     address: str = ""
     host: str = ""
     is_gone: bool = False
+    is_awaited: bool = False
 
 
 class Group(Struct, kw_only=True, array_like=True, eq=False):
@@ -307,9 +312,26 @@ class StoreSpace:
         self.stores.append(StorePlace(address=address, host=host))
         self.stored_bytes.append(0)
 
+    def join(self, number: int, address: str, host: str) -> None:
+        """Count a store that joins: one more, or the next one at an awaited place."""
+        if number == len(self.stores):
+            self.add_store(address, host)
+        else:
+            self.stores[number] = StorePlace(address=address, host=host)
+
+    def await_stores(self) -> None:
+        """Await a store at each place of a store that joined in an earlier life."""
+        for number, place in enumerate(self.stores):
+            if place.address and not place.is_gone:
+                self.stores[number] = StorePlace(is_awaited=True)
+
+    def awaited_stores(self) -> list[int]:
+        """The numbers of the awaited stores."""
+        return [number for number, place in enumerate(self.stores) if place.is_awaited]
+
     def open_stores(self) -> list[int]:
-        """The numbers of the stores that are not gone."""
-        return [number for number, place in enumerate(self.stores) if not place.is_gone]
+        """The numbers of the stores that can take groups."""
+        return [number for number, place in enumerate(self.stores) if not (place.is_gone or place.is_awaited)]
 
     def set_bytes(self, group: Group, num_bytes: int, store: int | None = None) -> None:
         """Record the size of a group's trajectories, and their store unless it stays the same."""
@@ -420,10 +442,12 @@ class GroupTable:
     def in_store(self, group_id: int) -> Group:
         """The group, if an open store holds its trajectories. Raises `UnknownGroup` otherwise."""
         group = self.stored(group_id)
-        if (place := self.space.stores[group.store]).is_gone:
+        place = self.space.stores[group.store]
+        if place.is_gone or place.is_awaited:
+            what = "of the earlier life has no successor" if place.is_awaited else "is gone"
             raise UnknownGroup(
                 f"the trajectories of group {group_id} are lost: the store of host {place.host} at {place.address} "
-                "is gone"
+                f"{what}"
             )
         return group
 
@@ -546,6 +570,14 @@ class GroupTable:
                 self._count_open(group.deadline, 1)
                 self.num_stored += 1
                 self.ready.add(group)
+
+    def move(self, group: Group, deadline: int, rank: float) -> None:
+        """Give a stored group another deadline and another rank."""
+        self.ready.remove(group.deadline, {group.group_id})
+        self._count_open(group.deadline, -1)
+        group.deadline, group.rank = deadline, rank
+        self._count_open(deadline, 1)
+        self.ready.add(group)
 
     def count_death(self, group: Group) -> None:
         """Count the death of the worker that held the group."""

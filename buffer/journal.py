@@ -35,11 +35,12 @@ import xxhash
 
 from asyncrl.core.errors import ReplayBufferError
 
-from .commands import Command, Frames, LedgerOutcome, LoggedFrames, Put, Row, leaves
+from .commands import Command, LedgerOutcome, Put, Row, leaves
+from .records import Frames, LoggedFrames
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 10
+FORMAT = 11
 _MAGIC = b"asyncrl buffer journal %d\n" % FORMAT
 _COMPACT_BYTES = 16 * 1024**2
 _GROW_BYTES = 4 * 1024**2
@@ -93,7 +94,7 @@ class Recovered:
     kind (``prompt``, ``payload``, ``progress``) and group id.
     """
 
-    snapshot: Mapping[str, Any] | None = None
+    snapshot: dict[str, Any] | None = None
     commands: Sequence[tuple[Command[Any, Any], LedgerOutcome]] = ()
     frames: Mapping[str, dict[int, Frames]] = field(default_factory=dict)
 
@@ -101,14 +102,15 @@ class Recovered:
 class AppendOnlyFile:
     """A file of records with checksums; a record is a head (plain values) and frames."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, is_read_only: bool = False) -> None:
         self.path = path
-        self._descriptor = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
+        self._is_read_only = is_read_only
+        self._descriptor = os.open(path, os.O_RDONLY if is_read_only else os.O_CREAT | os.O_RDWR, 0o600)
         self.num_bytes = 0
         self._num_reserved = os.fstat(self._descriptor).st_size
 
     def read(self) -> Iterator[tuple[Any, int]]:
-        """The head of each record, and the offset of its frames; the file is cut after the last whole record.
+        """The head of each record, and the offset of its frames. A file for writing is cut after the last whole record.
 
         Verifies every checksum, and keeps no frames in memory. Raises `ValueError` if the
         file is not a journal of this format.
@@ -192,7 +194,8 @@ class AppendOnlyFile:
 
     def cut(self, num_bytes: int) -> None:
         """Cut the file after ``num_bytes``."""
-        os.ftruncate(self._descriptor, num_bytes)
+        if not self._is_read_only:
+            os.ftruncate(self._descriptor, num_bytes)
         self.num_bytes = self._num_reserved = num_bytes
 
     def sync(self) -> None:
@@ -237,6 +240,87 @@ class _FramesInFile(NamedTuple):
     def read(self) -> Frames:
         """The frames."""
         return self.file.frames_at(self.start, self.lengths)
+
+
+class Contents:
+    """The state that the heads of a log describe.
+
+    Attributes:
+        values: Remembered values.
+        places: Kind and group id to the place of the frames that are held.
+        next_place: A place that no record uses.
+        recovered: What a server continues from.
+    """
+
+    def __init__(self, heads: Iterable[Head], by_place: Mapping[int, _FramesInFile]) -> None:
+        self.values: dict[str, Any] = {}
+        self.places: dict[tuple[str, int], int] = {}
+        snapshot, done, used = None, [], [0, *by_place]
+        for head in heads:
+            match head:
+                case Begin():
+                    self.values, snapshot, done = head.values, head.snapshot, []
+                case Value():
+                    self.values[head.name] = head.value
+                case Decided():
+                    done += head.decided
+            used += refer(self.places, head.references)
+        self.next_place = max(used) + 1
+        frames: dict[str, dict[int, Frames]] = {}
+        for (name, key), place in self.places.items():
+            if place in by_place:
+                frames.setdefault(name, {})[key] = by_place[place].read()
+        self.recovered = Recovered(snapshot=snapshot, commands=done, frames=frames)
+
+
+def refer(places: dict[tuple[str, int], int], references: Iterable[Reference]) -> list[int]:
+    """Record the places of frames; place 0 means that they are dropped. Returns the places."""
+    for name, key, place, _ in references:
+        if place:
+            places[name, key] = place
+        else:
+            places.pop((name, key), None)
+    return [place for _, _, place, _ in references]
+
+
+def numbers_of(path: Path) -> list[int]:
+    """The numbers N of the files ``PATH.N.log``, ascending."""
+    return sorted(int(log.name.split(".")[-2]) for log in path.parent.glob(f"{path.name}.*.log"))
+
+
+def read_values(path: Path) -> dict[str, Any]:
+    """The remembered values of the files ``PATH.N.log``, without their frames. Raises as `read_contents` does."""
+    return _read(path, with_frames=False).values
+
+
+def read_contents(path: Path) -> Contents:
+    """Read the files ``PATH.N.log`` of a server that has ended, or of a checkpoint, and change nothing.
+
+    Raises `ReplayBufferError` if they cannot be read or hold no complete log, and `ValueError` for another format.
+    """
+    return _read(path, with_frames=True)
+
+
+def _read(path: Path, *, with_frames: bool) -> Contents:
+    by_place: dict[int, _FramesInFile] = {}
+    heads: list[Head] = []
+    files: list[AppendOnlyFile] = []
+    try:
+        for number in numbers_of(path):
+            files.append(AppendOnlyFile(Path(f"{path}.{number}.log"), is_read_only=True))
+            found = [*_read_records(files[-1], by_place)]
+            if with_frames and (payloads := Path(f"{path}.{number}.frames")).exists():  # else a newer pair has them
+                files.append(AppendOnlyFile(payloads, is_read_only=True))
+                deque(_read_records(files[-1], by_place), maxlen=0)
+            heads = found if found and isinstance(found[0], Begin) else heads
+        if not heads:
+            raise ReplayBufferError(f"{path} holds no complete log; name the folder of a checkpoint, or of a buffer")
+        return Contents(heads, by_place if with_frames else {})
+    except OSError as error:
+        raise ReplayBufferError(f"{error.filename or path} cannot be read: {error.strerror}") from error
+    finally:
+        for file in files:
+            file.close()
 
 
 @dataclass(kw_only=True, slots=True)
@@ -292,8 +376,7 @@ class Journal:
 
     def _open(self) -> Recovered:
         """Read the newest log with a complete start, and the frames that it lists as held."""
-        paths = self._path.parent.glob(f"{self._path.name}.*.log")
-        numbers = sorted(int(path.name.split(".")[-2]) for path in paths)
+        numbers = numbers_of(self._path)
         by_place: dict[int, _FramesInFile] = {}
         heads: list[Head] = []
         self._former: list[AppendOnlyFile] = []
@@ -311,29 +394,13 @@ class Journal:
             self._number += 1
             self._log, self._frames = self._pair(self._number)
             self._log.append([(Begin(values={}, snapshot=None), ())])
-        return self._take_up(heads, by_place)
+        contents = Contents(heads, by_place)
+        self._values, self._places, self._next_place = contents.values, contents.places, contents.next_place
+        return contents.recovered
 
     def _pair(self, number: int) -> tuple[AppendOnlyFile, AppendOnlyFile]:
         log, frames = (Path(f"{self._path}.{number}.{kind}") for kind in ("log", "frames"))
         return AppendOnlyFile(log), AppendOnlyFile(frames)
-
-    def _take_up(self, heads: Sequence[Head], by_place: Mapping[int, _FramesInFile]) -> Recovered:
-        snapshot, done, places = None, [], [0, *by_place]
-        for head in heads:
-            match head:
-                case Begin():
-                    self._values, snapshot = head.values, head.snapshot
-                case Value():
-                    self._values[head.name] = head.value
-                case Decided():
-                    done += head.decided
-            places += self._refer(head.references)
-        self._next_place = max(places) + 1
-        frames: dict[str, dict[int, Frames]] = {}
-        for (name, key), place in self._places.items():
-            if place in by_place:
-                frames.setdefault(name, {})[key] = by_place[place].read()
-        return Recovered(snapshot=snapshot, commands=done, frames=frames)
 
     def recover(self) -> Recovered:
         """Return the contents of the files when they were opened, once; the journal then drops them."""
@@ -344,6 +411,26 @@ class Journal:
         """Drop the state of an earlier server. Raises `ReplayBufferError` if the disk is full."""
         self._recovered, self._values = Recovered(), {}
         self.compact(None, ())
+
+    def begin_from(self, recovered: Recovered) -> None:
+        """Begin with the state of another journal, and wait until it is on the disk.
+
+        Raises `ReplayBufferError` if the disk is full.
+        """
+        references: list[Reference] = []
+        self._places = {}
+        try:
+            for kind, table in recovered.frames.items():
+                for key, frames in table.items():
+                    place = self._places[kind, key] = self._place()
+                    references.append((kind, key, place, ()))
+                    self._frames.append([(Head(references=(("", 0, place, tuple(map(len, frames))),)), frames)])
+            self._frames.sync()
+            begin = Begin(references=tuple(references), values=self._values, snapshot=recovered.snapshot)
+            self._log.append([(begin, ()), (Decided(decided=tuple(recovered.commands)), ())])
+            self._log.sync()
+        except OSError as error:
+            raise self._error("written", error) from error
 
     # The writes of this server
 
@@ -400,7 +487,7 @@ class Journal:
         """Record that frames are held, or dropped (place 0). Raises `ReplayBufferError` if the disk is full."""
         references, inline = self._references(frames.items())
         self._write_log([(Head(references=references), inline)])
-        self._refer(references)
+        refer(self._places, references)
 
     def _write_log(self, records: list[tuple[Head, Frames]]) -> None:
         """Write the waiting commands as one record, and the other records after it."""
@@ -413,7 +500,7 @@ class Journal:
             self._log.append(records)
         except OSError as error:
             raise self._error("written", error) from error
-        self._refer(references)
+        refer(self._places, references)
         self._later, self._num_later_bytes = [], 0
 
     def _references(
@@ -427,15 +514,6 @@ class Journal:
             references.append((name, key, place, tuple(map(len, written))))
             inline += written
         return tuple(references), inline
-
-    def _refer(self, references: Iterable[Reference]) -> list[int]:
-        """Record the places of frames; place 0 means that they are dropped. Returns the places."""
-        for name, key, place, _ in references:
-            if place:
-                self._places[name, key] = place
-            else:
-                self._places.pop((name, key), None)
-        return [place for _, _, place, _ in references]
 
     def _place(self) -> int:
         self._next_place += 1
@@ -473,6 +551,19 @@ class Journal:
 
     def _error(self, what: str, error: OSError) -> ReplayBufferError:
         return ReplayBufferError(f"{self._path} cannot be {what}: {error.strerror}; check the disk and its permissions")
+
+    # A copy for a checkpoint
+
+    def link_to(self, path: Path) -> tuple[int, tuple[Reference, ...]]:
+        """Make hard links ``PATH.N.log`` and so on to the files that hold the frames.
+
+        Returns the number for a log that begins with a snapshot, and the references to the frames that are held now.
+        Raises `OSError` if ``path`` is not on the disk of the journal, and `ReplayBufferError` if a write fails.
+        """
+        self.flush()
+        for file in (*self._former, self._log, self._frames):
+            os.link(file.path, f"{path}{file.path.name.removeprefix(self._path.name)}")
+        return self._number + 1, tuple((*key, place, ()) for key, place in self._places.items())
 
     # A new pair of files
 

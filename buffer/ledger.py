@@ -12,20 +12,16 @@ from typing import Any, NamedTuple, Protocol
 
 from asyncrl.core.errors import (
     LeaseExpired,
-    NotLeaseOwner,
     ReplayBufferError,
     StalenessError,
-    UnknownGroup,
     VersionTooNew,
     VersionTooOld,
 )
 from asyncrl.core.types import BufferStats, Plan
 
-from . import commands
+from . import attempts, checkpoints, commands
 from .account import (
-    DISCARDED_PREFIX,
     NO_ROOM,
-    REWOUND,
     STALE,
     STALE_PREFIX,
     STORE_LOST,
@@ -34,19 +30,17 @@ from .account import (
     Account,
     AttemptHistory,
     EndedAttempt,
-    IdSet,
 )
 from .config import OnStale
 from .groups import Group, GroupState, GroupTable
+from .records import Command, LoggedFrames, Result, leaves
 from .rule import Room, StalenessRule, choose_batch, dropped_by, find_filters, find_order, rank_of
 
 
 class CommandLog(Protocol):
     """Records commands with their outcomes before they take effect."""
 
-    def record(
-        self, command: commands.Command[Any, Any], outcome: commands.LedgerOutcome, frames: commands.LoggedFrames
-    ) -> None:
+    def record(self, command: Command[Any, Any], outcome: commands.LedgerOutcome, frames: LoggedFrames) -> None:
         """Write one command, its outcome, and its frames."""
 
 
@@ -77,6 +71,7 @@ class Ledger:
         groups: Every unfinished group.
         history: Attempts and groups that ended.
         account: Where every token went.
+        marks: The checkpoints that the learner may go back to.
         room: The bound on bytes.
         options: A server can continue a journal only with the same values.
         log: Records every command that changes something, before it takes effect; None records nothing.
@@ -101,6 +96,7 @@ class Ledger:
         self.groups = GroupTable(num_stores=num_stores)
         self.history = AttemptHistory()
         self.account = Account()
+        self.marks = checkpoints.Marks(first_version)
         self.rule = rule
         self.room = Room(self.groups, max_bytes=max_bytes, groups_per_step=rule.groups_per_step)
         self.options = {
@@ -111,7 +107,7 @@ class Ledger:
             "num_stores": num_stores,
         }
         self.log: CommandLog | None = None
-        self.on_applied: Callable[[commands.Command[Any, Any], Any], None] | None = None
+        self.on_applied: Callable[[Command[Any, Any], Any], None] | None = None
         self.prefer = find_order(order)
         self.filters = find_filters(filters)
         self.on_stale = on_stale
@@ -123,12 +119,12 @@ class Ledger:
 
     def apply(
         self,
-        command: commands.Command[commands.Result, Any],
+        command: Command[Result, Any],
         now: float = 0.0,
         *,
         sender: bytes | None = None,
-        frames: commands.LoggedFrames | None = None,
-    ) -> commands.Result:
+        frames: LoggedFrames | None = None,
+    ) -> Result:
         """Decide a command, record it in the log, and apply the outcome. Returns the outcome.
 
         Args:
@@ -153,7 +149,7 @@ class Ledger:
             raise (VersionTooOld if outcome.result is commands.PutResult.too_old else LeaseExpired)(outcome.refusal)
         return outcome
 
-    def enact(self, command: commands.Command[Any, Any], outcome: Any) -> None:
+    def enact(self, command: Command[Any, Any], outcome: Any) -> None:
         """Apply an outcome that was decided, now or by an earlier server."""
         _ENACT[type(command)](self, command, outcome)
 
@@ -249,6 +245,7 @@ class Ledger:
             "groups": self.groups.snapshot(),
             "history": self.history.snapshot(),
             "account": self.account.snapshot(),
+            "marks": self.marks.snapshot(),
         }
 
     def restore(self, values: Mapping[str, Any]) -> None:
@@ -257,6 +254,7 @@ class Ledger:
         self.groups.restore(values["groups"])
         self.history.restore(values["history"])
         self.account.restore(values["account"])
+        self.marks.restore(values["marks"])
 
 
 _EFFECTS = ("group_ids", "leases", "unsent", "missing", "is_new", "was_running", "was_owed")
@@ -274,100 +272,6 @@ def _has_effect(ledger: Ledger, outcome: Any) -> bool:
         case commands.TakenBack() if outcome.num_lost is not None:
             return True
     return any(getattr(outcome, name, False) for name in _EFFECTS)
-
-
-# Parts of several operations
-
-
-def _held(ledger: Ledger, group_id: int, attempt: int, sender: bytes | None) -> Group | None:
-    """The group, if this attempt runs. Raises `NotLeaseOwner` if the report comes from another client."""
-    group = ledger.groups.running(group_id, attempt)
-    ended = ledger.history.of(group_id, attempt) if group is None else group
-    owner = b"" if ended is None else ended.owner
-    if sender is not None and owner and sender != owner:
-        raise NotLeaseOwner(
-            f"a report of group {group_id} attempt {attempt} came from client {sender.hex()[:8]}, but its lease "
-            f"belongs to {owner.hex()[:8]}; only its owner may report it"
-        )
-    return group
-
-
-def _check_was_leased(ledger: Ledger, group_id: int, attempt: int, remedy: str) -> None:
-    group = ledger.groups.get(group_id)
-    known = ledger.history.num_attempts(group_id) if group is None else group.num_attempts
-    if not 0 <= attempt < known:
-        raise UnknownGroup(f"group {group_id} attempt {attempt} was never leased; {remedy}")
-
-
-def _check_newest(ledger: Ledger, group_id: int, attempt: int, newest_version: int) -> None:
-    if newest_version > ledger.learner_version:
-        raise VersionTooNew(
-            f"group {group_id} attempt {attempt} holds a token of policy version {newest_version}, but the learner "
-            f"is at {ledger.learner_version}; does its worker belong to another run?"
-        )
-
-
-def _hand_on(ledger: Ledger, group: Group) -> None:
-    """Queue the prompt of a lease that ended, with its saved prefix."""
-    if group.is_evicted:
-        ledger.account.give_up(NO_ROOM, num_saved=group.num_saved, num_inherited=group.num_inherited)
-    else:
-        ledger.account.hand_on(num_saved=group.num_saved, num_inherited=group.num_inherited)
-    ledger.groups.requeue(group, keeps_progress=not group.is_evicted)
-
-
-def _settle_prefix(ledger: Ledger, group: Group, num_tokens: int, continued: bool) -> None:
-    """Count the prefix of a lease as dropped, unless the report of its worker contains it."""
-    if not continued or num_tokens < group.num_inherited:
-        ledger.account.drop_prefix(group.num_inherited, DISCARDED_PREFIX)
-        group.num_inherited = 0
-
-
-def _settle_owed(ledger: Ledger, group_id: int, attempt: int) -> EndedAttempt | None:
-    """The attempt whose owed report came now. None if it owed no report, or if its dead owner's tokens are counted."""
-    owed = ledger.history.settle(group_id, attempt)
-    return None if owed is None or owed.owner in ledger.account.buried else owed
-
-
-def _revoke(ledger: Ledger, group: Group, reason: str) -> None:
-    ended = EndedAttempt(owner=group.owner, owes_report=True, num_counted=group.num_saved, reason=reason)
-    ledger.history.end(group.group_id, group.attempt, ended)
-    ledger.revocations.append((group.owner, commands.Revoked(group.group_id, group.attempt)))
-
-
-def _give_up(ledger: Ledger, group: Group, *, is_dropped: bool, reason: str) -> None:
-    """Revoke a running group and drop its tokens. Its prompt is dropped or queued."""
-    _revoke(ledger, group, reason)
-    with ledger.account.settling(group.owner):
-        ledger.account.give_up(reason, num_saved=group.num_saved, num_inherited=group.num_inherited)
-    if is_dropped:
-        _drop(ledger, group, stored=False)
-        ledger.account.groups_dropped[reason] += 1
-    else:
-        ledger.groups.requeue(group, keeps_progress=False)
-
-
-def _drop(ledger: Ledger, group: Group, *, stored: bool) -> None:
-    """Finish a running group."""
-    ledger.groups.finish(group)
-    _finish(ledger, group, stored=stored)
-
-
-def _finish(ledger: Ledger, group: Group, *, stored: bool) -> None:
-    ledger.history.finish(group.group_id, num_attempts=group.num_attempts, stored=stored)
-    ledger.newly_finished.append(group.group_id)
-
-
-def _evict(ledger: Ledger, group: Group, reason: str) -> None:
-    """Drop the trajectories of a stored group, or the saved prefix of a queued or running group."""
-    if group.summary is not None:
-        ledger.account.evict(group.summary, reason)
-        ledger.groups.evict(group)
-    elif group.state is GroupState.queued:
-        ledger.account.drop_prefix(group.num_saved, reason)
-        ledger.groups.space.set_progress(group, None, 0)
-    else:
-        ledger.groups.space.evict_prefix(group)
 
 
 # Prompts and leases
@@ -427,7 +331,7 @@ def _enact_lease_groups(ledger: Ledger, command: commands.LeaseGroups, outcome: 
 
 
 def _decide_renew(ledger: Ledger, command: commands.Renew, call: Call) -> commands.Renewed:
-    lost = tuple(key for key in command.leases if _held(ledger, *key, call.sender) is None)
+    lost = tuple(key for key in command.leases if attempts.held(ledger, *key, call.sender) is None)
     return commands.Renewed(expires_at=call.now + ledger.lease_s, lost=lost)
 
 
@@ -439,10 +343,10 @@ def _enact_renew(ledger: Ledger, command: commands.Renew, outcome: commands.Rene
 
 def _decide_save_prefix(ledger: Ledger, command: commands.SavePrefix, call: Call) -> commands.Saved:
     group_id, attempt, progress = command.group_id, command.attempt, command.progress
-    group = _held(ledger, group_id, attempt, call.sender)
+    group = attempts.held(ledger, group_id, attempt, call.sender)
     if group is None:
         raise LeaseExpired(f"the lease on group {group_id} attempt {attempt} is no longer held; nothing was saved")
-    _check_newest(ledger, group_id, attempt, progress.newest_version)
+    attempts.check_newest(ledger, group_id, attempt, progress.newest_version)
     if progress.oldest_version < group.engine_version:
         raise VersionTooOld(
             f"progress of group {group_id} attempt {attempt} holds a token of policy version "
@@ -454,14 +358,14 @@ def _decide_save_prefix(ledger: Ledger, command: commands.SavePrefix, call: Call
 
 def _enact_save_prefix(ledger: Ledger, command: commands.SavePrefix, outcome: commands.Saved) -> None:
     group = ledger.groups[command.group_id]
-    _settle_prefix(ledger, group, command.progress.num_tokens, command.continued)
+    attempts.settle_prefix(ledger, group, command.progress.num_tokens, command.continued)
     ledger.groups.space.set_progress(group, command.progress, command.num_bytes)
 
 
 def _decide_release(ledger: Ledger, command: commands.Release, call: Call) -> commands.Released:
     group_id, attempt = command.group_id, command.attempt
-    _check_was_leased(ledger, group_id, attempt, "it cannot be released")
-    group = _held(ledger, group_id, attempt, call.sender)
+    attempts.check_was_leased(ledger, group_id, attempt, "it cannot be released")
+    group = attempts.held(ledger, group_id, attempt, call.sender)
     ended = ledger.history.of(group_id, attempt)
     return commands.Released(
         was_running=group is not None,
@@ -480,10 +384,10 @@ def _enact_release(ledger: Ledger, command: commands.Release, outcome: commands.
             if outcome.is_dropped:
                 account.give_up(reason, num_saved=group.num_saved, num_inherited=group.num_inherited)
                 account.groups_dropped[reason] += 1
-                _drop(ledger, group, stored=False)
+                attempts.drop(ledger, group, stored=False)
             else:
-                _hand_on(ledger, group)
-    elif outcome.was_owed and (owed := _settle_owed(ledger, command.group_id, command.attempt)) is not None:
+                attempts.hand_on(ledger, group)
+    elif outcome.was_owed and (owed := attempts.settle_owed(ledger, command.group_id, command.attempt)) is not None:
         owner, num_counted, reason = owed.owner, owed.num_counted, owed.reason
     else:
         return
@@ -501,11 +405,11 @@ def _enact_expire(ledger: Ledger, command: commands.Expire | commands.TakeBack, 
         if isinstance(command, commands.TakeBack):
             ledger.groups.count_death(group)
         if group_id in outcome.dropped:
-            _give_up(ledger, group, is_dropped=True, reason=WORKER_DIED)
+            attempts.give_up(ledger, group, is_dropped=True, reason=WORKER_DIED)
             continue
-        _revoke(ledger, group, "expired")
+        attempts.revoke(ledger, group, "expired")
         with ledger.account.settling(group.owner):
-            _hand_on(ledger, group)
+            attempts.hand_on(ledger, group)
 
 
 def _decide_take_back(ledger: Ledger, command: commands.TakeBack, call: Call) -> commands.TakenBack:
@@ -530,7 +434,7 @@ def _enact_take_back(ledger: Ledger, command: commands.TakeBack, outcome: comman
 
 
 def _decide_reserve(ledger: Ledger, command: commands.Reserve, call: Call) -> commands.Reserved:
-    group = _held(ledger, command.group_id, command.attempt, call.sender)
+    group = attempts.held(ledger, command.group_id, command.attempt, call.sender)
     if group is None:  # the following put is refused
         return commands.Reserved(store=0)
     may_evict = not ledger.groups.num_planned and not ledger.can_plan()
@@ -539,7 +443,7 @@ def _decide_reserve(ledger: Ledger, command: commands.Reserve, call: Call) -> co
 
 def _enact_reserve(ledger: Ledger, command: commands.Reserve, outcome: commands.Reserved) -> None:
     for group_id in outcome.evicted:
-        _evict(ledger, ledger.groups[group_id], NO_ROOM)
+        attempts.evict(ledger, ledger.groups[group_id], NO_ROOM)
     group = ledger.groups.running(command.group_id, command.attempt)
     if group is not None:
         ledger.groups.space.set_bytes(group, command.num_bytes, outcome.store)
@@ -548,10 +452,10 @@ def _enact_reserve(ledger: Ledger, command: commands.Reserve, outcome: commands.
 def _decide_put(ledger: Ledger, command: commands.Put, call: Call) -> commands.PutOutcome:
     summary = command.summary
     group_id, attempt = summary.group_id, summary.attempt
-    group = _held(ledger, group_id, attempt, call.sender)
+    group = attempts.held(ledger, group_id, attempt, call.sender)
     if group is None:
         return _decide_put_without_lease(ledger, command)
-    _check_newest(ledger, group_id, attempt, summary.newest_version)
+    attempts.check_newest(ledger, group_id, attempt, summary.newest_version)
     if summary.oldest_version < group.engine_version:
         message = (
             f"group {group_id} attempt {attempt} holds a token of policy version {summary.oldest_version}, but its "
@@ -566,7 +470,7 @@ def _decide_put(ledger: Ledger, command: commands.Put, call: Call) -> commands.P
 def _decide_put_without_lease(ledger: Ledger, command: commands.Put) -> commands.PutOutcome:
     """Acknowledge a group that was stored before; refuse a group that comes too late."""
     group_id, attempt = command.summary.group_id, command.summary.attempt
-    _check_was_leased(ledger, group_id, attempt, "put only leased groups")
+    attempts.check_was_leased(ledger, group_id, attempt, "put only leased groups")
     group = ledger.groups.get(group_id)
     if group is None:
         was_stored = ledger.history.was_stored(group_id, attempt)
@@ -591,7 +495,7 @@ def _enact_put(ledger: Ledger, command: commands.Put, outcome: commands.PutOutco
     elif (group := ledger.groups.running(summary.group_id, summary.attempt)) is not None:
         with account.settling(group.owner):
             _settle(ledger, group, command, outcome)
-    elif (owed := _settle_owed(ledger, summary.group_id, summary.attempt)) is not None:
+    elif (owed := attempts.settle_owed(ledger, summary.group_id, summary.attempt)) is not None:
         with account.settling(owed.owner):
             num_counted = owed.num_counted if command.continued else 0
             account.refuse(summary, owed.reason, num_counted=num_counted - command.num_left_out)
@@ -600,7 +504,7 @@ def _enact_put(ledger: Ledger, command: commands.Put, outcome: commands.PutOutco
 def _settle(ledger: Ledger, group: Group, command: commands.Put, outcome: commands.PutOutcome) -> None:
     """Store a running group, drop it for a filter, or refuse it."""
     summary, account = command.summary, ledger.account
-    _settle_prefix(ledger, group, summary.num_tokens + command.num_left_out, command.continued)
+    attempts.settle_prefix(ledger, group, summary.num_tokens + command.num_left_out, command.continued)
     account.leave_out(command.num_left_out)
     num_inherited = group.num_inherited
     if outcome.result is commands.PutResult.stored:
@@ -609,7 +513,7 @@ def _settle(ledger: Ledger, group: Group, command: commands.Put, outcome: comman
         ledger.groups.store(group, summary, outcome.rank)
         account.store(summary, num_inherited=num_inherited)
     elif outcome.result is commands.PutResult.filtered:
-        _drop(ledger, group, stored=True)
+        attempts.drop(ledger, group, stored=True)
         account.filter(summary, outcome.reason, num_inherited=num_inherited)
     else:
         ended = EndedAttempt(owner=group.owner, refusal=outcome.refusal)
@@ -639,7 +543,7 @@ def _decide_lose_groups(ledger: Ledger, command: commands.LoseGroups, call: Call
 def _enact_lose_groups(ledger: Ledger, command: commands.LoseGroups, outcome: commands.Lost) -> None:
     ledger.groups.dissolve(outcome.dissolved)
     for group_id in outcome.group_ids:
-        _evict(ledger, ledger.groups[group_id], STORE_LOST)
+        attempts.evict(ledger, ledger.groups[group_id], STORE_LOST)
     for group_id in outcome.unsent:
         ledger.groups.space.set_bytes(ledger.groups[group_id], 0)
     for group_id in outcome.missing:
@@ -653,12 +557,13 @@ def _decide_add_store(ledger: Ledger, command: commands.AddStore, call: Call) ->
         for number, place in enumerate(stores)
         if (place.address, place.host, place.is_gone) == (command.address, command.host, False)
     ]
-    return commands.AddedStore(store=known[0] if known else len(stores), is_new=not known)
+    number = next(iter([*known, *ledger.groups.space.awaited_stores()]), len(stores))
+    return commands.AddedStore(store=number, is_new=not known)
 
 
 def _enact_add_store(ledger: Ledger, command: commands.AddStore, outcome: commands.AddedStore) -> None:
     if outcome.is_new:
-        ledger.groups.space.add_store(command.address, command.host)
+        ledger.groups.space.join(outcome.store, command.address, command.host)
 
 
 def _decide_drop_store(ledger: Ledger, command: commands.DropStore, call: Call) -> commands.DroppedStore:
@@ -680,7 +585,7 @@ def _enact_drop_store(ledger: Ledger, command: commands.DropStore, outcome: comm
     for group_id in outcome.reserved:
         ledger.groups.space.set_bytes(ledger.groups[group_id], 0)
     for group_id in outcome.group_ids:
-        _evict(ledger, ledger.groups[group_id], STORE_LOST)
+        attempts.evict(ledger, ledger.groups[group_id], STORE_LOST)
 
 
 # Batches
@@ -712,7 +617,7 @@ def _enact_plan_batch(ledger: Ledger, command: commands.PlanBatch, outcome: comm
     if not outcome.group_ids or outcome.version in ledger.groups.plans:
         return
     for group_id in outcome.given_up:
-        _give_up(ledger, ledger.groups[group_id], is_dropped=outcome.is_dropped, reason=STALE)
+        attempts.give_up(ledger, ledger.groups[group_id], is_dropped=outcome.is_dropped, reason=STALE)
     ledger.groups.plan(outcome.version, outcome.group_ids)
 
 
@@ -741,57 +646,18 @@ def _enact_commit(ledger: Ledger, command: commands.Commit, outcome: commands.Co
     if not outcome.group_ids:
         return
     for group in map(ledger.groups.stored, outcome.group_ids):
-        _finish(ledger, group, stored=True)
+        attempts.finish(ledger, group, stored=True)
         ledger.account.consume(group.result, outcome.version)
     ledger.groups.finish_batch(outcome.version)
     ledger.learner_version += 1
+    ledger.marks.reach(ledger)
 
 
-def _decide_rewind(ledger: Ledger, command: commands.Rewind, call: Call) -> commands.Rewound:
-    """A repeated or earlier rewind has no effect."""
-    if command.incarnation <= ledger.incarnation:
-        return commands.Rewound(is_new=False)
-    if not 0 <= command.version <= ledger.learner_version:
-        raise ReplayBufferError(
-            f"rewind({command.version}) was requested at learner version {ledger.learner_version}; rewind to the "
-            "version of a checkpoint whose steps are committed"
-        )
-    if not 0 <= command.tokens_trained <= ledger.account.tokens_trained:
-        raise ReplayBufferError(
-            f"rewind({command.version}) reports {command.tokens_trained} trained tokens at that version, the ledger "
-            f"counts only {ledger.account.tokens_trained} now; the checkpoint belongs to another run"
-        )
-    return commands.Rewound(
-        is_new=True,
-        group_ids=tuple(group.group_id for group in ledger.groups if group.newest_version > command.version),
-        revoked=tuple(group.group_id for group in ledger.groups.leases.all()),
-        missing=tuple(group.group_id for group in ledger.groups if group.is_missing),
-    )
+def _function(verb: str, command: Any) -> Callable[..., Any]:
+    """The function of this module, or of `buffer.checkpoints`, that decides or enacts a command."""
+    name = f"{verb}_{command.__struct_config__.tag}"
+    return globals().get(f"_{name}") or getattr(checkpoints, name)
 
 
-def _enact_rewind(ledger: Ledger, command: commands.Rewind, outcome: commands.Rewound) -> None:
-    """Groups without a token of a lost version stay, and every lease ends; see docs/staleness.md."""
-    if not outcome.is_new:
-        return
-    ledger.groups.dissolve(tuple(ledger.groups.plans))
-    lost = dict.fromkeys(outcome.missing, STORE_LOST) | dict.fromkeys(outcome.group_ids, REWOUND)
-    for group_id in sorted({*lost, *outcome.revoked}, reverse=True):  # reversed: each goes to the head of the queue
-        group = ledger.groups[group_id]
-        if group.state is not GroupState.leased:
-            _evict(ledger, group, lost[group_id])
-        elif group_id in lost:
-            _give_up(ledger, group, is_dropped=False, reason=REWOUND)
-        else:
-            _revoke(ledger, group, REWOUND)
-            with ledger.account.settling(group.owner):
-                _hand_on(ledger, group)
-    ledger.history.reopen(IdSet(command.finished))
-    ledger.account.rewind(tokens_trained=command.tokens_trained, lags=dict(command.lag_histogram))
-    ledger.learner_version, ledger.incarnation = command.version, command.incarnation
-
-
-_DECIDE, _ENACT = (
-    {kind: globals()[f"_{verb}_{kind.__struct_config__.tag}"] for kind in commands.leaves(commands.Command)}
-    for verb in ("decide", "enact")
-)
+_DECIDE, _ENACT = ({kind: _function(verb, kind) for kind in leaves(Command)} for verb in ("decide", "enact"))
 """Command type to the function that decides it, and to the function that enacts its outcome."""

@@ -245,6 +245,7 @@ class OfferRequests:
         """Withdraw every offer of a learner that was replaced."""
         self._log = OfferLog()
         self._shown = None
+        self._write()
 
     def is_current(self, message: commands.Loaded | commands.Offer | commands.NextOffer) -> bool:
         """Whether a message comes from the current incarnation, or from an engine that serves its weights."""

@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -36,9 +36,10 @@ from asyncrl.core.types import BufferStats, Lease, Plan, Prompt, WeightOffer
 
 from . import commands
 from .client import BufferClient, ClientSocket
-from .commands import Key, Reply
+from .commands import Key
 from .encoding import CHUNK_BYTES, Message, group_frames, group_of, prompt_frames, prompt_of
 from .keys import client_keys
+from .records import MAX_LEASES, Reply
 from .stores import digest_of, size_of
 
 logger = logging.getLogger(__name__)
@@ -143,8 +144,8 @@ class WorkerClient:
     async def renew(self, leases: Sequence[Lease]) -> None:
         """Extend the leases that are still valid."""
         keys = [(lease.prompt.group_id, lease.attempt) for lease in leases]
-        for start in range(0, len(keys), commands.MAX_LEASES):
-            await self._client.call(commands.Renew(tuple(keys[start : start + commands.MAX_LEASES])))
+        for start in range(0, len(keys), MAX_LEASES):
+            await self._client.call(commands.Renew(tuple(keys[start : start + MAX_LEASES])))
 
     async def put(self, group: TrajectoryGroup, *, num_left_out: int = 0) -> None:
         """Store a finished group. While the store is full, the client waits until a batch leaves, and sends again."""
@@ -523,24 +524,17 @@ class ControlClient:
         """Report groups of planned batches that are missing in the stores."""
         await self._client.call(commands.LoseGroups(group_ids=tuple(group_ids)))
 
-    async def rewind(
-        self,
-        version: int,
-        *,
-        incarnation: int,
-        finished: Sequence[tuple[int, int]],
-        tokens_trained: int,
-        lag_histogram: Mapping[int, int],
-    ) -> None:
+    async def rewind(self, version: int, *, incarnation: int) -> None:
         """Set the learner back to the ``version`` of a checkpoint."""
-        rewind = commands.Rewind(
-            version=version,
-            incarnation=incarnation,
-            finished=tuple(finished),
-            tokens_trained=tokens_trained,
-            lag_histogram=tuple(sorted(lag_histogram.items())),
-        )
-        await self._client.call(rewind)
+        await self._client.call(commands.Rewind(version=version, incarnation=incarnation))
+
+    async def resume(self, version: int, *, key: str, tokens_generated: int) -> None:
+        """Begin a new life of the run at the checkpoint ``key`` of ``version``. The steps before it are committed."""
+        await self._client.call(commands.Resume(version=version, key=key, tokens_generated=tokens_generated))
+
+    async def checkpoint(self, folder: Path, version: int, *, key: str) -> commands.Checkpointed:
+        """Write what a new life needs to ``folder``, an absolute path, and wait until it is complete."""
+        return await self._client.call(commands.Checkpoint(folder=str(folder), version=version, key=key))
 
     async def stats(self) -> BufferStats:
         """Return the ledger's current counts."""

@@ -35,6 +35,7 @@ from asyncrl.core.errors import (
 )
 from asyncrl.core.host import end_with_parent, keep_freed_memory, make_private_folder
 
+from .checkpoint_parts import store_part
 from .commands import Connect, Connected, Failure, Reconcile
 from .config import BufferConfig, Durability, OnStale, StoresOn
 from .encoding import (
@@ -158,6 +159,9 @@ class ServerSocket:
         self.epoch = config.epoch or known or uuid.uuid4().hex[:16]
         if journal is not None and self.epoch != known:
             journal.write("epoch", self.epoch)
+            for name in ("address", "bulk_address"):  # another process may use those of an earlier life
+                if journal.read(name):
+                    journal.write(name, "")
         self._own_folder = ""
         self._listeners: dict[str, PortListener] = {}
         read = server_keys if store is None else store_keys
@@ -457,6 +461,7 @@ class BufferServer:
     def __init__(self, config: BufferConfig, *, groups_per_step: int) -> None:
         self.lost: asyncio.Future[WorkerDiedError] = asyncio.get_running_loop().create_future()
         self._checks: set[asyncio.Task[None]] = set()
+        self._checkpoint = config.checkpoint
         may_join = config.stores_on is StoresOn.hosts
         self._stores = StoreServers(config, groups_per_step=groups_per_step, on_lost=self._lose)
         self._links = StoreLinks(config, on_connected=self._check_stores, may_join=may_join)
@@ -511,6 +516,7 @@ class BufferServer:
                     attempts=tuple(stored + reserved),
                     finished=tuple(ledger.history.finished.ranges()),
                     ended=tuple((g.group_id, g.past_attempt) for g in ledger.groups if g.past_attempt >= 0),
+                    part=str(Path(self._checkpoint, store_part(number))) if self._checkpoint else "",
                 )
                 missing = await self._links.reconcile(number, expected)
                 is_unsure = self._service.lose_from_store(number, missing, stored=stored, reserved=reserved)
@@ -527,7 +533,16 @@ class StoreServer:
 
     def __init__(self, config: BufferConfig, *, number: int) -> None:
         journal = _open_journal(config, f"store{number}")
-        if journal is not None and config.epoch and journal.read("epoch") not in (None, config.epoch):
+        if (
+            journal is not None
+            and config.epoch
+            and journal.read("epoch")
+            not in (
+                None,
+                config.epoch,
+                config.earlier_epoch or None,
+            )
+        ):
             logger.info(
                 "run %s begins with an empty store: payloads of run %s are dropped", config.epoch, journal.read("epoch")
             )

@@ -7,8 +7,9 @@ Nothing polls.
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from msgspec import to_builtins
@@ -21,12 +22,14 @@ from asyncrl.core.types import BufferStats, GroupSummary
 
 from . import commands
 from .account import NO_ROOM, REWOUND, STALE, STORE_LOST, VERSION_TOO_OLD, WORKER_DIED
-from .commands import Answer, Done, Frames, PutResult
+from .checkpoint_parts import LEDGER_PART, CheckpointRequests
+from .commands import Answer, Done, PutResult
 from .config import BufferConfig
 from .encoding import JOIN_BELOW_BYTES, Message, Send
-from .journal import Journal
+from .journal import Journal, Recovered, read_contents
 from .ledger import Ledger
 from .offers import OfferRequests
+from .records import Frames
 from .rule import StalenessRule
 from .sockets import Deadline, LoopClock
 from .store_servers import StoreLinks
@@ -80,6 +83,8 @@ class BufferService:
         self._batches = BatchRequests(shared)
         self._offers = OfferRequests(shared, journal)
         self._joins = StoreJoins(shared, links)
+        lineage = config.lineage or config.epoch
+        self._checkpoints = CheckpointRequests(shared, journal=journal, links=links, lineage=lineage)
         workers = WorkerRequests(shared, admission=self._admission, offers=self._offers, joins=self._joins)
         self._reserving = shared.held()
         self._unread = FetchWindow(config.max_stored_bytes)
@@ -92,11 +97,20 @@ class BufferService:
         self._notes = None if recorder is None else LedgerNotes(self.ledger, recorder)
         if self._notes is not None:
             self.ledger.on_applied = self._notes.note
-        parts = self._intake, self._admission, self._batches, self._offers, self._joins, workers
+        parts = self._intake, self._admission, self._batches, self._offers, self._joins, self._checkpoints, workers
         self._handlers = handlers_of((self, *parts))
         self._closing = (self._reserving, *parts[:-1], self._expiry, self._silence, self._clock)
+        recovered = None if journal is None else journal.recover()
+        if config.checkpoint and (journal is None or journal.read("owner") is None):
+            recovered = self._read_checkpoint(Path(config.checkpoint))
         if journal is not None:
-            self._recover(journal)
+            self._claim(journal, {"epoch": config.epoch, "lineage": lineage, **self._checkpoints.owner})
+            self.ledger.log = journal
+            journal.on_written = self.settle
+        if recovered is not None:
+            self._recover(recovered)
+        if journal is not None:
+            self._offers.recover(journal)
 
     def handle(self, request: Message) -> None:
         """Run an operation; an `AsyncRLError` becomes its answer. `settle` answers held requests."""
@@ -175,11 +189,36 @@ class BufferService:
         for part in self._closing:
             part.close()
 
-    def _recover(self, journal: Journal) -> None:
+    def _read_checkpoint(self, checkpoint: Path) -> Recovered:
+        """The contents of a checkpoint; a new journal begins with a copy of them.
+
+        Raises `ReplayBufferError` if the checkpoint cannot be read, `ValueError` if it needs other store servers.
+        """
+        contents = read_contents(checkpoint / LEDGER_PART)
+        self._check_stores(contents.values["owner"], str(checkpoint))
+        if self._journal is not None:
+            self._journal.begin_from(contents.recovered)
+        return contents.recovered
+
+    def _claim(self, journal: Journal, owner: dict[str, Any]) -> None:
+        """Record the owner of the journal: a new life of the run takes over that of ``config.earlier_epoch``."""
+        found, earlier = journal.read("owner"), self._config.earlier_epoch
+        if found is not None and earlier and found["epoch"] == earlier:
+            self._check_stores(found, self._config.directory)
+            journal.write("owner", owner)
+        journal.claim(owner)
+
+    def _check_stores(self, owner: Mapping[str, Any], where: str) -> None:
+        for name in ("num_stores", "is_elsewhere"):
+            if owner[name] != (needed := self._checkpoints.owner[name]):
+                raise ValueError(
+                    f"{where} holds a buffer with {name}={owner[name]}, this one has {needed}; resume with the "
+                    "buffer.num_store_servers and buffer.stores_on of the checkpoint"
+                )
+
+    def _recover(self, recovered: Recovered) -> None:
         """Load the prompts, trajectories and leases of an earlier server; running leases are renewed in full."""
         ledger = self.ledger
-        journal.claim({"epoch": self._config.epoch, **ledger.options})
-        recovered = journal.recover()
         if recovered.snapshot is not None:
             ledger.restore(recovered.snapshot)
         for command, outcome in recovered.commands:
@@ -188,10 +227,7 @@ class BufferService:
         ledger.drain_revocations()
         ledger.drain_finished()
         ledger.groups.ended_attempts.clear()
-        ledger.log = journal
         self._joins.recover()
-        self._offers.recover(journal)
-        journal.on_written = self.settle
         self._store.recover(recovered.frames, ledger)
         self._lose(group_id for group_id, _ in ledger.groups.stored_in() if group_id not in self._store.payloads)
         self._lose(
@@ -402,11 +438,24 @@ class BufferService:
         self._forget_finished()  # before finished groups are queued again
         rewound = self.ledger.apply(rewind)
         if rewound.is_new:
-            self._store.evict((*rewound.group_ids, *rewound.missing))
-            self._offers.withdraw()
-            self._on_rewound()
+            self._take_back(rewound)
             logger.warning("the learner goes on from version %d, incarnation %d", rewind.version, rewind.incarnation)
         return Done()
+
+    def on_resume(self, request: Message, resume: commands.Resume) -> Answer:
+        """Begin a new life of the run at a checkpoint."""
+        self._forget_finished()
+        self._take_back(self.ledger.apply(resume))
+        self._joins.leave_earlier()
+        logger.info("the run goes on from version %d", resume.version)
+        return Done()
+
+    def _take_back(self, rewound: commands.Rewound) -> None:
+        """Drop the frames and offers of lost versions."""
+        self._store.evict(rewound.dropped)
+        self._on_rewound()
+        self._offers.withdraw()
+        self._checkpoints.note_marks()
 
     # The state of the buffer
 
@@ -460,6 +509,12 @@ class StoreJoins:
             for place in self._ledger.groups.space.stores:
                 self._links.connect("" if place.is_gone else place.address)
 
+    def leave_earlier(self) -> None:
+        """Close the connections to the stores of an earlier life; the next stores that join take their groups."""
+        for number in self._ledger.groups.space.awaited_stores():
+            if self._links is not None:
+                self._links.disconnect(number)
+
     def settle(self) -> None:
         """Answer each request for a host without a store, if there is such a host."""
 
@@ -491,7 +546,7 @@ class StoreJoins:
         """Add a store. Adding it again has no effect."""
         links, added = self._joining(), self._ledger.apply(add)
         if added.is_new:
-            links.connect(add.address)
+            links.connect(add.address, added.store)
             logger.info("store %d of host %s joins at %s", added.store, add.host, add.address)
         return added
 
@@ -617,7 +672,7 @@ class LedgerNotes:
                 self._recorder.level(LevelName.cpu, time.process_time_ns() // 1000)
             case commands.Rewound():
                 self._planned.clear()
-                ended = dict.fromkeys((*outcome.group_ids, *outcome.revoked, *outcome.missing))
+                ended = dict.fromkeys((*outcome.dropped, *outcome.revoked))
                 self._stamp_all(GroupEvent.requeued, ended, reason=REWOUND)
 
     def levels(self, *, held_bytes: int) -> None:
@@ -678,7 +733,6 @@ def _ledger(config: BufferConfig, *, groups_per_step: int, num_stores: int) -> L
         order=config.order,
         lease_s=config.lease_s,
         filters=config.filters,
-        first_version=config.first_version,
         max_bytes=config.max_stored_bytes,
         max_deaths=config.max_worker_deaths,
         num_stores=num_stores,

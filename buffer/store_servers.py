@@ -8,7 +8,7 @@ which groups are finished, and asks which of the other groups it lacks.
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,14 @@ from asyncrl.core.errors import AsyncRLError, ReplayBufferError, StoreFull, Unkn
 
 from . import commands
 from .account import IdSet
+from .checkpoint_parts import PartWriter, PendingWrites
 from .client import ClientSocket
-from .commands import Answer, Done, Frames, Key
+from .commands import Answer, Done, Key
 from .config import BufferConfig
 from .encoding import JOIN_BELOW_BYTES, Message, Send
-from .journal import Journal
+from .journal import Journal, numbers_of, read_contents
 from .keys import client_keys
+from .records import Frames
 from .stores import FetchWindow, size_of
 from .waiting import HeldRequests, Replies, handlers_of
 
@@ -45,7 +47,8 @@ class StoreService:
         self._stored_bytes = 0
         self._reserved: dict[Key, int] = {}
         self._reserving = HeldRequests(self._replies, config.request_timeout_s / 2)
-        self.close = self._reserving.close
+        self._parts = PartWriter(journal)
+        self._pending = PendingWrites(HeldRequests(self._replies, config.request_timeout_s / 2))
         self._handlers = handlers_of((self,))
         if journal is not None:
             journal.on_written = self.settle
@@ -62,6 +65,12 @@ class StoreService:
                 self._replies.answer(request, answer)
         except AsyncRLError as error:
             self._replies.fail(request, error)
+
+    def close(self) -> None:
+        """Cancel every pending request."""
+        self._reserving.close()
+        self._pending.close()
+        self._parts.close()
 
     def settle(self) -> None:
         """Reserve bytes for waiting requests, in order of arrival."""
@@ -160,14 +169,38 @@ class StoreService:
         self._replies.answer(request, commands.Payloads(tuple(counts)), payload)
 
     def on_reconcile(self, request: Message, expected: commands.Reconcile) -> Answer:
-        """Drop payloads that the ledger no longer needs; reply with the groups that it expects and this store lacks."""
+        """Drop payloads that the ledger no longer needs; reply with the groups that it expects and this store lacks.
+
+        Expected payloads that are in the part of a checkpoint are loaded first: the run resumed from that checkpoint.
+        """
         self._finished, self._ended = IdSet(expected.finished), dict(expected.ended)
         for group_id in {group_id for group_id, _ in (*self._payloads, *self._reserved)}:
             if group_id in self._finished:
                 self._forget(group_id)
             elif group_id in self._ended:
                 self._forget(group_id, last=self._ended[group_id])
+        missing = [key for key in expected.attempts if key not in self._payloads]
+        if missing and expected.part and numbers_of(Path(expected.part)):
+            self._load(Path(expected.part), missing)
         return commands.Missing(tuple(key[0] for key in expected.attempts if key not in self._payloads))
+
+    def _load(self, part: Path, keys: Iterable[Key]) -> None:
+        """Load payloads from the part of a checkpoint. Raises `ReplayBufferError` if it cannot be read."""
+        payloads = read_contents(part).recovered.frames.get("payload", {})
+        for key in keys:
+            if (payload := payloads.get(_number(key))) is not None:
+                if self._journal is not None:
+                    self._journal.note({("payload", _number(key)): payload})
+                self._keep(key, payload)
+
+    def on_save_part(self, request: Message, save: commands.SavePart) -> None:
+        """Write the part of a checkpoint, and answer when it is on the disk."""
+
+        async def write() -> commands.Checkpointed:
+            held = [("payload", _number(key), frames) for key, frames in self._payloads.items()]
+            return await self._parts.write(Path(save.path), values={}, snapshot=None, frames=held)
+
+        self._pending.wait(request, write)
 
     def on_remove(self, request: Message, remove: commands.Remove) -> Answer:
         """Drop payloads of finished groups and of attempts that ended."""
@@ -231,19 +264,19 @@ class StoreLinks:
         self._on_connected = on_connected
         self._links: list[ClientSocket | None] = []
 
-    def connect(self, address: str) -> None:
-        """Add a store and connect to it; an empty address stands for a lost store."""
-        link = None
+    def connect(self, address: str, number: int | None = None) -> None:
+        """Add a store and connect to it, at an awaited ``number`` if given; an empty address is no store."""
+        link, number = None, len(self._links) if number is None else number
         if address:
             link = ClientSocket(
                 address,
                 timeout_s=self._timeout_s,
                 keys=self._keys,
-                on_connected=partial(self._on_connected, len(self._links)),
+                on_connected=partial(self._on_connected, number),
                 epoch=self._epoch,
             )
-        self._links.append(link)
-        self.addresses.append(address)
+        self._links[number : number + 1] = [link]
+        self.addresses[number : number + 1] = [address]
 
     def disconnect(self, number: int) -> None:
         """Close the connection to a lost store."""
@@ -260,6 +293,10 @@ class StoreLinks:
         for link in self._links:
             if link is not None:
                 link.post(commands.Remove(tuple(finished), tuple(ended)))
+
+    def connected(self) -> list[tuple[int, ClientSocket]]:
+        """The stores that are not lost, with their numbers."""
+        return [(number, link) for number, link in enumerate(self._links) if link is not None]
 
     async def reconcile(self, number: int, reconcile: commands.Reconcile) -> tuple[int, ...]:
         """Tell one store to drop payloads; returns the groups that it lacks. Raises `AsyncRLError` if it is silent."""

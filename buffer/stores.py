@@ -12,8 +12,8 @@ import xxhash
 
 from asyncrl.core.errors import ReplayBufferError, StoreFull, UnknownGroup
 
-from .commands import Frames
 from .ledger import Ledger
+from .records import Frames
 
 _MAX_CLIENTS = 4096
 

@@ -17,12 +17,13 @@ from typing import Any
 from asyncrl.core.errors import AsyncRLError, ReplayBufferError, StoreFull, WireError
 
 from . import commands
-from .commands import Answer, Done, Frames, NothingYet
+from .commands import Answer, Done, NothingYet
 from .config import BufferConfig
 from .encoding import PUSH_ID, Message, Send, failure_of
 from .groups import Group
 from .ledger import Ledger
 from .pace import Heartbeats, RunningGroup, WorkerPaces
+from .records import Frames
 from .sockets import Deadline, LoopClock
 from .stores import PayloadStore, size_of
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 from asyncrl.core.trajectory import TrajectoryGroup
@@ -187,26 +188,35 @@ class ControlBuffer(Protocol):
         """
         ...
 
-    async def rewind(
-        self,
-        version: int,
-        *,
-        incarnation: int,
-        finished: Sequence[tuple[int, int]],
-        tokens_trained: int,
-        lag_histogram: Mapping[int, int],
-    ) -> None:
+    async def rewind(self, version: int, *, incarnation: int) -> None:
         """Set the learner back to the ``version`` of a checkpoint. Idempotent.
 
-        The buffer withdraws all offers and revokes running attempts. Engines get new leases after they load weights of
-        the new learner. The caller enqueues the prompts again that were finished after the checkpoint.
+        The buffer withdraws all offers and revokes running attempts. It drops the groups and saved prefixes that have a
+        token of a later version. Engines get new leases after they load weights of the new learner. The caller enqueues
+        the prompts again that were finished after the checkpoint.
 
         Args:
             version: Learner version of the checkpoint.
             incarnation: Number of the learner's new incarnation.
-            finished: Groups that were consumed or dropped before ``version``, as ranges.
-            tokens_trained: Tokens that this run trained before ``version``.
-            lag_histogram: Lags of the groups that this run consumed before ``version``.
+        """
+        ...
+
+    async def resume(self, version: int, *, key: str, tokens_generated: int) -> None:
+        """Begin a new life of the run at a checkpoint, as `rewind` does; the learner's incarnation is 0. Idempotent.
+
+        Args:
+            version: Learner version of the checkpoint. The steps before it are committed.
+            key: Names the checkpoint, as in `checkpoint`.
+            tokens_generated: Policy tokens that all lives generated up to the checkpoint. The account counts those that
+                it does not contain as dropped (``resume``).
+        """
+        ...
+
+    async def checkpoint(self, folder: Path, version: int, *, key: str) -> Any:
+        """Write everything that a new life needs to ``folder``, an absolute path; returns when the folder is complete.
+
+        The steps before ``version`` are planned or committed. ``key`` is a random text that names the checkpoint.
+        Training and generation go on meanwhile.
         """
         ...
 
@@ -216,7 +226,13 @@ class ControlBuffer(Protocol):
 
 
 class LearnerPort(Protocol):
-    """The learner group for the controller. The ranks execute calls in the order in which they are made."""
+    """The learner group for the controller. The ranks execute calls in the order in which they are made.
+
+    Attributes:
+        checkpoints: The folder of the checkpoints.
+    """
+
+    checkpoints: Path
 
     async def scored(self, plan: Plan) -> Plan:
         """Return the plan with the rewards of the reward model; unchanged without a reward model."""

@@ -204,6 +204,11 @@ class BufferStats:
     filtered_in_a_row: int = 0
     held_bytes: int = 0
 
+    @property
+    def num_tokens(self) -> int:
+        """All policy tokens in the account."""
+        return self.tokens_trained + self.tokens_buffered + sum(self.tokens_dropped.values())
+
 
 class Carrier(StrEnum):
     """How the bytes of an offered version reach an engine; see `asyncrl.weights.carriers`.

@@ -118,15 +118,16 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
         evaluate: Evaluate | None = None,
         resumed: RunState | None = None,
         last: StepRecord | None = None,
+        earlier: BufferStats | None = None,
     ) -> None:
         """All parts must be started, with learner, buffer and engines at the version of ``resumed``.
 
         ``evaluate`` is called every ``evaluation.every_steps`` with the version. `Controller` also passes the function
         that waits for the engines pinned to the version. ``last`` is the record of the last step before ``resumed``.
+        ``earlier`` are the totals of the ledger at the beginning of this life; None for a new run.
         """
         resumed = resumed or RunState()
         self._evaluate = evaluate
-        self._resumed = resumed
         self._config = config
         self._versions = range(resumed.version, config.total_steps)
         self._publish_every = config.weights.publish_every
@@ -142,7 +143,8 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
             samples_per_prompt=config.algorithm.samples_per_prompt,
             store_bytes=config.buffer.max_stored_bytes * max(1, num_store_servers(config)),
             on_step=on_step,
-            resumed=resumed,
+            version=resumed.version,
+            earlier=earlier,
             last=last,
         )
         self._checkpointer = Checkpointer(
@@ -201,7 +203,6 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
         The fleet saves the tokens of running groups in the buffer first.
         """
         await self._fleet.drain()
-        self._checkpointer.rewind(self._queued_version)  # a planned batch without a step
         return await (await self._checkpointer.save(self._queued_version, wait=True))
 
     async def checkpoint(self) -> Path:
@@ -225,22 +226,17 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
         """The newest complete checkpoint in ``folder`` that this process has saved, or None."""
         return self._checkpointer.newest(folder)
 
-    async def rewind(self, state: RunState, *, incarnation: int) -> None:
+    async def rewind(self, state: RunState, *, incarnation: int) -> Sequence[tuple[int, int]]:
         """Reset the buffer and this controller to a checkpoint; the learner continues as ``incarnation``.
 
-        If the checkpoint is one step ahead of the ledger, the buffer first commits this step.
+        If the checkpoint is one step ahead of the ledger, the buffer first commits this step. Returns the groups that
+        are finished there, as sorted ranges [start, end).
         """
         await self._commit_before(state.version)
-        added = state.since(self._resumed)
-        await self._buffer.rewind(
-            state.version,
-            incarnation=incarnation,
-            finished=state.finished,
-            tokens_trained=added.tokens_trained,
-            lag_histogram=added.lag_histogram,
-        )
+        await self._buffer.rewind(state.version, incarnation=incarnation)
         self._go_on_from(state.version)
         self._reporter.rewind(state.version)
+        return await self._buffer.finished()
 
     async def replan(self) -> tuple[int, Sequence[int]]:
         """Requeue the lost groups after a `BatchLost`; the next `train` plans their step again.
@@ -299,7 +295,6 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
         with record.span(record.SpanKind.plan_wait, lane="/plan", step=version):
             plan = await self._buffer.plan(version)
         waited_s = time.monotonic() - asked_s
-        self._checkpointer.planned(plan)
         return plan, waited_s
 
 
@@ -359,7 +354,7 @@ class Controller(_Training[LearnerPort, FleetPort]):
             metrics = await step.update
             step.dispatched.close()
             stats = await self._buffer.commit(step.plan.version)
-            self._checkpointer.committed(step.plan.version)
+            self._checkpointer.committed()
             self._places.release()
             if step.weights is not None:
                 await step.weights  # only the copy
@@ -409,14 +404,15 @@ class ColocatedController(_Training[ColocatedLearnerPort, ColocatedFleetPort]):
         await self._learner.trainer_mode()
         return await super().save_stopped()
 
-    async def rewind(self, state: RunState, *, incarnation: int) -> None:
+    async def rewind(self, state: RunState, *, incarnation: int) -> Sequence[tuple[int, int]]:
         """As in the base class. Then the engines release their devices for the learner's new ranks."""
         await self._commit_before(state.version)
         if self._trained is not None and self._trained[0].version < state.version:  # the checkpoint includes the step
             await self._report(await self._buffer.stats())
         self._trained = None
-        await super().rewind(state, incarnation=incarnation)
+        finished = await super().rewind(state, incarnation=incarnation)
         await self._fleet.release_device(incarnation)
+        return finished
 
     async def _take_turns(self) -> None:
         self._fleet.take_device()
@@ -438,7 +434,7 @@ class ColocatedController(_Training[ColocatedLearnerPort, ColocatedFleetPort]):
                 await self._learner.rollout_mode(version + 1)
                 self._fleet.take_device()
             stats = await self._buffer.commit(version)
-            self._checkpointer.committed(version)
+            self._checkpointer.committed()
             await self._unless_stopped(self._follow_fleet)
             if self._evaluate is not None and version + 1 == self._next_evaluated(version):
                 await self._unless_stopped(partial(self._evaluate, version + 1, None))

@@ -130,8 +130,8 @@ class LearnerRestarts:
         """Start new ranks from the newest checkpoint."""
         found = self._newest()  # look again: another checkpoint may be complete by now
         assert found is not None, "complete checkpoints are kept"
-        await self._controller.rewind(found.state, incarnation=self.num_restarts)
-        self._prompts.repeat_unfinished(found.state.finished)
+        finished = await self._controller.rewind(found.state, incarnation=self.num_restarts)
+        self._prompts.repeat_unfinished(finished)
         try:
             await self._learner.begin_again(found.checkpoint, found.state.version, incarnation=self.num_restarts)
         except _NOT_OF_A_LIFE:

@@ -40,7 +40,6 @@ from asyncrl.metrics import (
     TrainingResult,
 )
 from asyncrl.profile.attribution import LiveUse
-from asyncrl.run.resume import RunState
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +61,8 @@ class Reporter:
         samples_per_prompt: Trained samples per group; a greedy baseline may follow them.
         store_bytes: Bytes of groups that all stores may hold together.
         on_step: Receives each record.
-        resumed: The state in which the run began.
+        version: The version that every engine serves.
+        earlier: The ledger's totals of the earlier lives of the run; None for a new run.
         last: The record of the last step before; its time, tokens and failures count on. None for a new run.
 
     Attributes:
@@ -76,16 +76,17 @@ class Reporter:
         samples_per_prompt: int,
         store_bytes: int,
         on_step: Callable[[StepRecord], None],
-        resumed: RunState,
+        version: int,
+        earlier: BufferStats | None,
         last: StepRecord | None = None,
     ) -> None:
-        self.engine_version = resumed.version
+        self.engine_version = version
         self.num_steps = 0
         self._before = (last.time_s, last.generated_tokens, last.failed_groups) if last else (0.0, 0, 0)
         self._trained = slice(samples_per_prompt)
         self._store_bytes = store_bytes
         self._on_step = on_step
-        self._resumed = resumed
+        self._earlier = earlier
         self._began_s = self._ended_s = self._last_record_s = 0.0
         self._last_tokens = 0
         self._publish_s = 0.0
@@ -169,23 +170,18 @@ class Reporter:
 
         Raises `AccountError` if the account does not balance.
         """
-        tokens = balanced_account(stats, counts)
-        before = self._resumed
-        dropped = Counter(before.all_dropped()) + Counter(stats.tokens_dropped)
-        lags = Counter(before.lag_histogram) + Counter(stats.lag_histogram)
+        earlier = self._earlier
+        lags = Counter(stats.lag_histogram)
+        if earlier is not None:
+            lags -= Counter(earlier.lag_histogram)
         return TrainingResult(
             policy_version=stats.learner_version,
             train_wall_s=self._ended_s - self._began_s,
-            tokens=replace(
-                tokens,
-                generated=before.tokens_generated + tokens.generated,
-                trained=before.tokens_trained + tokens.trained,
-                dropped=sum(dropped.values()),
-            ),
-            max_lag_realised=max(stats.lag_histogram, default=self._max_lag),
-            max_lag_before=max(before.lag_histogram, default=0),
-            lag_histogram=dict(sorted(lags.items())),
-            tokens_dropped=dict(dropped),
+            tokens=balanced_account(stats, counts, num_earlier=0 if earlier is None else earlier.num_tokens),
+            max_lag_realised=max(lags, default=self._max_lag),
+            max_lag_before=0 if earlier is None else max(earlier.lag_histogram, default=0),
+            lag_histogram=dict(sorted(stats.lag_histogram.items())),
+            tokens_dropped=dict(stats.tokens_dropped),
             groups_failed=dict(counts.groups_failed),
             samples_per_group=self._num_samples / max(1, self._num_groups),
         )
@@ -230,10 +226,13 @@ def slowest_engine(before: Mapping[str, int], now: Mapping[str, int]) -> float:
     return min(new) / middle if middle > 0 else 1.0
 
 
-def balanced_account(stats: BufferStats, counts: FleetCounts) -> TokenAccount:
-    """The token account since the start or the last resume. Raises `AccountError` if it does not balance."""
+def balanced_account(stats: BufferStats, counts: FleetCounts, *, num_earlier: int = 0) -> TokenAccount:
+    """The token account of a run over all its lives. Raises `AccountError` if it does not balance.
+
+    ``num_earlier`` are the tokens that the ledger counted when this life began; ``counts`` are of this life.
+    """
     tokens = TokenAccount(
-        generated=counts.tokens_generated,
+        generated=num_earlier + counts.tokens_generated,
         trained=stats.tokens_trained,
         dropped=sum(stats.tokens_dropped.values()),
         buffered=stats.tokens_buffered,

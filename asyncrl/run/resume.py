@@ -1,10 +1,9 @@
 """The state of a run at a checkpoint, and how a run continues from it.
 
-A checkpoint of policy version v accounts for the steps before v. A resumed run hands out again all prompts that were
-queued, in flight or stored at that moment. The tokens written for them count as dropped (``resume``).
-
-A run also returns to a checkpoint when its learner dies (`asyncrl.run.learner_restarts`). Its buffer stays up and
-queues the prompts that it still knows. Their tokens count as dropped (``rewound``).
+A checkpoint of policy version v accounts for the steps before v. It has two parts: the ranks', with the `RunState`, and
+the buffer's, with the ledger, the stored groups, the prompts and the saved prefixes. A run that resumes opens both. The
+ledger commits the steps before v and goes back to v, as it does when the learner has died
+(`asyncrl.run.learner_restarts`). So the account, the finished prompts and the lags go on over all lives of a run.
 """
 
 from __future__ import annotations
@@ -12,78 +11,54 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections import Counter
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
+import uuid
+from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from asyncrl.config import RunConfig
-from asyncrl.core.errors import CheckpointError
+from asyncrl.core.errors import CheckpointError, ReplayBufferError
 from asyncrl.core.ports import ControlBuffer, FleetPort, LearnerPort, PromptSource
-from asyncrl.core.types import BufferStats, Plan, Prompt
+from asyncrl.core.types import BufferStats, Prompt
 from asyncrl.data.prompts import PromptStream
+from buffer.checkpoint_parts import LEDGER_PART, MARKS
 from buffer.config import BufferConfig, Durability
+from buffer.journal import read_values
 from buffer.keys import BufferRole, client_keys, server_keys
-from learner.checkpoint_folder import missing_parts, newest_checkpoint, read_progress, whole_checkpoints
+from learner.checkpoint_folder import (
+    checkpoint_path,
+    missing_parts,
+    newest_checkpoint,
+    part_of,
+    read_progress,
+    whole_checkpoints,
+)
 
-RESUME = "resume"
-"""Why tokens of unfinished groups are dropped when a run resumes."""
+BUFFER = "buffer"
+"""Folder beside the ranks' checkpoints with the buffer's parts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunState:
-    """The state of a run, summed over all resumes.
+    """The state of a run at a checkpoint that is not in the buffer's part.
 
     Attributes:
         version: Learner version: the number of committed steps.
+        key: Names the checkpoint; its two parts have the same key.
+        lineage: Names the run over all its lives.
         prompts: State of the prompt stream; its ``position`` counts the prompts handed out.
-        finished: Ids of the consumed or dropped groups, as sorted ranges [start, end).
-        tokens_generated: Policy tokens that the fleet had written.
-        tokens_trained: Policy tokens of consumed groups.
-        tokens_dropped: Policy tokens dropped, by reason.
-        lag_histogram: Number of consumed groups by lag in learner steps.
+        tokens_generated: Policy tokens that the fleets of all lives had written.
         options: The options in `learning_options` as the checkpoint's run had them.
     """
 
     version: int = 0
+    key: str = ""
+    lineage: str = ""
     prompts: Mapping[str, Any] = field(default_factory=dict)
-    finished: Sequence[tuple[int, int]] = ()
     tokens_generated: int = 0
-    tokens_trained: int = 0
-    tokens_dropped: Mapping[str, int] = field(default_factory=dict)
-    lag_histogram: Mapping[int, int] = field(default_factory=dict)
     options: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def unfinished(self) -> list[int]:
-        """Ids of groups that were handed out and are not finished, ascending."""
-        gaps, start = [], 0
-        for first, end in [*self.finished, (self.prompts.get("position", 0),) * 2]:
-            gaps.extend(range(start, first))
-            start = end
-        return gaps
-
-    def since(self, before: RunState) -> RunState:
-        """This state, but with trained tokens and lags only since ``before``."""
-        lags = Counter(self.lag_histogram)
-        lags.subtract(before.lag_histogram)
-        return replace(
-            self,
-            tokens_trained=self.tokens_trained - before.tokens_trained,
-            lag_histogram={k: n for k, n in lags.items() if n},
-        )
-
-    @property
-    def tokens_lost(self) -> int:
-        """Policy tokens that were buffered or in flight; a resumed run drops them."""
-        return self.tokens_generated - self.tokens_trained - sum(self.tokens_dropped.values())
-
-    def all_dropped(self) -> dict[str, int]:
-        """Dropped tokens by reason, including those that resuming drops."""
-        lost = {RESUME: self.tokens_lost} if self.tokens_lost else {}
-        return dict(Counter(self.tokens_dropped) + Counter(lost))
 
     def to_dict(self) -> dict[str, Any]:
         """The state as JSON values."""
@@ -98,56 +73,12 @@ class RunState:
                 f"a checkpoint to resume must hold {names} of its run, got {sorted(values)}; it was saved by "
                 "another version of asyncrl, or not by a run"
             )
-        lags = {int(lag): count for lag, count in values["lag_histogram"].items()}
-        finished = tuple((first, end) for first, end in values["finished"])
-        return cls(**{**values, "finished": finished, "lag_histogram": lags})
+        return cls(**values)
 
     def changed_options(self, config: RunConfig) -> list[str]:
         """Options that differ from the checkpoint's. Example: ``learner.optimizer.lr was 0.001, is 0.0001``."""
         now = learning_options(config)
         return [f"{name} was {was}, is {now[name]}" for name, was in self.options.items() if now.get(name, was) != was]
-
-    def after(
-        self,
-        *,
-        prompts: Mapping[str, Any],
-        stats: BufferStats,
-        finished: Iterable[tuple[int, int]],
-        planned: Iterable[Plan],
-        tokens_generated: int,
-        version: int,
-        options: Mapping[str, str],
-    ) -> RunState:
-        """The state at the checkpoint of ``version`` of a run that resumed from this state.
-
-        ``stats``, ``finished`` and ``tokens_generated`` count only from the resume on. ``planned`` are the batches
-        before ``version``; batches that the ledger had not committed at ``stats`` are added.
-        """
-        open_plans = [plan for plan in planned if plan.version >= stats.learner_version]
-        groups = [group for plan in open_plans for group in plan.groups]
-        ids = [(group.group_id, group.group_id + 1) for plan in planned for group in plan.groups]
-        lags = Counter(plan.version - group.oldest_version for plan in open_plans for group in plan.groups)
-        return RunState(
-            version=version,
-            prompts=prompts,
-            finished=_joined([*self.finished, *finished, *ids]),
-            tokens_generated=self.tokens_generated + tokens_generated,
-            tokens_trained=self.tokens_trained + stats.tokens_trained + sum(group.num_tokens for group in groups),
-            tokens_dropped=dict(Counter(self.all_dropped()) + Counter(stats.tokens_dropped)),
-            lag_histogram=dict(Counter(self.lag_histogram) + Counter(stats.lag_histogram) + lags),
-            options=options,
-        )
-
-
-def _joined(ranges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Sorted, disjoint ranges. Example: [(2, 3), (0, 2), (5, 6)] gives ((0, 3), (5, 6))."""
-    found: list[tuple[int, int]] = []
-    for start, end in sorted(ranges):
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(found[-1][1], end))
-        else:
-            found.append((start, end))
-    return tuple(found)
 
 
 def learning_options(config: RunConfig) -> dict[str, str]:
@@ -170,10 +101,19 @@ def learning_options(config: RunConfig) -> dict[str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Resumed:
-    """A checkpoint's folder, and the state of the run there."""
+    """A checkpoint's folder, and the state of the run there.
+
+    ``earlier`` are the ledger's totals when this life begins; None before `take_up`.
+    """
 
     checkpoint: Path
     state: RunState
+    earlier: BufferStats | None = None
+
+    @property
+    def buffer_part(self) -> Path:
+        """The folder of the buffer's part."""
+        return part_of(self.checkpoint, BUFFER)
 
 
 class Checkpointer:
@@ -198,18 +138,16 @@ class Checkpointer:
         self._fleet = fleet
         self._prompts = prompts
         self._resumed = resumed
-        self._uncommitted: dict[int, Plan] = {}
         self._queued: dict[int, RunState] = {}
+        self._writes: set[asyncio.Future[Any]] = set()
         self._requests: list[asyncio.Future[Path]] = []
         self._copied: list[tuple[Path, list[asyncio.Future[Path]]]] = []
 
-    def planned(self, plan: Plan) -> None:
-        """Record a planned batch."""
-        self._uncommitted[plan.version] = plan
-
-    def committed(self, version: int) -> None:
-        """Record that the ledger committed the batch of ``version``."""
-        del self._uncommitted[version]
+    def committed(self) -> None:
+        """Note that the ledger committed a batch. Raises `ReplayBufferError` if the buffer could not write its part."""
+        for write in [write for write in self._writes if write.done()]:
+            self._writes.discard(write)
+            write.result()
         self._answer_requests()
 
     async def requested(self) -> Path:
@@ -244,23 +182,34 @@ class Checkpointer:
 
     async def save(self, version: int, *, wait: bool) -> Awaitable[str]:
         """Queue a checkpoint of ``version``, which the ranks are at after the calls queued so far."""
-        planned = list(self._uncommitted.values())
-        stats = await self._buffer.stats()
-        state = self._queued[version] = self._resumed.after(
-            prompts=self._prompts.state(),
-            stats=stats,
-            finished=await self._buffer.finished(),
-            planned=planned,
-            tokens_generated=(await self._fleet.counters()).tokens_generated,
+        key = uuid.uuid4().hex
+        part = part_of(checkpoint_path(self._learner.checkpoints, version), BUFFER)
+        write = asyncio.ensure_future(self._buffer.checkpoint(part.absolute(), version, key=key))
+        write.add_done_callback(lambda done: done.cancelled() or done.exception())  # `committed` raises it
+        self._writes.add(write)
+        await asyncio.sleep(0)  # the request is sent
+        await self._buffer.stats()  # the buffer has it; the tokens in its snapshot are generated
+        state = self._queued[version] = RunState(
             version=version,
+            key=key,
+            lineage=self._resumed.lineage,
+            prompts=self._prompts.state(),
+            tokens_generated=self._resumed.tokens_generated + (await self._fleet.counters()).tokens_generated,
             options=learning_options(self._config),
         )
         requests, self._requests = self._requests, []
-        return self._copied_by(self._learner.save(version, state.to_dict(), wait=wait), requests)
+        saving = self._learner.save(version, state.to_dict(), wait=wait, parts=[BUFFER])
+        copied = asyncio.ensure_future(self._copied_by(saving, requests, [write] if wait else []))
+        copied.add_done_callback(lambda done: done.cancelled() or done.exception())  # the caller raises it
+        return copied
 
-    async def _copied_by(self, saving: Awaitable[str], requests: list[asyncio.Future[Path]]) -> str:
-        """The folder of a checkpoint, when the ranks have copied their part."""
+    async def _copied_by(
+        self, saving: Awaitable[str], requests: list[asyncio.Future[Path]], writes: Sequence[Awaitable[Any]]
+    ) -> str:
+        """The folder of a checkpoint, when the ranks have copied their part, and after the ``writes`` of the buffer."""
         folder = await saving
+        for write in writes:
+            await write
         if requests:
             self._copied.append((Path(folder), requests))
         self._answer_requests()
@@ -281,8 +230,7 @@ class Checkpointer:
         return None
 
     def rewind(self, version: int) -> None:
-        """Forget planned batches and later checkpoints; the learner continues at ``version``."""
-        self._uncommitted.clear()
+        """Forget later checkpoints; the learner continues at ``version``."""
         self._queued = {saved: state for saved, state in self._queued.items() if saved <= version}
 
 
@@ -344,15 +292,43 @@ def check_keys(folder: Path) -> None:
             )
 
 
-def begin_buffer_at(options: BufferConfig, version: int) -> BufferConfig:
-    """The buffer's options of a resumed run: the buffer begins empty, at the checkpoint's version.
+def begin_buffer_at(options: BufferConfig, resumed: Resumed) -> BufferConfig:
+    """The buffer's options of a run that resumes: the buffer begins with its part of the checkpoint.
 
-    The journal of an earlier server is newer than the checkpoint. Its folder is renamed, not deleted.
+    If the journal of the earlier life knows the checkpoint, the buffer begins with this journal instead, because it
+    holds more groups. Any other journal belongs to another run; its folder is renamed, not deleted. Raises `ValueError`
+    if the checkpoint has no part of the buffer.
     """
+    state, part = resumed.state, resumed.buffer_part
+    if not part.is_dir():
+        raise ValueError(
+            f"{resumed.checkpoint} needs the buffer's part in {part}, got none; name another checkpoint, or copy "
+            "checkpoints with all their parts"
+        )
+    options = replace(options, lineage=state.lineage, checkpoint=str(part.absolute()))
     kept = Path(options.directory)
-    if options.durability is Durability.disk and kept.is_dir():
-        kept.rename(kept.with_name(f"{kept.name}.before-resume-{time.strftime('%Y%m%d-%H%M%S')}"))
-    return replace(options, first_version=version)
+    if options.durability is not Durability.disk or not kept.is_dir():
+        return options
+    with suppress(ReplayBufferError, ValueError):  # no journal, or of another release
+        values = read_values(kept / LEDGER_PART)
+        if state.key in (values.get(MARKS) or ()):
+            return replace(options, checkpoint="", earlier_epoch=values["epoch"])
+    kept.rename(kept.with_name(f"{kept.name}.before-resume-{time.strftime('%Y%m%d-%H%M%S')}"))
+    return options
+
+
+async def take_up(buffer: ControlBuffer, resumed: Resumed) -> Resumed:
+    """Take the ledger of an earlier life to a checkpoint, before anything else runs; returns where this life begins.
+
+    Groups and saved prefixes without a token of a later version stay. The journal of a killed life may know of more
+    tokens than the checkpoint.
+    """
+    state = resumed.state
+    for version in range((await buffer.stats()).learner_version, state.version):
+        await buffer.commit(version)
+    await buffer.resume(state.version, key=state.key, tokens_generated=state.tokens_generated)
+    earlier = await buffer.stats()
+    return replace(resumed, state=replace(state, tokens_generated=earlier.num_tokens), earlier=earlier)
 
 
 class RepeatedPrompts:
@@ -360,7 +336,7 @@ class RepeatedPrompts:
 
     Args:
         stream: The prompt stream.
-        resumed: The state to resume from: the stream continues there, and unfinished prompts are handed out again.
+        resumed: The state to resume from: the stream continues there.
 
     Raises `ValueError` if the stream has other files or options than that of ``resumed``.
     """
@@ -370,11 +346,13 @@ class RepeatedPrompts:
         self._again: list[int] = []
         if resumed is not None:
             stream.restore(resumed.prompts)
-            self.repeat_unfinished(resumed.finished)
 
     def repeat_unfinished(self, finished: Sequence[tuple[int, int]]) -> None:
-        """Hand out again every prompt that is not ``finished``. The buffer skips prompts that it has already."""
-        self._again = RunState(prompts=self._stream.state(), finished=finished).unfinished
+        """Hand out again every prompt that was handed out and is not ``finished``. The buffer skips those it knows."""
+        self._again, start = [], 0
+        for first, end in [*finished, (self._stream.state().get("position", 0),) * 2]:
+            self._again.extend(range(start, first))
+            start = end
 
     def take(self, count: int) -> list[Prompt]:
         """The next ``count`` prompts."""

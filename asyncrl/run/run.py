@@ -55,6 +55,7 @@ from asyncrl.run.resume import (
     RunState,
     begin_buffer_at,
     find_checkpoint,
+    take_up,
 )
 from asyncrl.run.run_folder import SHARED_MEMORY, RunPaths, shared_folder
 from asyncrl.run.run_lives import begin_life
@@ -63,6 +64,7 @@ from asyncrl.samples import NewSamples, sample_line
 from asyncrl.sft.warm_start import WarmStart, needs_fine_tuning, policy_path
 from asyncrl.single_controller import ray_death
 from buffer import BufferConfig, BufferConnection, BufferSupervisor, ControlClient, StoresOn
+from buffer.account import RESUME
 from learner.checkpoint_folder import read_progress
 from learner.config import Device
 from rollout_fleet.config import SaveProgress
@@ -103,6 +105,7 @@ class Run:
         self._watching = Watching(config, run_dir, view)
         self._start_s = 0.0
         self._resumed: Resumed | None = None
+        self._lineage = ""
         self._server: BufferSupervisor | None = None
         self._stores: HostStores | None = None
         self._restarts: LearnerRestarts | None = None
@@ -149,12 +152,18 @@ class Run:
     def _say_resumed(self, resumed: Resumed) -> None:
         """Tell the user the step at which the run continues, and the changed options."""
         state = resumed.state
-        self._view.say(
-            f"resuming {resumed.checkpoint}: {state.version} steps done, {len(state.unfinished)} prompts are "
-            f"handed out again, {state.tokens_lost} tokens written for them are dropped"
-        )
+        self._view.say(f"resuming {resumed.checkpoint}: {state.version} steps done")
         if changed := state.changed_options(self._config):
             self._view.say(f"resuming with other options than the checkpoint's: {'; '.join(changed)}")
+
+    def _say_kept(self, resumed: Resumed) -> None:
+        """Tell the user what the buffer kept of the earlier lives."""
+        if (kept := resumed.earlier) is not None:
+            self._view.say(
+                f"the buffer goes on with {kept.groups['stored']} stored groups, {kept.groups['queued']} queued prompts"
+                f" and {kept.tokens_buffered} tokens; {kept.tokens_dropped.get(RESUME, 0)} tokens that were in flight "
+                "at the end of earlier lives are lost"
+            )
 
     def _buffer_options(self) -> BufferConfig:
         """The buffer's options in this run.
@@ -173,7 +182,8 @@ class Run:
         if self._config.rollout_fleet.save_progress is SaveProgress.never:  # then workers do not hand over groups
             options = replace(options, hand_over=False)
         if self._resumed is not None:
-            options = begin_buffer_at(options, self._resumed.state.version)
+            options = begin_buffer_at(options, self._resumed)
+        self._lineage = options.lineage or options.epoch
         return options
 
     def _host_stores(self, stack: AsyncExitStack, options: BufferConfig, buffer: BufferConnection) -> HostStores:
@@ -221,6 +231,10 @@ class Run:
     ) -> dict[str, Any]:
         buffer = ControlClient(server.connection.client())
         stack.push_async_callback(buffer.close)
+        if self._resumed is not None:
+            self._resumed = await take_up(buffer, self._resumed)
+            prompts.repeat_unfinished(await buffer.finished())
+            self._say_kept(self._resumed)
         if not self._warming.has_begun:
             await self._warm_up()
         learner, fleet = await self._start_groups(stack, server.connection)
@@ -299,7 +313,7 @@ class Run:
     @property
     def _state(self) -> RunState:
         """The state in which the run begins."""
-        return self._resumed.state if self._resumed is not None else RunState()
+        return self._resumed.state if self._resumed is not None else RunState(lineage=self._lineage)
 
     async def _train(
         self, buffer: ControlClient, learner: LearnerGroup, fleet: FleetGroup, prompts: RepeatedPrompts
@@ -322,6 +336,7 @@ class Run:
             evaluate=evaluate,
             resumed=self._state,
             last=self._records[-1] if self._records else None,
+            earlier=self._resumed and self._resumed.earlier,
         )
         self._restarts = LearnerRestarts(
             self._config,

@@ -89,8 +89,8 @@ async def test_taking_turns_stops_between_two_steps_and_saves_in_the_learners_tu
     fleet.tokens_generated = 20
     assert await turns.save_stopped() == "/checkpoints/2"
     assert [record.step for record in records] == [0, 1]
-    last = buffer.events[-3:]
-    assert last == [("release", None), ("trainer mode", None), ("save queued", 2)]
+    last = buffer.events[-4:]
+    assert last == [("release", None), ("trainer mode", None), ("buffer saved", 2), ("save queued", 2)]
     assert (("rollout mode", 2) in buffer.events) == (when == "plan")
 
 

@@ -5,11 +5,12 @@ import math
 import time
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from asyncrl.cli.compose import compose_run
-from asyncrl.core.errors import AccountError, CheckpointError, WorkerDiedError, root_cause
+from asyncrl.core.errors import AccountError, CheckpointError, ReplayBufferError, WorkerDiedError, root_cause
 from asyncrl.core.ports import FleetCounts
 from asyncrl.core.types import BufferStats, GroupSummary, Plan
 from asyncrl.run.controller import Controller
@@ -24,8 +25,10 @@ TOKENS_PER_STEP = 10
 class ScriptedBuffer(OffersInMemory):
     """Like the real ledger, this buffer may plan one version ahead of the last commit."""
 
-    def __init__(self, trained_per_step=TOKENS_PER_STEP, version=0):
+    def __init__(self, trained_per_step=TOKENS_PER_STEP, version=0, earlier=None):
         super().__init__(version)
+        self.earlier = earlier
+        self.parts = []
         self.version = version
         self.first_version = version
         self.committed = asyncio.Condition()
@@ -64,14 +67,20 @@ class ScriptedBuffer(OffersInMemory):
     async def finished(self):
         return [(0, self.version)]
 
+    async def checkpoint(self, folder, version, *, key):
+        self.events.append(("buffer saved", version))
+        self.parts.append((str(folder), version, key))
+
     async def stats(self):
+        num_steps, earlier = self.version - self.first_version, self.earlier
+        lags = Counter({0: 1, 1: num_steps - 1} if num_steps else {})
         return BufferStats(
             learner_version=self.version,
             groups=Counter(),
-            tokens_trained=(self.version - self.first_version) * self.trained_per_step,
-            tokens_dropped={},
+            tokens_trained=num_steps * self.trained_per_step + (earlier.tokens_trained if earlier else 0),
+            tokens_dropped=earlier.tokens_dropped if earlier else {},
             tokens_buffered=0,
-            lag_histogram={0: 1, 1: self.version - self.first_version - 1} if self.version > self.first_version else {},
+            lag_histogram=lags + Counter(earlier.lag_histogram if earlier else {}),
             puts_refused={},
             stored_bytes=0,
             leases_waiting=0,
@@ -82,6 +91,8 @@ class ScriptedBuffer(OffersInMemory):
 
 class ScriptedLearner:
     """A learner with short sequential updates; it may die in one of them."""
+
+    checkpoints = Path("/checkpoints")
 
     def __init__(self, buffer, dies_at=None, full_at=None, saved=None, unpublished=None):
         self.buffer = buffer
@@ -188,6 +199,7 @@ def make_controller(
     steps=6,
     overrides=(),
     resumed=None,
+    earlier=None,
     saved=None,
     evaluate=None,
     unpublished=None,
@@ -207,6 +219,7 @@ def make_controller(
         on_step=records.append,
         evaluate=evaluate,
         resumed=resumed,
+        earlier=earlier,
     )
     return controller, buffer, fleet, records
 
@@ -372,7 +385,7 @@ async def test_evaluations_between_are_of_a_version_that_its_engine_keeps_while_
     assert fleet.loaded[-1] == 30
 
 
-async def test_checkpoints_are_queued_between_two_updates_with_what_their_version_has_consumed():
+async def test_both_parts_of_a_checkpoint_are_queued_between_two_updates():
     saved = []
     controller, buffer, fleet, _ = make_controller(overrides=["checkpoint.every_steps=2"], steps=5, saved=saved)
     await train(controller, fleet)
@@ -382,23 +395,23 @@ async def test_checkpoints_are_queued_between_two_updates_with_what_their_versio
         assert buffer.events.index(("update queued", version - 1)) < buffer.events.index(("save queued", version))
         if version < 5:
             assert buffer.events.index(("save queued", version)) < buffer.events.index(("update queued", version))
-        # The checkpoint includes steps that the ledger has not committed yet, because it has their weights.
-        assert state.finished == ((0, version),)
-        assert state.tokens_trained == version * TOKENS_PER_STEP
-        assert state.unfinished == list(range(version, 99))
-        assert sum(state.lag_histogram.values()) == version
+        assert buffer.events.index(("buffer saved", version)) < buffer.events.index(("save queued", version))
+        assert (f"/checkpoints/buffer/v{version:08d}", version, state.key) in buffer.parts
+        assert (state.version, state.prompts, state.tokens_generated) == (version, {"position": 99}, 60)
         assert state.options["algorithm.groups_per_step"] == "32"
+    assert len({key for *_, key in buffer.parts}) == 3
 
 
 async def test_a_run_goes_on_at_the_version_and_the_account_of_its_checkpoint():
-    before = RunState(
-        version=3, prompts={"position": 5}, finished=((0, 3),), tokens_generated=50, tokens_trained=30,
-        tokens_dropped={"stale": 4}, lag_histogram={0: 2, 2: 1},
-    )  # fmt: skip
+    before = RunState(version=3, prompts={"position": 5}, tokens_generated=50, lineage="life 1")
+    totals = await ScriptedBuffer().stats()
+    lost = {"stale": 4, "resume": 16}
+    earlier = replace(totals, tokens_trained=30, tokens_dropped=lost, lag_histogram={0: 2, 2: 1})
     saved = []
     controller, buffer, fleet, records = make_controller(
-        buffer=ScriptedBuffer(version=3, trained_per_step=20),
+        buffer=ScriptedBuffer(version=3, trained_per_step=20, earlier=earlier),
         resumed=before,
+        earlier=earlier,
         overrides=["checkpoint.every_steps=6"],
         saved=saved,
     )
@@ -414,8 +427,7 @@ async def test_a_run_goes_on_at_the_version_and_the_account_of_its_checkpoint():
     assert result.tokens.balance == 0
     assert result.lag_histogram == {0: 3, 1: 2, 2: 1}
     again = RunState.from_dict(saved[-1][1])
-    assert (again.tokens_generated, again.tokens_dropped) == (110, {"stale": 4, "resume": 16})
-    assert again.finished[0] == (0, 6)
+    assert (again.tokens_generated, again.lineage) == (110, "life 1")
 
 
 async def test_a_stopped_training_commits_and_reports_the_steps_under_way_and_saves_their_version():
@@ -434,7 +446,6 @@ async def test_a_stopped_training_commits_and_reports_the_steps_under_way_and_sa
     assert await controller.save_stopped() == f"/checkpoints/{len(queued)}"
     ((version, state, waits),) = saved
     assert (version, state["version"], waits) == (len(queued), len(queued), True)
-    assert state["tokens_trained"] == len(queued) * TOKENS_PER_STEP, "no step counts twice"
     assert (await controller.account()).policy_version == len(queued)
     assert controller.is_stopped
     assert not controller.has_all_steps
@@ -478,6 +489,17 @@ async def test_a_requested_checkpoint_is_saved_with_the_next_step_and_told_when_
 
 async def test_a_checkpoint_that_cannot_be_written_ends_the_run():
     controller, _, fleet, _ = make_controller(overrides=["checkpoint.every_steps=2"], full_at=4)
+    with pytest.raises(BaseExceptionGroup) as caught:
+        await train(controller, fleet)
+    assert "no space left" in str(root_cause(caught.value))
+
+
+async def test_a_buffer_that_cannot_write_its_part_of_a_checkpoint_ends_the_run():
+    class FullDisk(ScriptedBuffer):
+        async def checkpoint(self, folder, version, *, key):
+            raise ReplayBufferError("no space left on device")
+
+    controller, _, fleet, _ = make_controller(buffer=FullDisk(), overrides=["checkpoint.every_steps=2"])
     with pytest.raises(BaseExceptionGroup) as caught:
         await train(controller, fleet)
     assert "no space left" in str(root_cause(caught.value))

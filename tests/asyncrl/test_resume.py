@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +11,7 @@ from asyncrl.data import PromptStream
 from asyncrl.data.config import DataConfig
 from asyncrl.run.resume import (
     RepeatedPrompts,
+    Resumed,
     RunState,
     begin_buffer_at,
     check_beginning,
@@ -17,6 +19,7 @@ from asyncrl.run.resume import (
     learning_options,
 )
 from buffer.config import BufferConfig, Durability
+from buffer.journal import Journal
 from buffer.keys import make_keys
 from tests.support.checkpoints import STATE, save
 
@@ -33,17 +36,11 @@ class Letters:
 
 
 def test_a_state_survives_json():
-    plain = json.loads(json.dumps(replace(STATE, tokens_dropped={"stale": 3}, lag_histogram={0: 2, 3: 1}).to_dict()))
-    assert RunState.from_dict(plain) == replace(STATE, tokens_dropped={"stale": 3}, lag_histogram={0: 2, 3: 1})
+    assert RunState.from_dict(json.loads(json.dumps(STATE.to_dict()))) == STATE
     with pytest.raises(ValueError, match="not by a run"):
         RunState.from_dict({})
-
-
-def test_what_was_handed_out_and_not_finished_is_handed_out_again():
-    assert STATE.unfinished == [5, 6, 9, 10, 11]
-    assert STATE.tokens_lost == 10
-    assert STATE.all_dropped() == {"resume": 10}
-    assert RunState().unfinished == []
+    with pytest.raises(ValueError, match="saved by another version of asyncrl"):
+        RunState.from_dict({**STATE.to_dict(), "finished": [[0, 5]], "tokens_trained": 60})
 
 
 def test_changed_options_of_learning_are_told_and_no_others(tmp_path):
@@ -100,6 +97,7 @@ def test_prompts_go_on_with_the_unfinished_ones_and_then_in_the_old_order(tmp_pa
     saved = PromptStream(data, Letters(), seed=3)
     taken = saved.take(12)
     resumed = RepeatedPrompts(PromptStream(data, Letters(), seed=3), replace(STATE, prompts=saved.state()))
+    resumed.repeat_unfinished([(0, 5), (7, 9)])
     again = resumed.take(2) + resumed.take(4)
     assert [prompt.group_id for prompt in again] == [5, 6, 9, 10, 11, 12]
     for prompt in again[:5]:
@@ -110,14 +108,39 @@ def test_prompts_go_on_with_the_unfinished_ones_and_then_in_the_old_order(tmp_pa
         RepeatedPrompts(PromptStream(data, Letters(), seed=4), replace(STATE, prompts=saved.state()))
 
 
-def test_what_a_buffer_kept_on_disk_is_put_aside(tmp_path):
+def resumed_at(folder: Path) -> Resumed:
+    return Resumed(checkpoint=save(folder, 4), state=STATE)
+
+
+def test_a_buffer_begins_with_its_part_of_the_checkpoint_and_another_journal_is_put_aside(tmp_path):
     options = BufferConfig(durability=Durability.disk, directory=str(tmp_path / "buffer"))
+    resumed = resumed_at(tmp_path / "c")
+    with pytest.raises(ValueError, match=r"needs the buffer's part in .*/c/buffer/v00000004, got none"):
+        begin_buffer_at(options, resumed)
+    (tmp_path / "c" / "buffer" / "v00000004").mkdir(parents=True)
     (tmp_path / "buffer").mkdir()
-    (tmp_path / "buffer" / "journal.1.log").write_text("later")
-    assert asdict(begin_buffer_at(options, 7)) == asdict(options) | {"first_version": 7}
+    (tmp_path / "buffer" / "journal.1.log").write_text("of another release")
+    begins = {"lineage": "life 1", "checkpoint": str(tmp_path / "c" / "buffer" / "v00000004")}
+    assert asdict(begin_buffer_at(options, resumed)) == asdict(options) | begins
     assert not (tmp_path / "buffer").exists()
     (aside,) = tmp_path.glob("buffer.before-resume-*")
-    assert (aside / "journal.1.log").read_text() == "later"
+    assert (aside / "journal.1.log").read_text() == "of another release"
+
+
+def test_a_buffer_begins_with_its_journal_if_the_journal_knows_the_checkpoint(tmp_path):
+    options = BufferConfig(durability=Durability.disk, directory=str(tmp_path / "buffer"))
+    resumed = resumed_at(tmp_path / "c")
+    (tmp_path / "c" / "buffer" / "v00000004").mkdir(parents=True)
+    (tmp_path / "buffer").mkdir()
+    journal = Journal(tmp_path / "buffer" / "journal")
+    journal.write("epoch", "earlier")
+    journal.write("checkpoints", ["3", "4"])
+    journal.close()
+    assert asdict(begin_buffer_at(options, resumed)) == asdict(options) | {
+        "lineage": "life 1",
+        "earlier_epoch": "earlier",
+    }
+    assert (tmp_path / "buffer").exists()
 
 
 @pytest.mark.parametrize(

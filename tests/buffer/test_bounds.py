@@ -15,8 +15,9 @@ from asyncrl.core.errors import ReplayBufferError, StoreFull, WireError
 from asyncrl.core.types import Prompt
 from buffer import BufferConfig, BufferProcess
 from buffer.client import ClientSocket
-from buffer.commands import MAX_LEASES, Done, Fetch, NothingYet, Renew
+from buffer.commands import Done, Fetch, NothingYet, Renew
 from buffer.encoding import Message, prompt_frames
+from buffer.records import MAX_LEASES
 from buffer.sockets import Chunk, ChunkReceiver, ChunkSender
 from buffer.stores import size_of
 from buffer.waiting import HeldRequests, Replies
@@ -74,7 +75,7 @@ async def test_the_prompt_of_a_group_that_is_generated_again_counts_again():
         await client.enqueue([prompt(i) for i in range(4, 6)])
         for lease in await client.lease(1, 4):
             await client.put(rollout(lease))
-        await client.rewind(0, incarnation=1, finished=[], tokens_trained=0, lag_histogram={})
+        await client.rewind(0, incarnation=1)
         more = asyncio.ensure_future(client.enqueue([prompt(6)]))
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(asyncio.shield(more), 0.5)

@@ -222,13 +222,13 @@ async def test_a_full_disk_is_an_error_and_nothing_is_acknowledged_that_is_not_s
 
 def test_a_file_that_is_no_journal_is_refused_by_its_path(tmp_path: Path):
     (tmp_path / "journal.1.log").write_text("something else, and long enough to be looked at" * 100)
-    with pytest.raises(ValueError, match=r"journal\.1\.log is not a journal of format 10: it begins with b'something"):
+    with pytest.raises(ValueError, match=r"journal\.1\.log is not a journal of format 11: it begins with b'something"):
         Journal(tmp_path / "journal")
 
 
 def test_a_journal_of_an_earlier_release_is_refused_by_its_path(tmp_path: Path):
     (tmp_path / "store0.1.log").write_bytes(b"asyncrl buffer journal 4\n" + bytes(100))
-    with pytest.raises(ValueError, match=r"store0\.1\.log is not a journal of format 10: it begins with b'asyncrl"):
+    with pytest.raises(ValueError, match=r"store0\.1\.log is not a journal of format 11: it begins with b'asyncrl"):
         Journal(tmp_path / "store0")
 
 

@@ -20,6 +20,7 @@ from hypothesis.stateful import (
 
 from asyncrl.core.errors import LeaseExpired, ReplayBufferError, StoreFull, UnknownGroup, VersionTooOld
 from asyncrl.core.types import GroupSummary
+from buffer.checkpoints import MAX_MARKS
 from buffer.commands import GrantedLease, Progress, PutResult, Reserved
 from buffer.config import OnStale
 from buffer.rule import ORDERS, StalenessRule
@@ -109,6 +110,8 @@ class LedgerMachine(RuleBasedStateMachine):
         self.stored: dict[int, tuple[GroupSummary, int]] = {}
         self.planned: dict[int, list[int]] = {}
         self.consumed: dict[int, tuple[GroupSummary, int]] = {}
+        self.marked: dict[int, set[int]] = {0: set()}
+        self.num_reopened = 0
         for host in "ab"[:num_stores] * joining:
             self.a_store_joins(host)
 
@@ -498,6 +501,8 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(again=st.booleans())
     def commit(self, again: bool) -> None:
         ids = self.planned.pop(self.version)
+        assert self.ledger.checkpoint(self.version + 1)
+        assert not self.ledger.checkpoint(self.version + 1)
         assert self.ledger.commit(self.version) == ids
         for group_id in ids:
             summary, deadline = self.stored.pop(group_id)
@@ -508,6 +513,8 @@ class LedgerMachine(RuleBasedStateMachine):
         if again:
             assert self.ledger.commit(self.version) == []
         self.version += 1
+        self.marked[self.version] = self._finished()
+        self.marked = {version: self.marked[version] for version in sorted(self.marked)[-MAX_MARKS:]}
 
     @precondition(lambda self: self.stored)
     @rule(data=st.data())
@@ -527,16 +534,17 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(back=st.integers(0, 5))
     def the_learner_goes_back(self, back: int) -> None:
         """Groups and prefixes without a token of a lost version stay. Groups of lost steps are queued again."""
-        version = max(0, self.version - back)
-        again = {group_id for group_id, (_, at) in self.consumed.items() if at >= version}
+        version = sorted(self.marked)[max(0, len(self.marked) - 1 - back)]
+        again = self._finished() - self.marked[version]
+        dropped = again - set(self.consumed)
         kept = [(summary, at) for summary, at in self.consumed.values() if at < version]
         self.ledger.drain_revocations()
-        self.ledger.rewind(
-            version,
-            finished=[group_id for group_id in self._finished() if group_id not in again],
-            tokens_trained=sum(summary.num_tokens for summary, _ in kept),
-            lags=Counter(at - summary.oldest_version for summary, at in kept),
-        )
+        self.ledger.rewind(version)
+        assert self.ledger.account.tokens_trained == sum(summary.num_tokens for summary, _ in kept)
+        assert self.ledger.account.lags == Counter(at - summary.oldest_version for summary, at in kept)
+        self.marked = {known: ids for known, ids in self.marked.items() if known <= version}
+        self.num_dropped -= len(dropped)
+        self.num_reopened += len(dropped)
         leases = [lease for lease, _ in self.running.values()]
         revoked = {(r.group_id, r.attempt) for _, r in self.ledger.drain_revocations()}
         assert revoked == {(lease.group_id, lease.attempt) for lease in leases}
@@ -556,8 +564,8 @@ class LedgerMachine(RuleBasedStateMachine):
         self.stored = {group_id: found for group_id, found in self.stored.items() if group_id not in gone | lost}
         self.prefixes = {g: prefix for g, prefix in self.prefixes.items() if prefix.newest_version <= version}
 
-    def _finished(self) -> list[int]:
-        return [group_id for start, end in self.ledger.history.finished.ranges() for group_id in range(start, end)]
+    def _finished(self) -> set[int]:
+        return {group_id for start, end in self.ledger.history.finished.ranges() for group_id in range(start, end)}
 
     # Invariants
 
@@ -589,7 +597,7 @@ class LedgerMachine(RuleBasedStateMachine):
         assert groups["stored"] == len(self.stored) - num_planned
         assert groups["planned"] == num_planned
         assert groups["consumed"] == len(self.consumed)
-        assert groups["dropped"] == self.num_dropped
+        assert groups["dropped"] == self.num_dropped + self.num_reopened
         assert groups["queued"] == self._num_queued()
 
     @invariant()

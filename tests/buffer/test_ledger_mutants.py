@@ -20,7 +20,7 @@ from cosmic_ray.mutating import mutate_code
 from cosmic_ray.plugins import get_operator
 
 ROOT = Path(__file__).parents[2]
-MODULES = ("rule", "ledger")
+MODULES = ("rule", "ledger", "attempts", "checkpoints")
 CHANGES = ("Lt_LtE", "LtE_Lt", "Gt_GtE", "GtE_Gt", "Lt_GtE", "LtE_Gt", "Gt_LtE", "GtE_Lt", "Eq_NotEq", "NotEq_Eq")
 
 EQUIVALENT = {

@@ -1,15 +1,15 @@
 """The learner goes back to a checkpoint: effects on the ledger, the offers and the stores."""
 
 import asyncio
-from collections import Counter
 from itertools import accumulate
+from pathlib import Path
 
 import msgpack
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.core.errors import LeaseExpired, ReplayBufferError, WrongEpoch
+from asyncrl.core.errors import LeaseExpired, ReplayBufferError, StoreFull, UnknownGroup, WrongEpoch
 from buffer import Durability
 from buffer.account import IdSet
 from buffer.commands import GrantedLease, Progress, Rewind
@@ -37,7 +37,7 @@ class Life:
     def __init__(self) -> None:
         self.ledger = self.new()
         self.ledger.log = self.log = RecordedCommands()
-        self.saved = [(0, (), 0, Counter())]
+        self.saved = [(0, 0)]
         self.running: list[GrantedLease] = []
         self.reported = 0
         self.attempts: set[tuple[int, int]] = set()
@@ -74,24 +74,17 @@ class Life:
             return
         if plans_ahead:
             self.ledger.plan(version + 1)
+        self.ledger.checkpoint(version + 1)
         self.ledger.commit(version)
         account = self.ledger.account
-        self.saved.append(
-            (version + 1, tuple(self.ledger.history.finished.ranges()), account.tokens_trained, Counter(account.lags))
-        )
+        self.saved.append((version + 1, account.tokens_trained))
 
     def rewind(self, back: int) -> None:
         del self.saved[max(1, len(self.saved) - back) :]
-        version, finished, tokens, lags = self.saved[-1]
+        version, tokens = self.saved[-1]
         stored = [group.result for group in self.ledger.groups if group.summary is not None]
         kept = {summary.group_id for summary in stored if summary.newest_version <= version}
-        command = Rewind(
-            version=version,
-            incarnation=self.ledger.incarnation + 1,
-            finished=finished,
-            tokens_trained=tokens,
-            lag_histogram=tuple(sorted(lags.items())),
-        )
+        command = Rewind(version=version, incarnation=self.ledger.incarnation + 1)
         assert self.ledger.apply(command).is_new
         assert not self.ledger.apply(command).is_new
         for lease in self.running:  # their workers get the notice late
@@ -148,12 +141,48 @@ def test_whenever_the_learner_goes_back_the_account_balances_and_no_attempt_come
     assert max(life.ledger.account.lags) <= MAX_LAG
 
 
-def test_a_rewind_to_a_version_to_come_or_of_another_run_is_refused():
+@settings(max_examples=40, deadline=None)
+@given(st.lists(ACTIONS, max_size=30), st.integers(0, 3), st.integers(1, 4), st.integers(0, 2))
+def test_a_run_that_resumes_with_another_bound_keeps_as_many_groups_as_can_be_consumed_in_time(
+    actions, max_lag: int, size: int, back: int
+):
+    life = Life()
+    life.ledger.enqueue(range(100))
+    for name, *arguments in actions:
+        life.step(plans_ahead=arguments[0]) if name == "step" else getattr(life, name)(*arguments)
+    version, _ = life.saved[max(0, len(life.saved) - 1 - back)]
+    ledger = DrivenLedger(StalenessRule(max_lag=max_lag, groups_per_step=size))
+    ledger.restore(msgpack.unpackb(msgpack.packb(life.ledger.snapshot()), strict_map_key=False))
+    may_stay = [g.engine_version + max_lag for g in ledger.groups if g.summary and g.newest_version <= version]
+    num_tokens = ledger.account.num_tokens
+    resumed = ledger.resume(version, tokens_generated=num_tokens + 3, key="saved" if version else "")
+    assert ledger.account.num_tokens == num_tokens + 3
+    assert ledger.incarnation == 0
+    due = [*accumulate(ledger.groups.open_by_deadline.get(version + k, 0) for k in range(max_lag + 1))]
+    assert due[-1] == ledger.groups.num_stored == len(may_stay) - len(resumed.unfit)
+    assert all(number <= (k + 1) * size for k, number in enumerate(due)), "F(c)"
+    most = max(n for n in range(len(may_stay) + 1) if _fits(sorted(may_stay)[len(may_stay) - n :], version, size))
+    assert ledger.groups.num_stored >= most, "the latest deadlines fit best"
+    if (max_lag, size) == (MAX_LAG, SIZE):
+        assert not resumed.unfit
+
+
+def _fits(deadlines: list[int], version: int, size: int) -> bool:
+    return all(deadline >= version + i // size for i, deadline in enumerate(deadlines))
+
+
+def test_a_rewind_to_a_version_to_come_or_without_a_checkpoint_is_refused():
     life = Life()
     with pytest.raises(ReplayBufferError, match=r"rewind\(1\) was requested at learner version 0"):
         life.ledger.apply(Rewind(version=1, incarnation=1))
-    with pytest.raises(ReplayBufferError, match=r"reports 5 trained tokens at that version.*counts only 0"):
-        life.ledger.apply(Rewind(version=0, incarnation=1, tokens_trained=5))
+    life.ledger.enqueue(range(2))
+    life.lease(2)
+    life.put(2)
+    assert life.ledger.step() == [0, 1]
+    with pytest.raises(ReplayBufferError, match=r"cannot go back to version 1: it knows the checkpoints .* \[0\]"):
+        life.ledger.apply(Rewind(version=1, incarnation=1))
+    with pytest.raises(ReplayBufferError, match=r"checkpoint\(2\) was requested at learner version 1.* in 1\.\.1"):
+        life.ledger.checkpoint(2)
 
 
 def test_groups_and_prefixes_without_a_token_of_a_lost_version_stay():
@@ -163,6 +192,7 @@ def test_groups_and_prefixes_without_a_token_of_a_lost_version_stay():
     for lease in leases[:4]:
         ledger.put(summary_of(lease))
     assert ledger.step() == [0, 1]
+    ledger.checkpoint(1)
     assert ledger.step() == [2, 3]
     new, running = ledger.lease(2, 2, owner=b"w")
     stopped = leases[5]
@@ -175,7 +205,7 @@ def test_groups_and_prefixes_without_a_token_of_a_lost_version_stay():
     assert plan is not None
     assert [group.group_id for group in plan.groups] == [4, 6]
 
-    ledger.rewind(1, finished=[0, 1], tokens_trained=10, lags={0: 2})
+    ledger.rewind(1)
     assert ledger.account.tokens_dropped == {"rewound": 10 + 5 + 4}, "batch 1, the new group and the new prefix"
     assert (ledger.account.tokens_trained, ledger.account.tokens_buffered) == (10, 5 + 4)
     again = ledger.lease(1, 3, owner=b"w")
@@ -194,7 +224,7 @@ async def train(client, version: int) -> None:
     await client.commit(version)
 
 
-async def test_engines_lease_again_when_they_have_loaded_what_the_new_learner_offers_and_not_before():
+async def test_engines_lease_again_when_they_have_loaded_what_the_new_learner_offers_and_not_before(tmp_path: Path):
     async with running(groups_per_step=2, max_lag=4, num_store_servers=1) as run:
         control, worker = run.client(), run.client()
         old, new = run.client(), run.client(incarnation=1)
@@ -203,15 +233,15 @@ async def test_engines_lease_again_when_they_have_loaded_what_the_new_learner_of
         for version in range(2):
             await worker.loaded((await worker.next_offer(version - 1)).version, 0.1)
             await train(worker, version)
+            await control.checkpoint(tmp_path / f"v{version + 1:08d}", version + 1, key=f"{version}")
             await old.offer(bare_offer(version + 1))
         await worker.loaded((await worker.next_offer(1)).version, 0.1)
         [held] = await worker.lease(2, 1)
         waiting = asyncio.ensure_future(worker.next_offer(2))
         following = asyncio.ensure_future(control.served(1, 1))
         assert (await following)[0] == 2
-        options = {"incarnation": 1, "finished": [(0, 2)], "tokens_trained": 10, "lag_histogram": {0: 2}}
-        await control.rewind(1, **options)
-        await control.rewind(1, **options)  # sent again
+        await control.rewind(1, incarnation=1)
+        await control.rewind(1, incarnation=1)  # sent again
 
         assert await worker.revocation() == (held.prompt.group_id, held.attempt)
         with pytest.raises(LeaseExpired):
@@ -241,7 +271,7 @@ async def test_a_request_for_leases_that_waits_is_of_the_new_weights_when_its_en
     async with running(groups_per_step=1, max_lag=4) as run:
         control, worker, new = run.client(), run.client(), run.client(incarnation=1)
         await control.enqueue([prompt(0)])
-        await control.rewind(0, incarnation=1, finished=[], tokens_trained=0, lag_histogram={})
+        await control.rewind(0, incarnation=1)
         leasing = asyncio.ensure_future(worker.lease(0, 1))
         await new.offer(bare_offer(0))
         await worker.loaded((await worker.next_offer(5)).version, 0.1)
@@ -257,7 +287,7 @@ async def test_after_a_restart_of_the_server_what_was_withdrawn_stays_so(tmp_pat
         await control.offer(bare_offer(0))
         await train(control, 0)
         await control.offer(bare_offer(1))
-        await control.rewind(0, incarnation=1, finished=[], tokens_trained=0, lag_histogram={})
+        await control.rewind(0, incarnation=1)
         before = await control.stats()
     async with running(groups_per_step=2, **options) as run:
         control, worker, new = run.client(), run.client(), run.client(incarnation=1)
@@ -267,3 +297,24 @@ async def test_after_a_restart_of_the_server_what_was_withdrawn_stays_so(tmp_pat
         assert not waiting.done()
         await new.offer(bare_offer(0))
         assert (await waiting).incarnation == 1
+
+
+def test_the_next_stores_that_join_take_the_groups_of_those_of_an_earlier_life():
+    rule = StalenessRule(max_lag=MAX_LAG, groups_per_step=SIZE)
+    ledger = DrivenLedger(rule, num_stores=0)
+    ledger.enqueue(range(4))
+    assert [ledger.add_store(host) for host in "ab"] == [0, 1]
+    for lease, host in zip(ledger.lease(0, 2), "ab", strict=True):
+        ledger.reserve(lease, 8, host=host)
+        ledger.put(summary_of(lease), num_bytes=8)
+    ledger.checkpoint(0)
+    ledger.resume(0)
+    assert ledger.groups.space.open_stores() == []
+    with pytest.raises(UnknownGroup, match="of the earlier life has no successor"):
+        ledger.groups.in_store(1)
+    [lease] = ledger.lease(0, 1)
+    with pytest.raises(StoreFull, match="no store has joined"):
+        ledger.reserve(lease, 8)
+    assert [ledger.add_store(host) for host in "cad"] == [0, 1, 2]
+    assert ledger.groups.in_store(1).store == 1
+    assert ledger.groups.num_stored == 2

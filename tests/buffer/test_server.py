@@ -16,8 +16,9 @@ from asyncrl.core.errors import (
     VersionTooOld,
 )
 from buffer import BufferClient, BufferConfig, BufferProcess, OnStale, SyncBufferClient
-from buffer.commands import Frames, Payloads
+from buffer.commands import Payloads
 from buffer.encoding import Message
+from buffer.records import Frames
 from buffer.server import ServerSocket
 from buffer.stores import PayloadStore
 from tests.support.buffer_groups import AnyRole, prompt, rollout, running

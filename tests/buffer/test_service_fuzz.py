@@ -18,6 +18,7 @@ import pytest
 from asyncrl.core.types import BufferStats, GroupSummary
 from asyncrl.run.reporting import balanced_account
 from buffer import BufferConfig, commands, journal
+from buffer.checkpoint_parts import CheckpointRequests
 from buffer.config import OnStale
 from buffer.encoding import Message, prompt_frames
 from buffer.sockets import LoopClock
@@ -87,16 +88,6 @@ class WorkerModel:
     is_dead: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
-class Checkpoint:
-    """A checkpoint to which the learner can go back."""
-
-    version: int
-    finished: tuple[tuple[int, int], ...]
-    tokens_trained: int
-    lags: dict[int, int]
-
-
 class Life:
     """One life of a buffer: a learner, workers, and their events."""
 
@@ -127,7 +118,8 @@ class Life:
         self.written: dict[tuple[int, int], HeldGroup] = {}
         self.planned: dict[int, list[tuple[int, int]]] = {}
         self.trained: dict[int, list[tuple[int, int]]] = {}
-        self.checkpoints = [Checkpoint(version=0, finished=(), tokens_trained=0, lags={})]
+        self.lost: set[tuple[int, int]] = set()
+        self.checkpoints = [0]
         self.planning = 0
         self.sent: list[tuple[bytes, Message]] = []
         self.counts: Counter[str] = Counter()
@@ -366,6 +358,7 @@ class Life:
         assert len({*self.planned[version]}) == self.size
         for key in self.planned[version]:
             assert 0 <= version - self.written[key].oldest <= self.max_lag, "the bound"
+            assert key not in self.lost, "a token of a lost version"
             assert key not in {key for keys in self.trained.values() for key in keys}
 
     def a_step_is_made(self) -> None:
@@ -373,44 +366,30 @@ class Life:
             return
         ids = tuple(group_id for group_id, _ in self.planned[self.version])
         assert len(self.control(commands.Fetch(ids, read=self.next_request)).counts) == self.size
+        if self.rng.random() < 0.4:
+            self.checkpoints.append(self.version + 1)
+            key = f"checkpoint {self.next_request}"
+            self.send(CONTROLLER, commands.Checkpoint(folder="unused", version=self.version + 1, key=key))
         self.control(commands.Commit(self.version))
         self.trained[self.version] = self.planned.pop(self.version)
         self.version += 1
-        if self.rng.random() < 0.4:
-            self.checkpoints.append(self.checkpoint())
 
     def tokens_trained(self) -> int:
         return sum(self.written[key].num_tokens for keys in self.trained.values() for key in keys)
 
-    def checkpoint(self) -> Checkpoint:
-        lags: Counter[int] = Counter()
-        for version, keys in self.trained.items():
-            lags.update(version - self.written[key].oldest for key in keys)
-        return Checkpoint(
-            version=self.version,
-            finished=tuple(self.server.service.ledger.history.finished.ranges()),
-            tokens_trained=self.tokens_trained(),
-            lags=dict(sorted(lags.items())),
-        )
-
     def the_learner_goes_back(self) -> None:
-        to = self.rng.choice(self.checkpoints[-2:])
-        self.checkpoints = [known for known in self.checkpoints if known.version <= to.version]
+        version = self.rng.choice(self.checkpoints[-2:])
+        self.checkpoints = [known for known in self.checkpoints if known <= version]
         self.incarnation += 1
-        self.control(
-            commands.Rewind(
-                version=to.version,
-                incarnation=self.incarnation,
-                finished=to.finished,
-                tokens_trained=to.tokens_trained,
-                lag_histogram=tuple(to.lags.items()),
-            )
-        )
+        self.control(commands.Rewind(version=version, incarnation=self.incarnation))
+        for key, group in self.written.items():
+            if group.newest > version:
+                self.lost.add(key)
         if self.planning:
             self.server.forget(CONTROLLER)
             self.planning = 0
-        self.version, self.planned = to.version, {}
-        self.trained = {version: keys for version, keys in self.trained.items() if version < to.version}
+        self.version, self.planned = version, {}
+        self.trained = {step: keys for step, keys in self.trained.items() if step < version}
         self.enqueue([*range(self.num_prompts)])
 
     def batches_are_lost(self) -> None:
@@ -523,7 +502,11 @@ def live(seed: int, directory: Path) -> Life:
         await life.run()
         return life
 
+    async def no_files(*_: Any) -> commands.Checkpointed:
+        return commands.Checkpointed()
+
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CheckpointRequests, "_write", no_files)
         patch.setattr(journal, "write_all", MortalWrites(kills))
         patch.setattr(journal, "_COMPACT_BYTES", rng.choice([2_000, 16 * 1024**2]))
         try:

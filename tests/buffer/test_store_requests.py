@@ -327,7 +327,7 @@ async def test_a_store_drops_the_payload_of_an_attempt_that_ended(end: str):
             with pytest.raises(VersionTooOld):
                 of.run.server._service.ledger.apply(Put(summary=old))
         elif end == "rewound":
-            await of.control.rewind(0, incarnation=1, finished=[], tokens_trained=0, lag_histogram={})
+            await of.control.rewind(0, incarnation=1)
             other.connection.incarnation = 1
         [again] = await asyncio.wait_for(other.lease(0, 1), 20)
         assert (again.prompt.group_id, again.attempt) == (0, 1)
@@ -390,7 +390,7 @@ async def test_a_group_that_is_reopened_accepts_no_payload_of_its_earlier_attemp
         await a.put(rollout(lease))
         await of.control.plan(0)
         await of.control.commit(0)
-        await of.control.rewind(0, incarnation=1, finished=[], tokens_trained=0, lag_histogram={})
+        await of.control.rewind(0, incarnation=1)
         await of.control.enqueue([prompt(0)])
         sender, late = of.worker("a"), group_frames(rollout(lease))
         link = sender.connection.store_link(of.stores["a"].address)
@@ -480,7 +480,7 @@ async def test_a_ledger_that_is_started_again_after_the_learner_went_back_knows_
         for version in range(2):
             await of.control.plan(version)
         await of.control.commit(0)
-        await of.control.rewind(0, incarnation=1, finished=[], tokens_trained=0, lag_histogram={})
+        await of.control.rewind(0, incarnation=1)
         stats, store = await of.control.stats(), of.stores.pop("a")
     try:
         async with running(**ON_HOSTS, **options) as run:

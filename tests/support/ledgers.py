@@ -1,13 +1,12 @@
 """A ledger driven by calls instead of commands, and summaries of groups, for the tests of the ledger and its bound."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import msgspec
 
 from asyncrl.core.types import GroupSummary, Plan
 from buffer import commands
-from buffer.account import IdSet
 from buffer.journal import Decided
 from buffer.ledger import Ledger
 from buffer.rule import StalenessRule
@@ -115,22 +114,15 @@ class DrivenLedger(Ledger):
     def commit(self, version: int) -> list[int]:
         return list(self.apply(commands.Commit(version=version)).group_ids)
 
-    def rewind(
-        self, version: int, *, finished: Iterable[int], tokens_trained: int, lags: Mapping[int, int]
-    ) -> commands.Rewound:
-        """Go back to a checkpoint in whose time the ``finished`` groups had been consumed or dropped."""
-        ids = IdSet()
-        for group_id in finished:
-            ids.add(group_id)
-        return self.apply(
-            commands.Rewind(
-                version=version,
-                incarnation=self.incarnation + 1,
-                finished=tuple(ids.ranges()),
-                tokens_trained=tokens_trained,
-                lag_histogram=tuple(sorted(lags.items())),
-            )
-        )
+    def checkpoint(self, version: int, *, key: str = "saved") -> bool:
+        """Mark a checkpoint; returns whether it is new."""
+        return self.apply(commands.Checkpoint(folder="/unused", version=version, key=key)).is_new
+
+    def rewind(self, version: int) -> commands.Rewound:
+        return self.apply(commands.Rewind(version=version, incarnation=self.incarnation + 1))
+
+    def resume(self, version: int, *, tokens_generated: int = 0, key: str = "saved") -> commands.Rewound:
+        return self.apply(commands.Resume(version=version, key=key, tokens_generated=tokens_generated))
 
     def step(self) -> list[int]:
         """Plan and commit the next batch; its group ids."""

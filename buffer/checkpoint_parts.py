@@ -1,0 +1,254 @@
+"""Writes the buffer's part of a checkpoint while training and generation go on.
+
+The folder ``v00000012/`` holds the part ``journal`` of the ledger's server, and a part ``storeN`` of each store server.
+Each part is a journal that begins with a snapshot, so a server opens it like its own journal (`buffer.journal`). A
+server with a journal on the same disk makes hard links to the files of its frames. Any other server writes its frames
+on a thread. The folder is written as ``.v00000012.partial``, and gets its name when every part is on the disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shutil
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from asyncrl.core.errors import AsyncRLError, ReplayBufferError
+
+from . import commands
+from .commands import Answer, Checkpointed
+from .encoding import Message
+from .journal import AppendOnlyFile, Begin, Head, Journal, Reference
+from .records import Frames
+from .stores import size_of
+from .waiting import Collaborators, HeldRequests
+
+if TYPE_CHECKING:
+    from .store_servers import StoreLinks
+
+logger = logging.getLogger(__name__)
+
+LEDGER_PART = "journal"
+MARKS = "checkpoints"
+"""The value of a journal that holds the keys of the ledger's marks."""
+_MAX_REMEMBERED = 4
+
+
+def store_part(number: int) -> str:
+    """The name of the part of store server ``number``."""
+    return f"store{number}"
+
+
+class PartWriter:
+    """Writes parts of checkpoints of one server; ``journal`` is the server's own, if it has one."""
+
+    def __init__(self, journal: Journal | None) -> None:
+        self._journal = journal
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+
+    def write(
+        self,
+        path: Path,
+        *,
+        values: Mapping[str, Any],
+        snapshot: dict[str, Any] | None,
+        frames: Iterable[tuple[str, int, Frames]],
+    ) -> Awaitable[Checkpointed]:
+        """Begin to write a part: its files are ``PATH.N.log`` and so on. The result comes when they are on the disk.
+
+        ``frames`` are kind, group id and frames of everything held. They must not change, and are in memory until they
+        are written. The result raises `ReplayBufferError` if the disk is full.
+        """
+        held = list(frames)
+        number, references = self._linked(path)
+        copied: list[tuple[int, Frames]] = []
+        if not references:
+            copied = [(place, parts) for place, (_, _, parts) in enumerate(held, start=1)]
+            references = tuple((kind, key, place, ()) for place, (kind, key, _) in enumerate(held, start=1))
+        begin = Begin(references=references, values=dict(values), snapshot=snapshot)
+        kinds = [kind for kind, _, _ in held]
+        summary = Checkpointed(
+            num_groups=kinds.count("payload"),
+            num_prefixes=kinds.count("progress"),
+            num_bytes=sum(size_of(parts) for _, _, parts in held),
+        )
+        return asyncio.get_running_loop().run_in_executor(self._pool, _write_part, path, number, begin, copied, summary)
+
+    def _linked(self, path: Path) -> tuple[int, tuple[Reference, ...]]:
+        """Link the journal's files, if they are on the disk of ``path``. Returns as `Journal.link_to` does."""
+        if self._journal is not None:
+            try:
+                return self._journal.link_to(path)
+            except OSError as error:
+                logger.info("the frames of a checkpoint are written again, because links failed: %s", error)
+                for link in path.parent.glob(f"{path.name}.*"):
+                    link.unlink()
+        return 1, ()
+
+    def close(self) -> None:
+        """Wait for the part that is being written."""
+        self._pool.shutdown(cancel_futures=True)
+
+
+def _write_part(
+    path: Path, number: int, begin: Begin, copied: Iterable[tuple[int, Frames]], summary: Checkpointed
+) -> Checkpointed:
+    """Write the frames and the log of a part, and wait until the disk has every file of the part."""
+    try:
+        log, frames = (AppendOnlyFile(Path(f"{path}.{number}.{kind}")) for kind in ("log", "frames"))
+        try:
+            for place, parts in copied:
+                frames.append([(Head(references=(("", 0, place, tuple(map(len, parts))),)), parts)])
+            log.append([(begin, ())])
+        finally:
+            log.close()
+            frames.close()
+        for file in path.parent.glob(f"{path.name}.*"):
+            _sync(file)
+    except OSError as error:
+        raise ReplayBufferError(
+            f"the checkpoint's part {path} cannot be written: {error.strerror}; check the disk and its permissions"
+        ) from error
+    return summary
+
+
+def _sync(path: Path) -> None:
+    """Wait until a file or a folder is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class PendingWrites:
+    """Requests that wait for a write. A repeated request waits for the same write, which its ``key`` names."""
+
+    def __init__(self, held: HeldRequests) -> None:
+        self._held = held
+        self._writes: dict[str, asyncio.Task[Checkpointed]] = {}
+
+    def wait(self, request: Message, begin: Callable[[], Coroutine[Any, Any, Checkpointed]]) -> None:
+        """Hold a request until its write is complete; ``begin`` starts the write unless it has begun."""
+        key = request.body.key
+        if key not in self._writes:
+            self._writes[key] = write = asyncio.get_running_loop().create_task(begin())
+            write.add_done_callback(lambda _: self._settle())
+            for old in [key for key, known in self._writes.items() if known.done()][:-_MAX_REMEMBERED]:
+                del self._writes[old]
+        self._held.hold(request)
+        if self._writes[key].done():
+            self._settle()
+
+    def _settle(self) -> None:
+        """Answer the requests whose write is complete, or failed."""
+
+        def answer_to(request: Message) -> Answer | None:
+            write = self._writes[request.body.key]
+            return write.result() if write.done() and not write.cancelled() else None
+
+        self._held.answer(answer_to)
+
+    def close(self) -> None:
+        """Abandon the writes."""
+        for write in self._writes.values():
+            write.cancel()
+        self._held.close()
+
+
+class CheckpointRequests:
+    """The operation `Checkpoint` of the ledger's server.
+
+    Args:
+        journal: The server's own journal, if it has one.
+        links: Connections to the store servers, if these hold the trajectories.
+        lineage: Names the run over all its lives.
+
+    Attributes:
+        owner: The options that a server needs to continue a journal or a checkpoint of this one.
+    """
+
+    def __init__(
+        self, shared: Collaborators, *, journal: Journal | None, links: StoreLinks | None, lineage: str
+    ) -> None:
+        self._ledger, self._store, self._links = shared.ledger, shared.store, links
+        self._journal, self._lineage = journal, lineage
+        self.owner = {**self._ledger.options, "is_elsewhere": self._store.is_elsewhere}
+        self._writer = PartWriter(journal)
+        self._pending = PendingWrites(shared.held())
+        self._turn = asyncio.Lock()
+
+    def on_checkpoint(self, request: Message, checkpoint: commands.Checkpoint) -> None:
+        """Begin to write a checkpoint, unless this was done, and answer when it is complete."""
+        self._ledger.apply(checkpoint)
+        self.note_marks()
+        self._pending.wait(request, lambda: self._write(checkpoint))
+
+    def note_marks(self) -> None:
+        """Note in the journal to which checkpoints the ledger can go back, for the next life of the run."""
+        if self._journal is not None and self._journal.read(MARKS) != (keys := self._ledger.marks.keys()):
+            self._journal.write(MARKS, keys)
+
+    async def _write(self, checkpoint: commands.Checkpoint) -> Checkpointed:
+        """Write every part, and give the folder its name. Raises `ReplayBufferError` if the disk is full."""
+        folder = Path(checkpoint.folder)
+        partial = folder.with_name(f".{folder.name}.partial")
+        try:
+            async with self._turn:  # two checkpoints may have the same folder
+                shutil.rmtree(partial, ignore_errors=True)
+                partial.mkdir(parents=True)
+                written = await self._parts(partial, checkpoint)
+                await asyncio.to_thread(_put_in_place, partial, folder)
+        except OSError as error:
+            raise ReplayBufferError(f"the checkpoint {folder} cannot be written: {error.strerror}; check it") from error
+        return written
+
+    async def _parts(self, folder: Path, checkpoint: commands.Checkpoint) -> Checkpointed:
+        """Write the parts. The snapshot follows the requests to the stores, so they have every group that it names."""
+        stores: list[asyncio.Future[Checkpointed]] = []
+        for number, link in () if self._links is None else self._links.connected():
+            save = commands.SavePart(key=checkpoint.key, path=str(folder / store_part(number)))
+            stores.append(asyncio.ensure_future(link.call(save)))
+        await asyncio.sleep(0)  # the requests are sent
+        values = {"lineage": self._lineage, "key": checkpoint.key, "owner": self.owner}
+        frames = [held for held in self._store.frames() if held[2]]  # the stores have the others
+        own = await self._writer.write(
+            folder / LEDGER_PART, values=values, snapshot=self._ledger.snapshot(), frames=frames
+        )
+        parts = await asyncio.gather(*map(_without_failure, stores))
+        return Checkpointed(
+            num_groups=own.num_groups + sum(part.num_groups for part in parts),
+            num_prefixes=own.num_prefixes,
+            num_bytes=own.num_bytes + sum(part.num_bytes for part in parts),
+        )
+
+    def close(self) -> None:
+        """Abandon the checkpoint that is being written; its folder stays without its name."""
+        self._pending.close()
+        self._writer.close()
+
+
+async def _without_failure(part: Awaitable[Checkpointed]) -> Checkpointed:
+    """The part of a store; empty if the store failed, because a resumed run then generates its groups again."""
+    try:
+        return await part
+    except AsyncRLError as error:
+        logger.warning("a store server did not write its part of a checkpoint: %s", error)
+        return Checkpointed()
+
+
+def _put_in_place(partial: Path, folder: Path) -> None:
+    """Give a complete folder its name. An earlier folder of this name stays until then."""
+    _sync(partial)
+    replaced = folder.with_name(f".{folder.name}.replaced")
+    shutil.rmtree(replaced, ignore_errors=True)
+    with suppress(FileNotFoundError):
+        folder.rename(replaced)
+    partial.rename(folder)
+    _sync(folder.parent)
+    shutil.rmtree(replaced, ignore_errors=True)

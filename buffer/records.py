@@ -1,0 +1,98 @@
+"""What every message between the clients and the servers of the buffer is made of: operations, answers and pushes.
+
+An operation is one record: a client sends it, the server allows it to its ``roles``. The ledger decides a `Command`.
+The records themselves are in `buffer.commands`.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from typing import Annotated, Any, ClassVar, Generic, TypeVar
+
+from msgspec import Meta, Struct
+
+MAX_COUNT = 1 << 40
+MAX_LEASES = 4096
+"""Leases that one request may name; the server's work grows with each of them."""
+MAX_REASON = 20_000
+Int64 = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
+"""At most 2**40, so that totals fit into 63 bits."""
+Seconds = Annotated[float, Meta(ge=0, le=1e18)]
+Text = Annotated[str, Meta(max_length=200)]
+Key = tuple[Int64, Int64]
+"""A group and an attempt."""
+Keys = Annotated[tuple[Key, ...], Meta(max_length=MAX_LEASES)]
+Result = TypeVar("Result", covariant=True)
+Reply = TypeVar("Reply", covariant=True)
+
+
+class BufferRole(StrEnum):
+    """The role of a client of the buffer; each role has its own key."""
+
+    rollout = "rollout"
+    learner = "learner"
+    controller = "controller"
+    inspector = "inspector"
+    ledger = "ledger"
+
+
+def _wire_name(name: str) -> str:
+    """The tag of a record in messages and journals. Example: ``PlanBatch`` is ``plan_batch``."""
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
+
+
+class Row(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A part of a record; it is encoded as an array of its fields."""
+
+
+class Answer(Row, frozen=True, tag=_wire_name):
+    """What a server sends: the answer to an operation, or a `Push`."""
+
+
+class LedgerOutcome(Answer, frozen=True):
+    """What the ledger decided; some outcomes are answers."""
+
+
+class Push(Answer, frozen=True):
+    """A message that answers no request."""
+
+
+class Operation(Row, Generic[Reply], frozen=True, tag=_wire_name):
+    """A request of a client; ``Reply`` is the type of its answer.
+
+    Attributes:
+        roles: Roles whose keys allow the operation; empty if no client may send it.
+        is_held: The server may hold the request, and answers `NothingYet` after half of the client's deadline.
+        has_large_answer: The answer may be large, so it may come on the bulk connection.
+    """
+
+    roles: ClassVar[frozenset[BufferRole]] = frozenset()
+    is_held: ClassVar[bool] = False
+    has_large_answer: ClassVar[bool] = False
+
+    @property
+    def name(self) -> str:
+        """The name of the operation, for messages. Example: ``plan_batch``."""
+        return str(self.__struct_config__.tag)
+
+    @property
+    def num_parts(self) -> int:
+        """How often the operation counts for the limit of requests per second: once per lease that it names."""
+        return max(1, len(getattr(self, "leases", ())))
+
+
+class Command(Operation[Reply], Generic[Result, Reply], frozen=True):
+    """An operation that the ledger decides; ``Result`` is the type of its outcome."""
+
+
+def leaves(base: type) -> list[Any]:
+    """The subclasses of a class that have no subclasses."""
+    subclasses = base.__subclasses__()
+    return [leaf for kind in subclasses for leaf in leaves(kind)] if subclasses else [base]
+
+
+Frames = Sequence[Any]
+"""Bytes that the buffer does not decode: a prompt, a prefix, or a trajectory group."""
+LoggedFrames = Mapping[tuple[str, int], Frames | int]
+"""Kind and group id to the frames of a command, or to their place in the journal; place 0 removes them."""
