@@ -129,20 +129,17 @@ def test_layers_are_recomputed_without_their_attention(family, paths, monkeypatc
     assert_equal_to_the_plain_loop(paths[family], [recomputed], 1, 1)
 
 
-@pytest.fixture(scope="module")
-def sequence_parallel(paths: dict[str, str]) -> dict[str, list]:
-    """Results of two sequence-parallel ranks for each family."""
-    results = run_on_ranks(2, every_family, list(paths.values()), 2, {}, timeout_s=400.0)
-    return {family: [result[index] for result in results] for index, family in enumerate(paths)}
-
-
-@pytest.mark.parametrize("family", TRAINED_FAMILIES)
-def test_sequence_parallel_ranks_equal_the_plain_loop(family, paths, sequence_parallel):
-    assert_equal_to_the_plain_loop(paths[family], sequence_parallel[family], 1, 2)
-
-
 FEW = ["qwen3", "qwen3_next"]
 """Attention alone, and with a state and experts."""
+OF_EACH_KIND = [*FEW, "lfm2", "gpt_oss", "deepseek_v3", "llama4_text", "minimax", "granitemoehybrid"]
+"""Also sinks and windows, latent attention, chunks, and the other kinds of states."""
+
+
+@pytest.mark.parametrize(
+    "families", [OF_EACH_KIND, pytest.param(TRAINED_FAMILIES, marks=pytest.mark.slow)], ids=["of-each-kind", "all"]
+)
+def test_sequence_parallel_ranks_equal_the_plain_loop(families, paths):
+    compare_on_ranks([paths[family] for family in families], 1, 2)
 
 
 @pytest.mark.parametrize("families", [FEW, pytest.param(FAMILIES, marks=pytest.mark.slow)], ids=["few", "all"])
