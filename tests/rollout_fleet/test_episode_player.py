@@ -6,8 +6,12 @@ Some agents hang, leak, use a wrong key or lose their client, and some rewards c
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import itertools
+import json
 import zlib
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -16,19 +20,23 @@ import pytest
 
 from asyncrl.core.trajectory import TrajectoryGroup
 from asyncrl.core.types import Prompt
-from rollout_fleet.config import RolloutFleetConfig, SamplingConfig
-from rollout_fleet.engines.scripted import ScriptedAnswer, ScriptedEngine
+from rollout_fleet.config import RolloutFleetConfig, SamplingConfig, SaveProgress
+from rollout_fleet.engines.engine import SampleRequest
+from rollout_fleet.engines.scripted import Script, ScriptedAnswer, ScriptedEngine
+from rollout_fleet.episodes.chat_tokenizer import ChatTokenizer
 from rollout_fleet.episodes.config import EnvironmentConfig, RendererConfig
 from rollout_fleet.episodes.player import EpisodePlayer
-from rollout_fleet.episodes.renderer import load_renderer
+from rollout_fleet.episodes.renderer import ChatRenderer, load_renderer
 from rollout_fleet.loop import RolloutLoop
 from rollout_fleet.rewards import WeightedRewards
 from tests.support.chat_models import save_chat_model
 from tests.support.offers import bare_offer
-from tests.support.rollout import InMemoryBuffer, ready_member
+from tests.support.rollout import InMemoryBuffer, ready_member, update
 
 pytestmark = pytest.mark.timeout(900)
 GROUP_SIZE = 4
+BYTES = 256
+"""The first tokens of the tokenizer are bytes and a few merges."""
 AGENTS = '''
 import asyncio, json, os, subprocess
 from pathlib import Path
@@ -86,14 +94,25 @@ def score(prompt, rollout):
 '''
 
 
-def write(vocab_size: int, stop_id: int):
-    """A script: tokens that follow from the tokens before them; decoded and encoded again, they are others."""
+Next = Callable[[list[int]], int]
+
+
+def by_context(num_tokens: int, stop_id: int, calls: Sequence[int] = ()) -> Next:
+    """The next token follows from the tokens before it; what is written, decoded and encoded again, is other tokens."""
 
     def next_token(context: list[int]) -> int:
         number = zlib.crc32(np.asarray(context, dtype=np.int32).tobytes())
-        return stop_id if number % 7 == 0 else number // 7 % (vocab_size - 40)
+        if number % 7 < 1 + len(calls):
+            return [stop_id, *calls][number % 7]
+        return number // 7 % num_tokens
 
-    def script(request: Any, version: int) -> ScriptedAnswer:
+    return next_token
+
+
+def writes(next_token: Next, stop_id: int) -> Script:
+    """The script of an engine that writes these tokens until it stops."""
+
+    def script(request: SampleRequest, version: int) -> ScriptedAnswer:
         context = request.prompt_ids.tolist()
         for _ in range(request.sampling.max_new_tokens):
             context.append(next_token(context))
@@ -101,10 +120,46 @@ def write(vocab_size: int, stop_id: int):
                 break
         return ScriptedAnswer(response=context[len(request.prompt_ids) :], token_delay_s=0.02)
 
-    return next_token, script
+    return script
 
 
-def assert_by_context(group: TrajectoryGroup, next_token: Any) -> int:
+def questions(renderer: ChatRenderer, num_prompts: int, **fields: Any) -> list[Prompt]:
+    prompts = []
+    for group_id in range(num_prompts):
+        messages = ({"role": "user", "content": f"question {group_id}"},)
+        ids = np.asarray(renderer.render(messages, []), dtype=np.int32)
+        prompts.append(Prompt(group_id=group_id, prompt_ids=ids, messages=messages, **fields))
+    return prompts
+
+
+@asynccontextmanager
+async def playing(config: RolloutFleetConfig, buffer: Any, script: Script, model: str) -> AsyncIterator[RolloutLoop]:
+    """A running loop whose episodes are played in processes, over HTTP."""
+    engine, rewards = ScriptedEngine(script), WeightedRewards(config)
+    player = EpisodePlayer(config, model_path=model, max_context=4096)
+    await engine.start()
+    await engine.load_weights(bare_offer(0))
+    await asyncio.gather(player.start(), rewards.start())
+    loop = RolloutLoop(
+        config,
+        engine=engine,
+        member=ready_member(),
+        buffer=buffer,
+        rewards=rewards,
+        decode=ChatTokenizer(model).decode,
+        samples_per_prompt=GROUP_SIZE,
+        player=player,
+    )
+    running = asyncio.create_task(loop.run())
+    try:
+        yield loop
+        await loop.stop()
+        await running
+    finally:
+        await asyncio.gather(player.close(), rewards.close(), engine.stop())
+
+
+def assert_by_context(group: TrajectoryGroup, next_token: Next) -> int:
     """Every sampled token follows from the tokens before it on its path; returns their number."""
     num_checked = 0
     for branch in group.branches:
@@ -121,11 +176,7 @@ async def test_of_faulty_episodes_each_becomes_one_trajectory_and_the_account_ba
     model = save_chat_model(tmp_path / "model", "chatml")
     (tmp_path / "agents.py").write_text(AGENTS)
     renderer = load_renderer(model, RendererConfig())
-    prompts = []
-    for group_id in range(num_episodes // GROUP_SIZE):
-        messages = ({"role": "user", "content": f"question {group_id}"},)
-        ids = np.asarray(renderer.render(messages, []), dtype=np.int32)
-        prompts.append(Prompt(group_id=group_id, prompt_ids=ids, messages=messages))
+    prompts = questions(renderer, num_episodes // GROUP_SIZE)
     config = RolloutFleetConfig(
         reward=f"{tmp_path}/agents.py:score",
         reward_timeout_s=60.0,
@@ -135,31 +186,11 @@ async def test_of_faulty_episodes_each_becomes_one_trajectory_and_the_account_ba
         sampling=SamplingConfig(max_new_tokens=10),
         environment=EnvironmentConfig(name=f"{tmp_path}/agents.py:main", tool_timeout_s=0.5, processes=1, max_turns=8),
     )
-    next_token, script = write(len(renderer.tokenizer), renderer.stop_ids[0])
-    buffer: Any = InMemoryBuffer(prompts)
-    engine = ScriptedEngine(script)
-    player = EpisodePlayer(config, model_path=model, max_context=4096)
-    rewards = WeightedRewards(config)
-    await engine.start()
-    await engine.load_weights(bare_offer(0))
-    await asyncio.gather(player.start(), rewards.start())
-    loop = RolloutLoop(
-        config,
-        engine=engine,
-        member=ready_member(),
-        buffer=buffer,
-        rewards=rewards,
-        decode=renderer.tokenizer.decode,
-        samples_per_prompt=GROUP_SIZE,
-        player=player,
-    )
-    running = asyncio.create_task(loop.run())
-    try:
+    next_token = by_context(BYTES, renderer.stop_ids[0])
+    buffer = InMemoryBuffer(prompts)
+    async with playing(config, buffer, writes(next_token, renderer.stop_ids[0]), model) as loop:
         await buffer.stored(len(prompts), within_s=800)
-        counters = await loop.stop()
-        await running
-    finally:
-        await asyncio.gather(player.close(), rewards.close(), engine.stop())
+    counters = loop.counters()
     assert sorted(group.group_id for group in buffer.groups) == list(range(len(prompts)))
     assert [group.num_trajectories for group in buffer.groups] == [GROUP_SIZE] * len(prompts)
     assert sum(assert_by_context(group, next_token) for group in buffer.groups) == buffer.num_tokens
@@ -180,5 +211,129 @@ async def test_of_faulty_episodes_each_becomes_one_trajectory_and_the_account_ba
     left = [int(path.read_text()) for path in tmp_path.glob("*.pid")]
     assert len(left) == num_each
     for pid in left:
-        with contextlib.suppress(psutil.NoSuchProcess):
+        with suppress(psutil.NoSuchProcess):
             assert psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+MORTAL = """
+import os, signal
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+
+
+async def main(prompt, policy):
+    messages = list(prompt.messages)
+    for turn in range(3):
+        message = await policy.chat(messages)
+        with open(FOLDER / f"{prompt.group_id}-{policy.sample_index}", "a") as file:
+            file.write(f"{os.getpid()} {message.text}\\n")
+        messages += [message, {"role": "user", "content": "again"}]
+        if turn == 1 and not (FOLDER / "killed").exists():
+            (FOLDER / "killed").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+    return 1.0
+"""
+
+
+async def test_episodes_of_a_killed_process_begin_again_with_the_turns_that_they_had(tmp_path):
+    """The engine writes at random, so an answer comes again only from the record."""
+    model = save_chat_model(tmp_path / "model", "chatml")
+    (tmp_path / "agent.py").write_text(MORTAL)
+    renderer = load_renderer(model, RendererConfig())
+    rng = np.random.default_rng(0)
+    letters = [*renderer.stop_ids[:1], *renderer.tokenizer.encode("xyzvkq")]
+    config = RolloutFleetConfig(
+        reward="environment",
+        groups_in_flight=4,
+        sampling=SamplingConfig(max_new_tokens=10),
+        environment=EnvironmentConfig(name=f"{tmp_path}/agent.py:main"),
+    )
+    buffer = InMemoryBuffer(questions(renderer, 3))
+    script = writes(lambda context: int(rng.choice(letters)), renderer.stop_ids[0])
+    async with playing(config, buffer, script, model) as loop:
+        await buffer.stored(3, within_s=60)
+    assert loop.counters().groups_failed.keys() == {"episode_environment"}
+    assert loop.counters().tokens_generated == buffer.num_tokens == buffer.num_accounted, "no token is sampled twice"
+    num_replayed = 0
+    for path in tmp_path.glob("?-?"):
+        lines = [line.split(" ", 1) for line in path.read_text().splitlines()]
+        lives = [[text for pid, text in lines if pid == life] for life in dict.fromkeys(pid for pid, _ in lines)]
+        num_replayed += len(lives[0]) if len(lives) > 1 else 0
+        assert all(lives[-1][: len(life)] == life for life in lives)
+    assert num_replayed > 3
+
+
+SEARCHING = """
+import random
+
+import httpx
+from examples.agents.search import main
+from examples.agents import search
+from openai import AsyncOpenAI, DefaultAsyncHttpxClient
+
+
+class Lossy(httpx.AsyncHTTPTransport):
+    async def handle_async_request(self, request):
+        response = await super().handle_async_request(request)
+        await response.aread()
+        if request.headers["x-stainless-retry-count"] == "0" and random.random() < 0.2:
+            raise httpx.ReadError("the answer was lost", request=request)
+        return response
+
+
+def client(**options):
+    return AsyncOpenAI(http_client=DefaultAsyncHttpxClient(transport=Lossy()), **options)
+
+
+search.AsyncOpenAI = client
+"""
+
+
+async def test_the_search_agent_is_trained_on_what_was_sampled_while_weights_change(tmp_path):
+    """Branches, compaction, parallel tools, retries of an unmodified client, and an unstable tokenizer."""
+    calls = [{"name": "search", "arguments": {"words": "tower"}}, {"name": "read", "arguments": {"file": "a.txt"}}]
+    model = save_chat_model(tmp_path / "model", "chatml", calls=[json.dumps(call) for call in calls])
+    (tmp_path / "agent.py").write_text(SEARCHING)
+    (tmp_path / "a.txt").write_text("The tower was built in 1889.\n" + "It is high. " * 8)
+    renderer = load_renderer(model, RendererConfig())
+    (stop_id,), tokenizer = renderer.stop_ids[:1], renderer.tokenizer
+    call_ids = [tokenizer.encode(f"<tool_call>{json.dumps(call)}</tool_call>") for call in calls]
+    next_token = by_context(BYTES, stop_id, [token for (token,) in call_ids])
+    config = RolloutFleetConfig(
+        reward="environment",
+        groups_in_flight=4,
+        save_progress=SaveProgress.at_updates,
+        sampling=SamplingConfig(max_new_tokens=10),
+        environment=EnvironmentConfig(
+            name=f"{tmp_path}/agent.py:main", options={"folder": str(tmp_path), "max_chars": 250, "max_rounds": 6}
+        ),
+    )
+    buffer = InMemoryBuffer(questions(renderer, 4, ground_truth="1889"), groups_per_step=1, max_lag=8)
+    num_asked, moments = itertools.count(1), {number: asyncio.Event() for number in (10, 20, 30)}
+    write = writes(next_token, stop_id)
+
+    def script(request: SampleRequest, version: int) -> ScriptedAnswer:
+        if (moment := moments.get(next(num_asked))) is not None:
+            moment.set()
+        return write(request, version)
+
+    async with playing(config, buffer, script, model) as loop:
+        for moment in moments.values():
+            await asyncio.wait_for(moment.wait(), 60)
+            await update(loop, buffer)
+        await buffer.stored(4, within_s=60)
+    assert sum(assert_by_context(group, next_token) for group in buffer.groups) == buffer.num_tokens
+    assert loop.counters().tokens_generated == buffer.num_tokens == buffer.num_accounted
+    assert len({*np.concatenate([group.versions for group in buffer.groups]).tolist()}) > 2, "two versions at least"
+    happened = Counter()
+    for group in buffer.groups:
+        happened.update(dict(group.summary.metrics))
+    assert happened["compactions"] > 0
+    assert happened["episode.branches"] > 0
+    assert happened["episode.repeated_requests"] > 0
+    sampled = [
+        turn.token_ids.tolist() for g in buffer.groups for one in g.trajectories() for turn in one.turns if turn.sampled
+    ]
+    assert any(sum(token in turn for (token,) in call_ids) > 1 for turn in sampled), "parallel calls"
+    assert sum(tokenizer.encode(tokenizer.decode(turn)) != turn for turn in sampled) > len(sampled) / 4

@@ -128,12 +128,18 @@ def _trained() -> str:
     return tokenizer.to_str()
 
 
-def save_chat_model(folder: Path, style: str = "qwen3", *, template: str | None = None) -> str:
-    """Save the tokenizer and the chat template of a style; returns the folder."""
+def save_chat_model(
+    folder: Path, style: str = "qwen3", *, template: str | None = None, calls: Sequence[str] = ()
+) -> str:
+    """Save the tokenizer and the chat template of a style; returns the folder.
+
+    Each of ``calls``, the JSON of a tool call, is a token of its own. Example: ``{"name": "read", "arguments": {}}``.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = Tokenizer.from_str(_trained())
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in ("<|endoftext|>", *_MARKERS[style])])
-    tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in _TAGS])
+    called = [f"<tool_call>{call}</tool_call>" for call in calls]
+    tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in (*_TAGS, *called)])
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {
         "eos_token": {"qwen3": "<|im_end|>", "chatml": "<|im_end|>", "llama": "<|eot_id|>"}.get(style, "<|endoftext|>"),
@@ -148,23 +154,20 @@ def save_chat_model(folder: Path, style: str = "qwen3", *, template: str | None 
 def save_calling_policy(folder: Path, calls: Sequence[str], *, p_call: float = 0.1, p_stop: float = 0.15) -> str:
     """Save a random Qwen3 of 40k parameters that calls tools by chance; returns the folder.
 
-    Each of ``calls``, the JSON of a call, is a token of its own. All other tokens are bytes and few merges, so what the
-    policy samples, decoded and encoded again, is seldom the same tokens.
+    What the policy samples, decoded and encoded again, is seldom the same tokens.
 
     Args:
         folder: Where the model, its tokenizer and its ``chatml`` template go.
-        calls: Example: ``{"name": "read", "arguments": {"file": "a.txt"}}``.
+        calls: As in `save_chat_model`.
         p_call: Probability of each call at each token, roughly.
         p_stop: Probability of the end of the turn at each token, roughly.
     """
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    save_chat_model(folder, "chatml")
+    save_chat_model(folder, "chatml", calls=calls)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     texts = [f"<tool_call>{call}</tool_call>" for call in calls]
-    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in texts])
-    tokenizer.save(str(folder / "tokenizer.json"))
     stop, size = tokenizer.token_to_id("<|im_end|>"), tokenizer.get_vocab_size()
     torch.manual_seed(0)
     config = Qwen3Config(
