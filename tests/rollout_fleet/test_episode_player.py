@@ -254,7 +254,7 @@ async def test_episodes_of_a_killed_process_begin_again_with_the_turns_that_they
     async with playing(config, buffer, script, model) as loop:
         await buffer.stored(3, within_s=60)
     assert loop.counters().groups_failed.keys() == {"episode_environment"}
-    assert loop.counters().tokens_generated == buffer.num_tokens == buffer.num_accounted, "no token is sampled twice"
+    assert loop.counters().tokens_generated == buffer.num_accounted, "turns that ran at the death are dropped"
     num_replayed = 0
     for path in tmp_path.glob("?-?"):
         lines = [line.split(" ", 1) for line in path.read_text().splitlines()]
