@@ -203,7 +203,7 @@ async def evaluate(config: RunConfig, folder: Path, version: int) -> Evaluation:
     rewards = WeightedRewards(config.rollout_fleet)
     context = episode_context(config)
     images = image_reader(config.model.path, max_pixels=config.rollout_fleet.max_image_pixels)
-    options = {"model_path": config.model.path, "max_context": context, "images": images}
+    options: dict[str, Any] = {"model_path": config.model.path, "max_context": context, "images": images}
     player = EpisodePlayer(config.rollout_fleet, **options) if context else None
     parts: dict[str, Any] = {"engine": engine, "rewards": rewards, "player": player}
     try:

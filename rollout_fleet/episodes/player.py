@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 from asyncrl.core.image_files import ImageReader
 from asyncrl.core.types import Prompt
@@ -87,7 +88,7 @@ class EpisodePlayer:
         assert self._renderer is not None
         name = prompt.environment or self._config.environment.name
         refuses = self._config.environment.sampling is OnSamplingOption.refuse
-        options = {"refuses": refuses, "on_calls": run.called, "images": self._images}
+        options: dict[str, Any] = {"refuses": refuses, "on_calls": run.called, "images": self._images}
         session = Session(run, self._renderer, sampling=sampling, prompt=prompt, **options)
         access = self._endpoint.open(session)
         try:
