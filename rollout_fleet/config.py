@@ -175,10 +175,15 @@ class TransformersConfig:
     Attributes:
         dtype: Weights and activations: a torch dtype's name, or ``auto`` for the model's own.
         max_rows: Most samples in one batch; the others wait for the next batch.
+        reproducible: Every token of an answer depends only on the weights, the run's seed, the prompt group, the sample
+            and the tokens before it. So an answer that is interrupted continues bit for bit. Each token then takes a
+            forward pass over its whole sequence, alone: this is slow, and meant for tests. Turns of an environment do
+            not get seeds.
     """
 
     dtype: str = "auto"
     max_rows: int = 256
+    reproducible: bool = False
 
     def __post_init__(self) -> None:
         _check_least("rollout_fleet.transformers", self, max_rows=1)

@@ -19,7 +19,7 @@ from asyncrl.core.trajectory import Trajectory, TrajectoryGroup, Turn
 from asyncrl.core.types import FinishReason, Lease
 
 from .config import SamplingConfig
-from .engines.engine import EngineLoad, SampleOutput, SampleRequest
+from .engines.engine import EngineLoad, SampleOutput, SampleRequest, mixed_seed
 from .episodes import PROMPT, Episode, EpisodeBudget
 from .episodes.episode_run import EpisodeRun
 from .metrics import FleetMeter
@@ -101,10 +101,12 @@ class InflightGroup:
         progress: TrajectoryGroup | None = None,
         greedy_baseline: bool = False,
         images: tuple[PlacedImage, ...] = (),
+        seed: int | None = None,
     ) -> InflightGroup:
         """Begin a group, or continue it from its saved ``progress``; ``images`` are those of the prompt.
 
-        Without a ``budget`` of episodes, each episode is a single answer to the prompt.
+        Without a ``budget`` of episodes, each episode is a single answer to the prompt. With the ``seed`` of a run,
+        each of these has a seed of its own, which every attempt at the group repeats.
 
         Raises `ReplayBufferError` if the progress has another number of trajectories.
         """
@@ -120,7 +122,8 @@ class InflightGroup:
             for index, record in enumerate([*recorded, *[None] * greedy_baseline])
         ]
         for index, episode in enumerate(episodes if is_single else []):
-            episode.sample(PROMPT, (), sampling if index < num_samples else sampling.greedy())
+            own = sampling if seed is None else replace(sampling, seed=mixed_seed(seed, group_id, index) >> 1)
+            episode.sample(PROMPT, (), own if index < num_samples else own.greedy())
         return cls(
             lease=lease,
             episodes=episodes,

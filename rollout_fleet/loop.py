@@ -80,6 +80,7 @@ class RolloutLoop:
         member: Told of loaded weights; says whether the loop may ask for leases.
         samples_per_prompt: G.
         greedy_baseline: Sample one more response per prompt greedily, which is not trained on.
+        seed: The run's seed if every answer has a seed of its own; see `InflightGroup.begin`.
         samples: Keeps some scored samples for reading.
         player: Plays the episodes of prompts that have an environment; None if no prompt has one.
         stage: Brings an offer near the engine; the engine loads the offer that it yields.
@@ -97,6 +98,7 @@ class RolloutLoop:
         decode: Decode,
         samples_per_prompt: int,
         greedy_baseline: bool = False,
+        seed: int | None = None,
         samples: SampleLog | None = None,
         player: Player | None = None,
         stage: Callable[[WeightOffer], AbstractAsyncContextManager[WeightOffer]] = nullcontext,
@@ -115,6 +117,7 @@ class RolloutLoop:
             num_samples=samples_per_prompt,
             sampling=config.sampling,
             greedy_baseline=greedy_baseline,
+            seed=seed,
         )
         self._meter = FleetMeter()
         self._stamp = partial(_stamp, engine)

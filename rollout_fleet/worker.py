@@ -109,6 +109,7 @@ class RolloutWorker(Worker):
             member=self._member,
             samples_per_prompt=samples_per_prompt,
             greedy_baseline=greedy_baseline,
+            seed=seed if config.transformers.reproducible else None,
             samples=self._samples,
             stage=self._stager.staged,
         )

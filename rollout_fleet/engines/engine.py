@@ -494,6 +494,11 @@ def _check_images(request: SampleRequest, image_token_id: int | None) -> None:
         )
 
 
+def mixed_seed(*parts: int) -> int:
+    """A 64-bit seed of several numbers; the seeds of neighboring numbers are unrelated."""
+    return int(np.random.SeedSequence([part % 2**64 for part in parts]).generate_state(1, np.uint64)[0])
+
+
 def check_output(
     output: SampleOutput, request: SampleRequest, *, vocab_size: int, loaded_versions: Collection[int]
 ) -> None:

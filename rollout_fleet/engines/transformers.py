@@ -42,6 +42,7 @@ from .engine import (
     SampleOutput,
     SampleRequest,
     check_output,
+    mixed_seed,
     read_model_facts,
 )
 
@@ -57,8 +58,8 @@ class StepRecorder:
     """Records the log-probs before sampling and the tokens after it, at every step of a batch, and ends rows.
 
     A row ends with one of ``eos_ids`` or of its own stop tokens, with a stop text, which ``decode`` finds, at its
-    ``max_new_tokens``, or at the next token after its sample is aborted. A row with a seed is drawn with it, unless
-    the distribution is truncated. A
+    ``max_new_tokens``, or at the next token after its sample is aborted. In a row with a seed, seed and position draw
+    each token, unless the distribution is truncated. So the draws do not change if another request continues the row. A
     batch is written in rounds (`begin_round`); each round has the unfinished rows. With ``drops_rows`` a round ends
     when half of its rows have ended. At temperature 0 (greedy) log-probs are those of temperature 1. ``on_step`` is
     called after every step. The recorder is itself the logits processor: transformers inspects the signature of a
@@ -78,8 +79,8 @@ class StepRecorder:
         self._decode = decode
         samplings = [sample.request.sampling for sample in samples]
         self._stop_ids = [set(sampling.stop_token_ids) for sampling in samplings]
-        self._generators = {
-            row: torch.Generator().manual_seed(sampling.seed + len(samples[row].request.prompt_ids))
+        self._seeds = {
+            row: (sampling.seed, len(samples[row].request.prompt_ids))
             for row, sampling in enumerate(samplings)
             if sampling.seed is not None and sampling.temperature > 0 and not sampling.truncations
         }
@@ -113,8 +114,10 @@ class StepRecorder:
         """
         scaled = logits.float() if self._temperature == 1.0 else logits.float() / self._temperature
         self._step_logprobs = scaled.log_softmax(-1)
-        for place, row in enumerate(self._rows.tolist() if self._generators else ()):
-            if generator := self._generators.get(row):
+        for place, row in enumerate(self._rows.tolist() if self._seeds else ()):
+            if row in self._seeds:
+                seed, num_before = self._seeds[row]
+                generator = torch.Generator().manual_seed(mixed_seed(seed, num_before + self.num_steps))
                 drawn = int(torch.multinomial(self._step_logprobs[place].exp().cpu(), 1, generator=generator))
                 logits[place] = -torch.inf
                 logits[place, drawn] = 0.0
@@ -180,7 +183,8 @@ class GenerationModel:
     """The model, its weights in place, and batches of samples; `load` reads the model.
 
     ``dtype`` is a torch dtype's name, or ``auto`` for the stored one; ``device`` is ``cpu`` or ``cuda``. ``seed`` seeds
-    torch in this process. The generating thread calls ``on_step`` after every token of a batch.
+    torch in this process. ``reproducible`` is the option of `TransformersConfig`. The generating thread calls
+    ``on_step`` after every token of a batch.
     """
 
     def __init__(
@@ -191,6 +195,7 @@ class GenerationModel:
         dtype: str,
         device: str,
         seed: int,
+        reproducible: bool = False,
         on_step: Callable[[], None] = lambda: None,
     ) -> None:
         self._model_path = model_path
@@ -198,6 +203,7 @@ class GenerationModel:
         self._dtype = dtype
         self._device = device
         self._seed = seed
+        self._reproducible = reproducible
         self._on_step = on_step
         self._model: Any = None
         self._pixel_format: PixelFormat | None = None
@@ -313,6 +319,9 @@ class GenerationModel:
 
         An ended row is computed until its round ends; it must not need a position beyond the model's limit.
         """
+        if self._reproducible:
+            yield from ([row] for row in range(len(requests)))
+            return
         left: dict[int, list[int]] = defaultdict(list)
         for row, request in enumerate(requests):
             left[0 if self._may_pad else len(request.prompt_ids)].append(row)
@@ -412,7 +421,7 @@ class GenerationModel:
                 )
                 self._may_pad = False
                 difference = self._difference(requests)
-            if difference <= bound and self._can_cut_cache(requests[0]):
+            if difference <= bound and not self._reproducible and self._can_cut_cache(requests[0]):
                 self._cuts_cache = True
                 twice = [
                     _greedy(request.prompt_ids, 1 + row % _TRIED_TOKENS, *request.images)
@@ -523,6 +532,7 @@ class GenerationModel:
             do_sample=not greedy,
             max_new_tokens=max_new_tokens,
             pad_token_id=self._facts.pad_id,
+            use_cache=not self._reproducible,
             return_dict_in_generate=True,
             **options,
         )
@@ -566,6 +576,7 @@ class TransformersEngine(Engine):
             dtype=config.transformers.dtype,
             device=device.value,
             seed=seed,
+            reproducible=config.transformers.reproducible,
             on_step=self._silence.token,
         )
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=self._name)

@@ -526,6 +526,23 @@ async def test_a_response_ends_at_stop_tokens_and_stop_texts_of_its_own_request(
     assert {by_token.finish_reason, by_text.finish_reason} == {FinishReason.stop}
 
 
+async def test_a_reproducible_answer_that_is_cut_off_anywhere_continues_bit_for_bit(start):
+    engine = await start(transformers=TransformersConfig(reproducible=True))
+    (request,) = requests_of(1, 1, seed=7)
+    (whole,) = await answer(engine, [request])
+    assert len(whole.token_ids) > 3
+    for cut in (1, len(whole.token_ids) - 1):
+        rest = replace(
+            request,
+            id=f"rest-{cut}",
+            prompt_ids=np.concatenate([request.prompt_ids, whole.token_ids[:cut]]),
+            sampling=replace(request.sampling, max_new_tokens=request.sampling.max_new_tokens - cut),
+        )
+        found = (await answer(engine, [*requests_of(2, 1), rest]))[-1]
+        assert found.token_ids.tolist() == whole.token_ids[cut:].tolist()
+        assert found.logprobs.tobytes() == whole.logprobs[cut:].tobytes()
+
+
 async def test_a_seed_gives_one_response_whatever_else_is_in_its_batch(start):
     engine = await start()
     outputs = []

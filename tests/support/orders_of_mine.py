@@ -7,6 +7,10 @@ def longest_first(summary: GroupSummary, deadline: int) -> float:
     return -sum(summary.response_lengths)
 
 
+def by_group(summary: GroupSummary, deadline: int) -> float:
+    return summary.group_id
+
+
 def no_number(summary: GroupSummary, deadline: int) -> float:
     return float("nan")
 

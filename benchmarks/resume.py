@@ -1,0 +1,239 @@
+"""What a resume keeps of the work before it, and what checkpoints cost.
+
+``python -m benchmarks.resume`` trains the quickstart on the in-process engine: one life that SIGTERM stops, one whose
+processes are all killed, each in the middle between two checkpoints, and a resumed life after each. Work is policy
+tokens: kept is what a resumed life does not drop as lost. Then a buffer begins with a checkpoint of ``--payload-mb``,
+and its memory is compared with what it holds. Further options of the run may follow. Wall times hold for an idle
+machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from asyncrl.core.types import Prompt
+from benchmarks.report import Target, print_report
+from buffer import BufferConfig, BufferSupervisor, ControlClient, WorkerClient
+from learner.checkpoint_folder import newest_checkpoint, read_progress
+from tests.support.buffer_groups import prompt, rollout
+
+EVERY_STEPS = 10
+LOST_REASONS = ("rewound", "resume", "lost")
+_TIMEOUT_S = 900.0
+_GROUP_TOKENS = 100_000
+_BASE = ["rollout_fleet.engine=transformers", "sft.enabled=false", "evaluation.enabled=false", "learner.restarts=0"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kept:
+    """What a resumed life kept.
+
+    Attributes:
+        share: Tokens that were kept, of all that the ended life had generated.
+        steps: Steps at the end of the first life, and of the checkpoint.
+        start_s: From the command to the first learner step, of the first life.
+        resume_s: The same of the resumed life.
+        stall_vs_step: Seconds that a rank waits for one checkpoint, as a share of a learner step. None without one.
+    """
+
+    share: float
+    steps: tuple[int, int]
+    start_s: float
+    resume_s: float
+    stall_vs_step: float | None
+
+    def __str__(self) -> str:
+        ended, saved = self.steps
+        return (
+            f"{100 * self.share:.2f}% of the tokens kept; ended in step {ended}, continued at step {saved}; first step "
+            f"after {self.start_s:.1f} s, resumed after {self.resume_s:.1f} s"
+        )
+
+
+class Life:
+    """A training in a process of its own."""
+
+    def __init__(self, output_dir: Path, overrides: Sequence[str]) -> None:
+        command = [sys.executable, "-m", "asyncrl", "train", f"output_dir={output_dir}", *_BASE, *overrides]
+        self._began_s = time.monotonic()
+        self.process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+            env=os.environ | {"PYTHONUNBUFFERED": "1"},
+        )
+        self.lines: list[str] = []
+
+    def wait_for(self, words: str) -> float:
+        """Seconds from the start of the process to a line with ``words``."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line)
+            if words in line:
+                return time.monotonic() - self._began_s
+        raise RuntimeError(f"the run ended before a line with {words!r}:\n{''.join(self.lines[-20:])}")
+
+    @property
+    def run_dir(self) -> Path:
+        """The folder of the run."""
+        return Path(next(line for line in self.lines if " writing to " in line).partition(" writing to ")[2].strip())
+
+    def kill(self) -> None:
+        """Kill every process of the run at once."""
+        family = [self.process.pid, *(one.pid for one in psutil.Process(self.process.pid).children(recursive=True))]
+        for pid in family:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait(_TIMEOUT_S)
+
+    def finish(self) -> int:
+        """Read the output to its end; returns the exit status."""
+        assert self.process.stdout is not None
+        self.lines += list(self.process.stdout)
+        return self.process.wait(_TIMEOUT_S)
+
+
+def measure(number: signal.Signals, folder: Path, steps: int, overrides: Sequence[str]) -> Kept:
+    """End a life in step ``steps``, resume it for a few steps, and compare the accounts."""
+    options = [f"checkpoint.every_steps={EVERY_STEPS}", *overrides]
+    first = Life(folder, ["total_steps=100000", *options])
+    start_s = first.wait_for(" step 1/")
+    first.wait_for(f" step {steps}/")
+    if number is signal.SIGKILL:
+        first.kill()
+    else:
+        first.process.send_signal(number)
+        first.finish()
+    metrics = [json.loads(line) for line in (first.run_dir / "metrics.jsonl").read_text().splitlines()]
+    checkpoint = newest_checkpoint(first.run_dir / "checkpoints")
+    assert checkpoint is not None, "".join(first.lines[-20:])
+    generated = metrics[-1]["generated_tokens"]
+    stall = None
+    if number is not signal.SIGKILL:
+        summary = json.loads((first.run_dir / "summary.json").read_text())
+        generated = summary["tokens"]["generated"]
+        stall = _stall(summary, metrics)
+    saved = read_progress(checkpoint).version
+    second = Life(folder, [f"total_steps={saved + 3}", f"checkpoint.resume={checkpoint}", *options])
+    resume_s = second.wait_for(f" step {saved + 1}/")
+    if second.finish() != 0:
+        raise RuntimeError("".join(second.lines[-20:]))
+    tokens = json.loads((second.run_dir / "summary.json").read_text())["tokens"]
+    unsaved = max(0, generated - read_progress(checkpoint).run["tokens_generated"])
+    lost = unsaved + sum(tokens["dropped_by_reason"].get(reason, 0) for reason in LOST_REASONS)
+    return Kept(
+        share=1.0 - lost / generated,
+        steps=(metrics[-1]["step"] + 1, saved),
+        start_s=start_s,
+        resume_s=resume_s,
+        stall_vs_step=stall,
+    )
+
+
+def _stall(summary: dict[str, Any], metrics: Sequence[dict[str, Any]]) -> float | None:
+    """Seconds of one checkpoint in which a rank waits, as a share of the median time between two steps.
+
+    None if the run recorded no profile.
+    """
+    if summary["overlap"] is None:
+        return None
+    idle_s = summary["overlap"]["idle_s"]["learner"].get("checkpoint", 0.0)
+    step_s = statistics.median(late - early for early, late in pairwise(one["time_s"] for one in metrics))
+    return idle_s / max(1, len(metrics) // EVERY_STEPS) / step_s
+
+
+async def memory_vs_held(payload_mb: int, folder: Path) -> tuple[float, str]:
+    """Memory that a buffer server takes for a checkpoint's groups, as a share of their bytes; and in words."""
+    num_groups = max(1, payload_mb * 1_000_000 // (_GROUP_TOKENS * 13))
+    options: dict[str, Any] = {
+        "max_lag": 1 << 20,
+        "request_timeout_s": 120.0,
+        "max_stored_bytes": 4 * payload_mb * 1_000_000,
+    }
+    part = folder / "v00000000"
+
+    async def fill(client: ControlClient, worker: WorkerClient) -> None:
+        prompts: list[Prompt] = [prompt(group_id) for group_id in range(num_groups)]
+        await client.enqueue(prompts)
+        for _ in prompts:
+            (lease,) = await worker.lease(0, 1)
+            await worker.put(rollout(lease, num_tokens=_GROUP_TOKENS))
+        await client.checkpoint(part, 0, key="one")
+
+    def serve(**more: Any) -> BufferSupervisor:
+        return BufferSupervisor(BufferConfig(**options, **more), groups_per_step=1, log_path=folder / "buffer.log")
+
+    with serve() as server:
+        empty = _server_memory(folder)
+        client, worker = ControlClient(server.connection.client()), WorkerClient(server.connection.client())
+        await fill(client, worker)
+        held = (await client.stats()).held_bytes
+        await worker.close()
+        await client.close()
+    with serve(checkpoint=str(part)) as server:
+        client = ControlClient(server.connection.client())
+        await client.resume(0, key="one", tokens_generated=num_groups * _GROUP_TOKENS)
+        assert (await client.stats()).held_bytes == held
+        taken = _server_memory(folder) - empty
+        await client.close()
+    return taken / held, f"{taken / 1e6:.0f} MB taken after a restart for {held / 1e6:.0f} MB held"
+
+
+def _server_memory(folder: Path) -> int:
+    """Resident bytes of the buffer server that this process has started."""
+    (server,) = [one for one in psutil.Process().children(recursive=True) if "buffer.server" in " ".join(one.cmdline())]
+    return server.memory_info().rss
+
+
+def main() -> int:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description="Measure what a resume keeps and what checkpoints cost.")
+    parser.add_argument("--steps", type=int, default=65, help="steps before the end of a first life (default 65)")
+    parser.add_argument("--payload-mb", type=int, default=200, help="payload of the restarted buffer (default 200)")
+    parser.add_argument("overrides", nargs="*", help="further options of the runs")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        stopped = measure(signal.SIGTERM, Path(folder, "stopped"), options.steps, options.overrides)
+        killed = measure(signal.SIGKILL, Path(folder, "killed"), options.steps, options.overrides)
+        Path(folder, "buffer").mkdir()
+        memory, words = asyncio.run(memory_vs_held(options.payload_mb, Path(folder, "buffer")))
+    figures = {
+        "work_kept_at_sigterm": stopped.share,
+        "work_kept_at_sigkill": killed.share,
+        "checkpoint_stall_vs_step": stopped.stall_vs_step,
+        "resume_to_first_step_vs_start": stopped.resume_s / stopped.start_s,
+        "restart_memory_vs_held": memory,
+    }
+    targets = {
+        "work_kept_at_sigterm": Target(at_least=1.0),
+        "work_kept_at_sigkill": Target(at_least=0.9),
+        "checkpoint_stall_vs_step": Target(at_most=0.05),
+        "resume_to_first_step_vs_start": Target(at_most=1.1),
+        "restart_memory_vs_held": Target(at_most=1.3),
+    }
+    rows = {"SIGTERM": str(stopped), "SIGKILL": str(killed), "buffer": words}
+    what = f"what a resume keeps, with a checkpoint every {EVERY_STEPS} steps"
+    return 0 if print_report(what, rows, figures, targets, baseline="the first life of the run") else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

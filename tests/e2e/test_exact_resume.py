@@ -1,0 +1,83 @@
+"""A run that was stopped or killed and then resumed ends with the bits of one that was not.
+
+Everything that a token depends on is fixed: one engine whose answers do not depend on batches, one learner rank, no
+lag, and batches in the order of their groups.
+"""
+
+import json
+import os
+import random
+import signal
+import time
+
+import pytest
+
+from asyncrl.cli.runs_command import main as list_runs
+from learner.checkpoint_folder import newest_checkpoint, read_progress
+from tests.e2e.run_checks import assert_the_account_closes
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+STEPS = 8
+OPTIONS = [
+    "rollout_fleet.engine=transformers",
+    "rollout_fleet.transformers.reproducible=true",
+    "buffer.max_lag=0",
+    "buffer.order=tests.support.orders_of_mine:by_group",
+    "sft.enabled=false",
+    "evaluation.enabled=false",
+    "algorithm.groups_per_step=4",
+    "learner.restarts=0",
+    f"total_steps={STEPS}",
+]
+TRAINED = ("reward", "response_length", "learner.loss", "learner.grad_norm")
+
+
+def trained(run_dir):
+    """What was trained on, step by step, and the bits of the policy after the last one."""
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(STEPS)), "the metrics have all steps of all lives"
+    return [[line[name] for name in TRAINED] for line in lines], (run_dir / "policy" / "model.safetensors").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def moments():
+    """Seconds after a step at which a run is stopped."""
+    seed = int(os.environ.get("ASYNCRL_FAULT_SEED", time.time_ns() % 10**6))
+    print(f"ASYNCRL_FAULT_SEED={seed}")  # noqa: T201 - repeats the moments
+    return random.Random(seed)
+
+
+def test_a_stopped_and_a_killed_run_end_with_the_bits_of_one_that_was_not(start, moments, capsys, tmp_path):
+    straight = start(*OPTIONS, "checkpoint.at_stop=false")
+    assert straight.finish(300) == 0, straight.output
+    want = trained(straight.run_dir)
+    for number, options in ((signal.SIGTERM, []), (signal.SIGKILL, ["checkpoint.every_steps=2"])):
+        ended = start(*OPTIONS, *options, output_dir=tmp_path / number.name)
+        ended.wait_for_line("step 4/")
+        time.sleep(moments.uniform(0.0, 2.0))
+        ended.remember_family()
+        if number is signal.SIGTERM:
+            ended.process.terminate()
+            assert ended.finish(120) == 128 + number, ended.output
+        else:
+            for pid in [ended.process.pid, *ended.family]:
+                os.kill(pid, number)
+            ended.process.wait(10)
+        checkpoint = newest_checkpoint(ended.run_dir / "checkpoints")
+        assert checkpoint is not None
+        version = read_progress(checkpoint).version
+        assert version >= (4 if number is signal.SIGTERM else 2)
+        resumed = start(*OPTIONS, *options, f"checkpoint.resume={checkpoint}", output_dir=tmp_path / number.name)
+        assert resumed.finish(300) == 0, resumed.output
+        assert trained(resumed.run_dir) == want, f"{number.name} in step {version}"
+        assert_the_account_closes(resumed.summary)
+        if number is signal.SIGTERM:
+            assert resumed.summary["tokens"]["trained"] == straight.summary["tokens"]["trained"]
+            dropped = resumed.summary["tokens"]["dropped_by_reason"]
+            assert not dropped.keys() - straight.summary["tokens"]["dropped_by_reason"].keys(), "nothing was lost"
+    assert list_runs([str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("(2 lives)") == 2
+    assert "killed, " in shown
+    assert "stopped, " in shown
