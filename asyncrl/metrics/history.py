@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from .estimates import Estimate, Evaluation
-from .records import StepRecord, json_object
-
-_LEARNER = "learner."
+from .records import PREFIXES, StepRecord, json_object
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,10 +49,16 @@ def _lines(path: Path, *keys: str) -> list[dict[str, Any]]:
 def _step_record(numbers: Mapping[str, Any]) -> StepRecord:
     """The inverse of `StepRecord.flat`."""
     names = {one.name for one in fields(StepRecord)}
-    learner = {name.removeprefix(_LEARNER): value for name, value in numbers.items() if name.startswith(_LEARNER)}
-    own = {name: value for name, value in numbers.items() if name in names}
-    others = {name: value for name, value in numbers.items() if name not in own and not name.startswith(_LEARNER)}
-    return StepRecord(**own, learner=learner, metrics=others)
+    parts: dict[str, Any] = {"metrics": {}, "episodes": {}, "learner": {}}
+    own: dict[str, Any] = {}
+    for name, value in numbers.items():
+        if name in names:
+            own[name] = value
+        elif part := next((part for part in PREFIXES if name.startswith(f"{PREFIXES[part]}.")), ""):
+            parts[part][name.removeprefix(f"{PREFIXES[part]}.")] = value
+        else:
+            parts["metrics"][name] = value
+    return StepRecord(**(own | parts))
 
 
 def _evaluation(values: Mapping[str, Any]) -> Evaluation:

@@ -17,6 +17,9 @@ from asyncrl.core.types import TokenAccount
 
 from .estimates import Evaluation
 
+PREFIXES = {"episodes": "episode", "learner": "learner"}
+"""Prefixes of the dotted names of a record's nested numbers, by field."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
@@ -100,7 +103,7 @@ class StepRecord:
         numbers = asdict(self)
         del numbers["groups"], numbers["lags"]
         numbers |= numbers.pop("metrics")
-        for part, prefix in (("episodes", "episode"), ("learner", "learner")):
+        for part, prefix in PREFIXES.items():
             numbers |= {f"{prefix}.{name}": value for name, value in numbers.pop(part).items()}
         return numbers
 

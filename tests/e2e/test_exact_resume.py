@@ -15,8 +15,9 @@ import pytest
 from asyncrl.cli.runs_command import main as list_runs
 from learner.checkpoint_folder import newest_checkpoint, read_progress
 from tests.e2e.run_checks import assert_the_account_closes
+from tests.support.training_run import ROOT
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(3600)]
 
 STEPS = 8
 OPTIONS = [
@@ -28,6 +29,7 @@ OPTIONS = [
     "evaluation.enabled=false",
     "algorithm.groups_per_step=4",
     "learner.restarts=0",
+    f"rollout_fleet.reward={ROOT / 'tests/support/varied_reward.py'}:share_of_even_digits",
     f"total_steps={STEPS}",
 ]
 TRAINED = ("reward", "response_length", "learner.loss", "learner.grad_norm")
@@ -37,6 +39,7 @@ def trained(run_dir):
     """What was trained on, step by step, and the bits of the policy after the last one."""
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(STEPS)), "the metrics have all steps of all lives"
+    assert all(line["learner.grad_norm"] > 0 for line in lines), "the policy changes at each step"
     return [[line[name] for name in TRAINED] for line in lines], (run_dir / "policy" / "model.safetensors").read_bytes()
 
 
@@ -50,16 +53,16 @@ def moments():
 
 def test_a_stopped_and_a_killed_run_end_with_the_bits_of_one_that_was_not(start, moments, capsys, tmp_path):
     straight = start(*OPTIONS, "checkpoint.at_stop=false")
-    assert straight.finish(300) == 0, straight.output
+    assert straight.finish(900) == 0, straight.output
     want = trained(straight.run_dir)
     for number, options in ((signal.SIGTERM, []), (signal.SIGKILL, ["checkpoint.every_steps=2"])):
         ended = start(*OPTIONS, *options, output_dir=tmp_path / number.name)
-        ended.wait_for_line("step 4/")
+        ended.wait_for_line("step 4/", 900)
         time.sleep(moments.uniform(0.0, 2.0))
         ended.remember_family()
         if number is signal.SIGTERM:
             ended.process.terminate()
-            assert ended.finish(120) == 128 + number, ended.output
+            assert ended.finish(300) == 128 + number, ended.output
         else:
             for pid in [ended.process.pid, *ended.family]:
                 os.kill(pid, number)
@@ -69,7 +72,7 @@ def test_a_stopped_and_a_killed_run_end_with_the_bits_of_one_that_was_not(start,
         version = read_progress(checkpoint).version
         assert version >= (4 if number is signal.SIGTERM else 2)
         resumed = start(*OPTIONS, *options, f"checkpoint.resume={checkpoint}", output_dir=tmp_path / number.name)
-        assert resumed.finish(300) == 0, resumed.output
+        assert resumed.finish(900) == 0, resumed.output
         assert trained(resumed.run_dir) == want, f"{number.name} in step {version}"
         assert_the_account_closes(resumed.summary)
         if number is signal.SIGTERM:
