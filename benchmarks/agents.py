@@ -12,6 +12,12 @@ One function per figure.
 ``tree_vs_linear_tokens``: tokens that the learner computes for the trees of a search agent, divided by those of its
     separate branches. ``tree_vs_turns_tokens`` divides by the tokens of all turns, each with its whole context.
     ``tree_vs_distinct_tokens`` counts each token of the trees once.
+
+The other figures are those of `benchmarks.agent_fleet`. ``episodes_vs_bare_agent`` is the turns per second of the fleet
+against the same agent on the engine directly. ``slots_held_by_tools`` counts the tools that began while a turn of their
+episode had a place on the engine. ``tools_overlap`` is the busy share of the engine's places while a fifth of the
+episodes' time goes into tools; ``idle_CAUSE`` are the other shares. ``prefix_hit_rate`` is the share of tokens that
+SGLang had in its cache, of those that it could have had. ``--quick`` measures one round of the endpoint, and no SGLang.
 """
 
 from __future__ import annotations
@@ -33,17 +39,16 @@ from typing import Any
 import aiohttp
 import numpy as np
 from aiohttp import web
-from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
-from tokenizers.models import BPE
 
 from asyncrl.core.images import PlacedImage
 from asyncrl.core.types import FinishReason, Prompt
+from benchmarks.agent_fleet import MAX_LAG, fleet_figures
 from benchmarks.agent_trees import search_groups, tree_tokens
+from benchmarks.random_models import save_tokenizer
 from benchmarks.report import Target, print_report
 from rollout_fleet.config import SamplingConfig
 from rollout_fleet.engines.engine import SampleOutput
 from rollout_fleet.episodes import ChatRenderer, Endpoint, Episode, EpisodeBudget, Session, load_renderer
-from rollout_fleet.episodes.chat_tokenizer import PLAIN_ROLES
 from rollout_fleet.episodes.config import RendererConfig
 
 NUM_CONCURRENT = 64
@@ -55,6 +60,11 @@ RESULT = "It is 21 degrees, with some clouds and little wind from the south-west
 TOOL = {"type": "function", "function": {"name": "weather", "description": "d", "parameters": {"type": "object"}}}
 TARGETS = {
     "endpoint_ms": Target(at_most=3.0),
+    "episodes_vs_bare_agent": Target(at_least=0.9),
+    "slots_held_by_tools": Target(at_most=0.0),
+    "tools_overlap": Target(at_least=0.9),
+    "lag_max": Target(at_most=float(MAX_LAG)),
+    "prefix_hit_rate": Target(at_least=0.9),
     "tree_vs_linear_tokens": Target(at_most=0.7),
     "tree_vs_distinct_tokens": Target(at_most=1.0),
 }
@@ -93,20 +103,6 @@ class TimedTurns:
         )
         self.episode.take(request.id, output)
         return turn
-
-
-def save_tokenizer(folder: Path) -> str:
-    """A byte tokenizer with the markers of the plain chat template."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(BPE(vocab={letter: place for place, letter in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_tokens(["<think>", "</think>", "<tool_call>", "</tool_call>"])
-    markers = ["<|end|>", "<|tools|>", *(f"<|{role}|>" for role in PLAIN_ROLES)]
-    tokenizer.add_special_tokens([AddedToken(marker, special=True) for marker in markers])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>"}))
-    return str(folder)
 
 
 async def endpoint_ms(renderer: ChatRenderer) -> dict[str, float]:
@@ -201,12 +197,18 @@ def tree_vs_linear_tokens() -> dict[str, float]:
 def main() -> None:
     """Measure, and print a table and the figures as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.parse_args()
-    figures = tree_vs_linear_tokens()
+    parser.add_argument("--quick", action="store_true", help="the scripted engine only, and fewer rounds")
+    options = parser.parse_args()
+    figures: dict[str, float | None] = {}
     with tempfile.TemporaryDirectory() as folder:
         renderer = load_renderer(save_tokenizer(Path(folder)), RendererConfig())
-        figures |= asyncio.run(endpoint_ms(renderer))
-    is_met = print_report("agents", {}, figures, TARGETS, baseline="the turn's own seconds")
+        rounds = [asyncio.run(endpoint_ms(renderer)) for _ in range(1 if options.quick else 3)]
+        figures |= {name: statistics.median(of_round[name] for of_round in rounds) for name in rounds[0]}
+        figures |= asyncio.run(fleet_figures(Path(folder), quick=options.quick))
+    figures |= tree_vs_linear_tokens()
+    is_met = print_report(
+        "agents", {}, figures, TARGETS, baseline="the same agent on the engine directly, and the turn's own seconds"
+    )
     sys.exit(0 if is_met else 1)
 
 

@@ -26,6 +26,7 @@ from buffer.server import BufferServer
 from rollout_fleet.config import EngineKind, RolloutFleetConfig
 from rollout_fleet.engines.engine import Engine, SampleOutput, SampleRequest
 from rollout_fleet.engines.scripted import Script, ScriptedAnswer, ScriptedEngine
+from rollout_fleet.episodes.episode_run import Player
 from rollout_fleet.loop import RolloutLoop
 from rollout_fleet.member import Member, member_limits
 from rollout_fleet.metrics import FleetCounters
@@ -172,7 +173,14 @@ class LocalWorker:
     """A rollout loop with its engine in this process; `keep_up` replaces an engine that fails."""
 
     def __init__(
-        self, name: str, config: RolloutFleetConfig, *, make: Callable[[], Engine], address: str, num_samples: int
+        self,
+        name: str,
+        config: RolloutFleetConfig,
+        *,
+        make: Callable[[], Engine],
+        address: str,
+        num_samples: int,
+        player: Player | None = None,
     ) -> None:
         self.member = Member(name, member_limits(config), time.monotonic())
         self.engine = make()
@@ -180,6 +188,7 @@ class LocalWorker:
         self._make = make
         self._address = address
         self._num_samples = num_samples
+        self._player = player
         self._before: list[FleetCounters] = []
         self._loop: RolloutLoop | None = None
         self._client: WorkerClient | None = None
@@ -215,6 +224,7 @@ class LocalWorker:
             rewards=WeightedRewards(self._config),
             decode=str,
             samples_per_prompt=self._num_samples,
+            player=self._player,
         )
         await self._loop.load_next(-1)
         self._running = asyncio.create_task(self._loop.run())

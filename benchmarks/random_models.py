@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
+from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
 from transformers import AutoModelForCausalLM, Qwen3Config
+
+from rollout_fleet.episodes.chat_tokenizer import PLAIN_ROLES
 
 
 def save_random_qwen3(directory: Path | str, *, layers: int, hidden: int, mlp: int, heads: int, **options: Any) -> str:
@@ -30,3 +35,17 @@ def save_random_qwen3(directory: Path | str, *, layers: int, hidden: int, mlp: i
     )
     AutoModelForCausalLM.from_config(config).save_pretrained(directory)
     return str(directory)
+
+
+def save_tokenizer(folder: Path) -> str:
+    """A byte tokenizer with the markers of the plain chat template."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(BPE(vocab={letter: place for place, letter in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_tokens(["<think>", "</think>", "<tool_call>", "</tool_call>"])
+    markers = ["<|end|>", "<|tools|>", *(f"<|{role}|>" for role in PLAIN_ROLES)]
+    tokenizer.add_special_tokens([AddedToken(marker, special=True) for marker in markers])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>"}))
+    return str(folder)

@@ -1,0 +1,268 @@
+"""Episodes with tools on one engine: the fleet against the same agent on the engine directly.
+
+The fleet has all its parts: a buffer server, a rollout loop, the endpoint, and a child process with the environment.
+The agent samples turns of equal length. The tools between the turns take a fifth of the episode's time. The bare agent
+sends token ids to the engine. It has as many episodes under way as the fleet may hold, and as many requests at once as
+the engine has places.
+
+On the scripted engine, which writes at a fixed pace, a stand-in for the learner consumes each batch at once and offers
+the next version. On SGLang the weights stay as they are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import statistics
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+
+from asyncrl.core import record
+from asyncrl.core.record import Pool, ProfileConfig
+from asyncrl.core.types import Prompt, WeightOffer
+from asyncrl.profile import Attribution, Trace
+from asyncrl.profile.trace import FOLDER
+from benchmarks.agent_environment import RESULT
+from benchmarks.fleet_scripted import LocalWorker
+from benchmarks.random_models import save_random_qwen3, save_tokenizer
+from benchmarks.saved_weights import describe_model
+from buffer import BufferClient, BufferConfig, ControlClient, LearnerClient
+from buffer.server import BufferServer
+from rollout_fleet.config import EngineDevice, EngineKind, RolloutFleetConfig, SamplingConfig, SGLangConfig
+from rollout_fleet.engines.engine import Engine, SampleRequest
+from rollout_fleet.engines.scripted import ScriptedAnswer, ScriptedEngine
+from rollout_fleet.engines.sglang import SGLangEngine
+from rollout_fleet.engines.sglang_server import SGLangServer
+from rollout_fleet.episodes.config import EnvironmentConfig
+from rollout_fleet.episodes.episode_run import EpisodeRun, PromptTokens
+from rollout_fleet.episodes.player import EpisodePlayer
+
+PLACES = 12  # groups
+SAMPLES = 4
+NUM_TURNS = 6
+TOKENS = 20
+TOKEN_DELAY_S = 0.05
+MAX_LAG = 3
+GROUPS_PER_STEP = 12
+WARM_UP_S = 10.0
+TOOL_SHARE = 0.2
+"""Share of an episode's time that its tools take."""
+_PROMPT = np.arange(20, 52, dtype=np.int32)
+_VOCABULARY = 300
+
+
+class _CountingPlayer(EpisodePlayer):
+    """Counts turns, tools that begin while a turn of their episode runs, and prompts that the engine had cached."""
+
+    num_turns = num_held = num_later = 0
+    later = PromptTokens()
+
+    async def play(self, prompt: Prompt, run: EpisodeRun, *, sampling: SamplingConfig, index: int) -> None:
+        """See `Player.play`."""
+        note, take = run.tool, run.take
+
+        def tool(number: int, name: str, is_running: bool) -> None:
+            self.num_held += is_running and bool(run.episode.running)
+            note(number, name, is_running)
+
+        def taken(request_id: str, output: Any) -> None:
+            take(request_id, output)
+            self.num_turns += output.finish_reason is not None
+
+        run.tool, run.take = tool, taken  # type: ignore[method-assign]
+        await super().play(prompt, run, sampling=sampling, index=index)
+        self.num_later += len(run.times.turns) - 1
+        self.later = PromptTokens(
+            num_tokens=self.later.num_tokens + run.later_prompts.num_tokens,
+            num_cached=self.later.num_cached + run.later_prompts.num_cached,
+        )
+
+
+@dataclass(kw_only=True)
+class _Bench:
+    """A fleet of one engine, and the way to the engine for the bare agent."""
+
+    worker: LocalWorker
+    player: _CountingPlayer
+    control: ControlClient
+    learner: LearnerClient
+    ask: Callable[[list[int]], Awaitable[list[int]]]
+    tool_s: float
+    num_prompts: int = 0
+
+    async def enqueue(self, number: int) -> None:
+        """Queue prompts."""
+        first, self.num_prompts = self.num_prompts, self.num_prompts + number
+        await self.control.enqueue([Prompt(group_id=first + n, prompt_ids=_PROMPT) for n in range(number)])
+
+    async def learn(self) -> None:
+        """Consume each batch as soon as it is complete, and offer the next version."""
+        for version in itertools.count():
+            await self.control.plan(version)
+            await self.enqueue(GROUPS_PER_STEP)
+            await self.learner.offer(
+                WeightOffer(version=version + 1, manifest=f"/v{version + 1}", digest="", num_bytes=0)
+            )
+            await self.control.commit(version)
+
+    async def turns_per_s(self, seconds: float) -> float:
+        """Turns per second of the fleet, which is at work."""
+        before, began_s = self.player.num_turns, time.perf_counter()
+        await asyncio.sleep(seconds)
+        return (self.player.num_turns - before) / (time.perf_counter() - began_s)
+
+    async def bare_rate(self, seconds: float) -> float:
+        """Turns per second of the same agent on the engine directly."""
+        places, num_turns = asyncio.Semaphore(PLACES * SAMPLES), 0
+
+        async def episodes() -> None:
+            nonlocal num_turns
+            while True:
+                ids = _PROMPT.tolist()
+                for turn in range(NUM_TURNS):
+                    if turn:
+                        await asyncio.sleep(self.tool_s)
+                        ids += RESULT
+                    async with places:
+                        ids += await self.ask(ids)
+                    num_turns += 1
+
+        tasks = [asyncio.create_task(episodes()) for _ in range(2 * PLACES * SAMPLES)]
+        await asyncio.sleep(min(WARM_UP_S, seconds))
+        before, began_s = num_turns, time.perf_counter()
+        await asyncio.sleep(seconds)
+        rate = (num_turns - before) / (time.perf_counter() - began_s)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        return rate
+
+
+async def _bench(stack: AsyncExitStack, scratch: Path, engine: EngineKind, tool_s: float) -> _Bench:
+    shape = {"layers": 2, "hidden": 128, "mlp": 256, "heads": 4, "head_dim": 32, "vocab_size": _VOCABULARY}
+    model = save_random_qwen3(scratch / "model", **shape, eos_token_id=1, bos_token_id=2, pad_token_id=0)
+    save_tokenizer(Path(model))
+    environment = EnvironmentConfig(
+        name=f"{Path(__file__).with_name('agent_environment.py')}:ToolUser",
+        options={"num_turns": NUM_TURNS, "tool_s": tool_s},
+        processes=1,
+    )
+    config = RolloutFleetConfig(
+        engine=engine,
+        groups_in_flight=PLACES,
+        reward="environment",
+        environment=environment,
+        sampling=SamplingConfig(max_new_tokens=TOKENS),
+        sglang=SGLangConfig(dtype="float32", max_total_tokens=65536),
+    )
+    is_scripted = engine is EngineKind.scripted
+    server = BufferServer(
+        BufferConfig(max_lag=MAX_LAG if is_scripted else 1000, lease_s=60.0, queue_size=100_000),
+        groups_per_step=GROUPS_PER_STEP if is_scripted else 1000,
+    )
+    stack.callback(server.close)
+    connection = BufferClient(server.address)
+    control, learner = ControlClient(connection), LearnerClient(connection)
+    stack.push_async_callback(control.close)
+    offer = WeightOffer(version=0, manifest="/v0", digest="", num_bytes=0)
+    await learner.offer(offer if is_scripted else describe_model(model).offer(scratch / "manifest.json", 0))
+    player = _CountingPlayer(config, model_path=model, max_context=4096)
+    stack.push_async_callback(player.close)
+    await player.start()
+
+    servers: list[SGLangServer] = []
+
+    def make() -> Engine:
+        if is_scripted:
+            return ScriptedEngine(
+                lambda request, version: ScriptedAnswer(response=[7] * TOKENS, token_delay_s=TOKEN_DELAY_S)
+            )
+        place: dict[str, Any] = {"model_path": model, "device": EngineDevice.cpu, "rank": 0, "log_dir": str(scratch)}
+        servers.append(SGLangServer(config, **place, seed=0, head_dim=shape["head_dim"]))
+        return SGLangEngine(config, **place, seed=0, server=servers[-1])
+
+    worker = LocalWorker("engine-0", config, make=make, address=server.address, num_samples=SAMPLES, player=player)
+    stack.push_async_callback(worker.close)
+    await worker.start()
+    ask = await _http(stack, servers[0]) if servers else _direct(worker.engine)
+    return _Bench(worker=worker, player=player, control=control, learner=learner, ask=ask, tool_s=tool_s)
+
+
+def _direct(engine: Engine) -> Callable[[list[int]], Awaitable[list[int]]]:
+    numbers = itertools.count()
+
+    async def ask(ids: list[int]) -> list[int]:
+        request = SampleRequest(
+            id=f"bare-{next(numbers)}",
+            prompt_ids=np.asarray(ids, dtype=np.int32),
+            sampling=SamplingConfig(max_new_tokens=TOKENS),
+        )
+        (output,) = [output async for _, output in engine.generate([request])]
+        return output.token_ids.tolist()
+
+    return ask
+
+
+async def _http(stack: AsyncExitStack, server: SGLangServer) -> Callable[[list[int]], Awaitable[list[int]]]:
+    session = await stack.enter_async_context(aiohttp.ClientSession(server.url, headers=server.headers))
+    parameters = {"max_new_tokens": TOKENS, "temperature": 1.0, "skip_special_tokens": False}
+
+    async def ask(ids: list[int]) -> list[int]:
+        body = {"input_ids": ids, "sampling_params": parameters, "return_logprob": True}
+        async with session.post("/generate", json=body) as answer:
+            return (await answer.json())["output_ids"]
+
+    return ask
+
+
+async def fleet_figures(scratch: Path, *, quick: bool) -> dict[str, float | None]:
+    """The figures on the scripted engine, and on SGLang unless ``quick``."""
+    rounds, seconds = (2, 10.0) if quick else (5, 20.0)
+    figures: dict[str, float | None] = {**await _measure(scratch / "scripted", EngineKind.scripted, rounds, seconds)}
+    on_sglang = {} if quick else await _measure(scratch / "sglang", EngineKind.sglang, rounds, seconds)
+    figures["sglang_vs_bare_agent"] = on_sglang.get("episodes_vs_bare_agent")
+    figures["sglang_turns_per_s"] = on_sglang.get("turns_per_s")
+    figures["prefix_hit_rate"] = on_sglang.get("prefix_hit_rate")
+    return figures
+
+
+async def _measure(scratch: Path, engine: EngineKind, num_rounds: int, seconds: float) -> dict[str, float]:
+    """Measure the bare agent, then the fleet in several rounds."""
+    turn_s = TOKENS * TOKEN_DELAY_S
+    tool_s = TOOL_SHARE / (1 - TOOL_SHARE) * turn_s * NUM_TURNS / (NUM_TURNS - 1)
+    record.start(ProfileConfig(directory=str(scratch / FOLDER)), process="engine-0", pool=Pool.fleet)
+    async with AsyncExitStack() as stack:
+        stack.callback(record.stop)
+        bench = await _bench(stack, scratch, engine, tool_s)
+        bare = [await bench.bare_rate(seconds) for _ in range(num_rounds)]
+        is_scripted = engine is EngineKind.scripted
+        await bench.enqueue(2 * (MAX_LAG + 1) * GROUPS_PER_STEP if is_scripted else 4000)
+        if is_scripted:
+            learning = asyncio.create_task(bench.learn())
+            stack.callback(learning.cancel)
+        await asyncio.sleep(WARM_UP_S)
+        began_ns = time.monotonic_ns()
+        fleet = [await bench.turns_per_s(seconds) for _ in range(num_rounds)]
+        ended_ns = time.monotonic_ns()
+        lags = (await bench.control.stats()).lag_histogram
+    player = bench.player
+    use = Attribution.of(Trace.load(scratch), (began_ns, ended_ns)).total(Pool.fleet)
+    could_hit = player.later.num_tokens - player.num_later * (
+        len(RESULT) + 1
+    )  # the last token of a turn is in no cache
+    return {
+        "episodes_vs_bare_agent": statistics.median(fleet) / statistics.median(bare),
+        "turns_per_s": statistics.median(fleet),
+        "slots_held_by_tools": float(player.num_held),
+        "tools_overlap": use.utilisation,
+        **{f"idle_{cause}": part / use.capacity for cause, part in use.idle.items()},
+        "lag_max": float(max(lags, default=0)),
+        **({"prefix_hit_rate": player.later.num_cached / could_hit} if could_hit > 0 else {}),
+    }
