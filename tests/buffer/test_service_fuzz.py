@@ -369,7 +369,7 @@ class Life:
         if self.rng.random() < 0.4:
             self.checkpoints.append(self.version + 1)
             key = f"checkpoint {self.next_request}"
-            self.send(CONTROLLER, commands.Checkpoint(folder="unused", version=self.version + 1, key=key))
+            self.send(CONTROLLER, commands.Checkpoint(folder="/unused/v00000001", version=self.version + 1, key=key))
         self.control(commands.Commit(self.version))
         self.trained[self.version] = self.planned.pop(self.version)
         self.version += 1

@@ -116,7 +116,7 @@ class DrivenLedger(Ledger):
 
     def checkpoint(self, version: int, *, key: str = "saved") -> bool:
         """Mark a checkpoint; returns whether it is new."""
-        return self.apply(commands.Checkpoint(folder="/unused", version=version, key=key)).is_new
+        return self.apply(commands.Checkpoint(folder="/unused/v00000001", version=version, key=key)).is_new
 
     def rewind(self, version: int) -> commands.Rewound:
         return self.apply(commands.Rewind(version=version, incarnation=self.incarnation + 1))
